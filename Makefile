@@ -1,0 +1,27 @@
+# Two commands on a fresh machine: `make demo` runs the main job on the built-in checkpoint, `make test` passes the tests.
+# Each makes the environment (.venv) first.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check clean
+
+demo: .venv/.installed
+	$(BIN)/surgery run recipes/demo.yaml
+
+test: .venv/.installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs

@@ -1,0 +1,158 @@
+"""The state-space dual (SSD) scan of Mamba-2, and its single step.
+
+For one head with state size N and head width P (Mamba-2, arXiv 2405.21060, section 6, equation 16; A is the head's scalar):
+
+    S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t^T        (P x N)
+    y_t = S_t C_t + D x_t
+
+Three implementations of the same function, slowest first: `reference` walks over the tokens and is what the others are
+tested against (in float64); `stock` is the function inside transformers; `chunked` is ours. The chunked form splits the
+sequence into chunks of Q tokens: within a chunk it is a masked product of Q x Q matrices, between chunks only the state
+travels. Three things make it cheaper than the stock one on a CPU: C B^T is formed once per *group* (all heads of a group
+share it) instead of once per head, chunks are short (64 instead of 256: the quadratic part dominates on a CPU), and the state
+is carried by a loop over chunks instead of a (chunks x chunks) product.
+
+The time step is given ready for use: softplus, bias and limits have been applied by the caller.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.kernels.dispatch import choose
+
+CHUNK = 32
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    chunk_size: int = 256,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scan a sequence.
+
+    x (b, t, h, p); dt (b, t, h), positive; A (h,), negative; B and C (b, t, g, n) with h a multiple of g; D (h,);
+    initial_state (b, h, p, n). Returns y (b, t, h, p) in the dtype of x, and the state after the last token (b, h, p, n).
+    `chunk_size` is the checkpoint's; only the stock backend uses it, since the result does not depend on it.
+    """
+    scan = choose("ssd_scan", BACKENDS, x, backend)
+    return scan(x, dt, A, B, C, D, initial_state, chunk_size)
+
+
+def _reference(x, dt, A, B, C, D, initial_state, chunk_size):
+    heads = x.shape[2]
+    B, C = (m.repeat_interleave(heads // m.shape[2], dim=2) for m in (B, C))
+    state = torch.zeros(*x.shape[:1], *x.shape[2:], B.shape[-1], dtype=x.dtype, device=x.device)
+    state = state if initial_state is None else initial_state.to(x.dtype)
+    out = []
+    for t in range(x.shape[1]):
+        decay = torch.exp(A * dt[:, t])[..., None, None]
+        state = decay * state + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None, :]
+        out.append((state * C[:, t, :, None, :]).sum(-1))
+    y = torch.stack(out, 1)
+    return (y if D is None else y + D[:, None] * x), state
+
+
+def _stock(x, dt, A, B, C, D, initial_state, chunk_size):
+    from transformers.models.mamba2 import modeling_mamba2 as stock
+
+    y, state = stock.mamba2_chunk_scan(
+        x, dt, A, B, C, chunk_size=chunk_size, D=D, initial_states=initial_state, return_final_states=True
+    )
+    return y, state
+
+
+def _chunked(x, dt, A, B, C, D, initial_state, chunk_size):
+    dtype, (b, t, h, p) = x.dtype, x.shape
+    g, n = B.shape[2:]
+    r = h // g  # heads per group
+    work = torch.promote_types(dtype, torch.float32)
+    x, dt, A, B, C = (m.to(work) for m in (x, dt, A, B, C))
+    c = -(-t // CHUNK)
+    q = -(-t // c)  # chunks of equal length: 33 tokens make two of 17, not one of 32 and one that is nearly empty
+    pad = c * q - t
+    skip = None if D is None else x * D.to(work)[:, None]
+    xd = x * dt[..., None]
+    if pad:  # padded steps have dt = 0 and x = 0: they leave the state alone
+        xd, dt = F.pad(xd, (0, 0, 0, 0, 0, pad)), F.pad(dt, (0, 0, 0, pad))
+        B, C = (F.pad(m, (0, 0, 0, 0, 0, pad)) for m in (B, C))
+    xd = xd.view(b, c, q, g, r, p).permute(0, 1, 3, 4, 2, 5)  # b c g r q p
+    B, C = (m.view(b, c, q, g, n).transpose(2, 3) for m in (B, C))  # b c g q n
+    log_decay = (dt * A).view(b, c, q, g, r).permute(0, 1, 3, 4, 2).cumsum(-1)  # b c g r q: decay from the chunk's start
+    causal = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
+    # Masked before exp, not after: above the diagonal the difference is positive and exp could overflow.
+    decay = (log_decay[..., :, None] - log_decay[..., None, :]).masked_fill(~causal, -torch.inf).exp_()
+    scores = (C @ B.transpose(-1, -2)).unsqueeze(3)  # b c g 1 q q: once per group
+    y = (scores * decay) @ xd
+    total = log_decay[..., -1]  # b c g r
+    to_end = torch.exp(total[..., None] - log_decay)
+    # what each chunk adds to the state, (b c g r p n)
+    added = (xd * to_end[..., None]).transpose(-1, -2) @ B.unsqueeze(3)
+    if initial_state is None:
+        state = x.new_zeros(b, g, r, p, n)
+    else:
+        state = initial_state.to(work).view(b, g, r, p, n)
+    before = []
+    shrink = total.exp()[..., None, None]
+    for i in range(c):
+        before.append(state)
+        state = shrink[:, i] * state + added[:, i]
+    if c > 1 or initial_state is not None:
+        entering = torch.stack(before, 1)  # b c g r p n
+        y = y + (C.unsqueeze(3) @ entering.transpose(-1, -2)) * log_decay.exp()[..., None]
+    y = y.permute(0, 1, 4, 2, 3, 5).reshape(b, c * q, h, p)[:, :t]
+    if skip is not None:
+        y = y + skip
+    return y.to(dtype), state.reshape(b, h, p, n)
+
+
+# In order of preference.
+BACKENDS = {"chunked": _chunked, "stock": _stock, "reference": _reference}
+
+
+def ssd_step(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """One token. Updates `state` (b, h, p, n) in place and returns y (b, h, p).
+
+    x (b, h, p); dt (b, h), ready for use; A (h,); B and C (b, g, n); D (h,).
+    """
+    return choose("ssd_step", STEP_BACKENDS, x, backend)(state, x, dt, A, B, C, D)
+
+
+def _step(state, x, dt, A, B, C, D):
+    heads, work = x.shape[1], torch.promote_types(x.dtype, torch.float32)
+    B, C = (m.to(work).repeat_interleave(heads // m.shape[1], dim=1) for m in (B, C))
+    dt = dt.to(work)
+    decay = torch.exp(A.to(work) * dt)[..., None, None]
+    new = decay * state.to(work) + (dt[..., None] * x.to(work))[..., None] * B[:, :, None, :]
+    state.copy_(new)
+    y = (new @ C[..., None])[..., 0]
+    return (y if D is None else y + D.to(work)[:, None] * x).to(x.dtype)
+
+
+def _stock_step(state, x, dt, A, B, C, D):
+    from transformers.models.mamba2 import modeling_mamba2 as stock
+
+    _, _, p, n = state.shape
+    wide_D = None if D is None else D[:, None].expand(-1, p)
+    A = A[:, None, None].expand(-1, p, n)
+    return stock.mamba2_selective_state_update(state, x, dt[..., None].expand(-1, -1, p), A, B, C, wide_D)
+
+
+STEP_BACKENDS = {"torch": _step, "stock": _stock_step}

@@ -1,0 +1,61 @@
+"""One file per model family, found by listing this folder. A new family is a new file that defines `FAMILY`.
+
+A family says which Hugging Face configurations it understands, where heads live, and how a graft starts from the base's own
+weights. Every function that needs to know about an architecture asks its family.
+"""
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import Protocol
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.plan import Plan
+
+
+class Family(Protocol):
+    """What the toolkit asks of a model family."""
+
+    model_type: str
+    hybrid_type: str
+
+    def check(self, config: PreTrainedConfig) -> None:
+        """Raise UserError if the configuration holds a field that is neither handled nor at its default."""
+
+    def shape(self, config: PreTrainedConfig) -> tuple[int, int]:
+        """(layers, heads per layer)."""
+
+    def empty(self, config: PreTrainedConfig, plan: Plan | None) -> PreTrainedModel:
+        """The hybrid class for a base's configuration and a plan, without values in its tensors (on the meta device)."""
+
+    def initialise(self, mixer: nn.Module, plan: Plan) -> None:
+        """Give the mixer's graft, which has storage but no values, its first weights."""
+
+    def empty_base(self, config: PreTrainedConfig) -> PreTrainedModel:
+        """The stock class for a hybrid's configuration, on the meta device."""
+
+
+@cache
+def families() -> dict[str, Family]:
+    """model_type -> family, for bases and hybrids."""
+    found: dict[str, Family] = {}
+    for module in pkgutil.iter_modules(__path__):
+        family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)
+        if family is not None:
+            found |= {family.model_type: family, family.hybrid_type: family}
+    return found
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The family of a configuration. Raises UserError if there is none."""
+    known = families()
+    if config.model_type not in known:
+        bases = ", ".join(sorted(family.model_type for family in set(known.values())))
+        raise UserError(
+            f"model type '{config.model_type}' is not supported as a base (supported: {bases}); "
+            f"a family is one file in surgery/families/"
+        )
+    return known[config.model_type]

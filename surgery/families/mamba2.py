@@ -1,0 +1,92 @@
+"""Mamba-2 (arXiv 2405.21060) in its Hugging Face class: state-spaces' mamba2-*, Codestral-Mamba."""
+
+import copy
+
+import torch
+from torch import nn
+from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedConfig
+
+from surgery.errors import UserError
+from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
+from surgery.plan import Plan
+
+# Fields that change what the model computes, and that the hybrid classes honour.
+HANDLED = frozenset(
+    """
+    num_heads head_dim vocab_size hidden_size state_size num_hidden_layers layer_norm_epsilon expand conv_kernel n_groups
+    use_bias use_conv_bias hidden_act residual_in_fp32 time_step_limit chunk_size tie_word_embeddings use_cache
+    pad_token_id bos_token_id eos_token_id initializer_range time_step_rank time_step_min time_step_max time_step_floor
+    rescale_prenorm_residual dtype torch_dtype architectures transformers_version model_type name_or_path _name_or_path
+    output_hidden_states return_dict layer_types grafts auto_map is_decoder surgery
+    """.split()
+)
+
+
+class Mamba2Family:
+    model_type = "mamba2"
+    hybrid_type = Mamba2HybridConfig.model_type
+
+    def check(self, config: PreTrainedConfig) -> None:
+        defaults = Mamba2Config().to_dict()
+        for name, value in config.to_dict().items():
+            if name not in HANDLED and (name not in defaults or value != defaults[name]):
+                raise UserError(f"the configuration's field '{name}' ({value!r}) is not handled by the {self.model_type} family")
+
+    def shape(self, config: PreTrainedConfig) -> tuple[int, int]:
+        return config.num_hidden_layers, config.num_heads
+
+    def empty(self, config: PreTrainedConfig, plan: Plan | None) -> Mamba2HybridForCausalLM:
+        fields = {k: v for k, v in config.to_dict().items() if k not in ("model_type", "architectures", "grafts", "layer_types")}
+        grafts = []
+        for site in plan.sites if plan else ():
+            width = plan.width or max(32, config.state_size)
+            grafts.append(
+                {"layer": site.layer, "heads": list(site.heads), "width": width, "shared": plan.shared, "blend": plan.blend}
+            )
+        hybrid_config = Mamba2HybridConfig(**fields, grafts=grafts)
+        with torch.device("meta"):
+            model = Mamba2HybridForCausalLM(hybrid_config)
+        return model
+
+    def initialise(self, mixer: nn.Module, plan: Plan) -> None:
+        """The dual start: query = C, key = B (rows of in_proj and their conv filters), and dimensions beyond the state size
+        with random queries and zero keys, which add exactly nothing to the scores."""
+        graft, n = mixer.graft, mixer.ssm_state_size
+        if graft.width < n:
+            raise UserError(f"a dual graft needs a width of at least the state size, {n}; the plan says {graft.width}")
+        pairs, groups = len(graft.pair_groups), mixer.n_groups
+        generator = torch.Generator().manual_seed(plan.seed * 1009 + mixer.layer_idx)
+        inner, state = mixer.intermediate_size, groups * n
+        rows = {"k": slice(inner, inner + state), "q": slice(inner + state, inner + 2 * state)}  # conv channels of B and of C
+
+        def fill(target: torch.Tensor, base: torch.Tensor, extra: float) -> None:
+            """target (pairs * width, ...) from base (groups * n, ...); the dimensions beyond n are normal with std `extra`."""
+            view = target.view(pairs, graft.width, *target.shape[1:])
+            view.copy_(torch.randn(view.shape, generator=generator) * extra)
+            view[:, :n] = base.view(groups, n, *base.shape[1:])[graft.pair_groups]
+
+        half = pairs * graft.width
+        with torch.no_grad():
+            graft.log_tau.zero_()
+            if graft.gate is not None:
+                graft.gate.fill_(plan.blend)
+            for name, part, proj in (("q", slice(0, half), graft.q_proj), ("k", slice(half, 2 * half), graft.k_proj)):
+                base_rows = mixer.in_proj.weight[inner:][rows[name]]
+                spread = base_rows.std().item() if name == "q" else 0.0
+                fill(proj.weight, base_rows, spread)
+                taps = mixer.conv1d.weight[rows[name]]
+                fill(graft.qk_conv.weight[part], taps, taps.std().item())
+                if proj.bias is not None:
+                    fill(proj.bias, mixer.in_proj.bias[inner:][rows[name]], 0.0)
+                if graft.qk_conv.bias is not None:
+                    fill(graft.qk_conv.bias[part], mixer.conv1d.bias[rows[name]], 0.0)
+
+    def empty_base(self, config: PreTrainedConfig) -> Mamba2ForCausalLM:
+        skip = ("model_type", "architectures", "grafts", "layer_types", "auto_map", "surgery")
+        fields = {k: v for k, v in config.to_dict().items() if k not in skip}
+        with torch.device("meta"):
+            model = Mamba2ForCausalLM(Mamba2Config(**copy.deepcopy(fields)))
+        return model
+
+
+FAMILY = Mamba2Family()

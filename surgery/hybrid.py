@@ -1,0 +1,280 @@
+"""The Hugging Face classes of a hybrid: a Mamba-2 in which some heads are attention.
+
+This file travels with every exported checkpoint (see sources.py), so it depends on torch, transformers and the kernels only.
+A hybrid without grafts is the base itself: with the stock kernels its logits equal transformers' own bit for bit.
+
+The dual graft (DESIGN.md of the project; notation of arXiv 2405.21060). A Mamba-2 head computes
+
+    y_t = sum_{s<=t} exp(a_{s+1} + ... + a_t) (C_t . B_s) dt_s x_s + D x_t
+
+which is linear attention with query C, key B, value x and a decay. A grafted head keeps x, D, gate, norm and out_proj and
+replaces the mixing alone:
+
+    y_t = sum_{s<=t} softmax_s(tau C'_t . B'_s) x_s + D x_t
+
+where C' and B' come from the graft's own projections and conv filters, initialised as copies of the base's rows for C and B.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from surgery.kernels.attention import graft_attention
+from surgery.kernels.ssd import ssd_scan, ssd_step
+from surgery.sources import write_sources
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, Mamba2Config, Mamba2ForCausalLM, Mamba2Model
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2Mixer, Mamba2RMSNorm, apply_mask_to_padding_states
+
+
+class Mamba2HybridConfig(Mamba2Config):
+    """A Mamba2Config with `grafts`: a list with one entry per grafted layer,
+
+    {"layer": int, "heads": [int, ...], "width": int, "shared": bool, "blend": float or None}
+
+    heads: sorted; width: of queries and keys; shared: one query-key pair per B/C group instead of one per head; blend: the
+    initial value of a learned gate between the SSM output (0) and attention (1), or None for attention alone.
+    """
+
+    model_type = "mamba2_hybrid"
+
+    grafts: list | None = None
+    layer_types: list | None = None  # the parent's is a read-only property
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.grafts = self.grafts or []
+        grafted = {graft["layer"] for graft in self.grafts}
+        # "hybrid" makes transformers' cache hold an SSM state and keys and values for the layer.
+        self.layer_types = ["hybrid" if i in grafted else "linear_attention" for i in range(self.num_hidden_layers)]
+        self.auto_map = {
+            "AutoConfig": "hybrid.Mamba2HybridConfig",
+            "AutoModelForCausalLM": "hybrid.Mamba2HybridForCausalLM",
+        }
+        super().__post_init__(**kwargs)
+
+
+class DualGraft(nn.Module):
+    """Queries and keys for the grafted heads of one layer. Its projections are named as in a Transformer, for PEFT."""
+
+    def __init__(self, config: Mamba2HybridConfig, spec: dict):
+        super().__init__()
+        self.heads: list[int] = spec["heads"]
+        self.width: int = spec["width"]
+        per_group = config.num_heads // config.n_groups
+        groups = [head // per_group for head in self.heads]
+        # The B/C group that each query-key pair starts from, and the pair that each grafted head uses.
+        self.pair_groups = sorted(set(groups)) if spec["shared"] else groups
+        self.pair_of_head = [self.pair_groups.index(g) for g in groups] if spec["shared"] else list(range(len(groups)))
+        size = len(self.pair_groups) * self.width
+        self.q_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
+        self.k_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
+        self.qk_conv = nn.Conv1d(
+            2 * size, 2 * size, config.conv_kernel, groups=2 * size, bias=config.use_conv_bias, padding=config.conv_kernel - 1
+        )
+        self.log_tau = nn.Parameter(torch.zeros(len(self.pair_groups)))
+        self.gate = None if spec["blend"] is None else nn.Parameter(torch.full((len(self.heads),), float(spec["blend"])))
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """Queries and keys before the convolution: (b, t, 2 * pairs * width)."""
+        return torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states)], dim=-1)
+
+    def split(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """(b, t, 2 * pairs * width) after the convolution -> q, scaled by tau, and k, both (b, pairs, t, width)."""
+        b, t, _ = qk.shape
+        q, k = qk.view(b, t, 2, len(self.pair_groups), self.width).permute(2, 0, 3, 1, 4)
+        return q * self.log_tau.exp()[:, None, None].to(q.dtype), k
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """v (b, heads, s, p) -> (b, t, heads, p)."""
+        even = len(self.heads) // len(self.pair_groups)
+        if self.pair_of_head != [i // even for i in range(len(self.heads))]:  # groups with unequal numbers of heads
+            q, k = q[:, self.pair_of_head], k[:, self.pair_of_head]
+        return graft_attention(q, k, v, mask)
+
+
+class Mamba2HybridMixer(Mamba2Mixer):
+    """A Mamba-2 mixer in three steps (project, mix, finish), the middle one partly attention."""
+
+    def __init__(self, config: Mamba2HybridConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        spec = next((graft for graft in config.grafts if graft["layer"] == layer_idx), None)
+        self.graft = None if spec is None else DualGraft(config, spec)
+        replaced = [] if self.graft is None or self.graft.gate is not None else self.graft.heads
+        self.ssm_heads = [head for head in range(self.num_heads) if head not in replaced]  # the others cost no scan
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache_params: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        causal_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        gate, x, B, C, dt, qk = self.project(hidden_states, cache_params, attention_mask)
+        return self.finish(self.mix(x, B, C, dt, qk, cache_params, causal_mask), gate)
+
+    def project(self, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None) -> tuple:
+        """u (b, t, d) -> gate z (b, t, h * p), x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h) ready for use, and the
+        grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's conv state."""
+        b, t, _ = hidden_states.shape
+        hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
+        gate, xBC, dt = self.in_proj(hidden_states).split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
+        weight, bias = self.conv1d.weight, self.conv1d.bias
+        if self.graft is not None:
+            # The convolution is depthwise, so the graft's channels ride along: one call, one conv state in the cache.
+            xBC = torch.cat([xBC, self.graft.project(hidden_states)], dim=-1)
+            weight = torch.cat([weight, self.graft.qk_conv.weight])
+            bias = None if bias is None else torch.cat([bias, self.graft.qk_conv.bias])
+        xBC = xBC.transpose(1, 2)
+        if cache_params is not None:
+            xBC = cache_params.update_conv_state(xBC, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
+        length = xBC.shape[-1]
+        xBC = F.conv1d(xBC, weight, bias, padding=self.conv_kernel_size - 1, groups=weight.shape[0])[..., :length]
+        xBC = apply_mask_to_padding_states(self.act(xBC[..., -t:]).transpose(1, 2), attention_mask)
+        state = self.n_groups * self.ssm_state_size
+        sizes = [self.intermediate_size, state, state, xBC.shape[-1] - self.conv_dim]
+        x, B, C, qk = xBC.split(sizes, dim=-1)
+        dt = F.softplus(dt + self.dt_bias.to(dt.dtype)).clamp(*self.time_step_limit)
+        B, C = (m.reshape(b, t, self.n_groups, self.ssm_state_size) for m in (B, C))
+        return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk if self.graft is not None else None
+
+    def mix(
+        self,
+        x: Tensor,
+        B: Tensor,
+        C: Tensor,
+        dt: Tensor,
+        qk: Tensor | None,
+        cache_params: Cache | None = None,
+        causal_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Every head's own mixing, the D skip included: (b, t, h, p)."""
+        heads = self.ssm_heads
+        if len(heads) == self.num_heads:
+            y = self.scan(x, B, C, dt, heads, cache_params)
+        elif heads:
+            y = self.scan(x[:, :, heads], B, C, dt[..., heads], heads, cache_params)
+        else:
+            y = x[:, :, :0]
+        if self.graft is None:
+            return y
+        attended = self.attend(x, qk, cache_params, causal_mask)
+        if self.graft.gate is None:
+            order = torch.tensor([*heads, *self.graft.heads], device=x.device).argsort()
+            return torch.cat([y, attended], dim=2)[:, :, order]
+        grafted = torch.tensor(self.graft.heads, device=x.device)
+        change = (attended - y[:, :, grafted]) * self.graft.gate[..., None, :, None].to(y.dtype)
+        return y.index_add(2, grafted, change)
+
+    def scan(self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None) -> Tensor:
+        """The SSM's mixing for `heads`; x (b, t, len(heads), p)."""
+        A, D = -torch.exp(self.A_log.float()), self.D
+        if len(heads) < self.num_heads:
+            A, D = A[heads], D[heads]
+            if self.n_groups > 1:  # the remaining heads need not fill their groups evenly
+                of = [head // (self.num_heads // self.n_groups) for head in heads]
+                B, C = B[:, :, of], C[:, :, of]
+        state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
+        if state is not None and x.shape[1] == 1:
+            return ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
+        y, state = ssd_scan(x, dt, A, B, C, D, state, chunk_size=self.chunk_size)
+        if cache_params is not None:
+            cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
+        return y
+
+    def attend(self, x: Tensor, qk: Tensor, cache_params: Cache | None = None, causal_mask: Tensor | None = None) -> Tensor:
+        """The grafts' mixing: (b, t, grafted heads, p)."""
+        x = x[:, :, self.graft.heads]
+        q, k = self.graft.split(qk)
+        v = x.transpose(1, 2)
+        if cache_params is not None:
+            k, v = cache_params.update(k, v, self.layer_idx)
+        return self.graft.attend(q, k, v, causal_mask) + self.D[self.graft.heads][:, None] * x
+
+    def finish(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Gate, norm and output projection: (..., h, p) -> (..., d)."""
+        return self.out_proj(self.norm(y.flatten(-2), gate).to(self.out_proj.weight.dtype))
+
+
+class Mamba2HybridBlock(Mamba2Block):
+    def __init__(self, config: Mamba2HybridConfig, layer_idx: int):
+        GradientCheckpointingLayer.__init__(self)  # the parent's would build a stock mixer
+        self.config = config
+        self.layer_idx = layer_idx
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = Mamba2RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.mixer = Mamba2HybridMixer(config, layer_idx)
+
+
+class Mamba2HybridModel(Mamba2Model):
+    config_class = Mamba2HybridConfig
+    _no_split_modules = ["Mamba2HybridBlock"]
+    _supports_sdpa = True
+
+    def __init__(self, config: Mamba2HybridConfig):
+        PreTrainedModel.__init__(self, config)  # the parent's would build a stock backbone
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([Mamba2HybridBlock(config, i) for i in range(config.num_hidden_layers)])
+        self.gradient_checkpointing = False
+        self.norm_f = Mamba2RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache_params: Cache | None = None,
+        use_cache: bool | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if inputs_embeds is None and input_ids is not None:
+            input_ids, inputs_embeds = None, self.embeddings(input_ids)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if self.gradient_checkpointing and self.training:
+            use_cache = False
+        if use_cache and cache_params is None:
+            cache_params = DynamicCache(config=self.config)
+        causal_mask = None
+        if self.config.grafts and inputs_embeds is not None:
+            causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, cache_params)
+        # The parent hands keyword arguments on to its blocks, and they to their mixers.
+        return super().forward(
+            input_ids,
+            inputs_embeds=inputs_embeds,
+            cache_params=cache_params,
+            use_cache=use_cache,
+            attention_mask=attention_mask,
+            causal_mask=causal_mask,
+            **kwargs,
+        )
+
+
+class Mamba2HybridForCausalLM(Mamba2ForCausalLM):
+    config_class = Mamba2HybridConfig
+    _no_split_modules = ["Mamba2HybridBlock"]
+    _supports_sdpa = True
+
+    def __init__(self, config: Mamba2HybridConfig):
+        PreTrainedModel.__init__(self, config)
+        self.backbone = Mamba2HybridModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> dict:
+        inputs = super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **kwargs)
+        if inputs.get("attention_mask") is None:
+            inputs["attention_mask"] = attention_mask  # the parent drops it after the prompt; attention still needs it
+        return inputs
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, *args, **kwargs)
+        write_sources(save_directory)
+
+
+AutoConfig.register(Mamba2HybridConfig.model_type, Mamba2HybridConfig, exist_ok=True)
+AutoModelForCausalLM.register(Mamba2HybridConfig, Mamba2HybridForCausalLM, exist_ok=True)

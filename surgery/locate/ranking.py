@@ -1,0 +1,76 @@
+"""The ranking: scores of all sites, and the plans that follow from it."""
+
+import random
+from typing import Any, Literal
+
+from surgery.errors import UserError
+from surgery.plan import Plan
+from surgery.records import Provenance, Record
+from surgery.site import Site, SiteText
+from surgery.statistics import Estimate
+
+Role = Literal["gather", "aggregate"]
+
+
+class Score(Record):
+    """What a site does to the probe; accuracies are fractions, losses nats, all paired over the same examples.
+
+    ablation_drop and ablation_loss: accuracy lost, loss gained when the site is silenced. splice_gain and splice_loss:
+    accuracy gained, loss *saved* when the site becomes its untrained dual graft. attribution: the first-order estimate of
+    splice_loss. answer_mass and pair_mass: see roles.py.
+    """
+
+    site: SiteText
+    ablation_drop: Estimate | None = None
+    ablation_loss: Estimate | None = None
+    splice_gain: Estimate | None = None
+    splice_loss: Estimate | None = None
+    attribution: Estimate | None = None
+    answer_mass: Estimate | None = None
+    pair_mass: Estimate | None = None
+    role: Role | None = None
+
+
+class Ranking(Record):
+    """Heads, best place for a graft first, and whole layers in order."""
+
+    provenance: Provenance
+    probe: dict[str, Any]
+    base_accuracy: Estimate
+    base_loss: Estimate
+    heads: tuple[Score, ...]
+    layers: tuple[Score, ...]
+
+
+def gain(score: Score) -> float:
+    """What heads are sorted by: the exact loss that splicing saves, or its attribution where it was not measured."""
+    estimate = score.splice_loss or score.attribution
+    return estimate.value if estimate else float("-inf")
+
+
+def plan(
+    ranking: Ranking,
+    heads: int = 1,
+    *,
+    sites: tuple[Site, ...] | None = None,
+    width: int | None = None,
+    shared: bool = False,
+    blend: float | None = None,
+    seed: int = 0,
+) -> Plan:
+    """The plan that grafts the `heads` leading heads of a ranking, or `sites` where they are given."""
+    if sites is None:
+        if not 1 <= heads <= len(ranking.heads):
+            raise UserError(f"the ranking holds {len(ranking.heads)} heads; cannot plan {heads}")
+        sites = tuple(score.site for score in ranking.heads[:heads])
+    return Plan(sites=sites, width=width, shared=shared, blend=blend, seed=seed, provenance=ranking.provenance)
+
+
+def random_plan(chosen: Plan, layers: int, heads: int, seed: int) -> Plan:
+    """A control: as many heads as `chosen` grafts, drawn uniformly from those that it leaves alone."""
+    taken = {(site.layer, head) for site in chosen.sites for head in site.heads}
+    free = [(layer, head) for layer in range(layers) for head in range(heads) if (layer, head) not in taken]
+    if len(free) < len(taken):
+        raise UserError("the plan leaves fewer heads alone than it grafts; there is no random control of its size")
+    drawn = random.Random(f"random site {seed}").sample(free, len(taken))
+    return chosen.model_copy(update={"sites": Plan(sites=tuple(Site(layer, (head,)) for layer, head in drawn)).sites})

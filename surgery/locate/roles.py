@@ -1,0 +1,82 @@
+"""What a head's mixing matrix says about its role.
+
+answer_mass: of the weight with which the query position (the prompt's last token) mixes the past, the share that falls on the
+pair that holds the answer. An aggregate head is sharp there; a head that mixes evenly has about 1 / pairs.
+pair_mass: of the weight with which a pair's last token mixes the past, the share that falls on its own pair, averaged over
+pairs. A gather head condenses a segment into its last token, so it draws most of its weight from within.
+
+Weight is the absolute value of the mixing matrix of the base's SSM head, time step included, D not.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.kernels.mixing import attention_matrix, ssd_matrix
+from surgery.locate.ranking import Role, Score
+from surgery.probes.question import Question
+
+
+def token_spans(tokenizer: PreTrainedTokenizerBase, question: Question) -> tuple[list[int], list[list[int]]]:
+    """The prompt's token ids, and for every span of the question the positions of its tokens."""
+    encoded = tokenizer(question.prompt, return_offsets_mapping=True)
+    offsets = encoded["offset_mapping"]
+    spans = [
+        [i for i, (start, end) in enumerate(offsets) if start < stop and end > begin and end > start]
+        for begin, stop in question.spans
+    ]
+    return encoded["input_ids"], spans
+
+
+@torch.inference_mode()
+def mixing_matrices(base: PreTrainedModel, ids: Tensor, rows: Tensor | None = None) -> list[Tensor]:
+    """For every layer of an adopted base or hybrid, the mixing matrices of all heads: (heads, rows, t), for one sequence.
+
+    SSM heads: time step included, D not. Grafted heads: their attention (where a blend gate is open, the mixture).
+    """
+    out, hidden = [], base.backbone.embeddings(ids[None])
+    for block in base.backbone.layers:
+        mixer = block.mixer
+        gate, x, B, C, dt, qk = mixer.project(block.norm(hidden.to(block.norm.weight.dtype)))
+        matrix = ssd_matrix(dt, -torch.exp(mixer.A_log.float()), B, C, rows=rows)[0]
+        if mixer.graft is not None:
+            graft = mixer.graft
+            attention = attention_matrix(*graft.split(qk), rows=rows)[0][graft.pair_of_head].to(matrix.dtype)
+            share = 1.0 if graft.gate is None else graft.gate[:, None, None]
+            matrix[graft.heads] = (1 - share) * matrix[graft.heads] + share * attention
+        out.append(matrix)
+        residual = hidden.to(torch.float32) if block.residual_in_fp32 else hidden
+        hidden = residual + mixer.finish(mixer.mix(x, B, C, dt, qk), gate)
+    return out
+
+
+def masses(
+    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: list[Question]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(answer_mass, pair_mass), both (questions, layers, heads), for questions with spans and evidence."""
+    answer, pair = [], []
+    for question in questions:
+        assert question.evidence is not None
+        tokens, spans = token_spans(tokenizer, question)
+        # Row 0: the query position; then the last token of every pair.
+        rows = torch.tensor([len(tokens) - 1, *(span[-1] for span in spans)], device=base.device)
+        layers = mixing_matrices(base, torch.tensor(tokens, device=base.device), rows)
+        weight = torch.stack(layers).abs().float().cpu()  # layers, heads, rows, t
+        share = weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
+        answer.append(share[:, :, 0, spans[question.evidence]].sum(-1))
+        pair.append(torch.stack([share[:, :, 1 + i, span].sum(-1) for i, span in enumerate(spans)]).mean(0))
+    return torch.stack(answer).numpy(), torch.stack(pair).numpy()
+
+
+def role(score: Score, typical_answer_mass: float, typical_pair_mass: float) -> Role | None:
+    """aggregate: splicing saves loss beyond its interval, and the head looks at the answer more than the typical head.
+    gather: ablating costs loss beyond its interval, splicing saves none, and a pair's end draws on its pair more than in the
+    typical head. Neither: None. Typical is the median over all heads."""
+    if score.ablation_loss is None or score.splice_loss is None or score.answer_mass is None or score.pair_mass is None:
+        return None
+    if score.splice_loss.ci95[0] > 0 and score.answer_mass.value > typical_answer_mass:
+        return "aggregate"
+    if score.ablation_loss.ci95[0] > 0 >= score.splice_loss.ci95[0] and score.pair_mass.value > typical_pair_mass:
+        return "gather"
+    return None

@@ -1,0 +1,73 @@
+"""Knowledge: what only the weights can know, as fact cloze and as lettered multiple choice about the same facts.
+
+Without a file, the facts of the small world (each in its held-out template; letters about facts whose lettered question was
+never trained). With a file, its lines: {"prompt": "The capital of France is", "answer": " Paris", "choices": [" Paris",
+" Rome", ...]}, and "question" where the lettered form should ask something else than the prompt.
+"""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from surgery.errors import UserError
+from surgery.probes.letters import LETTERS, lettered
+from surgery.probes.question import Question
+from surgery.world.facts import facts
+
+CAPITALS = Path(__file__).parent / "capitals.jsonl"
+
+
+def _lines(source: str) -> list[dict]:
+    path = CAPITALS if source == "capitals" else Path(source)
+    try:
+        items = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except OSError as error:
+        raise UserError(f"cannot read the facts in {source}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{source} is not JSON lines: {error}") from error
+    for number, item in enumerate(items, 1):
+        if not {"prompt", "answer", "choices"} <= item.keys() or item["answer"] not in item["choices"]:
+            raise UserError(f"{source}, line {number}: needs prompt, answer and choices, the answer among the choices")
+    if not items:
+        raise UserError(f"{source} holds no facts")
+    return items
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """Fact cloze. `source`: "world", "capitals" (58 real ones, for real models), or a JSON-lines file."""
+
+    source: str = "world"
+
+    def questions(self, n: int, seed: int) -> list[Question]:
+        """At most n; there are no more than there are facts."""
+        rng = random.Random(f"knowledge {seed}")
+        if self.source == "world":
+            every = [
+                Question(f.prompt(f.held_out_template), tuple(f" {c}" for c in f.choices), f.choices.index(f.value)) for f in facts()
+            ]
+        else:
+            every = [Question(i["prompt"], tuple(i["choices"]), i["choices"].index(i["answer"])) for i in _lines(self.source)]
+        return every if n >= len(every) else rng.sample(every, n)
+
+
+@dataclass(frozen=True)
+class Letters:
+    """The same facts with lettered options. `source` as for Knowledge."""
+
+    source: str = "world"
+
+    def questions(self, n: int, seed: int) -> list[Question]:
+        rng = random.Random(f"letters {seed}")
+        if self.source == "world":
+            pool = [(f.question, f.value, f.choices) for f in facts() if f.held_out_question]
+        else:
+            pool = [
+                (i.get("question", i["prompt"]), i["answer"].strip(), tuple(c.strip() for c in i["choices"]))
+                for i in _lines(self.source)
+                if len(i["choices"]) >= len(LETTERS)
+            ]
+            if not pool:
+                raise UserError(f"{self.source}: lettered questions need at least {len(LETTERS)} choices a fact")
+        return [lettered(rng, *rng.choice(pool)) for _ in range(n)]

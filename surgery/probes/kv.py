@@ -1,0 +1,46 @@
+"""Key-value retrieval, as in "Understanding the Skill Gap in Recurrent Language Models" (arXiv 2504.18574).
+
+Zero-shot: `pairs` random words, each with its own integer from 0 to 99, then one of them is asked for. The prompt ends without
+a space; the model's answer is the value, among those in the dictionary, whose tokens have the largest summed log-probability.
+Chance is 1 / pairs. Where the published code is unseeded, this one takes a seed.
+"""
+
+import random
+from dataclasses import dataclass
+
+from surgery.probes.question import Question
+from surgery.world.words import KEYS
+
+OPENING = "Memorize the following dictionary:\n"
+
+
+def ask(key: str) -> str:
+    """The question, up to the value."""
+    return f"The value of the key '{key}' is"
+
+
+def dictionary(rng: random.Random, pairs: int) -> dict[str, str]:
+    """Distinct words with distinct integers 0-99."""
+    return dict(zip(rng.sample(KEYS, pairs), map(str, rng.sample(range(100), pairs)), strict=True))
+
+
+@dataclass(frozen=True)
+class KVRetrieval:
+    """Dictionaries of `pairs` entries (at most 100), one query each."""
+
+    pairs: int
+
+    def questions(self, n: int, seed: int) -> list[Question]:
+        rng = random.Random(f"kv {self.pairs} {seed}")
+        return [self._question(rng) for _ in range(n)]
+
+    def _question(self, rng: random.Random) -> Question:
+        entries = dictionary(rng, self.pairs)
+        prompt, spans = OPENING, []
+        for key, value in entries.items():
+            pair = f"{key}:{value}"
+            spans.append((len(prompt), len(prompt) + len(pair)))
+            prompt += f"{pair}\n"
+        answer = rng.randrange(self.pairs)
+        prompt += ask(list(entries)[answer])
+        return Question(prompt, tuple(entries.values()), answer, tuple(spans), answer)

@@ -1,0 +1,23 @@
+"""Facts as lettered multiple choice: knowing the answer is not enough, its letter has to be retrieved from the options.
+
+The paper's point: on tasks of this form (MMLU) a state-space model falls behind although its knowledge is as good.
+"""
+
+import random
+
+from surgery.probes.question import Question
+
+LETTERS = "ABCD"
+
+
+def lettered(rng: random.Random, question: str, answer: str, choices: tuple[str, ...]) -> Question:
+    """The question with four options in random order, one of them right; the choices are the letters."""
+    options = [answer, *rng.sample([c for c in choices if c != answer], len(LETTERS) - 1)]
+    rng.shuffle(options)
+    prompt, spans = f"Question: {question}\n", []
+    for letter, option in zip(LETTERS, options, strict=True):
+        line = f"{letter}. {option}"
+        spans.append((len(prompt), len(prompt) + len(line)))
+        prompt += f"{line}\n"
+    right = options.index(answer)
+    return Question(prompt + "Answer:", tuple(f" {letter}" for letter in LETTERS), right, tuple(spans), right)

@@ -1,0 +1,53 @@
+"""Perplexity on held-out text.
+
+exp of the mean negative log-likelihood per predicted token. The text is cut into windows of `window` tokens (the first token of
+a window is context only), which suits comparing a base with its hybrids; it is not the sliding-window figure of papers.
+"""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.world.text import document
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """`source`: "world" (held-out documents of the small world) or a text file; `windows` of `window` tokens are read."""
+
+    source: str = "world"
+    windows: int = 64
+    window: int = 256
+
+    def token_windows(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> torch.Tensor:
+        """(windows, window) token ids; fewer windows where the text is short."""
+        if self.source == "world":
+            rng = random.Random(f"perplexity {seed}")
+            end = tokenizer.eos_token or ""
+            text = "".join(end + document(rng, held_out=True) for _ in range(self.windows * 2))
+        else:
+            try:
+                text = Path(self.source).read_text()
+            except OSError as error:
+                raise UserError(f"cannot read the text in {self.source}: {error.strerror}") from error
+        ids = tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"][: self.windows * self.window]
+        count = len(ids) // self.window
+        if count == 0:
+            raise UserError(f"{self.source} has {len(ids)} tokens; perplexity needs at least {self.window}")
+        return torch.tensor(ids[: count * self.window]).view(count, self.window)
+
+    def losses(self, model: PreTrainedModel, windows: torch.Tensor, batch_size: int = 16) -> np.ndarray:
+        """Mean negative log-likelihood (nats) per predicted token, for every window."""
+        out = []
+        with torch.inference_mode():
+            for ids in windows.split(batch_size):
+                ids = ids.to(model.device)
+                log_p = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+                nll = -log_p.gather(-1, ids[:, 1:, None]).squeeze(-1)
+                out.append(nll.mean(1).cpu())
+        return torch.cat(out).numpy()

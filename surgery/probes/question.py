@@ -1,0 +1,18 @@
+"""The unit of every choice probe."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, the texts that may follow it, and which of them is right.
+
+    `spans` are the character ranges of the prompt that hold the evidence (for retrieval: one per pair, in order) and
+    `evidence` says which of them holds the answer; the roles of heads are read from the attention between them.
+    """
+
+    prompt: str
+    choices: tuple[str, ...]
+    answer: int
+    spans: tuple[tuple[int, int], ...] = ()
+    evidence: int | None = None

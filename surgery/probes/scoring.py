@@ -1,0 +1,115 @@
+"""Answers a choice probe: one forward for all candidates where they are single tokens, exact where they are not.
+
+The score of a candidate is the summed log-probability of its tokens after the prompt (the published protocol). A row of the
+batch is a prompt plus a *proper prefix* of some candidate's tokens; its last position gives the log-probability of every
+candidate that continues that prefix. Single-token candidates share the one row with the empty prefix.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.probes.question import Question
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokenised questions as rows for the model.
+
+    rows: token ids without padding. Candidate `c` of question `q` scores the sum of log p(token | row) over the terms (q, c,
+    row, token). choices: candidates per question. answers: the right one.
+    """
+
+    rows: list[list[int]]
+    terms: Tensor  # (terms, 4)
+    choices: Tensor  # (questions,)
+    answers: Tensor  # (questions,)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """logits (rows, vocabulary) -> summed log-probabilities (questions, most choices), -inf where there is no candidate."""
+        question, choice, row, token = self.terms.to(logits.device).unbind(1)
+        log_p = logits.float().log_softmax(-1)[row, token]
+        width = int(self.choices.max())
+        flat = log_p.new_zeros(len(self.choices) * width).index_add(0, question * width + choice, log_p)
+        absent = torch.arange(width, device=logits.device) >= self.choices.to(logits.device)[:, None]
+        return flat.view(-1, width).masked_fill(absent, -torch.inf)
+
+    def losses(self, logits: Tensor) -> Tensor:
+        """(questions,): the negative log-probability, in nats, of the right candidate among the candidates."""
+        scores = self.scores(logits)
+        return scores.logsumexp(-1) - scores.gather(1, self.answers.to(logits.device)[:, None])[:, 0]
+
+    def correct(self, logits: Tensor) -> Tensor:
+        """(questions,) bool: whether the largest score is the right candidate's."""
+        return self.scores(logits).argmax(-1) == self.answers.to(logits.device)
+
+
+@dataclass(frozen=True)
+class Result:
+    """correct (questions,) bool; loss (questions,) nats."""
+
+    correct: np.ndarray
+    loss: np.ndarray
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]) -> Encoded:
+    """Tokenise prompts as the tokenizer would (special tokens included) and candidates as what follows."""
+    prompts = tokenizer([q.prompt for q in questions])["input_ids"]
+    texts = sorted({choice for q in questions for choice in q.choices})
+    tokens = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
+    rows: list[list[int]] = []
+    terms: list[tuple[int, int, int, int]] = []
+    for q, (question, prompt) in enumerate(zip(questions, prompts, strict=True)):
+        row_of: dict[tuple[int, ...], int] = {}
+        for c, choice in enumerate(question.choices):
+            if not (ids := tokens[choice]):
+                raise UserError(f"the candidate '{choice}' has no tokens")
+            for i, token in enumerate(ids):
+                prefix = tuple(ids[:i])
+                if prefix not in row_of:
+                    row_of[prefix] = len(rows)
+                    rows.append([*prompt, *prefix])
+                terms.append((q, c, row_of[prefix], token))
+    choices = torch.tensor([len(q.choices) for q in questions])
+    return Encoded(rows, torch.tensor(terms), choices, torch.tensor([q.answer for q in questions]))
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows padded on the right, (rows, longest), and the index of each one's last token.
+
+    What follows a token cannot change it in a causal model, so no mask is needed.
+    """
+    longest = max(map(len, rows))
+    ids = torch.tensor([[*row, *([0] * (longest - len(row)))] for row in rows], device=device)
+    return ids, torch.tensor([len(row) - 1 for row in rows], device=device)
+
+
+def batches(
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], batch_size: int
+) -> Iterator[tuple[list[int], Encoded]]:
+    """Questions of similar length together: (their indices, encoded)."""
+    order = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        yield chosen, encode(tokenizer, [questions[i] for i in chosen])
+
+
+def answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], batch_size: int = 64
+) -> Result:
+    """Ask a model."""
+    correct, loss = np.zeros(len(questions), dtype=bool), np.zeros(len(questions))
+    with torch.inference_mode():
+        for chosen, encoded in batches(tokenizer, questions, batch_size):
+            ids, last = padded(encoded.rows, model.device)
+            keep, where = last.unique(return_inverse=True)
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
+            logits = logits[torch.arange(len(ids), device=ids.device), where]
+            correct[chosen] = encoded.correct(logits).cpu().numpy()
+            loss[chosen] = encoded.losses(logits).cpu().numpy()
+    return Result(correct, loss)

@@ -1,0 +1,99 @@
+"""What every JSON file of the toolkit has in common: strictness, provenance, atomic writing."""
+
+import os
+import platform
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+import pydantic
+import torch
+
+from surgery.errors import UserError
+
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "scipy")
+
+
+class Record(pydantic.BaseModel):
+    """A frozen record that refuses unknown keys."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read a JSON file. Raises UserError with one line if it is missing or does not fit."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        try:
+            return cls.model_validate_json(text)
+        except pydantic.ValidationError as error:
+            raise UserError(f"{path}: {first_line(error)}") from error
+
+    def write(self, path: str | Path) -> None:
+        write_text(path, self.model_dump_json(indent=2) + "\n")
+
+
+class Provenance(Record):
+    """Where a file comes from."""
+
+    schema_version: int = 1
+    toolkit: str
+    created: str
+    seed: int
+    base: str
+    base_fingerprint: str
+    packages: dict[str, str]
+    machine: str
+    threads: int
+    recipe: dict[str, Any] | None = None
+
+
+def provenance(base: str, fingerprint: str, seed: int, recipe: dict[str, Any] | None = None) -> Provenance:
+    """The provenance of something that is made now."""
+    return Provenance(
+        toolkit=_version("mamba-surgery"),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        seed=seed,
+        base=base,
+        base_fingerprint=fingerprint,
+        packages={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+        + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
+        threads=torch.get_num_threads(),
+        recipe=recipe,
+    )
+
+
+def first_line(error: pydantic.ValidationError) -> str:
+    """The first complaint of a validation error in one line, naming the key."""
+    detail = error.errors()[0]
+    where = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key '{where}'"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp's default is for secrets
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

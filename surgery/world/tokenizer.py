@@ -1,0 +1,53 @@
+"""The small world's tokenizer: byte-level BPE in which every word of the world has merged into one token.
+
+Any text can be encoded (unknown words fall apart into bytes), and the numbers 0 to 99 are single tokens, as they are for most
+large models, so that key-value retrieval can be scored in one forward.
+"""
+
+import random
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from surgery.probes.kv import KVRetrieval
+from surgery.probes.letters import lettered
+from surgery.world.facts import facts
+from surgery.world.text import document
+from surgery.world.words import KEYS
+
+END = "<|endoftext|>"
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Train it. The same in every process: the corpus is generated from fixed seeds."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # The vocabulary is larger than needed, so training ends when there is nothing left to merge: whole words.
+    trainer = trainers.BpeTrainer(
+        vocab_size=8192,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, padding_side="left", model_max_length=2048
+    )
+
+
+def _corpus():
+    rng = random.Random("small world, tokenizer")
+    for _ in range(2000):
+        yield document(rng, held_out=False)
+    for fact in facts():
+        yield lettered(rng, fact.question, fact.value, fact.choices).prompt
+        yield f" {fact.value} {fact.person} {fact.person.lower()}"
+    for question in KVRetrieval(pairs=32).questions(300, seed=0):
+        yield question.prompt
+    for key in KEYS:
+        yield f"{key} {key}\n" * 20
+    for number in range(100):
+        yield f"{number}:" * 20
+    for letter in "ABCD":
+        yield f"\n{letter}. Answer: {letter}\n" * 20

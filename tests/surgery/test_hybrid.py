@@ -1,0 +1,241 @@
+"""The laws of a hybrid: equal to transformers where nothing is spliced, and to itself however it is run."""
+
+import copy
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, Mamba2ForCausalLM
+
+from surgery.errors import UserError
+from surgery.kernels.dispatch import use
+from surgery.plan import Plan
+from surgery.site import Site
+from surgery.splice import adopt, splice, unsplice
+from surgery.splice.splice import graft_parameters
+from tests.conftest import random_base
+
+PLANS = {
+    "one head": Plan(sites=("L1.H3",)),
+    "shared pairs, two layers, one complete": Plan(sites=("L1.H3,6", "L2.H0,1,2,3,4,5,6,7"), shared=True),
+    "first layer, half blended": Plan(sites=("L0.H1,2,7",), blend=0.5),
+    "uneven groups, width of the state": Plan(sites=("L0.H1,2,7",), shared=True, width=8),
+}
+
+
+@pytest.fixture(params=PLANS, ids=lambda name: name.replace(" ", "-"))
+def hybrid(request, base):
+    return splice(base, PLANS[request.param])
+
+
+def test_nothing_spliced_equals_transformers_exactly(base, tokens):
+    with use(ssd_scan="stock", ssd_step="stock"):
+        assert torch.equal(adopt(base)(tokens).logits, base(tokens).logits)
+
+
+def test_nothing_spliced_equals_transformers_closely_with_our_kernels(base, tokens):
+    torch.testing.assert_close(adopt(base)(tokens).logits, base(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_padded_batch_without_grafts_equals_transformers_exactly(base, tokens):
+    mask = torch.ones_like(tokens)
+    mask[0, :6] = 0
+    with use(ssd_scan="stock"):
+        ours, stock = (m(tokens, attention_mask=mask).logits for m in (adopt(base), base))
+    assert torch.equal(ours, stock)
+
+
+def test_graft_changes_the_logits(hybrid, tokens):
+    # Guards the tests below: with grafts that do nothing they would all pass.
+    assert (hybrid(tokens).logits - unsplice(hybrid)(tokens).logits).abs().max() > 0.01
+
+
+def test_cached_equals_uncached(hybrid, tokens):
+    """A prompt, single tokens, then several tokens at once from the cache."""
+    whole = hybrid(tokens).logits
+    output = hybrid(tokens[:, :20], use_cache=True)
+    parts, cache = [output.logits], output.cache_params
+    for piece in (*tokens[:, 20:30].split(1, dim=1), tokens[:, 30:]):
+        parts.append(hybrid(piece, cache_params=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=2e-5)
+
+
+def test_generation_with_cache_equals_generation_without(hybrid, tokens):
+    cached, uncached = (hybrid.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=c) for c in (True, False))
+    assert torch.equal(cached, uncached)
+
+
+def test_left_padded_batch_equals_its_rows(hybrid, tokens):
+    """Logits of every position and every generated step; row 0 has 5 pads more than row 1."""
+    short = tokens[0, 5:]
+    batch, mask = tokens.clone(), torch.ones_like(tokens)
+    batch[0, :5], mask[0, :5] = 0, 0
+    alone = hybrid(short[None]).logits[0]
+    torch.testing.assert_close(hybrid(batch, attention_mask=mask).logits[0, 5:], alone, rtol=1e-4, atol=2e-5)
+    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    together, single = hybrid.generate(batch, attention_mask=mask, **options), hybrid.generate(short[None], **options)
+    for a, b in zip(together.logits, single.logits, strict=True):
+        torch.testing.assert_close(a[0], b[0], rtol=1e-4, atol=5e-5)
+
+
+def test_beam_search_runs(hybrid, tokens):
+    assert hybrid.generate(tokens, num_beams=3, max_new_tokens=4, do_sample=False).shape == (2, 41)
+
+
+def test_train_mode_equals_eval_mode(hybrid, tokens):
+    evaluated = hybrid(tokens).logits
+    assert torch.equal(hybrid.train()(tokens).logits, evaluated)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(hybrid, tokens):
+    def gradients():
+        hybrid.zero_grad()
+        hybrid(tokens, labels=tokens).loss.backward()
+        return {name: p.grad.clone() for name, p in graft_parameters(hybrid).items()}
+
+    hybrid.train()
+    plain = gradients()
+    hybrid.gradient_checkpointing_enable()
+    torch.testing.assert_close(gradients(), plain)
+
+
+def test_reload_equals_live(hybrid, tokens, tmp_path):
+    hybrid.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(reloaded) is type(hybrid)
+    assert torch.equal(reloaded(tokens).logits, hybrid(tokens).logits)
+
+
+@pytest.mark.slow
+def test_loads_in_a_fresh_process_without_the_package(tokens, tmp_path):
+    """transformers alone, with trust_remote_code: same logits, same generated tokens, and it can be saved and loaded again."""
+    hybrid = splice(random_base(n_groups=2), PLANS["one head"])
+    hybrid.save_pretrained(tmp_path / "hybrid")
+    script = f"""
+import sys, torch
+sys.modules["surgery"] = None  # any import of the package fails
+from transformers import AutoModelForCausalLM
+tokens = torch.tensor({tokens.tolist()})
+for folder in ("hybrid", "again"):
+    model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r} + "/" + folder, trust_remote_code=True).eval()
+    torch.save([model(tokens).logits, model.generate(tokens, max_new_tokens=5, do_sample=False)], {str(tmp_path)!r} + f"/{{folder}}.pt")
+    model.save_pretrained({str(tmp_path)!r} + "/again")
+"""
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    for folder in ("hybrid", "again"):
+        logits, generated = torch.load(tmp_path / f"{folder}.pt")
+        torch.testing.assert_close(logits, hybrid(tokens).logits, rtol=1e-5, atol=1e-5)
+        assert torch.equal(generated, hybrid.generate(tokens, max_new_tokens=5, do_sample=False))
+
+
+def test_bfloat16(tokens):
+    hybrid = splice(random_base().bfloat16(), PLANS["one head"])
+    logits = hybrid(tokens).logits
+    exact = splice(random_base(), PLANS["one head"])(tokens).logits
+    assert logits.isfinite().all()
+    assert ((logits - exact).norm() / exact.norm()) < 0.05
+
+
+heads = st.sets(st.integers(0, 7), min_size=1).map(tuple)
+sites = st.dictionaries(st.integers(0, 2), heads, min_size=1).map(lambda d: tuple(Site(k, v) for k, v in d.items()))
+plans = st.builds(
+    Plan, sites=sites, width=st.sampled_from([None, 8, 11, 32]), shared=st.booleans(), blend=st.sampled_from([None, 0.0, 0.3]),
+    seed=st.integers(0, 3),
+)  # fmt: skip
+few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@few
+@given(plan=plans)
+def test_unsplice_restores_the_base_bit_for_bit(plan):
+    base = random_base(n_groups=2)
+    before = copy.deepcopy(base.state_dict())
+    hybrid = splice(base, plan)
+    with torch.no_grad():
+        for p in graft_parameters(hybrid).values():  # tuning may do anything to the grafts
+            p.add_(1)
+    restored = unsplice(hybrid)
+    assert type(restored) is Mamba2ForCausalLM
+    assert restored.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in restored.state_dict().items())
+    assert restored.config.to_dict() == base.config.to_dict()
+
+
+@few
+@given(plan=plans)
+def test_zero_blend_leaves_logits_unchanged(plan):
+    base = adopt(random_base(n_groups=2))
+    ids = torch.arange(1, 41)[None]
+    zero = splice(base, plan.model_copy(update={"blend": 0.0}))
+    assert torch.equal(zero(ids).logits, base(ids).logits)
+
+
+@few
+@given(plan=plans, width=st.integers(9, 40))
+def test_extra_width_adds_exactly_nothing_at_the_start(plan, width):
+    base, ids = random_base(n_groups=2), torch.arange(1, 41)[None]
+    narrow, wide = (splice(base, plan.model_copy(update={"width": w}))(ids).logits for w in (8, width))
+    torch.testing.assert_close(wide, narrow, rtol=1e-5, atol=1e-5)
+
+
+def test_dual_graft_is_the_formula(tokens):
+    """Against the equation, written out for one head in float64."""
+    base = random_base(n_groups=2).double()
+    hybrid = splice(base, Plan(sites=("L0.H5",)))
+    mixer = hybrid.backbone.layers[0].mixer
+    u = hybrid.backbone.layers[0].norm(hybrid.backbone.embeddings(tokens))
+    _, x, B, C, dt, qk = mixer.project(u)
+    scores = torch.einsum("btn,bsn->bts", C[:, :, 1], B[:, :, 1])  # head 5 of 8 is in group 1 of 2
+    causal = torch.ones(37, 37, dtype=torch.bool).tril()
+    wanted = scores.masked_fill(~causal, -torch.inf).softmax(-1) @ x[:, :, 5] + mixer.D[5] * x[:, :, 5]
+    torch.testing.assert_close(mixer.mix(x, B, C, dt, qk)[:, :, 5], wanted)
+
+
+def test_grafted_heads_are_not_scanned(monkeypatch, tokens):
+    seen = []
+    import surgery.hybrid as module
+
+    original = module.ssd_scan
+    monkeypatch.setattr(module, "ssd_scan", lambda x, *rest, **named: (seen.append(x.shape[2]), original(x, *rest, **named))[1])
+    splice(random_base(), Plan(sites=("L1.H0,2,4", "L2.H0,1,2,3,4,5,6,7")))(tokens)
+    assert seen == [8, 5]  # all heads of L0, five of L1, none of L2
+
+
+def test_splice_shares_the_base_and_adds_only_grafts():
+    base = random_base()
+    hybrid = splice(base, PLANS["one head"])
+    shared = dict(base.named_parameters())
+    for name, p in hybrid.named_parameters():
+        assert p is shared[name] if name in shared else ".graft." in name
+
+
+@pytest.mark.parametrize("site", ["L3.H0", "L0.H8"])
+def test_a_site_that_the_model_lacks_is_refused(site):
+    with pytest.raises(UserError, match=f"no site {site}: it has layers 0-2 with heads 0-7"):
+        splice(random_base(), Plan(sites=(site,)))
+
+
+def test_splicing_twice_is_refused():
+    with pytest.raises(UserError, match="unsplice it first"):
+        splice(splice(random_base(), PLANS["one head"]), PLANS["one head"])
+
+
+def test_too_narrow_a_graft_is_refused():
+    with pytest.raises(UserError, match="at least the state size, 8"):
+        splice(random_base(), Plan(sites=("L0.H0",), width=7))
+
+
+def test_sources_import_nothing_but_torch_and_transformers(tmp_path):
+    from surgery.sources import FILES, write_sources
+
+    write_sources(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(FILES)
+    for path in tmp_path.iterdir():
+        assert not re.search(r"^\s*(from|import) surgery", path.read_text(), flags=re.M)
