@@ -34,7 +34,9 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         mask = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)
     scores = q @ k.transpose(-1, -2)
-    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    scores = scores if mask.dtype == torch.bool else scores + mask
+    # Filled even where the mask already added -inf: it keeps the NaN gradient of a row without keys away from q and k.
+    scores = scores.masked_fill(~mask if mask.dtype == torch.bool else mask == -math.inf, -math.inf)
     return scores.softmax(-1).nan_to_num() @ v  # a row that may attend to nothing (left padding) is 0
 
 

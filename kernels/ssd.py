@@ -9,7 +9,7 @@ Three implementations of the same function, slowest first: `reference` walks ove
 tested against (in float64); `stock` is the function inside transformers; `chunked` is ours. The chunked form splits the
 sequence into chunks of Q tokens: within a chunk it is a masked product of Q x Q matrices, between chunks only the state
 travels. Three things make it cheaper than the stock one on a CPU: C B^T is formed once per *group* (all heads of a group
-share it) instead of once per head, chunks are short (64 instead of 256: the quadratic part dominates on a CPU), and the state
+share it) instead of once per head, chunks are short (32 instead of 256: the quadratic part dominates on a CPU), and the state
 is carried by a loop over chunks instead of a (chunks x chunks) product.
 
 The time step is given ready for use: softplus, bias and limits have been applied by the caller.
@@ -39,7 +39,8 @@ def ssd_scan(
     """Scan a sequence.
 
     x (b, t, h, p); dt (b, t, h), positive; A (h,), negative; B and C (b, t, g, n) with h a multiple of g; D (h,);
-    initial_state (b, h, p, n). Returns y (b, t, h, p) in the dtype of x, and the state after the last token (b, h, p, n).
+    initial_state (b, h, p, n). Returns y (b, t, h, p) in the dtype of x (stock: in float32, as in
+    transformers), and the state after the last token (b, h, p, n), in float32 at least unless from the reference.
     `chunk_size` is the checkpoint's; only the stock backend uses it, since the result does not depend on it.
     """
     scan = choose("ssd_scan", BACKENDS, x, backend)
@@ -85,14 +86,16 @@ def _chunked(x, dt, A, B, C, D, initial_state, chunk_size):
         B, C = (F.pad(m, (0, 0, 0, 0, 0, pad)) for m in (B, C))
     xd = xd.view(b, c, q, g, r, p).permute(0, 1, 3, 4, 2, 5)  # b c g r q p
     B, C = (m.view(b, c, q, g, n).transpose(2, 3) for m in (B, C))  # b c g q n
-    log_decay = (dt * A).view(b, c, q, g, r).permute(0, 1, 3, 4, 2).cumsum(-1)  # b c g r q: decay from the chunk's start
+    # b c g r q: decay from the chunk's start. In float64: the sum may reach hundreds where a token forgets everything, and then
+    # float32's rounding of it is a relative error of 1e-5 and more in the decay between the tokens after it.
+    log_decay = (dt.double() * A.double()).view(b, c, q, g, r).permute(0, 1, 3, 4, 2).cumsum(-1)
     causal = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
     # Masked before exp, not after: above the diagonal the difference is positive and exp could overflow.
-    decay = (log_decay[..., :, None] - log_decay[..., None, :]).masked_fill(~causal, -torch.inf).exp_()
+    decay = (log_decay[..., :, None] - log_decay[..., None, :]).to(work).masked_fill(~causal, -torch.inf).exp_()
     scores = (C @ B.transpose(-1, -2)).unsqueeze(3)  # b c g 1 q q: once per group
     y = (scores * decay) @ xd
     total = log_decay[..., -1]  # b c g r
-    to_end = torch.exp(total[..., None] - log_decay)
+    to_end = torch.exp(total[..., None] - log_decay).to(work)
     # what each chunk adds to the state, (b c g r p n)
     added = (xd * to_end[..., None]).transpose(-1, -2) @ B.unsqueeze(3)
     if initial_state is None:
@@ -100,13 +103,13 @@ def _chunked(x, dt, A, B, C, D, initial_state, chunk_size):
     else:
         state = initial_state.to(work).view(b, g, r, p, n)
     before = []
-    shrink = total.exp()[..., None, None]
+    shrink = total.exp().to(work)[..., None, None]
     for i in range(c):
         before.append(state)
         state = shrink[:, i] * state + added[:, i]
     if c > 1 or initial_state is not None:
         entering = torch.stack(before, 1)  # b c g r p n
-        y = y + (C.unsqueeze(3) @ entering.transpose(-1, -2)) * log_decay.exp()[..., None]
+        y = y + (C.unsqueeze(3) @ entering.transpose(-1, -2)) * log_decay.exp().to(work)[..., None]
     y = y.permute(0, 1, 4, 2, 3, 5).reshape(b, c * q, h, p)[:, :t]
     if skip is not None:
         y = y + skip

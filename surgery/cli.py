@@ -1,11 +1,24 @@
 """The command line: parses, calls, prints. What a verb does is in the module of its name."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from transformers.utils import logging
+
+import surgery
+from surgery.bench import markdown
+from surgery.locate import Ranking
+from surgery.locate.atlas import draw_atlas
+from surgery.plan import Plan
+from surgery.recipe import read_recipe
+from surgery.run import compare, open_checkpoint
+from surgery.splice.splice import check_base
+from surgery.tune.pretrain import pretrain as train_base
+from surgery.tune.pretrain import read_pretrain_recipe
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
@@ -27,12 +40,8 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted 
 @app.command()
 def run(recipe: Path, out: Out = None, settings: Settings = None, resume: Resume = False, trust_remote_code: Trust = False) -> None:
     """Do everything that a recipe says; output to runs/<recipe>."""
-    from surgery.bench import markdown
-    from surgery.recipe import read_recipe
-    from surgery.run import run as job
-
     out = out or Path("runs") / recipe.stem
-    report = job(read_recipe(recipe, settings), out, resume=resume, trust_remote_code=trust_remote_code)
+    report = surgery.run(read_recipe(recipe, settings), out, resume=resume, trust_remote_code=trust_remote_code)
     _table(*markdown.rows(report))
     _print(markdown.EXPLANATION + "\n")
     for name, model in report.models.items():
@@ -46,22 +55,16 @@ def locate(
     model: ModelArgument, recipe: RecipeOption = None, settings: Settings = None, out: Out = None, trust_remote_code: Trust = False
 ) -> None:
     """Rank every head: ranking.json, atlas.png and mixing.png in --out (runs/locate-<model>)."""
-    from surgery.locate import atlas
-    from surgery.locate import locate as rank
-    from surgery.recipe import read_recipe
-    from surgery.run import open_checkpoint
-
     options = read_recipe(recipe, settings, model=model)
     base = open_checkpoint(options, trust_remote_code)
     out = out or Path("runs") / f"locate-{Path(model).name}"
     _writable(out)
-    ranking = rank(
+    ranking = surgery.locate(
         base.model, base.tokenizer, **options.locate.model_dump(), seed=options.seed, name=base.name,
         recipe=options.model_dump(mode="json"),
     )  # fmt: skip
     ranking.write(out / "ranking.json")
-    atlas.draw_scores(ranking, out / "atlas.png")
-    atlas.draw_mixing(base.model, base.tokenizer, ranking, out / "mixing.png")
+    draw_atlas(base.model, base.tokenizer, ranking, out)
     fields = ("splice_gain", "splice_loss", "attribution", "ablation_drop")
     body = [[str(s.site), s.role or "", *(str(getattr(s, f) or "") for f in fields)] for s in ranking.heads[:10]]
     _table(["site", "role", *(f.replace("_", " ") for f in fields)], body)
@@ -71,13 +74,9 @@ def locate(
 @app.command()
 def plan(ranking: Path, out: Out = None, settings: Settings = None) -> None:
     """Decide which heads become attention: plan.json beside the ranking. Settings: plan.heads=2, plan.sites=[L1.H3], ..."""
-    from surgery.locate import Ranking
-    from surgery.locate import plan as decide
-    from surgery.recipe import read_recipe
-
     ranked = Ranking.read(ranking)
     options = read_recipe(None, settings, model=ranked.provenance.base)
-    chosen = decide(ranked, **options.plan.model_dump(), seed=options.seed)
+    chosen = surgery.plan(ranked, **options.plan.model_dump(), seed=options.seed)
     out = out or ranking.with_name("plan.json")
     chosen.write(out)
     _print(f"attention at {', '.join(map(str, chosen.sites))}: {out}")
@@ -89,16 +88,10 @@ def splice(
     trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Put a plan's grafts into a model: a hybrid folder, untrained."""
-    from surgery.export import export
-    from surgery.plan import Plan
-    from surgery.recipe import read_recipe
-    from surgery.run import open_checkpoint
-    from surgery.splice import splice as put
-
     chosen = Plan.read(plan)
     base = open_checkpoint(read_recipe(None, settings, model=model), trust_remote_code)
-    _same_base(chosen, base.fingerprint)
-    export(put(base.model, chosen), out, tokenizer=base.tokenizer, plan=chosen, base=base.name)
+    check_base(chosen, base.fingerprint)
+    surgery.export(surgery.splice(base.model, chosen), out, tokenizer=base.tokenizer, plan=chosen, base=base.name)
     _print(f"hybrid: {out}")
 
 
@@ -108,20 +101,14 @@ def tune(
     resume: Resume = False, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Tune a hybrid's grafts: a tuned hybrid folder. Checkpoints lie in <out>-tuning."""
-    from surgery.export import export
-    from surgery.plan import Plan
-    from surgery.recipe import read_recipe
-    from surgery.run import open_checkpoint
-    from surgery.tune import tune as train
-
     options = read_recipe(recipe, settings, model=hybrid)
     plan = Plan.read(Path(hybrid) / "plan.json")
     loaded = open_checkpoint(options, trust_remote_code)
     work = out.with_name(f"{out.name}-tuning")
     _writable(work)
-    log = train(loaded.model, loaded.tokenizer, options.tune, data=options.data, seed=options.seed, out=work, resume=resume)
+    log = surgery.tune(loaded.model, loaded.tokenizer, options.tune, data=options.data, seed=options.seed, out=work, resume=resume)
     base = plan.provenance.base if plan.provenance else hybrid
-    export(loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=base, recipe=options)
+    surgery.export(loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=base, recipe=options)
     _print(f"retrieval loss {log[0]['retrieval']:.3f} -> {log[-1]['retrieval']:.3f} nats; hybrid: {out}")
 
 
@@ -132,18 +119,12 @@ def export(
     settings: Settings = None, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Write a hybrid in another form, and verify it."""
-    from surgery.errors import UserError
-    from surgery.export import export as write
-    from surgery.plan import Plan
-    from surgery.recipe import read_recipe
-    from surgery.run import open_checkpoint
-
     if form != "hf":
-        raise UserError(f"cannot export as '{form}'; there is: hf")
+        raise surgery.UserError(f"cannot export as '{form}'; there is: hf")
     plan = Plan.read(Path(hybrid) / "plan.json")
     loaded = open_checkpoint(read_recipe(None, settings, model=hybrid), trust_remote_code)
     base = plan.provenance.base if plan.provenance else hybrid
-    difference = write(loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=base)
+    difference = surgery.export(loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=base)
     _print(f"reloaded logits differ by {difference:g}; hybrid: {out}")
 
 
@@ -154,10 +135,6 @@ def bench(
     trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Compare models on the same examples: report.json, report.md and figures in --out (runs/bench-<first hybrid>)."""
-    from surgery.bench import markdown
-    from surgery.recipe import read_recipe
-    from surgery.run import compare
-
     out = out or Path("runs") / f"bench-{Path(hybrids[0]).name}"
     report = compare(read_recipe(recipe, settings, model=base), hybrids, out, resume=resume, trust_remote_code=trust_remote_code)
     _table(*markdown.rows(report))
@@ -167,54 +144,37 @@ def bench(
 @app.command()
 def pretrain(recipe: Path, out: Annotated[Path, typer.Option("--out")]) -> None:
     """Train a built-in reference model on the small world, from scratch (tens of minutes on a CPU)."""
-    from surgery.tune.pretrain import pretrain as train
-    from surgery.tune.pretrain import read_pretrain_recipe
-
-    options = read_pretrain_recipe(recipe)
     _writable(out.parent)
-    for name, value in train(options, out).items():
+    for name, value in train_base(read_pretrain_recipe(recipe), out).items():
         _print(f"{name}: {value}")
 
 
 def main() -> None:
     """Entry point. A UserError ends with its one line on standard error and status 2."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes on missing GPU kernels are not for our users
-    os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar: ours
-    from surgery.errors import UserError
+    logging.set_verbosity_error()  # transformers' notes on GPU kernels that are missing are not for our users
+    logging.disable_progress_bar()  # one bar at a time: ours
 
     try:
         app()
-    except UserError as error:
+    except surgery.UserError as error:
         print(f"surgery: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 
 
 def _writable(folder: Path) -> None:
     """Fail before the work begins, not after it."""
-    from surgery.errors import UserError
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}") from error
-
-
-def _same_base(plan, fingerprint: str) -> None:
-    from surgery.errors import UserError
-
-    if plan.provenance is not None and plan.provenance.base_fingerprint != fingerprint:
-        raise UserError(f"the plan was made for another base ({plan.provenance.base}); its fingerprint differs")
+        raise surgery.UserError(f"cannot write to {folder}: {error.strerror}") from error
 
 
 def _print(text: str) -> None:
-    from rich.console import Console
 
     Console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(header: list[str], body: list[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
 
     table = Table(*header)
     for row in body:

@@ -80,7 +80,7 @@ def first_line(error: pydantic.ValidationError) -> str:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a file so that a reader sees the old content or the new, never a part."""
-    path = Path(path)
+    path, temporary = Path(path), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -89,6 +89,8 @@ def write_text(path: str | Path, text: str) -> None:
         os.chmod(temporary, 0o644)  # mkstemp's default is for secrets
         os.replace(temporary, path)
     except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 

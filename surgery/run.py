@@ -22,7 +22,8 @@ from surgery.checkpoint import Checkpoint, load
 from surgery.errors import UserError
 from surgery.export import export
 from surgery.families import family_of
-from surgery.locate import Ranking, atlas, locate, plan, random_plan
+from surgery.locate import Ranking, locate, plan, random_plan
+from surgery.locate.atlas import draw_atlas
 from surgery.plan import Plan
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.perplexity import Perplexity
@@ -134,8 +135,7 @@ class _Job:
                 recipe=self.settings,
             )  # fmt: skip
             ranking.write(path)
-            atlas.draw_scores(ranking, self.out / "atlas.png")
-            atlas.draw_mixing(self.base.model, self.base.tokenizer, ranking, self.out / "mixing.png")
+            draw_atlas(self.base.model, self.base.tokenizer, ranking, self.out)
         return ranking
 
     def plan(self, ranking: Ranking) -> Plan:

@@ -23,6 +23,12 @@ MAPS = (
 )
 
 
+def draw_atlas(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranking: Ranking, out: Path) -> None:
+    """atlas.png (scores) and mixing.png (mixing matrices) in the folder `out`."""
+    draw_scores(ranking, out / "atlas.png")
+    draw_mixing(base, tokenizer, ranking, out / "mixing.png")
+
+
 def draw_scores(ranking: Ranking, path: Path) -> None:
     """Heat maps layer x head, one per score that was measured; the leading heads carry their role's initial."""
     maps = [m for m in MAPS if getattr(ranking.heads[0], m[0]) is not None]

@@ -28,15 +28,16 @@ class Perplexity:
         """(windows, window) token ids; fewer windows where the text is short."""
         if self.source == "world":
             rng = random.Random(f"perplexity {seed}")
-            end = tokenizer.eos_token or ""
-            text = "".join(end + document(rng, held_out=True) for _ in range(self.windows * 2))
+            ids: list[int] = []
+            while len(ids) < self.windows * self.window:
+                ids += tokenizer((tokenizer.eos_token or "") + document(rng, held_out=True), add_special_tokens=False)["input_ids"]
         else:
             try:
                 text = Path(self.source).read_text()
             except OSError as error:
                 raise UserError(f"cannot read the text in {self.source}: {error.strerror}") from error
-        ids = tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"][: self.windows * self.window]
-        count = len(ids) // self.window
+            ids = tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"]
+        count = min(len(ids) // self.window, self.windows)
         if count == 0:
             raise UserError(f"{self.source} has {len(ids)} tokens; perplexity needs at least {self.window}")
         return torch.tensor(ids[: count * self.window]).view(count, self.window)

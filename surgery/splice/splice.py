@@ -42,6 +42,12 @@ def check_sites(base: PreTrainedModel, sites: Iterable[Site]) -> None:
             raise UserError(f"the model has no site {site}: it has layers 0-{layers - 1} with heads 0-{heads - 1}")
 
 
+def check_base(plan: Plan, fingerprint: str) -> None:
+    """Raise UserError if the plan was made for another base."""
+    if plan.provenance is not None and plan.provenance.base_fingerprint != fingerprint:
+        raise UserError(f"the plan was made for another base ({plan.provenance.base}): the fingerprints differ")
+
+
 def adopt(base: PreTrainedModel) -> PreTrainedModel:
     """The base in the hybrid's class, nothing spliced: the same function, served by this project's kernels."""
     if base.config.model_type == family_of(base.config).hybrid_type:

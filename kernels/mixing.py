@@ -1,0 +1,69 @@
+"""Exact causal mixing matrices: the operator M of one head, y = M x, written out.
+
+These are for looking at heads and for checking the scan against, not for running models: M costs rows x t numbers a head,
+so ask for the heads and rows that are needed. Everything is computed in float32 at least, and differentiable.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def ssd_matrix(
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    heads: Sequence[int] | None = None,
+    rows: Tensor | None = None,
+    time_step: bool = True,
+    D: Tensor | None = None,
+) -> Tensor:
+    """The matrix of a Mamba-2 head, M = L o (C B^T) with L 1-semiseparable (Mamba-2, arXiv 2405.21060, section 5; the scan of
+    its section 6 multiplies by M without writing it out):
+
+        M_ij = exp(A (dt_{j+1} + ... + dt_i)) (C_i . B_j) dt_j    for j <= i, and 0 above the diagonal
+
+    dt (b, t, h), ready for use; A (h,), negative; B and C (b, t, g, n) with h a multiple of g; D (h,).
+    Returns (b, len(heads), len(rows), t): all heads and all rows where None, else the chosen ones in the order given.
+
+    The time step dt_j is included unless `time_step` is False, so that M acts on x (True) or on dt x (False). The skip D is
+    included, on the diagonal, only if it is given. Then M x is ssd_scan's y from an empty state.
+    """
+    t, h = dt.shape[1:]
+    work = torch.promote_types(dt.dtype, torch.float32)
+    chosen = [range(h)[i] for i in (range(h) if heads is None else heads)]
+    columns = torch.arange(t, device=dt.device)
+    rows = columns if rows is None else columns[rows.to(dt.device)]
+    groups = [head // (h // B.shape[2]) for head in chosen]
+    used = sorted(set(groups))
+    B, C = (m[:, :, used].transpose(1, 2).to(work) for m in (B, C))  # b used t n
+    scores = C[:, :, rows] @ B.transpose(-1, -2)  # once per group, as heads of a group share them
+    dt = dt[:, :, chosen].transpose(1, 2).to(work)  # b heads t
+    # In float64: the sum over a long context is large, and its error would become a relative error of M.
+    log_decay = (dt.double() * A[chosen, None].double()).cumsum(-1)
+    exponent = (log_decay[:, :, rows, None] - log_decay[:, :, None, :]).to(work)
+    # Masked before exp, not after: above the diagonal the exponent is positive and exp could overflow.
+    M = exponent.masked_fill(columns > rows[:, None], -torch.inf).exp() * scores[:, [used.index(g) for g in groups]]
+    if time_step:
+        M = M * dt[:, :, None]
+    if D is not None:
+        M = M + D[chosen, None, None].to(work) * (columns == rows[:, None])
+    return M
+
+
+def attention_matrix(q: Tensor, k: Tensor, *, rows: Tensor | None = None) -> Tensor:
+    """The matrix of causal softmax attention, M_ij = softmax_j(q_i . k_j) over the keys that query i may see.
+
+    q (b, pairs, t, w), already scaled; k (b, pairs, s, w) with s >= t: the queries are the last t tokens. `rows` index the
+    queries. Returns (b, pairs, len(rows), s); every row sums to 1. A dual graft has neither time step nor decay in it, and
+    the skip D is not included.
+    """
+    t, s = q.shape[2], k.shape[2]
+    work = torch.promote_types(q.dtype, torch.float32)
+    columns = torch.arange(s, device=q.device)
+    rows = columns[:t] if rows is None else columns[:t][rows.to(q.device)]
+    scores = q[:, :, rows].to(work) @ k.to(work).transpose(-1, -2)
+    return scores.masked_fill(columns > (rows + s - t)[:, None], -torch.inf).softmax(-1)

@@ -1,0 +1,94 @@
+"""Random inputs of an SSD scan, and the error that the kernels are held to."""
+
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from surgery.kernels.ssd import CHUNK
+
+
+class Scan(NamedTuple):
+    """The tensors of ssd_scan, in the order of its arguments."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    initial_state: Tensor | None
+
+    def map(self, change) -> "Scan":
+        return Scan(*(None if m is None else change(m) for m in self))
+
+    def bfloat16(self) -> "Scan":
+        """As in a bfloat16 model: activations in bfloat16, A and the state in float32."""
+        x, dt, B, C = (m.bfloat16() for m in (self.x, self.dt, self.B, self.C))
+        return self._replace(x=x, dt=dt, B=B, C=C)
+
+    def double(self) -> "Scan":
+        return self.map(Tensor.double)
+
+
+def make_scan(
+    length: int,
+    *,
+    batch: int = 2,
+    groups: int = 2,
+    per_group: int = 2,
+    width: int = 3,
+    size: int = 5,
+    forgetting: float = 1.0,
+    skip: bool = True,
+    state: bool = True,
+    seed: int = 0,
+) -> Scan:
+    """float32. Most time steps are small; the others, with probability 0.2, are up to `forgetting`."""
+    g = torch.Generator().manual_seed(seed)
+    heads = groups * per_group
+    dt = 0.001 + 0.1 * torch.rand(batch, length, heads, generator=g)
+    strong = torch.rand(dt.shape, generator=g) < 0.2
+    dt = torch.where(strong, forgetting * torch.rand(dt.shape, generator=g), dt)
+    return Scan(
+        x=torch.randn(batch, length, heads, width, generator=g),
+        dt=dt,
+        A=-1 - 15 * torch.rand(heads, generator=g),  # the range of Mamba-2's initialisation
+        B=torch.randn(batch, length, groups, size, generator=g),
+        C=torch.randn(batch, length, groups, size, generator=g),
+        D=torch.randn(heads, generator=g) if skip else None,
+        initial_state=torch.randn(batch, heads, width, size, generator=g) if state else None,
+    )
+
+
+# The lengths at which a chunk begins or ends come first: hypothesis shrinks towards them.
+lengths = st.sampled_from([1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1]) | st.integers(
+    1, 4 * CHUNK
+)
+
+
+def scans(
+    lengths: st.SearchStrategy[int] = lengths, forgetting: tuple[float, ...] = (0.1, 1.0, 30.0)
+) -> st.SearchStrategy[Scan]:
+    return st.builds(
+        make_scan,
+        lengths,
+        batch=st.integers(1, 2),
+        groups=st.integers(1, 3),
+        per_group=st.integers(1, 3),
+        width=st.integers(1, 5),
+        size=st.integers(1, 6),
+        forgetting=st.sampled_from(forgetting),
+        skip=st.booleans(),
+        state=st.booleans(),
+        seed=st.integers(0, 2**16),
+    )
+
+
+def assert_near(actual: Tensor, truth: Tensor, tolerance: float = 1e-5) -> None:
+    """The error's norm is within `tolerance` of the truth's; the floor is for gradients that are zero in exact arithmetic."""
+    assert actual.shape == truth.shape
+    assert actual.isfinite().all()
+    error, size = (actual.double() - truth.double()).norm().item(), truth.double().norm().item()
+    assert error <= tolerance * (size + 1e-2), f"relative error {error / (size + 1e-30):.1e} of a tensor of norm {size:.1e}"

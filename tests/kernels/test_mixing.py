@@ -1,0 +1,104 @@
+"""A mixing matrix times x is what the kernel computes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from surgery.kernels.attention import graft_attention
+from surgery.kernels.mixing import attention_matrix, ssd_matrix
+from surgery.kernels.ssd import CHUNK, ssd_scan
+from tests.kernels.inputs import assert_near, make_scan, scans
+
+few = settings(deadline=None, max_examples=25)
+
+
+def apply(matrix: Tensor, x: Tensor) -> Tensor:
+    """matrix (b, h, t, t) and x (b, t, h, p) -> (b, t, h, p)."""
+    return torch.einsum("bhij,bjhp->bihp", matrix, x)
+
+
+@few
+@given(scans(st.integers(1, 2 * CHUNK)))
+def test_matrix_times_x_is_the_scan(scan):
+    scan = scan._replace(initial_state=None)
+    x, dt, A, B, C, D, _ = scan
+    matrix = ssd_matrix(dt, A, B, C, D=D)
+    assert matrix.shape == (len(x), x.shape[2], x.shape[1], x.shape[1])
+    assert not matrix.triu(1).any()
+    assert_near(apply(matrix, x), ssd_scan(*scan)[0])
+    exact = scan.double()
+    matrix = ssd_matrix(exact.dt, exact.A, exact.B, exact.C, D=exact.D)
+    assert_near(apply(matrix, exact.x), ssd_scan(*exact, backend="reference")[0], 1e-12)
+
+
+@few
+@given(scans(st.integers(1, 20)))
+def test_without_the_time_step_it_acts_on_dt_x(scan):
+    x, dt, A, B, C, _, _ = scan
+    y, _ = ssd_scan(x, dt, A, B, C)
+    assert_near(apply(ssd_matrix(dt, A, B, C, time_step=False), dt[..., None] * x), y)
+
+
+@few
+@given(scans(st.integers(1, 20)), st.data())
+def test_heads_and_rows_are_slices_of_the_whole(scan, data):
+    _, dt, A, B, C, D, _ = scan.double()
+    t, h = dt.shape[1:]
+    heads = data.draw(st.lists(st.integers(0, h - 1), min_size=1, max_size=4))  # in any order, repeated or not
+    rows = torch.tensor(data.draw(st.lists(st.integers(-t, t - 1), min_size=1, max_size=4)))
+    whole, part = ssd_matrix(dt, A, B, C, D=D), ssd_matrix(dt, A, B, C, heads=heads, rows=rows, D=D)
+    torch.testing.assert_close(part, whole[:, heads][:, :, rows], rtol=1e-12, atol=1e-12)
+
+
+def test_unknown_heads_and_rows():
+    _, dt, A, B, C, _, _ = make_scan(5)
+    with pytest.raises(IndexError):
+        ssd_matrix(dt, A, B, C, heads=[4])
+    with pytest.raises(IndexError):
+        ssd_matrix(dt, A, B, C, rows=torch.tensor([5]))
+
+
+@pytest.mark.parametrize("strength", [1e2, 1e6])
+def test_strong_decay(strength):
+    """Above the diagonal exp overflows unless it is masked first; inf * 0 would then be a NaN in the gradient."""
+    scan = make_scan(CHUNK, forgetting=strength, state=False)
+    dt, A, B, C = leaves = [m.requires_grad_() for m in scan[1:5]]
+    matrix = ssd_matrix(dt, A, B, C)
+    gradients = torch.autograd.grad(matrix.square().sum(), leaves)
+    assert all(m.isfinite().all() for m in (matrix, *gradients))
+
+
+def test_gradients():
+    _, dt, A, B, C, D, _ = make_scan(4, batch=1).double().map(Tensor.requires_grad_)
+    rows = torch.tensor([3, 1])
+    assert torch.autograd.gradcheck(lambda *m: ssd_matrix(*m[:4], heads=[0, 3], rows=rows, D=m[4]), (dt, A, B, C, D))
+
+
+def test_bfloat16_is_computed_in_float32():
+    scan = make_scan(2 * CHUNK, state=False).bfloat16()
+    exact = scan.double()
+    matrix = ssd_matrix(*scan[1:5])
+    assert matrix.dtype == torch.float32
+    assert_near(matrix, ssd_matrix(*exact[1:5]))
+    q, k = (torch.randn(1, 2, 7, 3, generator=torch.Generator().manual_seed(0)).bfloat16() for _ in "qk")
+    assert attention_matrix(q, k).dtype == torch.float32
+    assert_near(attention_matrix(q, k), attention_matrix(q.double(), k.double()))
+
+
+@few
+@given(st.integers(1, 3), st.integers(1, 10), st.integers(0, 6), st.data())
+def test_attention_matrix_times_v_is_the_attention(pairs, t, past, data):
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
+    s = t + past
+    q = torch.randn(2, pairs, t, 4, generator=g)
+    k = torch.randn(2, pairs, s, 4, generator=g)
+    v = torch.randn(2, 2 * pairs, s, 3, generator=g)  # two heads a pair
+    matrix = attention_matrix(q, k)
+    assert not matrix.triu(past + 1).any()
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(2, pairs, t))
+    y = (matrix.repeat_interleave(2, dim=1) @ v).transpose(1, 2)
+    assert_near(y, graft_attention(q, k, v))
+    rows = torch.tensor(data.draw(st.lists(st.integers(-t, t - 1), min_size=1, max_size=4)))
+    torch.testing.assert_close(attention_matrix(q, k, rows=rows), matrix[:, :, rows])

@@ -1,0 +1,131 @@
+"""Probes: seeded, by the published protocol, exact for candidates of several tokens."""
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from surgery.errors import UserError
+from surgery.probes.knowledge import Knowledge, Letters
+from surgery.probes.kv import KVRetrieval
+from surgery.probes.perplexity import Perplexity
+from surgery.probes.question import Question
+from surgery.probes.scoring import answer, encode
+from surgery.world.facts import facts
+from surgery.world.text import document
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import random_base
+
+
+@pytest.fixture(scope="module")
+def characters() -> PreTrainedTokenizerFast:
+    """One token a character: every number above 9 has two."""
+    vocabulary = {chr(i): i for i in range(32, 127)} | {"\n": 0, "?": 1}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?")
+
+
+def test_kv_prompt_is_the_published_one():
+    question = KVRetrieval(3).questions(1, seed=0)[0]
+    lines = question.prompt.split("\n")
+    assert lines[0] == "Memorize the following dictionary:"
+    pairs = dict(line.split(":") for line in lines[1:4])
+    key = lines[4].removeprefix("The value of the key '").removesuffix("' is")
+    assert question.choices[question.answer] == pairs[key]
+    assert question.choices == tuple(pairs.values())
+    assert all(0 <= int(value) <= 99 for value in pairs.values())
+    assert len(set(pairs.values())) == 3
+    assert [question.prompt[a:b] for a, b in question.spans] == lines[1:4]
+
+
+@pytest.mark.parametrize("probe", [KVRetrieval(8), Knowledge(), Letters(), Knowledge("capitals"), Letters("capitals")])
+def test_questions_follow_from_the_seed(probe):
+    assert probe.questions(5, seed=1) == probe.questions(5, seed=1)
+    assert probe.questions(5, seed=1) != probe.questions(5, seed=2)
+    assert all(0 <= q.answer < len(q.choices) == len(set(q.choices)) for q in probe.questions(50, seed=3))
+
+
+def one_at_a_time(model, tokenizer, question: Question) -> np.ndarray:
+    """The published way: a forward for every candidate, its tokens' log-probabilities summed."""
+    prompt, scores = tokenizer(question.prompt)["input_ids"], []
+    for choice in question.choices:
+        tokens = tokenizer(choice, add_special_tokens=False)["input_ids"]
+        log_p = model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+        scores.append(sum(log_p[len(prompt) - 1 + i, token].item() for i, token in enumerate(tokens)))
+    return np.array(scores)
+
+
+@pytest.mark.parametrize("probe", [KVRetrieval(5), KVRetrieval(12), Knowledge("capitals"), Letters("capitals")])
+def test_scores_equal_the_published_protocol(probe, characters):
+    model, questions = random_base(vocab_size=128), probe.questions(6, seed=0)
+    encoded = encode(characters, questions)
+    logits = torch.stack([model(torch.tensor([row])).logits[0, -1] for row in encoded.rows])
+    scores = encoded.scores(logits)
+    result = answer(model, characters, questions, batch_size=4)
+    for i, question in enumerate(questions):
+        wanted = one_at_a_time(model, characters, question)
+        np.testing.assert_allclose(scores[i, : len(wanted)].detach().numpy(), wanted, atol=1e-4)
+        assert result.correct[i] == (wanted.argmax() == question.answer)
+        np.testing.assert_allclose(result.loss[i], np.logaddexp.reduce(wanted) - wanted[question.answer], atol=1e-4)
+
+
+def test_single_token_candidates_take_one_row(characters):
+    question = Question("a:1\nb:2\nb is", ("1", "2"), 1)
+    assert len(encode(characters, [question]).rows) == 1
+    assert len(encode(characters, [Question("x", ("11", "12", "23", "4"), 0)]).rows) == 3  # prefixes "", "1", "2"
+
+
+def test_batch_size_does_not_change_decisions(characters):
+    model, questions = random_base(vocab_size=128), KVRetrieval(7).questions(20, seed=5)
+    results = [answer(model, characters, questions, batch_size=size) for size in (1, 3, 64)]
+    for result in results[1:]:
+        assert np.array_equal(result.correct, results[0].correct)
+        np.testing.assert_allclose(result.loss, results[0].loss, atol=1e-4)
+
+
+def test_perplexity_is_the_mean_over_predicted_tokens(characters, tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    probe, model = Perplexity(str(tmp_path / "text.txt"), windows=5, window=32), random_base(vocab_size=128)
+    windows = probe.token_windows(characters, seed=0)
+    assert windows.shape == (5, 32)
+    for ids, loss in zip(windows, probe.losses(model, windows, batch_size=2), strict=True):
+        assert loss == pytest.approx(model(ids[None], labels=ids[None]).loss.item(), rel=1e-5)
+
+
+def test_missing_and_malformed_sources_are_refused(tmp_path, characters):
+    with pytest.raises(UserError, match="cannot read the facts"):
+        Knowledge(str(tmp_path / "none.jsonl")).questions(1, 0)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x", "answer": " a", "choices": [" b"]}\n')
+    with pytest.raises(UserError, match="line 1"):
+        Letters(str(tmp_path / "bad.jsonl")).questions(1, 0)
+    (tmp_path / "short.txt").write_text("x")
+    with pytest.raises(UserError, match="perplexity needs at least"):
+        Perplexity(str(tmp_path / "short.txt")).token_windows(characters, 0)
+
+
+def test_the_world_holds_out_what_it_says():
+    import random
+
+    training = " ".join(document(random.Random(seed), held_out=False) for seed in range(300))
+    held_out = " ".join(document(random.Random(seed), held_out=True) for seed in range(300))
+    seen = set(training.split(". "))
+    assert not seen & set(held_out.split(". "))
+    for fact in facts():
+        assert f"{fact.prompt(fact.held_out_template)} {fact.value}." not in training
+    asked = {q.prompt.split("\n")[0].removeprefix("Question: ") for q in Letters().questions(500, seed=0)}
+    assert asked <= {fact.question for fact in facts() if fact.held_out_question}
+
+
+def test_the_worlds_tokenizer_keeps_words_and_numbers_whole_and_text_intact():
+    tokenizer = build_tokenizer()
+    assert all(len(tokenizer(str(number))["input_ids"]) == 1 for number in range(100))
+    prompt = KVRetrieval(64).questions(1, seed=0)[0].prompt
+    assert len(tokenizer(prompt)["input_ids"]) == 4 * 64 + 15
+    for text in (prompt, "Ünïcode 123  and\tunknown wörds"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_worlds_tokenizer_is_the_checkpoints(tiny):
+    assert tiny.tokenizer.get_vocab() == build_tokenizer().get_vocab()

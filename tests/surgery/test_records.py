@@ -1,0 +1,117 @@
+"""Site, Plan and Recipe: round trips and refusals."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surgery.errors import UserError
+from surgery.plan import Plan
+from surgery.recipe import read_recipe
+from surgery.records import Provenance, provenance, write_text
+from surgery.site import Site
+from tests.conftest import ROOT
+
+sites = st.builds(Site, st.integers(0, 99), st.lists(st.integers(0, 9999), max_size=5).map(tuple))
+grafted = st.builds(Site, st.integers(0, 99), st.lists(st.integers(0, 9999), min_size=1, max_size=5).map(tuple))
+
+
+@given(sites)
+def test_site_round_trip(site):
+    assert Site.parse(str(site)) == site
+
+
+def test_site_text():
+    assert str(Site(36, (1906, 1565))) == "L36.H1565,1906"
+    assert Site.parse("L17") == Site(17)
+
+
+@pytest.mark.parametrize("text", ["", "17", "L", "L1.", "L1.H", "L-1", "L1.H-2", "L1.H1,,2", "l1.h2", "L1H2", "L1.H2;"])
+def test_malformed_site_is_refused(text):
+    with pytest.raises(UserError, match="is not a site"):
+        Site.parse(text)
+
+
+plans = st.builds(
+    Plan,
+    sites=st.lists(grafted, min_size=1, max_size=4).map(tuple),
+    width=st.none() | st.integers(1, 256),
+    shared=st.booleans(),
+    blend=st.none() | st.floats(0, 1),
+    seed=st.integers(0, 2**31),
+    provenance=st.none() | st.just(provenance("base", "0" * 64, 1, {"model": "m"})),
+)
+
+
+@given(plans)
+def test_plan_round_trip(plan):
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_plan_merges_sites_of_a_layer():
+    assert Plan(sites=("L2.H1", "L1.H6", "L1.H3")).sites == (Site(1, (3, 6)), Site(2, (1,)))
+
+
+def test_plan_refuses_a_whole_layer():
+    with pytest.raises(ValueError, match="L1 names no heads"):
+        Plan(sites=("L1",))
+
+
+def test_plan_file_with_an_unknown_key(tmp_path):
+    (tmp_path / "plan.json").write_text('{"sites": ["L1.H0"], "widht": 3}')
+    with pytest.raises(UserError, match="unknown key 'widht'"):
+        Plan.read(tmp_path / "plan.json")
+
+
+def test_provenance_names_versions_and_seed():
+    made = provenance("x", "f" * 64, 7)
+    assert isinstance(made, Provenance)
+    assert made.schema_version == 1
+    assert made.seed == 7
+    assert {"python", "torch", "transformers"} <= made.packages.keys()
+    assert "not installed" not in made.packages.values()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid(path):
+    if "architecture:" in path.read_text():
+        from surgery.tune.pretrain import read_pretrain_recipe
+
+        read_pretrain_recipe(path)
+    else:
+        read_recipe(path)
+
+
+def test_settings_change_a_recipe():
+    recipe = read_recipe(ROOT / "recipes" / "demo.yaml", ["tune.steps=7", "plan.sites=[L1.H2]", "bench.pairs=[4, 8]"], model="m")
+    assert (recipe.model, recipe.tune.steps, recipe.bench.pairs) == ("m", 7, (4, 8))
+    assert recipe.plan.sites == (Site(1, (2,)),)
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("tune.stpes=7", "unknown key 'tune.stpes'"),
+        ("stpes=7", "unknown key 'stpes'"),
+        ("tune.steps=0", "tune.steps"),
+        ("tune.steps=many", "tune.steps"),
+        ("tune.pairs=[8, 4]", "smallest <= largest"),
+        ("tune.steps", "key=value"),
+        ("model.name=x", "no keys of its own"),
+        ("plan.sites=[L1H2]", "is not a site"),
+        ("data=[", "not YAML"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(setting, complaint):
+    with pytest.raises(UserError, match=complaint.replace("[", r"\[")):
+        read_recipe(ROOT / "recipes" / "demo.yaml", [setting])
+
+
+def test_write_is_atomic(tmp_path, monkeypatch):
+    """A writer that dies on the way leaves the old content and no leftovers that look like the file."""
+    target = tmp_path / "x.json"
+    write_text(target, "old")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(UserError, match="No space left"):
+        write_text(target, "new")
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
