@@ -53,10 +53,10 @@ def loop(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def gradients(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str) -> tuple[Tensor, ...]:
-    leaves = [m.detach().clone().requires_grad_() for m in (q, k, v)]
-    y = graft_attention(*leaves, mask, backend=backend)
+    q, k, v = (m.detach().clone().requires_grad_() for m in (q, k, v))
+    y = graft_attention(q, k, v, mask, backend=backend)
     weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y.dtype)
-    return torch.autograd.grad((y * weight).sum(), leaves)
+    return torch.autograd.grad((y * weight).sum(), (q, k, v))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -74,7 +74,7 @@ def test_bfloat16(qkv):
     q, k, v = (m.bfloat16() for m in qkv)
     y = graft_attention(q, k, v)
     assert y.dtype == torch.bfloat16
-    assert_near(y, loop(q, k, v), 1e-2)
+    assert_near(y, loop(q, k, v), 1e-2, floor=1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -109,7 +109,7 @@ def test_gradients(qkv, pads):
     mask = None if pads is None else padding(len(q), q.shape[2], k.shape[2], pads)
     exact = gradients(q.double(), k.double(), v.double(), mask, "reference")
     for actual, truth in zip(gradients(q, k, v, mask, "sdpa"), exact, strict=True):
-        assert_near(actual, truth)
+        assert_near(actual, truth, floor=1)
 
 
 @few

@@ -21,9 +21,8 @@ def gradients(scan: Scan, backend: str) -> list[Tensor]:
     scan = scan.map(lambda m: m.detach().clone().requires_grad_())
     y, state = ssd_scan(*scan, backend=backend)
     g = torch.Generator().manual_seed(0)
-    weights = (torch.randn(m.shape, generator=g).to(m.dtype) for m in (y, state))
-    loss = sum((m * weight).sum() for m, weight in zip((y, state), weights, strict=True))
-    return list(torch.autograd.grad(loss, [m for m in scan if m is not None]))
+    losses = [(m * torch.randn(m.shape, generator=g).to(m.dtype)).sum() for m in (y, state)]
+    return list(torch.autograd.grad(losses, [m for m in scan if m is not None]))
 
 
 @few
@@ -51,7 +50,7 @@ def test_chunked_in_bfloat16(scan):
 @given(scans())
 def test_gradients_of_chunked(scan):
     for actual, exact in zip(gradients(scan, "chunked"), gradients(scan.double(), "reference"), strict=True):
-        assert_near(actual, exact, 5e-5)
+        assert_near(actual, exact, floor=1)
 
 
 # transformers' own carries the state less exactly where tokens forget strongly, hence gentle decay here.

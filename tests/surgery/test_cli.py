@@ -1,0 +1,225 @@
+"""The command line: every verb on a small random model, and every wrong input."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from surgery import cli
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import ROOT, random_base
+
+QUICK = """
+locate: {pairs: 4, examples: 6}
+tune: {steps: 3, batch_size: 2, pairs: [2, 4], queries: 2, text_batch_size: 1, text_tokens: 24}
+bench: {pairs: [4, 8], examples: 12, windows: 2, window: 32, contexts: [16, 32]}
+"""
+MODELS = ("base", "spliced", "tuned", "control_tuned", "control_random_site", "control_random_site_tuned")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random Mamba-2 with the world's tokenizer, a recipe for it, and a Llama."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = build_tokenizer()
+    base = random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+    base.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    llama = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+    LlamaForCausalLM(llama).save_pretrained(folder / "llama")
+    tokenizer.save_pretrained(folder / "llama")
+    (folder / "quick.yaml").write_text(f"model: {folder / 'base'}\n{QUICK}")
+    return folder
+
+
+@pytest.fixture
+def surgery(monkeypatch, capsys, tmp_path):
+    """Call the command in an empty working directory: (status, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["surgery", *map(str, arguments)])
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code or 0
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+def test_run_does_everything(surgery, folder, tmp_path):
+    status, out, err = surgery("run", folder / "quick.yaml")
+    assert status == 0, err
+    assert "control_random_site_tuned" in out
+    done = tmp_path / "runs" / "quick"
+    report = json.loads((done / "report.json").read_text())
+    assert tuple(report["models"]) == MODELS
+    for name, model in report["models"].items():
+        for size in ("4", "8"):
+            assert model["kv"][size]["n"] == 12
+            low, high = model["kv"][size]["ci95"]
+            assert 0 <= low <= model["kv"][size]["accuracy"] <= high <= 1
+        assert 0 <= model["knowledge"]["accuracy"] <= 1
+        assert 0 <= model["letters"]["accuracy"] <= 1
+        assert model["perplexity"]["value"] > 1
+        assert [cost["context"] for cost in model["cost"]] == [16, 32]
+        assert (model["change"] == {}) == (name == "base")
+    assert report["models"]["tuned"]["cost"][1]["cache_bytes"] > report["models"]["base"]["cost"][1]["cache_bytes"]
+    assert {"locate", "bench", "export", "tune tuned"} <= report["timings"].keys()
+    assert report["provenance"]["recipe"]["locate"]["pairs"] == 4
+    assert report["plan"]["sites"]
+    for name in ("atlas.png", "mixing.png", "retrieval.png", "cost.png", "report.md", "hybrid/report.json", "hybrid/retrieval.png"):
+        assert (done / name).stat().st_size > 500, name
+    AutoModelForCausalLM.from_pretrained(done / "hybrid")
+    card = (done / "hybrid" / "README.md").read_text()
+    assert f"{report['models']['tuned']['kv']['8']['accuracy']:.3f}" in card
+    assert "control_tuned" in card
+
+
+def test_resume_repeats_nothing_that_is_done(surgery, folder, tmp_path):
+    assert surgery("run", folder / "quick.yaml")[0] == 0
+    done = tmp_path / "runs" / "quick"
+    first = json.loads((done / "report.json").read_text())
+    ranking = (done / "ranking.json").read_bytes()
+    cells = {path.name: path.stat().st_mtime_ns for path in (done / "cells").iterdir()}
+    assert len(cells) == len(MODELS) * 5
+    shutil.rmtree(done / "hybrid")
+    (done / "report.json").unlink()
+    assert surgery("run", folder / "quick.yaml", "--resume")[0] == 0
+    assert (done / "ranking.json").read_bytes() == ranking
+    assert {path.name: path.stat().st_mtime_ns for path in (done / "cells").iterdir()} == cells
+    second = json.loads((done / "report.json").read_text())
+    for name in MODELS:
+        assert second["models"][name]["kv"] == first["models"][name]["kv"]
+        assert second["models"][name]["perplexity"] == first["models"][name]["perplexity"]
+    status, _, err = surgery("run", folder / "quick.yaml", "--resume", "--set", "tune.steps=9")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "another recipe" in err
+
+
+def test_the_verbs_one_by_one(surgery, folder, tmp_path):
+    common = ("--recipe", folder / "quick.yaml")
+    assert surgery("locate", folder / "base", *common, "--out", "ranked")[0] == 0
+    assert surgery("plan", "ranked/ranking.json", "--set", "plan.heads=2")[0] == 0
+    assert surgery("splice", folder / "base", "ranked/plan.json", "--out", "spliced")[0] == 0
+    assert surgery("tune", "spliced", *common, "--out", "tuned")[0] == 0
+    assert surgery("export", "tuned", "--as", "hf", "--out", "published")[0] == 0
+    status, out, err = surgery("bench", folder / "base", "spliced", "published", *common, "--out", "compared")
+    assert status == 0, err
+    report = json.loads((tmp_path / "compared" / "report.json").read_text())
+    assert tuple(report["models"]) == ("base", "spliced", "published")
+    tokens = torch.arange(1, 30)[None]
+    base, spliced, published = (AutoModelForCausalLM.from_pretrained(p).eval() for p in (folder / "base", "spliced", "published"))
+    assert not torch.equal(base(tokens).logits, spliced(tokens).logits)
+    assert not torch.equal(spliced(tokens).logits, published(tokens).logits)
+
+
+def _damage(folder, tmp_path, name):
+    """A copy of the base with something wrong in it."""
+    copy = tmp_path / name
+    shutil.copytree(folder / "base", copy)
+    weights = copy / "model.safetensors"
+    if name == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif name == "garbage":
+        weights.write_bytes(b"\xff" * 4096)
+    elif name == "no-weights":
+        weights.unlink()
+    elif name == "bad-json":
+        (copy / "config.json").write_text("{")
+    else:
+        config = json.loads((copy / "config.json").read_text())
+        config |= {"unknown-field": {"rope_theta": 10000.0}, "missing-layer": {"num_hidden_layers": 4}}[name]
+        (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ("truncated", "cannot load"),
+        ("garbage", "cannot load"),
+        ("no-weights", "cannot load"),
+        ("bad-json", "is not JSON"),
+        ("unknown-field", "field 'rope_theta'"),
+        ("missing-layer", "missing keys"),
+    ],
+)
+def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint):
+    model = _damage(folder, tmp_path, wrong)
+    for verb in (("run", folder / "quick.yaml", "--set", f"model={model}"), ("locate", model)):
+        _refused(surgery, verb, complaint, tmp_path, {wrong})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("run", "{f}/quick.yaml", "--set", "model=./nowhere"), "no such folder"),
+        (("run", "{f}/quick.yaml", "--set", "model=nobody/no-such-model"), "not to be had from the Hub"),
+        (("run", "{f}/quick.yaml", "--set", "model={f}/llama"), "model type 'llama' is not supported"),
+        (("run", "{f}/quick.yaml", "--set", "model={f}"), "holds no config.json"),
+        (("run", "{f}/quick.yaml", "--set", "plan.sites=[L7.H0]"), "no site L7.H0"),
+        (("run", "{f}/quick.yaml", "--set", "plan.sites=[L0.H8]"), "no site L0.H8"),
+        (("run", "{f}/quick.yaml", "--set", "tune.lerning_rate=1"), "unknown key 'tune.lerning_rate'"),
+        (("run", "{f}/quick.yaml", "--set", "data.held_out_text=./none.txt"), "cannot read the text"),
+        (("run", "{f}/quick.yaml", "--set", "data.facts=./none.jsonl"), "cannot read the facts"),
+        (("run", "./no.yaml"), "cannot read the recipe"),
+        (("run", "{f}/quick.yaml", "--out", "/dev/null/out"), "cannot write"),
+        (("locate", "{f}/base", "--out", "/dev/null/out"), "cannot write"),
+        (("locate", "{f}/llama"), "model type 'llama' is not supported"),
+        (("plan", "./no.json"), "cannot read"),
+        (("splice", "{f}/base", "./no.json", "--out", "x"), "cannot read"),
+        (("tune", "{f}/base", "--out", "x"), "cannot read"),
+        (("export", "{f}/base", "--as", "gguf", "--out", "x"), "cannot export as 'gguf'"),
+        (("bench", "{f}/base", "./nowhere"), "no such folder"),
+        (("pretrain", "{f}/quick.yaml", "--out", "x"), "architecture: Field required"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(surgery, folder, tmp_path, arguments, complaint):
+    _refused(surgery, [a.format(f=folder) for a in arguments], complaint, tmp_path, set())
+
+
+def test_a_plan_for_another_base_is_refused(surgery, folder, tmp_path):
+    assert surgery("locate", folder / "base", "--recipe", folder / "quick.yaml", "--out", "ranked")[0] == 0
+    assert surgery("plan", "ranked/ranking.json")[0] == 0
+    other = tmp_path / "other"
+    shutil.copytree(folder / "base", other)
+    model = AutoModelForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        model.backbone.norm_f.weight[0] += 1
+    model.save_pretrained(other)
+    _refused(surgery, ("splice", other, "ranked/plan.json", "--out", "x"), "made for another base", tmp_path, {"other", "ranked"})
+
+
+def test_a_foreign_output_folder_is_left_alone(surgery, folder, tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("text")
+    _refused(surgery, ("run", folder / "quick.yaml", "--out", "thesis"), "no earlier run", tmp_path, {"thesis"})
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
+
+
+def _refused(surgery, arguments, complaint, tmp_path, there):
+    status, out, err = surgery(*arguments)
+    assert status == 2, (out, err)
+    assert complaint in err
+    assert err.startswith("surgery: ")
+    assert err.count("\n") == 1, err
+    assert out == ""
+    assert {path.name for path in tmp_path.iterdir()} == there, "something was written"
+
+
+@pytest.mark.slow
+def test_as_a_user_types_it(tmp_path):
+    """A real process: no traceback, no library chatter."""
+    command = [sys.executable, "-m", "surgery", "run", str(ROOT / "recipes" / "demo.yaml"), "--set", "model=./nowhere"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "surgery: no such folder: ./nowhere\n"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,164 @@
+"""Locate against the slow way: one model per variant, and a finite difference for the attribution."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from surgery.errors import UserError
+from surgery.locate import Ranking, locate, plan, random_plan, walk
+from surgery.locate.attribution import attribute
+from surgery.locate.roles import masses, mixing_matrices
+from surgery.plan import Plan
+from surgery.probes.kv import KVRetrieval
+from surgery.probes.scoring import encode, padded
+from surgery.site import Site
+from surgery.splice import adopt, splice
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import VARIANTS, random_base
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def world_base(tokenizer):
+    return random_base(vocab_size=-(-len(tokenizer) // 16) * 16, n_groups=2)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_equals_a_model_of_its_own(name, tokens):
+    base = random_base(**VARIANTS[name])
+    last = torch.tensor([36, 20])
+    at = torch.arange(2), last
+    seen = set()
+    for variant in walk.variants(adopt(base), walk.fully_gated(base, 3, 8), tokens, last):
+        if variant.kind == "base":
+            model = adopt(base)
+        elif variant.kind == "splice":
+            heads = variant.site.heads or tuple(range(8))
+            model = splice(base, Plan(sites=(Site(variant.site.layer, heads),), shared=True))
+        else:  # ablated: the columns of out_proj that read the head are zero, or the whole mixer is
+            model = adopt(random_base(**VARIANTS[name]))
+            projection = model.backbone.layers[variant.site.layer].mixer.out_proj
+            with torch.no_grad():
+                for head in variant.site.heads:
+                    projection.weight[:, head * 16 : (head + 1) * 16] = 0
+                if not variant.site.heads:
+                    projection.weight.zero_()
+                    if projection.bias is not None:
+                        projection.bias.zero_()
+        with torch.inference_mode():
+            torch.testing.assert_close(variant.logits, model(tokens).logits[at], rtol=1e-4, atol=2e-5)
+        seen.add((variant.kind, str(variant.site)))
+    assert len(seen) == 1 + 2 * 3 * 9
+
+
+def test_attribution_is_the_derivative_of_the_loss(world_base, tokenizer):
+    """By a central difference in float64, for every head and example."""
+    base = random_base(vocab_size=world_base.config.vocab_size, n_groups=2).double()
+    gated = walk.fully_gated(base, 3, 8)
+    encoded = encode(tokenizer, KVRetrieval(4).questions(3, seed=0))
+    ids, last = padded(encoded.rows, torch.device("cpu"))
+
+    def losses() -> torch.Tensor:
+        with torch.no_grad():
+            return encoded.losses(gated(ids).logits[torch.arange(3), last].double())
+
+    estimated = attribute(gated, encoded)
+    for layer, block in enumerate(gated.backbone.layers):
+        for head in range(8):
+            gate = block.mixer.graft.gate.data
+            values = []
+            for step in (1e-2, -1e-2):
+                gate[head] = step
+                values.append(losses())
+            gate[head] = 0
+            slope = (values[1] - values[0]) / 2e-2  # minus the derivative; the logits are fp32, so smaller steps drown in rounding
+            np.testing.assert_allclose(estimated[:, layer, head], slope, atol=3e-4, rtol=1e-2)
+
+
+def test_ranking_is_seeded_and_sorted(world_base, tokenizer, tmp_path):
+    one, two = (locate(world_base, tokenizer, pairs=4, examples=12, batch_size=b, seed=3) for b in (5, 12))
+    assert [s.site for s in one.heads] == [s.site for s in two.heads]
+    gains = [s.splice_loss.value for s in one.heads]
+    assert gains == sorted(gains, reverse=True)
+    assert {s.site for s in one.heads} == {Site(layer, (head,)) for layer in range(3) for head in range(8)}
+    for score in one.heads:
+        low, high = score.splice_loss.ci95
+        assert low <= score.splice_loss.value <= high
+    one.write(tmp_path / "ranking.json")
+    assert Ranking.read(tmp_path / "ranking.json") == one
+    written = json.loads((tmp_path / "ranking.json").read_text())
+    assert written["provenance"]["schema_version"] == 1
+    assert len(written["provenance"]["base_fingerprint"]) == 64
+
+
+def test_attribution_alone_ranks_without_exact_scores(world_base, tokenizer):
+    ranking = locate(world_base, tokenizer, pairs=4, examples=8, exact=False)
+    assert ranking.heads[0].splice_loss is None
+    values = [s.attribution.value for s in ranking.heads]
+    assert values == sorted(values, reverse=True)
+    assert plan(ranking, heads=2).sites
+
+
+def test_locating_leaves_the_base_alone(world_base, tokenizer):
+    before = {name: (p.clone(), p.requires_grad) for name, p in world_base.named_parameters()}
+    locate(world_base, tokenizer, pairs=4, examples=4)
+    for name, p in world_base.named_parameters():
+        assert torch.equal(p, before[name][0])
+        assert p.requires_grad == before[name][1]
+        assert p.grad is None
+
+
+def test_masses_are_shares(world_base, tokenizer):
+    answer, pair = masses(adopt(world_base), tokenizer, KVRetrieval(4).questions(2, seed=0))
+    for share in (answer, pair):
+        assert share.shape == (2, 3, 8)
+        assert (share >= 0).all()
+        assert (share <= 1 + 1e-5).all()
+
+
+@torch.inference_mode()
+def test_mixing_matrices_of_a_hybrid_reproduce_its_mixing(tokens):
+    """M x + D x equals what the mixer computes, for SSM heads and for grafted ones."""
+    hybrid = splice(random_base(n_groups=2), Plan(sites=("L0.H1,6",)))
+    mixer = hybrid.backbone.layers[0].mixer
+    matrix = mixing_matrices(hybrid, tokens[0])[0]
+    _, x, B, C, dt, qk = mixer.project(hybrid.backbone.layers[0].norm(hybrid.backbone.embeddings(tokens[:1])))
+    wanted = mixer.mix(x, B, C, dt, qk)[0]
+    values = x[0].clone()
+    mixed = torch.einsum("hts,shp->thp", matrix, values) + mixer.D[:, None] * values
+    torch.testing.assert_close(mixed, wanted, rtol=1e-4, atol=1e-5)
+    rows = matrix.sum(-1)
+    torch.testing.assert_close(rows[[1, 6]], torch.ones(2, 37))  # attention's rows sum to one
+    assert (rows[0] - 1).abs().max() > 0.01
+
+
+def test_plan_and_its_random_control(world_base, tokenizer):
+    ranking = locate(world_base, tokenizer, pairs=4, examples=4)
+    chosen = plan(ranking, heads=3)
+    assert {(s.layer, h) for s in chosen.sites for h in s.heads} == {(r.site.layer, r.site.heads[0]) for r in ranking.heads[:3]}
+    control = random_plan(chosen, 3, 8, seed=0)
+    taken = {(s.layer, h) for s in chosen.sites for h in s.heads}
+    drawn = {(s.layer, h) for s in control.sites for h in s.heads}
+    assert len(drawn) == 3
+    assert not drawn & taken
+    assert control == random_plan(chosen, 3, 8, seed=0)
+    assert {random_plan(chosen, 3, 8, seed=s).sites for s in range(5)} != {control.sites}
+
+
+def test_impossible_requests_are_refused(world_base, tokenizer):
+    ranking = locate(world_base, tokenizer, pairs=4, examples=4, exact=False)
+    with pytest.raises(UserError, match="holds 24 heads; cannot plan 25"):
+        plan(ranking, heads=25)
+    with pytest.raises(UserError, match="at least 2 examples"):
+        locate(world_base, tokenizer, examples=1)
+    with pytest.raises(UserError, match="unsplice"):
+        locate(splice(world_base, Plan(sites=("L0.H0",))), tokenizer)
+    with pytest.raises(UserError, match="fewer heads"):
+        random_plan(Plan(sites=tuple(Site(layer, tuple(range(8))) for layer in range(3))), 3, 8, seed=0)
+

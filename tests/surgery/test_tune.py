@@ -1,0 +1,148 @@
+"""Tuning: only what was asked for changes, and an interrupted run ends where the uninterrupted one does."""
+
+import copy
+
+import pytest
+import torch
+
+
+from surgery.errors import UserError
+from surgery.plan import Plan
+from surgery.recipe import Data, Tune
+from surgery.splice import adopt, splice
+from surgery.splice.splice import graft_parameters
+from surgery.tune import loop, tune
+from surgery.tune.data import IGNORE, Dictionaries, Windows, collate, kv_pieces
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import random_base
+
+SHORT = Tune(steps=6, batch_size=3, pairs=(2, 4), queries=3, text_batch_size=2, text_tokens=24, save_every=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture
+def world_base(tokenizer):
+    return random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_only_the_grafts_change_and_all_of_them_do(world_base, tokenizer):
+    before = weights(world_base)
+    hybrid = splice(world_base, Plan(sites=("L1.H3",), blend=0.5))
+    start = weights(hybrid)
+    log = tune(hybrid, tokenizer, SHORT)
+    assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5, 6]
+    assert all(torch.equal(p, before[name]) for name, p in world_base.named_parameters())
+    for name in graft_parameters(hybrid):
+        assert not torch.equal(hybrid.get_parameter(name), start[name]), name
+    assert all(p.requires_grad and p.grad is None for p in hybrid.parameters())
+    assert not hybrid.training
+
+
+def test_the_control_trains_its_layer_alone(world_base, tokenizer):
+    control = copy.deepcopy(adopt(world_base))
+    start = weights(control)
+    tune(control, tokenizer, SHORT, layers=[1], teacher=adopt(world_base))
+    for name, p in control.named_parameters():
+        assert torch.equal(p, start[name]) == (".layers.1.mixer." not in name), name
+    assert all(torch.equal(p, start[name]) for name, p in world_base.named_parameters())
+
+
+def test_tuning_learns(world_base, tokenizer):
+    log = tune(splice(world_base, Plan(sites=("L1.H0,1,2,3,4,5,6,7",))), tokenizer, SHORT.model_copy(update={"steps": 40}))
+    first, last = (sum(entry["retrieval"] for entry in part) for part in (log[:8], log[-8:]))
+    assert last < first
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(world_base, tokenizer, tmp_path, monkeypatch):
+    plan = Plan(sites=("L1.H3",))
+    whole = splice(world_base, plan)
+    log = tune(whole, tokenizer, SHORT)
+
+    class Killed(Exception):
+        pass
+
+    interrupted, real = splice(world_base, plan), loop._divergence
+    calls = iter(range(100))
+
+    def divergence(*arguments):
+        if next(calls) == 4:  # in the fifth step, after the checkpoint of the fourth
+            raise Killed
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, "_divergence", divergence)
+    with pytest.raises(Killed):
+        tune(interrupted, tokenizer, SHORT, out=tmp_path)
+    monkeypatch.setattr(loop, "_divergence", real)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    resumed = splice(world_base, plan)
+    assert tune(resumed, tokenizer, SHORT, out=tmp_path, resume=True) == log
+    for name, p in graft_parameters(whole).items():
+        assert torch.equal(resumed.get_parameter(name), p)
+
+
+def test_a_checkpoint_of_another_plan_is_refused(world_base, tokenizer, tmp_path):
+    tune(splice(world_base, Plan(sites=("L1.H3",))), tokenizer, SHORT, out=tmp_path)
+    with pytest.raises(UserError, match="another plan"):
+        tune(splice(world_base, Plan(sites=("L2.H3",))), tokenizer, SHORT, out=tmp_path, resume=True)
+
+
+def test_same_seed_same_losses_other_seed_other_losses(world_base, tokenizer):
+    logs = [tune(splice(world_base, Plan(sites=("L1.H3",))), tokenizer, SHORT, seed=seed) for seed in (0, 0, 1)]
+    assert logs[0] == logs[1] != logs[2]
+
+
+def test_without_text_there_is_no_kl(world_base, tokenizer):
+    log = tune(splice(world_base, Plan(sites=("L1.H3",))), tokenizer, SHORT.model_copy(update={"text_batch_size": 0}))
+    assert all(entry["kl"] == 0 for entry in log)
+
+
+def test_text_from_a_file(world_base, tokenizer, tmp_path):
+    (tmp_path / "text.txt").write_text("Some words that nobody generated. " * 30)
+    log = tune(splice(world_base, Plan(sites=("L1.H3",))), tokenizer, SHORT, data=Data(train_text=str(tmp_path / "text.txt")))
+    assert all(entry["kl"] > 0 for entry in log)
+
+
+def test_divergence_ends_with_a_clear_line(world_base, tokenizer):
+    hybrid = splice(world_base, Plan(sites=("L1.H3",)))
+    with torch.no_grad():
+        hybrid.backbone.layers[1].mixer.graft.q_proj.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match="the loss is nan at step 1"):
+        tune(hybrid, tokenizer, SHORT)
+
+
+def test_nothing_to_tune_is_refused(world_base, tokenizer):
+    with pytest.raises(UserError, match="holds no grafts"):
+        tune(adopt(world_base), tokenizer, SHORT)
+    with pytest.raises(UserError, match="as teacher"):
+        tune(adopt(world_base), tokenizer, SHORT, layers=[0])
+
+
+def test_targets_are_the_values_asked_for(tokenizer):
+    import random
+
+    pieces = kv_pieces(random.Random(0), pairs=5, queries=9)
+    assert len(pieces) == 2 * 5  # no key is asked for twice
+    ids, targets = collate(tokenizer, [pieces, kv_pieces(random.Random(1), pairs=3, queries=2)])
+    assert ids.shape == targets.shape
+    asked = [text for text, is_target in pieces if is_target]
+    at = (targets[0] != IGNORE).nonzero()[:, 0]
+    assert [tokenizer.decode([t]) for t in targets[0, at].tolist()] == asked
+    assert torch.equal(ids[0, at + 1], targets[0, at])
+    assert {tokenizer.decode([t]) for t in ids[0, at].tolist()} == {" is"}
+
+
+def test_items_depend_on_seed_and_index_alone(tokenizer):
+    one, more = Dictionaries(4, 3, (2, 6), 4, seed=1), Dictionaries(9, 3, (2, 6), 4, seed=1)
+    assert [one[i] for i in range(12)] == [more[i] for i in range(12)]
+    assert len({len(one[i]) for i in range(3)}) == 1  # a batch has one size
+    windows = Windows("world", tokenizer, 5, 30, seed=1)
+    assert torch.equal(windows[4], Windows("world", tokenizer, 50, 30, seed=1)[4])
+    assert windows[4].shape == (30,)
