@@ -1,6 +1,6 @@
 """The state-space dual (SSD) scan of Mamba-2, and its single step.
 
-For one head with state size N and head width P (Mamba-2, arXiv 2405.21060, section 6, equation 16; A is the head's scalar):
+For one head with state size N and head width P (Mamba-2, arXiv 2405.21060, sections 5 and 6; A is the head's scalar):
 
     S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t^T        (P x N)
     y_t = S_t C_t + D x_t
@@ -98,10 +98,7 @@ def _chunked(x, dt, A, B, C, D, initial_state, chunk_size):
     to_end = torch.exp(total[..., None] - log_decay).to(work)
     # what each chunk adds to the state, (b c g r p n)
     added = (xd * to_end[..., None]).transpose(-1, -2) @ B.unsqueeze(3)
-    if initial_state is None:
-        state = x.new_zeros(b, g, r, p, n)
-    else:
-        state = initial_state.to(work).view(b, g, r, p, n)
+    state = x.new_zeros(b, g, r, p, n) if initial_state is None else initial_state.to(work).view(b, g, r, p, n)
     before = []
     shrink = total.exp().to(work)[..., None, None]
     for i in range(c):

@@ -92,7 +92,7 @@ def _folder(name: str) -> Path:
     """The local folder of a model: itself, or the Hub's snapshot."""
     if Path(name).is_dir():
         return Path(name)
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name.split("/")[0]).is_dir()
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name.split("/", maxsplit=1)[0]).is_dir()
     if looks_local:
         raise UserError(f"no such folder: {name}")
     from huggingface_hub import snapshot_download

@@ -38,7 +38,9 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted 
 
 
 @app.command()
-def run(recipe: Path, out: Out = None, settings: Settings = None, resume: Resume = False, trust_remote_code: Trust = False) -> None:
+def run(
+    recipe: Path, out: Out = None, settings: Settings = None, resume: Resume = False, trust_remote_code: Trust = False
+) -> None:
     """Do everything that a recipe says; output to runs/<recipe>."""
     out = out or Path("runs") / recipe.stem
     report = surgery.run(read_recipe(recipe, settings), out, resume=resume, trust_remote_code=trust_remote_code)
@@ -52,7 +54,11 @@ def run(recipe: Path, out: Out = None, settings: Settings = None, resume: Resume
 
 @app.command()
 def locate(
-    model: ModelArgument, recipe: RecipeOption = None, settings: Settings = None, out: Out = None, trust_remote_code: Trust = False
+    model: ModelArgument,
+    recipe: RecipeOption = None,
+    settings: Settings = None,
+    out: Out = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Rank every head: ranking.json, atlas.png and mixing.png in --out (runs/locate-<model>)."""
     options = read_recipe(recipe, settings, model=model)
@@ -106,7 +112,9 @@ def tune(
     loaded = open_checkpoint(options, trust_remote_code)
     work = out.with_name(f"{out.name}-tuning")
     _writable(work)
-    log = surgery.tune(loaded.model, loaded.tokenizer, options.tune, data=options.data, seed=options.seed, out=work, resume=resume)
+    log = surgery.tune(
+        loaded.model, loaded.tokenizer, options.tune, data=options.data, seed=options.seed, out=work, resume=resume
+    )
     base = plan.provenance.base if plan.provenance else hybrid
     surgery.export(loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=base, recipe=options)
     _print(f"retrieval loss {log[0]['retrieval']:.3f} -> {log[-1]['retrieval']:.3f} nats; hybrid: {out}")
@@ -136,7 +144,9 @@ def bench(
 ) -> None:  # fmt: skip
     """Compare models on the same examples: report.json, report.md and figures in --out (runs/bench-<first hybrid>)."""
     out = out or Path("runs") / f"bench-{Path(hybrids[0]).name}"
-    report = compare(read_recipe(recipe, settings, model=base), hybrids, out, resume=resume, trust_remote_code=trust_remote_code)
+    report = compare(
+        read_recipe(recipe, settings, model=base), hybrids, out, resume=resume, trust_remote_code=trust_remote_code
+    )
     _table(*markdown.rows(report))
     _print(f"Report: {out / 'report.md'}")
 

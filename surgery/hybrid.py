@@ -19,15 +19,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from surgery.kernels.attention import graft_attention
-from surgery.kernels.ssd import ssd_scan, ssd_step
-from surgery.sources import write_sources
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, Mamba2Config, Mamba2ForCausalLM, Mamba2Model
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2Mixer, Mamba2RMSNorm, apply_mask_to_padding_states
+
+from surgery.kernels.attention import graft_attention
+from surgery.kernels.ssd import ssd_scan, ssd_step
+from surgery.sources import write_sources
 
 
 class Mamba2HybridConfig(Mamba2Config):

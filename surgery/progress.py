@@ -32,7 +32,13 @@ class Track(Iterable[T]):
         return self._bar() if console.is_terminal else self._lines()
 
     def _bar(self) -> Iterator[T]:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(self.description, total=self.total, note="")
             for item in self.items:

@@ -42,7 +42,9 @@ def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False) -> Checkpoi
     device = recipe.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return load(recipe.model, tokenizer=recipe.tokenizer, dtype=recipe.dtype, device=device, trust_remote_code=trust_remote_code)
+    return load(
+        recipe.model, tokenizer=recipe.tokenizer, dtype=recipe.dtype, device=device, trust_remote_code=trust_remote_code
+    )
 
 
 def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
@@ -58,9 +60,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: b
     return job.finish(chosen, entries)
 
 
-def compare(
-    recipe: Recipe, others: list[str], out: Path, *, resume: bool = False, trust_remote_code: bool = False
-) -> Report:
+def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
     """Bench the recipe's model against `others` on the same examples. Writes report.json, report.md and figures into `out`."""
     base = open_checkpoint(recipe, trust_remote_code)
     entries = {"base": Entry(base.model, base.name)}
@@ -159,7 +159,9 @@ class _Job:
         base, recipe = self.base.model, self.recipe
         entries = {
             "base": Entry(base, "the pretrained model, unchanged"),
-            "spliced": Entry(splice(base, chosen), "attention spliced in, initialised from the heads' own weights, no training", chosen),
+            "spliced": Entry(
+                splice(base, chosen), "attention spliced in, initialised from the heads' own weights, no training", chosen
+            ),
             "tuned": Entry(self.tune("tuned", splice(base, chosen)), "the same, its grafts tuned", chosen),
         }
         if recipe.bench.controls:

@@ -28,7 +28,8 @@ def random_base(**changes) -> Mamba2ForCausalLM:
     torch.manual_seed(0)
     fields = {
         "num_heads": 8, "head_dim": 16, "vocab_size": 99, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 3,
-        "n_groups": 1, "chunk_size": 16, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None,
+        "n_groups": 1, "chunk_size": 16, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 0,
+        "eos_token_id": None,
     }  # fmt: skip
     return Mamba2ForCausalLM(Mamba2Config(**fields | changes)).eval()
 

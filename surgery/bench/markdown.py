@@ -15,7 +15,13 @@ def rows(report: Report) -> tuple[list[str], list[list[str]]]:
     for name, model in report.models.items():
         accuracies = [f"{model.kv[size].accuracy:.3f}" for size in sizes]
         body.append(
-            [name, *accuracies, f"{model.knowledge.accuracy:.3f}", f"{model.letters.accuracy:.3f}", f"{model.perplexity.value:.3f}"]
+            [
+                name,
+                *accuracies,
+                f"{model.knowledge.accuracy:.3f}",
+                f"{model.letters.accuracy:.3f}",
+                f"{model.perplexity.value:.3f}",
+            ]
         )
     return header, body
 

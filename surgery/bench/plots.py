@@ -9,7 +9,12 @@ from surgery.bench.report import Report
 
 
 def _style(name: str) -> dict:
-    return {"color": plots.COLORS.get(name), "linestyle": "--" if name.startswith("control") else "-", "marker": "o", "markersize": 3}
+    return {
+        "color": plots.COLORS.get(name),
+        "linestyle": "--" if name.startswith("control") else "-",
+        "marker": "o",
+        "markersize": 3,
+    }
 
 
 def draw_retrieval(report: Report, path: Path) -> None:
@@ -20,7 +25,9 @@ def draw_retrieval(report: Report, path: Path) -> None:
             sizes = sorted(map(int, model.kv))
             cells = [model.kv[str(size)] for size in sizes]
             axis.plot(sizes, [c.accuracy for c in cells], label=name.replace("_", " "), **_style(name))
-            axis.fill_between(sizes, [c.ci95[0] for c in cells], [c.ci95[1] for c in cells], color=plots.COLORS.get(name), alpha=0.15, lw=0)
+            axis.fill_between(
+                sizes, [c.ci95[0] for c in cells], [c.ci95[1] for c in cells], color=plots.COLORS.get(name), alpha=0.15, lw=0
+            )
         axis.plot(sizes, [1 / size for size in sizes], color="#bbbbbb", lw=1, ls=":", label="chance")
         axis.set(xlabel="pairs in the dictionary", ylabel="accuracy", ylim=(0, 1.02), xticks=sizes,
                  title=f"Key-value retrieval, n = {cells[0].n} a point, 95% intervals")  # fmt: skip

@@ -19,8 +19,8 @@ def card(name: str, hybrid: PreTrainedModel, plan: Plan, base: str, report: Repo
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n{base_model}"
         f"tags: [mamba2, hybrid, retrieval, mamba-surgery]\n---\n# {name}\n",
-        f"A hybrid of `{base}`: attention in place of the SSM mixing at **{where}**, {grafts:,} new parameters, every weight of "
-        "the base unchanged. Made by mamba-surgery with the dual graft: queries and keys start as the head's own C and B.\n",
+        f"A hybrid of `{base}`: attention in place of the SSM mixing at **{where}**, {grafts:,} new parameters, every weight "
+        "of the base unchanged. Made by mamba-surgery with the dual graft: queries and keys start as the head's own C and B.\n",
         f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("{name}")
@@ -42,5 +42,7 @@ model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
         )
     else:
         parts.append("Nothing was measured for this export: no report came with it.\n")
-    parts.append("The plan is `plan.json`" + (", the recipe `recipe.yaml`" if (folder / "recipe.yaml").exists() else "") + ".\n")
+    parts.append(
+        "The plan is `plan.json`" + (", the recipe `recipe.yaml`" if (folder / "recipe.yaml").exists() else "") + ".\n"
+    )
     return "\n".join(parts)

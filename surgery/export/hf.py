@@ -57,6 +57,8 @@ def export(
         (temporary / "README.md").write_text(card(path.name, hybrid, plan, base, report, temporary))
         difference = _verify(hybrid, tokenizer, temporary)
         temporary.chmod(0o755)
+        for file in temporary.iterdir():
+            file.chmod(0o644)  # safetensors writes for the owner only
         _move(temporary, path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error

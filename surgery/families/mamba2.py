@@ -30,13 +30,17 @@ class Mamba2Family:
         defaults = Mamba2Config().to_dict()
         for name, value in config.to_dict().items():
             if name not in HANDLED and (name not in defaults or value != defaults[name]):
-                raise UserError(f"the configuration's field '{name}' ({value!r}) is not handled by the {self.model_type} family")
+                raise UserError(
+                    f"the configuration's field '{name}' ({value!r}) is not handled by the {self.model_type} family"
+                )
 
     def shape(self, config: PreTrainedConfig) -> tuple[int, int]:
         return config.num_hidden_layers, config.num_heads
 
     def empty(self, config: PreTrainedConfig, plan: Plan | None) -> Mamba2HybridForCausalLM:
-        fields = {k: v for k, v in config.to_dict().items() if k not in ("model_type", "architectures", "grafts", "layer_types")}
+        fields = {
+            k: v for k, v in config.to_dict().items() if k not in ("model_type", "architectures", "grafts", "layer_types")
+        }
         grafts = []
         for site in plan.sites if plan else ():
             width = plan.width or max(32, config.state_size)

@@ -98,9 +98,7 @@ def draw_mixing(
             axis.set_title(f"{score.site}" + (f" ({score.role})" if score.role else ""))
             axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=5)
             axis.set_yticks(range(len(labels)), labels, fontsize=5)
-        figure.suptitle(
-            "Mixing matrices |M|, time step included, D not: share of each row's weight (square root)", fontsize=10
-        )
+        figure.suptitle("Mixing matrices |M|, time step included, D not: share of each row's weight (square root)", fontsize=10)
         figure.tight_layout()
         plots.save(figure, path)
 

@@ -74,4 +74,3 @@ def variants(base: PreTrainedModel, gated: PreTrainedModel, ids: Tensor, last: T
             changed[..., head, :] = attended[..., head, :]
             yield Variant("splice", Site(layer, (head,)), logits(residual + mixer.finish(changed, gate), above))
         hidden = following
-

@@ -45,7 +45,8 @@ class Knowledge:
         rng = random.Random(f"knowledge {seed}")
         if self.source == "world":
             every = [
-                Question(f.prompt(f.held_out_template), tuple(f" {c}" for c in f.choices), f.choices.index(f.value)) for f in facts()
+                Question(f.prompt(f.held_out_template), tuple(f" {c}" for c in f.choices), f.choices.index(f.value))
+                for f in facts()
             ]
         else:
             every = [Question(i["prompt"], tuple(i["choices"]), i["choices"].index(i["answer"])) for i in _lines(self.source)]

@@ -30,7 +30,9 @@ class Perplexity:
             rng = random.Random(f"perplexity {seed}")
             ids: list[int] = []
             while len(ids) < self.windows * self.window:
-                ids += tokenizer((tokenizer.eos_token or "") + document(rng, held_out=True), add_special_tokens=False)["input_ids"]
+                ids += tokenizer((tokenizer.eos_token or "") + document(rng, held_out=True), add_special_tokens=False)[
+                    "input_ids"
+                ]
         else:
             try:
                 text = Path(self.source).read_text()
@@ -46,8 +48,7 @@ class Perplexity:
         """Mean negative log-likelihood (nats) per predicted token, for every window."""
         out = []
         with torch.inference_mode():
-            for ids in windows.split(batch_size):
-                ids = ids.to(model.device)
+            for ids in windows.to(model.device).split(batch_size):
                 log_p = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
                 nll = -log_p.gather(-1, ids[:, 1:, None]).squeeze(-1)
                 out.append(nll.mean(1).cpu())

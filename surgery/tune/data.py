@@ -83,7 +83,9 @@ class Windows(Dataset[Tensor]):
             return self._file[start : start + self.tokens]
         ids: list[int] = []
         while len(ids) < self.tokens:
-            ids += self.tokenizer((self.tokenizer.eos_token or "") + document(rng, held_out=False), add_special_tokens=False)["input_ids"]
+            ids += self.tokenizer((self.tokenizer.eos_token or "") + document(rng, held_out=False), add_special_tokens=False)[
+                "input_ids"
+            ]
         return torch.tensor(ids[: self.tokens])
 
     @cached_property

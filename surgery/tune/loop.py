@@ -92,7 +92,11 @@ def tune(
             optimizer.zero_grad()
             log.append({"step": step + 1, "loss": loss.item(), "retrieval": ce.item(), "kl": kl.item()})
             progress.note = f"retrieval {ce.item():.3f}, KL {kl.item():.4f}"
-            if out is not None and accelerator.is_main_process and ((step + 1) % options.save_every == 0 or step + 1 == options.steps):
+            if (
+                out is not None
+                and accelerator.is_main_process
+                and ((step + 1) % options.save_every == 0 or step + 1 == options.steps)
+            ):
                 _save(out, step + 1, trained, optimizer, schedule, log)
     finally:
         model.eval()
@@ -102,7 +106,9 @@ def tune(
     return log
 
 
-def _loaders(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int, start: int) -> tuple[DataLoader, DataLoader]:
+def _loaders(
+    tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int, start: int
+) -> tuple[DataLoader, DataLoader]:
     """Batches from step `start` on: dictionaries as (ids, targets), and windows of text, or None where there are none."""
     steps, size = options.steps, options.batch_size
     dictionaries = Dictionaries(steps, size, options.pairs, options.queries, seed)

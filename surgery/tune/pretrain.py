@@ -215,7 +215,7 @@ What is held out: dictionaries and documents are drawn from other seeds; a narra
 held-out ones, never in both; each fact is asked in a template in which training never states it; lettered questions are about
 facts that no lettered training question is about.
 
-Trained {datetime.now(UTC).date()} in {seconds / 60:.0f} minutes on {made.machine} with {made.threads} threads; seed {recipe.seed};
+Trained {datetime.now(UTC).date()} in {seconds / 60:.0f} minutes on {made.machine}, {made.threads} threads; seed {recipe.seed};
 {packages}. The recipe is `recipe.yaml`, the losses `log.jsonl`, the figures above `measured.json`. To make it again:
 
     surgery pretrain recipes/{name}.yaml --out checkpoints/{name}

@@ -10,7 +10,11 @@ import zlib
 from dataclasses import dataclass
 from functools import cache
 
-PEOPLE = tuple(first + last for first in "Ba Ko Li Mu Ne Ra Si To Ve Zo".split() for last in "rin dal mek las nor pia sha tun vek wen".split())
+PEOPLE = tuple(
+    first + last
+    for first in "Ba Ko Li Mu Ne Ra Si To Ve Zo".split()
+    for last in "rin dal mek las nor pia sha tun vek wen".split()
+)
 
 # relation -> (question, possible values, templates: what stands before the value)
 RELATIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {

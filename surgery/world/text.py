@@ -10,8 +10,13 @@ import zlib
 
 from surgery.world.facts import PEOPLE, facts
 
-TIMES = "In the morning|At noon|In the evening|Before dawn|After the rain|Last winter|One day|In the spring|On market day|At midnight".split("|")
-PLACES = "the mill|the inn|the old bridge|the harbor|the church|the well|the forest|the school|the market|the tower|the meadow|the north gate".split("|")
+TIMES = (
+    "In the morning|At noon|In the evening|Before dawn|After the rain|Last winter|One day|In the spring|On market day|At midnight"
+).split("|")
+PLACES = (
+    "the mill|the inn|the old bridge|the harbor|the church|the well|the forest|the school|the market|the tower|the meadow|"
+    "the north gate"
+).split("|")
 VERBS = "found|sold|painted|lost|carried|mended|hid|borrowed|cleaned|broke|bought|dropped".split("|")
 ADJECTIVES = "small|heavy|wooden|silver|broken|shiny|strange|old|new|round|empty|golden".split("|")
 THINGS = "lamp|basket|chair|barrel|ring|flute|ladder|kettle|mirror|drum|blanket|key|cart|boat|knife".split("|")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from surgery.kernels import dispatch
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.dispatch import choose, use
 from surgery.kernels.ssd import ssd_scan, ssd_step
@@ -16,8 +17,10 @@ def chosen(backend: str | None = None, operation: str = "op") -> str:
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
+def clean(monkeypatch):
+    """No choice in the environment, and two operations more than there are."""
     monkeypatch.delenv("SURGERY_KERNELS", raising=False)
+    monkeypatch.setattr(dispatch, "OPERATIONS", (*dispatch.OPERATIONS, "op", "other"))
 
 
 def test_the_first_backend_serves_by_default():
@@ -53,7 +56,15 @@ def test_the_environment_names_several_operations(monkeypatch):
     assert [chosen(), chosen(operation="other"), chosen(operation="third")] == ["middle", "last", "best"]
 
 
-@pytest.mark.parametrize("value", ["op", "op=last,other", "reference"])
+def test_an_unknown_operation_is_named(monkeypatch):
+    with pytest.raises(ValueError, match="no operation is named 'ssd_scna'; there are ssd_scan"), use(ssd_scna="stock"):
+        pass
+    monkeypatch.setenv("SURGERY_KERNELS", "ssd_scna=stock")
+    with pytest.raises(ValueError, match="no operation is named 'ssd_scna'"):
+        chosen()
+
+
+@pytest.mark.parametrize("value", ["op", "op=last,other", "reference", "op="])
 def test_malformed_environment(monkeypatch, value):
     monkeypatch.setenv("SURGERY_KERNELS", value)
     with pytest.raises(ValueError, match="SURGERY_KERNELS"):

@@ -75,7 +75,15 @@ def test_run_does_everything(surgery, folder, tmp_path):
     assert {"locate", "bench", "export", "tune tuned"} <= report["timings"].keys()
     assert report["provenance"]["recipe"]["locate"]["pairs"] == 4
     assert report["plan"]["sites"]
-    for name in ("atlas.png", "mixing.png", "retrieval.png", "cost.png", "report.md", "hybrid/report.json", "hybrid/retrieval.png"):
+    for name in (
+        "atlas.png",
+        "mixing.png",
+        "retrieval.png",
+        "cost.png",
+        "report.md",
+        "hybrid/report.json",
+        "hybrid/retrieval.png",
+    ):
         assert (done / name).stat().st_size > 500, name
     AutoModelForCausalLM.from_pretrained(done / "hybrid")
     card = (done / "hybrid" / "README.md").read_text()
@@ -116,7 +124,9 @@ def test_the_verbs_one_by_one(surgery, folder, tmp_path):
     report = json.loads((tmp_path / "compared" / "report.json").read_text())
     assert tuple(report["models"]) == ("base", "spliced", "published")
     tokens = torch.arange(1, 30)[None]
-    base, spliced, published = (AutoModelForCausalLM.from_pretrained(p).eval() for p in (folder / "base", "spliced", "published"))
+    base, spliced, published = (
+        AutoModelForCausalLM.from_pretrained(p).eval() for p in (folder / "base", "spliced", "published")
+    )
     assert not torch.equal(base(tokens).logits, spliced(tokens).logits)
     assert not torch.equal(spliced(tokens).logits, published(tokens).logits)
 
@@ -195,7 +205,9 @@ def test_a_plan_for_another_base_is_refused(surgery, folder, tmp_path):
     with torch.no_grad():
         model.backbone.norm_f.weight[0] += 1
     model.save_pretrained(other)
-    _refused(surgery, ("splice", other, "ranked/plan.json", "--out", "x"), "made for another base", tmp_path, {"other", "ranked"})
+    _refused(
+        surgery, ("splice", other, "ranked/plan.json", "--out", "x"), "made for another base", tmp_path, {"other", "ranked"}
+    )
 
 
 def test_a_foreign_output_folder_is_left_alone(surgery, folder, tmp_path):

@@ -36,7 +36,9 @@ def hybrid(tokenizer):
 
 def test_export_loads_everywhere_and_carries_its_papers(hybrid, tokenizer, tokens, tmp_path):
     assert export(hybrid, tmp_path / "out", tokenizer=tokenizer, plan=PLAN, base="someone/base", recipe=Recipe(model="x")) == 0
-    assert {"plan.json", "recipe.yaml", "README.md", "model.safetensors", "hybrid.py", "tokenizer.json"} <= set(os.listdir(tmp_path / "out"))
+    assert {"plan.json", "recipe.yaml", "README.md", "model.safetensors", "hybrid.py", "tokenizer.json"} <= set(
+        os.listdir(tmp_path / "out")
+    )
     assert os.listdir(tmp_path) == ["out"]  # no leftovers
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(reloaded(tokens).logits, hybrid(tokens).logits)

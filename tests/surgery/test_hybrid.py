@@ -123,11 +123,14 @@ from transformers import AutoModelForCausalLM
 tokens = torch.tensor({tokens.tolist()})
 for folder in ("hybrid", "again"):
     model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r} + "/" + folder, trust_remote_code=True).eval()
-    torch.save([model(tokens).logits, model.generate(tokens, max_new_tokens=5, do_sample=False)], {str(tmp_path)!r} + f"/{{folder}}.pt")
+    results = [model(tokens).logits, model.generate(tokens, max_new_tokens=5, do_sample=False)]
+    torch.save(results, {str(tmp_path)!r} + f"/{{folder}}.pt")
     model.save_pretrained({str(tmp_path)!r} + "/again")
 """
     environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert done.returncode == 0, done.stderr
     for folder in ("hybrid", "again"):
         logits, generated = torch.load(tmp_path / f"{folder}.pt")

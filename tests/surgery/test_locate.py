@@ -77,7 +77,9 @@ def test_attribution_is_the_derivative_of_the_loss(world_base, tokenizer):
                 gate[head] = step
                 values.append(losses())
             gate[head] = 0
-            slope = (values[1] - values[0]) / 2e-2  # minus the derivative; the logits are fp32, so smaller steps drown in rounding
+            slope = (
+                values[1] - values[0]
+            ) / 2e-2  # minus the derivative; the logits are fp32, so smaller steps drown in rounding
             np.testing.assert_allclose(estimated[:, layer, head], slope, atol=3e-4, rtol=1e-2)
 
 
@@ -161,4 +163,3 @@ def test_impossible_requests_are_refused(world_base, tokenizer):
         locate(splice(world_base, Plan(sites=("L0.H0",))), tokenizer)
     with pytest.raises(UserError, match="fewer heads"):
         random_plan(Plan(sites=tuple(Site(layer, tuple(range(8))) for layer in range(3))), 3, 8, seed=0)
-

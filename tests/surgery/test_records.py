@@ -82,7 +82,9 @@ def test_shipped_recipes_are_valid(path):
 
 
 def test_settings_change_a_recipe():
-    recipe = read_recipe(ROOT / "recipes" / "demo.yaml", ["tune.steps=7", "plan.sites=[L1.H2]", "bench.pairs=[4, 8]"], model="m")
+    recipe = read_recipe(
+        ROOT / "recipes" / "demo.yaml", ["tune.steps=7", "plan.sites=[L1.H2]", "bench.pairs=[4, 8]"], model="m"
+    )
     assert (recipe.model, recipe.tune.steps, recipe.bench.pairs) == ("m", 7, (4, 8))
     assert recipe.plan.sites == (Site(1, (2,)),)
 

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-
 from surgery.errors import UserError
 from surgery.plan import Plan
 from surgery.recipe import Data, Tune
