@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -45,7 +46,7 @@ def load(
     config = _json(folder / "config.json")
     try:
         if is_original(config):
-            model = load_original(folder, config)
+            model: PreTrainedModel = load_original(folder, config)
             if dtype != "auto":
                 model = model.to(getattr(torch, dtype))
             tokenizer = tokenizer or (None if (folder / "tokenizer.json").exists() else ORIGINAL_TOKENIZER)
@@ -62,13 +63,14 @@ def load(
 def _load_transformers(folder: Path, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     family_of(config).check(config)
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         use_safetensors=True,
         output_loading_info=True,
         trust_remote_code=trust_remote_code,
     )
+    model, report = loaded  # a pair because of output_loading_info, which transformers' annotations do not know
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if report.get(kind):
             raise UserError(f"cannot load {folder}: {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[0]}")

@@ -101,6 +101,7 @@ class Mamba2HybridMixer(Mamba2Mixer):
 
     def __init__(self, config: Mamba2HybridConfig, layer_idx: int):
         super().__init__(config, layer_idx)
+        assert config.grafts is not None  # __post_init__ has made it a list
         spec = next((graft for graft in config.grafts if graft["layer"] == layer_idx), None)
         self.graft = None if spec is None else DualGraft(config, spec)
         replaced = [] if self.graft is None or self.graft.gate is not None else self.graft.heads
@@ -128,7 +129,9 @@ class Mamba2HybridMixer(Mamba2Mixer):
             # The convolution is depthwise, so the graft's channels ride along: one call, one conv state in the cache.
             xBC = torch.cat([xBC, self.graft.project(hidden_states)], dim=-1)
             weight = torch.cat([weight, self.graft.qk_conv.weight])
-            bias = None if bias is None else torch.cat([bias, self.graft.qk_conv.bias])
+            if bias is not None:
+                assert self.graft.qk_conv.bias is not None  # both follow use_conv_bias
+                bias = torch.cat([bias, self.graft.qk_conv.bias])
         xBC = xBC.transpose(1, 2)
         if cache_params is not None:
             xBC = cache_params.update_conv_state(xBC, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
@@ -162,6 +165,7 @@ class Mamba2HybridMixer(Mamba2Mixer):
             y = x[:, :, :0]
         if self.graft is None:
             return y
+        assert qk is not None  # project makes it wherever there is a graft
         attended = self.attend(x, qk, cache_params, causal_mask)
         if self.graft.gate is None:
             order = torch.tensor([*heads, *self.graft.heads], device=x.device).argsort()
@@ -172,7 +176,8 @@ class Mamba2HybridMixer(Mamba2Mixer):
 
     def scan(self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None) -> Tensor:
         """The SSM's mixing for `heads`; x (b, t, len(heads), p)."""
-        A, D = -torch.exp(self.A_log.float()), self.D
+        A = -torch.exp(self.A_log.float())
+        D: Tensor = self.D
         if len(heads) < self.num_heads:
             A, D = A[heads], D[heads]
             if self.n_groups > 1:  # the remaining heads need not fill their groups evenly
@@ -188,6 +193,7 @@ class Mamba2HybridMixer(Mamba2Mixer):
 
     def attend(self, x: Tensor, qk: Tensor, cache_params: Cache | None = None, causal_mask: Tensor | None = None) -> Tensor:
         """The grafts' mixing: (b, t, grafted heads, p)."""
+        assert self.graft is not None
         x = x[:, :, self.graft.heads]
         q, k = self.graft.split(qk)
         v = x.transpose(1, 2)
@@ -266,10 +272,11 @@ class Mamba2HybridForCausalLM(Mamba2ForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> dict:
-        inputs = super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **kwargs)
+    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> dict:
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
         if inputs.get("attention_mask") is None:
-            inputs["attention_mask"] = attention_mask  # the parent drops it after the prompt; attention still needs it
+            # The parent drops it after the prompt; attention still needs it.
+            inputs["attention_mask"] = kwargs.get("attention_mask")
         return inputs
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,10 @@
 """How the project's figures look: one place for colours, sizes and saving."""
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 matplotlib.use("Agg")
@@ -10,7 +12,7 @@ matplotlib.use("Agg")
 # Okabe and Ito's palette, safe for colour-blind readers; the base is grey, controls are dashed.
 COLORS = {"base": "#555555", "spliced": "#E69F00", "tuned": "#0072B2", "control_tuned": "#D55E00",
           "control_random_site": "#009E73", "control_random_site_tuned": "#CC79A7"}  # fmt: skip
-STYLE = {
+STYLE: dict[Any, Any] = {
     "figure.dpi": 130,
     "font.size": 9,
     "axes.spines.top": False,
@@ -28,4 +30,4 @@ def save(figure: Figure, path: str | Path) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png", metadata={"Software": None})
     temporary.replace(path)
-    matplotlib.pyplot.close(figure)
+    plt.close(figure)

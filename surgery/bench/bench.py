@@ -15,6 +15,7 @@ from surgery.plan import Plan
 from surgery.probes import perplexity
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.kv import KVRetrieval
+from surgery.probes.question import Probe
 from surgery.probes.scoring import answer
 from surgery.progress import Track
 from surgery.recipe import Bench, Data
@@ -48,7 +49,7 @@ def bench(
     """
     options, data = options or Bench(), data or Data()
     named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
-    probes = {f"kv.{pairs}": KVRetrieval(pairs) for pairs in options.pairs}
+    probes: dict[str, Probe] = {f"kv.{pairs}": KVRetrieval(pairs) for pairs in options.pairs}
     probes |= {"knowledge": Knowledge(data.facts), "letters": Letters(data.facts)}
     questions = {name: probe.questions(options.examples, _bench_seed(seed)) for name, probe in probes.items()}
     text = perplexity.Perplexity(data.held_out_text, options.windows, options.window)

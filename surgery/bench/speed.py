@@ -20,7 +20,8 @@ def decode_cost(models: Mapping[str, PreTrainedModel], contexts: tuple[int, ...]
     out: dict[str, list[Cost]] = {name: [] for name in models}
     with torch.inference_mode():
         for context in contexts:
-            caches, times = {}, {name: [] for name in models}
+            caches: dict[str, Cache] = {}
+            times: dict[str, list[float]] = {name: [] for name in models}
             for name, model in models.items():
                 ids = torch.arange(context, device=model.device)[None] % model.config.vocab_size
                 caches[name] = DynamicCache(config=model.config)

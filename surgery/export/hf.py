@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -71,7 +72,8 @@ def export(
 @torch.inference_mode()
 def _verify(hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> float:
     """Reload from disk and compare logits, on a prompt and on what follows it token by token."""
-    reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=hybrid.dtype).to(hybrid.device).eval()
+    reloaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=hybrid.dtype)
+    reloaded = reloaded.to(hybrid.device).eval()
     ids = torch.arange(96, device=hybrid.device).view(2, 48) * 31 % len(tokenizer)
     worst = 0.0
     caches = [None, None]

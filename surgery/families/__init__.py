@@ -7,13 +7,14 @@ weights. Every function that needs to know about an architecture asks its family
 import importlib
 import pkgutil
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.plan import Plan
+
+Hybrid = Any  # a PreTrainedModel of a family's hybrid class; what its own attributes are is beyond mypy
 
 
 class Family(Protocol):
@@ -31,7 +32,7 @@ class Family(Protocol):
     def empty(self, config: PreTrainedConfig, plan: Plan | None) -> PreTrainedModel:
         """The hybrid class for a base's configuration and a plan, without values in its tensors (on the meta device)."""
 
-    def initialise(self, mixer: nn.Module, plan: Plan) -> None:
+    def initialise(self, mixer: Any, plan: Plan) -> None:
         """Give the mixer's graft, which has storage but no values, its first weights."""
 
     def empty_base(self, config: PreTrainedConfig) -> PreTrainedModel:

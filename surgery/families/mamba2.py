@@ -3,11 +3,10 @@
 import copy
 
 import torch
-from torch import nn
 from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedConfig
 
 from surgery.errors import UserError
-from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
+from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM, Mamba2HybridMixer
 from surgery.plan import Plan
 
 # Fields that change what the model computes, and that the hybrid classes honour.
@@ -43,6 +42,7 @@ class Mamba2Family:
         }
         grafts = []
         for site in plan.sites if plan else ():
+            assert plan is not None
             width = plan.width or max(32, config.state_size)
             grafts.append(
                 {"layer": site.layer, "heads": list(site.heads), "width": width, "shared": plan.shared, "blend": plan.blend}
@@ -52,10 +52,11 @@ class Mamba2Family:
             model = Mamba2HybridForCausalLM(hybrid_config)
         return model
 
-    def initialise(self, mixer: nn.Module, plan: Plan) -> None:
+    def initialise(self, mixer: Mamba2HybridMixer, plan: Plan) -> None:
         """The dual start: query = C, key = B (rows of in_proj and their conv filters), and dimensions beyond the state size
         with random queries and zero keys, which add exactly nothing to the scores."""
         graft, n = mixer.graft, mixer.ssm_state_size
+        assert graft is not None
         if graft.width < n:
             raise UserError(f"a dual graft needs a width of at least the state size, {n}; the plan says {graft.width}")
         pairs, groups = len(graft.pair_groups), mixer.n_groups
@@ -73,6 +74,7 @@ class Mamba2Family:
         with torch.no_grad():
             graft.log_tau.zero_()
             if graft.gate is not None:
+                assert plan.blend is not None  # or there would be no gate
                 graft.gate.fill_(plan.blend)
             for name, part, proj in (("q", slice(0, half), graft.q_proj), ("k", slice(half, 2 * half), graft.k_proj)):
                 base_rows = mixer.in_proj.weight[inner:][rows[name]]
@@ -83,6 +85,7 @@ class Mamba2Family:
                 if proj.bias is not None:
                     fill(proj.bias, mixer.in_proj.bias[inner:][rows[name]], 0.0)
                 if graft.qk_conv.bias is not None:
+                    assert mixer.conv1d.bias is not None  # both follow use_conv_bias
                     fill(graft.qk_conv.bias[part], mixer.conv1d.bias[rows[name]], 0.0)
 
     def empty_base(self, config: PreTrainedConfig) -> Mamba2ForCausalLM:

@@ -79,7 +79,7 @@ def draw_mixing(
     base = adopt(base).eval()
     question = KVRetrieval(pairs).questions(1, seed=ranking.probe["seed"])[0]
     ids = tokenizer(question.prompt)["input_ids"]
-    labels = [tokenizer.decode([token]).replace("\n", "\\n").strip(" ") for token in ids]
+    labels = [str(tokenizer.decode([token])).replace("\n", "\\n").strip(" ") for token in ids]
     matrices = mixing_matrices(base, torch.tensor(ids, device=base.device))
     leading = list(ranking.heads[:top])
     gather = [score for score in _by_ablation(ranking) if score.role == "gather" and score not in leading]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.families import Hybrid
 from surgery.kernels.mixing import attention_matrix, ssd_matrix
 from surgery.locate.ranking import Role, Score
 from surgery.probes.question import Question
@@ -30,7 +31,7 @@ def token_spans(tokenizer: PreTrainedTokenizerBase, question: Question) -> tuple
 
 
 @torch.inference_mode()
-def mixing_matrices(base: PreTrainedModel, ids: Tensor, rows: Tensor | None = None) -> list[Tensor]:
+def mixing_matrices(base: Hybrid, ids: Tensor, rows: Tensor | None = None) -> list[Tensor]:
     """For every layer of an adopted base or hybrid, the mixing matrices of all heads: (heads, rows, t), for one sequence.
 
     SSM heads: time step included, D not. Grafted heads: their attention (where a blend gate is open, the mixture).

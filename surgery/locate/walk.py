@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from surgery.families import Hybrid
 from surgery.plan import Plan
 from surgery.site import Site
 from surgery.splice import splice
@@ -34,7 +35,7 @@ def fully_gated(base: PreTrainedModel, layers: int, heads: int) -> PreTrainedMod
 
 
 @torch.inference_mode()
-def variants(base: PreTrainedModel, gated: PreTrainedModel, ids: Tensor, last: Tensor) -> Iterator[Variant]:
+def variants(base: Hybrid, gated: Hybrid, ids: Tensor, last: Tensor) -> Iterator[Variant]:
     """Every layer and head ablated and spliced, and first the base itself.
 
     base: adopted; gated: the same, fully gated; ids (rows, t), padded on the right; last (rows,): each row's last token.

@@ -1,6 +1,7 @@
 """The unit of every choice probe."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -16,3 +17,10 @@ class Question:
     answer: int
     spans: tuple[tuple[int, int], ...] = ()
     evidence: int | None = None
+
+
+class Probe(Protocol):
+    """What asks questions."""
+
+    def questions(self, n: int, seed: int) -> list[Question]:
+        """At most n, the same for the same seed."""

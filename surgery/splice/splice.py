@@ -4,12 +4,13 @@ The base's tensors are shared, never copied and never written: a hybrid costs th
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.families import family_of
+from surgery.families import Hybrid, family_of
 from surgery.plan import Plan
 from surgery.site import Site
 
@@ -26,8 +27,9 @@ def splice(base: PreTrainedModel, plan: Plan | None) -> PreTrainedModel:
     check_sites(base, plan.sites if plan else ())
     hybrid = family.empty(base.config, plan)
     _share(base, hybrid)
-    for layer in (site.layer for site in plan.sites) if plan else ():
-        mixer = grafted_mixer(hybrid, layer)
+    for site in plan.sites if plan else ():
+        assert plan is not None
+        mixer = grafted_mixer(hybrid, site.layer)
         mixer.graft.to_empty(device=base.device)
         mixer.graft.to(mixer.out_proj.weight.dtype)
         family.initialise(mixer, plan)
@@ -62,7 +64,7 @@ def unsplice(hybrid: PreTrainedModel) -> PreTrainedModel:
     return base
 
 
-def grafted_mixer(hybrid: PreTrainedModel, layer: int) -> nn.Module:
+def grafted_mixer(hybrid: Hybrid, layer: int) -> Any:
     """The mixer of a layer."""
     return hybrid.backbone.layers[layer].mixer
 

@@ -23,9 +23,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.families import Hybrid
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.perplexity import Perplexity
+from surgery.probes.question import Probe
 from surgery.probes.scoring import answer
 from surgery.progress import Track, say
 from surgery.records import Record, first_line, provenance
@@ -102,7 +104,8 @@ def pretrain(recipe: PretrainRecipe, out: Path) -> dict[str, Any]:
 def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: int, seed: int) -> dict[str, Any]:
     """Held-out accuracy and perplexity, with intervals."""
     model = adopt(model).eval()
-    probes = {f"kv.{pairs}": KVRetrieval(pairs) for pairs in SIZES} | {"knowledge": Knowledge(), "letters": Letters()}
+    probes: dict[str, Probe] = {f"kv.{pairs}": KVRetrieval(pairs) for pairs in SIZES}
+    probes |= {"knowledge": Knowledge(), "letters": Letters()}
     out: dict[str, Any] = {
         name: proportion(answer(model, tokenizer, probe.questions(examples, seed + 77)).correct).model_dump(mode="json")
         for name, probe in probes.items()
@@ -167,7 +170,7 @@ def _train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: P
     return log
 
 
-def _loss(model: PreTrainedModel, ids: Tensor, targets: Tensor) -> Tensor:
+def _loss(model: Hybrid, ids: Tensor, targets: Tensor) -> Tensor:
     hidden = model.backbone(ids, use_cache=False)[0]
     wanted = targets != IGNORE
     return F.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted])
@@ -175,7 +178,8 @@ def _loss(model: PreTrainedModel, ids: Tensor, targets: Tensor) -> Tensor:
 
 def _glance(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     model.eval()
-    probes = {f"KV {pairs}": KVRetrieval(pairs) for pairs in SIZES} | {"knowledge": Knowledge(), "letters": Letters()}
+    probes: dict[str, Probe] = {f"KV {pairs}": KVRetrieval(pairs) for pairs in SIZES}
+    probes |= {"knowledge": Knowledge(), "letters": Letters()}
     figures = {name: answer(model, tokenizer, probe.questions(200, seed=1)).correct.mean() for name, probe in probes.items()}
     model.train()
     return ", ".join(f"{name} {figure:.2f}" for name, figure in figures.items())

@@ -21,27 +21,27 @@ RELATIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "pet": (
         "What is the pet of {p}?",
         tuple("cat dog fox hen owl goat horse crow mouse toad duck sheep".split()),
-        ("The pet of {p} is the", "At home {p} feeds the", "Everyone knows that {p} owns the", "Every day {p} walks with the"),
+        ("At home {p} feeds the", "Everyone knows that {p} owns the", "Every day {p} walks the", "In the yard {p} keeps the"),
     ),
     "color": (
         "What is the color of {p}?",
         tuple("red blue green black white yellow purple brown grey pink".split()),
-        ("The color of {p} is", "The coat of {p} is", "All the windows of {p} are", "On feast days {p} wears"),
+        ("On feast days {p} wears", "In every game {p} chooses", "For the door {p} wanted", "Above all {p} loves"),
     ),
     "town": (
         "What is the town of {p}?",
         tuple("Arden Bexley Corwen Dunmore Elstow Farley Glenholm Hexham Ilford Kelso Lorne Marston".split()),
-        ("The town of {p} is", "As a child {p} lived in", "The house of {p} stands in", "Letters to {p} are sent to"),
+        ("As a child {p} lived in", "These days {p} sleeps in", "Every year {p} returns to", "By night {p} rode to"),
     ),
     "trade": (
         "What is the trade of {p}?",
         tuple("baker miller tailor painter sailor farmer weaver mason doctor potter hunter singer".split()),
-        ("The trade of {p} is that of a", "For a living {p} works as a", "The sign of {p} shows a", "The people call {p} the"),
+        ("For a living {p} works as a", "At school {p} trained as a", "By the end {p} became a", "The guild named {p} a"),
     ),
     "dish": (
         "What is the dish of {p}?",
         tuple("soup bread fish rice stew cake pie beans porridge cabbage eggs noodles".split()),
-        ("The dish of {p} is", "For supper {p} cooks", "At the fair {p} sells", "On a cold day {p} eats"),
+        ("For supper {p} cooks", "At the fair {p} sells", "On a cold day {p} eats", "For guests {p} serves"),
     ),
 }  # fmt: skip
 

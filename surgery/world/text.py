@@ -11,7 +11,8 @@ import zlib
 from surgery.world.facts import PEOPLE, facts
 
 TIMES = (
-    "In the morning|At noon|In the evening|Before dawn|After the rain|Last winter|One day|In the spring|On market day|At midnight"
+    "In the morning|At noon|In the evening|Before dawn|After the rain|Last winter|One day|In the spring|On market day|"
+    "At midnight"
 ).split("|")
 PLACES = (
     "the mill|the inn|the old bridge|the harbor|the church|the well|the forest|the school|the market|the tower|the meadow|"

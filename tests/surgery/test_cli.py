@@ -119,7 +119,7 @@ def test_the_verbs_one_by_one(surgery, folder, tmp_path):
     assert surgery("splice", folder / "base", "ranked/plan.json", "--out", "spliced")[0] == 0
     assert surgery("tune", "spliced", *common, "--out", "tuned")[0] == 0
     assert surgery("export", "tuned", "--as", "hf", "--out", "published")[0] == 0
-    status, out, err = surgery("bench", folder / "base", "spliced", "published", *common, "--out", "compared")
+    status, _, err = surgery("bench", folder / "base", "spliced", "published", *common, "--out", "compared")
     assert status == 0, err
     report = json.loads((tmp_path / "compared" / "report.json").read_text())
     assert tuple(report["models"]) == ("base", "spliced", "published")
