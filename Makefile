@@ -3,13 +3,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check clean
+.PHONY: demo test check promises clean
 
 demo: .venv/.installed
 	$(BIN)/surgery run recipes/demo.yaml
 
 test: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+promises:
+	$(BIN)/python tests/promises.py runs/demo/report.json
 
 check: .venv/.installed
 	$(BIN)/ruff check .

@@ -10,9 +10,12 @@ The dual graft (DESIGN.md of the project; notation of arXiv 2405.21060). A Mamba
 which is linear attention with query C, key B, value x and a decay. A grafted head keeps x, D, gate, norm and out_proj and
 replaces the mixing alone:
 
-    y_t = sum_{s<=t} softmax_s(tau C'_t . B'_s) x_s + D x_t
+    y_t = sigma sum_{s<=t} softmax_s(sigma tau C'_t . B'_s + log dt_s) x_s + D x_t
 
 where C' and B' come from the graft's own projections and conv filters, initialised as copies of the base's rows for C and B.
+sigma is +1 or -1, for good: linear attention cannot tell a score from its negative, because what reads the head can turn the
+sign back, but softmax can. A head whose match is its most *negative* score, which is as good for it, needs sigma = -1.
+log dt_s keeps the SSM's own choice of which tokens to write: a token with a small time step draws little attention.
 """
 
 from typing import Any
@@ -34,10 +37,12 @@ from surgery.sources import write_sources
 class Mamba2HybridConfig(Mamba2Config):
     """A Mamba2Config with `grafts`: a list with one entry per grafted layer,
 
-    {"layer": int, "heads": [int, ...], "width": int, "shared": bool, "blend": float or None}
+    {"layer": int, "heads": [int, ...], "signs": [1 or -1, ...], "width": int, "shared": bool, "time_step": bool,
+     "blend": float or None}
 
-    heads: sorted; width: of queries and keys; shared: one query-key pair per B/C group instead of one per head; blend: the
-    initial value of a learned gate between the SSM output (0) and attention (1), or None for attention alone.
+    heads: sorted; signs: sigma of each; width: of queries and keys; shared: one query-key pair per B/C group instead of one per
+    head; time_step: whether log dt is added to the scores; blend: the initial value of a learned gate between the SSM output
+    (0) and attention (1), or None for attention alone.
     """
 
     model_type = "mamba2_hybrid"
@@ -75,25 +80,35 @@ class DualGraft(nn.Module):
         self.qk_conv = nn.Conv1d(
             2 * size, 2 * size, config.conv_kernel, groups=2 * size, bias=config.use_conv_bias, padding=config.conv_kernel - 1
         )
-        self.log_tau = nn.Parameter(torch.zeros(len(self.pair_groups)))
+        self.signs: list[int] = spec["signs"]
+        self.time_step: bool = spec["time_step"]
+        self.log_tau = nn.Parameter(torch.zeros(len(self.heads)))
         self.gate = None if spec["blend"] is None else nn.Parameter(torch.full((len(self.heads),), float(spec["blend"])))
 
     def project(self, hidden_states: Tensor) -> Tensor:
         """Queries and keys before the convolution: (b, t, 2 * pairs * width)."""
         return torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states)], dim=-1)
 
-    def split(self, qk: Tensor) -> tuple[Tensor, Tensor]:
-        """(b, t, 2 * pairs * width) after the convolution -> q, scaled by tau, and k, both (b, pairs, t, width)."""
+    def split(self, qk: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
+        """qk (b, t, 2 * pairs * width) after the convolution and dt (b, t, h) -> q and k, (b, grafted heads, t, width, or one
+        more with the time step), such that q . k is the score, sign and scale included."""
         b, t, _ = qk.shape
         q, k = qk.view(b, t, 2, len(self.pair_groups), self.width).permute(2, 0, 3, 1, 4)
-        return q * self.log_tau.exp()[:, None, None].to(q.dtype), k
+        if self.pair_of_head != list(range(len(self.pair_groups))):
+            q, k = q[:, self.pair_of_head], k[:, self.pair_of_head]
+        q = q * (self.sign(q) * self.log_tau.exp()[:, None, None]).to(q.dtype)
+        if self.time_step:  # one more dimension: 1 in the query, log dt in the key
+            write = dt[..., self.heads].float().clamp_min(1e-30).log().to(k.dtype)
+            q, k = F.pad(q, (0, 1), value=1.0), torch.cat([k, write.transpose(1, 2)[..., None]], dim=-1)
+        return q, k
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """v (b, heads, s, p) -> (b, t, heads, p)."""
-        even = len(self.heads) // len(self.pair_groups)
-        if self.pair_of_head != [i // even for i in range(len(self.heads))]:  # groups with unequal numbers of heads
-            q, k = q[:, self.pair_of_head], k[:, self.pair_of_head]
-        return graft_attention(q, k, v, mask)
+        return graft_attention(q, k, v, mask) * self.sign(v).transpose(0, 1)
+
+    def sign(self, like: Tensor) -> Tensor:
+        """sigma, (heads, 1, 1)."""
+        return torch.tensor(self.signs, device=like.device, dtype=like.dtype)[:, None, None]
 
 
 class Mamba2HybridMixer(Mamba2Mixer):
@@ -166,7 +181,7 @@ class Mamba2HybridMixer(Mamba2Mixer):
         if self.graft is None:
             return y
         assert qk is not None  # project makes it wherever there is a graft
-        attended = self.attend(x, qk, cache_params, causal_mask)
+        attended = self.attend(x, dt, qk, cache_params, causal_mask)
         if self.graft.gate is None:
             order = torch.tensor([*heads, *self.graft.heads], device=x.device).argsort()
             return torch.cat([y, attended], dim=2)[:, :, order]
@@ -191,11 +206,13 @@ class Mamba2HybridMixer(Mamba2Mixer):
             cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
         return y
 
-    def attend(self, x: Tensor, qk: Tensor, cache_params: Cache | None = None, causal_mask: Tensor | None = None) -> Tensor:
+    def attend(
+        self, x: Tensor, dt: Tensor, qk: Tensor, cache_params: Cache | None = None, causal_mask: Tensor | None = None
+    ) -> Tensor:
         """The grafts' mixing: (b, t, grafted heads, p)."""
         assert self.graft is not None
         x = x[:, :, self.graft.heads]
-        q, k = self.graft.split(qk)
+        q, k = self.graft.split(qk, dt)
         v = x.transpose(1, 2)
         if cache_params is not None:
             k, v = cache_params.update(k, v, self.layer_idx)

@@ -21,7 +21,6 @@ from surgery.bench.report import Report
 from surgery.checkpoint import Checkpoint, load
 from surgery.errors import UserError
 from surgery.export import export
-from surgery.families import family_of
 from surgery.locate import Ranking, locate, plan, random_plan
 from surgery.locate.atlas import draw_atlas
 from surgery.plan import Plan
@@ -56,7 +55,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: b
     job = _Job(recipe, out, base, resume)
     ranking = job.locate()
     chosen = job.plan(ranking)
-    entries = job.models(chosen)
+    entries = job.models(ranking, chosen)
     return job.finish(chosen, entries)
 
 
@@ -155,7 +154,7 @@ class _Job:
         write_text(self.out / "tuning" / f"{name}.csv", _csv(log))
         return model
 
-    def models(self, chosen: Plan) -> dict[str, Entry]:
+    def models(self, ranking: Ranking, chosen: Plan) -> dict[str, Entry]:
         base, recipe = self.base.model, self.recipe
         entries = {
             "base": Entry(base, "the pretrained model, unchanged"),
@@ -165,7 +164,7 @@ class _Job:
             "tuned": Entry(self.tune("tuned", splice(base, chosen)), "the same, its grafts tuned", chosen),
         }
         if recipe.bench.controls:
-            elsewhere = random_plan(chosen, *family_of(base.config).shape(base.config), seed=recipe.seed)
+            elsewhere = random_plan(ranking, chosen, seed=recipe.seed)
             layers = [site.layer for site in chosen.sites]
             names = ", ".join(f"L{layer}" for layer in layers)
             entries |= {

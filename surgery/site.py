@@ -24,6 +24,10 @@ class Site:
     def __str__(self) -> str:
         return f"L{self.layer}" + (f".H{','.join(map(str, self.heads))}" if self.heads else "")
 
+    def each(self) -> "tuple[Site, ...]":
+        """One site a head."""
+        return tuple(Site(self.layer, (head,)) for head in self.heads)
+
     @classmethod
     def parse(cls, text: str) -> "Site":
         match = re.fullmatch(r"L(\d+)(?:\.H(\d+(?:,\d+)*))?", text.strip())

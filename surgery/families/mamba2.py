@@ -44,9 +44,11 @@ class Mamba2Family:
         for site in plan.sites if plan else ():
             assert plan is not None
             width = plan.width or max(32, config.state_size)
+            signs = [plan.start(site.layer, head).sign for head in site.heads]
             grafts.append(
-                {"layer": site.layer, "heads": list(site.heads), "width": width, "shared": plan.shared, "blend": plan.blend}
-            )
+                {"layer": site.layer, "heads": list(site.heads), "signs": signs, "width": width, "shared": plan.shared,
+                 "time_step": plan.time_step, "blend": plan.blend}
+            )  # fmt: skip
         hybrid_config = Mamba2HybridConfig(**fields, grafts=grafts)
         with torch.device("meta"):
             model = Mamba2HybridForCausalLM(hybrid_config)
@@ -72,7 +74,7 @@ class Mamba2Family:
 
         half = pairs * graft.width
         with torch.no_grad():
-            graft.log_tau.zero_()
+            graft.log_tau.copy_(torch.tensor([plan.start(mixer.layer_idx, head).tau for head in graft.heads]).log())
             if graft.gate is not None:
                 assert plan.blend is not None  # or there would be no gate
                 graft.gate.fill_(plan.blend)

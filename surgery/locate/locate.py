@@ -11,7 +11,7 @@ from surgery.checkpoint import fingerprint
 from surgery.errors import UserError
 from surgery.families import family_of
 from surgery.locate import roles, walk
-from surgery.locate.attribution import attribute
+from surgery.locate.attribution import attribute, choose_starts
 from surgery.locate.ranking import Ranking, Score, gain
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import batches, padded
@@ -22,6 +22,7 @@ from surgery.splice import adopt
 from surgery.statistics import mean
 
 ROLE_EXAMPLES = 32  # mixing matrices vary little between dictionaries
+START_EXAMPLES = 64  # a sign is plain from few
 
 
 def locate(
@@ -48,14 +49,15 @@ def locate(
     base = adopt(base).eval()
     if base.config.grafts:
         raise UserError("locate works on a base; unsplice the hybrid first")
-    gated = walk.fully_gated(base, layers, heads)
     questions = KVRetrieval(pairs).questions(examples, seed)
+    groups = list(batches(tokenizer, questions, batch_size))
+    starts = choose_starts(base, layers, heads, [encoded for _, encoded in groups[: -(-START_EXAMPLES // batch_size)]])
+    gated = walk.fully_gated(base, layers, heads, starts)
 
     correct: dict[tuple[str, Site | None], np.ndarray] = defaultdict(lambda: np.zeros(examples))
     losses: dict[tuple[str, Site | None], np.ndarray] = defaultdict(lambda: np.zeros(examples))
     attributions = np.zeros((examples, layers, heads))
     per_batch = 1 + 2 * layers * (heads + 1) if exact else 1
-    groups = list(batches(tokenizer, questions, batch_size))
     progress = iter(Track(range(len(groups) * per_batch), "locate"))
     for chosen, encoded in groups:
         ids, last = padded(encoded.rows, base.device)
@@ -83,6 +85,7 @@ def locate(
         if site.heads:
             at = (slice(None), site.layer, site.heads[0])
             measured |= {
+                "start": starts[str(site)],
                 "attribution": mean(attributions[at]),
                 "answer_mass": mean(answer_mass[at]),
                 "pair_mass": mean(pair_mass[at]),

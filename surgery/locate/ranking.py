@@ -4,7 +4,7 @@ import random
 from typing import Any, Literal
 
 from surgery.errors import UserError
-from surgery.plan import Plan
+from surgery.plan import Plan, Start
 from surgery.records import Provenance, Record
 from surgery.site import Site, SiteText
 from surgery.statistics import Estimate
@@ -15,12 +15,14 @@ Role = Literal["gather", "aggregate"]
 class Score(Record):
     """What a site does to the probe; accuracies are fractions, losses nats, all paired over the same examples.
 
+    start: the sign and scale with which its graft was measured.
     ablation_drop and ablation_loss: accuracy lost, loss gained when the site is silenced. splice_gain and splice_loss:
     accuracy gained, loss *saved* when the site becomes its untrained dual graft. attribution: the first-order estimate of
     splice_loss. answer_mass and pair_mass: see roles.py.
     """
 
     site: SiteText
+    start: Start | None = None
     ablation_drop: Estimate | None = None
     ablation_loss: Estimate | None = None
     splice_gain: Estimate | None = None
@@ -63,14 +65,20 @@ def plan(
         if not 1 <= heads <= len(ranking.heads):
             raise UserError(f"the ranking holds {len(ranking.heads)} heads; cannot plan {heads}")
         sites = tuple(score.site for score in ranking.heads[:heads])
-    return Plan(sites=sites, width=width, shared=shared, blend=blend, seed=seed, provenance=ranking.provenance)
+    measured = {str(score.site): score.start for score in ranking.heads}
+    starts = {str(head): start for site in sites for head in site.each() if (start := measured.get(str(head)))}
+    return Plan(
+        sites=sites, starts=starts, width=width, shared=shared, blend=blend, seed=seed, provenance=ranking.provenance
+    )
 
 
-def random_plan(chosen: Plan, layers: int, heads: int, seed: int) -> Plan:
-    """A control: as many heads as `chosen` grafts, drawn uniformly from those that it leaves alone."""
-    taken = {(site.layer, head) for site in chosen.sites for head in site.heads}
-    free = [(layer, head) for layer in range(layers) for head in range(heads) if (layer, head) not in taken]
+def random_plan(ranking: Ranking, chosen: Plan, seed: int) -> Plan:
+    """A control: as many heads as `chosen` grafts, drawn uniformly from those that it leaves alone, each with the start that
+    locate found best for it."""
+    taken = {head for site in chosen.sites for head in site.each()}
+    free = sorted(score.site for score in ranking.heads if score.site not in taken)
     if len(free) < len(taken):
         raise UserError("the plan leaves fewer heads alone than it grafts; there is no random control of its size")
-    drawn = random.Random(f"random site {seed}").sample(free, len(taken))
-    return chosen.model_copy(update={"sites": Plan(sites=tuple(Site(layer, (head,)) for layer, head in drawn)).sites})
+    drawn = tuple(random.Random(f"random site {seed}").sample(free, len(taken)))
+    options = {"width": chosen.width, "shared": chosen.shared, "blend": chosen.blend, "seed": chosen.seed}
+    return plan(ranking, sites=drawn, **options)

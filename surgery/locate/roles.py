@@ -43,7 +43,7 @@ def mixing_matrices(base: Hybrid, ids: Tensor, rows: Tensor | None = None) -> li
         matrix = ssd_matrix(dt, -torch.exp(mixer.A_log.float()), B, C, rows=rows)[0]
         if mixer.graft is not None:
             graft = mixer.graft
-            attention = attention_matrix(*graft.split(qk), rows=rows)[0][graft.pair_of_head].to(matrix.dtype)
+            attention = (graft.sign(matrix) * attention_matrix(*graft.split(qk, dt), rows=rows)[0].to(matrix.dtype))
             share = 1.0 if graft.gate is None else graft.gate[:, None, None]
             matrix[graft.heads] = (1 - share) * matrix[graft.heads] + share * attention
         out.append(matrix)

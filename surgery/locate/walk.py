@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.families import Hybrid
-from surgery.plan import Plan
+from surgery.plan import Plan, Start
 from surgery.site import Site
 from surgery.splice import splice
 
@@ -28,10 +28,10 @@ class Variant:
     logits: Tensor
 
 
-def fully_gated(base: PreTrainedModel, layers: int, heads: int) -> PreTrainedModel:
+def fully_gated(base: PreTrainedModel, layers: int, heads: int, starts: dict[str, Start] | None = None) -> PreTrainedModel:
     """The base with a dual graft at every head, all blend gates at 0. It computes what the base computes."""
     everywhere = tuple(Site(layer, tuple(range(heads))) for layer in range(layers))
-    return splice(base, Plan(sites=everywhere, shared=True, blend=0.0)).eval()
+    return splice(base, Plan(sites=everywhere, starts=starts or {}, shared=True, blend=0.0)).eval()
 
 
 @torch.inference_mode()
@@ -56,7 +56,7 @@ def variants(base: Hybrid, gated: Hybrid, ids: Tensor, last: Tensor) -> Iterator
         above, mixer = blocks[layer + 1 :], block.mixer
         gate, x, B, C, dt, qk = mixer.project(block.norm(hidden.to(block.norm.weight.dtype)))
         y = mixer.scan(x, B, C, dt, mixer.ssm_heads, None)
-        attended = mixer.attend(x, qk)
+        attended = mixer.attend(x, dt, qk)
         residual = hidden.to(torch.float32) if block.residual_in_fp32 else hidden
         following = residual + mixer.finish(y, gate)
         if not above:  # nothing mixes positions any more: the last tokens are enough

@@ -93,6 +93,8 @@ def test_config_of_an_export_names_the_grafts(hybrid, tokenizer, tmp_path):
     export(hybrid, tmp_path / "out", tokenizer=tokenizer, plan=PLAN, base="b")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "mamba2_hybrid"
-    assert config["grafts"] == [{"layer": 1, "heads": [3], "width": 32, "shared": False, "blend": None}]
+    assert config["grafts"] == [
+        {"layer": 1, "heads": [3], "signs": [1], "width": 32, "shared": False, "time_step": True, "blend": None}
+    ]
     assert config["layer_types"] == ["linear_attention", "hybrid", "linear_attention"]
     assert config["auto_map"]["AutoModelForCausalLM"] == "hybrid.Mamba2HybridForCausalLM"

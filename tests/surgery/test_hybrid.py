@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Mamba2ForCausalLM
 
 from surgery.errors import UserError
 from surgery.kernels.dispatch import use
-from surgery.plan import Plan
+from surgery.plan import Plan, Start
 from surgery.site import Site
 from surgery.splice import adopt, splice, unsplice
 from surgery.splice.splice import graft_parameters
@@ -22,6 +22,8 @@ from tests.conftest import random_base
 
 PLANS = {
     "one head": Plan(sites=("L1.H3",)),
+    "negative sign and small scale": Plan(sites=("L1.H3,5",), starts={"L1.H3": Start(sign=-1, tau=0.5)}),
+    "no time step": Plan(sites=("L1.H3",), time_step=False),
     "shared pairs, two layers, one complete": Plan(sites=("L1.H3,6", "L2.H0,1,2,3,4,5,6,7"), shared=True),
     "first layer, half blended": Plan(sites=("L0.H1,2,7",), blend=0.5),
     "uneven groups, width of the state": Plan(sites=("L0.H1,2,7",), shared=True, width=8),
@@ -148,8 +150,9 @@ def test_bfloat16(tokens):
 
 heads = st.sets(st.integers(0, 7), min_size=1).map(tuple)
 sites = st.dictionaries(st.integers(0, 2), heads, min_size=1).map(lambda d: tuple(Site(k, v) for k, v in d.items()))
+starts = st.builds(Start, sign=st.sampled_from([1, -1]), tau=st.sampled_from([0.25, 1.0, 2.0]))
 plans = st.builds(
-    Plan, sites=sites, width=st.sampled_from([None, 8, 11, 32]), shared=st.booleans(), blend=st.sampled_from([None, 0.0, 0.3]),
+    Plan, sites=sites, starts=st.dictionaries(st.sampled_from(["L0.H0", "L1.H3", "L2.H7"]), starts), time_step=st.booleans(), width=st.sampled_from([None, 8, 11, 32]), shared=st.booleans(), blend=st.sampled_from([None, 0.0, 0.3]),
     seed=st.integers(0, 3),
 )  # fmt: skip
 few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -188,17 +191,22 @@ def test_extra_width_adds_exactly_nothing_at_the_start(plan, width):
     torch.testing.assert_close(wide, narrow, rtol=1e-5, atol=1e-5)
 
 
-def test_dual_graft_is_the_formula(tokens):
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("time_step", [True, False])
+def test_dual_graft_is_the_formula(tokens, sign, time_step):
     """Against the equation, written out for one head in float64."""
     base = random_base(n_groups=2).double()
-    hybrid = splice(base, Plan(sites=("L0.H5",)))
+    hybrid = splice(base, Plan(sites=("L0.H5",), starts={"L0.H5": Start(sign=sign, tau=0.7)}, time_step=time_step))
     mixer = hybrid.backbone.layers[0].mixer
     u = hybrid.backbone.layers[0].norm(hybrid.backbone.embeddings(tokens))
     _, x, B, C, dt, qk = mixer.project(u)
-    scores = torch.einsum("btn,bsn->bts", C[:, :, 1], B[:, :, 1])  # head 5 of 8 is in group 1 of 2
+    scores = sign * 0.7 * torch.einsum("btn,bsn->bts", C[:, :, 1], B[:, :, 1])  # head 5 of 8 is in group 1 of 2
+    if time_step:
+        scores = scores + dt[:, None, :, 5].log()
     causal = torch.ones(37, 37, dtype=torch.bool).tril()
-    wanted = scores.masked_fill(~causal, -torch.inf).softmax(-1) @ x[:, :, 5] + mixer.D[5] * x[:, :, 5]
-    torch.testing.assert_close(mixer.mix(x, B, C, dt, qk)[:, :, 5], wanted)
+    mixed = scores.masked_fill(~causal, -torch.inf).softmax(-1) @ x[:, :, 5]
+    wanted = sign * mixed + mixer.D[5] * x[:, :, 5]
+    torch.testing.assert_close(mixer.mix(x, B, C, dt, qk)[:, :, 5], wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_grafted_heads_are_not_scanned(monkeypatch, tokens):

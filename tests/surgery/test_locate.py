@@ -8,9 +8,9 @@ import torch
 
 from surgery.errors import UserError
 from surgery.locate import Ranking, locate, plan, random_plan, walk
-from surgery.locate.attribution import attribute
+from surgery.locate.attribution import STARTS, attribute, choose_starts
 from surgery.locate.roles import masses, mixing_matrices
-from surgery.plan import Plan
+from surgery.plan import Plan, Start
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import encode, padded
 from surgery.site import Site
@@ -35,12 +35,13 @@ def test_every_variant_equals_a_model_of_its_own(name, tokens):
     last = torch.tensor([36, 20])
     at = torch.arange(2), last
     seen = set()
-    for variant in walk.variants(adopt(base), walk.fully_gated(base, 3, 8), tokens, last):
+    starts = {"L0.H1": Start(sign=-1, tau=0.5), "L1.H6": Start(tau=2.0), "L2.H2": Start(sign=-1)}
+    for variant in walk.variants(adopt(base), walk.fully_gated(base, 3, 8, starts), tokens, last):
         if variant.kind == "base":
             model = adopt(base)
         elif variant.kind == "splice":
             heads = variant.site.heads or tuple(range(8))
-            model = splice(base, Plan(sites=(Site(variant.site.layer, heads),), shared=True))
+            model = splice(base, Plan(sites=(Site(variant.site.layer, heads),), starts=starts, shared=True))
         else:  # ablated: the columns of out_proj that read the head are zero, or the whole mixer is
             model = adopt(random_base(**VARIANTS[name]))
             projection = model.backbone.layers[variant.site.layer].mixer.out_proj
@@ -127,7 +128,7 @@ def test_masses_are_shares(world_base, tokenizer):
 @torch.inference_mode()
 def test_mixing_matrices_of_a_hybrid_reproduce_its_mixing(tokens):
     """M x + D x equals what the mixer computes, for SSM heads and for grafted ones."""
-    hybrid = splice(random_base(n_groups=2), Plan(sites=("L0.H1,6",)))
+    hybrid = splice(random_base(n_groups=2), Plan(sites=("L0.H1,6",), starts={"L0.H6": Start(sign=-1)}))
     mixer = hybrid.backbone.layers[0].mixer
     matrix = mixing_matrices(hybrid, tokens[0])[0]
     _, x, B, C, dt, qk = mixer.project(hybrid.backbone.layers[0].norm(hybrid.backbone.embeddings(tokens[:1])))
@@ -136,21 +137,36 @@ def test_mixing_matrices_of_a_hybrid_reproduce_its_mixing(tokens):
     mixed = torch.einsum("hts,shp->thp", matrix, values) + mixer.D[:, None] * values
     torch.testing.assert_close(mixed, wanted, rtol=1e-4, atol=1e-5)
     rows = matrix.sum(-1)
-    torch.testing.assert_close(rows[[1, 6]], torch.ones(2, 37))  # attention's rows sum to one
+    torch.testing.assert_close(rows[[1, 6]], torch.tensor([[1.0], [-1.0]]).expand(2, 37))  # attention: one, times the sign
     assert (rows[0] - 1).abs().max() > 0.01
+
+
+def test_the_start_of_a_head_is_the_one_with_the_largest_attribution(world_base, tokenizer):
+    encoded = encode(tokenizer, KVRetrieval(4).questions(6, seed=0))
+    starts = choose_starts(adopt(world_base), 3, 8, [encoded])
+    assert len(starts) == 24
+    by_start = []
+    for start in STARTS:
+        gated = walk.fully_gated(world_base, 3, 8, dict.fromkeys(starts, start))
+        by_start.append(attribute(gated, encoded).mean(0))
+    best = torch.stack(by_start).argmax(0)
+    assert {key: STARTS[best[Site.parse(key).layer, Site.parse(key).heads[0]]] for key in starts} == starts
+    assert len(set(map(str, starts.values()))) > 1
 
 
 def test_plan_and_its_random_control(world_base, tokenizer):
     ranking = locate(world_base, tokenizer, pairs=4, examples=4)
     chosen = plan(ranking, heads=3)
-    assert {(s.layer, h) for s in chosen.sites for h in s.heads} == {(r.site.layer, r.site.heads[0]) for r in ranking.heads[:3]}
-    control = random_plan(chosen, 3, 8, seed=0)
-    taken = {(s.layer, h) for s in chosen.sites for h in s.heads}
-    drawn = {(s.layer, h) for s in control.sites for h in s.heads}
+    taken = {head for site in chosen.sites for head in site.each()}
+    assert taken == {score.site for score in ranking.heads[:3]}
+    assert chosen.starts == {str(score.site): score.start for score in ranking.heads[:3]}
+    control = random_plan(ranking, chosen, seed=0)
+    drawn = {head for site in control.sites for head in site.each()}
     assert len(drawn) == 3
     assert not drawn & taken
-    assert control == random_plan(chosen, 3, 8, seed=0)
-    assert {random_plan(chosen, 3, 8, seed=s).sites for s in range(5)} != {control.sites}
+    assert control.starts == {str(score.site): score.start for score in ranking.heads if score.site in drawn}
+    assert control == random_plan(ranking, chosen, seed=0)
+    assert {random_plan(ranking, chosen, seed=s).sites for s in range(5)} != {control.sites}
 
 
 def test_impossible_requests_are_refused(world_base, tokenizer):
@@ -162,4 +178,4 @@ def test_impossible_requests_are_refused(world_base, tokenizer):
     with pytest.raises(UserError, match="unsplice"):
         locate(splice(world_base, Plan(sites=("L0.H0",))), tokenizer)
     with pytest.raises(UserError, match="fewer heads"):
-        random_plan(Plan(sites=tuple(Site(layer, tuple(range(8))) for layer in range(3))), 3, 8, seed=0)
+        random_plan(ranking, plan(ranking, heads=20), seed=0)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surgery.errors import UserError
-from surgery.plan import Plan
+from surgery.plan import Plan, Start
 from surgery.recipe import read_recipe
 from surgery.records import Provenance, provenance, write_text
 from surgery.site import Site
@@ -34,6 +34,8 @@ def test_malformed_site_is_refused(text):
 plans = st.builds(
     Plan,
     sites=st.lists(grafted, min_size=1, max_size=4).map(tuple),
+    starts=st.dictionaries(grafted.map(str), st.builds(Start, sign=st.sampled_from([1, -1]), tau=st.floats(0.01, 9))),
+    time_step=st.booleans(),
     width=st.none() | st.integers(1, 256),
     shared=st.booleans(),
     blend=st.none() | st.floats(0, 1),

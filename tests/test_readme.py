@@ -1,0 +1,69 @@
+"""README.md does what it says: its commands and its Python run as they stand, and its table is the demo's."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from surgery.bench import Report, markdown
+from tests.conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+DEMO = ROOT / "recipes" / "demo.report.json"
+
+
+def test_the_table_is_the_one_that_the_demo_wrote():
+    shown = re.search(r"<!-- demo table -->\n(.*?)<!-- /demo table -->", README, flags=re.S)
+    assert shown is not None
+    report = Report.read(DEMO)
+    assert shown[1].strip().startswith(markdown.results(report).strip())
+    assert report.provenance.created[:10] in shown[1]
+
+
+def test_the_demos_record_is_of_the_demos_recipe():
+    from surgery.recipe import read_recipe
+
+    assert Report.read(DEMO).provenance.recipe == read_recipe(ROOT / "recipes" / "demo.yaml").model_dump(mode="json")
+
+
+@pytest.fixture
+def workplace(tmp_path) -> Path:
+    """A folder with the checkpoints and recipes that the commands name."""
+    for name in ("checkpoints", "recipes"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_step_by_step_commands(workplace):
+    commands = [line.split("#")[0].strip() for line in README.splitlines() if re.match(r"    surgery (?!run)", line)]
+    commands = [command for command in commands if not command.startswith("surgery COMMAND")]
+    assert [command.split()[1] for command in commands] == ["locate", "plan", "splice", "tune", "bench"]
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", *command.split()], cwd=workplace, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    models = json.loads((workplace / "runs/look/bench/report.json").read_text())["models"]
+    assert tuple(models) == ("base", "spliced", "tuned")
+    assert models["tuned"]["kv"]["32"]["accuracy"] > models["base"]["kv"]["32"]["accuracy"]
+
+
+@pytest.mark.slow
+def test_the_python(workplace):
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    assert len(blocks) == 2
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)], cwd=workplace, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1].strip() == "80"  # the value that the prompt asks for
+
+
+def test_every_file_that_it_names_exists():
+    for name in re.findall(r"(?:recipes|checkpoints|surgery|kernels|tests)/[\w./-]+\w", README):
+        assert (ROOT / name).exists(), name
