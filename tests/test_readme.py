@@ -57,9 +57,7 @@ def test_the_step_by_step_commands(workplace):
 def test_the_python(workplace):
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     assert len(blocks) == 2
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)], cwd=workplace, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], cwd=workplace, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().splitlines()[-1].strip() == "80"  # the value that the prompt asks for
 

@@ -18,7 +18,7 @@ MAPS = (
     ("ablation_loss", "Ablated: loss gained", "nats"),
     ("splice_loss", "Spliced: loss saved", "nats"),
     ("attribution", "Splice attribution", "nats"),
-    ("answer_mass", "Query looks at the answer's pair", "share of weight"),
+    ("answer_mass", "Query picks out the answer's pair", "share among pairs"),
     ("pair_mass", "Pair's end draws on its pair", "share of weight"),
 )
 

@@ -62,6 +62,4 @@ def choose_starts(base: PreTrainedModel, layers: int, heads: int, batches: Seque
         gated = fully_gated(base, layers, heads, everywhere)
         totals.append(sum(attribute(gated, encoded).sum(0) for encoded in batches))
     best = torch.stack([torch.as_tensor(total) for total in totals]).argmax(0)
-    return {
-        str(Site(layer, (head,))): STARTS[int(best[layer, head])] for layer in range(layers) for head in range(heads)
-    }
+    return {str(Site(layer, (head,))): STARTS[int(best[layer, head])] for layer in range(layers) for head in range(heads)}

@@ -95,8 +95,8 @@ def locate(
         return Score(**measured)
 
     every = [score(Site(layer, (head,))) for layer in range(layers) for head in range(heads)]
-    typical = float(np.median(answer_mass.mean(0))), float(np.median(pair_mass.mean(0)))
-    every = [s.model_copy(update={"role": roles.role(s, *typical)}) for s in every]
+    typical = float(np.median(pair_mass.mean(0)))
+    every = [s.model_copy(update={"role": roles.role(s, pairs, typical)}) for s in every]
     return Ranking(
         provenance=provenance(name, fingerprint(base), seed, recipe),
         probe={"name": "kv", "pairs": pairs, "examples": examples, "seed": seed, "threads": torch.get_num_threads()},

@@ -67,9 +67,7 @@ def plan(
         sites = tuple(score.site for score in ranking.heads[:heads])
     measured = {str(score.site): score.start for score in ranking.heads}
     starts = {str(head): start for site in sites for head in site.each() if (start := measured.get(str(head)))}
-    return Plan(
-        sites=sites, starts=starts, width=width, shared=shared, blend=blend, seed=seed, provenance=ranking.provenance
-    )
+    return Plan(sites=sites, starts=starts, width=width, shared=shared, blend=blend, seed=seed, provenance=ranking.provenance)
 
 
 def random_plan(ranking: Ranking, chosen: Plan, seed: int) -> Plan:

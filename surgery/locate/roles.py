@@ -1,9 +1,12 @@
 """What a head's mixing matrix says about its role.
 
-answer_mass: of the weight with which the query position (the prompt's last token) mixes the past, the share that falls on the
-pair that holds the answer. An aggregate head is sharp there; a head that mixes evenly has about 1 / pairs.
-pair_mass: of the weight with which a pair's last token mixes the past, the share that falls on its own pair, averaged over
-pairs. A gather head condenses a segment into its last token, so it draws most of its weight from within.
+answer_mass: of the weight that the query position (the prompt's last token) puts on the pairs' summaries, the share of the pair
+that holds the answer. An aggregate head picks it out; a head that does not know the answer has 1 / pairs.
+pair_mass: of the weight with which a pair's end mixes the past, the share that falls on the pair, averaged over pairs. A gather
+head condenses a segment into its end, so it draws most of its weight from within.
+
+Where a pair ends: causal models often finish a segment's summary on the token after it (the next line's key), so the end is
+that token, and the summary may sit anywhere from the pair's second token to its end.
 
 Weight is the absolute value of the mixing matrix of the base's SSM head, time step included, D not.
 """
@@ -43,7 +46,7 @@ def mixing_matrices(base: Hybrid, ids: Tensor, rows: Tensor | None = None) -> li
         matrix = ssd_matrix(dt, -torch.exp(mixer.A_log.float()), B, C, rows=rows)[0]
         if mixer.graft is not None:
             graft = mixer.graft
-            attention = (graft.sign(matrix) * attention_matrix(*graft.split(qk, dt), rows=rows)[0].to(matrix.dtype))
+            attention = graft.sign(matrix) * attention_matrix(*graft.split(qk, dt), rows=rows)[0].to(matrix.dtype)
             share = 1.0 if graft.gate is None else graft.gate[:, None, None]
             matrix[graft.heads] = (1 - share) * matrix[graft.heads] + share * attention
         out.append(matrix)
@@ -60,24 +63,26 @@ def masses(
     for question in questions:
         assert question.evidence is not None
         tokens, spans = token_spans(tokenizer, question)
-        # Row 0: the query position; then the last token of every pair.
-        rows = torch.tensor([len(tokens) - 1, *(span[-1] for span in spans)], device=base.device)
+        summaries = [[*span[1:], span[-1] + 1] for span in spans]
+        # Row 0: the query position; then the end of every pair.
+        rows = torch.tensor([len(tokens) - 1, *(summary[-1] for summary in summaries)], device=base.device)
         layers = mixing_matrices(base, torch.tensor(tokens, device=base.device), rows)
         weight = torch.stack(layers).abs().float().cpu()  # layers, heads, rows, t
         share = weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
-        answer.append(share[:, :, 0, spans[question.evidence]].sum(-1))
+        on_pairs = torch.stack([weight[:, :, 0, summary].sum(-1) for summary in summaries])  # pairs, layers, heads
+        answer.append(on_pairs[question.evidence] / on_pairs.sum(0).clamp_min(torch.finfo(weight.dtype).tiny))
         pair.append(torch.stack([share[:, :, 1 + i, span].sum(-1) for i, span in enumerate(spans)]).mean(0))
     return torch.stack(answer).numpy(), torch.stack(pair).numpy()
 
 
-def role(score: Score, typical_answer_mass: float, typical_pair_mass: float) -> Role | None:
-    """aggregate: splicing saves loss beyond its interval, and the head looks at the answer more than the typical head.
-    gather: ablating costs loss beyond its interval, splicing saves none, and a pair's end draws on its pair more than in the
-    typical head. Neither: None. Typical is the median over all heads."""
-    if score.ablation_loss is None or score.splice_loss is None or score.answer_mass is None or score.pair_mass is None:
+def role(score: Score, pairs: int, typical_pair_mass: float) -> Role | None:
+    """aggregate: splicing gains accuracy, and of the pairs the head's query picks out the answer's (more than 1 / pairs).
+    gather: ablating costs loss, splicing gains nothing, and a pair's end draws on its pair more than in the typical (median)
+    head. Neither: None. Every comparison is beyond the 95% interval."""
+    if score.ablation_loss is None or score.splice_gain is None or score.answer_mass is None or score.pair_mass is None:
         return None
-    if score.splice_loss.ci95[0] > 0 and score.answer_mass.value > typical_answer_mass:
+    if score.splice_gain.ci95[0] > 0 and score.answer_mass.ci95[0] > 1 / pairs:
         return "aggregate"
-    if score.ablation_loss.ci95[0] > 0 >= score.splice_loss.ci95[0] and score.pair_mass.value > typical_pair_mass:
+    if score.ablation_loss.ci95[0] > 0 >= score.splice_gain.ci95[0] and score.pair_mass.ci95[0] > typical_pair_mass:
         return "gather"
     return None

@@ -1,7 +1,7 @@
 """Knowledge: what only the weights can know, as fact cloze and as lettered multiple choice about the same facts.
 
-Without a file, the facts of the small world (each in its held-out template; letters about facts whose lettered question was
-never trained). With a file, its lines: {"prompt": "The capital of France is", "answer": " Paris", "choices": [" Paris",
+Without a file, the facts of the small world (as cloze, each in its held-out template; as letters, in prompts of the held-out
+split). With a file, its lines: {"prompt": "The capital of France is", "answer": " Paris", "choices": [" Paris",
 " Rome", ...]}, and "question" where the lettered form should ask something else than the prompt.
 """
 
@@ -62,7 +62,7 @@ class Letters:
     def questions(self, n: int, seed: int) -> list[Question]:
         rng = random.Random(f"letters {seed}")
         if self.source == "world":
-            pool = [(f.question, f.value, f.choices) for f in facts() if f.held_out_question]
+            pool = [(f.question, f.value, f.choices) for f in facts()]
         else:
             pool = [
                 (i.get("question", i["prompt"]), i["answer"].strip(), tuple(c.strip() for c in i["choices"]))
@@ -71,4 +71,5 @@ class Letters:
             ]
             if not pool:
                 raise UserError(f"{self.source}: lettered questions need at least {len(LETTERS)} choices a fact")
-        return [lettered(rng, *rng.choice(pool)) for _ in range(n)]
+        held_out = True if self.source == "world" else None
+        return [lettered(rng, *rng.choice(pool), held_out=held_out) for _ in range(n)]

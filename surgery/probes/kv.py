@@ -38,9 +38,9 @@ class KVRetrieval:
         entries = dictionary(rng, self.pairs)
         prompt, spans = OPENING, []
         for key, value in entries.items():
-            pair = f"{key}:{value}"
-            spans.append((len(prompt), len(prompt) + len(pair)))
-            prompt += f"{pair}\n"
+            line = f"{key}:{value}\n"
+            spans.append((len(prompt), len(prompt) + len(line)))
+            prompt += line
         answer = rng.randrange(self.pairs)
         prompt += ask(list(entries)[answer])
         return Question(prompt, tuple(entries.values()), answer, tuple(spans), answer)

@@ -4,20 +4,33 @@ The paper's point: on tasks of this form (MMLU) a state-space model falls behind
 """
 
 import random
+import zlib
 
 from surgery.probes.question import Question
 
 LETTERS = "ABCD"
 
 
-def lettered(rng: random.Random, question: str, answer: str, choices: tuple[str, ...]) -> Question:
-    """The question with four options in random order, one of them right; the choices are the letters."""
+def lettered(
+    rng: random.Random, question: str, answer: str, choices: tuple[str, ...], held_out: bool | None = None
+) -> Question:
+    """The question with four options in random order, one of them right; the choices are the letters.
+
+    held_out: draw a prompt of the training split (False) or of the held-out one (True), by a hash of its text.
+    """
+    while True:
+        drawn = _draw(rng, question, answer, choices)
+        if held_out is None or (zlib.crc32(drawn.prompt.encode()) % 8 == 0) == held_out:
+            return drawn
+
+
+def _draw(rng: random.Random, question: str, answer: str, choices: tuple[str, ...]) -> Question:
     options = [answer, *rng.sample([c for c in choices if c != answer], len(LETTERS) - 1)]
     rng.shuffle(options)
     prompt, spans = f"Question: {question}\n", []
     for letter, option in zip(LETTERS, options, strict=True):
-        line = f"{letter}. {option}"
+        line = f"{letter}. {option}\n"
         spans.append((len(prompt), len(prompt) + len(line)))
-        prompt += f"{line}\n"
+        prompt += line
     right = options.index(answer)
     return Question(prompt + "Answer:", tuple(f" {letter}" for letter in LETTERS), right, tuple(spans), right)

@@ -39,11 +39,10 @@ def kv_pieces(rng: random.Random, pairs: int, queries: int) -> list[Piece]:
 
 
 def letter_pieces(rng: random.Random, questions: int) -> list[Piece]:
-    """Lettered questions about facts whose questions are not held out; the letters are the targets."""
-    pool = [fact for fact in facts() if not fact.held_out_question]
+    """Lettered questions, their prompts from the training split; the letters are the targets."""
     pieces: list[Piece] = []
-    for i, fact in enumerate(rng.choices(pool, k=questions)):
-        question = lettered(rng, fact.question, fact.value, fact.choices)
+    for i, fact in enumerate(rng.choices(facts(), k=questions)):
+        question = lettered(rng, fact.question, fact.value, fact.choices, held_out=False)
         pieces += [("\n" * (i > 0) + question.prompt, False), (question.choices[question.answer], True)]
     return pieces
 

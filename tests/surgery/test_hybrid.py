@@ -152,9 +152,15 @@ heads = st.sets(st.integers(0, 7), min_size=1).map(tuple)
 sites = st.dictionaries(st.integers(0, 2), heads, min_size=1).map(lambda d: tuple(Site(k, v) for k, v in d.items()))
 starts = st.builds(Start, sign=st.sampled_from([1, -1]), tau=st.sampled_from([0.25, 1.0, 2.0]))
 plans = st.builds(
-    Plan, sites=sites, starts=st.dictionaries(st.sampled_from(["L0.H0", "L1.H3", "L2.H7"]), starts), time_step=st.booleans(), width=st.sampled_from([None, 8, 11, 32]), shared=st.booleans(), blend=st.sampled_from([None, 0.0, 0.3]),
+    Plan,
+    sites=sites,
+    starts=st.dictionaries(st.sampled_from(["L0.H0", "L1.H3", "L2.H7"]), starts),
+    time_step=st.booleans(),
+    width=st.sampled_from([None, 8, 11, 32]),
+    shared=st.booleans(),
+    blend=st.sampled_from([None, 0.0, 0.3]),
     seed=st.integers(0, 3),
-)  # fmt: skip
+)
 few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
