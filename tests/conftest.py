@@ -3,6 +3,10 @@
 import os
 from pathlib import Path
 
+# One thread a process, subprocesses included: pytest-xdist runs one process a core, and threads that wait for each other beside
+# other busy processes are many times slower than none. Before torch is imported, which reads it.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
@@ -10,8 +14,6 @@ from transformers import Mamba2Config, Mamba2ForCausalLM
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "checkpoints" / "tiny-mamba2"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the Hub is a mistake
-
-torch.set_num_threads(1)  # pytest-xdist runs one process a core
 
 VARIANTS = {
     "plain": {},
