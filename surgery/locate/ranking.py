@@ -71,12 +71,13 @@ def plan(
 
 
 def random_plan(ranking: Ranking, chosen: Plan, seed: int) -> Plan:
-    """A control: as many heads as `chosen` grafts, drawn uniformly from those that it leaves alone, each with the start that
-    locate found best for it."""
-    taken = {head for site in chosen.sites for head in site.each()}
-    free = sorted(score.site for score in ranking.heads if score.site not in taken)
-    if len(free) < len(taken):
-        raise UserError("the plan leaves fewer heads alone than it grafts; there is no random control of its size")
-    drawn = tuple(random.Random(f"random site {seed}").sample(free, len(taken)))
+    """A control: as many heads as `chosen` grafts, drawn uniformly from the layers that it leaves alone, each with the start
+    that locate found best for it. (Within a layer, Mamba-2's heads share B and C and often stand in for each other.)"""
+    count = sum(len(site.heads) for site in chosen.sites)
+    layers = {site.layer for site in chosen.sites}
+    free = sorted(score.site for score in ranking.heads if score.site.layer not in layers)
+    if len(free) < count:
+        raise UserError("the plan leaves too few heads in other layers for a random control of its size")
+    drawn = tuple(random.Random(f"random site {seed}").sample(free, count))
     options = {"width": chosen.width, "shared": chosen.shared, "blend": chosen.blend, "seed": chosen.seed}
     return plan(ranking, sites=drawn, **options)

@@ -157,13 +157,14 @@ def test_the_start_of_a_head_is_the_one_with_the_largest_attribution(world_base,
 def test_plan_and_its_random_control(world_base, tokenizer):
     ranking = locate(world_base, tokenizer, pairs=4, examples=4)
     chosen = plan(ranking, heads=3)
-    taken = {head for site in chosen.sites for head in site.each()}
-    assert taken == {score.site for score in ranking.heads[:3]}
+    assert {head for site in chosen.sites for head in site.each()} == {score.site for score in ranking.heads[:3]}
     assert chosen.starts == {str(score.site): score.start for score in ranking.heads[:3]}
+    chosen = plan(ranking, sites=(Site(1, (0, 3, 6)),))
+    taken = {head for site in chosen.sites for head in site.each()}
     control = random_plan(ranking, chosen, seed=0)
     drawn = {head for site in control.sites for head in site.each()}
     assert len(drawn) == 3
-    assert not drawn & taken
+    assert not {head.layer for head in drawn} & {head.layer for head in taken}
     assert control.starts == {str(score.site): score.start for score in ranking.heads if score.site in drawn}
     assert control == random_plan(ranking, chosen, seed=0)
     assert {random_plan(ranking, chosen, seed=s).sites for s in range(5)} != {control.sites}
@@ -177,5 +178,5 @@ def test_impossible_requests_are_refused(world_base, tokenizer):
         locate(world_base, tokenizer, examples=1)
     with pytest.raises(UserError, match="unsplice"):
         locate(splice(world_base, Plan(sites=("L0.H0",))), tokenizer)
-    with pytest.raises(UserError, match="fewer heads"):
+    with pytest.raises(UserError, match="too few heads"):
         random_plan(ranking, plan(ranking, heads=20), seed=0)
