@@ -11,6 +11,7 @@
 Importing the package also makes `AutoModelForCausalLM` load hybrids.
 """
 
+import surgery.hybrid  # noqa: F401 - registers the hybrid classes with transformers
 from surgery.bench import Report, bench
 from surgery.checkpoint import Checkpoint, load
 from surgery.errors import UserError
