@@ -79,5 +79,4 @@ def random_plan(ranking: Ranking, chosen: Plan, seed: int) -> Plan:
     if len(free) < count:
         raise UserError("the plan leaves too few heads in other layers for a random control of its size")
     drawn = tuple(random.Random(f"random site {seed}").sample(free, count))
-    options = {"width": chosen.width, "shared": chosen.shared, "blend": chosen.blend, "seed": chosen.seed}
-    return plan(ranking, sites=drawn, **options)
+    return plan(ranking, sites=drawn, width=chosen.width, shared=chosen.shared, blend=chosen.blend, seed=chosen.seed)
