@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.kernels.dispatch import choose
+from surgery.kernels.dispatch import Backend, Operation
 
 
 def graft_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -25,7 +25,7 @@ def graft_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
     b, heads, s, p = v.shape
     pairs, t = q.shape[1:3]
     wide = v.view(b, pairs, heads // pairs, s, p).transpose(2, 3).reshape(b, pairs, s, -1)
-    y = choose("graft_attention", BACKENDS, q, backend)(q, k, wide, mask)
+    y = GRAFT_ATTENTION(q, k, wide, mask, backend=backend)
     return y.view(b, pairs, t, heads // pairs, p).permute(0, 2, 1, 3, 4).reshape(b, t, heads, p)
 
 
@@ -47,5 +47,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and t > 1, scale=1.0)
 
 
-# In order of preference.
-BACKENDS = {"sdpa": _sdpa, "reference": _reference}
+def _example(device: torch.device, dtype: torch.dtype) -> tuple:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 20, w, generator=g).to(device, dtype) for w in (24, 24, 48))
+    return q, k, v, None
+
+
+GRAFT_ATTENTION = Operation("graft_attention", Backend("sdpa", _sdpa), Backend("reference", _reference), example=_example)

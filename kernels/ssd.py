@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.kernels.dispatch import choose
+from surgery.kernels.dispatch import Backend, Operation
 
 CHUNK = 32
 
@@ -43,15 +43,14 @@ def ssd_scan(
     transformers), and the state after the last token (b, h, p, n), in float32 at least unless from the reference.
     `chunk_size` is the checkpoint's; only the stock backend uses it, since the result does not depend on it.
     """
-    scan = choose("ssd_scan", BACKENDS, x, backend)
-    return scan(x, dt, A, B, C, D, initial_state, chunk_size)
+    return SSD_SCAN(x, dt, A, B, C, D, initial_state, chunk_size, backend=backend)
 
 
 def _reference(x, dt, A, B, C, D, initial_state, chunk_size):
     heads = x.shape[2]
     B, C = (m.repeat_interleave(heads // m.shape[2], dim=2) for m in (B, C))
     state = torch.zeros(*x.shape[:1], *x.shape[2:], B.shape[-1], dtype=x.dtype, device=x.device)
-    state = state if initial_state is None else initial_state.to(x.dtype)
+    state = state if initial_state is None else initial_state
     out = []
     for t in range(x.shape[1]):
         decay = torch.exp(A * dt[:, t])[..., None, None]
@@ -113,8 +112,16 @@ def _chunked(x, dt, A, B, C, D, initial_state, chunk_size):
     return y.to(dtype), state.reshape(b, h, p, n)
 
 
-# In order of preference.
-BACKENDS = {"chunked": _chunked, "stock": _stock, "reference": _reference}
+def _example(device: torch.device, dtype: torch.dtype) -> tuple:
+    g = torch.Generator().manual_seed(0)
+    x, B, C = (torch.randn(1, 40, *shape, generator=g).to(device, dtype) for shape in ((4, 16), (2, 16), (2, 16)))
+    dt = (0.01 + 0.1 * torch.rand(1, 40, 4, generator=g)).to(device, dtype)
+    return x, dt, -1 - torch.rand(4, generator=g).to(device), B, C, None, None, 256
+
+
+SSD_SCAN = Operation(
+    "ssd_scan", Backend("chunked", _chunked), Backend("stock", _stock), Backend("reference", _reference), example=_example
+)
 
 
 def ssd_step(
@@ -132,7 +139,7 @@ def ssd_step(
 
     x (b, h, p); dt (b, h), ready for use; A (h,); B and C (b, g, n); D (h,).
     """
-    return choose("ssd_step", STEP_BACKENDS, x, backend)(state, x, dt, A, B, C, D)
+    return SSD_STEP(state, x, dt, A, B, C, D, backend=backend)
 
 
 def _step(state, x, dt, A, B, C, D):
@@ -146,6 +153,12 @@ def _step(state, x, dt, A, B, C, D):
     return (y if D is None else y + D.to(work)[:, None] * x).to(x.dtype)
 
 
+def _reference_step(state, x, dt, A, B, C, D):
+    y, new = _reference(*(m[:, None] for m in (x, dt)), A, *(m[:, None] for m in (B, C)), D, state, None)
+    state.copy_(new)
+    return y[:, 0].to(x.dtype)
+
+
 def _stock_step(state, x, dt, A, B, C, D):
     from transformers.models.mamba2 import modeling_mamba2 as stock
 
@@ -155,4 +168,12 @@ def _stock_step(state, x, dt, A, B, C, D):
     return stock.mamba2_selective_state_update(state, x, dt[..., None].expand(-1, -1, p), A, B, C, wide_D)
 
 
-STEP_BACKENDS = {"torch": _step, "stock": _stock_step}
+def _step_example(device: torch.device, dtype: torch.dtype) -> tuple:
+    x, dt, A, B, C, D, _, _ = _example(device, dtype)
+    return torch.zeros(1, 4, 16, 16, device=device), x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D
+
+
+SSD_STEP = Operation(
+    "ssd_step", Backend("torch", _step), Backend("stock", _stock_step), Backend("reference", _reference_step),
+    example=_step_example,
+)  # fmt: skip

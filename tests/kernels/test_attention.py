@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surgery.kernels.attention import BACKENDS, graft_attention
+from surgery.kernels.attention import GRAFT_ATTENTION, graft_attention
 from tests.kernels.inputs import assert_near
 
 few = settings(deadline=None, max_examples=25)
@@ -59,7 +59,7 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str
     return torch.autograd.grad((y * weight).sum(), (q, k, v))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GRAFT_ATTENTION.backends)
 @few
 @given(qkv=inputs())
 def test_equals_a_loop(backend, qkv):
@@ -77,7 +77,7 @@ def test_bfloat16(qkv):
     assert_near(y, loop(q, k, v), 1e-2, floor=1)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GRAFT_ATTENTION.backends)
 @few
 @given(qkv=inputs(), pads=st.lists(st.integers(0, 12), min_size=1, max_size=2))
 def test_left_padding(backend, qkv, pads):
@@ -90,7 +90,7 @@ def test_left_padding(backend, qkv, pads):
 
 
 @pytest.mark.parametrize("blocked", [-math.inf, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GRAFT_ATTENTION.backends)
 def test_additive_mask(backend, blocked):
     q, k, v = make(b=2, pairs=2, per_pair=2, t=6, past=3, w=4, p=3, seed=0)
     allowed = padding(2, 6, 9, [0, 5])

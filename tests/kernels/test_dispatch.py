@@ -5,22 +5,34 @@ import torch
 
 from surgery.kernels import dispatch
 from surgery.kernels.attention import graft_attention
-from surgery.kernels.dispatch import choose, use
+from surgery.kernels.dispatch import Backend, KernelError, Operation, use
 from surgery.kernels.ssd import ssd_scan, ssd_step
 from tests.kernels.inputs import make_scan
 
-BACKENDS = {name: (lambda name=name: name) for name in ("best", "middle", "last")}
+
+def doubled(x):
+    return 2 * x
 
 
-def chosen(backend: str | None = None, operation: str = "op") -> str:
-    return choose(operation, BACKENDS, torch.zeros(1), backend)()
+def operation(name: str = "op", **extra: Backend) -> Operation:
+    """best, middle and last, after the `extra` ones; each adds its name to its result."""
+    backends = [Backend(n, lambda x, n=n: (2 * x, n)) for n in ("best", "middle", "last")]
+    return Operation(
+        name, *extra.values(), *backends, example=lambda device, dtype: (torch.ones(3, device=device, dtype=dtype),)
+    )
+
+
+def chosen(backend: str | None = None, name: str = "op") -> str:
+    return operation(name)(torch.zeros(1), backend=backend)[1]
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    """No choice in the environment, and two operations more than there are."""
+    """No choice in the environment, two operations more than there are, and a registry of its own."""
     monkeypatch.delenv("SURGERY_KERNELS", raising=False)
     monkeypatch.setattr(dispatch, "OPERATIONS", (*dispatch.OPERATIONS, "op", "other"))
+    monkeypatch.setattr(Operation, "registry", {})
+    dispatch._parse.cache_clear()
 
 
 def test_the_first_backend_serves_by_default():
@@ -40,7 +52,7 @@ def test_contexts_nest():
     with use(op="middle", other="last"):
         with use(op="last"):
             assert chosen() == "last"
-            assert chosen(operation="other") == "last"  # the outer block still holds where the inner one is silent
+            assert chosen(name="other") == "last"  # the outer block still holds where the inner one is silent
         assert chosen() == "middle"
     assert chosen() == "best"
 
@@ -53,43 +65,87 @@ def test_an_error_ends_the_context():
 
 def test_the_environment_names_several_operations(monkeypatch):
     monkeypatch.setenv("SURGERY_KERNELS", " op = middle , other=last,")
-    assert [chosen(), chosen(operation="other"), chosen(operation="third")] == ["middle", "last", "best"]
+    assert [chosen(), chosen(name="other"), chosen(name="third")] == ["middle", "last", "best"]
 
 
 def test_an_unknown_operation_is_named(monkeypatch):
-    with pytest.raises(ValueError, match="no operation is named 'ssd_scna'; there are ssd_scan"), use(ssd_scna="stock"):
+    with pytest.raises(KernelError, match="no operation is named 'ssd_scna'; there are ssd_scan"), use(ssd_scna="stock"):
         pass
     monkeypatch.setenv("SURGERY_KERNELS", "ssd_scna=stock")
-    with pytest.raises(ValueError, match="no operation is named 'ssd_scna'"):
+    with pytest.raises(KernelError, match="no operation is named 'ssd_scna'"):
         chosen()
 
 
 @pytest.mark.parametrize("value", ["op", "op=last,other", "reference", "op="])
 def test_malformed_environment(monkeypatch, value):
     monkeypatch.setenv("SURGERY_KERNELS", value)
-    with pytest.raises(ValueError, match="SURGERY_KERNELS"):
+    with pytest.raises(KernelError, match="SURGERY_KERNELS"):
         chosen()
 
 
 def test_unknown_backend_wherever_it_was_asked_for(monkeypatch):
     message = "op has no backend named 'fast'; it has best, middle, last"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(KernelError, match=message):
         chosen("fast")
-    with pytest.raises(ValueError, match=message), use(op="fast"):
+    with pytest.raises(KernelError, match=message), use(op="fast"):
         chosen()
     monkeypatch.setenv("SURGERY_KERNELS", "op=fast")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(KernelError, match=message):
         chosen()
+
+
+def test_a_backend_that_refuses_is_passed_over_but_not_when_it_was_asked_for():
+    picky = Backend("picky", lambda x: (2 * x, "picky"), refuses=lambda x: "too short" if len(x) < 2 else None)
+    op = operation(picky=picky)
+    assert op(torch.zeros(1))[1] == "best"
+    assert op(torch.zeros(2))[1] == "picky"
+    with pytest.raises(KernelError, match="op: the backend 'picky' was asked for and cannot serve: too short"):
+        op(torch.zeros(1), backend="picky")
+
+
+def broken(_):
+    raise ImportError("undefined symbol:\n_ZN3c10")
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (broken, "ImportError: undefined symbol: _ZN3c10"),
+        (lambda x: 3 * x, "its result is wrong: off by 0.5 "),
+        (lambda x: x * torch.nan, "its result is wrong: off by nan "),
+        (lambda x: x[:2], "RuntimeError: "),
+    ],
+)
+def test_a_probed_backend_serves_only_if_a_small_call_is_right(run, reason):
+    calls = []
+
+    def counted(x):
+        calls.append(x)
+        return run(x)
+
+    def make(foreign):
+        return Operation("op", Backend("foreign", foreign, probed=True), Backend("reference", doubled), example=example)
+
+    def example(device, dtype):
+        return (torch.ones(3, device=device, dtype=dtype),)
+
+    op = make(counted)
+    for _ in range(2):
+        assert torch.equal(op(torch.ones(5)), torch.full([5], 2.0))
+    assert len(calls) == 1  # the probe, once
+    with pytest.raises(KernelError, match=f"'foreign' was asked for and cannot serve: {reason}"):
+        op(torch.ones(5), backend="foreign")
+    assert make(doubled).choose(torch.ones(5)).name == "foreign"
 
 
 def test_every_operation_names_its_backends():
     x, dt, A, B, C, D, state = make_scan(1)
-    with pytest.raises(ValueError, match=r"ssd_scan .*'fast'; it has chunked, stock, reference"):
+    with pytest.raises(KernelError, match=r"ssd_scan .*'fast'; it has .*chunked, stock, reference"):
         ssd_scan(x, dt, A, B, C, backend="fast")
-    with pytest.raises(ValueError, match=r"ssd_step .*'fast'; it has torch, stock"):
+    with pytest.raises(KernelError, match=r"ssd_step .*'fast'; it has .*torch, stock, reference"):
         ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D, backend="fast")
     q = torch.zeros(1, 1, 1, 1)
-    with pytest.raises(ValueError, match=r"graft_attention .*'fast'; it has sdpa, reference"):
+    with pytest.raises(KernelError, match=r"graft_attention .*'fast'; it has .*sdpa, reference"):
         graft_attention(q, q, q, backend="fast")
 
 
@@ -104,9 +160,9 @@ def test_operations_listen_to_their_own_names():
     }
     for asked in calls:
         with use(**{asked: "nonsense"}):
-            for operation, call in calls.items():
-                if operation == asked:
-                    with pytest.raises(ValueError, match=operation):
+            for name, call in calls.items():
+                if name == asked:
+                    with pytest.raises(KernelError, match=name):
                         call()
                 else:
                     call()

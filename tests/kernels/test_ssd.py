@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surgery.kernels.ssd import BACKENDS, CHUNK, STEP_BACKENDS, ssd_scan, ssd_step
+from surgery.kernels.ssd import CHUNK, SSD_SCAN, SSD_STEP, ssd_scan, ssd_step
 from tests.kernels.inputs import Scan, assert_near, lengths, make_scan, scans
 
 few = settings(deadline=None, max_examples=25)
@@ -63,7 +63,7 @@ def test_stock_equals_chunked(scan, chunk_size):
 
 
 @pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SSD_SCAN.backends)
 def test_chunk_borders(length, backend):
     """Whatever hypothesis happens to draw, every backend sees these lengths."""
     scan = make_scan(length)
@@ -87,7 +87,7 @@ def split_at(cut: int) -> tuple[slice, slice]:
     return slice(cut), slice(cut, None)
 
 
-@pytest.mark.parametrize("backend", STEP_BACKENDS)
+@pytest.mark.parametrize("backend", SSD_STEP.backends)
 @few
 @given(scan=scans(st.integers(1, 12)))
 def test_steps_equal_the_scan(backend, scan):
@@ -101,7 +101,7 @@ def test_steps_equal_the_scan(backend, scan):
     assert_near(cache, exact_state)  # updated in place
 
 
-@pytest.mark.parametrize("backend", STEP_BACKENDS)
+@pytest.mark.parametrize("backend", SSD_STEP.backends)
 def test_a_step_in_bfloat16_keeps_the_state_in_float32(backend):
     scan = make_scan(1).bfloat16()
     x, dt, A, B, C, D, state = scan
@@ -139,6 +139,6 @@ def test_slices_of_larger_tensors():
     scan = make_scan(CHUNK + 3)
     sliced = scan.map(lambda m: torch.stack([m, m.flip(0)], -1)[..., 0])
     assert not sliced.x.is_contiguous()
-    for backend in BACKENDS:
+    for backend in SSD_SCAN.backends:
         for actual, expected in zip(ssd_scan(*sliced, backend=backend), ssd_scan(*scan, backend=backend), strict=True):
             torch.testing.assert_close(actual, expected)
