@@ -16,12 +16,11 @@ The time step is given ready for use: softplus, bias and limits have been applie
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation
+from surgery.kernels.ssd_chunked import chunked_scan
 
-CHUNK = 32
 
 
 def ssd_scan(
@@ -69,49 +68,6 @@ def _stock(x, dt, A, B, C, D, initial_state, chunk_size):
     return y, state
 
 
-def _chunked(x, dt, A, B, C, D, initial_state, chunk_size):
-    dtype, (b, t, h, p) = x.dtype, x.shape
-    g, n = B.shape[2:]
-    r = h // g  # heads per group
-    work = torch.promote_types(dtype, torch.float32)
-    x, dt, A, B, C = (m.to(work) for m in (x, dt, A, B, C))
-    c = -(-t // CHUNK)
-    q = -(-t // c)  # chunks of equal length: 33 tokens make two of 17, not one of 32 and one that is nearly empty
-    pad = c * q - t
-    skip = None if D is None else x * D.to(work)[:, None]
-    xd = x * dt[..., None]
-    if pad:  # padded steps have dt = 0 and x = 0: they leave the state alone
-        xd, dt = F.pad(xd, (0, 0, 0, 0, 0, pad)), F.pad(dt, (0, 0, 0, pad))
-        B, C = (F.pad(m, (0, 0, 0, 0, 0, pad)) for m in (B, C))
-    xd = xd.view(b, c, q, g, r, p).permute(0, 1, 3, 4, 2, 5)  # b c g r q p
-    B, C = (m.view(b, c, q, g, n).transpose(2, 3) for m in (B, C))  # b c g q n
-    # b c g r q: decay from the chunk's start. In float64: the sum may reach hundreds where a token forgets everything, and then
-    # float32's rounding of it is a relative error of 1e-5 and more in the decay between the tokens after it.
-    log_decay = (dt.double() * A.double()).view(b, c, q, g, r).permute(0, 1, 3, 4, 2).cumsum(-1)
-    causal = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
-    # Masked before exp, not after: above the diagonal the difference is positive and exp could overflow.
-    decay = (log_decay[..., :, None] - log_decay[..., None, :]).to(work).masked_fill(~causal, -torch.inf).exp_()
-    scores = (C @ B.transpose(-1, -2)).unsqueeze(3)  # b c g 1 q q: once per group
-    y = (scores * decay) @ xd
-    total = log_decay[..., -1]  # b c g r
-    to_end = torch.exp(total[..., None] - log_decay).to(work)
-    # what each chunk adds to the state, (b c g r p n)
-    added = (xd * to_end[..., None]).transpose(-1, -2) @ B.unsqueeze(3)
-    state = x.new_zeros(b, g, r, p, n) if initial_state is None else initial_state.to(work).view(b, g, r, p, n)
-    before = []
-    shrink = total.exp().to(work)[..., None, None]
-    for i in range(c):
-        before.append(state)
-        state = shrink[:, i] * state + added[:, i]
-    if c > 1 or initial_state is not None:
-        entering = torch.stack(before, 1)  # b c g r p n
-        y = y + (C.unsqueeze(3) @ entering.transpose(-1, -2)) * log_decay.exp().to(work)[..., None]
-    y = y.permute(0, 1, 4, 2, 3, 5).reshape(b, c * q, h, p)[:, :t]
-    if skip is not None:
-        y = y + skip
-    return y.to(dtype), state.reshape(b, h, p, n)
-
-
 def _example(device: torch.device, dtype: torch.dtype) -> tuple:
     g = torch.Generator().manual_seed(0)
     x, B, C = (torch.randn(1, 40, *shape, generator=g).to(device, dtype) for shape in ((4, 16), (2, 16), (2, 16)))
@@ -120,7 +76,7 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 
 
 SSD_SCAN = Operation(
-    "ssd_scan", Backend("chunked", _chunked), Backend("stock", _stock), Backend("reference", _reference), example=_example
+    "ssd_scan", Backend("chunked", chunked_scan), Backend("stock", _stock), Backend("reference", _reference), example=_example
 )
 
 

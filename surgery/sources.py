@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 # The modeling file and what it needs, this file included: a hybrid loaded from a flat folder can be saved again.
-FILES = ("hybrid.py", "sources.py", "attention.py", "dispatch.py", "ssd.py")
+FILES = ("hybrid.py", "sources.py", "attention.py", "dispatch.py", "ssd.py", "ssd_chunked.py")
 
 
 def write_sources(folder: str | Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surgery.kernels.ssd import CHUNK
+from surgery.kernels.ssd_chunked import CHUNK
 
 
 class Scan(NamedTuple):

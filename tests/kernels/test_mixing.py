@@ -8,7 +8,8 @@ from torch import Tensor
 
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.mixing import attention_matrix, ssd_matrix
-from surgery.kernels.ssd import CHUNK, ssd_scan
+from surgery.kernels.ssd import ssd_scan
+from surgery.kernels.ssd_chunked import CHUNK
 from tests.kernels.inputs import assert_near, make_scan, scans
 
 few = settings(deadline=None, max_examples=25)

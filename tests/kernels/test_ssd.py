@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surgery.kernels.ssd import CHUNK, SSD_SCAN, SSD_STEP, ssd_scan, ssd_step
+from surgery.kernels.ssd import SSD_SCAN, SSD_STEP, ssd_scan, ssd_step
+from surgery.kernels.ssd_chunked import CHUNK
 from tests.kernels.inputs import Scan, assert_near, lengths, make_scan, scans
 
 few = settings(deadline=None, max_examples=25)
