@@ -70,7 +70,8 @@ class Tune(Record):
 
 class Bench(Record):
     """pairs: dictionary sizes; examples: per size and probe; windows of window tokens: for perplexity; contexts: lengths at
-    which decoding is timed; controls: also tune the base without a graft and a graft at a random site."""
+    which decoding is timed; controls: also measure the base tuned without a graft, grafts at `random_sites` random sites of
+    other layers (the first also tuned), and one at other heads of the plan's own layers."""
 
     pairs: tuple[int, ...] = (4, 8, 16, 32, 48, 64)
     examples: int = Field(default=500, ge=2)
@@ -79,6 +80,7 @@ class Bench(Record):
     contexts: tuple[int, ...] = (256, 1024, 4096)
     batch_size: int = Field(default=64, ge=1)
     controls: bool = True
+    random_sites: int = Field(default=2, ge=1)
 
 
 class Recipe(Record):

@@ -164,19 +164,23 @@ class _Job:
             "tuned": Entry(self.tune("tuned", splice(base, chosen)), "the same, its grafts tuned", chosen),
         }
         if recipe.bench.controls:
-            elsewhere = random_plan(ranking, chosen, seed=recipe.seed)
             layers = [site.layer for site in chosen.sites]
             names = ", ".join(f"L{layer}" for layer in layers)
-            entries |= {
-                "control_tuned": Entry(
-                    self.tune("control_tuned", copy.deepcopy(adopt(base)), layers),
-                    f"no graft: the base's own mixer of {names} tuned on the same data for the same steps",
-                ),
-                "control_random_site": Entry(splice(base, elsewhere), "the graft at a random site, no training", elsewhere),
-                "control_random_site_tuned": Entry(
-                    self.tune("control_random_site_tuned", splice(base, elsewhere)), "the same, its grafts tuned", elsewhere
-                ),
-            }
+            entries["control_tuned"] = Entry(
+                self.tune("control_tuned", copy.deepcopy(adopt(base)), layers),
+                f"no graft: the base's own mixer of {names} tuned on the same data for the same steps",
+            )
+            for i in range(recipe.bench.random_sites):
+                if elsewhere := random_plan(ranking, chosen, recipe.seed + i):
+                    name = "control_random_site" + (f"_{i + 1}" if i else "")
+                    what = "the graft at random heads of other layers, no training"
+                    entries[name] = Entry(splice(base, elsewhere), what, elsewhere)
+                    if i == 0:
+                        tuned = self.tune(f"{name}_tuned", splice(base, elsewhere))
+                        entries[f"{name}_tuned"] = Entry(tuned, "the same, its grafts tuned", elsewhere)
+            if beside := random_plan(ranking, chosen, recipe.seed, same_layers=True):
+                what = "the graft at random other heads of the same layer, no training"
+                entries["control_same_layer"] = Entry(splice(base, beside), what, beside)
         return entries
 
     def finish(self, chosen: Plan, entries: dict[str, Entry]) -> Report:

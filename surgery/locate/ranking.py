@@ -70,13 +70,15 @@ def plan(
     return Plan(sites=sites, starts=starts, width=width, shared=shared, blend=blend, seed=seed, provenance=ranking.provenance)
 
 
-def random_plan(ranking: Ranking, chosen: Plan, seed: int) -> Plan:
-    """A control: as many heads as `chosen` grafts, drawn uniformly from the layers that it leaves alone, each with the start
-    that locate found best for it. (Within a layer, Mamba-2's heads share B and C and often stand in for each other.)"""
-    count = sum(len(site.heads) for site in chosen.sites)
+def random_plan(ranking: Ranking, chosen: Plan, seed: int, *, same_layers: bool = False) -> Plan | None:
+    """A control: as many heads as `chosen` grafts, drawn uniformly from the layers that it leaves alone, or from the other heads
+    of its own layers, each with the start that locate found best for it. The first says whether it matters in which layer the
+    graft sits; the second, at which heads of that layer (Mamba-2's share B and C, and often stand in for each other). None if too few heads are
+    left to draw from."""
+    taken = {head for site in chosen.sites for head in site.each()}
     layers = {site.layer for site in chosen.sites}
-    free = sorted(score.site for score in ranking.heads if score.site.layer not in layers)
-    if len(free) < count:
-        raise UserError("the plan leaves too few heads in other layers for a random control of its size")
-    drawn = tuple(random.Random(f"random site {seed}").sample(free, count))
+    free = sorted(s.site for s in ranking.heads if s.site not in taken and (s.site.layer in layers) == same_layers)
+    if len(free) < len(taken):
+        return None
+    drawn = tuple(random.Random(f"random site {seed}").sample(free, len(taken)))
     return plan(ranking, sites=drawn, width=chosen.width, shared=chosen.shared, blend=chosen.blend, seed=chosen.seed)

@@ -168,6 +168,9 @@ def test_plan_and_its_random_control(world_base, tokenizer):
     assert control.starts == {str(score.site): score.start for score in ranking.heads if score.site in drawn}
     assert control == random_plan(ranking, chosen, seed=0)
     assert {random_plan(ranking, chosen, seed=s).sites for s in range(5)} != {control.sites}
+    beside = random_plan(ranking, chosen, seed=0, same_layers=True)
+    (site,) = beside.sites
+    assert site.layer == 1 and len(site.heads) == 3 and not set(site.heads) & {0, 3, 6}
 
 
 def test_impossible_requests_are_refused(world_base, tokenizer):
@@ -178,5 +181,6 @@ def test_impossible_requests_are_refused(world_base, tokenizer):
         locate(world_base, tokenizer, examples=1)
     with pytest.raises(UserError, match="unsplice"):
         locate(splice(world_base, Plan(sites=("L0.H0",))), tokenizer)
-    with pytest.raises(UserError, match="too few heads"):
-        random_plan(ranking, plan(ranking, heads=20), seed=0)
+    most = plan(ranking, sites=(Site(1, tuple(range(5))),))
+    assert random_plan(ranking, most, seed=0, same_layers=True) is None  # five heads, and three are left
+    assert random_plan(ranking, plan(ranking, heads=20), seed=0) is None
