@@ -1,5 +1,8 @@
 """A mixing matrix times x is what the kernel computes."""
 
+import math
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgery.kernels.attention import graft_attention
-from surgery.kernels.mixing import attention_matrix, ssd_matrix
+from surgery.kernels.mixing import attention_matrix, selective_matrix, ssd_matrix, summarise
 from surgery.kernels.ssd import ssd_scan
 from surgery.kernels.ssd_chunked import CHUNK
 from tests.kernels.inputs import assert_near, make_scan, scans
@@ -103,3 +106,74 @@ def test_attention_matrix_times_v_is_the_attention(pairs, t, past, data):
     assert_near(y, graft_attention(q, k, v))
     rows = torch.tensor(data.draw(st.lists(st.integers(-t, t - 1), min_size=1, max_size=4)))
     torch.testing.assert_close(attention_matrix(q, k, rows=rows), matrix[:, :, rows])
+
+
+def make_selective(t: int, *, b: int = 2, d: int = 3, n: int = 4, forgetting: float = 0.3, seed: int = 0) -> tuple[Tensor, ...]:
+    """x, dt, A, B, C and D of a Mamba-1 layer, in float64."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.double)
+
+    dt = 0.001 + forgetting * torch.rand(b, t, d, generator=g, dtype=torch.double)
+    return normal(b, t, d), dt, -normal(d, n).exp(), normal(b, t, n), normal(b, t, n), normal(d)
+
+
+def recurrence(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    state, out = torch.zeros(len(x), *A.shape, dtype=x.dtype), []
+    for i in range(x.shape[1]):
+        step = dt[:, i, :, None]
+        state = (step * A).exp() * state + step * B[:, i, None] * x[:, i, :, None]
+        out.append((state * C[:, i, None]).sum(-1) + D * x[:, i])
+    return torch.stack(out, 1)
+
+
+@few
+@given(st.integers(1, 20), st.sampled_from([0.3, 30.0, 1e6]), st.integers(0, 2**16), st.data())
+def test_the_matrix_of_a_channel_times_x_is_its_recurrence(t, forgetting, seed, data):
+    x, dt, A, B, C, D = make_selective(t, forgetting=forgetting, seed=seed)
+    matrix = selective_matrix(dt, A, B, C, D=D)
+    assert not matrix.triu(1).any()
+    expected = recurrence(x, dt, A, B, C, D)
+    assert_near(torch.einsum("bcij,bjc->bic", matrix, x), expected, 1e-12)
+    acting_on_dt_x = selective_matrix(dt, A, B, C, time_step=False)
+    assert_near(torch.einsum("bcij,bjc->bic", acting_on_dt_x, dt * x) + D * x, expected, 1e-12)
+    channels = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
+    rows = torch.tensor(data.draw(st.lists(st.integers(-t, t - 1), min_size=1, max_size=4)))
+    part = selective_matrix(dt, A, B, C, channels=channels, rows=rows, D=D)
+    torch.testing.assert_close(part, matrix[:, channels][:, :, rows], rtol=1e-12, atol=1e-12)
+    single = selective_matrix(*(m.float() for m in (dt, A, B, C)))
+    assert_near(single, selective_matrix(*(m.float().double() for m in (dt, A, B, C))))
+
+
+def test_gradients_of_a_channel_at_strong_decay():
+    leaves = [m.requires_grad_() for m in make_selective(9, forgetting=1e6)[1:5]]
+    assert all(m.isfinite().all() for m in torch.autograd.grad(selective_matrix(*leaves).square().sum(), leaves))
+
+
+@pytest.mark.parametrize("block", [1, 7, 100])
+def test_a_summary_in_blocks_is_that_of_the_whole_matrix(block):
+    t = 37
+    _, dt, A, B, C, _, _ = make_scan(t, state=False).double()
+    positions = torch.rand(2, t, generator=torch.Generator().manual_seed(0)) < 0.3
+    found = summarise(partial(ssd_matrix, dt, A, B, C, heads=[0, 3]), t, positions=positions, block=block)
+    share = ssd_matrix(dt, A, B, C, heads=[0, 3]).abs()
+    share = share / share.sum(-1, keepdim=True)
+    torch.testing.assert_close(found.entropy, -(share * share.clamp_min(1e-300).log()).sum(-1))
+    torch.testing.assert_close(found.mass, torch.stack([share[i][..., positions[i]].sum(-1) for i in range(2)]))
+    assert found.edges == (0, 1, 2, 4, 8, 16, 32, 64)
+    for k, (low, high) in enumerate(zip(found.edges, found.edges[1:], strict=False)):
+        band = torch.stack([share[:, :, i, max(i - high + 1, 0) : i - low + 1].sum(-1) for i in range(low, t)], -1)
+        torch.testing.assert_close(found.profile[..., k].double(), band.mean(-1), rtol=1e-5, atol=1e-6)
+
+
+def test_the_summary_of_attention_that_sees_everything_alike():
+    found = summarise(partial(attention_matrix, torch.zeros(1, 1, 8, 2), torch.zeros(1, 1, 8, 2)), 8)
+    torch.testing.assert_close(found.entropy[0, 0], torch.arange(1.0, 9.0).log())
+    assert not found.mass.any()
+    assert math.isclose(found.profile[0, 0, 0].item(), sum(1 / i for i in range(1, 9)) / 8, rel_tol=1e-6)
+
+
+def test_a_row_of_zeros_has_no_shares():
+    found = summarise(lambda rows: torch.zeros(1, 1, len(rows), 5), 5, positions=torch.ones(5, dtype=torch.bool))
+    assert not any(m.any() for m in found[:3])
