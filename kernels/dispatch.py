@@ -1,9 +1,9 @@
 """Which implementation serves an operation.
 
 Every operation lists its backends in order of preference, and the first one that can take a call serves it. Another is asked
-for by the call's `backend` argument, inside `with use(ssd_scan="stock"):` (a recipe's `kernels` does this), or by the environment
-variable SURGERY_KERNELS ("ssd_scan=stock,graft_attention=reference"), in this order. A backend that was asked for and cannot
-serve is an error, never a silent fallback.
+for by the call's `backend` argument, inside `with use(ssd_scan="stock"):` (or for a whole run, by a recipe's `kernels`), or by
+the environment variable SURGERY_KERNELS ("ssd_scan=stock,graft_attention=reference"), in this order. A backend that was asked
+for and cannot serve is an error, never a silent fallback.
 
 Whether a backend can serve is decided by the call itself (device, dtype, shapes) and, where it needs software that may be
 missing or broken (a GPU package built for another torch imports well and fails later; a compiler may be absent), by one small
@@ -11,9 +11,9 @@ real call that is compared with the reference. `surgery doctor` prints the outco
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -38,8 +38,8 @@ class Backend:
     """One implementation of an operation.
 
     run: computes, with the operation's arguments. refuses: with the same arguments, why it cannot take such a call (one line),
-    or None; it is asked for every call, so it must be cheap. probed: whether `run` needs software that may be missing or broken,
-    so that one small call must succeed first.
+    or None; it is asked for every call, so it must be cheap. probed: whether `run` needs software that may be missing or
+    broken, so that one small call must succeed first.
     """
 
     name: str
@@ -68,8 +68,7 @@ class Operation:
     def choose(self, *args: Any, backend: str | None = None) -> Backend:
         """The backend for a call. Raises KernelError if the one that was asked for cannot serve."""
         if asked := backend or (_asked.get() or {}).get(self.name) or _from_environment().get(self.name):
-            if asked not in self.backends:
-                raise KernelError(f"{self.name} has no backend named '{asked}'; it has {', '.join(self.backends)}")
+            self.check(asked)
             if reason := self.why_not(self.backends[asked], *args):
                 raise KernelError(f"{self.name}: the backend '{asked}' was asked for and cannot serve: {reason}")
             return self.backends[asked]
@@ -77,6 +76,11 @@ class Operation:
             if not self.why_not(candidate, *args):
                 return candidate
         raise KernelError(f"no backend of {self.name} takes this call")
+
+    def check(self, backend: str) -> None:
+        """Raise KernelError if there is no such backend."""
+        if backend not in self.backends:
+            raise KernelError(f"{self.name} has no backend named '{backend}'; it has {', '.join(self.backends)}")
 
     def why_not(self, backend: Backend, *args: Any) -> str | None:
         """Why `backend` cannot take such a call, or None."""
@@ -105,11 +109,16 @@ def _tensors(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else result
 
 
+def ask(**backends: str) -> Token:
+    """Ask for backends by operation from here on. Raises KernelError for an unknown name."""
+    _known(backends)
+    return _asked.set({**(_asked.get() or {}), **backends})
+
+
 @contextmanager
 def use(**backends: str) -> Iterator[None]:
     """Ask for backends by operation within a block, e.g. `with use(ssd_scan="stock"):`."""
-    _known(backends)
-    token = _asked.set({**(_asked.get() or {}), **backends})
+    token = ask(**backends)
     try:
         yield
     finally:
@@ -130,7 +139,9 @@ def _parse(text: str) -> dict[str, str]:
     return asked
 
 
-def _known(operations: Iterable[str]) -> None:
-    for operation in operations:
+def _known(asked: Mapping[str, str]) -> None:
+    for operation, backend in asked.items():
         if operation not in OPERATIONS:
             raise KernelError(f"no operation is named '{operation}'; there are {', '.join(OPERATIONS)}")
+        if operation in Operation.registry:  # an exported checkpoint carries only the operations that it needs
+            Operation.registry[operation].check(backend)

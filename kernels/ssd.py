@@ -22,7 +22,6 @@ from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.ssd_chunked import chunked_scan
 
 
-
 def ssd_scan(
     x: Tensor,
     dt: Tensor,

@@ -6,12 +6,13 @@ sum of A dt over the chunk's tokens up to i, S the state that enters and everyth
     y_i  = sum_{j<=i} exp(a_i - a_j) (C_i . B_j) dt_j x_j  +  exp(a_i) S C_i
     S'   = exp(a_Q) S + sum_j exp(a_Q - a_j) dt_j x_j B_j^T
 
-What makes it several times faster than the usual chunked form on a CPU: chunks are short (32 or 64 tokens: the quadratic part is what
-costs there) and done one after the other, so that everything that one chunk touches stays in the cache; C B^T is formed once
-per *group*; and the products with the state, which are most of the work, run over all heads of a group as one large matrix
-product. The backward pass is written out: it keeps only the state that enters each chunk and forms the rest again.
+What makes it several times faster than the usual chunked form on a CPU: chunks are short (32 or 64 tokens: the quadratic
+part is what costs there) and done one after the other, so that everything that one chunk touches stays in the cache; C B^T is
+formed once per *group*; and the products with the state, which are most of the work, run over all heads of a group as one large
+matrix product. The backward pass is written out: it keeps only the state that enters each chunk and forms the rest again.
 """
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -43,10 +44,12 @@ class _Sizes(NamedTuple):
 
     def chunks(self, device: torch.device) -> list[slice]:
         """Of equal length, nearly: 33 tokens make 17 and 16, not 32 and 1."""
-        few_heads = self.b * self.h <= 32  # then matrices of twice the size still stay in a core's cache, and there are fewer calls
+        few_heads = (
+            self.b * self.h <= 32
+        )  # then matrices of twice the size still stay in a core's cache, and there are fewer calls
         count = -(-self.t // (CHUNK_ON_GPU if device.type != "cpu" else 2 * CHUNK if few_heads else CHUNK))
         ends = [self.t * i // count for i in range(count + 1)]
-        return [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+        return [slice(*pair) for pair in pairwise(ends)]
 
     def grouped(self, m: Tensor) -> Tensor:
         """(b, q, h, p) -> (b * g, q, h / g * p)."""
@@ -140,7 +143,7 @@ class _Scan(torch.autograd.Function):
             db = size.grouped(chunk.xd * chunk.leaving) @ dstate
             da = _dot(chunk.xd, dxd).neg_()
             da[:, -1] -= da.sum(1)
-            # Within the chunk. The diagonal's decay is 1 whatever a is, and leaving it out spares the difference of two large sums.
+            # Within the chunk. The diagonal's decay is 1 whatever a is; leaving it out spares the difference of two large sums.
             dmatrix = heads @ size.heads(chunk.xd).transpose(1, 2)
             dscores = (dmatrix.view_as(chunk.decay) * chunk.decay).sum(1).tril_()
             dc = dscores @ chunk.B

@@ -1,6 +1,7 @@
 """The command line: parses, calls, prints. What a verb does is in the module of its name."""
 
 import sys
+from contextvars import copy_context
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +12,12 @@ from transformers.utils import logging
 
 import surgery
 from surgery.bench import markdown
+from surgery.doctor import GROUPS, Benchmark, Diagnosis, benchmark, cell_rows, describe, diagnose, verdict_rows
+from surgery.kernels.dispatch import KernelError, ask
 from surgery.locate import Ranking
 from surgery.locate.atlas import draw_atlas
 from surgery.plan import Plan
-from surgery.recipe import read_recipe
+from surgery.recipe import Recipe, read_recipe
 from surgery.run import compare, open_checkpoint
 from surgery.splice.splice import check_base
 from surgery.tune.pretrain import pretrain as train_base
@@ -43,7 +46,7 @@ def run(
 ) -> None:
     """Do everything that a recipe says; output to runs/<recipe>."""
     out = out or Path("runs") / recipe.stem
-    report = surgery.run(read_recipe(recipe, settings), out, resume=resume, trust_remote_code=trust_remote_code)
+    report = surgery.run(_recipe(recipe, settings), out, resume=resume, trust_remote_code=trust_remote_code)
     _table(*markdown.rows(report))
     _print(markdown.EXPLANATION + "\n")
     for name, model in report.models.items():
@@ -61,7 +64,7 @@ def locate(
     trust_remote_code: Trust = False,
 ) -> None:
     """Rank every head: ranking.json, atlas.png and mixing.png in --out (runs/locate-<model>)."""
-    options = read_recipe(recipe, settings, model=model)
+    options = _recipe(recipe, settings, model=model)
     base = open_checkpoint(options, trust_remote_code)
     out = out or Path("runs") / f"locate-{Path(model).name}"
     _writable(out)
@@ -81,7 +84,7 @@ def locate(
 def plan(ranking: Path, out: Out = None, settings: Settings = None) -> None:
     """Decide which heads become attention: plan.json beside the ranking. Settings: plan.heads=2, plan.sites=[L1.H3], ..."""
     ranked = Ranking.read(ranking)
-    options = read_recipe(None, settings, model=ranked.provenance.base)
+    options = _recipe(None, settings, model=ranked.provenance.base)
     chosen = surgery.plan(ranked, **options.plan.model_dump(), seed=options.seed)
     out = out or ranking.with_name("plan.json")
     chosen.write(out)
@@ -95,7 +98,7 @@ def splice(
 ) -> None:  # fmt: skip
     """Put a plan's grafts into a model: a hybrid folder, untrained."""
     chosen = Plan.read(plan)
-    base = open_checkpoint(read_recipe(None, settings, model=model), trust_remote_code)
+    base = open_checkpoint(_recipe(None, settings, model=model), trust_remote_code)
     check_base(chosen, base.fingerprint)
     surgery.export(surgery.splice(base.model, chosen), out, tokenizer=base.tokenizer, plan=chosen, base=base.name)
     _print(f"hybrid: {out}")
@@ -107,7 +110,7 @@ def tune(
     resume: Resume = False, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Tune a hybrid's grafts: a tuned hybrid folder. Checkpoints lie in <out>-tuning."""
-    options = read_recipe(recipe, settings, model=hybrid)
+    options = _recipe(recipe, settings, model=hybrid)
     plan = Plan.read(Path(hybrid) / "plan.json")
     loaded = open_checkpoint(options, trust_remote_code)
     work = out.with_name(f"{out.name}-tuning")
@@ -130,7 +133,7 @@ def export(
     if form != "hf":
         raise surgery.UserError(f"cannot export as '{form}'; there is: hf")
     plan = Plan.read(Path(hybrid) / "plan.json")
-    loaded = open_checkpoint(read_recipe(None, settings, model=hybrid), trust_remote_code)
+    loaded = open_checkpoint(_recipe(None, settings, model=hybrid), trust_remote_code)
     base = plan.provenance.base if plan.provenance else hybrid
     difference = surgery.export(loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=base)
     _print(f"reloaded logits differ by {difference:g}; hybrid: {out}")
@@ -144,11 +147,32 @@ def bench(
 ) -> None:  # fmt: skip
     """Compare models on the same examples: report.json, report.md and figures in --out (runs/bench-<first hybrid>)."""
     out = out or Path("runs") / f"bench-{Path(hybrids[0]).name}"
-    report = compare(
-        read_recipe(recipe, settings, model=base), hybrids, out, resume=resume, trust_remote_code=trust_remote_code
-    )
+    report = compare(_recipe(recipe, settings, model=base), hybrids, out, resume=resume, trust_remote_code=trust_remote_code)
     _table(*markdown.rows(report))
     _print(f"Report: {out / 'report.md'}")
+
+
+@app.command()
+def doctor(
+    bench: Annotated[
+        bool, typer.Option("--bench", help="Also measure the kernels against what they replace (minutes).")
+    ] = False,
+    only: Annotated[list[str] | None, typer.Option("--only", help=f"Measure only this: {', '.join(GROUPS)}.")] = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time for each measurement, at least.")] = 6.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")] = None,
+) -> None:
+    """Say which kernel serves which operation here, and why the others do not."""
+    if unknown := set(only or ()) - set(GROUPS):
+        raise surgery.UserError(f"nothing to measure is named '{min(unknown)}'; there are {', '.join(GROUPS)}")
+    found: Diagnosis | Benchmark = benchmark(tuple(only or GROUPS), seconds=seconds) if bench else diagnose()
+    if out:
+        found.write(out)
+    if as_json:
+        print(found.model_dump_json(indent=2))
+        return
+    _print(describe(found.environment))
+    _table(*(cell_rows(found) if isinstance(found, Benchmark) else verdict_rows(found)))
 
 
 @app.command()
@@ -165,10 +189,17 @@ def main() -> None:
     logging.disable_progress_bar()  # one bar at a time: ours
 
     try:
-        app()
-    except surgery.UserError as error:
+        copy_context().run(app)  # in a context of its own, so that the backends it asks for are not asked for afterwards
+    except (surgery.UserError, KernelError) as error:
         print(f"surgery: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def _recipe(path: Path | None, settings: list[str] | None, **fixed: str) -> Recipe:
+    """Read the recipe, and ask for its kernels from here on."""
+    options = read_recipe(path, settings, **fixed)
+    ask(**options.kernels)
+    return options
 
 
 def _writable(folder: Path) -> None:

@@ -84,13 +84,17 @@ class Bench(Record):
 
 
 class Recipe(Record):
-    """Everything that a run depends on. Output goes to runs/<the recipe's file name> unless --out says otherwise."""
+    """Everything that a run depends on. Output goes to runs/<the recipe's file name> unless --out says otherwise.
+
+    kernels: operation -> backend, where another than the preferred one is wanted (`surgery doctor` lists them).
+    """
 
     model: str
     tokenizer: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     seed: int = 0
+    kernels: dict[str, str] = {}
     data: Data = Data()
     locate: Locate = Locate()
     plan: PlanOptions = PlanOptions()

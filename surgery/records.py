@@ -14,6 +14,7 @@ import torch
 from surgery.errors import UserError
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "scipy")
+KERNEL_PACKAGES = ("triton", "mamba-ssm", "causal-conv1d", "flash-attn", "kernels")  # optional, and only of use on GPUs
 
 
 class Record(pydantic.BaseModel):
@@ -37,35 +38,41 @@ class Record(pydantic.BaseModel):
         write_text(path, self.model_dump_json(indent=2) + "\n")
 
 
-class Provenance(Record):
-    """Where a file comes from."""
+class Environment(Record):
+    """When, with what and on what something was made or measured."""
 
     schema_version: int = 1
     toolkit: str
     created: str
-    seed: int
-    base: str
-    base_fingerprint: str
     packages: dict[str, str]
     machine: str
     threads: int
+
+
+class Provenance(Environment):
+    """Where a file comes from."""
+
+    seed: int
+    base: str
+    base_fingerprint: str
     recipe: dict[str, Any] | None = None
+
+
+def environment(packages: tuple[str, ...] = PACKAGES) -> Environment:
+    """The environment of something that is made now."""
+    return Environment(
+        toolkit=_version("mamba-surgery"),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        packages={"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+        + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
+        threads=torch.get_num_threads(),
+    )
 
 
 def provenance(base: str, fingerprint: str, seed: int, recipe: dict[str, Any] | None = None) -> Provenance:
     """The provenance of something that is made now."""
-    return Provenance(
-        toolkit=_version("mamba-surgery"),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        seed=seed,
-        base=base,
-        base_fingerprint=fingerprint,
-        packages={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
-        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
-        + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
-        threads=torch.get_num_threads(),
-        recipe=recipe,
-    )
+    return Provenance(**environment().model_dump(), seed=seed, base=base, base_fingerprint=fingerprint, recipe=recipe)
 
 
 def first_line(error: pydantic.ValidationError) -> str:

@@ -71,10 +71,9 @@ def plan(
 
 
 def random_plan(ranking: Ranking, chosen: Plan, seed: int, *, same_layers: bool = False) -> Plan | None:
-    """A control: as many heads as `chosen` grafts, drawn uniformly from the layers that it leaves alone, or from the other heads
-    of its own layers, each with the start that locate found best for it. The first says whether it matters in which layer the
-    graft sits; the second, at which heads of that layer (Mamba-2's share B and C, and often stand in for each other). None if too few heads are
-    left to draw from."""
+    """A control: as many heads as `chosen` grafts, each with the start that locate found best for it, drawn uniformly from the
+    layers that it leaves alone (does it matter in which layer the graft sits?) or from the other heads of its own layers (at
+    which heads? Mamba-2's share B and C, and often stand in for each other). None if too few heads are left to draw from."""
     taken = {head for site in chosen.sites for head in site.each()}
     layers = {site.layer for site in chosen.sites}
     free = sorted(s.site for s in ranking.heads if s.site not in taken and (s.site.layer in layers) == same_layers)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from surgery.kernels import dispatch
-from surgery.kernels.attention import graft_attention
+from surgery.kernels.attention import GRAFT_ATTENTION, graft_attention
 from surgery.kernels.dispatch import Backend, KernelError, Operation, use
-from surgery.kernels.ssd import ssd_scan, ssd_step
+from surgery.kernels.ssd import SSD_SCAN, SSD_STEP, ssd_scan, ssd_step
 from tests.kernels.inputs import make_scan
 
 
@@ -149,20 +149,23 @@ def test_every_operation_names_its_backends():
         graft_attention(q, q, q, backend="fast")
 
 
-def test_operations_listen_to_their_own_names():
-    """The scan's name in `use` is the function's name: asked for nonsense, each refuses, and only it."""
+def test_operations_listen_to_their_own_names(monkeypatch):
+    """The scan's name in `use` is the function's name: asked for a backend that refuses, each says so, and only it."""
     x, dt, A, B, C, D, state = make_scan(1)
     q = torch.zeros(1, 1, 1, 1)
     calls = {
-        "ssd_scan": lambda: ssd_scan(x, dt, A, B, C),
-        "ssd_step": lambda: ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D),
-        "graft_attention": lambda: graft_attention(q, q, q),
+        SSD_SCAN: lambda: ssd_scan(x, dt, A, B, C),
+        SSD_STEP: lambda: ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D),
+        GRAFT_ATTENTION: lambda: graft_attention(q, q, q),
     }
+    for operation in calls:
+        refusing = Backend("refusing", doubled, refuses=lambda *args: "it never does")
+        monkeypatch.setitem(operation.backends, "refusing", refusing)
     for asked in calls:
-        with use(**{asked: "nonsense"}):
-            for name, call in calls.items():
-                if name == asked:
-                    with pytest.raises(KernelError, match=name):
+        with use(**{asked.name: "refusing"}):
+            for operation, call in calls.items():
+                if operation is asked:
+                    with pytest.raises(KernelError, match=f"{operation.name}: .* it never does"):
                         call()
                 else:
                     call()

@@ -1,0 +1,220 @@
+"""What this project's kernels are worth here: every operation against the path it replaces, in one run.
+
+Shapes are those of published models. A kernel cell compares backends of one operation; a model cell compares a whole base in
+stock transformers with the same weights on our kernels (`prefill`), or a hybrid with one grafted head with its base.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from surgery.doctor import models
+from surgery.doctor.timing import Runs, milliseconds, peak_bytes
+from surgery.kernels.attention import GRAFT_ATTENTION
+from surgery.kernels.dispatch import Operation
+from surgery.kernels.selective import SELECTIVE_SCAN
+from surgery.kernels.ssd import SSD_SCAN
+from surgery.plan import Plan
+from surgery.progress import Track
+from surgery.records import KERNEL_PACKAGES, PACKAGES, Environment, Record, environment
+from surgery.splice import adopt, splice
+
+
+class Cell(Record):
+    """One comparison. milliseconds: median by contender. ratio: the baseline's time over that of `ours`. memory_mb: the most
+    that a call holds at once, by contender; memory_ratio: that of `ours` over the baseline's."""
+
+    shape: str
+    tokens: int
+    device: str
+    dtype: str
+    threads: int
+    ours: str
+    baseline: str
+    milliseconds: dict[str, float]
+    ratio: float
+    memory_mb: dict[str, float] = {}
+    memory_ratio: float | None = None
+
+
+class Benchmark(Record):
+    environment: Environment
+    ssd_forward: tuple[Cell, ...] = ()
+    ssd_forward_backward: tuple[Cell, ...] = ()
+    selective_scan_forward: tuple[Cell, ...] = ()
+    selective_scan_forward_backward: tuple[Cell, ...] = ()
+    graft_attention_forward: tuple[Cell, ...] = ()
+    graft_attention_forward_backward: tuple[Cell, ...] = ()
+    prefill: tuple[Cell, ...] = ()
+    hybrid_prefill: tuple[Cell, ...] = ()
+    hybrid_decode: tuple[Cell, ...] = ()
+
+
+GROUPS = tuple(name for name in Benchmark.model_fields if name != "environment")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to compare: `make` builds the runs, by contender, when its turn comes."""
+
+    group: str
+    shape: str
+    tokens: int
+    dtype: torch.dtype
+    ours: str
+    baseline: str
+    make: Callable[[], Runs]
+    memory: bool = True
+
+
+def benchmark(groups: tuple[str, ...] = GROUPS, *, device: torch.device | None = None, seconds: float = 6.0) -> Benchmark:
+    """Measure; `seconds` are spent on each cell at least. On a CPU each kernel is measured with one thread and with all."""
+    device = device or (torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    all_threads = torch.get_num_threads()
+    thread_counts = sorted({1, all_threads}) if device.type == "cpu" else [all_threads]
+    work = [(case, threads) for case in _cases(device) if case.group in groups for threads in thread_counts]
+    done: dict[str, list[Cell]] = {}
+    progress = Track(work, "bench", every=10)
+    try:
+        for case, threads in progress:
+            progress.note = f"{case.group} {case.shape}, {case.tokens} tokens, {threads} threads"
+            torch.set_num_threads(threads)
+            done.setdefault(case.group, []).append(_measure(case, device, threads, seconds))
+    finally:
+        torch.set_num_threads(all_threads)
+    cells = {group: tuple(values) for group, values in done.items()}
+    return Benchmark(environment=environment((*PACKAGES, *KERNEL_PACKAGES)), **cells)
+
+
+def _measure(case: Case, device: torch.device, threads: int, seconds: float) -> Cell:
+    runs = case.make()
+    times = milliseconds(runs, device, seconds=seconds)
+    memory = {name: peak_bytes(run, device) / 2**20 for name, run in runs.items()} if case.memory else {}
+    return Cell(
+        shape=case.shape,
+        tokens=case.tokens,
+        device=str(device),
+        dtype=str(case.dtype).removeprefix("torch."),
+        threads=threads,
+        ours=case.ours,
+        baseline=case.baseline,
+        milliseconds={name: round(value, 3) for name, value in times.items()},
+        ratio=round(times[case.baseline] / times[case.ours], 3),
+        memory_mb={name: round(value, 2) for name, value in memory.items()},
+        memory_ratio=round(memory[case.ours] / memory[case.baseline], 3) if memory else None,
+    )
+
+
+def _cases(device: torch.device) -> Iterator[Case]:
+    cpu = device.type == "cpu"
+    dtype = torch.float32 if cpu else torch.bfloat16
+    # The stock path's memory for a 7B model's width would not fit beside much else at the longer length.
+    for shape, heads, lengths in (("mamba2-130m", 24, (1024, 4096)), ("mamba2-2.7b", 80, (1024,))):
+        for t in lengths:
+            make = _random(models.ssd_inputs, heads, t, device, dtype)
+            yield from _kernel_cases("ssd", shape, t, SSD_SCAN, "stock", make, dtype)
+    for shape, channels, lengths in (("mamba-130m", 1536, (1024, 4096)), ("falcon-mamba-7b", 8192, (512,))):
+        for t in lengths:
+            make = _random(models.selective_inputs, channels, t, device, dtype)
+            yield from _kernel_cases("selective_scan", shape, t, SELECTIVE_SCAN, "stock", make, dtype)
+    for shape, heads in (("mamba2-130m, one head", 1), ("mamba2-130m, 24 heads", 24)):
+        for t in (1024,) if cpu else (1024, 4096, 16384):
+            make = _random(models.attention_inputs, heads, t, device, dtype)
+            yield from _kernel_cases("graft_attention", shape, t, GRAFT_ATTENTION, "sdpa", make, dtype)
+    for shape, build in models.BASES.items():
+        for t in (1024, 4096):
+            yield Case("prefill", shape, t, dtype, "ours", "stock", _prefill(build, t, device, dtype), memory=False)
+    for group in ("hybrid_prefill", "hybrid_decode"):
+        make = _hybrid(4096, device, dtype, decode=group == "hybrid_decode")
+        yield Case(group, "mamba2-130m, one head grafted", 4096, dtype, "hybrid", "base", make, memory=False)
+
+
+def _random(make: Callable, *sizes: Any) -> Callable[[], tuple]:
+    return lambda: make(*sizes)
+
+
+def _kernel_cases(
+    name: str, shape: str, tokens: int, operation: Operation, baseline: str, inputs: Callable[[], tuple], dtype: torch.dtype
+) -> Iterator[Case]:
+    """Forward, and forward with backward; contenders are all backends that serve, but the reference."""
+    few = tuple(arg[:, :1] if isinstance(arg, Tensor) and arg.dim() > 2 else arg for arg in inputs())
+    ours = operation.choose(*few).name
+    for backward in (False, True):
+
+        def make(backward: bool = backward) -> Runs:
+            args = tuple(a.requires_grad_(backward and a.is_floating_point()) if isinstance(a, Tensor) else a for a in inputs())
+            serving = [
+                backend.name
+                for backend in operation.backends.values()
+                if backend is not operation.reference and not backend.on_request and not operation.why_not(backend, *args)
+            ]
+            return {backend: _call(operation, args, backend, backward) for backend in serving}
+
+        yield Case(f"{name}_forward{'_backward' * backward}", shape, tokens, dtype, ours, baseline, make)
+
+
+def _call(operation: Operation, args: tuple, backend: str, backward: bool) -> Callable[[], Any]:
+    """A call of one backend; with `backward`, also the gradient of its first result by all inputs."""
+    leaves = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return operation(*args, backend=backend)
+
+    def both() -> Any:
+        result = operation(*args, backend=backend)
+        y = result if isinstance(result, Tensor) else result[0]
+        return torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    return both if backward else forward
+
+
+def _prefill(build: Callable[[], PreTrainedModel], tokens: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Runs]:
+    def make() -> Runs:
+        stock = build().to(device, dtype).eval()
+        ids = _ids(stock, tokens)
+        return {"ours": _reader(adopt(stock), ids), "stock": _reader(stock, ids)}
+
+    return make
+
+
+def _hybrid(tokens: int, device: torch.device, dtype: torch.dtype, decode: bool) -> Callable[[], Runs]:
+    """Prefill, or one more token after it, of a base on our kernels and of the same with one grafted head."""
+
+    def make() -> Runs:
+        base = models.BASES["mamba2-130m"]().to(device, dtype).eval()
+        contenders = {"hybrid": splice(base, Plan(sites=("L0.H0",))), "base": adopt(base)}  # type: ignore[arg-type]
+        ids = _ids(base, tokens)
+        if not decode:
+            return {name: _reader(model, ids) for name, model in contenders.items()}
+        return {name: _decoder(model, ids) for name, model in contenders.items()}
+
+    return make
+
+
+def _ids(model: PreTrainedModel, tokens: int) -> Tensor:
+    return torch.arange(tokens, device=model.device)[None] % model.config.vocab_size
+
+
+def _reader(model: PreTrainedModel, ids: Tensor) -> Callable[[], Any]:
+    def read() -> Any:
+        with torch.inference_mode():
+            return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+
+    return read
+
+
+def _decoder(model: PreTrainedModel, ids: Tensor) -> Callable[[], Any]:
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=ids, cache_params=cache, use_cache=True, logits_to_keep=1)
+
+    def decode() -> Any:
+        with torch.inference_mode():
+            return model(input_ids=ids[:, :1], cache_params=cache, use_cache=True).logits
+
+    return decode

@@ -1,0 +1,53 @@
+"""Which backend serves which operation on this machine, and why the others do not."""
+
+import torch
+
+from surgery.kernels.dispatch import Operation
+from surgery.records import KERNEL_PACKAGES, PACKAGES, Environment, Record, environment
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Verdict(Record):
+    """serves: the backend that a small call without further wishes gets. refused: by backend, why it cannot serve such a call.
+    idle: the backends that could serve it and are not preferred."""
+
+    operation: str
+    device: str
+    dtype: str
+    serves: str
+    idle: tuple[str, ...]
+    refused: dict[str, str]
+
+
+class Diagnosis(Record):
+    environment: Environment
+    verdicts: tuple[Verdict, ...]
+
+
+def diagnose() -> Diagnosis:
+    """Ask every backend, with a real call where it depends on software that may be broken."""
+    devices = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
+    return Diagnosis(
+        environment=environment((*PACKAGES, *KERNEL_PACKAGES)),
+        verdicts=tuple(
+            _verdict(operation, device, dtype)
+            for operation in Operation.registry.values()
+            for device in devices
+            for dtype in DTYPES
+        ),
+    )
+
+
+def _verdict(operation: Operation, device: torch.device, dtype: torch.dtype) -> Verdict:
+    args = operation.example(device, dtype)
+    reasons = {name: operation.why_not(backend, *args) for name, backend in operation.backends.items()}
+    serves = operation.choose(*args).name
+    return Verdict(
+        operation=operation.name,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        serves=serves,
+        idle=tuple(name for name, reason in reasons.items() if not reason and name != serves),
+        refused={name: reason for name, reason in reasons.items() if reason},
+    )

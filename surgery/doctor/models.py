@@ -1,0 +1,56 @@
+"""Random inputs and models of the shapes of published checkpoints."""
+
+import torch
+from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
+
+
+def ssd_inputs(heads: int, t: int, device: torch.device, dtype: torch.dtype) -> tuple:
+    """The arguments of SSD_SCAN for heads of 64 with a state of 128, as in all of state-spaces' Mamba-2."""
+    g = torch.Generator().manual_seed(0)
+    x, B, C = (torch.randn(1, t, *shape, generator=g).to(device, dtype) for shape in ((heads, 64), (1, 128), (1, 128)))
+    dt = (0.001 + 0.1 * torch.rand(1, t, heads, generator=g)).to(device, dtype)
+    A, D = (-1 - 15 * torch.rand(heads, generator=g)).to(device), torch.randn(heads, generator=g).to(device)
+    return x, dt, A, B, C, D, None, 256
+
+
+def selective_inputs(channels: int, t: int, device: torch.device, dtype: torch.dtype) -> tuple:
+    """The arguments of SELECTIVE_SCAN with a state of 16, in the memory layout of the mixer."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1, channels, t, generator=g).to(device, dtype).transpose(1, 2)
+    dt = (0.001 + 0.1 * torch.rand(1, channels, t, generator=g)).to(device, dtype).transpose(1, 2)
+    A = -torch.arange(1.0, 17.0).repeat(channels, 1).to(device)
+    B, C = torch.randn(1, t, 32, generator=g).to(device, dtype).split(16, dim=-1)
+    return x, dt, A, B, C, torch.randn(channels, generator=g).to(device), None
+
+
+def attention_inputs(heads: int, t: int, device: torch.device, dtype: torch.dtype) -> tuple:
+    """The arguments of GRAFT_ATTENTION for dual grafts of heads of 64 with a state of 128 and log dt, one pair a head."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, t, w, generator=g).to(device, dtype) for w in (129, 129, 64))
+    return q / 11, k, v, None
+
+
+def _mamba2_130m() -> PreTrainedModel:
+    config = Mamba2Config(
+        num_heads=24, head_dim=64, vocab_size=50288, hidden_size=768, state_size=128, num_hidden_layers=24, n_groups=1,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Mamba2ForCausalLM(config)
+
+
+def _tiny_mamba2() -> PreTrainedModel:
+    config = Mamba2Config(
+        num_heads=8, head_dim=32, vocab_size=1664, hidden_size=128, state_size=16, num_hidden_layers=4, n_groups=1,
+        chunk_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Mamba2ForCausalLM(config)
+
+
+def _mamba_130m() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return MambaForCausalLM(MambaConfig(vocab_size=50280, hidden_size=768, state_size=16, num_hidden_layers=24))
+
+
+BASES = {"tiny-mamba2": _tiny_mamba2, "mamba2-130m": _mamba2_130m, "mamba-130m": _mamba_130m}

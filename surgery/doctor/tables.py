@@ -1,0 +1,43 @@
+"""The doctor's findings as tables, for the terminal and the README."""
+
+from surgery.doctor.benchmark import GROUPS, Benchmark
+from surgery.doctor.diagnosis import Diagnosis
+from surgery.records import Environment
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def describe(environment: Environment) -> str:
+    """One line on the machine and the software."""
+    packages = ", ".join(f"{name} {version}" for name, version in environment.packages.items())
+    return f"{environment.created[:10]}, {environment.machine}, {environment.threads} threads; {packages}"
+
+
+def verdict_rows(diagnosis: Diagnosis) -> Table:
+    """One row for each operation, device and dtype."""
+    body = []
+    for verdict in diagnosis.verdicts:
+        others = [f"{name}: {reason}" for name, reason in verdict.refused.items()]
+        others += [f"{name}: could, not preferred" for name in verdict.idle]
+        body.append([verdict.operation, verdict.device, verdict.dtype, verdict.serves, "\n".join(others)])
+    return ["operation", "device", "dtype", "served by", "not by"], body
+
+
+def cell_rows(benchmark: Benchmark) -> Table:
+    """One row a measurement."""
+    body = []
+    for group in GROUPS:
+        for cell in getattr(benchmark, group):
+            times = ", ".join(f"{name} {value:.4g} ms" for name, value in cell.milliseconds.items())
+            memory = "" if cell.memory_ratio is None else f"{cell.memory_ratio:.2f}"
+            row = [
+                group.replace("_", " "),
+                cell.shape,
+                f"{cell.tokens:,}",
+                str(cell.threads),
+                times,
+                f"{cell.ratio:.2f}",
+                memory,
+            ]
+            body.append(row)
+    return ["measured", "shape", "tokens", "threads", "median time", "times as fast", "memory, share"], body
