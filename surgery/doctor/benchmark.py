@@ -76,21 +76,21 @@ def benchmark(groups: tuple[str, ...] = GROUPS, *, device: torch.device | None =
     device = device or (torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     all_threads = torch.get_num_threads()
     thread_counts = sorted({1, all_threads}) if device.type == "cpu" else [all_threads]
-    work = [(case, threads) for case in _cases(device) if case.group in groups for threads in thread_counts]
+    work = [(case, threads) for case in cases(device) if case.group in groups for threads in thread_counts]
     done: dict[str, list[Cell]] = {}
     progress = Track(work, "bench", every=10)
     try:
         for case, threads in progress:
             progress.note = f"{case.group} {case.shape}, {case.tokens} tokens, {threads} threads"
             torch.set_num_threads(threads)
-            done.setdefault(case.group, []).append(_measure(case, device, threads, seconds))
+            done.setdefault(case.group, []).append(measure(case, device, threads, seconds))
     finally:
         torch.set_num_threads(all_threads)
     cells = {group: tuple(values) for group, values in done.items()}
     return Benchmark(environment=environment((*PACKAGES, *KERNEL_PACKAGES)), **cells)
 
 
-def _measure(case: Case, device: torch.device, threads: int, seconds: float) -> Cell:
+def measure(case: Case, device: torch.device, threads: int, seconds: float) -> Cell:
     runs = case.make()
     times = milliseconds(runs, device, seconds=seconds)
     memory = {name: peak_bytes(run, device) / 2**20 for name, run in runs.items()} if case.memory else {}
@@ -109,22 +109,22 @@ def _measure(case: Case, device: torch.device, threads: int, seconds: float) -> 
     )
 
 
-def _cases(device: torch.device) -> Iterator[Case]:
+def cases(device: torch.device) -> Iterator[Case]:
     cpu = device.type == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
     # The stock path's memory for a 7B model's width would not fit beside much else at the longer length.
     for shape, heads, lengths in (("mamba2-130m", 24, (1024, 4096)), ("mamba2-2.7b", 80, (1024,))):
         for t in lengths:
             make = _random(models.ssd_inputs, heads, t, device, dtype)
-            yield from _kernel_cases("ssd", shape, t, SSD_SCAN, "stock", make, dtype)
+            yield from kernel_cases("ssd", shape, t, SSD_SCAN, "stock", make, dtype)
     for shape, channels, lengths in (("mamba-130m", 1536, (1024, 4096)), ("falcon-mamba-7b", 8192, (512,))):
         for t in lengths:
             make = _random(models.selective_inputs, channels, t, device, dtype)
-            yield from _kernel_cases("selective_scan", shape, t, SELECTIVE_SCAN, "stock", make, dtype)
+            yield from kernel_cases("selective_scan", shape, t, SELECTIVE_SCAN, "stock", make, dtype)
     for shape, heads in (("mamba2-130m, one head", 1), ("mamba2-130m, 24 heads", 24)):
         for t in (1024,) if cpu else (1024, 4096, 16384):
             make = _random(models.attention_inputs, heads, t, device, dtype)
-            yield from _kernel_cases("graft_attention", shape, t, GRAFT_ATTENTION, "sdpa", make, dtype)
+            yield from kernel_cases("graft_attention", shape, t, GRAFT_ATTENTION, "sdpa", make, dtype)
     for shape, build in models.BASES.items():
         for t in (1024, 4096):
             yield Case("prefill", shape, t, dtype, "ours", "stock", _prefill(build, t, device, dtype), memory=False)
@@ -137,7 +137,7 @@ def _random(make: Callable, *sizes: Any) -> Callable[[], tuple]:
     return lambda: make(*sizes)
 
 
-def _kernel_cases(
+def kernel_cases(
     name: str, shape: str, tokens: int, operation: Operation, baseline: str, inputs: Callable[[], tuple], dtype: torch.dtype
 ) -> Iterator[Case]:
     """Forward, and forward with backward; contenders are all backends that serve, but the reference."""

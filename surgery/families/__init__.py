@@ -26,17 +26,40 @@ class Family(Protocol):
     def check(self, config: PreTrainedConfig) -> None:
         """Raise UserError if the configuration holds a field that is neither handled nor at its default."""
 
+    def adopted(self, model: PreTrainedModel) -> bool:
+        """Whether the model already runs on this project's kernels."""
+
     def shape(self, config: PreTrainedConfig) -> tuple[int, int]:
         """(layers, heads per layer)."""
 
     def empty(self, config: PreTrainedConfig, plan: Plan | None) -> PreTrainedModel:
-        """The hybrid class for a base's configuration and a plan, without values in its tensors (on the meta device)."""
+        """The hybrid class for a base's configuration and a plan, without values in its tensors (on the meta device). Raises
+        UserError if the family cannot graft what the plan says."""
 
     def initialise(self, mixer: Any, plan: Plan) -> None:
         """Give the mixer's graft, which has storage but no values, its first weights."""
 
     def empty_base(self, config: PreTrainedConfig) -> PreTrainedModel:
         """The stock class for a hybrid's configuration, on the meta device."""
+
+
+# Fields of every configuration that do not change what a model computes, or that transformers itself honours.
+COMMON = frozenset(
+    """
+    vocab_size hidden_size num_hidden_layers layer_norm_epsilon use_bias use_conv_bias hidden_act residual_in_fp32 conv_kernel
+    state_size expand tie_word_embeddings use_cache pad_token_id bos_token_id eos_token_id initializer_range time_step_rank
+    time_step_min time_step_max time_step_floor rescale_prenorm_residual dtype torch_dtype architectures transformers_version
+    model_type name_or_path _name_or_path output_hidden_states return_dict layer_types is_decoder
+    """.split()
+)
+
+
+def refuse_unhandled(config: PreTrainedConfig, defaults: PreTrainedConfig, handled: frozenset[str]) -> None:
+    """Raise UserError for the first field that is not in `handled` and not as in `defaults`."""
+    usual = defaults.to_dict()
+    for name, value in config.to_dict().items():
+        if name not in handled and (name not in usual or value != usual[name]):
+            raise UserError(f"the configuration's field '{name}' ({value!r}) is not handled by the {defaults.model_type} family")
 
 
 @cache

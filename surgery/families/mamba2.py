@@ -3,22 +3,15 @@
 import copy
 
 import torch
-from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedConfig
+from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import UserError
+from surgery.families import COMMON, refuse_unhandled
 from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM, Mamba2HybridMixer
 from surgery.plan import Plan
 
-# Fields that change what the model computes, and that the hybrid classes honour.
-HANDLED = frozenset(
-    """
-    num_heads head_dim vocab_size hidden_size state_size num_hidden_layers layer_norm_epsilon expand conv_kernel n_groups
-    use_bias use_conv_bias hidden_act residual_in_fp32 time_step_limit chunk_size tie_word_embeddings use_cache
-    pad_token_id bos_token_id eos_token_id initializer_range time_step_rank time_step_min time_step_max time_step_floor
-    rescale_prenorm_residual dtype torch_dtype architectures transformers_version model_type name_or_path _name_or_path
-    output_hidden_states return_dict layer_types grafts auto_map is_decoder surgery
-    """.split()
-)
+# Fields that the hybrid classes honour.
+HANDLED = COMMON | {"num_heads", "head_dim", "n_groups", "time_step_limit", "chunk_size", "grafts", "auto_map", "surgery"}
 
 
 class Mamba2Family:
@@ -26,12 +19,10 @@ class Mamba2Family:
     hybrid_type = Mamba2HybridConfig.model_type
 
     def check(self, config: PreTrainedConfig) -> None:
-        defaults = Mamba2Config().to_dict()
-        for name, value in config.to_dict().items():
-            if name not in HANDLED and (name not in defaults or value != defaults[name]):
-                raise UserError(
-                    f"the configuration's field '{name}' ({value!r}) is not handled by the {self.model_type} family"
-                )
+        refuse_unhandled(config, Mamba2Config(), HANDLED)
+
+    def adopted(self, model: PreTrainedModel) -> bool:
+        return isinstance(model, Mamba2HybridForCausalLM)
 
     def shape(self, config: PreTrainedConfig) -> tuple[int, int]:
         return config.num_hidden_layers, config.num_heads

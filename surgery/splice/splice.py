@@ -51,10 +51,9 @@ def check_base(plan: Plan, fingerprint: str) -> None:
 
 
 def adopt(base: PreTrainedModel) -> PreTrainedModel:
-    """The base in the hybrid's class, nothing spliced: the same function, served by this project's kernels."""
-    if base.config.model_type == family_of(base.config).hybrid_type:
-        return base
-    return splice(base, None)
+    """The base in the hybrid's class (or its own, where a family has none), nothing spliced: the same function, served by this
+    project's kernels."""
+    return base if family_of(base.config).adopted(base) else splice(base, None)
 
 
 def unsplice(hybrid: PreTrainedModel) -> PreTrainedModel:
@@ -84,5 +83,8 @@ def _share(source: PreTrainedModel, target: PreTrainedModel) -> None:
         raise UserError(f"the base lacks the tensor '{unshared[0]}'")
     for name, p in source.named_parameters():
         p.requires_grad_(trainable[name])
+    for name, buffer in source.named_buffers():  # those that state_dict leaves out
+        owner, _, leaf = name.rpartition(".")
+        target.get_submodule(owner)._buffers[leaf] = buffer
     target.generation_config = source.generation_config
     target.train(source.training)

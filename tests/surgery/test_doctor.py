@@ -1,0 +1,120 @@
+"""The doctor: what it says is what the dispatcher does; the benchmark's arithmetic. Nothing here asks how fast anything is."""
+
+import json
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from surgery import cli
+from surgery.doctor import GROUPS, Benchmark, Diagnosis, benchmark, diagnose, models
+from surgery.doctor.benchmark import cases, kernel_cases, measure
+from surgery.doctor.models import ssd_inputs
+from surgery.doctor.timing import milliseconds, peak_bytes
+from surgery.kernels.dispatch import OPERATIONS, Operation
+from surgery.kernels.ssd import SSD_SCAN
+
+CPU = torch.device("cpu")
+
+
+def call(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["surgery", *arguments])
+    try:
+        cli.main()
+        status = 0
+    except SystemExit as stop:
+        status = stop.code or 0
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_every_operation_is_diagnosed_and_every_backend_accounted_for():
+    found = diagnose().verdicts
+    assert {verdict.operation for verdict in found} == set(OPERATIONS)
+    for verdict in found:
+        operation = Operation.registry[verdict.operation]
+        assert {verdict.serves, *verdict.idle, *verdict.refused} == set(operation.backends)
+        args = operation.example(torch.device(verdict.device), getattr(torch, verdict.dtype))
+        assert operation.choose(*args).name == verdict.serves
+        for name, reason in verdict.refused.items():
+            assert reason == operation.why_not(operation.backends[name], *args)
+            assert "\n" not in reason
+
+
+def test_without_a_gpu_its_packages_are_refused_with_a_reason():
+    by_operation = {verdict.operation: verdict for verdict in diagnose().verdicts if verdict.device == "cpu"}
+    assert "mamba_ssm" in by_operation["ssd_scan"].refused
+    assert "mamba_ssm" in by_operation["selective_scan"].refused
+    assert {"flash2", "flash3", "triton"} <= by_operation["graft_attention"].refused.keys()
+
+
+def test_the_command_prints_tables_and_json(monkeypatch, capsys, tmp_path):
+    status, out, _ = call(monkeypatch, capsys, "doctor")
+    assert status == 0
+    for operation in OPERATIONS:
+        assert operation in out
+    status, out, _ = call(monkeypatch, capsys, "doctor", "--json", "--out", str(tmp_path / "doctor.json"))
+    assert status == 0
+    assert Diagnosis.model_validate(json.loads(out)).verdicts == Diagnosis.read(tmp_path / "doctor.json").verdicts
+
+
+def test_an_unknown_measurement_is_refused(monkeypatch, capsys):
+    status, _, err = call(monkeypatch, capsys, "doctor", "--bench", "--only", "ssd_forwards")
+    assert status == 2
+    assert err.count("\n") == 1
+    assert "'ssd_forwards'" in err
+
+
+def test_the_benchmark_has_every_shape_forwards_and_backwards():
+    found = {(case.group, case.shape, case.tokens) for case in cases(CPU)}
+    for backward in ("", "_backward"):
+        assert {
+            (f"ssd_forward{backward}", "mamba2-130m", 1024),
+            (f"ssd_forward{backward}", "mamba2-130m", 4096),
+            (f"ssd_forward{backward}", "mamba2-2.7b", 1024),
+            (f"selective_scan_forward{backward}", "mamba-130m", 1024),
+            (f"selective_scan_forward{backward}", "mamba-130m", 4096),
+            (f"selective_scan_forward{backward}", "falcon-mamba-7b", 512),
+        } <= found
+    assert {group for group, _, _ in found} == set(GROUPS)
+    assert set(GROUPS) | {"environment"} == set(Benchmark.model_fields)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_cell_says_what_was_measured(backward):
+    inputs = partial(ssd_inputs, 2, 200, CPU, torch.float32)
+    case = list(kernel_cases("ssd", "small", 200, SSD_SCAN, "stock", inputs, torch.float32))[backward]
+    cell = measure(case, CPU, threads=1, seconds=0)
+    assert (case.group, cell.ours, cell.baseline) == (f"ssd_forward{'_backward' * backward}", "chunked", "stock")
+    assert set(cell.milliseconds) == set(cell.memory_mb) == {"chunked", "stock"}
+    assert cell.ratio == pytest.approx(cell.milliseconds["stock"] / cell.milliseconds["chunked"], rel=0.01)
+    assert cell.memory_ratio == pytest.approx(cell.memory_mb["chunked"] / cell.memory_mb["stock"], rel=0.02)
+    assert cell.memory_mb["chunked"] >= 200 * 2 * 64 * 4 / 2**20  # its output at least
+
+
+def test_models_are_compared_on_the_same_weights(monkeypatch, capsys):
+    monkeypatch.setattr(models, "BASES", {"tiny-mamba2": models.BASES["tiny-mamba2"]})
+    found = benchmark(("prefill",), device=CPU, seconds=0)
+    assert {(cell.shape, cell.tokens) for cell in found.prefill} == {("tiny-mamba2", 1024), ("tiny-mamba2", 4096)}
+    assert not found.ssd_forward
+    runs = next(case for case in cases(CPU) if case.group == "prefill").make()
+    torch.testing.assert_close(runs["ours"](), runs["stock"](), rtol=1e-4, atol=1e-4)
+
+
+def test_contenders_take_turns():
+    calls = []
+    times = milliseconds({"a": lambda: calls.append("a"), "b": lambda: (calls.append("b"), time.sleep(0.02))}, CPU, seconds=0)
+    assert calls == ["a", "b"] * 4  # one round to warm up, and three
+    assert times["b"] >= 20
+
+
+def test_peak_memory_counts_what_is_held_at_once():
+    def held():
+        a = torch.empty(1000, dtype=torch.float32)
+        b = torch.empty(3000, dtype=torch.float32)
+        del a
+        return b, torch.empty(500, dtype=torch.float32)
+
+    assert peak_bytes(held, CPU) == pytest.approx(16_000, abs=400)  # allocations are rounded up
