@@ -71,8 +71,8 @@ def selective_matrix(
 
         M_ij = sum_n C_in exp(A_n (dt_{j+1} + ... + dt_i)) B_jn dt_j    for j <= i, and 0 above the diagonal
 
-    dt (b, t, d), ready for use; A (d, n), negative; B and C (b, t, n); D (d,). Returns (b, len(channels), len(rows), t); the rest
-    as in `ssd_matrix`. A channel at a time, so that what is held at once is (b, rows, t, n).
+    dt (b, t, d), ready for use; A (d, n), negative; B and C (b, t, n); D (d,). Returns (b, len(channels), len(rows), t);
+    the rest as in `ssd_matrix`. A channel at a time, so that what is held at once is (b, rows, t, n).
     """
     t, d = dt.shape[1:]
     work = torch.promote_types(dt.dtype, torch.float32)

@@ -5,15 +5,14 @@ For one head with state size N and head width P (Mamba-2, arXiv 2405.21060, sect
     S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t^T        (P x N)
     y_t = S_t C_t + D x_t
 
-Three implementations of the same function, slowest first: `reference` walks over the tokens and is what the others are
-tested against (in float64); `stock` is the function inside transformers; `chunked` is ours. The chunked form splits the
-sequence into chunks of Q tokens: within a chunk it is a masked product of Q x Q matrices, between chunks only the state
-travels. Three things make it cheaper than the stock one on a CPU: C B^T is formed once per *group* (all heads of a group
-share it) instead of once per head, chunks are short (32 instead of 256: the quadratic part dominates on a CPU), and the state
-is carried by a loop over chunks instead of a (chunks x chunks) product.
+`mamba_ssm` is the CUDA package of Mamba's authors; `chunked` (ssd_chunked.py) is ours, in PyTorch, and explains the chunked form;
+`stock` is the function inside transformers; `reference` walks over the tokens and is what the others are tested against (in
+float64).
 
 The time step is given ready for use: softplus, bias and limits have been applied by the caller.
 """
+
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -67,6 +66,17 @@ def _stock(x, dt, A, B, C, D, initial_state, chunk_size):
     return y, state
 
 
+def _mamba_ssm(x, dt, A, B, C, D, initial_state, chunk_size):
+    scan = import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+    return scan(x, dt, A, B, C, chunk_size, D=D, initial_states=initial_state, return_final_states=True)
+
+
+def _not_for_mamba_ssm(x: Tensor, *_: object) -> str | None:
+    if x.device.type != "cuda":
+        return "it runs on CUDA devices"
+    return "it computes in float32" if x.dtype == torch.float64 else None
+
+
 def _example(device: torch.device, dtype: torch.dtype) -> tuple:
     g = torch.Generator().manual_seed(0)
     x, B, C = (torch.randn(1, 40, *shape, generator=g).to(device, dtype) for shape in ((4, 16), (2, 16), (2, 16)))
@@ -75,7 +85,12 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 
 
 SSD_SCAN = Operation(
-    "ssd_scan", Backend("chunked", chunked_scan), Backend("stock", _stock), Backend("reference", _reference), example=_example
+    "ssd_scan",
+    Backend("mamba_ssm", _mamba_ssm, _not_for_mamba_ssm, probed=True),
+    Backend("chunked", chunked_scan),
+    Backend("stock", _stock, probed=True),  # where mamba_ssm is installed it breaks on a CPU
+    Backend("reference", _reference),
+    example=_example,
 )
 
 
@@ -109,18 +124,31 @@ def _step(state, x, dt, A, B, C, D):
 
 
 def _reference_step(state, x, dt, A, B, C, D):
-    y, new = _reference(*(m[:, None] for m in (x, dt)), A, *(m[:, None] for m in (B, C)), D, state, None)
+    dtype = x.dtype
+    x, dt, B, C = (m[:, None] for m in (x, dt, B, C))
+    y, new = _reference(x, dt, A, B, C, D, state, None)
     state.copy_(new)
-    return y[:, 0].to(x.dtype)
+    return y[:, 0].to(dtype)
 
 
 def _stock_step(state, x, dt, A, B, C, D):
     from transformers.models.mamba2 import modeling_mamba2 as stock
 
-    _, _, p, n = state.shape
-    wide_D = None if D is None else D[:, None].expand(-1, p)
-    A = A[:, None, None].expand(-1, p, n)
-    return stock.mamba2_selective_state_update(state, x, dt[..., None].expand(-1, -1, p), A, B, C, wide_D)
+    return stock.mamba2_selective_state_update(state, x, *_per_channel(state, dt, A), B, C, _wide(D, x))
+
+
+def _mamba_ssm_step(state, x, dt, A, B, C, D):
+    update = import_module("mamba_ssm.ops.triton.selective_state_update").selective_state_update
+    return update(state, x, *_per_channel(state, dt, A), B, C, _wide(D, x))
+
+
+def _per_channel(state: Tensor, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+    """dt (b, h) and A (h,) as the functions of Mamba-1 want them, without a copy: (b, h, p) and (h, p, n)."""
+    return dt[..., None].expand(-1, -1, state.shape[2]), A[:, None, None].expand(-1, *state.shape[2:])
+
+
+def _wide(D: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if D is None else D[:, None].expand(-1, x.shape[-1])
 
 
 def _step_example(device: torch.device, dtype: torch.dtype) -> tuple:
@@ -129,6 +157,10 @@ def _step_example(device: torch.device, dtype: torch.dtype) -> tuple:
 
 
 SSD_STEP = Operation(
-    "ssd_step", Backend("torch", _step), Backend("stock", _stock_step), Backend("reference", _reference_step),
+    "ssd_step",
+    Backend("mamba_ssm", _mamba_ssm_step, lambda state, x, *rest: _not_for_mamba_ssm(x), probed=True),
+    Backend("torch", _step),
+    Backend("stock", _stock_step, probed=True),
+    Backend("reference", _reference_step),
     example=_step_example,
-)  # fmt: skip
+)

@@ -44,7 +44,8 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, B: Tensor) -> "_Sizes":
-        return cls(*x.shape, *B.shape[2:], torch.promote_types(x.dtype, torch.float32))
+        (b, t, h, p), (g, n) = x.shape, B.shape[2:]
+        return cls(b, t, h, p, g, n, torch.promote_types(x.dtype, torch.float32))
 
     def segments(self, device: torch.device) -> Iterator[tuple[slice, int]]:
         """The tokens of each segment, and its number of chunks, all of one length."""
@@ -118,7 +119,7 @@ class _Segment:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, dt, A, B, C, D, initial_state):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x, dt, A, B, C, D, initial_state):
         size, keep = _Sizes.of(x, B), any(ctx.needs_input_grad)
         state = x.new_zeros(size.b, size.h, size.p, size.n, dtype=size.work)
         if initial_state is not None:
@@ -144,7 +145,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy, dstate):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, dy, dstate):
         x, dt, A, B, C, D, *saved = ctx.saved_tensors
         size = _Sizes.of(x, B)
         dstate = dstate.to(size.work)

@@ -6,6 +6,7 @@ stock transformers with the same weights on our kernels (`prefill`), or a hybrid
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,13 +60,12 @@ GROUPS = tuple(name for name in Benchmark.model_fields if name != "environment")
 
 @dataclass(frozen=True)
 class Case:
-    """Something to compare: `make` builds the runs, by contender, when its turn comes."""
+    """Something to compare: `make` builds the runs, by contender and ours first, when its turn comes."""
 
     group: str
     shape: str
     tokens: int
     dtype: torch.dtype
-    ours: str
     baseline: str
     make: Callable[[], Runs]
     memory: bool = True
@@ -92,7 +92,7 @@ def benchmark(groups: tuple[str, ...] = GROUPS, *, device: torch.device | None =
 
 def measure(case: Case, device: torch.device, threads: int, seconds: float) -> Cell:
     runs = case.make()
-    times = milliseconds(runs, device, seconds=seconds)
+    ours, times = next(iter(runs)), milliseconds(runs, device, seconds=seconds)
     memory = {name: peak_bytes(run, device) / 2**20 for name, run in runs.items()} if case.memory else {}
     return Cell(
         shape=case.shape,
@@ -100,61 +100,65 @@ def measure(case: Case, device: torch.device, threads: int, seconds: float) -> C
         device=str(device),
         dtype=str(case.dtype).removeprefix("torch."),
         threads=threads,
-        ours=case.ours,
+        ours=ours,
         baseline=case.baseline,
         milliseconds={name: round(value, 3) for name, value in times.items()},
-        ratio=round(times[case.baseline] / times[case.ours], 3),
+        ratio=round(times[case.baseline] / times[ours], 3),
         memory_mb={name: round(value, 2) for name, value in memory.items()},
-        memory_ratio=round(memory[case.ours] / memory[case.baseline], 3) if memory else None,
+        memory_ratio=round(memory[ours] / memory[case.baseline], 3) if memory else None,
     )
 
 
 def cases(device: torch.device) -> Iterator[Case]:
     cpu = device.type == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
-    # The stock path's memory for a 7B model's width would not fit beside much else at the longer length.
-    for shape, heads, lengths in (("mamba2-130m", 24, (1024, 4096)), ("mamba2-2.7b", 80, (1024,))):
-        for t in lengths:
-            make = _random(models.ssd_inputs, heads, t, device, dtype)
-            yield from kernel_cases("ssd", shape, t, SSD_SCAN, "stock", make, dtype)
-    for shape, channels, lengths in (("mamba-130m", 1536, (1024, 4096)), ("falcon-mamba-7b", 8192, (512,))):
-        for t in lengths:
-            make = _random(models.selective_inputs, channels, t, device, dtype)
-            yield from kernel_cases("selective_scan", shape, t, SELECTIVE_SCAN, "stock", make, dtype)
-    for shape, heads in (("mamba2-130m, one head", 1), ("mamba2-130m, 24 heads", 24)):
-        for t in (1024,) if cpu else (1024, 4096, 16384):
-            make = _random(models.attention_inputs, heads, t, device, dtype)
-            yield from kernel_cases("graft_attention", shape, t, GRAFT_ATTENTION, "sdpa", make, dtype)
+    kernels: list[tuple[Operation, str, str, Callable, int, tuple[int, ...], tuple[int, ...]]] = [
+        (SSD_SCAN, "stock", "mamba2-130m", models.ssd_inputs, 24, (1024, 4096), (1024, 4096)),
+        (SSD_SCAN, "stock", "mamba2-2.7b", models.ssd_inputs, 80, (1024,), (1024,)),
+        # The time of the stock backward pass grows with the square of the length: 1,024 tokens would take it many minutes.
+        (SELECTIVE_SCAN, "stock", "mamba-130m", models.selective_inputs, 1536, (1024, 4096), (256,)),
+        (SELECTIVE_SCAN, "stock", "falcon-mamba-7b", models.selective_inputs, 8192, (512,), (64,)),
+    ]
+    long = (1024,) if cpu else (1024, 4096, 16384)
+    kernels += [
+        (GRAFT_ATTENTION, "sdpa", f"mamba2-130m, {heads} heads", models.attention_inputs, heads, long, long)
+        for heads in (1, 24)
+    ]
+    for operation, baseline, shape, inputs, width, forward, backward in kernels:
+        for lengths, gradient in ((forward, False), (backward, True)):
+            for t in lengths:
+                make = partial(inputs, width, t, device, dtype)
+                yield kernel_case(operation, shape, t, baseline, make, dtype, backward=gradient)
     for shape, build in models.BASES.items():
         for t in (1024, 4096):
-            yield Case("prefill", shape, t, dtype, "ours", "stock", _prefill(build, t, device, dtype), memory=False)
+            yield Case("prefill", shape, t, dtype, "stock", _prefill(build, t, device, dtype), memory=False)
     for group in ("hybrid_prefill", "hybrid_decode"):
-        make = _hybrid(4096, device, dtype, decode=group == "hybrid_decode")
-        yield Case(group, "mamba2-130m, one head grafted", 4096, dtype, "hybrid", "base", make, memory=False)
+        contenders = _hybrid(4096, device, dtype, decode=group == "hybrid_decode")
+        yield Case(group, "mamba2-130m, one head grafted", 4096, dtype, "base", contenders, memory=False)
 
 
-def _random(make: Callable, *sizes: Any) -> Callable[[], tuple]:
-    return lambda: make(*sizes)
+def kernel_case(
+    operation: Operation,
+    shape: str,
+    tokens: int,
+    baseline: str,
+    inputs: Callable[[], tuple],
+    dtype: torch.dtype,
+    *,
+    backward: bool,
+) -> Case:
+    """Contenders are all backends that serve, but the reference."""
 
+    def make() -> Runs:
+        args = tuple(a.requires_grad_(backward and a.is_floating_point()) if isinstance(a, Tensor) else a for a in inputs())
+        serving = [
+            b.name for b in operation.backends.values() if b is not operation.reference and not operation.why_not(b, *args)
+        ]
+        ours = operation.choose(*args).name
+        return {name: _call(operation, args, name, backward) for name in dict.fromkeys([ours, *serving])}
 
-def kernel_cases(
-    name: str, shape: str, tokens: int, operation: Operation, baseline: str, inputs: Callable[[], tuple], dtype: torch.dtype
-) -> Iterator[Case]:
-    """Forward, and forward with backward; contenders are all backends that serve, but the reference."""
-    few = tuple(arg[:, :1] if isinstance(arg, Tensor) and arg.dim() > 2 else arg for arg in inputs())
-    ours = operation.choose(*few).name
-    for backward in (False, True):
-
-        def make(backward: bool = backward) -> Runs:
-            args = tuple(a.requires_grad_(backward and a.is_floating_point()) if isinstance(a, Tensor) else a for a in inputs())
-            serving = [
-                backend.name
-                for backend in operation.backends.values()
-                if backend is not operation.reference and not backend.on_request and not operation.why_not(backend, *args)
-            ]
-            return {backend: _call(operation, args, backend, backward) for backend in serving}
-
-        yield Case(f"{name}_forward{'_backward' * backward}", shape, tokens, dtype, ours, baseline, make)
+    group = operation.name + ("_forward_backward" if backward else "_forward")
+    return Case(group.replace("ssd_scan", "ssd"), shape, tokens, dtype, baseline, make)
 
 
 def _call(operation: Operation, args: tuple, backend: str, backward: bool) -> Callable[[], Any]:
@@ -173,9 +177,9 @@ def _call(operation: Operation, args: tuple, backend: str, backward: bool) -> Ca
     return both if backward else forward
 
 
-def _prefill(build: Callable[[], PreTrainedModel], tokens: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Runs]:
+def _prefill(build: Callable[[], Any], tokens: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Runs]:
     def make() -> Runs:
-        stock = build().to(device, dtype).eval()
+        stock = build().to(device=device, dtype=dtype).eval()
         ids = _ids(stock, tokens)
         return {"ours": _reader(adopt(stock), ids), "stock": _reader(stock, ids)}
 
@@ -186,7 +190,7 @@ def _hybrid(tokens: int, device: torch.device, dtype: torch.dtype, decode: bool)
     """Prefill, or one more token after it, of a base on our kernels and of the same with one grafted head."""
 
     def make() -> Runs:
-        base = models.BASES["mamba2-130m"]().to(device, dtype).eval()
+        base = models.BASES["mamba2-130m"]().to(device=device, dtype=dtype).eval()
         contenders = {"hybrid": splice(base, Plan(sites=("L0.H0",))), "base": adopt(base)}  # type: ignore[arg-type]
         ids = _ids(base, tokens)
         if not decode:

@@ -9,14 +9,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Verdict(Record):
-    """serves: the backend that a small call without further wishes gets. refused: by backend, why it cannot serve such a call.
-    idle: the backends that could serve it and are not preferred."""
+    """serves: the backend that a small call without further wishes gets. idle: by backend that could serve it, why not
+    (or nothing, if it only comes later in the order of preference). refused: by backend, why it cannot serve such a call."""
 
     operation: str
     device: str
     dtype: str
     serves: str
-    idle: tuple[str, ...]
+    idle: dict[str, str]
     refused: dict[str, str]
 
 
@@ -48,6 +48,10 @@ def _verdict(operation: Operation, device: torch.device, dtype: torch.dtype) -> 
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         serves=serves,
-        idle=tuple(name for name, reason in reasons.items() if not reason and name != serves),
+        idle={
+            name: backend.declines(*args) or ""
+            for name, backend in operation.backends.items()
+            if not reasons[name] and name != serves
+        },
         refused={name: reason for name, reason in reasons.items() if reason},
     )

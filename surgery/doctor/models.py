@@ -1,7 +1,9 @@
 """Random inputs and models of the shapes of published checkpoints."""
 
+from typing import Any
+
 import torch
-from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 
 def ssd_inputs(heads: int, t: int, device: torch.device, dtype: torch.dtype) -> tuple:
@@ -30,7 +32,7 @@ def attention_inputs(heads: int, t: int, device: torch.device, dtype: torch.dtyp
     return q / 11, k, v, None
 
 
-def _mamba2_130m() -> PreTrainedModel:
+def _mamba2_130m() -> Any:
     config = Mamba2Config(
         num_heads=24, head_dim=64, vocab_size=50288, hidden_size=768, state_size=128, num_hidden_layers=24, n_groups=1,
         tie_word_embeddings=True,
@@ -39,7 +41,7 @@ def _mamba2_130m() -> PreTrainedModel:
     return Mamba2ForCausalLM(config)
 
 
-def _tiny_mamba2() -> PreTrainedModel:
+def _tiny_mamba2() -> Any:
     config = Mamba2Config(
         num_heads=8, head_dim=32, vocab_size=1664, hidden_size=128, state_size=16, num_hidden_layers=4, n_groups=1,
         chunk_size=64, tie_word_embeddings=True,
@@ -48,7 +50,7 @@ def _tiny_mamba2() -> PreTrainedModel:
     return Mamba2ForCausalLM(config)
 
 
-def _mamba_130m() -> PreTrainedModel:
+def _mamba_130m() -> Any:
     torch.manual_seed(0)
     return MambaForCausalLM(MambaConfig(vocab_size=50280, hidden_size=768, state_size=16, num_hidden_layers=24))
 

@@ -18,7 +18,9 @@ def verdict_rows(diagnosis: Diagnosis) -> Table:
     body = []
     for verdict in diagnosis.verdicts:
         others = [f"{name}: {reason}" for name, reason in verdict.refused.items()]
-        others += [f"{name}: could, not preferred" for name in verdict.idle]
+        others += [f"{name}, not preferred: {reason}" for name, reason in verdict.idle.items() if reason]
+        if ready := [name for name, reason in verdict.idle.items() if not reason]:
+            others.append(f"ready: {', '.join(ready)}")
         body.append([verdict.operation, verdict.device, verdict.dtype, verdict.serves, "\n".join(others)])
     return ["operation", "device", "dtype", "served by", "not by"], body
 

@@ -59,7 +59,8 @@ def refuse_unhandled(config: PreTrainedConfig, defaults: PreTrainedConfig, handl
     usual = defaults.to_dict()
     for name, value in config.to_dict().items():
         if name not in handled and (name not in usual or value != usual[name]):
-            raise UserError(f"the configuration's field '{name}' ({value!r}) is not handled by the {defaults.model_type} family")
+            family = defaults.model_type
+            raise UserError(f"the configuration's field '{name}' ({value!r}) is not handled by the {family} family")
 
 
 @cache

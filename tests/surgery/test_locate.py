@@ -170,7 +170,8 @@ def test_plan_and_its_random_control(world_base, tokenizer):
     assert {random_plan(ranking, chosen, seed=s).sites for s in range(5)} != {control.sites}
     beside = random_plan(ranking, chosen, seed=0, same_layers=True)
     (site,) = beside.sites
-    assert site.layer == 1 and len(site.heads) == 3 and not set(site.heads) & {0, 3, 6}
+    assert (site.layer, len(site.heads)) == (1, 3)
+    assert not set(site.heads) & {0, 3, 6}
 
 
 def test_impossible_requests_are_refused(world_base, tokenizer):

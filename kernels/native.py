@@ -1,0 +1,83 @@
+"""C kernels that are compiled on first use, and the threads that run them.
+
+A kernel is one C file beside this one. The system's compiler ($CC, else cc) makes a library for this very processor, which is
+kept in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache) under a digest of all that it depends on. ctypes releases the
+interpreter's lock during a call, so Python's threads run a kernel side by side.
+"""
+
+import ctypes
+import hashlib
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# No -ffast-math: infinities and NaN keep their meaning, and sums the order in which they are written.
+FLAGS = "-O3 -std=gnu11 -fPIC -shared -fno-strict-aliasing -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
+TARGETS = ("-march=native", "-mcpu=native", "")  # the first that the compiler knows; ARM's often know the second alone
+
+
+@cache
+def load(name: str) -> ctypes.CDLL:
+    """The library made from `name`.c. Raises RuntimeError, with the reason, where it cannot be made, kept or loaded."""
+    source = Path(__file__).with_name(f"{name}.c")
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    flags, target = _for_this_processor(compiler)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surgery"
+    digest = hashlib.sha256(b"\0".join((source.read_bytes(), " ".join(flags).encode(), target))).hexdigest()
+    library = folder / f"{name}-{digest[:20]}.so"
+    try:
+        if not library.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            # Made in a folder of its own and renamed: no other process ever sees half a library.
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                made = Path(temporary) / library.name
+                _call([*compiler, *flags, str(source), "-o", str(made)])
+                os.replace(made, library)
+        return ctypes.CDLL(str(library))
+    except OSError as failure:
+        raise RuntimeError(f"the compiled kernel cannot be kept in {folder}: {failure}") from failure
+
+
+def _for_this_processor(compiler: list[str]) -> tuple[list[str], bytes]:
+    """The flags, and the macros that they predefine: these name the compiler's version and all that the processor can do."""
+    for target in TARGETS:
+        flags = [*FLAGS, *([target] if target else [])]
+        try:
+            return flags, _call([*compiler, *flags, "-dM", "-E", "-x", "c", os.devnull])
+        except RuntimeError as failure:
+            reason = failure
+    raise reason
+
+
+def _call(command: list[str]) -> bytes:
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    except OSError as failure:
+        raise RuntimeError(f"no C compiler: {failure}") from failure
+    if done.returncode:
+        message = done.stderr.decode(errors="replace").strip()
+        raise RuntimeError(f"the C compiler '{command[0]}' fails: {message or f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+def run(function: Callable[[Any], int], argument: Any, units: int) -> None:
+    """Calls `function` in as many threads as torch uses, this one among them, at most `units`; each call works until no unit
+    is left. Raises MemoryError where one returns other than 0."""
+    others = min(torch.get_num_threads(), units) - 1
+    waiting = [_pool(os.getpid(), others).submit(function, argument) for _ in range(others)]
+    codes = [function(argument), *(future.result() for future in waiting)]
+    if any(codes):
+        raise MemoryError("no memory for a kernel's workspace")
+
+
+@cache
+def _pool(process: int, workers: int) -> ThreadPoolExecutor:  # by process: threads do not survive a fork
+    return ThreadPoolExecutor(workers, thread_name_prefix="surgery")

@@ -1,0 +1,106 @@
+"""The selective scan in C (selective.c): the call, and its gradient.
+
+The forward pass keeps the states that enter every chunk of tokens, and the backward pass computes those within a chunk again:
+nothing of size (b, t, d, n) is ever stored.
+"""
+
+from ctypes import Structure, byref, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from surgery.kernels import native
+
+VIEWS = ("x", "dt", "B", "C", "y", "dy", "dx", "ddt")  # tensors whose strides C is told
+FIELDS = "x dt B C y A D initial final checkpoints dy dx ddt dfinal dA dD dB dC dinitial".split()
+
+
+class _View(Structure):
+    _fields_ = (("data", c_void_p), ("strides", c_int64 * 3))
+
+
+class _Scan(Structure):
+    """`scan` in selective.c."""
+
+    _fields_ = (
+        *((size, c_int64) for size in ("batch", "length", "channels", "size")),
+        *((name, _View if name in VIEWS else c_void_p) for name in FIELDS),
+        ("next", c_int64),
+    )
+
+
+def refuses(x, dt, A, B, C, D, initial_state) -> str | None:
+    given = [m for m in (x, dt, A, B, C, D, initial_state) if m is not None]
+    if any(m.device.type != "cpu" for m in given):
+        return "it runs on a CPU"
+    if any(m.dtype == torch.float64 for m in given):
+        return "it computes in float32"
+    return "it cannot be traced" if torch.compiler.is_compiling() or torch.jit.is_tracing() else None
+
+
+def run(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
+    """Arguments and results as in selective_scan."""
+    (b, t, d), n = x.shape, A.shape[-1]
+    for m, shape in ((dt, (b, t, d)), (A, (d, n)), (B, (b, t, n)), (C, (b, t, n)), (D, (d,)), (initial_state, (b, d, n))):
+        if m is not None and m.shape != shape:  # C would read whatever lies there
+            raise ValueError(f"a tensor of shape {tuple(m.shape)} where {shape} belongs")
+    given = [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
+    if torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in given):
+        y, state = _NativeScan.apply(*given)
+    else:
+        y, state, _ = _forward(*given, keep=False)
+    return y.to(x.dtype), state
+
+
+def _call(name: str, **tensors: Any) -> None:
+    scan = _Scan(*tensors["x"].shape, tensors["A"].shape[1])
+    for key, m in tensors.items():
+        if m is not None:
+            setattr(scan, key, _View(m.data_ptr(), m.stride()) if key in VIEWS else m.data_ptr())
+    units = scan.batch * -(-scan.channels // _constant("group_channels"))
+    native.run(getattr(native.load("selective"), name), byref(scan), units)
+
+
+def _constant(name: str) -> int:
+    return c_int64.in_dll(native.load("selective"), name).value
+
+
+def _contiguous(*tensors: Any) -> list[Any]:
+    return [None if m is None else m.contiguous() for m in tensors]
+
+
+def _forward(x, dt, A, B, C, D, initial, *, keep: bool) -> tuple[Tensor, Tensor, Any]:
+    (b, t, d), n = x.shape, A.shape[1]
+    A, D, initial = _contiguous(A, D, initial)
+    y, final = torch.empty_like(x), x.new_empty(b, d, n)  # y is laid out as x is
+    checkpoints = x.new_empty(b, -(-t // _constant("chunk_tokens")), d, n) if keep else None
+    _call("scan_forward", x=x, dt=dt, B=B, C=C, y=y, A=A, D=D, initial=initial, final=final, checkpoints=checkpoints)
+    return y, final, checkpoints
+
+
+class _NativeScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dt, A, B, C, D, initial):
+        y, final, checkpoints = _forward(x, dt, A, B, C, D, initial, keep=True)
+        ctx.save_for_backward(x, dt, A, B, C, D, checkpoints)
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dfinal):
+        x, dt, A, B, C, D, checkpoints = ctx.saved_tensors
+        A, D, dfinal = _contiguous(A, D, dfinal)
+        (b, t, d), n = x.shape, A.shape[1]
+        dx, ddt = torch.empty_like(x), torch.empty_like(dt)
+        dA, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
+        dB, dC = x.new_empty(2, -(-d // _constant("group_channels")), b, t, n)
+        dD = x.new_empty(b, d)
+        _call(
+            "scan_backward", x=x, dt=dt, B=B, C=C, A=A, D=D, checkpoints=checkpoints, dy=dy, dfinal=dfinal,
+            dx=dx, ddt=ddt, dA=dA, dD=dD, dB=dB, dC=dC, dinitial=dinitial,
+        )  # fmt: skip
+        dB, dC, dA, dD = (m.sum(0) for m in (dB, dC, dA, dD))
+        gradients = (dx, ddt, dA, dB, dC, dD, dinitial)
+        return tuple(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=True))
