@@ -13,14 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation
+from surgery.kernels.flash_attention import BACKENDS as FLASH
+from surgery.kernels.triton_attention import attend, refuses
 
 
 def graft_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """Causal attention of the last tokens on all of them.
 
     q (b, pairs, t, w); k (b, pairs, s, w) with s >= t; v (b, heads, s, p), heads a multiple of pairs: value head i uses pair
-    i // (heads / pairs). mask (b, 1, t, s), boolean (True: may attend) or additive; None means causal, with the queries
-    aligned to the end of the keys. Returns (b, t, heads, p).
+    i // (heads / pairs). mask: None, or boolean (b, s), True for keys that exist; both are causal, the queries aligned to the
+    end of the keys. Or (b, 1, t, s), boolean (True: may attend) or additive, causality included; only sdpa and the reference
+    take it, and the kernels for GPUs do not. A query that may attend to nothing gives 0. Returns (b, t, heads, p).
     """
     b, heads, s, p = v.shape
     pairs, t = q.shape[1:3]
@@ -29,10 +32,37 @@ def graft_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
     return y.view(b, pairs, t, heads // pairs, p).permute(0, 2, 1, 3, 4).reshape(b, t, heads, p)
 
 
+def with_bias(q: Tensor, k: Tensor, query_bias: Tensor, key_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys, widened so that their product is q . k + query_bias + key_bias: a bias for any backend.
+
+    q (b, pairs, t, w), k (b, pairs, s, w), query_bias (b, pairs, t), key_bias (b, pairs, s). A decay is such a bias: with
+    cum_t = a_1 + ... + a_t, the cumulated log decay, query_bias = cum and key_bias = -cum add log prod_{s < i <= t} exp(a_i) to
+    the score of key s. The biases should be float32: each is two dimensions in q and k together, one bias and one 1, or in
+    bfloat16 and float16 six, since cum may be hundreds there while its differences matter to a hundredth.
+    """
+    mine, other = _digits(query_bias, q.dtype), _digits(key_bias, k.dtype)
+    return torch.cat([q, mine, torch.ones_like(mine)], -1), torch.cat([k, torch.ones_like(other), other], -1)
+
+
+def _digits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (...) as numbers of a dtype, (..., 1 or 3), that sum to it up to float32's precision."""
+    parts: list[Tensor] = []
+    for _ in range(3 if dtype.itemsize < 4 else 1):
+        parts.append(x.to(dtype))
+        x = x - parts[-1].to(x.dtype)
+    return torch.stack(parts, -1)
+
+
+def _expanded(mask: Tensor | None, t: int, s: int, device: torch.device) -> Tensor:
+    """A mask of keys, or None, as a mask of pairs, causal; a mask of pairs as it is."""
+    if mask is not None and mask.dim() == 4:
+        return mask
+    causal = torch.ones(t, s, dtype=torch.bool, device=device).tril(s - t)
+    return causal if mask is None else causal & mask[:, None, None]
+
+
 def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    t, s = q.shape[-2], k.shape[-2]
-    if mask is None:
-        mask = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)
+    mask = _expanded(mask, q.shape[-2], k.shape[-2], q.device)
     scores = q @ k.transpose(-1, -2)
     scores = scores if mask.dtype == torch.bool else scores + mask
     # Filled even where the mask already added -inf: it keeps the NaN gradient of a row without keys away from q and k.
@@ -42,15 +72,30 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     t, s = q.shape[-2], k.shape[-2]
-    if mask is None and 1 < t < s:
-        mask = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)
+    if mask is not None or 1 < t < s:
+        mask = _expanded(mask, t, s, q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and t > 1, scale=1.0)
 
 
 def _example(device: torch.device, dtype: torch.dtype) -> tuple:
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 20, w, generator=g).to(device, dtype) for w in (24, 24, 48))
+    # Fewer queries than keys: early versions of FlashAttention align them to the beginning.
+    q, k, v = (torch.randn(1, 2, n, w, generator=g).to(device, dtype) for n, w in ((13, 24), (20, 24), (20, 48)))
     return q, k, v, None
 
 
-GRAFT_ATTENTION = Operation("graft_attention", Backend("sdpa", _sdpa), Backend("reference", _reference), example=_example)
+def _declines(q: Tensor, *_: Tensor | None) -> str | None:
+    return "in float32 no tensor core helps it, and torch's kernels are better tuned" if q.dtype == torch.float32 else None
+
+
+# FlashAttention first, where it wastes little (its `declines` says when: queries and values of one of its widths). Then ours,
+# which takes widths as they are, values of any width, and holes in the keys. torch's serves the rest: float32, CPUs, masks of
+# pairs; on a GPU it computes and stores every score when the widths differ or queries are fewer than keys.
+GRAFT_ATTENTION = Operation(
+    "graft_attention",
+    *FLASH,
+    Backend("triton", attend, refuses, _declines, probed=True),
+    Backend("sdpa", _sdpa),
+    Backend("reference", _reference),
+    example=_example,
+)

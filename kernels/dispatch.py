@@ -38,14 +38,17 @@ class Backend:
     """One implementation of an operation.
 
     run: computes, with the operation's arguments. refuses: with the same arguments, why it cannot take such a call (one line),
-    or None; it is asked for every call, so it must be cheap. probed: whether `run` needs software that may be missing or
-    broken, so that one small call must succeed first.
+    or None; it is asked for every call, so it must be cheap. declines: likewise, why the next one is better for such a call;
+    asked for by name, it serves. probed: whether `run` needs software that may be missing or broken, so that one small call
+    must succeed first. on_request: whether it serves, or is even tried, only if it is asked for by name (because it downloads).
     """
 
     name: str
     run: Callable[..., Any]
     refuses: Callable[..., str | None] = _takes_everything
+    declines: Callable[..., str | None] = _takes_everything
     probed: bool = False
+    on_request: bool = False
 
 
 class Operation:
@@ -69,11 +72,11 @@ class Operation:
         """The backend for a call. Raises KernelError if the one that was asked for cannot serve."""
         if asked := backend or (_asked.get() or {}).get(self.name) or _from_environment().get(self.name):
             self.check(asked)
-            if reason := self.why_not(self.backends[asked], *args):
+            if reason := self.why_not(self.backends[asked], *args, asked=True):
                 raise KernelError(f"{self.name}: the backend '{asked}' was asked for and cannot serve: {reason}")
             return self.backends[asked]
         for candidate in self.backends.values():
-            if not self.why_not(candidate, *args):
+            if not candidate.declines(*args) and not self.why_not(candidate, *args):
                 return candidate
         raise KernelError(f"no backend of {self.name} takes this call")
 
@@ -82,8 +85,10 @@ class Operation:
         if backend not in self.backends:
             raise KernelError(f"{self.name} has no backend named '{backend}'; it has {', '.join(self.backends)}")
 
-    def why_not(self, backend: Backend, *args: Any) -> str | None:
-        """Why `backend` cannot take such a call, or None."""
+    def why_not(self, backend: Backend, *args: Any, asked: bool = False) -> str | None:
+        """Why `backend` cannot take such a call, or None. asked: for by its name."""
+        if backend.on_request and not asked:
+            return "it must be asked for by name"
         if reason := backend.refuses(*args):
             return reason
         return _probe(self, backend, args[0].device, args[0].dtype) if backend.probed else None

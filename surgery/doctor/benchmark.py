@@ -27,7 +27,8 @@ from surgery.splice import adopt, splice
 
 class Cell(Record):
     """One comparison. milliseconds: median by contender. ratio: the baseline's time over that of `ours`. memory_mb: the most
-    that a call holds at once, by contender; memory_ratio: that of `ours` over the baseline's."""
+    that a call holds at once, by contender; memory_ratio: that of `ours` over the baseline's. difference: the largest
+    between the logits of the two, where they are to be the same."""
 
     shape: str
     tokens: int
@@ -40,6 +41,7 @@ class Cell(Record):
     ratio: float
     memory_mb: dict[str, float] = {}
     memory_ratio: float | None = None
+    difference: float | None = None
 
 
 class Benchmark(Record):
@@ -69,6 +71,7 @@ class Case:
     baseline: str
     make: Callable[[], Runs]
     memory: bool = True
+    same: bool = False  # whether the contenders' results are to be the same
 
 
 def benchmark(groups: tuple[str, ...] = GROUPS, *, device: torch.device | None = None, seconds: float = 6.0) -> Benchmark:
@@ -106,6 +109,7 @@ def measure(case: Case, device: torch.device, threads: int, seconds: float) -> C
         ratio=round(times[case.baseline] / times[ours], 3),
         memory_mb={name: round(value, 2) for name, value in memory.items()},
         memory_ratio=round(memory[ours] / memory[case.baseline], 3) if memory else None,
+        difference=(runs[ours]() - runs[case.baseline]()).abs().max().item() if case.same else None,
     )
 
 
@@ -131,7 +135,7 @@ def cases(device: torch.device) -> Iterator[Case]:
                 yield kernel_case(operation, shape, t, baseline, make, dtype, backward=gradient)
     for shape, build in models.BASES.items():
         for t in (1024, 4096):
-            yield Case("prefill", shape, t, dtype, "stock", _prefill(build, t, device, dtype), memory=False)
+            yield Case("prefill", shape, t, dtype, "stock", _prefill(build, t, device, dtype), memory=False, same=True)
     for group in ("hybrid_prefill", "hybrid_decode"):
         contenders = _hybrid(4096, device, dtype, decode=group == "hybrid_decode")
         yield Case(group, "mamba2-130m, one head grafted", 4096, dtype, "base", contenders, memory=False)

@@ -32,6 +32,7 @@ def cell_rows(benchmark: Benchmark) -> Table:
         for cell in getattr(benchmark, group):
             times = ", ".join(f"{name} {value:.4g} ms" for name, value in cell.milliseconds.items())
             memory = "" if cell.memory_ratio is None else f"{cell.memory_ratio:.2f}"
+            times += "" if cell.difference is None else f"; logits differ by {cell.difference:.0e}"
             row = [
                 group.replace("_", " "),
                 cell.shape,
