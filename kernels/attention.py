@@ -74,7 +74,16 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     t, s = q.shape[-2], k.shape[-2]
     if mask is not None or 1 < t < s:
         mask = _expanded(mask, t, s, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and t > 1, scale=1.0)
+    w, dv = q.shape[-1], v.shape[-1]
+    width = max(w, min(dv, 128))
+    if t == 1 or w == dv or (dv > 4 * width and t * s < 2**26):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and t > 1, scale=1.0)
+    # Where values are as wide as keys, torch's kernels never store the scores, which saves time as well: zeros make them so,
+    # and a wide value is cut into pieces (but not many, for each computes the scores again).
+    q, k, v = (F.pad(m, (0, more)).contiguous() for m, more in ((q, width - w), (k, width - w), (v, -dv % width)))
+    pieces = v.split(width, dim=-1)
+    y = [F.scaled_dot_product_attention(q, k, m, attn_mask=mask, is_causal=mask is None, scale=1.0) for m in pieces]
+    return torch.cat(y, dim=-1)[..., :dv]
 
 
 def _example(device: torch.device, dtype: torch.dtype) -> tuple:

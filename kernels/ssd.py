@@ -5,9 +5,9 @@ For one head with state size N and head width P (Mamba-2, arXiv 2405.21060, sect
     S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t^T        (P x N)
     y_t = S_t C_t + D x_t
 
-`mamba_ssm` is the CUDA package of Mamba's authors; `chunked` (ssd_chunked.py) is ours, in PyTorch, and explains the chunked form;
-`stock` is the function inside transformers; `reference` walks over the tokens and is what the others are tested against (in
-float64).
+`mamba_ssm` is the CUDA package of Mamba's authors; `native` (ssd_native.py, ssd.c) is ours, in C for a CPU; `chunked`
+(ssd_chunked.py) is ours, in PyTorch, and explains the chunked form; `stock` is the function inside transformers; `reference`
+walks over the tokens and is what the others are tested against (in float64).
 
 The time step is given ready for use: softplus, bias and limits have been applied by the caller.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.ssd_chunked import chunked_scan
+from surgery.kernels.ssd_native import refuses, run, step, step_refuses
 
 
 def ssd_scan(
@@ -87,6 +88,7 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 SSD_SCAN = Operation(
     "ssd_scan",
     Backend("mamba_ssm", _mamba_ssm, _not_for_mamba_ssm, probed=True),
+    Backend("native", run, refuses, probed=True),
     Backend("chunked", chunked_scan),
     Backend("stock", _stock, probed=True),  # where mamba_ssm is installed it breaks on a CPU
     Backend("reference", _reference),
@@ -159,6 +161,7 @@ def _step_example(device: torch.device, dtype: torch.dtype) -> tuple:
 SSD_STEP = Operation(
     "ssd_step",
     Backend("mamba_ssm", _mamba_ssm_step, lambda state, x, *rest: _not_for_mamba_ssm(x), probed=True),
+    Backend("native", step, step_refuses, probed=True),
     Backend("torch", _step),
     Backend("stock", _stock_step, probed=True),
     Backend("reference", _reference_step),

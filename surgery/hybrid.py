@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, Mamba2Config, Mamba2ForCausalLM, Mamba2Model
+from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
@@ -265,7 +266,7 @@ class Mamba2HybridModel(Mamba2Model):
             cache_params = DynamicCache(config=self.config)
         causal_mask = None
         if self.config.grafts and inputs_embeds is not None:
-            causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, cache_params)
+            causal_mask = self._graft_mask(inputs_embeds, attention_mask, cache_params)
         # The parent hands keyword arguments on to its blocks, and they to their mixers.
         return super().forward(
             input_ids,
@@ -276,6 +277,18 @@ class Mamba2HybridModel(Mamba2Model):
             causal_mask=causal_mask,
             **kwargs,
         )
+
+    def _graft_mask(self, inputs_embeds: Tensor, attention_mask: Tensor | None, cache: Cache | None) -> Any:
+        """For graft_attention: None, or which keys exist (b, s), or where keys lie elsewhere (static caches) any pairs."""
+        assert self.config.grafts is not None
+        layer = self.config.grafts[0]["layer"]
+        static = cache is not None and isinstance(cache.layers[layer], StaticLayer)
+        past = 0 if cache is None or static else cache.get_seq_length(layer)
+        if static or (
+            attention_mask is not None and attention_mask.shape != (len(inputs_embeds), past + inputs_embeds.shape[1])
+        ):
+            return create_causal_mask(self.config, inputs_embeds, attention_mask, cache)
+        return None if attention_mask is None or attention_mask.all() else attention_mask.bool()
 
 
 class Mamba2HybridForCausalLM(Mamba2ForCausalLM):

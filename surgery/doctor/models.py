@@ -32,7 +32,7 @@ def attention_inputs(heads: int, t: int, device: torch.device, dtype: torch.dtyp
     return q / 11, k, v, None
 
 
-# With the default of 0.1, 24 random layers amplify the rounding of float32 until any two ways to compute them differ by a hundredth.
+# With the default of 0.1, 24 random layers amplify the rounding of float32 until two ways to compute them differ by 0.01.
 SPREAD = 0.02
 
 

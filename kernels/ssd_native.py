@@ -1,0 +1,167 @@
+"""The SSD scan in C (ssd.c), its gradient, and its single step: the calls.
+
+The forward pass keeps the states that enter every few chunks of tokens; the backward pass computes those in between again.
+"""
+
+from collections.abc import Iterable
+from ctypes import Structure, byref, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from surgery.kernels.native import load
+from surgery.kernels.native import run as run_in_threads
+
+SOURCE = Path(__file__).with_name("ssd.c")
+STEP_ALONE = 2**20  # numbers in the states up to which a step in one thread is done before another would have begun
+COUNTS = ("count_units", "count_parts", "count_kept")  # functions that compute nothing else
+VIEWS = ("x", "dt", "B", "C", "y", "dy", "dx", "ddt", "dB", "dC")  # tensors whose strides C is told
+FIELDS = "x dt B C y A D initial final kept dy dx ddt dB dC dfinal dinitial dA dD".split()
+
+
+class _View(Structure):
+    _fields_ = (("data", c_void_p), ("strides", c_int64 * 3))
+
+
+class _Scan(Structure):
+    """`scan` in ssd.c."""
+
+    _fields_ = (
+        *((size, c_int64) for size in ("batch", "length", "heads", "width", "groups", "size")),
+        *((name, _View if name in VIEWS else c_void_p) for name in FIELDS),
+        ("next", c_int64),
+    )
+
+
+def refuses(x, dt, A, B, C, D, initial_state, chunk_size) -> str | None:
+    return _refuses(x, dt, A, B, C, D, initial_state)
+
+
+def _refuses(*tensors: Tensor | None) -> str | None:
+    given = [m for m in tensors if m is not None]
+    if any(m.device.type != "cpu" for m in given):
+        return "it runs on a CPU"
+    if any(m.dtype == torch.float64 for m in given):
+        return "it computes in float32"
+    return "it cannot be traced" if torch.compiler.is_compiling() or torch.jit.is_tracing() else None
+
+
+def run(x, dt, A, B, C, D, initial_state, chunk_size) -> tuple[Tensor, Tensor]:
+    """Arguments and results as in ssd_scan. `chunk_size` is not used: the result does not depend on it."""
+    (b, t, h, p), (g, n) = x.shape, B.shape[2:]
+    shapes = ((dt, (b, t, h)), (A, (h,)), (B, (b, t, g, n)), (C, (b, t, g, n)), (D, (h,)), (initial_state, (b, h, p, n)))
+    _check(shapes, h, g)
+    given = [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
+    if torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in given):
+        y, state = _NativeScan.apply(*given)
+    else:
+        y, state, _ = _forward(*given, keep=False)
+    return y.to(x.dtype), state
+
+
+def _check(shapes: Iterable[tuple[Tensor | None, tuple[int, ...]]], heads: int, groups: int) -> None:
+    """C would read whatever lies there."""
+    for m, shape in shapes:
+        if m is not None and m.shape != shape:
+            raise ValueError(f"a tensor of shape {tuple(m.shape)} where {shape} belongs")
+    if heads % groups:
+        raise ValueError(f"{heads} heads in {groups} groups")
+
+
+def step_refuses(state, x, dt, A, B, C, D) -> str | None:
+    if reason := _refuses(state, x, dt, A, B, C, D):
+        return reason
+    if state.dtype != torch.float32 or not state.is_contiguous():
+        return "it takes a contiguous state in float32"
+    given = (state, x, dt, A, B, C, D)
+    return "it has no gradient" if torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in given) else None
+
+
+def step(state, x, dt, A, B, C, D) -> Tensor:
+    """Arguments and results as in ssd_step."""
+    (b, h, p, n), g = state.shape, B.shape[1]
+    _check(((x, (b, h, p)), (dt, (b, h)), (A, (h,)), (B, (b, g, n)), (C, (b, g, n)), (D, (h,))), h, g)
+    A, D = _contiguous(A.float(), None if D is None else D.float())
+    rows = _rows(x.float(), B.float(), C.float())
+    y = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
+    tensors = dict(zip(("x", "B", "C", "dt", "y"), (*rows, dt.float(), y), strict=True))
+    views = {name: m.unsqueeze(1) for name, m in tensors.items()}  # a sequence of one token
+    _call("scan_step", _scan(**views, A=A, D=D, final=state), b * h if state.numel() > STEP_ALONE else 1)
+    return y.to(x.dtype)
+
+
+def _scan(**tensors: Any) -> _Scan:
+    """The structure for C: x and B give the sizes."""
+    scan = _Scan(*tensors["x"].shape, *tensors["B"].shape[2:])
+    for key, m in tensors.items():
+        if m is not None:
+            setattr(scan, key, _View(m.data_ptr(), m.stride()[:3]) if key in VIEWS else m.data_ptr())
+    return scan
+
+
+def _call(name: str, scan: _Scan, units: int) -> None:
+    run_in_threads(_function(name), byref(scan), units)
+
+
+def _count(name: str, scan: _Scan) -> int:
+    return _function(name)(byref(scan))
+
+
+@cache
+def _function(name: str) -> Any:
+    if not SOURCE.exists():
+        raise RuntimeError(f"{SOURCE.name} is not here: an exported checkpoint carries Python alone")
+    function = getattr(load(SOURCE.stem), name)
+    function.restype = c_int64 if name in COUNTS else c_int
+    return function
+
+
+def _contiguous(*tensors: Any) -> list[Any]:
+    return [None if m is None else m.contiguous() for m in tensors]
+
+
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    """C takes the last dimension's numbers as neighbours."""
+    return [m if m.stride(-1) == 1 else m.contiguous() for m in tensors]
+
+
+def _forward(x, dt, A, B, C, D, initial, *, keep: bool) -> tuple[Tensor, Tensor, Any]:
+    (b, t, h, p), n = x.shape, B.shape[3]
+    (x, B, C), (A, D, initial) = _rows(x, B, C), _contiguous(A, D, initial)
+    y, final = x.new_empty(b, t, h, p), x.new_empty(b, h, p, n)
+    scan = _scan(x=x, dt=dt, B=B, C=C, y=y, A=A, D=D, initial=initial, final=final)
+    kept = x.new_empty(_count("count_kept", scan)) if keep else None
+    scan.kept = None if kept is None else kept.data_ptr()
+    _call("scan_forward", scan, _count("count_units", scan))
+    return y, final, kept
+
+
+class _NativeScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dt, A, B, C, D, initial):
+        y, final, kept = _forward(x, dt, A, B, C, D, initial, keep=True)
+        ctx.save_for_backward(x, dt, A, B, C, D, kept)
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dfinal):
+        x, dt, A, B, C, D, kept = ctx.saved_tensors
+        (x, B, C, dy), (A, D, dfinal) = _rows(x, B, C, dy), _contiguous(A, D, dfinal)
+        (b, t, h, p), (g, n) = x.shape, B.shape[2:]
+        parts = _count("count_parts", _scan(x=x, B=B))
+        dx, ddt, dinitial = x.new_empty(b, t, h, p), dt.new_empty(b, t, h), torch.empty_like(dfinal)
+        dB, dC = x.new_empty(2, parts * b, t, g, n)
+        dA, dD = x.new_zeros(2, b, h, dtype=torch.double)
+        scan = _scan(
+            x=x, dt=dt, B=B, C=C, A=A, D=D, kept=kept, dy=dy, dfinal=dfinal,
+            dx=dx, ddt=ddt, dA=dA, dD=dD, dB=dB, dC=dC, dinitial=dinitial,
+        )  # fmt: skip
+        _call("scan_backward", scan, _count("count_units", scan))
+        dB, dC = (m.view(parts, b, t, g, n).sum(0) if parts > 1 else m for m in (dB, dC))
+        gradients = (dx, ddt, dA.sum(0).float(), dB, dC, dD.sum(0).float(), dinitial)
+        return tuple(m if needed else None for m, needed in zip(gradients, ctx.needs_input_grad, strict=True))
