@@ -204,6 +204,15 @@ static void gather(matrix out, float *sums, const float *scale, matrix with, mat
 
 /* ---- to and from memory ---- */
 
+/* Rows that lie far apart come slowly, so they are asked for while something else is computed. */
+INLINE void expect(const view *v, int64_t b, int64_t t, int64_t head, int64_t tokens, int64_t columns, int written) {
+    const float *at = v->data + b * v->batch + t * v->time + head * v->head;
+    for (int64_t i = 0; i < tokens; i++)
+        for (int64_t c = 0; c < columns; c += 16)
+            if (written) __builtin_prefetch(at + i * v->time + c, 1, 2);
+            else __builtin_prefetch(at + i * v->time + c, 0, 2);
+}
+
 /* Q tokens of one head or group; zeros from `tokens` on */
 static void load(matrix m, const view *v, int64_t b, int64_t t, int64_t head, int64_t tokens, int64_t columns) {
     const float *from = v->data + b * v->batch + t * v->time + head * v->head;
@@ -322,6 +331,8 @@ static void forward_unit(const scan *s, unit *w) {
     for (int64_t chunk = 0; chunk < w->chunks; chunk++) {
         int64_t t = chunk * Q, tokens = smaller(Q, s->length - t);
         load_group(s, w, t, tokens);
+        expect(&s->B, w->b, t + Q, w->group, smaller(Q, s->length - t - Q), n, 0);
+        expect(&s->C, w->b, t + Q, w->group, smaller(Q, s->length - t - Q), n, 0);
         for (int64_t h = 0; h < w->heads; h++) {
             matrix state = state_of(w, w->states, 0, h);
             decays d;
@@ -329,6 +340,8 @@ static void forward_unit(const scan *s, unit *w) {
                 memcpy(s->kept + ((w->b * ((w->chunks + KEEP - 1) / KEEP) + chunk / KEEP) * s->heads + w->first + h) * w->n * w->p,
                        state.at, w->n * w->p * sizeof(float));
             load(w->x, &s->x, w->b, t, w->first + h, tokens, p);
+            expect(&s->x, w->b, t + Q, w->first + h, smaller(Q, s->length - t - Q), p, 0);
+            expect(&s->y, w->b, t, w->first + h, tokens, p, 1);
             load_decays(&d, s, w, w->first + h, t, tokens);
             mix(w, &d, tokens);
             tokens_out(w->out, d.entering, w->CT, state, n, w->mixing, w->x, w->p, tokens, 0);
@@ -379,6 +392,9 @@ static void reverse_head(const scan *s, const unit *w, int64_t t, int64_t tokens
     float by_state[Q] ALIGNED, by_input[Q] ALIGNED;
     load(w->x, &s->x, w->b, t, head, tokens, p);
     load(w->dy, &s->dy, w->b, t, head, tokens, p);
+    expect(&s->x, w->b, t - Q, head, t ? Q : 0, p, 0);
+    expect(&s->dy, w->b, t - Q, head, t ? Q : 0, p, 0);
+    expect(&s->dx, w->b, t, head, tokens, p, 1);
     transpose(w->xT, w->x, Q, p);
     transpose(w->dyT, w->dy, Q, p);
     load_decays(&d, s, w, head, t, tokens);
@@ -420,6 +436,7 @@ static void backward_unit(const scan *s, unit *w) {
                 decays d;
                 matrix next = state_of(w, w->states, k + 1, h);
                 load(w->x, &s->x, w->b, (start + k) * Q, w->first + h, Q, p);
+                expect(&s->x, w->b, (start + k + 1) * Q, w->first + h, smaller(Q, s->length - (start + k + 1) * Q), p, 0);
                 load_decays(&d, s, w, w->first + h, (start + k) * Q, Q);
                 weigh(w->weighted, w->x, d.weight, w->p);
                 memcpy(next.at, state_of(w, w->states, k, h).at, floats * sizeof(float));

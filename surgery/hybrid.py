@@ -284,9 +284,8 @@ class Mamba2HybridModel(Mamba2Model):
         layer = self.config.grafts[0]["layer"]
         static = cache is not None and isinstance(cache.layers[layer], StaticLayer)
         past = 0 if cache is None or static else cache.get_seq_length(layer)
-        if static or (
-            attention_mask is not None and attention_mask.shape != (len(inputs_embeds), past + inputs_embeds.shape[1])
-        ):
+        keys = (len(inputs_embeds), past + inputs_embeds.shape[1])
+        if static or (attention_mask is not None and attention_mask.shape != keys):
             return create_causal_mask(self.config, inputs_embeds, attention_mask, cache)
         return None if attention_mask is None or attention_mask.all() else attention_mask.bool()
 

@@ -1,6 +1,5 @@
 """Every backend of the scan and of the step against the recurrence in float64."""
 
-import os
 from functools import partial
 
 import pytest
@@ -21,18 +20,15 @@ SEGMENT = 4 * CHUNK  # ssd.c keeps the state once in so many tokens
 BORDERS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT + CHUNK]
 
 
-@pytest.fixture(scope="session")
-def c_kernel():
-    if reason := SSD_SCAN.why_not(SSD_SCAN.backends["native"], *make_scan(1), 256):
-        pytest.skip(f"native cannot serve here: {reason}")
+SCANS, STEPS = ([name for name in operation.backends if name != "mamba_ssm"] for operation in (SSD_SCAN, SSD_STEP))
+ours = pytest.mark.parametrize("backend", ["native", "chunked"])
 
 
-def each(*names: str) -> list:
-    return [pytest.param(name, marks=pytest.mark.usefixtures("c_kernel") if name == "native" else ()) for name in names]
-
-
-SCANS, STEPS = (each(*(name for name in operation.backends if name != "mamba_ssm")) for operation in (SSD_SCAN, SSD_STEP))
-ours = pytest.mark.parametrize("backend", each("native", "chunked"))
+@pytest.fixture(autouse=True)
+def _skips_what_cannot_serve(request):
+    backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
+    if backend == "native" and (reason := SSD_SCAN.why_not(SSD_SCAN.backends[backend], *make_scan(1), 256)):
+        pytest.skip(f"{backend} cannot serve here: {reason}")
 
 
 def truth(scan: Scan) -> tuple[Tensor, Tensor]:
@@ -226,3 +222,125 @@ def test_slices_of_larger_tensors():
     for backend in SCANS:
         for actual, expected in zip(ssd_scan(*sliced, backend=backend), ssd_scan(*scan, backend=backend), strict=True):
             torch.testing.assert_close(actual, expected)
+
+
+@ours
+@pytest.mark.parametrize(
+    "change", [lambda m: torch.stack([m, m.flip(0)], -1)[..., 0], lambda m: m[:1].expand_as(m), lambda m: m.mT.contiguous().mT]
+)
+def test_any_strides(backend, change):
+    scan = make_scan(CHUNK + 3).map(lambda m: change(m) if m.ndim > 1 else m)
+    plain = scan.map(Tensor.contiguous)
+    for run in (partial(ssd_scan, backend=backend), lambda *scan: gradients(Scan(*scan), backend)):
+        for actual, expected in zip(run(*scan), run(*plain), strict=True):
+            torch.testing.assert_close(actual, expected)
+
+
+def mixer(scan: Scan) -> Scan:
+    """As the model's mixer hands them over: parts of larger tensors, whose other parts are NaN here."""
+    (b, t, h, p), (g, n) = scan.x.shape, scan.B.shape[2:]
+    together = torch.cat([m.flatten(2) for m in (scan.x, scan.B, scan.C)], 2)
+    x, B, C = inside(together, (0, 5, 3)).split([h * p, g * n, g * n], 2)
+    dt = inside(scan.dt, (0, 2, 7))
+    return scan._replace(x=x.view(b, t, h, p), dt=dt, B=B.view(b, t, g, n), C=C.view(b, t, g, n))
+
+
+@ours
+@pytest.mark.parametrize("length", BORDERS)
+def test_nothing_around_the_inputs_is_read(backend, length):
+    scan = make_scan(length)
+    for run in (partial(ssd_scan, backend=backend), lambda *scan: gradients(Scan(*scan), backend)):
+        for actual, expected in zip(run(*mixer(scan)), run(*scan), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0 if backend == "native" else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["native"])
+def test_the_mixer_s_layout_is_read_where_it_is(backend):
+    scan = mixer(make_scan(CHUNK + 3))
+    with Recorder() as recorder:
+        ssd_scan(*scan, backend=backend)
+    assert not {name for name in recorder.names if "copy" in name or "clone" in name or "contiguous" in name}
+
+
+@pytest.mark.parametrize("backend", ["native"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_threads_change_nothing(backend, batch):
+    scan = make_scan(SEGMENT + CHUNK + 3, batch=batch, per_group=9)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append([*ssd_scan(*scan, backend=backend), *gradients(scan, backend)])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(m, n) for m, n in zip(results[0], other, strict=True))
+
+
+@ours
+@pytest.mark.parametrize("field", Scan._fields)
+def test_nan_propagates(backend, field):
+    """To whatever it reaches, and to no other sequence. Within a chunk it may reach earlier tokens."""
+    scan = make_scan(CHUNK + 9).map(Tensor.clone)
+    getattr(scan, field)[1 if field in ("A", "D") else (1, 2, 0)] = torch.nan
+    got, wanted = ([*ssd_scan(*scan, backend=name), *gradients(scan, name)] for name in (backend, "reference"))
+    for g, w in zip(got, wanted, strict=True):
+        assert not (w.isnan() & ~g.isnan()).any()
+    if field not in ("A", "D"):
+        assert got[0][0].isfinite().all()
+        assert got[1][0].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["native"])
+def test_nan_leaves_nothing_behind(backend):
+    """A worker's space serves one unit of work after the other."""
+    scan = make_scan(CHUNK + 9).map(Tensor.clone)
+    expected = [*ssd_scan(*scan, backend=backend), *gradients(scan, backend)[:2]]
+    for m in scan[:2]:
+        m[0] = torch.nan
+    for actual, m in zip([*ssd_scan(*scan, backend=backend), *gradients(scan, backend)[:2]], expected, strict=True):
+        assert torch.equal(actual[1], m[1])
+
+
+def test_who_serves():
+    scan = make_scan(3)
+    step = (scan.initial_state, scan.x[:, 0], scan.dt[:, 0], scan.A, scan.B[:, 0], scan.C[:, 0], scan.D)
+    assert SSD_SCAN.choose(*scan.double(), 256).name == "chunked"
+    assert SSD_STEP.choose(step[0].double(), *step[1:]).name == "torch"
+    assert SSD_STEP.choose(step[0].mT.contiguous().mT, *step[1:]).name == "torch"
+    with pytest.raises(KernelError, match="'native' was asked for and cannot serve: it computes in float32"):
+        ssd_scan(*scan.double(), backend="native")
+    for operation, call in ((SSD_SCAN, (*scan, 256)), (SSD_STEP, step)):
+        native_backend = operation.backends["native"]
+        assert native_backend.refuses(*(m.to("meta") if isinstance(m, Tensor) else m for m in call)) == "it runs on a CPU"
+    assert SSD_STEP.backends["native"].refuses(step[0], step[1].clone().requires_grad_(), *step[2:]) == "it has no gradient"
+
+
+@pytest.mark.parametrize("backend", ["native"])
+def test_native_refuses_shapes_that_do_not_fit(backend):
+    x, dt, A, B, C, D, state = make_scan(5)
+    with pytest.raises(ValueError, match=r"shape \(2, 4, 2, 5\) where \(2, 5, 2, 5\) belongs"):
+        ssd_scan(x, dt, A, B[:, :4], C, D, state, backend=backend)
+    with pytest.raises(ValueError, match="3 heads in 2 groups"):
+        ssd_scan(x[:, :, :3], dt[..., :3], A[:3], B, C, D[:3], state[:, :3], backend=backend)
+    with pytest.raises(ValueError, match=r"shape \(2, 3\) where \(2, 4\) belongs"):
+        ssd_step(state, x[:, 0], dt[:, 0, :3], A, B[:, 0], C[:, 0], D, backend=backend)
+
+
+@pytest.fixture
+def _nothing_known_of_earlier_attempts():
+    known = (native.load, ssd_native._function, dispatch._probe)
+    for attempts in known:
+        attempts.cache_clear()
+    yield
+    for attempts in known:
+        attempts.cache_clear()
+
+
+@pytest.mark.usefixtures("_nothing_known_of_earlier_attempts")
+def test_an_exported_checkpoint_is_served_without_the_c_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(ssd_native, "SOURCE", tmp_path / "ssd.c")
+    scan = make_scan(3)
+    assert SSD_SCAN.choose(*scan, 256).name == "chunked"
+    with pytest.raises(KernelError, match=r"'native' .* cannot serve: RuntimeError: ssd\.c is not here"):
+        ssd_scan(*scan, backend="native")
