@@ -5,13 +5,13 @@
        y_i = sum_{j<=i} M_ij x_j + exp(a_i) S C_i,    M_ij = exp(a_i - a_j) (C_i . B_j) dt_j + [i = j] D
        S'  = exp(a_Q) S + sum_j exp(a_Q - a_j) dt_j x_j B_j^T
 
-   A unit of work is a block of heads of one group in one sequence: it walks over the chunks with its states in the second-level
-   cache and forms C B^T once for all its heads. Workers take units from a shared counter. Every sum's order is fixed by the shapes
-   alone, so the result is the same for any number of workers.
+   A unit of work is some heads of one group in one sequence: it walks over the chunks with its states in the second-level cache
+   and forms C B^T once for all its heads. Threads take units from a shared counter. Heads meet only where gradients of B and C
+   are summed, in the order of the units, so the result is the same for any number of workers.
 
    Every matrix lies in panels of WIDE columns, each contiguous and padded with zeros, and every product is made of blocks of
-   ROWS x WIDE numbers that stay in registers. The right factor is read as vectors, the left one number by number, so that either
-   may be transposed at no cost; the state is kept as (n, p), and what is (q, n) in the formulas mostly as (n, q), marked T. */
+   ROWS x WIDE numbers that stay in registers. The right factor is read as vectors, the left one number by number, so that this
+   one may be transposed at no cost. The state is kept as (n, p); T marks what is transposed. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -32,15 +32,8 @@
 #else
 #define ROWS 4
 #endif
-#ifndef Q
 #define Q 32
-#endif
-#ifndef KEEP
 #define KEEP 4 /* of so many chunks, one's entering state is kept for the backward pass */
-#endif
-#ifndef HEADS
-#define HEADS 4 /* in a unit, at most */
-#endif
 #define COLS 2
 #define WIDE (COLS * LANES)
 #define LOG2E 1.4426950408889634
@@ -58,15 +51,16 @@ typedef struct { /* (batch, time, head or group, and contiguous), strides in ele
 } view;
 
 typedef struct { /* mirrored in ssd_native.py. What is no view is contiguous; those marked ? may be NULL */
-    int64_t batch, length, heads, width, groups, size;
+    int64_t batch, length, heads, width, groups, size, parts; /* parts: units of work that a group's heads make */
     view x, dt, B, C, y;
     const float *A, *D /*?*/, *initial /*?*/; /* (h), (h), (b, h, p, n) */
-    float *final, *kept /*?*/;                /* (b, h, p, n); see count_kept */
-    view dy, dx, ddt, dB, dC;                 /* dB, dC: (parts * b, t, g, n), to be summed over parts */
-    const float *dfinal;                      /* (b, h, p, n) */
+    float *final, *kept /*?*/;                /* (b, h, p, n); see kept_floats */
+    view dy, dx, ddt, dB, dC, dBs, dCs;       /* dBs, dCs: (parts * b, t, g, n), to be summed over parts */
+    const float *dfinal /*?*/;                /* (b, h, p, n) */
     float *dinitial;                          /* (b, h, p, n) */
-    double *dA, *dD;                          /* (b, h) */
-    int64_t next;                             /* the counter, 0 at first */
+    double *dA, *dD;                          /* (b, h), 0 at first like what follows */
+    int64_t *done;                            /* (b, g), parts */
+    int64_t next;                             /* the counter */
 } scan;
 
 typedef struct { /* in panels: (columns / WIDE, rows, WIDE) */
@@ -94,7 +88,7 @@ INLINE float *number(matrix m, int64_t row, int64_t column) {
     return m.at + (column / WIDE * m.rows + row) * WIDE + column % WIDE;
 }
 
-/* 2^z for z <= 0 (right up to 127): relative error 2e-7, exactly 1 at 0, exactly 0 below -127, NaN for NaN. As in selective.c. */
+/* 2^z for z <= 0 (right up to 127): relative error 2e-7, exactly 1 at 0, exactly 0 below -127, NaN for NaN; see selective.c. */
 static inline vec exp2_vec(vec z) {
     const vec lowest = all(-127.0f), magic = all(12582912.0f + 127.0f);
     ivec low = z < lowest;
@@ -204,15 +198,6 @@ static void gather(matrix out, float *sums, const float *scale, matrix with, mat
 
 /* ---- to and from memory ---- */
 
-/* Rows that lie far apart come slowly, so they are asked for while something else is computed. */
-INLINE void expect(const view *v, int64_t b, int64_t t, int64_t head, int64_t tokens, int64_t columns, int written) {
-    const float *at = v->data + b * v->batch + t * v->time + head * v->head;
-    for (int64_t i = 0; i < tokens; i++)
-        for (int64_t c = 0; c < columns; c += 16)
-            if (written) __builtin_prefetch(at + i * v->time + c, 1, 2);
-            else __builtin_prefetch(at + i * v->time + c, 0, 2);
-}
-
 /* Q tokens of one head or group; zeros from `tokens` on */
 static void load(matrix m, const view *v, int64_t b, int64_t t, int64_t head, int64_t tokens, int64_t columns) {
     const float *from = v->data + b * v->batch + t * v->time + head * v->head;
@@ -262,7 +247,7 @@ static void store_state(matrix m, float *to, int64_t p, int64_t n) {
 
 /* Returns 0 where there is no unit left. */
 static int take(scan *s, unit *w) {
-    int64_t per_group = s->heads / s->groups, parts = (per_group + HEADS - 1) / HEADS;
+    int64_t per_group = s->heads / s->groups, parts = s->parts;
     int64_t i = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED);
     if (i >= s->batch * s->groups * parts) return 0;
     w->part = i % parts, w->group = i / parts % s->groups, w->b = i / parts / s->groups;
@@ -320,6 +305,16 @@ static void weigh(matrix to, matrix from, const float *scale, int64_t columns) {
             for (int c = 0; c < COLS; c++) at(to, i, panel)[c] = at(from, i, panel)[c] * scale[i];
 }
 
+/* of the unit's head h in a tensor (b, h, p, n), if there is one */
+static float *remote(const scan *s, const unit *w, const float *tensor, int64_t h) {
+    return tensor ? (float *)tensor + (w->b * s->heads + w->first + h) * s->width * s->size : 0;
+}
+
+/* in s->kept: (b, chunks / KEEP, h, n, p) */
+static float *kept(const scan *s, const unit *w, int64_t chunk, int64_t h) {
+    return s->kept + ((w->b * ((w->chunks + KEEP - 1) / KEEP) + chunk / KEEP) * s->heads + w->first + h) * w->n * w->p;
+}
+
 static matrix state_of(const unit *w, float *states, int64_t k, int64_t head) {
     return (matrix){states + (k * w->heads + head) * w->n * w->p, w->n};
 }
@@ -327,21 +322,15 @@ static matrix state_of(const unit *w, float *states, int64_t k, int64_t head) {
 static void forward_unit(const scan *s, unit *w) {
     const int64_t n = s->size, p = s->width;
     for (int64_t h = 0; h < w->heads; h++)
-        load_state(state_of(w, w->states, 0, h), s->initial ? s->initial + (w->b * s->heads + w->first + h) * p * n : 0, p, n, w->p);
+        load_state(state_of(w, w->states, 0, h), remote(s, w, s->initial, h), p, n, w->p);
     for (int64_t chunk = 0; chunk < w->chunks; chunk++) {
         int64_t t = chunk * Q, tokens = smaller(Q, s->length - t);
         load_group(s, w, t, tokens);
-        expect(&s->B, w->b, t + Q, w->group, smaller(Q, s->length - t - Q), n, 0);
-        expect(&s->C, w->b, t + Q, w->group, smaller(Q, s->length - t - Q), n, 0);
         for (int64_t h = 0; h < w->heads; h++) {
             matrix state = state_of(w, w->states, 0, h);
             decays d;
-            if (s->kept && chunk % KEEP == 0)
-                memcpy(s->kept + ((w->b * ((w->chunks + KEEP - 1) / KEEP) + chunk / KEEP) * s->heads + w->first + h) * w->n * w->p,
-                       state.at, w->n * w->p * sizeof(float));
+            if (s->kept && chunk % KEEP == 0) memcpy(kept(s, w, chunk, h), state.at, w->n * w->p * sizeof(float));
             load(w->x, &s->x, w->b, t, w->first + h, tokens, p);
-            expect(&s->x, w->b, t + Q, w->first + h, smaller(Q, s->length - t - Q), p, 0);
-            expect(&s->y, w->b, t, w->first + h, tokens, p, 1);
             load_decays(&d, s, w, w->first + h, t, tokens);
             mix(w, &d, tokens);
             tokens_out(w->out, d.entering, w->CT, state, n, w->mixing, w->x, w->p, tokens, 0);
@@ -351,7 +340,7 @@ static void forward_unit(const scan *s, unit *w) {
         }
     }
     for (int64_t h = 0; h < w->heads; h++)
-        store_state(state_of(w, w->states, 0, h), s->final + (w->b * s->heads + w->first + h) * p * n, p, n);
+        store_state(state_of(w, w->states, 0, h), remote(s, w, s->final, h), p, n);
 }
 
 /* Within the chunk: of the mixing matrix's gradient x_j . dy_i, what reaches the scores, dt, D and the decays' logarithms. The
@@ -392,9 +381,6 @@ static void reverse_head(const scan *s, const unit *w, int64_t t, int64_t tokens
     float by_state[Q] ALIGNED, by_input[Q] ALIGNED;
     load(w->x, &s->x, w->b, t, head, tokens, p);
     load(w->dy, &s->dy, w->b, t, head, tokens, p);
-    expect(&s->x, w->b, t - Q, head, t ? Q : 0, p, 0);
-    expect(&s->dy, w->b, t - Q, head, t ? Q : 0, p, 0);
-    expect(&s->dx, w->b, t, head, tokens, p, 1);
     transpose(w->xT, w->x, Q, p);
     transpose(w->dyT, w->dy, Q, p);
     load_decays(&d, s, w, head, t, tokens);
@@ -422,21 +408,31 @@ static void reverse_head(const scan *s, const unit *w, int64_t t, int64_t tokens
     update(dstate, d.through, w->C, w->weighted, w->p, tokens);
 }
 
+static void sum_parts(const view *to, const view *from, const scan *s, const unit *w) {
+    for (int64_t t = 0; t < s->length; t++) {
+        float *sum = to->data + w->b * to->batch + t * to->time + w->group * to->head;
+        const float *one = from->data + w->b * from->batch + t * from->time + w->group * from->head;
+        for (int64_t j = 0; j < s->size; j++) {
+            float all = one[j];
+            for (int64_t i = 1; i < s->parts; i++) all += one[i * s->batch * from->batch + j];
+            sum[j] = all;
+        }
+    }
+}
+
 static void backward_unit(const scan *s, unit *w) {
     const int64_t n = s->size, p = s->width, floats = w->n * w->p;
     for (int64_t h = 0; h < w->heads; h++)
-        load_state(state_of(w, w->dstates, 0, h), s->dfinal + (w->b * s->heads + w->first + h) * p * n, p, n, w->p);
-    for (int64_t segment = (w->chunks - 1) / KEEP; segment >= 0; segment--) {
+        load_state(state_of(w, w->dstates, 0, h), remote(s, w, s->dfinal, h), p, n, w->p);
+    for (int64_t segment = (w->chunks + KEEP - 1) / KEEP - 1; segment >= 0; segment--) {
         int64_t start = segment * KEEP, chunks = smaller(KEEP, w->chunks - start);
-        memcpy(w->states, s->kept + ((w->b * ((w->chunks + KEEP - 1) / KEEP) + segment) * s->heads + w->first) * floats,
-               w->heads * floats * sizeof(float));
+        memcpy(w->states, kept(s, w, start, 0), w->heads * floats * sizeof(float));
         for (int64_t k = 0; k + 1 < chunks; k++) { /* the states that enter the other chunks, again */
             load(w->B, &s->B, w->b, (start + k) * Q, w->group, Q, n);
             for (int64_t h = 0; h < w->heads; h++) {
                 decays d;
                 matrix next = state_of(w, w->states, k + 1, h);
                 load(w->x, &s->x, w->b, (start + k) * Q, w->first + h, Q, p);
-                expect(&s->x, w->b, (start + k + 1) * Q, w->first + h, smaller(Q, s->length - (start + k + 1) * Q), p, 0);
                 load_decays(&d, s, w, w->first + h, (start + k) * Q, Q);
                 weigh(w->weighted, w->x, d.weight, w->p);
                 memcpy(next.at, state_of(w, w->states, k, h).at, floats * sizeof(float));
@@ -456,12 +452,15 @@ static void backward_unit(const scan *s, unit *w) {
             update(w->dBT, 1, w->C, w->mixing, Q, tokens);
             transpose(w->B, w->dBT, w->n, Q);
             transpose(w->C, w->dCT, w->n, Q);
-            store(w->B, &s->dB, w->part * s->batch + w->b, t, w->group, tokens, n);
-            store(w->C, &s->dC, w->part * s->batch + w->b, t, w->group, tokens, n);
+            store(w->B, &s->dBs, w->part * s->batch + w->b, t, w->group, tokens, n);
+            store(w->C, &s->dCs, w->part * s->batch + w->b, t, w->group, tokens, n);
         }
     }
     for (int64_t h = 0; h < w->heads; h++)
-        store_state(state_of(w, w->dstates, 0, h), s->dinitial + (w->b * s->heads + w->first + h) * p * n, p, n);
+        store_state(state_of(w, w->dstates, 0, h), remote(s, w, s->dinitial, h), p, n);
+    if (__atomic_add_fetch(&s->done[w->b * s->groups + w->group], 1, __ATOMIC_ACQ_REL) < s->parts) return;
+    sum_parts(&s->dB, &s->dBs, s, w); /* by whoever ends last, but in the parts' order */
+    sum_parts(&s->dC, &s->dCs, s, w);
 }
 
 /* ---- one token ---- */
@@ -501,10 +500,8 @@ static void step_head(const scan *s, int64_t b, int64_t h) {
 
 /* ---- workers ---- */
 
-int64_t count_parts(const scan *s) { return (s->heads / s->groups + HEADS - 1) / HEADS; }
-int64_t count_units(const scan *s) { return s->batch * s->groups * count_parts(s); }
 /* of the states that enter every KEEP-th chunk: (b, chunks / KEEP, h, padded state) */
-int64_t count_kept(const scan *s) {
+int64_t kept_floats(const scan *s) {
     int64_t chunks = (s->length + Q * KEEP - 1) / (Q * KEEP);
     return s->batch * chunks * s->heads * padded(s->size, ROWS) * padded(s->width, WIDE);
 }
@@ -520,15 +517,16 @@ static matrix make(unit *w, int64_t rows, int64_t columns) {
 }
 
 static void divide(const scan *s, unit *w, int backward) {
+    const int64_t heads = (s->heads / s->groups + s->parts - 1) / s->parts;
     w->n = padded(s->size, ROWS), w->p = padded(s->width, WIDE), w->chunks = (s->length + Q - 1) / Q;
     w->B = make(w, Q, w->n), w->C = make(w, Q, w->n), w->BT = make(w, w->n, Q), w->CT = make(w, w->n, Q);
     w->scores = make(w, Q, Q), w->mixing = make(w, Q, Q);
     w->x = make(w, Q, w->p), w->weighted = make(w, Q, w->p), w->out = make(w, Q, w->p);
-    w->states = part(w, (backward ? KEEP : 1) * HEADS * w->n * w->p);
+    w->states = part(w, (backward ? KEEP : 1) * heads * w->n * w->p);
     if (!backward) return;
     w->dy = make(w, Q, w->p), w->xT = make(w, w->p, Q), w->dyT = make(w, w->p, Q);
     w->dmixing = make(w, Q, Q), w->dscores = make(w, Q, Q), w->dBT = make(w, w->n, Q), w->dCT = make(w, w->n, Q);
-    w->dstates = part(w, HEADS * w->n * w->p);
+    w->dstates = part(w, heads * w->n * w->p);
 }
 
 /* Numbers too small for a normal float32 are 0 while a kernel runs: processors are slow with them. */

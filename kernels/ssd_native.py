@@ -17,10 +17,10 @@ from surgery.kernels.native import load
 from surgery.kernels.native import run as run_in_threads
 
 SOURCE = Path(__file__).with_name("ssd.c")
-STEP_ALONE = 2**20  # numbers in the states up to which a step in one thread is done before another would have begun
-COUNTS = ("count_units", "count_parts", "count_kept")  # functions that compute nothing else
-VIEWS = ("x", "dt", "B", "C", "y", "dy", "dx", "ddt", "dB", "dC")  # tensors whose strides C is told
-FIELDS = "x dt B C y A D initial final kept dy dx ddt dB dC dfinal dinitial dA dD".split()
+THREADS = 4  # that the backward pass divides its work for; their real number must not decide what is summed first
+STEP_ALONE = 2**21  # numbers in the states up to which one thread is done with a step about when another would have begun
+VIEWS = ("x", "dt", "B", "C", "y", "dy", "dx", "ddt", "dB", "dC", "dBs", "dCs")  # tensors whose strides C is told
+FIELDS = "x dt B C y A D initial final kept dy dx ddt dB dC dBs dCs dfinal dinitial dA dD done".split()
 
 
 class _View(Structure):
@@ -31,14 +31,14 @@ class _Scan(Structure):
     """`scan` in ssd.c."""
 
     _fields_ = (
-        *((size, c_int64) for size in ("batch", "length", "heads", "width", "groups", "size")),
+        *((size, c_int64) for size in ("batch", "length", "heads", "width", "groups", "size", "parts")),
         *((name, _View if name in VIEWS else c_void_p) for name in FIELDS),
         ("next", c_int64),
     )
 
 
 def refuses(x, dt, A, B, C, D, initial_state, chunk_size) -> str | None:
-    return _refuses(x, dt, A, B, C, D, initial_state)
+    return _refuses(x, dt, A, B, C, D, initial_state) or (None if x.numel() else "there is nothing to compute")
 
 
 def _refuses(*tensors: Tensor | None) -> str | None:
@@ -94,9 +94,9 @@ def step(state, x, dt, A, B, C, D) -> Tensor:
     return y.to(x.dtype)
 
 
-def _scan(**tensors: Any) -> _Scan:
+def _scan(parts: int = 1, **tensors: Any) -> _Scan:
     """The structure for C: x and B give the sizes."""
-    scan = _Scan(*tensors["x"].shape, *tensors["B"].shape[2:])
+    scan = _Scan(*tensors["x"].shape, *tensors["B"].shape[2:], parts)
     for key, m in tensors.items():
         if m is not None:
             setattr(scan, key, _View(m.data_ptr(), m.stride()[:3]) if key in VIEWS else m.data_ptr())
@@ -107,8 +107,12 @@ def _call(name: str, scan: _Scan, units: int) -> None:
     run_in_threads(_function(name), byref(scan), units)
 
 
-def _count(name: str, scan: _Scan) -> int:
-    return _function(name)(byref(scan))
+@cache
+def _parts(groups: int, heads: int, threads: int) -> int:
+    """Into how many units of work to divide the heads of a group, so that the busiest thread has least to do; `groups` counts
+    those of every sequence. A unit costs about half a head beside its heads; the states of more than 8 crowd the cache."""
+    rounds = {parts: -(-groups * parts // threads) for parts in range(-(-heads // 8), heads + 1)}
+    return min(rounds, key=lambda parts: rounds[parts] * (-(-heads // parts) + 0.5))
 
 
 @cache
@@ -116,7 +120,7 @@ def _function(name: str) -> Any:
     if not SOURCE.exists():
         raise RuntimeError(f"{SOURCE.name} is not here: an exported checkpoint carries Python alone")
     function = getattr(load(SOURCE.stem), name)
-    function.restype = c_int64 if name in COUNTS else c_int
+    function.restype = c_int64 if name == "kept_floats" else c_int
     return function
 
 
@@ -130,13 +134,14 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def _forward(x, dt, A, B, C, D, initial, *, keep: bool) -> tuple[Tensor, Tensor, Any]:
-    (b, t, h, p), n = x.shape, B.shape[3]
+    (b, t, h, p), (g, n) = x.shape, B.shape[2:]
     (x, B, C), (A, D, initial) = _rows(x, B, C), _contiguous(A, D, initial)
     y, final = x.new_empty(b, t, h, p), x.new_empty(b, h, p, n)
-    scan = _scan(x=x, dt=dt, B=B, C=C, y=y, A=A, D=D, initial=initial, final=final)
-    kept = x.new_empty(_count("count_kept", scan)) if keep else None
+    parts = _parts(b * g, h // g, torch.get_num_threads())
+    scan = _scan(parts, x=x, dt=dt, B=B, C=C, y=y, A=A, D=D, initial=initial, final=final)
+    kept = x.new_empty(_function("kept_floats")(byref(scan))) if keep else None
     scan.kept = None if kept is None else kept.data_ptr()
-    _call("scan_forward", scan, _count("count_units", scan))
+    _call("scan_forward", scan, b * g * parts)
     return y, final, kept
 
 
@@ -145,23 +150,24 @@ class _NativeScan(torch.autograd.Function):
     def forward(ctx, x, dt, A, B, C, D, initial):
         y, final, kept = _forward(x, dt, A, B, C, D, initial, keep=True)
         ctx.save_for_backward(x, dt, A, B, C, D, kept)
+        ctx.set_materialize_grads(False)
         return y, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dfinal):
         x, dt, A, B, C, D, kept = ctx.saved_tensors
-        (x, B, C, dy), (A, D, dfinal) = _rows(x, B, C, dy), _contiguous(A, D, dfinal)
         (b, t, h, p), (g, n) = x.shape, B.shape[2:]
-        parts = _count("count_parts", _scan(x=x, B=B))
-        dx, ddt, dinitial = x.new_empty(b, t, h, p), dt.new_empty(b, t, h), torch.empty_like(dfinal)
-        dB, dC = x.new_empty(2, parts * b, t, g, n)
-        dA, dD = x.new_zeros(2, b, h, dtype=torch.double)
+        dy = x.new_zeros(p).expand(b, t, h, p) if dy is None else dy
+        (x, B, C, dy), (A, D, dfinal) = _rows(x, B, C, dy), _contiguous(A, D, dfinal)
+        dx, ddt, dB, dC, dinitial = (x.new_empty(m) for m in ((b, t, h, p), (b, t, h), B.shape, C.shape, (b, h, p, n)))
+        parts = _parts(b * g, h // g, THREADS)
+        dBs, dCs = x.new_empty(2, parts * b, t, g, n) if parts > 1 else (dB, dC)
+        (dA, dD), done = x.new_zeros(2, b, h, dtype=torch.double), x.new_zeros(b, g, dtype=torch.int64)
         scan = _scan(
-            x=x, dt=dt, B=B, C=C, A=A, D=D, kept=kept, dy=dy, dfinal=dfinal,
-            dx=dx, ddt=ddt, dA=dA, dD=dD, dB=dB, dC=dC, dinitial=dinitial,
+            parts, x=x, dt=dt, B=B, C=C, A=A, D=D, kept=kept, dy=dy, dfinal=dfinal, dx=dx, ddt=ddt, dB=dB, dC=dC,
+            dBs=dBs, dCs=dCs, dinitial=dinitial, dA=dA, dD=dD, done=done,
         )  # fmt: skip
-        _call("scan_backward", scan, _count("count_units", scan))
-        dB, dC = (m.view(parts, b, t, g, n).sum(0) if parts > 1 else m for m in (dB, dC))
+        _call("scan_backward", scan, b * g * parts)
         gradients = (dx, ddt, dA.sum(0).float(), dB, dC, dD.sum(0).float(), dinitial)
         return tuple(m if needed else None for m, needed in zip(gradients, ctx.needs_input_grad, strict=True))
