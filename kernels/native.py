@@ -1,8 +1,8 @@
 """C kernels that are compiled on first use, and the threads that run them.
 
-A kernel is one C file beside this one. The system's compiler ($CC, else cc) makes a library for this very processor, which is
-kept in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache) under a digest of all that it depends on. ctypes releases the
-interpreter's lock during a call, so Python's threads run a kernel side by side.
+A kernel is one C file beside this one, with vectors.h. The system's compiler ($CC, else cc) makes a library for this very
+processor, which is kept in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache) under a digest of all that it depends on.
+ctypes releases the interpreter's lock during a call, so Python's threads run a kernel side by side.
 """
 
 import ctypes
@@ -18,20 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # No -ffast-math: infinities and NaN keep their meaning, and sums the order in which they are written.
 FLAGS = "-O3 -std=gnu11 -fPIC -shared -fno-strict-aliasing -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
+FOLDER = Path(__file__).parent
 TARGETS = ("-march=native", "-mcpu=native", "")  # the first that the compiler knows; ARM's often know the second alone
 
 
 @cache
 def load(name: str) -> ctypes.CDLL:
     """The library made from `name`.c. Raises RuntimeError, with the reason, where it cannot be made, kept or loaded."""
-    source = Path(__file__).with_name(f"{name}.c")
+    source, header = FOLDER / f"{name}.c", FOLDER / "vectors.h"
+    if not source.exists():
+        raise RuntimeError(f"{source.name} is not here: an exported checkpoint carries Python alone")
     compiler = shlex.split(os.environ.get("CC") or "cc")
     flags, target = _for_this_processor(compiler)
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surgery"
-    digest = hashlib.sha256(b"\0".join((source.read_bytes(), " ".join(flags).encode(), target))).hexdigest()
+    digest = hashlib.sha256(
+        b"\0".join((source.read_bytes(), header.read_bytes(), " ".join(flags).encode(), target))
+    ).hexdigest()
     library = folder / f"{name}-{digest[:20]}.so"
     try:
         if not library.exists():
@@ -66,6 +72,41 @@ def _call(command: list[str]) -> bytes:
         message = done.stderr.decode(errors="replace").strip()
         raise RuntimeError(f"the C compiler '{command[0]}' fails: {message or f'exit status {done.returncode}'}")
     return done.stdout
+
+
+class View(ctypes.Structure):
+    """A tensor for C: where it lies, and its first three strides in numbers. The last is 1 in a tensor of four dimensions."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3))
+
+    @classmethod
+    def of(cls, m: Tensor) -> "View":
+        return cls(m.data_ptr(), m.stride()[:3])
+
+
+def fill(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> None:
+    """Tell C of tensors: each as a View where the structure has one, else where it lies."""
+    kinds = dict(structure._fields_)  # type: ignore[arg-type]
+    for name, m in tensors.items():
+        if m is not None:
+            setattr(structure, name, View.of(m) if kinds[name] is View else m.data_ptr())
+
+
+def refuses(*tensors: Tensor | None) -> str | None:
+    """Why no kernel here takes these, or None."""
+    given = [m for m in tensors if m is not None]
+    if any(m.device.type != "cpu" for m in given):
+        return "it runs on a CPU"
+    if any(m.dtype == torch.float64 for m in given):
+        return "it computes in float32"
+    return "it cannot be traced" if torch.compiler.is_compiling() or torch.jit.is_tracing() else None
+
+
+def check(*shapes: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Raise ValueError for the first tensor of another shape: C would read whatever lies there."""
+    for m, shape in shapes:
+        if m is not None and m.shape != shape:
+            raise ValueError(f"a tensor of shape {tuple(m.shape)} where {shape} belongs")
 
 
 def run(function: Callable[[Any], int], argument: Any, units: int) -> None:

@@ -9,28 +9,12 @@
    one sequence; workers take units from a shared counter. Every sum's order is fixed by the shapes alone, so the result is the
    same for any number of workers. */
 
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__SSE__)
-#include <xmmintrin.h>
-#endif
+#include "vectors.h"
 
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
 #define CHUNK 128
 #define GROUP (128 / LANES)
 #define PAIR 2
 #define LOG2E 1.44269504f
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef float quad __attribute__((vector_size(16)));
 
 typedef struct { /* (batch, time, channel or state component), strides in elements */
     float *data;
@@ -49,25 +33,6 @@ typedef struct { /* mirrored in selective_native.py. A, states and their gradien
 } scan;
 
 const int64_t chunk_tokens = CHUNK, group_channels = GROUP * LANES;
-
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline vec all(float s) { return s - (vec){0}; }
-
-/* 2^z for z <= 0 (right up to 127): relative error 2e-7, exactly 1 at 0, exactly 0 below -127, NaN for NaN.
-   z = k + f with |f| <= 1/2 by adding and subtracting 1.5 * 2^23, in whose last bits k + 127 then stands: shifted, it is 2^k.
-   2^f = 1 + f q(f), q fitted to the relative error; no rounding of q moves exp near 0, where errors would add up over time. */
-static inline vec exp2_vec(vec z) {
-    const vec lowest = all(-127.0f), magic = all(12582912.0f + 127.0f);
-    ivec low = z < lowest;
-    z = (vec)((low & (ivec)lowest) | (~low & (ivec)z));
-    vec shifted = z + magic;
-    vec f = z - (shifted - magic);
-    vec q = all(1.32647273e-3f) * f + 9.67151299e-3f;
-    q = q * f + 5.55073358e-2f;
-    q = q * f + 2.40222424e-1f;
-    q = q * f + 6.93147004e-1f;
-    return (q * f + 1.0f) * (vec)((ivec)shifted << 23);
-}
 
 static inline float lane_sum(const vec *v) {
     const quad *part = (const quad *)v;
@@ -281,21 +246,15 @@ static void backward_unit(const scan *s, const unit *w, vec *space) {
     }
 }
 
-/* Works on units until none is left; 1 if there is no memory. Numbers too small for a normal float32 are 0 meanwhile: what
-   fades away, a state or a gradient, would else stay among them, where processors are slow. */
+/* Works on units until none is left; 1 if there is no memory. */
 static int work(scan *s, void (*run)(const scan *, const unit *, vec *)) {
     unit w;
     size_t floats = (size_t)(3 * GROUP + 2 + 2 * CHUNK) * LANES + 2 * CHUNK;
     void *space = 0;
     if (posix_memalign(&space, sizeof(vec), floats * sizeof(float) * (s->size + PAIR))) return 1;
-#if defined(__SSE__)
-    unsigned mode = _mm_getcsr();
-    _mm_setcsr(mode | 0x8040);
-#endif
+    unsigned before = flush();
     while (take(s, &w)) run(s, &w, space);
-#if defined(__SSE__)
-    _mm_setcsr(mode);
-#endif
+    restore(before);
     free(space);
     return 0;
 }

@@ -17,35 +17,23 @@ VIEWS = ("x", "dt", "B", "C", "y", "dy", "dx", "ddt")  # tensors whose strides C
 FIELDS = "x dt B C y A D initial final checkpoints dy dx ddt dfinal dA dD dB dC dinitial".split()
 
 
-class _View(Structure):
-    _fields_ = (("data", c_void_p), ("strides", c_int64 * 3))
-
-
 class _Scan(Structure):
     """`scan` in selective.c."""
 
     _fields_ = (
         *((size, c_int64) for size in ("batch", "length", "channels", "size")),
-        *((name, _View if name in VIEWS else c_void_p) for name in FIELDS),
+        *((name, native.View if name in VIEWS else c_void_p) for name in FIELDS),
         ("next", c_int64),
     )
 
 
-def refuses(x, dt, A, B, C, D, initial_state) -> str | None:
-    given = [m for m in (x, dt, A, B, C, D, initial_state) if m is not None]
-    if any(m.device.type != "cpu" for m in given):
-        return "it runs on a CPU"
-    if any(m.dtype == torch.float64 for m in given):
-        return "it computes in float32"
-    return "it cannot be traced" if torch.compiler.is_compiling() or torch.jit.is_tracing() else None
+refuses = native.refuses
 
 
 def run(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
     """Arguments and results as in selective_scan."""
     (b, t, d), n = x.shape, A.shape[-1]
-    for m, shape in ((dt, (b, t, d)), (A, (d, n)), (B, (b, t, n)), (C, (b, t, n)), (D, (d,)), (initial_state, (b, d, n))):
-        if m is not None and m.shape != shape:  # C would read whatever lies there
-            raise ValueError(f"a tensor of shape {tuple(m.shape)} where {shape} belongs")
+    native.check((dt, (b, t, d)), (A, (d, n)), (B, (b, t, n)), (C, (b, t, n)), (D, (d,)), (initial_state, (b, d, n)))
     given = [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
     if torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in given):
         y, state = _NativeScan.apply(*given)
@@ -56,9 +44,7 @@ def run(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
 
 def _call(name: str, **tensors: Any) -> None:
     scan = _Scan(*tensors["x"].shape, tensors["A"].shape[1])
-    for key, m in tensors.items():
-        if m is not None:
-            setattr(scan, key, _View(m.data_ptr(), m.stride()) if key in VIEWS else m.data_ptr())
+    native.fill(scan, tensors)
     units = scan.batch * -(-scan.channels // _constant("group_channels"))
     native.run(getattr(native.load("selective"), name), byref(scan), units)
 

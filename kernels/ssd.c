@@ -13,20 +13,8 @@
    ROWS x WIDE numbers that stay in registers. The right factor is read as vectors, the left one number by number, so that this
    one may be transposed at no cost. The state is kept as (n, p); T marks what is transposed. */
 
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__SSE__)
-#include <xmmintrin.h>
-#endif
+#include "vectors.h"
 
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
 #if defined(__AVX512F__) || defined(__aarch64__) /* 32 registers */
 #define ROWS 8
 #else
@@ -40,9 +28,6 @@
 #define INLINE static inline __attribute__((always_inline))
 #define ALIGNED __attribute__((aligned(64)))
 
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef float quad __attribute__((vector_size(16)));
 typedef float loose __attribute__((vector_size(4 * LANES), aligned(4)));
 
 typedef struct { /* (batch, time, head or group, and contiguous), strides in elements */
@@ -80,26 +65,10 @@ typedef struct { /* of one head in one chunk */
     float entering[Q] ALIGNED, leaving[Q] ALIGNED, weight[Q] ALIGNED, through, A, D;
 } decays;
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t padded(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
-static inline vec all(float s) { return s - (vec){0}; }
 INLINE vec *at(matrix m, int64_t row, int64_t panel) { return (vec *)(m.at + (panel * m.rows + row) * WIDE); }
 INLINE float *number(matrix m, int64_t row, int64_t column) {
     return m.at + (column / WIDE * m.rows + row) * WIDE + column % WIDE;
-}
-
-/* 2^z for z <= 0 (right up to 127): relative error 2e-7, exactly 1 at 0, exactly 0 below -127, NaN for NaN; see selective.c. */
-static inline vec exp2_vec(vec z) {
-    const vec lowest = all(-127.0f), magic = all(12582912.0f + 127.0f);
-    ivec low = z < lowest;
-    z = (vec)((low & (ivec)lowest) | (~low & (ivec)z));
-    vec shifted = z + magic;
-    vec f = z - (shifted - magic);
-    vec q = all(1.32647273e-3f) * f + 9.67151299e-3f;
-    q = q * f + 5.55073358e-2f;
-    q = q * f + 2.40222424e-1f;
-    q = q * f + 6.93147004e-1f;
-    return (q * f + 1.0f) * (vec)((ivec)shifted << 23);
 }
 
 static inline double lane_sum(vec v) {
@@ -527,25 +496,6 @@ static void divide(const scan *s, unit *w, int backward) {
     w->dy = make(w, Q, w->p), w->xT = make(w, w->p, Q), w->dyT = make(w, w->p, Q);
     w->dmixing = make(w, Q, Q), w->dscores = make(w, Q, Q), w->dBT = make(w, w->n, Q), w->dCT = make(w, w->n, Q);
     w->dstates = part(w, heads * w->n * w->p);
-}
-
-/* Numbers too small for a normal float32 are 0 while a kernel runs: processors are slow with them. */
-static unsigned flush(void) {
-#if defined(__SSE__)
-    unsigned before = _mm_getcsr();
-    _mm_setcsr(before | 0x8040);
-    return before;
-#else
-    return 0;
-#endif
-}
-
-static void restore(unsigned before) {
-#if defined(__SSE__)
-    _mm_setcsr(before);
-#else
-    (void)before;
-#endif
 }
 
 /* Works on units until none is left; 1 if there is no memory. */

@@ -3,28 +3,22 @@
 The forward pass keeps the states that enter every few chunks of tokens; the backward pass computes those in between again.
 """
 
-from collections.abc import Iterable
 from ctypes import Structure, byref, c_int, c_int64, c_void_p
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.native import load
+from surgery.kernels.native import View, check, fill, load
+from surgery.kernels.native import refuses as not_here
 from surgery.kernels.native import run as run_in_threads
 
-SOURCE = Path(__file__).with_name("ssd.c")
 THREADS = 4  # that the backward pass divides its work for; their real number must not decide what is summed first
 STEP_ALONE = 2**21  # numbers in the states up to which one thread is done with a step about when another would have begun
 VIEWS = ("x", "dt", "B", "C", "y", "dy", "dx", "ddt", "dB", "dC", "dBs", "dCs")  # tensors whose strides C is told
 FIELDS = "x dt B C y A D initial final kept dy dx ddt dB dC dBs dCs dfinal dinitial dA dD done".split()
-
-
-class _View(Structure):
-    _fields_ = (("data", c_void_p), ("strides", c_int64 * 3))
 
 
 class _Scan(Structure):
@@ -32,29 +26,20 @@ class _Scan(Structure):
 
     _fields_ = (
         *((size, c_int64) for size in ("batch", "length", "heads", "width", "groups", "size", "parts")),
-        *((name, _View if name in VIEWS else c_void_p) for name in FIELDS),
+        *((name, View if name in VIEWS else c_void_p) for name in FIELDS),
         ("next", c_int64),
     )
 
 
 def refuses(x, dt, A, B, C, D, initial_state, chunk_size) -> str | None:
-    return _refuses(x, dt, A, B, C, D, initial_state) or (None if x.numel() else "there is nothing to compute")
-
-
-def _refuses(*tensors: Tensor | None) -> str | None:
-    given = [m for m in tensors if m is not None]
-    if any(m.device.type != "cpu" for m in given):
-        return "it runs on a CPU"
-    if any(m.dtype == torch.float64 for m in given):
-        return "it computes in float32"
-    return "it cannot be traced" if torch.compiler.is_compiling() or torch.jit.is_tracing() else None
+    return not_here(x, dt, A, B, C, D, initial_state) or (None if x.numel() else "there is nothing to compute")
 
 
 def run(x, dt, A, B, C, D, initial_state, chunk_size) -> tuple[Tensor, Tensor]:
     """Arguments and results as in ssd_scan. `chunk_size` is not used: the result does not depend on it."""
     (b, t, h, p), (g, n) = x.shape, B.shape[2:]
-    shapes = ((dt, (b, t, h)), (A, (h,)), (B, (b, t, g, n)), (C, (b, t, g, n)), (D, (h,)), (initial_state, (b, h, p, n)))
-    _check(shapes, h, g)
+    check((dt, (b, t, h)), (A, (h,)), (B, (b, t, g, n)), (C, (b, t, g, n)), (D, (h,)), (initial_state, (b, h, p, n)))
+    _whole_groups(h, g)
     given = [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
     if torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in given):
         y, state = _NativeScan.apply(*given)
@@ -63,17 +48,13 @@ def run(x, dt, A, B, C, D, initial_state, chunk_size) -> tuple[Tensor, Tensor]:
     return y.to(x.dtype), state
 
 
-def _check(shapes: Iterable[tuple[Tensor | None, tuple[int, ...]]], heads: int, groups: int) -> None:
-    """C would read whatever lies there."""
-    for m, shape in shapes:
-        if m is not None and m.shape != shape:
-            raise ValueError(f"a tensor of shape {tuple(m.shape)} where {shape} belongs")
+def _whole_groups(heads: int, groups: int) -> None:
     if heads % groups:
         raise ValueError(f"{heads} heads in {groups} groups")
 
 
 def step_refuses(state, x, dt, A, B, C, D) -> str | None:
-    if reason := _refuses(state, x, dt, A, B, C, D):
+    if reason := not_here(state, x, dt, A, B, C, D):
         return reason
     if state.dtype != torch.float32 or not state.is_contiguous():
         return "it takes a contiguous state in float32"
@@ -84,7 +65,8 @@ def step_refuses(state, x, dt, A, B, C, D) -> str | None:
 def step(state, x, dt, A, B, C, D) -> Tensor:
     """Arguments and results as in ssd_step."""
     (b, h, p, n), g = state.shape, B.shape[1]
-    _check(((x, (b, h, p)), (dt, (b, h)), (A, (h,)), (B, (b, g, n)), (C, (b, g, n)), (D, (h,))), h, g)
+    check((x, (b, h, p)), (dt, (b, h)), (A, (h,)), (B, (b, g, n)), (C, (b, g, n)), (D, (h,)))
+    _whole_groups(h, g)
     A, D = _contiguous(A.float(), None if D is None else D.float())
     rows = _rows(x.float(), B.float(), C.float())
     y = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
@@ -97,9 +79,7 @@ def step(state, x, dt, A, B, C, D) -> Tensor:
 def _scan(parts: int = 1, **tensors: Any) -> _Scan:
     """The structure for C: x and B give the sizes."""
     scan = _Scan(*tensors["x"].shape, *tensors["B"].shape[2:], parts)
-    for key, m in tensors.items():
-        if m is not None:
-            setattr(scan, key, _View(m.data_ptr(), m.stride()[:3]) if key in VIEWS else m.data_ptr())
+    fill(scan, tensors)
     return scan
 
 
@@ -117,9 +97,7 @@ def _parts(groups: int, heads: int, threads: int) -> int:
 
 @cache
 def _function(name: str) -> Any:
-    if not SOURCE.exists():
-        raise RuntimeError(f"{SOURCE.name} is not here: an exported checkpoint carries Python alone")
-    function = getattr(load(SOURCE.stem), name)
+    function = getattr(load("ssd"), name)
     function.restype = c_int64 if name == "kept_floats" else c_int
     return function
 

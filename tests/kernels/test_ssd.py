@@ -350,7 +350,7 @@ def _nothing_known_of_earlier_attempts():
 
 @pytest.mark.usefixtures("_nothing_known_of_earlier_attempts")
 def test_an_exported_checkpoint_is_served_without_the_c_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(ssd_native, "SOURCE", tmp_path / "ssd.c")
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
     scan = make_scan(3)
     assert SSD_SCAN.choose(*scan, 256).name == "chunked"
     with pytest.raises(KernelError, match=r"'native' .* cannot serve: RuntimeError: ssd\.c is not here"):

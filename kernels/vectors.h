@@ -1,0 +1,59 @@
+/* Vectors of floats, as wide as the processor has them, for the C kernels. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef float quad __attribute__((vector_size(16)));
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline vec all(float s) { return s - (vec){0}; }
+
+/* 2^z for z <= 0 (right up to 127): relative error 2e-7, exactly 1 at 0, exactly 0 below -127, NaN for NaN.
+   z = k + f with |f| <= 1/2 by adding and subtracting 1.5 * 2^23, in whose last bits k + 127 then stands: shifted, it is 2^k.
+   2^f = 1 + f q(f), q fitted to the relative error; no rounding of q moves exp near 0, where errors would add up over time. */
+static inline vec exp2_vec(vec z) {
+    const vec lowest = all(-127.0f), magic = all(12582912.0f + 127.0f);
+    ivec low = z < lowest;
+    z = (vec)((low & (ivec)lowest) | (~low & (ivec)z));
+    vec shifted = z + magic;
+    vec f = z - (shifted - magic);
+    vec q = all(1.32647273e-3f) * f + 9.67151299e-3f;
+    q = q * f + 5.55073358e-2f;
+    q = q * f + 2.40222424e-1f;
+    q = q * f + 6.93147004e-1f;
+    return (q * f + 1.0f) * (vec)((ivec)shifted << 23);
+}
+
+/* Numbers too small for a normal float32 are 0 between these two. What fades away, a state or a gradient, would else stay among
+   them, where processors are slow. */
+static inline unsigned flush(void) {
+#if defined(__SSE__)
+    unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    return before;
+#else
+    return 0;
+#endif
+}
+
+static inline void restore(unsigned before) {
+#if defined(__SSE__)
+    _mm_setcsr(before);
+#else
+    (void)before;
+#endif
+}
