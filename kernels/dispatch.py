@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 OPERATIONS = ("ssd_scan", "ssd_step", "selective_scan", "selective_step", "graft_attention")
-_asked: ContextVar[Mapping[str, str] | None] = ContextVar("surgery_kernels", default=None)
+_asked: ContextVar[dict[str, str] | None] = ContextVar("surgery_kernels", default=None)
 
 
 class KernelError(ValueError):
@@ -70,7 +70,7 @@ class Operation:
 
     def choose(self, *args: Any, backend: str | None = None) -> Backend:
         """The backend for a call. Raises KernelError if the one that was asked for cannot serve."""
-        if asked := backend or (_asked.get() or {}).get(self.name) or _from_environment().get(self.name):
+        if asked := backend or asked_for().get(self.name):
             self.check(asked)
             if reason := self.why_not(self.backends[asked], *args, asked=True):
                 raise KernelError(f"{self.name}: the backend '{asked}' was asked for and cannot serve: {reason}")
@@ -130,8 +130,9 @@ def use(**backends: str) -> Iterator[None]:
         _asked.reset(token)
 
 
-def _from_environment() -> dict[str, str]:
-    return _parse(os.environ.get("SURGERY_KERNELS", ""))
+def asked_for() -> dict[str, str]:
+    """Operation -> backend, as asked for by the environment or, before it, by `use` and `ask`."""
+    return _parse(os.environ.get("SURGERY_KERNELS", "")) | (_asked.get() or {})
 
 
 @cache

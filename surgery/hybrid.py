@@ -18,6 +18,7 @@ sign back, but softmax can. A head whose match is its most *negative* score, whi
 log dt_s keeps the SSM's own choice of which tokens to write: a token with a small time step draws little attention.
 """
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2Mixer,
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.ssd import ssd_scan, ssd_step
 from surgery.sources import write_sources
+
+# Keyword arguments that say where one sequence ends and the next begins within a row.
+PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+def refuse_packed(kwargs: dict[str, Any]) -> None:
+    """Raise ValueError rather than let sequences leak into each other."""
+    if packed := [name for name in PACKED if kwargs.get(name) is not None]:
+        raise ValueError(f"packed sequences ({packed[0]}) are not supported; pad them instead")
 
 
 class Mamba2HybridConfig(Mamba2Config):
@@ -256,6 +266,7 @@ class Mamba2HybridModel(Mamba2Model):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        refuse_packed(kwargs)
         if inputs_embeds is None and input_ids is not None:
             input_ids, inputs_embeds = None, self.embeddings(input_ids)
         if use_cache is None:
@@ -300,6 +311,11 @@ class Mamba2HybridForCausalLM(Mamba2ForCausalLM):
         self.backbone = Mamba2HybridModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @wraps(Mamba2ForCausalLM.forward)  # generation looks at the signature
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        refuse_packed(kwargs)  # the parent would drop these without a word
+        return super().forward(*args, **kwargs)
 
     def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> dict:
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)

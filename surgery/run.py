@@ -21,6 +21,7 @@ from surgery.bench.report import Report
 from surgery.checkpoint import Checkpoint, load
 from surgery.errors import UserError
 from surgery.export import export
+from surgery.kernels.dispatch import Operation, asked_for, use
 from surgery.locate import Ranking, locate, plan, random_plan
 from surgery.locate.atlas import draw_atlas
 from surgery.plan import Plan
@@ -37,26 +38,31 @@ RECIPE = "recipe.yaml"
 
 
 def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False) -> Checkpoint:
-    """Load the recipe's model onto its device."""
+    """Load the recipe's model onto its device, and see that the kernels which were asked for can serve it."""
     device = recipe.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return load(
+    found = load(
         recipe.model, tokenizer=recipe.tokenizer, dtype=recipe.dtype, device=device, trust_remote_code=trust_remote_code
     )
+    with use(**recipe.kernels):
+        for operation in map(Operation.registry.__getitem__, asked_for()):
+            operation.choose(*operation.example(found.model.device, found.model.dtype))
+    return found
 
 
 def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
     """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, retrieval.png,
     cost.png, the tuning logs, and hybrid/, the exported checkpoint."""
-    base = open_checkpoint(recipe, trust_remote_code)
-    check(recipe, base)
-    prepare(out, recipe, resume)
-    job = _Job(recipe, out, base, resume)
-    ranking = job.locate()
-    chosen = job.plan(ranking)
-    entries = job.models(ranking, chosen)
-    return job.finish(chosen, entries)
+    with use(**recipe.kernels):
+        base = open_checkpoint(recipe, trust_remote_code)
+        check(recipe, base)
+        prepare(out, recipe, resume)
+        job = _Job(recipe, out, base, resume)
+        ranking = job.locate()
+        chosen = job.plan(ranking)
+        entries = job.models(ranking, chosen)
+        return job.finish(chosen, entries)
 
 
 def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
@@ -72,7 +78,8 @@ def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = Fals
         entries[label] = Entry(other.model, name, Plan.read(found) if found.exists() else None)
     check(recipe, base)
     prepare(out, recipe, resume)
-    measured = bench(entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
+    with use(**recipe.kernels):
+        measured = bench(entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
     settings = recipe.model_dump(mode="json")
     report = Report(
         provenance=provenance(base.name, base.fingerprint, recipe.seed, settings), plan=None, models=measured, timings={},

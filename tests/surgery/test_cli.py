@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from surgery import cli
+from surgery.kernels import dispatch
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, random_base
 
@@ -183,6 +184,10 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
         (("run", "{f}/quick.yaml", "--set", "tune.lerning_rate=1"), "unknown key 'tune.lerning_rate'"),
         (("run", "{f}/quick.yaml", "--set", "data.held_out_text=./none.txt"), "cannot read the text"),
         (("run", "{f}/quick.yaml", "--set", "data.facts=./none.jsonl"), "cannot read the facts"),
+        (("run", "{f}/quick.yaml", "--set", "kernels.ssd_scna=stock"), "no operation is named 'ssd_scna'"),
+        (("run", "{f}/quick.yaml", "--set", "kernels.ssd_scan=fast"), "ssd_scan has no backend named 'fast'"),
+        (("run", "{f}/quick.yaml", "--set", "kernels.ssd_scan=mamba_ssm"), "cannot serve: it runs on CUDA devices"),
+        (("locate", "{f}/base", "--set", "kernels.ssd_step=mamba_ssm"), "cannot serve: it runs on CUDA devices"),
         (("run", "./no.yaml"), "cannot read the recipe"),
         (("run", "{f}/quick.yaml", "--out", "/dev/null/out"), "cannot write"),
         (("locate", "{f}/base", "--out", "/dev/null/out"), "cannot write"),
@@ -197,6 +202,26 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
 )
 def test_wrong_input_is_one_line_and_status_2(surgery, folder, tmp_path, arguments, complaint):
     _refused(surgery, [a.format(f=folder) for a in arguments], complaint, tmp_path, set())
+
+
+def test_kernels_asked_for_by_the_environment(surgery, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("SURGERY_KERNELS", "graft_attention=flash2")
+    _refused(surgery, ("locate", folder / "base"), "graft_attention: the backend 'flash2' was asked for", tmp_path, set())
+    monkeypatch.setenv("SURGERY_KERNELS", "graft_attention")
+    _refused(surgery, ("locate", folder / "base"), "SURGERY_KERNELS must read", tmp_path, set())
+
+
+def test_a_recipe_chooses_kernels(surgery, folder, tmp_path):
+    """Another kernel, the same ranking up to rounding; and nothing is asked for afterwards."""
+    attributions = []
+    for name, kernels in (("stock", "{ssd_scan: stock, graft_attention: reference}"), ("ours", "{}")):
+        settings = ("--set", f"kernels={kernels}", "--set", "locate.exact=false")
+        assert surgery("locate", folder / "base", "--recipe", folder / "quick.yaml", *settings, "--out", name)[0] == 0
+        ranking = json.loads((tmp_path / name / "ranking.json").read_text())
+        attributions.append({head["site"]: head["attribution"]["value"] for head in ranking["heads"]})
+    assert attributions[0] != attributions[1]
+    assert attributions[0] == pytest.approx(attributions[1], rel=1e-2, abs=1e-4)
+    assert dispatch.asked_for() == {}
 
 
 def test_a_plan_for_another_base_is_refused(surgery, folder, tmp_path):

@@ -85,6 +85,18 @@ def test_left_padded_batch_equals_its_rows(hybrid, tokens):
         torch.testing.assert_close(a[0], b[0], rtol=1e-4, atol=5e-5)
 
 
+def test_packed_sequences_are_refused(hybrid, tokens):
+    with pytest.raises(ValueError, match=r"packed sequences \(seq_idx\) are not supported"):
+        hybrid(tokens, seq_idx=torch.zeros_like(tokens))
+
+
+def test_a_static_cache_gives_the_same_tokens(hybrid, tokens):
+    dynamic, static = (
+        hybrid.generate(tokens, max_new_tokens=6, do_sample=False, cache_implementation=kind) for kind in (None, "static")
+    )
+    assert torch.equal(dynamic, static)
+
+
 def test_beam_search_runs(hybrid, tokens):
     assert hybrid.generate(tokens, num_beams=3, max_new_tokens=4, do_sample=False).shape == (2, 41)
 
