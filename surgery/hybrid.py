@@ -25,13 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, Mamba2Config, Mamba2ForCausalLM, Mamba2Model
-from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2Mixer, Mamba2RMSNorm, apply_mask_to_padding_states
 
 from surgery.kernels.attention import graft_attention
+from surgery.kernels.conv import causal_conv
 from surgery.kernels.ssd import ssd_scan, ssd_step
 from surgery.sources import write_sources
 
@@ -158,12 +158,10 @@ class Mamba2HybridMixer(Mamba2Mixer):
             if bias is not None:
                 assert self.graft.qk_conv.bias is not None  # both follow use_conv_bias
                 bias = torch.cat([bias, self.graft.qk_conv.bias])
-        xBC = xBC.transpose(1, 2)
         if cache_params is not None:
-            xBC = cache_params.update_conv_state(xBC, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
-        length = xBC.shape[-1]
-        xBC = F.conv1d(xBC, weight, bias, padding=self.conv_kernel_size - 1, groups=weight.shape[0])[..., :length]
-        xBC = apply_mask_to_padding_states(self.act(xBC[..., -t:]).transpose(1, 2), attention_mask)
+            taps = self.conv_kernel_size
+            xBC = cache_params.update_conv_state(xBC.transpose(1, 2), self.layer_idx, conv_kernel_size=taps).transpose(1, 2)
+        xBC = apply_mask_to_padding_states(self.act(causal_conv(xBC, weight, bias, t)), attention_mask)
         state = self.n_groups * self.ssm_state_size
         sizes = [self.intermediate_size, state, state, xBC.shape[-1] - self.conv_dim]
         x, B, C, qk = xBC.split(sizes, dim=-1)
@@ -227,6 +225,8 @@ class Mamba2HybridMixer(Mamba2Mixer):
         v = x.transpose(1, 2)
         if cache_params is not None:
             k, v = cache_params.update(k, v, self.layer_idx)
+            seen = int(cache_params.get_seq_length(self.layer_idx))  # a static cache is longer than what it holds
+            k, v = k[:, :, :seen], v[:, :, :seen]
         return self.graft.attend(q, k, v, causal_mask) + self.D[self.graft.heads][:, None] * x
 
     def finish(self, y: Tensor, gate: Tensor) -> Tensor:
@@ -290,13 +290,10 @@ class Mamba2HybridModel(Mamba2Model):
         )
 
     def _graft_mask(self, inputs_embeds: Tensor, attention_mask: Tensor | None, cache: Cache | None) -> Any:
-        """For graft_attention: None, or which keys exist (b, s), or where keys lie elsewhere (static caches) any pairs."""
+        """For graft_attention: None, which keys exist (b, s), or, where the mask is no such thing, which pairs."""
         assert self.config.grafts is not None
-        layer = self.config.grafts[0]["layer"]
-        static = cache is not None and isinstance(cache.layers[layer], StaticLayer)
-        past = 0 if cache is None or static else cache.get_seq_length(layer)
-        keys = (len(inputs_embeds), past + inputs_embeds.shape[1])
-        if static or (attention_mask is not None and attention_mask.shape != keys):
+        past = 0 if cache is None else int(cache.get_seq_length(self.config.grafts[0]["layer"]))
+        if attention_mask is not None and attention_mask.shape != (len(inputs_embeds), past + inputs_embeds.shape[1]):
             return create_causal_mask(self.config, inputs_embeds, attention_mask, cache)
         return None if attention_mask is None or attention_mask.all() else attention_mask.bool()
 

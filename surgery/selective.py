@@ -13,6 +13,7 @@ from transformers import Cache
 from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMixer
 from transformers.models.mamba.modeling_mamba import MambaMixer, apply_mask_to_padding_states
 
+from surgery.kernels.conv import causal_conv
 from surgery.kernels.selective import selective_scan, selective_step
 
 
@@ -33,12 +34,10 @@ class _SelectiveMixer:
         t = hidden_states.shape[1]
         hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
         x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
-        x = x.transpose(1, 2)
         if cache_params is not None:
-            x = cache_params.update_conv_state(x, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
-        length, weight = x.shape[-1], self.conv1d.weight
-        x = F.conv1d(x, weight, self.conv1d.bias, padding=self.conv_kernel_size - 1, groups=len(weight))[..., :length]
-        x = apply_mask_to_padding_states(self.act(x[..., -t:]).transpose(1, 2), attention_mask)
+            taps = self.conv_kernel_size
+            x = cache_params.update_conv_state(x.transpose(1, 2), self.layer_idx, conv_kernel_size=taps).transpose(1, 2)
+        x = apply_mask_to_padding_states(self.act(causal_conv(x, self.conv1d.weight, self.conv1d.bias, t)), attention_mask)
         sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
         dt, B, C = self.normalise(*self.x_proj(x).split(sizes, dim=-1))
         dt = self.dt_proj.weight @ dt.transpose(1, 2)  # b channels t

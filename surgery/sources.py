@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 # The modeling file and what it needs, this file included: a hybrid loaded from a flat folder can be saved again.
-FILES = ("hybrid.py", "sources.py", "attention.py", "dispatch.py", "ssd.py", "ssd_chunked.py", "flash_attention.py",
+FILES = ("hybrid.py", "sources.py", "attention.py", "dispatch.py", "conv.py", "ssd.py", "ssd_chunked.py", "flash_attention.py",
          "triton_attention.py", "triton_attention_kernels.py", "ssd_native.py", "native.py")  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def base(request):
 
 
 def test_equals_transformers_exactly_with_the_stock_kernels(base, tokens):
-    with use(selective_scan="stock", selective_step="stock"):
+    with use(causal_conv="stock", selective_scan="stock", selective_step="stock"):
         assert torch.equal(adopt(base)(tokens).logits, base(tokens).logits)
 
 

@@ -1,0 +1,73 @@
+"""Every backend of the causal convolution against a loop in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from surgery.kernels.conv import CAUSAL_CONV, causal_conv
+from tests.kernels.inputs import assert_near
+
+few = settings(deadline=None, max_examples=25)
+ON_CPU = [name for name in CAUSAL_CONV.backends if name != "causal_conv1d"]
+
+
+def make(b: int, s: int, c: int, k: int, bias: bool, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    g = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(b, s, c, generator=g), torch.randn(c, 1, k, generator=g)
+    return x, weight, torch.randn(c, generator=g) if bias else None
+
+
+inputs = st.builds(
+    make, st.integers(1, 2), st.integers(1, 12), st.integers(1, 5), st.integers(1, 5), st.booleans(), st.integers(0, 2**16)
+)
+
+
+def loop(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = torch.zeros(x.shape, dtype=torch.double)
+    for t in range(x.shape[1]):
+        for i in range(min(weight.shape[-1], t + 1)):
+            y[:, t] += weight[:, 0, -1 - i].double() * x[:, t - i].double()
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@few
+@given(given_inputs=inputs, data=st.data())
+def test_equals_a_loop(backend, given_inputs, data):
+    x, weight, bias = given_inputs
+    t = data.draw(st.integers(1, x.shape[1]))
+    y = causal_conv(x, weight, bias, t, backend=backend)
+    assert_near(y, loop(x, weight, bias)[:, -t:], floor=1)
+    turned = x.transpose(1, 2).contiguous().transpose(1, 2)  # as a cache hands it over
+    assert_near(causal_conv(turned, weight, bias, t, backend=backend), y.double(), floor=1)
+
+
+@few
+@given(inputs, st.data())
+def test_gradients(given_inputs, data):
+    t = data.draw(st.integers(1, given_inputs[0].shape[1]))
+
+    def gradients(backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [m.to(dtype).requires_grad_() for m in given_inputs if m is not None]
+        y = causal_conv(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None, t, backend=backend)
+        return torch.autograd.grad((y * torch.arange(1, y.numel() + 1).view(y.shape)).sum(), leaves)
+
+    for actual, truth in zip(gradients("shifted", torch.float), gradients("reference", torch.double), strict=True):
+        assert_near(actual, truth, floor=1)
+
+
+def test_the_inputs_are_left_alone():
+    given_inputs = make(2, 9, 4, 4, True, 0)
+    before = [m.clone() for m in given_inputs if m is not None]
+    with torch.no_grad():
+        causal_conv(*given_inputs, 9, backend="shifted")
+    assert all(torch.equal(a, b) for a, b in zip(given_inputs, before, strict=True) if a is not None)
+
+
+def test_bfloat16_is_rounded_once():
+    x, weight, bias = (m.bfloat16() for m in make(2, 64, 8, 4, True, 0) if m is not None)
+    y = causal_conv(x, weight, bias, 64)
+    assert y.dtype == torch.bfloat16
+    assert_near(y, loop(x, weight, bias), 5e-3)
