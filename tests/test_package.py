@@ -13,7 +13,7 @@ assert sys.path[0] in ("", os.getcwd()), sys.path  # the repository's root comes
 import kernels
 print(kernels.marker)
 import surgery.kernels.ssd
-print(surgery.kernels.ssd.CHUNK > 0, sys.modules["kernels"] is kernels)
+print(surgery.kernels.ssd.SSD_SCAN.name == "ssd_scan", sys.modules["kernels"] is kernels)
 """
 
 
