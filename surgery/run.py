@@ -21,6 +21,7 @@ from surgery.bench.report import Report
 from surgery.checkpoint import Checkpoint, load
 from surgery.errors import UserError
 from surgery.export import export
+from surgery.families import family_of
 from surgery.kernels.dispatch import Operation, asked_for, use
 from surgery.locate import Ranking, locate, plan, random_plan
 from surgery.locate.atlas import draw_atlas
@@ -56,6 +57,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: b
     cost.png, the tuning logs, and hybrid/, the exported checkpoint."""
     with use(**recipe.kernels):
         base = open_checkpoint(recipe, trust_remote_code)
+        family_of(base.model.config).check_graftable()
         check(recipe, base)
         prepare(out, recipe, resume)
         job = _Job(recipe, out, base, resume)

@@ -26,6 +26,9 @@ class Family(Protocol):
     def check(self, config: PreTrainedConfig) -> None:
         """Raise UserError if the configuration holds a field that is neither handled nor at its default."""
 
+    def check_graftable(self) -> None:
+        """Raise UserError if the family has no grafts."""
+
     def adopted(self, model: PreTrainedModel) -> bool:
         """Whether the model already runs on this project's kernels."""
 
@@ -33,8 +36,7 @@ class Family(Protocol):
         """(layers, heads per layer)."""
 
     def empty(self, config: PreTrainedConfig, plan: Plan | None) -> PreTrainedModel:
-        """The hybrid class for a base's configuration and a plan, without values in its tensors (on the meta device). Raises
-        UserError if the family cannot graft what the plan says."""
+        """The hybrid class for a base's configuration and a plan, without values in its tensors (on the meta device)."""
 
     def initialise(self, mixer: Any, plan: Plan) -> None:
         """Give the mixer's graft, which has storage but no values, its first weights."""

@@ -28,12 +28,15 @@ class SelectiveFamily:
     def shape(self, config: PreTrainedConfig) -> tuple[int, int]:
         return config.num_hidden_layers, config.intermediate_size
 
+    def check_graftable(self) -> None:
+        raise UserError(f"a {self.model_type} model cannot be grafted yet; it can be loaded and benchmarked")
+
     def adopted(self, model: Any) -> bool:
         return all(isinstance(block.mixer, self.mixer_class) for block in model.backbone.layers)
 
     def empty(self, config: PreTrainedConfig, plan: Plan | None) -> PreTrainedModel:
         if plan and plan.sites:
-            raise UserError(f"a {self.model_type} model cannot be grafted yet; it can be loaded and benchmarked")
+            self.check_graftable()
         model = self.empty_base(config)
         for block in model.backbone.layers:
             block.mixer.__class__ = self.mixer_class  # it has the same tensors, and another forward

@@ -21,6 +21,9 @@ class Mamba2Family:
     def check(self, config: PreTrainedConfig) -> None:
         refuse_unhandled(config, Mamba2Config(), HANDLED)
 
+    def check_graftable(self) -> None:
+        return
+
     def adopted(self, model: PreTrainedModel) -> bool:
         return isinstance(model, Mamba2HybridForCausalLM)
 

@@ -45,9 +45,10 @@ def locate(
     if examples < 2:
         raise UserError("locating needs at least 2 examples")
     family = family_of(base.config)
+    family.check_graftable()
     layers, heads = family.shape(base.config)
     base = adopt(base).eval()
-    if base.config.grafts:
+    if getattr(base.config, "grafts", None):
         raise UserError("locate works on a base; unsplice the hybrid first")
     questions = KVRetrieval(pairs).questions(examples, seed)
     groups = list(batches(tokenizer, questions, batch_size))

@@ -69,7 +69,10 @@ def test_the_environment_names_several_operations(monkeypatch):
 
 
 def test_an_unknown_operation_is_named(monkeypatch):
-    with pytest.raises(KernelError, match="no operation is named 'ssd_scna'; there are causal_conv, ssd_scan"), use(ssd_scna="stock"):
+    with (
+        pytest.raises(KernelError, match="no operation is named 'ssd_scna'; there are causal_conv, ssd_scan"),
+        use(ssd_scna="stock"),
+    ):
         pass
     monkeypatch.setenv("SURGERY_KERNELS", "ssd_scna=stock")
     with pytest.raises(KernelError, match="no operation is named 'ssd_scna'"):

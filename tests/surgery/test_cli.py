@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from surgery import cli
 from surgery.kernels import dispatch
@@ -27,7 +27,7 @@ MODELS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random Mamba-2 with the world's tokenizer, a recipe for it, and a Llama."""
+    """A random Mamba-2 with the world's tokenizer, a recipe for it, a Mamba-1 and a Llama."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = build_tokenizer()
     base = random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
@@ -36,6 +36,9 @@ def folder(tmp_path_factory):
     llama = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
     LlamaForCausalLM(llama).save_pretrained(folder / "llama")
     tokenizer.save_pretrained(folder / "llama")
+    mamba = MambaConfig(vocab_size=base.config.vocab_size, hidden_size=16, num_hidden_layers=1)
+    MambaForCausalLM(mamba).save_pretrained(folder / "mamba")
+    tokenizer.save_pretrained(folder / "mamba")
     (folder / "quick.yaml").write_text(f"model: {folder / 'base'}\n{QUICK}")
     return folder
 
@@ -192,6 +195,8 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
         (("run", "{f}/quick.yaml", "--out", "/dev/null/out"), "cannot write"),
         (("locate", "{f}/base", "--out", "/dev/null/out"), "cannot write"),
         (("locate", "{f}/llama"), "model type 'llama' is not supported"),
+        (("run", "{f}/quick.yaml", "--set", "model={f}/mamba"), "a mamba model cannot be grafted yet"),
+        (("locate", "{f}/mamba"), "a mamba model cannot be grafted yet"),
         (("plan", "./no.json"), "cannot read"),
         (("splice", "{f}/base", "./no.json", "--out", "x"), "cannot read"),
         (("tune", "{f}/base", "--out", "x"), "cannot read"),
