@@ -109,6 +109,16 @@ def check(*shapes: tuple[Tensor | None, tuple[int, ...]]) -> None:
             raise ValueError(f"a tensor of shape {tuple(m.shape)} where {shape} belongs")
 
 
+def contiguous(*tensors: Any) -> list[Any]:
+    """Each as C wants what is no View."""
+    return [None if m is None else m.contiguous() for m in tensors]
+
+
+def learns(*tensors: Tensor | None) -> bool:
+    """Whether a gradient will be wanted of any of these."""
+    return torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in tensors)
+
+
 def run(function: Callable[[Any], int], argument: Any, units: int) -> None:
     """Calls `function` in as many threads as torch uses, this one among them, at most `units`; each call works until no unit
     is left. Raises MemoryError where one returns other than 0."""

@@ -35,7 +35,7 @@ def run(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
     (b, t, d), n = x.shape, A.shape[-1]
     native.check((dt, (b, t, d)), (A, (d, n)), (B, (b, t, n)), (C, (b, t, n)), (D, (d,)), (initial_state, (b, d, n)))
     given = [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
-    if torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in given):
+    if native.learns(*given):
         y, state = _NativeScan.apply(*given)
     else:
         y, state, _ = _forward(*given, keep=False)
@@ -53,13 +53,9 @@ def _constant(name: str) -> int:
     return c_int64.in_dll(native.load("selective"), name).value
 
 
-def _contiguous(*tensors: Any) -> list[Any]:
-    return [None if m is None else m.contiguous() for m in tensors]
-
-
 def _forward(x, dt, A, B, C, D, initial, *, keep: bool) -> tuple[Tensor, Tensor, Any]:
     (b, t, d), n = x.shape, A.shape[1]
-    A, D, initial = _contiguous(A, D, initial)
+    A, D, initial = native.contiguous(A, D, initial)
     y, final = torch.empty_like(x), x.new_empty(b, d, n)  # y is laid out as x is
     checkpoints = x.new_empty(b, -(-t // _constant("chunk_tokens")), d, n) if keep else None
     _call("scan_forward", x=x, dt=dt, B=B, C=C, y=y, A=A, D=D, initial=initial, final=final, checkpoints=checkpoints)
@@ -77,7 +73,7 @@ class _NativeScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, dfinal):
         x, dt, A, B, C, D, checkpoints = ctx.saved_tensors
-        A, D, dfinal = _contiguous(A, D, dfinal)
+        A, D, dfinal = native.contiguous(A, D, dfinal)
         (b, t, d), n = x.shape, A.shape[1]
         dx, ddt = torch.empty_like(x), torch.empty_like(dt)
         dA, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)

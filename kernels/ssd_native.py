@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.native import View, check, fill, load
+from surgery.kernels.native import View, check, contiguous, fill, learns, load
 from surgery.kernels.native import refuses as not_here
 from surgery.kernels.native import run as run_in_threads
 
@@ -41,7 +41,7 @@ def run(x, dt, A, B, C, D, initial_state, chunk_size) -> tuple[Tensor, Tensor]:
     check((dt, (b, t, h)), (A, (h,)), (B, (b, t, g, n)), (C, (b, t, g, n)), (D, (h,)), (initial_state, (b, h, p, n)))
     _whole_groups(h, g)
     given = [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
-    if torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in given):
+    if learns(*given):
         y, state = _NativeScan.apply(*given)
     else:
         y, state, _ = _forward(*given, keep=False)
@@ -58,8 +58,7 @@ def step_refuses(state, x, dt, A, B, C, D) -> str | None:
         return reason
     if state.dtype != torch.float32 or not state.is_contiguous():
         return "it takes a contiguous state in float32"
-    given = (state, x, dt, A, B, C, D)
-    return "it has no gradient" if torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in given) else None
+    return "it has no gradient" if learns(state, x, dt, A, B, C, D) else None
 
 
 def step(state, x, dt, A, B, C, D) -> Tensor:
@@ -67,7 +66,7 @@ def step(state, x, dt, A, B, C, D) -> Tensor:
     (b, h, p, n), g = state.shape, B.shape[1]
     check((x, (b, h, p)), (dt, (b, h)), (A, (h,)), (B, (b, g, n)), (C, (b, g, n)), (D, (h,)))
     _whole_groups(h, g)
-    A, D = _contiguous(A.float(), None if D is None else D.float())
+    A, D = contiguous(A.float(), None if D is None else D.float())
     rows = _rows(x.float(), B.float(), C.float())
     y = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
     tensors = dict(zip(("x", "B", "C", "dt", "y"), (*rows, dt.float(), y), strict=True))
@@ -102,10 +101,6 @@ def _function(name: str) -> Any:
     return function
 
 
-def _contiguous(*tensors: Any) -> list[Any]:
-    return [None if m is None else m.contiguous() for m in tensors]
-
-
 def _rows(*tensors: Tensor) -> list[Tensor]:
     """C takes the last dimension's numbers as neighbours."""
     return [m if m.stride(-1) == 1 else m.contiguous() for m in tensors]
@@ -113,7 +108,7 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
 
 def _forward(x, dt, A, B, C, D, initial, *, keep: bool) -> tuple[Tensor, Tensor, Any]:
     (b, t, h, p), (g, n) = x.shape, B.shape[2:]
-    (x, B, C), (A, D, initial) = _rows(x, B, C), _contiguous(A, D, initial)
+    (x, B, C), (A, D, initial) = _rows(x, B, C), contiguous(A, D, initial)
     y, final = x.new_empty(b, t, h, p), x.new_empty(b, h, p, n)
     parts = _parts(b * g, h // g, torch.get_num_threads())
     scan = _scan(parts, x=x, dt=dt, B=B, C=C, y=y, A=A, D=D, initial=initial, final=final)
@@ -137,7 +132,7 @@ class _NativeScan(torch.autograd.Function):
         x, dt, A, B, C, D, kept = ctx.saved_tensors
         (b, t, h, p), (g, n) = x.shape, B.shape[2:]
         dy = x.new_zeros(p).expand(b, t, h, p) if dy is None else dy
-        (x, B, C, dy), (A, D, dfinal) = _rows(x, B, C, dy), _contiguous(A, D, dfinal)
+        (x, B, C, dy), (A, D, dfinal) = _rows(x, B, C, dy), contiguous(A, D, dfinal)
         dx, ddt, dB, dC, dinitial = (x.new_empty(m) for m in ((b, t, h, p), (b, t, h), B.shape, C.shape, (b, h, p, n)))
         parts = _parts(b * g, h // g, THREADS)
         dBs, dCs = x.new_empty(2, parts * b, t, g, n) if parts > 1 else (dB, dC)

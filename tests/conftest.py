@@ -1,6 +1,7 @@
 """Small random models of the exact Hugging Face class, and the built-in checkpoint."""
 
 import os
+import sys
 from pathlib import Path
 
 # One thread a process, subprocesses included: pytest-xdist runs one process a core, and threads that wait for each other beside
@@ -52,3 +53,23 @@ def tiny():
     import surgery
 
     return surgery.load(TINY)
+
+
+@pytest.fixture
+def surgery(monkeypatch, capsys, tmp_path):
+    """Call the command in an empty working directory: (status, standard output, standard error)."""
+    from surgery import cli
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["surgery", *map(str, arguments)])
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code or 0
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
-from surgery import cli
 from surgery.kernels import dispatch
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, random_base
@@ -41,24 +40,6 @@ def folder(tmp_path_factory):
     tokenizer.save_pretrained(folder / "mamba")
     (folder / "quick.yaml").write_text(f"model: {folder / 'base'}\n{QUICK}")
     return folder
-
-
-@pytest.fixture
-def surgery(monkeypatch, capsys, tmp_path):
-    """Call the command in an empty working directory: (status, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["surgery", *map(str, arguments)])
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as stop:
-            status = stop.code or 0
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return call
 
 
 def test_run_does_everything(surgery, folder, tmp_path):

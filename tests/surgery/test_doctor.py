@@ -1,14 +1,12 @@
 """The doctor: what it says is what the dispatcher does; the benchmark's arithmetic. Nothing here asks how fast anything is."""
 
 import json
-import sys
 import time
 from functools import partial
 
 import pytest
 import torch
 
-from surgery import cli
 from surgery.doctor import GROUPS, Benchmark, Diagnosis, benchmark, diagnose, models
 from surgery.doctor.benchmark import cases, kernel_case, measure
 from surgery.doctor.models import ssd_inputs
@@ -17,17 +15,6 @@ from surgery.kernels.dispatch import OPERATIONS, Operation
 from surgery.kernels.ssd import SSD_SCAN
 
 CPU = torch.device("cpu")
-
-
-def call(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["surgery", *arguments])
-    try:
-        cli.main()
-        status = 0
-    except SystemExit as stop:
-        status = stop.code or 0
-    printed = capsys.readouterr()
-    return status, printed.out, printed.err
 
 
 def test_every_operation_is_diagnosed_and_every_backend_accounted_for():
@@ -50,18 +37,18 @@ def test_without_a_gpu_its_packages_are_refused_with_a_reason():
     assert {"flash2", "flash3", "triton"} <= by_operation["graft_attention"].refused.keys()
 
 
-def test_the_command_prints_tables_and_json(monkeypatch, capsys, tmp_path):
-    status, out, _ = call(monkeypatch, capsys, "doctor")
+def test_the_command_prints_tables_and_json(surgery, tmp_path):
+    status, out, _ = surgery("doctor")
     assert status == 0
     for operation in OPERATIONS:
         assert operation in out
-    status, out, _ = call(monkeypatch, capsys, "doctor", "--json", "--out", str(tmp_path / "doctor.json"))
+    status, out, _ = surgery("doctor", "--json", "--out", tmp_path / "doctor.json")
     assert status == 0
     assert Diagnosis.model_validate(json.loads(out)).verdicts == Diagnosis.read(tmp_path / "doctor.json").verdicts
 
 
-def test_an_unknown_measurement_is_refused(monkeypatch, capsys):
-    status, _, err = call(monkeypatch, capsys, "doctor", "--bench", "--only", "ssd_forwards")
+def test_an_unknown_measurement_is_refused(surgery):
+    status, _, err = surgery("doctor", "--bench", "--only", "ssd_forwards")
     assert status == 2
     assert err.count("\n") == 1
     assert "'ssd_forwards'" in err
@@ -92,7 +79,7 @@ def test_a_cell_says_what_was_measured(backward):
     assert cell.memory_mb[cell.ours] >= 200 * 2 * 64 * 4 / 2**20 - 0.01  # its output at least
 
 
-def test_models_are_compared_on_the_same_weights(monkeypatch, capsys):
+def test_models_are_compared_on_the_same_weights(monkeypatch):
     monkeypatch.setattr(models, "BASES", {"tiny-mamba2": models.BASES["tiny-mamba2"]})
     found = benchmark(("prefill",), device=CPU, seconds=0)
     assert {(cell.shape, cell.tokens) for cell in found.prefill} == {("tiny-mamba2", 1024), ("tiny-mamba2", 4096)}
