@@ -125,6 +125,11 @@ def contiguous(*tensors: Any) -> list[Any]:
     return [None if m is None else m.contiguous() for m in tensors]
 
 
+def rows(*tensors: Tensor) -> list[Tensor]:
+    """Each with the numbers of its last dimension as neighbours."""
+    return [m if m.stride(-1) == 1 else m.contiguous() for m in tensors]
+
+
 def learns(*tensors: Tensor | None) -> bool:
     """Whether a gradient will be wanted of any of these."""
     return torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in tensors)

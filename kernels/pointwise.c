@@ -8,8 +8,6 @@
 #define TOKENS 16
 #define LOG2E 1.4426950408889634f
 
-typedef float loose __attribute__((vector_size(4 * LANES), aligned(4)));
-
 typedef struct { /* (batch, time, contiguous); strides in elements */
     float *data;
     int64_t batch, time, last;

@@ -5,7 +5,7 @@ from ctypes import Structure, c_double, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from surgery.kernels.native import View, check, contiguous, fill, learns, load, run
+from surgery.kernels.native import View, check, contiguous, fill, learns, load, rows, run
 from surgery.kernels.native import refuses as not_here
 
 TOKENS = 16  # of a unit of work, as in pointwise.c
@@ -46,7 +46,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, t: int, silu: bool)
     check((weight, (c, 1, taps)), (bias, (c,)))
     if not 0 < t <= s:
         raise ValueError(f"{t} outputs of {s} tokens")
-    given, (bias,) = _rows(x.float()), contiguous(None if bias is None else bias.float())
+    (given,), (bias,) = rows(x.float()), contiguous(None if bias is None else bias.float())
     newest_first = weight[:, 0].float().t().flip(0).contiguous()
     y = given.new_empty(b, t, c)
     _call("convolve", _Pointwise(b, s - t, t, c, taps, silu), x=given, y=y, weight=newest_first, bias=bias)
@@ -67,11 +67,7 @@ def normalise(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, group:
 
 
 def _sequences(m: Tensor) -> Tensor:
-    return _rows(m.float().reshape(-1, *m.shape[-2:]))
-
-
-def _rows(m: Tensor) -> Tensor:
-    return m if m.stride(-1) == 1 else m.contiguous()
+    return rows(m.float().reshape(-1, *m.shape[-2:]))[0]
 
 
 def _call(name: str, work: _Pointwise, **tensors: Tensor | None) -> None:

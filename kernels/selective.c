@@ -16,8 +16,6 @@
 #define PAIR 2
 #define LOG2E 1.44269504f
 
-typedef float loose __attribute__((vector_size(4 * LANES), aligned(4)));
-
 typedef struct { /* (batch, time, channel or state component), strides in elements */
     float *data;
     int64_t batch, time, last;

@@ -20,7 +20,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from surgery.kernels.dispatch import Backend, Operation
+from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
 from surgery.kernels.native import refuses, step_refuses
 from surgery.kernels.selective_chunked import run as run_chunked
 from surgery.kernels.selective_native import run as run_native
@@ -92,10 +92,8 @@ def _mamba_ssm(x, dt, A, B, C, D, initial_state):
 
 
 def _not_for_mamba_ssm(x, dt, A, *rest) -> str | None:
-    if x.device.type != "cuda":
-        return "it runs on CUDA devices"
-    if x.dtype == torch.float64:
-        return "it computes in float32"
+    if reason := not_for_cuda_package(x):
+        return reason
     return "it takes states of at most 256 components" if A.shape[1] > 256 else None
 
 

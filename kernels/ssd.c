@@ -28,8 +28,6 @@
 #define INLINE static inline __attribute__((always_inline))
 #define ALIGNED __attribute__((aligned(64)))
 
-typedef float loose __attribute__((vector_size(4 * LANES), aligned(4)));
-
 typedef struct { /* (batch, time, head or group, and contiguous), strides in elements */
     float *data;
     int64_t batch, time, head;

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.native import STEP_ALONE, View, check, contiguous, fill, learns, load
+from surgery.kernels.native import STEP_ALONE, View, check, contiguous, fill, learns, load, rows
 from surgery.kernels.native import refuses as not_here
 from surgery.kernels.native import run as run_in_threads
 
@@ -58,9 +58,9 @@ def step(state, x, dt, A, B, C, D) -> Tensor:
     check((x, (b, h, p)), (dt, (b, h)), (A, (h,)), (B, (b, g, n)), (C, (b, g, n)), (D, (h,)))
     _whole_groups(h, g)
     A, D = contiguous(A.float(), None if D is None else D.float())
-    rows = _rows(x.float(), B.float(), C.float())
-    y = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
-    tensors = dict(zip(("x", "B", "C", "dt", "y"), (*rows, dt.float(), y), strict=True))
+    wide = rows(x.float(), B.float(), C.float())
+    y = torch.empty_like(wide[0], memory_format=torch.contiguous_format)
+    tensors = dict(zip(("x", "B", "C", "dt", "y"), (*wide, dt.float(), y), strict=True))
     views = {name: m.unsqueeze(1) for name, m in tensors.items()}  # a sequence of one token
     _call("scan_step", _scan(**views, A=A, D=D, final=state), b * h if state.numel() > STEP_ALONE else 1)
     return y.to(x.dtype)
@@ -92,14 +92,9 @@ def _function(name: str) -> Any:
     return function
 
 
-def _rows(*tensors: Tensor) -> list[Tensor]:
-    """C takes the last dimension's numbers as neighbours."""
-    return [m if m.stride(-1) == 1 else m.contiguous() for m in tensors]
-
-
 def _forward(x, dt, A, B, C, D, initial, *, keep: bool) -> tuple[Tensor, Tensor, Any]:
     (b, t, h, p), (g, n) = x.shape, B.shape[2:]
-    (x, B, C), (A, D, initial) = _rows(x, B, C), contiguous(A, D, initial)
+    (x, B, C), (A, D, initial) = rows(x, B, C), contiguous(A, D, initial)
     y, final = x.new_empty(b, t, h, p), x.new_empty(b, h, p, n)
     parts = _parts(b * g, h // g, torch.get_num_threads())
     scan = _scan(parts, x=x, dt=dt, B=B, C=C, y=y, A=A, D=D, initial=initial, final=final)
@@ -123,7 +118,7 @@ class _NativeScan(torch.autograd.Function):
         x, dt, A, B, C, D, kept = ctx.saved_tensors
         (b, t, h, p), (g, n) = x.shape, B.shape[2:]
         dy = x.new_zeros(p).expand(b, t, h, p) if dy is None else dy
-        (x, B, C, dy), (A, D, dfinal) = _rows(x, B, C, dy), contiguous(A, D, dfinal)
+        (x, B, C, dy), (A, D, dfinal) = rows(x, B, C, dy), contiguous(A, D, dfinal)
         dx, ddt, dB, dC, dinitial = (x.new_empty(m) for m in ((b, t, h, p), (b, t, h), B.shape, C.shape, (b, h, p, n)))
         parts = _parts(b * g, h // g, THREADS)
         dBs, dCs = x.new_empty(2, parts * b, t, g, n) if parts > 1 else (dB, dC)

@@ -17,6 +17,7 @@
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef float loose __attribute__((vector_size(4 * LANES), aligned(4))); /* where it is not aligned */
 typedef float quad __attribute__((vector_size(16)));
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

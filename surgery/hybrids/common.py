@@ -105,9 +105,11 @@ class Graft(nn.Module):
         spec = next((graft for graft in config.grafts if graft["layer"] == layer), None)
         return None if spec is None else cls(config, spec)
 
-    def replaced(self) -> list[int]:
-        """The heads whose SSM is not computed at all."""
-        return [] if self.gate is not None else self.heads
+    @staticmethod
+    def scanned(graft: "Graft | None", heads: int) -> list[int]:
+        """Of all heads of a layer those whose SSM is computed; the others cost no scan."""
+        replaced = set() if graft is None or graft.gate is not None else set(graft.heads)
+        return [head for head in range(heads) if head not in replaced]
 
 
 class HybridBlock(GradientCheckpointingLayer):

@@ -75,8 +75,7 @@ class DualMixer:
     def take_grafts(self: Any, config: Any, layer_idx: int) -> None:
         """Make room for what the configuration says of this layer."""
         self.graft = DualGraft.of(config, layer_idx)
-        replaced = self.graft.replaced() if self.graft is not None else []
-        self.ssm_heads = [head for head in range(self.num_heads) if head not in replaced]  # the others cost no scan
+        self.ssm_heads = Graft.scanned(self.graft, self.num_heads)
 
     def forward(
         self: Any,

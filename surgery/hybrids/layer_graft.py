@@ -23,9 +23,8 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
-from surgery.hybrids.parts import RMSNorm, seen_keys
+from surgery.hybrids.parts import RMSNorm, convolved, seen_keys
 from surgery.kernels.attention import graft_attention
-from surgery.kernels.conv import causal_conv
 from surgery.kernels.mixing import attention_matrix
 
 
@@ -143,10 +142,7 @@ class LayerGraft(nn.Module):
         assert self.qkv_conv is not None
         qkv = torch.cat([proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         qkv = apply_mask_to_padding_states(qkv, attention_mask)  # the first tokens of a padded row have nothing before them
-        if cache is not None:
-            taps = self.qkv_conv.kernel_size[0]
-            qkv = cache.update_conv_state(qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=taps).transpose(1, 2)
-        return causal_conv(qkv, self.qkv_conv.weight, self.qkv_conv.bias, hidden_states.shape[1])
+        return convolved(qkv, self.qkv_conv.weight, self.qkv_conv.bias, cache, self.layer_idx)
 
     def _turned(self, q: Tensor, k: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE on the leading dimensions, in halves: dimension i turns with dimension i + dim / 2."""

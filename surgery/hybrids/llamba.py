@@ -37,8 +37,8 @@ from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_sta
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
 from surgery.hybrids.dual import DualMixer
 from surgery.hybrids.layer_graft import make_mixer, whole_block
-from surgery.hybrids.parts import RMSNorm
-from surgery.kernels.conv import SILU, causal_conv
+from surgery.hybrids.parts import RMSNorm, convolved
+from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import ssd_matrix
 from surgery.kernels.ssd import ssd_scan, ssd_step
 
@@ -157,10 +157,7 @@ class LlambaMixer(DualMixer, nn.Module):
         xBC = apply_mask_to_padding_states(xBC, attention_mask)  # not before in_proj, whose bias the pads would then have
         if self.z_bias is not None:
             gate = gate + self.z_bias
-        if cache_params is not None:
-            taps = self.conv_kernel_size
-            xBC = cache_params.update_conv_state(xBC.transpose(1, 2), self.layer_idx, conv_kernel_size=taps).transpose(1, 2)
-        xBC = causal_conv(xBC, weight, bias, t, self.activation in SILU)
+        xBC = convolved(xBC, weight, bias, cache_params, self.layer_idx, self.activation in SILU)
         xBC = apply_mask_to_padding_states(xBC, attention_mask)
         state = self.n_groups * self.ssm_state_size
         x, B, C, ridden = xBC.split([self.intermediate_size, state, state, xBC.shape[-1] - self.conv_dim], dim=-1)

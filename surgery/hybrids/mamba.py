@@ -39,9 +39,9 @@ from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMi
 from transformers.models.mamba.modeling_mamba import MambaMixer, apply_mask_to_padding_states
 
 from surgery.hybrids.common import Graft, HybridBackbone, HybridCausalLM, describe_layers
-from surgery.hybrids.parts import seen_keys
+from surgery.hybrids.parts import convolved, seen_keys
 from surgery.kernels.attention import graft_attention
-from surgery.kernels.conv import SILU, causal_conv
+from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import attention_matrix, selective_matrix
 from surgery.kernels.selective import selective_scan, selective_step
 
@@ -96,8 +96,7 @@ class _HybridMixer:
     def __init__(self: Any, config: Any, layer_idx: int):
         super().__init__(config, layer_idx)  # type: ignore[call-arg]
         self.graft = ChannelGraft.of(config, layer_idx)
-        replaced = set(self.graft.replaced()) if self.graft is not None else ()
-        self.ssm_heads = [c for c in range(self.intermediate_size) if c not in replaced]  # the others cost no scan
+        self.ssm_heads = Graft.scanned(self.graft, self.intermediate_size)
 
     def forward(
         self: Any,
@@ -115,14 +114,10 @@ class _HybridMixer:
     ) -> tuple[Tensor, ...]:
         """u (b, t, d) -> x and dt, ready for use, (b, t, channels), B and C (b, t, n), gate z (b, t, channels). Updates the
         cache's conv state."""
-        t = hidden_states.shape[1]
         hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
         x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
-        if cache_params is not None:
-            taps = self.conv_kernel_size
-            x = cache_params.update_conv_state(x.transpose(1, 2), self.layer_idx, conv_kernel_size=taps).transpose(1, 2)
         silu = self.activation in SILU
-        x = causal_conv(x, self.conv1d.weight, self.conv1d.bias, t, silu)
+        x = convolved(x, self.conv1d.weight, self.conv1d.bias, cache_params, self.layer_idx, silu)
         x = apply_mask_to_padding_states(x if silu else self.act(x), attention_mask)
         sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
         dt, B, C = self.normalise(*self.x_proj(x).split(sizes, dim=-1))

@@ -25,7 +25,8 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer, apply_mask_t
 
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
 from surgery.hybrids.dual import DualMixer
-from surgery.kernels.conv import SILU, causal_conv
+from surgery.hybrids.parts import convolved
+from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import ssd_matrix
 from surgery.kernels.norm import rms_norm
 from surgery.kernels.ssd import ssd_scan, ssd_step
@@ -67,11 +68,8 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
         gate, xBC, dt = self.in_proj(hidden_states).split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
         xBC, weight, bias, qk = self.ride_along(hidden_states, xBC)
-        if cache_params is not None:
-            taps = self.conv_kernel_size
-            xBC = cache_params.update_conv_state(xBC.transpose(1, 2), self.layer_idx, conv_kernel_size=taps).transpose(1, 2)
         silu = self.activation in SILU
-        xBC = causal_conv(xBC, weight, bias, t, silu)
+        xBC = convolved(xBC, weight, bias, cache_params, self.layer_idx, silu)
         xBC = apply_mask_to_padding_states(xBC if silu else self.act(xBC), attention_mask)
         state = self.n_groups * self.ssm_state_size
         sizes = [self.intermediate_size, state, state, xBC.shape[-1] - self.conv_dim]

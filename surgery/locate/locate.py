@@ -16,7 +16,6 @@ from surgery.errors import UserError
 from surgery.families import families
 from surgery.locate import roles
 from surgery.locate.attribution import STARTS, attribute_starts, best_starts
-from surgery.locate.estimates import means
 from surgery.locate.exact import Exact, reference_batch
 from surgery.locate.ranking import Ranking, Score, gain
 from surgery.locate.replay import How
@@ -27,7 +26,7 @@ from surgery.probes.scoring import Encoded, batches
 from surgery.records import provenance
 from surgery.site import Site
 from surgery.splice import adopt
-from surgery.statistics import mean
+from surgery.statistics import mean, means
 
 ROLE_EXAMPLES = 32  # mixing matrices vary little between dictionaries
 ROLE_HEADS = 2048  # of more heads, matrices are written out for those alone that were measured exactly

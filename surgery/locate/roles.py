@@ -15,11 +15,10 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.anatomy import Anatomy, anatomy
-from surgery.locate import matrices
+from surgery.locate.matrices import mixing_matrices
 from surgery.locate.ranking import Role, Score
 from surgery.probes.question import Question
 from surgery.site import Site
@@ -34,16 +33,6 @@ def token_spans(tokenizer: PreTrainedTokenizerBase, question: Question) -> tuple
         for begin, stop in question.spans
     ]
     return encoded["input_ids"], spans
-
-
-def mixing_matrices(base: PreTrainedModel, ids: Tensor, rows: Tensor | None = None) -> list[Tensor]:
-    """For every layer of an adopted base or hybrid, the mixing matrices of all heads: (heads, rows, t), for one sequence.
-
-    SSM heads: time step included, D not. Grafted heads: their attention (where a blend gate is open, the mixture).
-    """
-    found = anatomy(base)
-    every = matrices.mixing_matrices(base, found, ids, rows)
-    return [torch.stack([every[Site(layer, (head,))] for head in range(found.heads(layer))]) for layer in found.layers()]
 
 
 def masses(
@@ -68,7 +57,7 @@ def masses(
         summaries = [[*span[1:], span[-1] + 1] for span in spans]
         # Row 0: the query position; then the end of every pair.
         rows = torch.tensor([len(tokens) - 1, *(summary[-1] for summary in summaries)], device=base.device)
-        every = matrices.mixing_matrices(base, found, torch.tensor(tokens, device=base.device), rows, sites)
+        every = mixing_matrices(base, found, torch.tensor(tokens, device=base.device), rows, sites)
         if not every:
             continue
         weight = torch.stack(list(every.values())).abs().float().cpu()  # heads, rows, t

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
+from surgery.anatomy import anatomy
 from surgery.checkpoint import load
 from surgery.errors import UserError
 from surgery.families import families
@@ -89,7 +90,7 @@ def pretrain(recipe: PretrainRecipe, out: Path) -> dict[str, Any]:
     """Train, measure on held-out examples, and write the checkpoint folder. Returns the measurements."""
     torch.manual_seed(recipe.seed)
     tokenizer = build_tokenizer()
-    model = _on_our_kernels(_fresh(recipe, tokenizer)).train()
+    model = adopt(_fresh(recipe, tokenizer)).train()
     start = time.monotonic()
     if recipe.teacher is None:
         log = _train(model, tokenizer, recipe)
@@ -117,7 +118,7 @@ def pretrain(recipe: PretrainRecipe, out: Path) -> dict[str, Any]:
 
 def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: int, seed: int) -> dict[str, Any]:
     """Held-out accuracy and perplexity, with intervals."""
-    model = _on_our_kernels(model).eval()
+    model = adopt(model).eval()
     probes: dict[str, Probe] = {f"kv.{pairs}": KVRetrieval(pairs) for pairs in SIZES}
     probes |= {"knowledge": Knowledge(), "letters": Letters()}
     out: dict[str, Any] = {
@@ -144,10 +145,6 @@ def _fresh(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTra
             if isinstance(mixer, Mamba2Mixer):  # transformers' own start is 1, 2, 3, ... by head
                 mixer.A_log.uniform_(1, 16).log_()
     return model
-
-
-def _on_our_kernels(model: PreTrainedModel) -> PreTrainedModel:
-    return adopt(model) if model.config.model_type in families() else model
 
 
 def _train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe) -> list[dict[str, float]]:
@@ -260,8 +257,8 @@ def _glance(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _card(recipe: PretrainRecipe, model: PreTrainedModel, measured: dict[str, Any], seconds: float, name: str) -> str:
     made = provenance(name, "", recipe.seed)
-    layers, heads = model.config.num_hidden_layers, getattr(model.config, "num_heads", None)
-    heads = heads or getattr(model.config, "num_attention_heads", model.config.intermediate_size)
+    found = anatomy(model)
+    layers, heads = len(found.blocks), found.heads(0)
     packages = ", ".join(f"{package} {version}" for package, version in made.packages.items())
     names = {f"kv.{pairs}": f"key-value retrieval, {pairs} pairs" for pairs in SIZES}
     names |= {"knowledge": "fact cloze (held-out templates)", "letters": "lettered questions (held-out prompts)"}

@@ -11,16 +11,16 @@ from surgery.errors import UserError
 from surgery.locate import Ranking, locate, plan, random_plan, walk
 from surgery.locate.atlas import draw_atlas
 from surgery.locate.attribution import STARTS, attribute, attribute_starts, choose_starts
-from surgery.locate.estimates import means
 from surgery.locate.exact import Exact, reference_batch
 from surgery.locate.locate import LEADING
-from surgery.locate.roles import masses, mixing_matrices
+from surgery.locate.matrices import mixing_matrices
+from surgery.locate.roles import masses
 from surgery.plan import Plan, Start
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import batches, encode, padded
 from surgery.site import Site
 from surgery.splice import adopt, splice
-from surgery.statistics import mean
+from surgery.statistics import mean, means
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import VARIANTS, random_base
 from tests.surgery.test_anatomy import build
@@ -138,7 +138,8 @@ def test_mixing_matrices_of_a_hybrid_reproduce_its_mixing(tokens):
     """M x + D x equals what the mixer computes, for SSM heads and for grafted ones."""
     hybrid = splice(random_base(n_groups=2), Plan(sites=("L0.H1,6",), starts={"L0.H6": Start(sign=-1)}))
     mixer = hybrid.backbone.layers[0].mixer
-    matrix = mixing_matrices(hybrid, tokens[0])[0]
+    every = mixing_matrices(hybrid, anatomy(hybrid), tokens[0])
+    matrix = torch.stack([every[Site(0, (head,))] for head in range(8)])
     _, x, B, C, dt, qk = mixer.project(hybrid.backbone.layers[0].norm(hybrid.backbone.embeddings(tokens[:1])))
     wanted = mixer.mix(x, B, C, dt, qk)[0]
     values = x[0].clone()
