@@ -1,4 +1,4 @@
-"""Loading models (Hub ids, folders, original state-spaces folders) and telling them apart by fingerprint."""
+"""Loading models (Hub ids, folders, original state-spaces folders, patches) and telling them apart by fingerprint."""
 
 import hashlib
 import json
@@ -13,10 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from surgery.errors import UserError
 from surgery.families import families, family_of
+from surgery.origin import on_hub
 from surgery.original import is_original, load_original
+from surgery.plan import Plan
+from surgery.splice.patch import RECORD, Patch, join
 
 # The tokenizer of the state-spaces models, which their folders do not hold.
 ORIGINAL_TOKENIZER = "EleutherAI/gpt-neox-20b"
+
+# What of a Hub repository is fetched; the card says under which licence it is.
+PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.py", "README.md"]
 
 # The one value of `device` that is no device: accelerate's device_map of that name. A recipe's device "auto" is something else.
 BALANCED = "balanced"
@@ -39,12 +45,16 @@ def load(
     dtype: str = "auto",
     device: str = "cpu",
     trust_remote_code: bool = False,
+    base: str | None = None,
+    revision: str | None = None,
 ) -> Checkpoint:
     """Load a base or a hybrid.
 
-    name: a Hub id, a Hugging Face folder, or an original state-spaces folder. tokenizer: where to take the tokenizer from if
-    not from the same place. dtype: "auto" (as stored) or a torch name; tensors are converted one by one, so that a model is
-    never held twice. Weights are read from safetensors, or from pickles that hold nothing but tensors.
+    name: a Hub id (at its newest revision unless another is given), a Hugging Face folder, an original state-spaces folder, or
+    a patch, which is joined to its base; base: where that is, if not under the name that the patch records. tokenizer: where to
+    take the tokenizer from if not from the same place (of a patch: its base). dtype: "auto" (as stored) or a torch name;
+    tensors are converted one by one, so that a model is never held twice. Weights are read from safetensors, or from pickles
+    that hold nothing but tensors.
 
     device: a torch device, or "balanced": the layers are spread over all accelerators, for a model that is larger than one (on
     the CPU where there is none). accelerate's hooks then carry what flows from layer to layer, and belong to this very model: a
@@ -53,24 +63,64 @@ def load(
     Raises UserError in one line for anything that cannot be loaded exactly, or onto its devices.
     """
     name = str(name)
-    folder = _folder(name)
-    config = _json(folder / "config.json")
+    folder = _folder(name, revision)
     wanted = _dtype(dtype)
+    model: Any
     try:
-        if is_original(config):
-            model: PreTrainedModel = load_original(folder, config, wanted)
-            if device == BALANCED:
-                dispatch_model(model, _device_map(name, model))
-            tokenizer = tokenizer or (None if (folder / "tokenizer.json").exists() else ORIGINAL_TOKENIZER)
+        if (folder / RECORD).exists():
+            model, beside = _load_patch(name, folder, base)
+            model = model if wanted is None else model.to(wanted)
+        elif base is not None:
+            raise UserError(f"{name} is not a patch, and takes no base")
+        elif is_original(config := _json(folder / "config.json")):
+            model, beside = load_original(folder, config, wanted), folder
         else:
-            model = _load_transformers(folder, wanted, device, trust_remote_code)
-        words = AutoTokenizer.from_pretrained(tokenizer or folder, trust_remote_code=trust_remote_code)
+            model, beside = _load_transformers(folder, wanted, device, trust_remote_code), folder
+        if device == BALANCED and not hasattr(model, "hf_device_map"):
+            dispatch_model(model, _device_map(name, model))
+        words = AutoTokenizer.from_pretrained(tokenizer or _tokenizer(beside), trust_remote_code=trust_remote_code)
         model = model.eval() if device == BALANCED else model.eval().to(device)
     except UserError:
         raise
     except Exception as error:  # whatever a damaged file raises, the user gets one line
         raise UserError(f"cannot load {name}: {_one_line(error)}") from error
     return Checkpoint(name, model, words, fingerprint(model))
+
+
+def load_base(name: str, revision: str | None = None) -> PreTrainedModel:
+    """The model alone, as its folder gives it, on the CPU. Raises UserError as load() does."""
+    folder = _folder(name, revision)
+    if (folder / RECORD).exists():
+        raise UserError(f"{name} is a patch; the base of a patch is a whole model")
+    try:
+        if is_original(config := _json(folder / "config.json")):
+            return load_original(folder, config)
+        return _load_transformers(folder, None, "cpu", trust_remote_code=False)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"cannot load {name}: {_one_line(error)}") from error
+
+
+def plan_of(folder: str | Path) -> Plan:
+    """The plan of a hybrid's folder or patch. Raises UserError if it holds none."""
+    patch = Path(folder) / RECORD
+    return Patch.read(patch).plan if patch.exists() else Plan.read(Path(folder) / "plan.json")
+
+
+def _load_patch(name: str, folder: Path, base: str | None) -> tuple[PreTrainedModel, Path]:
+    """The hybrid, and the folder of its base."""
+    made_for = Patch.read(folder / RECORD).base
+    if base is None and not on_hub(made_for.name) and not Path(made_for.name).is_dir():
+        raise UserError(f"{name} is a patch on {made_for.name}, which is not here: say where its base is (--base)")
+    place, revision = (made_for.name, made_for.revision) if base is None else (base, None)
+    return join(load_base(place, revision), folder), _folder(place, revision)
+
+
+def _tokenizer(folder: Path) -> Path | str:
+    """Where the tokenizer of a model's folder is."""
+    original = is_original(_json(folder / "config.json")) and not (folder / "tokenizer.json").exists()
+    return ORIGINAL_TOKENIZER if original else folder
 
 
 def _load_transformers(folder: Path, dtype: torch.dtype | None, device: str, trust_remote_code: bool) -> PreTrainedModel:
@@ -131,17 +181,16 @@ def fingerprint(model: PreTrainedModel) -> str:
     return total.hexdigest()
 
 
-def _folder(name: str) -> Path:
+def _folder(name: str, revision: str | None = None) -> Path:
     """The local folder of a model: itself, or the Hub's snapshot."""
     if Path(name).is_dir():
         return Path(name)
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name.split("/", maxsplit=1)[0]).is_dir()
-    if looks_local:
+    if not on_hub(name):
         raise UserError(f"no such folder: {name}")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.py"]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
     except Exception as error:
         raise UserError(f"no such folder, and not to be had from the Hub: {name} ({_one_line(error)})") from error
 

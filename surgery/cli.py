@@ -1,9 +1,11 @@
 """The command line: parses, calls, prints. What a verb does is in the module of its name."""
 
+import json
 import sys
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,20 +15,34 @@ from transformers.utils import logging
 import surgery
 from surgery.anatomy import anatomy
 from surgery.bench import markdown
+from surgery.bench.gate import requirement
+from surgery.bench.harness import TASKS
+from surgery.bench.report import Report
+from surgery.bench.suites import names
+from surgery.checkpoint import plan_of
 from surgery.doctor import GROUPS, Benchmark, Diagnosis, benchmark, cell_rows, describe, diagnose, verdict_rows
+from surgery.doctor.rehearsal import Rehearsal, rehearse
+from surgery.export import FORMATS
+from surgery.export.publish import publish as send
+from surgery.export.source import base_of, holds_base, is_patch, papers_of, report_on
 from surgery.kernels.dispatch import KernelError, ask
 from surgery.locate import Ranking
-from surgery.locate.atlas import draw_atlas
 from surgery.locate.locate import check_locatable
 from surgery.locate.prune import prune as cut_down
+from surgery.locate.questions import check_questions, choice_probe
 from surgery.plan import Plan
 from surgery.probes.knowledge import Knowledge
-from surgery.probes.kv import KVRetrieval
+from surgery.processes import is_main, on_main
 from surgery.recipe import Recipe, read_recipe
-from surgery.run import compare, open_checkpoint, open_donor
+from surgery.run import compare, labels, located, open_checkpoint, open_donor, prepare
 from surgery.splice.splice import check_base
+from surgery.studies.conduct import FIGURE, FINDINGS, conduct
+from surgery.tune import batches
+from surgery.tune.lora import matches
 from surgery.tune.pretrain import pretrain as train_base
 from surgery.tune.pretrain import read_pretrain_recipe
+from surgery.tune.shards import divided
+from surgery.tune.trackers import check_trackers
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
@@ -35,7 +51,7 @@ app = typer.Typer(
     ),
 )  # fmt: skip
 
-ModelArgument = Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, or original state-spaces folder.")]
+ModelArgument = Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, original state-spaces folder, or patch.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe, e.g. tune.steps=300.")
 ]
@@ -49,15 +65,21 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted 
 def run(
     recipe: Path, out: Out = None, settings: Settings = None, resume: Resume = False, trust_remote_code: Trust = False
 ) -> None:
-    """Do everything that a recipe says; output to runs/<recipe>."""
+    """Do everything that a recipe says: the main job, or a study; output to runs/<recipe>."""
     out = out or Path("runs") / recipe.stem
-    report = surgery.run(_recipe(recipe, settings), out, resume=resume, trust_remote_code=trust_remote_code)
+    options = _recipe(recipe, settings)
+    if options.study is not None:
+        findings = conduct(options, out, resume=resume, trust_remote_code=trust_remote_code)
+        _table(*findings.table())
+        _print(f"{findings.summary}\nFindings: {out / FINDINGS}, figure: {out / FIGURE}")
+        return
+    report = surgery.run(options, out, resume=resume, trust_remote_code=trust_remote_code)
     _table(*markdown.rows(report))
     _print(markdown.EXPLANATION + "\n")
     for name, model in report.models.items():
         sites = f" ({markdown.places(model.plan)})" if model.plan else ""
         _print(f"{name}: {model.description}{sites}")
-    _print(f"\nReport: {out / 'report.md'}\nHybrid: {out / 'hybrid'}")
+    _print(f"\nReport: {out / 'report.html'} (and .md, .json)\nHybrid: {out / 'hybrid'}")
 
 
 @app.command()
@@ -66,24 +88,28 @@ def locate(
     recipe: RecipeOption = None,
     settings: Settings = None,
     out: Out = None,
+    resume: Resume = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Rank every head: ranking.json, atlas.png and mixing.png in --out (runs/locate-<model>)."""
+    """Rank every head: ranking.json, atlas.png and mixing.png in --out (runs/locate-<model>). Settings: locate.examples=512,
+    locate.probe=mqar, locate.options.pairs=16, locate.seeds=3 (is the ranking stable?), ... Processes started by `accelerate
+    launch` share the work."""
     options = _recipe(recipe, settings, model=model)
     base = open_checkpoint(options, trust_remote_code)
     check_locatable(base.model, options.locate.exact)
     out = out or Path("runs") / f"locate-{Path(model).name}"
-    _writable(out)
-    ranking = surgery.locate(
-        base.model, base.tokenizer, **options.locate.model_dump(), seed=options.seed, name=base.name,
-        recipe=options.model_dump(mode="json"),
-    )  # fmt: skip
-    ranking.write(out / "ranking.json")
-    draw_atlas(base.model, base.tokenizer, ranking, out)
+    check_questions(base.tokenizer, options.locate, options.seed)
+    on_main(partial(prepare, out, options, resume))
+    ranking = located(options, base, out, resume=resume)
     names = ("splice_gain", "splice_loss", "attribution", "ablation_drop", "ablation_loss", "answer_mass")
     fields = [f for f in names if any(getattr(s, f) is not None for s in ranking.heads[:10])]
+    if "splice_gain" in fields and "ablation_drop" in fields:
+        fields.remove("ablation_drop")  # too wide a table
     body = [[str(s.site), s.kind or "", s.role or "", *(str(getattr(s, f) or "") for f in fields)] for s in ranking.heads[:10]]
     _table(["site", "kind", "role", *(f.replace("_", " ") for f in fields)], body)
+    if ranking.stability is not None:
+        _table(*ranking.stability.table())
+        _print(ranking.stability.summary())
     _print(f"Layers: {anatomy(base.model).kinds()}. Base accuracy {ranking.base_accuracy}.")
     _print(f"Ranking: {out / 'ranking.json'}, maps: {out / 'atlas.png'}")
 
@@ -103,15 +129,16 @@ def prune(
     options = _recipe(recipe, settings, model=model)
     ranked = Ranking.read(ranking) if ranking else None
     base = open_checkpoint(options, trust_remote_code)
+    retrieval = choice_probe(base.tokenizer, options.locate.probe, options.locate.options)
     out = out or Path("runs") / f"prune-{Path(model).name}"
     _writable(out)
     critical = {r: [s.site for s in ranked.heads if s.role == r] if ranked else [] for r in ("gather", "aggregate")}
     found = cut_down(
-        surgery.adopt(base.model), base.tokenizer, KVRetrieval(options.locate.pairs), Knowledge(options.data.facts), **critical,
+        surgery.adopt(base.model), base.tokenizer, retrieval, Knowledge(options.data.facts), **critical,
         examples=options.locate.examples, batch_size=options.locate.batch_size, seed=options.seed, name=base.name,
         recipe=options.model_dump(mode="json"),
     )  # fmt: skip
-    found.write(out / "pruning.json")
+    on_main(partial(found.write, out / "pruning.json"))
     cuts = [found.base, *found.shortened, *found.left_out, *found.kept.values(), *found.last_row.values()]
     _table(
         ["what is left", "retrieval", "knowledge"],
@@ -148,18 +175,31 @@ def splice(
 @app.command()
 def tune(
     hybrid: ModelArgument, out: Annotated[Path, typer.Option("--out")], recipe: RecipeOption = None, settings: Settings = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is trained and what it costs; write nothing.")] = False,
     resume: Resume = False, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
-    """Tune a hybrid's grafts: a tuned hybrid folder. Checkpoints lie in <out>-tuning."""
+    """Tune a hybrid's grafts: a tuned hybrid folder. Checkpoints lie in <out>-tuning. Processes started by `accelerate launch`
+    divide every batch, and with FSDP (version 2) also the model."""
     options = _recipe(recipe, settings, model=hybrid)
+    check_trackers(options.tune)
     plan = Plan.read(Path(hybrid) / "plan.json")
-    loaded = open_checkpoint(options, trust_remote_code)
-    work = out.with_name(f"{out.name}-tuning")
-    _writable(work)
+    # A whole model may be too large for one device.
+    placed = options.model_copy(update={"device": "cpu"}) if divided() else options
+    loaded = open_checkpoint(placed, trust_remote_code)
+    batches.check(loaded.tokenizer, options.tune, options.data)
+    if options.tune.lora is not None:
+        matches(loaded.model, options.tune.lora)
     base = plan.provenance.base if plan.provenance else hybrid
     teacher = None
-    if plan.kind == "layer":  # the folder does not hold what the graft replaced
-        teacher = surgery.adopt(open_checkpoint(options.model_copy(update={"model": base}), trust_remote_code).model)
+    if not holds_base(hybrid):
+        teacher = surgery.adopt(open_checkpoint(placed.model_copy(update={"model": base}), trust_remote_code).model)
+    if dry_run:
+        _rehearsed(rehearse(
+            loaded.model, loaded.tokenizer, options.tune, data=options.data, seed=options.seed, teacher=teacher
+        ))  # fmt: skip
+        return
+    work = out.with_name(f"{out.name}-tuning")
+    on_main(partial(_writable, work))
     log = surgery.tune(
         loaded.model,
         loaded.tokenizer,
@@ -170,37 +210,106 @@ def tune(
         out=work,
         resume=resume,
     )
-    surgery.export(loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=base, recipe=options)
-    _print(f"retrieval loss {log[0]['retrieval']:.3f} -> {log[-1]['retrieval']:.3f} nats; hybrid: {out}")
+    on_main(partial(surgery.export, loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=base, recipe=options))
+    for stage in dict.fromkeys(record["stage"] for record in log):
+        records = [record for record in log if record["stage"] == stage]
+        what = "retrieval" if "retrieval" in records[0] else "loss"
+        _print(f"{stage}: {what} {records[0][what]:.3f} -> {records[-1][what]:.3f}")
+    _print(f"hybrid: {out}")
 
 
 @app.command()
 def export(
     hybrid: ModelArgument, out: Annotated[Path, typer.Option("--out")],
-    form: Annotated[str, typer.Option("--as", help="hf: a complete folder for transformers.")] = "hf",
+    form: Annotated[str, typer.Option("--as", help=f"The form: {', '.join(FORMATS)}.")] = "hf",
+    base: Annotated[
+        str | None, typer.Option("--base", help="Its base, if not as the hybrid says: a folder or, to be published, a Hub id.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option("--report", help="Of bench: what was measured, for the card.")] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option("--max-shard-size", help="Divide weights into files of at most this, e.g. 2GB.")
+    ] = None,
     settings: Settings = None, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
-    """Write a hybrid in another form, and verify it."""
-    if form != "hf":
-        raise surgery.UserError(f"cannot export as '{form}'; there is: hf")
-    plan = Plan.read(Path(hybrid) / "plan.json")
-    loaded = open_checkpoint(_recipe(None, settings, model=hybrid), trust_remote_code)
-    base = plan.provenance.base if plan.provenance else hybrid
-    difference = surgery.export(loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=base)
-    _print(f"reloaded logits differ by {difference:g}; hybrid: {out}")
+    """Write a hybrid, or a patch and its base, in another form, and verify it."""
+    if form not in FORMATS:
+        raise surgery.UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
+    plan, papers = plan_of(hybrid), papers_of(hybrid)
+    if report is not None:
+        papers["report"] = report_on(plan, report)
+    joined = is_patch(hybrid)
+    loaded = open_checkpoint(_recipe(None, settings, model=hybrid), trust_remote_code, base if joined else None)
+    named = base_of(hybrid) if base is None or (joined and form != "patch") else base
+    options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    difference = surgery.export(
+        loaded.model, out, form=form, tokenizer=loaded.tokenizer, plan=plan, base=named, **papers, **options
+    )
+    _print(f"read back, logits differ by {difference:g}; {form}: {out}")
+
+
+@app.command()
+def publish(
+    folder: Path, repo: Annotated[str, typer.Argument(help="Where to, e.g. name/model.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a repository that only you can see.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Send nothing; print what would be sent.")] = False,
+) -> None:  # fmt: skip
+    """Send a verified export to the Hub with its card, and compare what arrived."""
+    done = send(folder, repo, private=private, dry_run=dry_run)
+    if done.proof is not None:
+        _print(f"plain transformers in a fresh process: logits differ by {done.proof:g}, 64 greedy tokens are the same")
+    _table(["file", "bytes"], [[name, f"{size:,}"] for name, size in done.files.items()])
+    if done.url is None:
+        _print(f"{done.card}\nNothing was sent to {repo}: {sum(done.files.values()):,} bytes and this card would be.")
+        return
+    if done.others:
+        _print(f"The repository also holds {', '.join(done.others)}, which this export knows nothing of.")
+    _print(f"Sent and compared: {done.url}")
 
 
 @app.command()
 def bench(
     base: ModelArgument, hybrids: Annotated[list[str], typer.Argument(help="Hybrids, or other models, to compare.")],
+    require: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--require", metavar="REQUIREMENT",
+            help="E.g. 'kv.64 >= base + 0.3', 'perplexity <= base * 1.02'; of every model but the base, or of one: "
+            "'tuned.kv.64 >= 0.9'. If one is not met: exit status 1.",
+        ),
+    ] = None,
     recipe: RecipeOption = None, settings: Settings = None, out: Out = None, resume: Resume = False,
     trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
-    """Compare models on the same examples: report.json, report.md and figures in --out (runs/bench-<first hybrid>)."""
+    """Compare models on the same examples: report.html, .md and .json and figures in --out (runs/bench-<first hybrid>).
+
+    What is measured: bench.suites, of quick, retrieval, language, knowledge, paper and speed, e.g. --set
+    bench.suites=[quick,speed]. A cell that an earlier run into the same folder has finished is not measured again. `accelerate
+    launch -m surgery bench ...` divides the cells among processes.
+    """
     out = out or Path("runs") / f"bench-{Path(hybrids[0]).name}"
-    report = compare(_recipe(recipe, settings, model=base), hybrids, out, resume=resume, trust_remote_code=trust_remote_code)
-    _table(*markdown.rows(report))
-    _print(f"Report: {out / 'report.md'}")
+    options = _recipe(recipe, settings, model=base)
+    wanted = [requirement(text, list(labels(hybrids)), names(options.bench)) for text in require or []]
+    report = compare(options, hybrids, out, resume=resume, trust_remote_code=trust_remote_code)
+    failures = [line for one in wanted for line in one.failures(report)]
+    if is_main():
+        _table(*markdown.rows(report))
+        _print(f"Report: {out / 'report.html'} (and .md, .json)")
+        for line in failures:
+            print(f"surgery: {line}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report_schema() -> None:
+    """Print the JSON schema of report.json, with what every field means."""
+    print(json.dumps(Report.model_json_schema(mode="serialization"), indent=2))
+
+
+@app.command()
+def tasks_path() -> None:
+    """Print the folder of this project's probes as tasks of lm-evaluation-harness, for its --include_path."""
+    print(TASKS)
 
 
 @app.command()
@@ -246,7 +355,8 @@ def main() -> None:
     try:
         copy_context().run(app)  # in a context of its own, so that the backends it asks for are not asked for afterwards
     except (surgery.UserError, KernelError) as error:
-        print(f"surgery: {' '.join(str(error).split())}", file=sys.stderr)
+        if is_main():
+            print(f"surgery: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -265,13 +375,27 @@ def _writable(folder: Path) -> None:
         raise surgery.UserError(f"cannot write to {folder}: {error.strerror}") from error
 
 
-def _print(text: str) -> None:
+def _rehearsed(found: Rehearsal) -> None:
+    _table(*found.tensor_rows())
+    _print(f"{found.numbers():,} numbers in {len(found.trained)} tensors would be trained.")
+    _table(*found.cost_rows())
+    _print(
+        "Measured here: the time of a step, and the memory that it takes beyond the weights. Computed from sizes: weights, "
+        "gradients and optimizer; activations are what remains. The stages before the steps, and keep, come on top."
+    )
+    if found.padding is not None:
+        _print(f"Padding: {found.padding:.1%} of the text.")
+    _print("Nothing was written.")
 
-    Console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+def _print(text: str) -> None:
+    if is_main():
+        Console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(header: list[str], body: list[list[str]]) -> None:
-
+    if not is_main():
+        return
     table = Table(*header)
     for row in body:
         table.add_row(*row)

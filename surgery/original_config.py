@@ -1,4 +1,5 @@
-"""The config.json of an original state-spaces folder, as the transformers config that computes the same.
+"""The config.json of an original state-spaces folder, as the config that computes the same: transformers' own, or, where some
+layers are attention (state-spaces/mamba2attn-2.7b), a hybrid's with a layer graft for each of them.
 
 It holds the arguments of mamba_ssm's own classes. A field that is not understood is refused, because each of them could change
 what the model computes.
@@ -10,6 +11,9 @@ from typing import Any
 from transformers import Mamba2Config, MambaConfig
 
 from surgery.errors import UserError
+from surgery.hybrids.layer_graft import layer_spec
+from surgery.hybrids.mamba import MambaHybridConfig
+from surgery.hybrids.mamba2 import Mamba2HybridConfig
 
 FIELDS = {
     *("d_model", "d_intermediate", "n_layer", "vocab_size", "ssm_cfg", "attn_layer_idx", "attn_cfg", "rms_norm"),
@@ -28,18 +32,23 @@ HARMLESS = {
     "Mamba1": {"dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "use_fast_path"},
     "Mamba2": {"A_init_range", "conv_init", "dt_min", "dt_max", "dt_init_floor", "use_mem_eff_path", "sequence_parallel"},
 }
-SSM = "ssm_cfg."
+# Arguments of mamba_ssm's MHA, the mixer of all layers in attn_layer_idx.
+ATTN_FIELDS = {
+    *("causal", "num_heads", "num_heads_kv", "head_dim", "mlp_dim", "qkv_proj_bias", "out_proj_bias", "softmax_scale"),
+    *("d_conv", "rotary_emb_dim", "rotary_emb_base", "rotary_emb_interleaved"),
+}
+SSM, ATTN = "ssm_cfg.", "attn_cfg."
 
 
 def original_config(config: dict[str, Any]) -> MambaConfig | Mamba2Config:
-    """The transformers config that computes the same as the original one.
+    """The config that computes the same as the original one; one with `grafts` where `attn_layer_idx` names layers.
 
     What is absent has mamba_ssm's default; the folders of 2023 know no other mixer than Mamba-1 and do not name it.
     `vocab_size` is the padded one: the smallest multiple of `pad_vocab_size_multiple` that holds the vocabulary. The original
     names no special tokens; the ids are <|endoftext|> of the GPT-NeoX tokenizer, which these models were trained with (the
     default of transformers' Mamba-2 class would end a generation at "!").
 
-    Raises UserError in one line, naming the field, for whatever the transformers class does not compute.
+    Raises UserError in one line, naming the field, for whatever the class of the config does not compute.
     """
     unknown = sorted(set(config) - FIELDS)
     if unknown:
@@ -53,8 +62,6 @@ def original_config(config: dict[str, Any]) -> MambaConfig | Mamba2Config:
     unknown = sorted(set(ssm) - SSM_FIELDS[layer] - HARMLESS[layer])
     if unknown:
         raise _refusal(SSM + unknown[0], f"{ssm[unknown[0]]!r} is not handled: the field is unknown for the layer {layer}")
-    if config.get("attn_layer_idx"):
-        raise _refusal("attn_layer_idx", f"{config['attn_layer_idx']!r} is not handled: the model has attention layers")
     if config.get("d_intermediate", 0) != 0:
         raise _refusal("d_intermediate", f"{config['d_intermediate']!r} is not handled, only 0 (no MLP layers) is")
     if not _flag(config, "rms_norm", True):
@@ -62,7 +69,7 @@ def original_config(config: dict[str, Any]) -> MambaConfig | Mamba2Config:
     _flag(config, "fused_add_norm", True)  # a kernel's choice, the result is the same
 
     pad = _count(config, "pad_vocab_size_multiple", 8)
-    shared = {
+    shared: dict[str, Any] = {
         "vocab_size": -(-_count(config, "vocab_size") // pad) * pad,
         "hidden_size": _count(config, "d_model"),
         "num_hidden_layers": _count(config, "n_layer"),
@@ -78,13 +85,15 @@ def original_config(config: dict[str, Any]) -> MambaConfig | Mamba2Config:
         "eos_token_id": 0,
         "pad_token_id": 0,
     }
+    if config.get("attn_layer_idx"):
+        shared["grafts"] = _grafts(config, shared["hidden_size"], shared["num_hidden_layers"])
     return _mamba2(ssm, shared) if layer == "Mamba2" else _mamba1(ssm, shared)
 
 
 def _mamba1(ssm: dict[str, Any], shared: dict[str, Any]) -> MambaConfig:
-    """shared: the fields that both classes have."""
+    """shared: the fields that all classes have."""
     rank = ssm.get("dt_rank", "auto")  # the same word, and the same meaning, in transformers
-    return MambaConfig(
+    return (MambaHybridConfig if "grafts" in shared else MambaConfig)(
         **shared,
         state_size=_count(ssm, "d_state", 16, SSM),
         time_step_rank=rank if rank == "auto" else _count(ssm, "dt_rank", prefix=SSM),
@@ -104,7 +113,7 @@ def _mamba2(ssm: dict[str, Any], shared: dict[str, Any]) -> Mamba2Config:
         raise _refusal("ssm_cfg.ngroups", f"{groups} does not divide the number of heads, {heads}")
     if ssm.get("d_ssm") not in (None, inner):
         raise _refusal("ssm_cfg.d_ssm", f"{ssm['d_ssm']!r} is not handled, only expand * d_model = {inner} is")
-    return Mamba2Config(
+    return (Mamba2HybridConfig if "grafts" in shared else Mamba2Config)(
         **shared,
         num_heads=heads,
         head_dim=head_dim,
@@ -115,13 +124,61 @@ def _mamba2(ssm: dict[str, Any], shared: dict[str, Any]) -> Mamba2Config:
     )
 
 
-def _count(fields: dict[str, Any], name: str, default: int | None = None, prefix: str = "") -> int:
+def _grafts(config: dict[str, Any], hidden_size: int, layers: int) -> list[dict[str, Any]]:
+    """The entries of a hybrid configuration's `grafts` for the attention layers, which are all alike.
+
+    The MHA's own defaults are not causal and biased, so a config that says nothing about that is refused, or biased.
+    """
+    where, attn = config["attn_layer_idx"], config.get("attn_cfg") or {}
+    numbers = isinstance(where, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in where)
+    if not numbers or len(set(where)) < len(where) or not set(where) <= set(range(layers)):
+        raise _refusal("attn_layer_idx", f"must be a list of different layers from 0 to {layers - 1}, not {where!r}")
+    if not isinstance(attn, dict):
+        raise _refusal("attn_cfg", f"must be an object, not {attn!r}")
+    if unknown := sorted(set(attn) - ATTN_FIELDS):
+        raise _refusal(ATTN + unknown[0], f"{attn[unknown[0]]!r} is not handled: the field is unknown")
+    attn = {name: value for name, value in attn.items() if value is not None}  # null is the default, where it is allowed
+    for name, default, only in (("causal", False, True), ("rotary_emb_interleaved", False, False)):
+        if _flag(attn, name, default, ATTN) != only:
+            raise _refusal(ATTN + name, f"{not only} is not handled, only {only} is")
+    if _count(attn, "mlp_dim", 0, ATTN, least=0):
+        raise _refusal(ATTN + "mlp_dim", f"{attn['mlp_dim']!r} is not handled, only 0 (no MLP beside the attention) is")
+    heads = _count(attn, "num_heads", prefix=ATTN)
+    groups = _count(attn, "num_heads_kv", heads, ATTN)
+    if heads % groups:
+        raise _refusal(ATTN + "num_heads_kv", f"{groups} does not divide the number of heads, {heads}")
+    if "head_dim" not in attn and hidden_size % heads:
+        raise _refusal(ATTN + "num_heads", f"{heads} does not divide d_model, {hidden_size}, and head_dim is missing")
+    width, turned = _count(attn, "head_dim", hidden_size // heads, ATTN), _count(attn, "rotary_emb_dim", 0, ATTN, least=0)
+    if turned % 2 or turned > width:
+        raise _refusal(ATTN + "rotary_emb_dim", f"must be even and at most head_dim = {width}, not {turned}")
+    theta, conv = _positive(attn, "rotary_emb_base", 10000.0), _count(attn, "d_conv", 0, ATTN, least=0)
+    qkv = ("q_proj", "k_proj", "v_proj") if _flag(attn, "qkv_proj_bias", True, ATTN) else ()
+    out = ("o_proj",) if _flag(attn, "out_proj_bias", True, ATTN) else ()
+    fields: dict[str, Any] = {
+        "num_key_value_heads": groups,
+        "scale": _positive(attn, "softmax_scale", width**-0.5),
+        "rope": {"dim": turned, "theta": theta} if turned else None,
+        "conv": conv,
+        "bias": [*qkv, *out, *(["qkv_conv"] if conv else [])],
+    }
+    return [layer_spec(layer, heads, width, **fields) for layer in sorted(where)]
+
+
+def _count(fields: dict[str, Any], name: str, default: int | None = None, prefix: str = "", least: int = 1) -> int:
     value = fields.get(name, default)
     if value is None and name not in fields:
         raise _refusal(prefix + name, "is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _refusal(prefix + name, f"must be a positive whole number, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise _refusal(prefix + name, f"must be a {'positive ' if least else ''}whole number, not {value!r}")
     return value
+
+
+def _positive(attn: dict[str, Any], name: str, default: float) -> float:
+    value = attn.get(name, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise _refusal(ATTN + name, f"must be a positive number, not {value!r}")
+    return float(value)
 
 
 def _flag(fields: dict[str, Any], name: str, default: bool, prefix: str = "") -> bool:

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, plain lines elsewhere."""
+"""Progress of long work: a bar on a terminal, plain lines elsewhere; of several processes, only the main one shows any."""
 
 import sys
 import time
@@ -8,13 +8,16 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from surgery.processes import is_main
+
 T = TypeVar("T")
 console = Console(stderr=True)
 
 
 def say(line: str) -> None:
     """One line for the person who waits."""
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if is_main():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class Track(Iterable[T]):
@@ -29,6 +32,8 @@ class Track(Iterable[T]):
         self.note = ""
 
     def __iter__(self) -> Iterator[T]:
+        if not is_main():
+            return iter(self.items)
         return self._bar() if console.is_terminal else self._lines()
 
     def _bar(self) -> Iterator[T]:

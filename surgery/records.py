@@ -25,10 +25,7 @@ class Record(pydantic.BaseModel):
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read a JSON file. Raises UserError with one line if it is missing or does not fit."""
-        try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        text = read_text(path)
         try:
             return cls.model_validate_json(text)
         except pydantic.ValidationError as error:
@@ -83,6 +80,16 @@ def first_line(error: pydantic.ValidationError) -> str:
         return f"unknown key '{where}'"
     message = detail["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
+
+
+def read_text(path: str | Path, what: str = "") -> str:
+    """A UTF-8 file; `what` says what it is to hold ("the recipe"). Raises UserError with one line if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {f'{what} {path}'.strip()}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {f'{what} {path}'.strip()}: not UTF-8 at byte {error.start}") from error
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -5,46 +5,59 @@ from its last checkpoint, and a finished cell of the bench is not measured again
 """
 
 import copy
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 import yaml
 from transformers import PreTrainedModel
 
-from surgery.bench import bench, markdown
+from surgery.bench import bench, harness, html, markdown
 from surgery.bench.bench import Entry
-from surgery.bench.plots import draw_cost, draw_retrieval
+from surgery.bench.mixing import Mixing, mixing
+from surgery.bench.plots import draw
 from surgery.bench.report import Report
+from surgery.bench.suites import standard
 from surgery.checkpoint import Checkpoint, load
 from surgery.errors import UserError
 from surgery.export import export
 from surgery.families import family_of
 from surgery.kernels.dispatch import Operation, asked_for, use
 from surgery.locate import Ranking, locate, plan, random_plan
-from surgery.locate.atlas import draw_atlas
+from surgery.locate.atlas import draw_atlas, short_question
+from surgery.locate.questions import check_questions, described
 from surgery.plan import Plan
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.perplexity import Perplexity
+from surgery.processes import on_main, own_device
 from surgery.progress import say
 from surgery.recipe import Recipe
 from surgery.records import provenance, write_text
 from surgery.splice import adopt, check_sites, splice
-from surgery.tune import tune
-from surgery.tune.data import Windows
+from surgery.tune import batches, tune
+from surgery.tune.lora import matches
+from surgery.tune.state import Log
 
-RECIPE = "recipe.yaml"
+RECIPE, RANKING = "recipe.yaml", "ranking.json"
 
 
-def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False) -> Checkpoint:
-    """Load the recipe's model onto its device, and see that the kernels which were asked for can serve it."""
+def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False, base: str | None = None) -> Checkpoint:
+    """Load the recipe's model onto its device, and see that the kernels which were asked for can serve it. base: of a patch, if
+    not where it says."""
     device = recipe.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = own_device() or ("cuda" if torch.cuda.is_available() else "cpu")
     found = load(
-        recipe.model, tokenizer=recipe.tokenizer, dtype=recipe.dtype, device=device, trust_remote_code=trust_remote_code
+        recipe.model,
+        tokenizer=recipe.tokenizer,
+        dtype=recipe.dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        base=base,
     )
     with use(**recipe.kernels):
         for operation in map(Operation.registry.__getitem__, asked_for()):
@@ -58,60 +71,108 @@ def open_donor(plan: Plan, trust_remote_code: bool = False) -> PreTrainedModel |
 
 
 def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
-    """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, retrieval.png,
-    cost.png, the tuning logs, and hybrid/, the exported checkpoint."""
+    """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, report.html,
+    mixing.json, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint."""
     with use(**recipe.kernels):
         base = open_checkpoint(recipe, trust_remote_code)
         family_of(base.model.config)  # before the work begins: nothing else can be grafted
         check(recipe, base)
-        prepare(out, recipe, resume)
+        if recipe.tune.lora is not None:
+            matches(adopt(base.model), recipe.tune.lora)
+        on_main(partial(prepare, out, recipe, resume))
         job = _Job(recipe, out, base, resume)
         ranking = job.locate()
         chosen = job.plan(ranking)
         job.donor = open_donor(chosen, trust_remote_code)
         entries = job.models(ranking, chosen)
-        return job.finish(chosen, entries)
+        return job.finish(ranking, chosen, entries)
+
+
+def located(recipe: Recipe, base: Checkpoint, out: Path, *, resume: bool = False) -> Ranking:
+    """Locate, and write ranking.json, atlas.png and mixing.png into `out`. What is measured is kept in out/locate until then:
+    with `resume`, nothing of it is measured again, and a ranking that is there is only read. Of several processes, the main one
+    writes."""
+    path, kept, settings = out / RANKING, out / "locate", recipe.model_dump(mode="json")
+
+    def there() -> Ranking | None:
+        if not resume:
+            shutil.rmtree(kept, ignore_errors=True)
+        found = Ranking.read(path) if resume and path.exists() else None
+        same = found and (found.provenance.recipe, found.provenance.base_fingerprint) == (settings, base.fingerprint)
+        return found if same else None
+
+    if (done := on_main(there)) is not None:
+        return done
+    ranking = locate(
+        base.model, base.tokenizer, **recipe.locate.model_dump(), seed=recipe.seed, name=base.name, recipe=settings, kept=kept
+    )
+
+    def write() -> None:
+        draw_atlas(base.model, base.tokenizer, ranking, out)
+        ranking.write(path)
+        shutil.rmtree(kept, ignore_errors=True)
+
+    on_main(write)
+    return ranking
 
 
 def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
-    """Bench the recipe's model against `others` on the same examples. Writes report.json, report.md and figures into `out`."""
+    """Bench the recipe's model against `others` on the same examples. Writes report.json, report.md, report.html and
+    figures into `out`."""
     base = open_checkpoint(recipe, trust_remote_code)
     entries = {"base": Entry(base.model, base.name)}
-    for name in others:
+    for label, name in list(labels(others).items())[1:]:
         other = open_checkpoint(recipe.model_copy(update={"model": name}), trust_remote_code)
         if other.tokenizer.get_vocab() != base.tokenizer.get_vocab():
             raise UserError(f"{name} has another tokenizer than {base.name}; their examples would not be the same")
         found = Path(name) / "plan.json"
-        label = Path(name).name if Path(name).name not in entries else name
         entries[label] = Entry(other.model, name, Plan.read(found) if found.exists() else None)
     check(recipe, base)
-    prepare(out, recipe, resume)
+    on_main(partial(prepare, out, recipe, resume))
     with use(**recipe.kernels):
         measured = bench(entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
     settings = recipe.model_dump(mode="json")
-    report = Report(
-        provenance=provenance(base.name, base.fingerprint, recipe.seed, settings), plan=None, models=measured, timings={},
-        training={}, settings=settings["bench"],
-    )  # fmt: skip
-    write_report(report, out)
+    made = provenance(base.name, base.fingerprint, recipe.seed, settings)
+    report = Report(provenance=made, plan=None, models=measured, timings={}, training={}, settings=settings["bench"])
+    example = short_question(base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
+    on_main(lambda: write_report(report, out, mixing(entries, base.tokenizer, example, made)))
     return report
 
 
-def write_report(report: Report, out: Path) -> None:
-    """report.json, report.md and their figures."""
-    draw_retrieval(report, out / "retrieval.png")
-    draw_cost(report, out / "cost.png")
+def labels(others: list[str]) -> dict[str, str]:
+    """What a comparison calls its models -> their names: the base, then each by its folder, in full where two share that."""
+    found: dict[str, str] = {}
+    for name in others:
+        if Path(name) in map(Path, found.values()):
+            raise UserError(f"{name} is there twice; give each model once")
+        short = Path(name).name
+        found[name if short in found or short == "base" else short] = name
+    return {"base": "", **found}
+
+
+def write_report(report: Report, out: Path, matrices: Mixing | None) -> None:
+    """report.json, report.md, report.html (with the atlas of a ranking that lies there) and their figures."""
+    draw(report, out)
+    ranking = Ranking.read(out / RANKING) if (out / RANKING).exists() else None
+    if matrices is not None:
+        matrices.write(out / "mixing.json")
     write_text(out / "report.md", markdown.render(report))
+    write_text(out / "report.html", html.render(report, ranking, matrices))
     report.write(out / "report.json")
 
 
 def check(recipe: Recipe, base: Checkpoint) -> None:
     """Find out before the work begins whether its inputs are there."""
+    if recipe.bench.doses and recipe.plan.kind != "head":
+        raise UserError(f"bench.doses counts heads, and plan.kind is {recipe.plan.kind}")
+    if wanted := standard(recipe.bench):
+        harness.load(wanted, recipe.bench.tasks_path)
+    check_questions(base.tokenizer, recipe.locate, recipe.seed)
     check_sites(base.model, recipe.plan.sites or ())
     Knowledge(recipe.data.facts).questions(1, seed=0)
     Letters(recipe.data.facts).questions(1, seed=0)
     Perplexity(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
-    Windows(recipe.data.train_text, base.tokenizer, 1, recipe.tune.text_tokens, seed=0)[0]
+    batches.check(base.tokenizer, recipe.tune, recipe.data)
 
 
 def prepare(out: Path, recipe: Recipe, resume: bool) -> None:
@@ -141,17 +202,11 @@ class _Job:
         self.timings[name] = round(time.monotonic() - start, 2)
 
     def locate(self) -> Ranking:
-        path, options = self.out / "ranking.json", self.recipe.locate
-        if self.resume and path.exists():
-            return Ranking.read(path)
-        with self.stage("locate", f"locating: {options.examples} dictionaries of {options.pairs} pairs"):
-            ranking = locate(
-                self.base.model, self.base.tokenizer, **options.model_dump(), seed=self.recipe.seed, name=self.base.name,
-                recipe=self.settings,
-            )  # fmt: skip
-            ranking.write(path)
-            draw_atlas(self.base.model, self.base.tokenizer, ranking, self.out)
-        return ranking
+        options = self.recipe.locate
+        if self.resume and (self.out / RANKING).exists():
+            return located(self.recipe, self.base, self.out, resume=True)
+        with self.stage("locate", f"locating: {options.examples} questions of {described(options.probe, options.options)}"):
+            return located(self.recipe, self.base, self.out, resume=self.resume)
 
     def plan(self, ranking: Ranking) -> Plan:
         chosen = plan(ranking, **self.recipe.plan.model_dump(), seed=self.recipe.seed)
@@ -165,8 +220,9 @@ class _Job:
                 model, self.base.tokenizer, self.recipe.tune, data=self.recipe.data, seed=self.recipe.seed, layers=layers,
                 teacher=adopt(self.base.model), out=self.out / "tuning" / name, resume=self.resume, description=name,
             )  # fmt: skip
-        tail = log[-10:]
-        self.training[name] = {key: sum(entry[key] for entry in tail) / len(tail) for key in ("loss", "retrieval", "kl")}
+        end = [record for record in log if "retrieval" in record][-10:]
+        end = [record for record in end if record["stage"] == end[-1]["stage"]]
+        self.training[name] = {key: sum(r[key] for r in end) / len(end) for key in ("loss", "retrieval", "kl") if end}
         write_text(self.out / "tuning" / f"{name}.csv", _csv(log))
         return model
 
@@ -198,9 +254,14 @@ class _Job:
             if beside := random_plan(ranking, chosen, recipe.seed, same_layers=True):
                 what = "the graft at random other heads of the same layer, no training"
                 entries["control_same_layer"] = Entry(splice(base, beside, donor), what, beside)
+        for dose in recipe.bench.doses:
+            leading = plan(ranking, **recipe.plan.model_dump() | {"heads": dose, "sites": None}, seed=recipe.seed)
+            entries[f"dose_{dose}"] = Entry(
+                splice(base, leading, donor), f"the leading heads spliced, {dose} of them, no training", leading
+            )
         return entries
 
-    def finish(self, chosen: Plan, entries: dict[str, Entry]) -> Report:
+    def finish(self, ranking: Ranking, chosen: Plan, entries: dict[str, Entry]) -> Report:
         recipe, tuned = self.recipe, entries["tuned"].model
         with self.stage("bench", f"measuring {len(entries)} models"):
             measured = bench(
@@ -214,17 +275,25 @@ class _Job:
             training=self.training,
             settings=recipe.bench.model_dump(mode="json"),
         )
-        draw_retrieval(report, self.out / "retrieval.png")
-        draw_cost(report, self.out / "cost.png")
+        draw(report, self.out)
         with self.stage("export", "exporting, and comparing the reloaded model with the live one"):
             export(
                 tuned, self.out / "hybrid", tokenizer=self.base.tokenizer, plan=chosen, base=self.base.name, recipe=recipe,
                 report=report, figures=self.out,
             )  # fmt: skip
         report = report.model_copy(update={"timings": self.timings})
-        write_report(report, self.out)
+        example = short_question(self.base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
+        order = [score.site for score in ranking.heads]
+        write_report(report, self.out, mixing(entries, self.base.tokenizer, example, report.provenance, order))
         return report
 
 
-def _csv(log: list[dict[str, float]]) -> str:
-    return "\n".join([",".join(log[0]), *(",".join(f"{value:g}" for value in entry.values()) for entry in log)]) + "\n"
+def _csv(log: Log) -> str:
+    """One line a record; what one of them does not have is left empty."""
+    names = dict.fromkeys(name for record in log for name in record)
+    lines = [names, *([_figure(record.get(name, "")) for name in names] for record in log)]
+    return "".join(",".join(line) + "\n" for line in lines)
+
+
+def _figure(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"

@@ -1,4 +1,7 @@
-"""Intervals. Everything here is a thin choice among scipy's methods, made once."""
+"""Intervals and tests. Everything here is a thin choice among scipy's methods, made once."""
+
+from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
 from scipy import stats
@@ -6,6 +9,8 @@ from scipy import stats
 from surgery.records import Record
 
 RESAMPLES = 2000
+LEVEL, POWER = 0.05, 0.8
+Key = TypeVar("Key")
 
 
 class Estimate(Record):
@@ -28,6 +33,22 @@ class Proportion(Record):
 
     def __str__(self) -> str:
         return f"{self.accuracy:.3f} [{self.ci95[0]:.3f}, {self.ci95[1]:.3f}]"
+
+
+class Evidence(Record):
+    """Whether a model differs from its base on the same n examples.
+
+    p: two-sided, by McNemar's exact test for decisions, by the paired t-test for other numbers. p_holm: the same, corrected by
+    Holm's method for all comparisons that were made together. differs: p_holm is below 5%. detectable: the
+    smallest true difference that would be found in four of five such measurements, correction included (in the unit of the
+    values: a share of right decisions, or nats); None where n is too small to say.
+    """
+
+    p: float
+    p_holm: float
+    differs: bool
+    detectable: float | None
+    n: int
 
 
 def proportion(correct: np.ndarray) -> Proportion:
@@ -76,3 +97,72 @@ def means(values: np.ndarray, seed: int = 0) -> list[Estimate | None]:
             interval = (centre, centre) if np.ptp(column) == 0 else (float(low), float(high))
             out.append(Estimate(value=centre, ci95=interval, n=n))
     return out
+
+
+def correlation(one: np.ndarray, other: np.ndarray, seed: int = 0) -> Estimate | None:
+    """Spearman's rank correlation with a percentile bootstrap interval over the pairs; None for fewer than three, or where one
+    side is constant."""
+    if len(one) < 3 or np.ptp(one) == 0 or np.ptp(other) == 0:
+        return None
+
+    def spearman(x: np.ndarray, y: np.ndarray, axis: int = -1) -> np.ndarray:
+        x, y = (ranks - ranks.mean(axis, keepdims=True) for ranks in (stats.rankdata(v, axis=axis) for v in (x, y)))
+        scale = np.sqrt((x**2).sum(axis) * (y**2).sum(axis))
+        return (x * y).sum(axis) / np.where(scale > 0, scale, 1)  # a resample of equal values agrees with nothing
+
+    interval = stats.bootstrap(
+        (one, other), spearman, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile",
+        batch=max(1, 10**6 // len(one)), rng=np.random.default_rng(seed),
+    ).confidence_interval  # fmt: skip
+    return Estimate(value=float(spearman(one, other)), ci95=(float(interval.low), float(interval.high)), n=len(one))
+
+
+def evidence(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> dict[Key, Evidence]:
+    """What each pair (the base's values, a model's; example by example) says. All pairs given are one family for Holm."""
+    p = [_p_value(np.asarray(b, dtype=float), np.asarray(m, dtype=float)) for b, m in pairs.values()]
+    corrected = holm(np.array(p))
+    return {
+        key: Evidence(
+            p=p[i],
+            p_holm=float(corrected[i]),
+            differs=bool(corrected[i] < LEVEL),
+            detectable=_detectable(*pairs[key], LEVEL / len(p)),
+            n=len(pairs[key][0]),
+        )
+        for i, key in enumerate(pairs)
+    }
+
+
+def holm(p: np.ndarray) -> np.ndarray:
+    """Holm's correction: the chance of one false find among all is at most that at which a corrected value is called small."""
+    order = np.argsort(p)
+    raised = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
+    corrected = np.empty(len(p))
+    corrected[order] = np.minimum(raised, 1)
+    return corrected
+
+
+def decisions(values: np.ndarray) -> bool:
+    """Whether all values are right or wrong, 1 or 0."""
+    return bool(np.isin(values, (0, 1)).all())
+
+
+def _p_value(base: np.ndarray, model: np.ndarray) -> float:
+    difference = model - base
+    if len(difference) < 2 or not difference.any():
+        return 1.0
+    if decisions(base) and decisions(model):  # McNemar: are the examples that only one of the two gets right evenly split?
+        return float(stats.binomtest(int((difference > 0).sum()), int(np.count_nonzero(difference))).pvalue)
+    return float(stats.ttest_1samp(difference, 0).pvalue)
+
+
+def _detectable(base: np.ndarray, model: np.ndarray, level: float) -> float | None:
+    n = len(base)
+    if n < 2:
+        return None
+    difference = np.asarray(model, dtype=float) - np.asarray(base, dtype=float)
+    if decisions(base) and decisions(model):  # Laplace's rule: no disagreement among n is not none at all
+        spread = np.sqrt((np.count_nonzero(difference) + 1) / (n + 2))
+    else:
+        spread = difference.std(ddof=1)
+    return float((stats.norm.isf(level / 2) + stats.norm.isf(1 - POWER)) * spread / np.sqrt(n))

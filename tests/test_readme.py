@@ -37,16 +37,14 @@ def workplace(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_step_by_step_commands(workplace):
+def test_the_step_by_step_commands(surgery, workplace):
     commands = [line.split("#")[0].strip() for line in README.splitlines() if re.match(r"    surgery (?!run)", line)]
     # The benchmark takes minutes; tests/surgery/test_doctor.py runs parts of it.
     commands = [command for command in commands if command.split()[1] != "COMMAND" and "--bench" not in command]
     assert [command.split()[1] for command in commands] == ["locate", "plan", "splice", "tune", "bench", "prune", "doctor"]
     for command in commands:
-        done = subprocess.run(
-            [sys.executable, "-m", *command.split()], cwd=workplace, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        status, _, err = surgery(*command.split()[1:])
+        assert status == 0, f"{command}\n{err}"
     models = json.loads((workplace / "runs/look/bench/report.json").read_text())["models"]
     assert tuple(models) == ("base", "spliced", "tuned")
     assert models["tuned"]["kv"]["32"]["accuracy"] > models["base"]["kv"]["32"]["accuracy"]

@@ -1,27 +1,22 @@
 """Measure models side by side: the same examples for all, paired differences to the first."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.bench.report import ModelReport, Perplexity
-from surgery.bench.speed import decode_cost
+from surgery.bench.cells import Cell, check_same, kept, model_digest, values
+from surgery.bench.report import Cost, ModelReport, Perplexity, Speed
+from surgery.bench.speed import decode_cost, speed
+from surgery.bench.suites import LOSSES, Task, tasks
 from surgery.plan import Plan
-from surgery.probes import perplexity
-from surgery.probes.knowledge import Knowledge, Letters
-from surgery.probes.kv import KVRetrieval
-from surgery.probes.question import Probe
-from surgery.probes.scoring import answer
+from surgery.processes import gather, is_main, share, state
 from surgery.progress import Track
 from surgery.recipe import Bench, Data
-from surgery.records import write_text
 from surgery.splice import adopt
-from surgery.statistics import mean, proportion
+from surgery.statistics import Estimate, Evidence, Proportion, decisions, evidence, mean, proportion
 
 
 @dataclass
@@ -44,77 +39,96 @@ def bench(
 ) -> dict[str, ModelReport]:
     """Measure every model; the first is the base that the others are compared with.
 
-    cells: a folder that keeps each finished measurement, so that an interrupted run does not repeat it. It belongs to one
-    recipe: a cell is found again by the model's weights and by everything that it depends on.
+    cells: a folder that keeps each finished measurement, so that it is not repeated. A cell is found again by the model's
+    weights and by everything that it depends on. Processes that accelerate started share the cells; what was timed is in the
+    report of the main one.
+
+    Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
     """
     options, data = options or Bench(), data or Data()
     named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
-    probes: dict[str, Probe] = {f"kv.{pairs}": KVRetrieval(pairs) for pairs in options.pairs}
-    probes |= {"knowledge": Knowledge(data.facts), "letters": Letters(data.facts)}
-    questions = {name: probe.questions(options.examples, _bench_seed(seed)) for name, probe in probes.items()}
-    text = perplexity.Perplexity(data.held_out_text, options.windows, options.window)
-    windows = text.token_windows(tokenizer, _bench_seed(seed))
-
-    tasks = [(name, task) for name in named for task in (*questions, "perplexity")]
-    raw: dict[tuple[str, str], np.ndarray] = {}
-    progress = Track(tasks, "bench")
-    weights = {name: _digest(entry.model) for name, entry in named.items()}
+    todo = tasks(options, tokenizer, data, seed)
     adopted = {name: adopt(entry.model).eval() for name, entry in named.items()}
-    for name, task in progress:
-        progress.note = f"{name} {task}"
-
-        def measure(name: str = name, task: str = task) -> np.ndarray:
-            if task == "perplexity":
-                return text.losses(adopted[name], windows)
-            return answer(adopted[name], tokenizer, questions[task], options.batch_size).correct
-
-        settings = f"{weights[name]} {task} {options.examples} {options.windows} {options.window} {data} {seed}"
-        raw[name, task] = _cell(cells, settings, measure)
-
+    done = _measured(named, adopted, todo, cells)
+    cost, fast = _costs(adopted, options, tokenizer.model_max_length)
     first = next(iter(named))
-    longest = tokenizer.model_max_length
-    contexts = tuple(c for c in options.contexts if c <= longest)
-    costs = decode_cost({name: adopted[name] for name in named}, contexts)
+    pairs: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
+    for name, by_task in done.items():
+        for task, measured in by_task.items():
+            if name != first:
+                check_same(done[first][task], measured)
+                pairs[name, task] = (values(done[first][task]), values(measured))
+    found = evidence(pairs)
     return {
-        name: ModelReport(
-            description=entry.description,
-            plan=entry.plan,
-            kv={task.removeprefix("kv."): proportion(raw[name, task]) for task in questions if task.startswith("kv.")},
-            knowledge=proportion(raw[name, "knowledge"]),
-            letters=proportion(raw[name, "letters"]),
-            perplexity=Perplexity(value=float(np.exp(raw[name, "perplexity"].mean())), loss=mean(raw[name, "perplexity"])),
-            cost=costs[name],
-            change={
-                task: mean(raw[name, task].astype(float) - raw[first, task].astype(float))
-                for task in (*questions, "perplexity")
-                if name != first
-            },
+        name: _report(
+            entry,
+            done[name],
+            {task: mean(model - base) for (n, task), (base, model) in pairs.items() if n == name},
+            {task: said for (n, task), said in found.items() if n == name},
+            cost.get(name, ()),
+            fast.get(name, ()),
         )
         for name, entry in named.items()
     }
 
 
-def _bench_seed(seed: int) -> int:
-    """Other examples than those that locate ranked heads with."""
-    return seed + 10_000
+def _measured(
+    named: dict[str, Entry], adopted: dict[str, PreTrainedModel], todo: list[Task], folder: Path | None
+) -> dict[str, dict[str, list[Cell]]]:
+    """By model and task, one cell a seed. Each process measures its share."""
+    digests = {name: model_digest(entry.model) for name, entry in named.items()}
+    jobs = [(name, task) for name in named for task in todo]
+    progress = Track(share(jobs), "bench")
+    mine: list[Cell] = []
+    for name, task in progress:
+        progress.note = f"{name} {task.name}"
+
+        def measure(name: str = name, task: Task = task) -> Cell:
+            outcome = task.measure(adopted[name])
+            return Cell(
+                model=name, task=task.name, seed=task.seed, metric=task.metric, inputs=outcome.inputs, asked=outcome.asked,
+                values=tuple(map(float, outcome.values)),
+            )  # fmt: skip
+
+        cell = kept(folder, f"{digests[name]} {task.identity}", measure)
+        mine.append(cell.model_copy(update={"model": name, "seed": task.seed}))  # kept under another name, perhaps
+    every = {(cell.model, cell.task, cell.seed): cell for cell in gather(mine)}
+    done: dict[str, dict[str, list[Cell]]] = {name: {} for name in named}
+    for name, task in jobs:
+        done[name].setdefault(task.name, []).append(every[name, task.name, task.seed])
+    return done
 
 
-def _digest(model: PreTrainedModel) -> str:
-    """What distinguishes one model of a run from another: its parameters, grafts included, and where they sit."""
-    total = hashlib.sha256(str(getattr(model.config, "grafts", None)).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        total.update(name.encode())
-        total.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
+def _costs(
+    models: dict[str, PreTrainedModel], options: Bench, longest: int
+) -> tuple[dict[str, tuple[Cost, ...]], dict[str, tuple[Speed, ...]]]:
+    """What tokens cost, measured by the first process while the others wait."""
+    contexts = tuple(context for context in options.contexts if context <= longest)
+    found: tuple[dict, dict] = ({}, {})
+    if is_main():
+        quick, fast = (suite in options.suites for suite in ("quick", "speed"))
+        found = (decode_cost(models, contexts) if quick else {}, speed(models, contexts, options.batches) if fast else {})
+    state().wait_for_everyone()
+    return found
 
 
-def _cell(folder: Path | None, settings: str, measure) -> np.ndarray:
-    """The measurement, from `folder` if it was finished before."""
-    if folder is None:
-        return measure()
-    path = folder / f"{hashlib.sha256(settings.encode()).hexdigest()[:32]}.txt"
-    if path.exists():
-        return np.array([float(value) for value in path.read_text().split()])
-    values = np.asarray(measure(), dtype=float)
-    write_text(path, "\n".join(repr(float(value)) for value in values) + "\n")
-    return values
+def _result(task: str, measured: np.ndarray) -> Proportion | Estimate | Perplexity:
+    if task in LOSSES:
+        return Perplexity(value=float(np.exp(measured.mean())), loss=mean(measured))
+    return proportion(measured) if decisions(measured) else mean(measured)
+
+
+def _report(
+    entry: Entry, cells: dict[str, list[Cell]], change: dict[str, Estimate], said: dict[str, Evidence],
+    cost: tuple[Cost, ...], fast: tuple[Speed, ...],
+) -> ModelReport:  # fmt: skip
+    results = {task: _result(task, values(measured)) for task, measured in cells.items()}
+    kv = {task.removeprefix("kv."): results.pop(task) for task in [*results] if task.startswith("kv.")}
+    own = {name: results.pop(name) for name in ("knowledge", "letters", "perplexity") if name in results}
+    seeds = {
+        task: tuple(float(values([cell]).mean()) for cell in several) for task, several in cells.items() if len(several) > 1
+    }
+    return ModelReport.model_validate(
+        {"description": entry.description, "plan": entry.plan, "kv": kv, **own, "tasks": results, "cost": cost, "speed": fast,
+         "change": change, "evidence": said, "seeds": seeds}
+    )  # fmt: skip

@@ -4,7 +4,7 @@ from typing import Any
 
 from surgery.plan import Plan
 from surgery.records import Provenance, Record
-from surgery.statistics import Estimate, Proportion
+from surgery.statistics import Estimate, Evidence, Proportion
 
 
 class Perplexity(Record):
@@ -22,18 +22,47 @@ class Cost(Record):
     cache_bytes: int
 
 
+class Speed(Record):
+    """A batch of `batch` prompts of `context` tokens: median times of the whole prefill and of one more token each, the bytes
+    that their cache holds, and the most memory that the prefill holds at once beyond weights and inputs."""
+
+    context: int
+    batch: int
+    prefill_milliseconds: float
+    decode_milliseconds: float
+    cache_bytes: int
+    peak_bytes: int
+
+
 class ModelReport(Record):
-    """One model's results. kv: by number of pairs. change: the paired difference to the base on the same examples (accuracies,
-    and "perplexity" as the difference of the mean loss in nats)."""
+    """One model's results, as far as the suites measured them. kv: by number of pairs. tasks: everything that has no field of
+    its own, by its name: an accuracy, an Estimate where an example's score is not just right or wrong, or a Perplexity. change:
+    the paired difference to the base on the same examples (accuracies, and "perplexity" and "sliding" as the difference of the
+    mean loss in nats). evidence: what the differences say. seeds: where there are several, the mean of each one."""
 
     description: str
     plan: Plan | None
-    kv: dict[str, Proportion]
-    knowledge: Proportion
-    letters: Proportion
-    perplexity: Perplexity
-    cost: tuple[Cost, ...]
-    change: dict[str, Estimate]
+    kv: dict[str, Proportion] = {}
+    knowledge: Proportion | None = None
+    letters: Proportion | None = None
+    perplexity: Perplexity | None = None
+    tasks: dict[str, Proportion | Estimate | Perplexity] = {}
+    cost: tuple[Cost, ...] = ()
+    speed: tuple[Speed, ...] = ()
+    change: dict[str, Estimate] = {}
+    evidence: dict[str, Evidence] = {}
+    seeds: dict[str, tuple[float, ...]] = {}
+
+    def results(self) -> dict[str, Proportion | Estimate | Perplexity]:
+        """Everything that was measured example by example, by the task's name."""
+        named = {"knowledge": self.knowledge, "letters": self.letters, "perplexity": self.perplexity}
+        own = {name: result for name, result in named.items() if result is not None}
+        return {f"kv.{size}": result for size, result in self.kv.items()} | own | self.tasks
+
+
+def value(result: Proportion | Estimate | Perplexity) -> float:
+    """The one number of a result: an accuracy, a mean score, a perplexity."""
+    return result.accuracy if isinstance(result, Proportion) else result.value
 
 
 class Report(Record):

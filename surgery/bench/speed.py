@@ -1,16 +1,20 @@
-"""What a token costs: decoding time and cache size against context length.
+"""What a token costs: time, cache and memory against context length and batch.
 
 Models are timed in turn within each round, so that a disturbance of the machine hits all of them, and medians are taken.
 """
 
+import inspect
 import time
 from collections.abc import Mapping
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from surgery.bench.report import Cost
+from surgery.bench.report import Cost, Speed
+from surgery.doctor.timing import peak_bytes
 
 ROUNDS, TOKENS = 3, 8
 
@@ -18,27 +22,43 @@ ROUNDS, TOKENS = 3, 8
 def decode_cost(models: Mapping[str, PreTrainedModel], contexts: tuple[int, ...]) -> dict[str, tuple[Cost, ...]]:
     """By model, one Cost a context; batch 1. Context: tokens in the cache when the timed token is decoded."""
     out: dict[str, list[Cost]] = {name: [] for name in models}
-    with torch.inference_mode():
-        for context in contexts:
+    for context in contexts:
+        caches = {name: _prefilled(model, context, 1) for name, model in models.items()}
+        sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
+        times = _decoding(models, caches, 1)
+        for name in models:
+            out[name].append(Cost(context=context, milliseconds=times[name], cache_bytes=sizes[name]))
+    return {name: tuple(costs) for name, costs in out.items()}
+
+
+def speed(
+    models: Mapping[str, PreTrainedModel], contexts: tuple[int, ...], batches: tuple[int, ...]
+) -> dict[str, tuple[Speed, ...]]:
+    """By model, one Speed for every context and batch."""
+    out: dict[str, list[Speed]] = {name: [] for name in models}
+    for context in contexts:
+        for batch in batches:
             caches: dict[str, Cache] = {}
             times: dict[str, list[float]] = {name: [] for name in models}
-            for name, model in models.items():
-                ids = torch.arange(context, device=model.device)[None] % model.config.vocab_size
-                caches[name] = DynamicCache(config=model.config)
-                model(input_ids=ids, cache_params=caches[name], use_cache=True, logits_to_keep=1)
-            sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
             for _ in range(ROUNDS):
                 for name, model in models.items():
-                    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-                    for _ in range(TOKENS):
-                        _wait(model)
-                        start = time.perf_counter()
-                        model(input_ids=token, cache_params=caches[name], use_cache=True)
-                        _wait(model)
-                        times[name].append(time.perf_counter() - start)
-            for name in models:
-                out[name].append(Cost(context=context, milliseconds=1e3 * median(times[name]), cache_bytes=sizes[name]))
-    return {name: tuple(costs) for name, costs in out.items()}
+                    _wait(model)
+                    start = time.perf_counter()
+                    caches[name] = _prefilled(model, context, batch)
+                    _wait(model)
+                    times[name].append(time.perf_counter() - start)
+            sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
+            decoding = _decoding(models, caches, batch)
+            caches.clear()
+            for name, model in models.items():
+                peak = peak_bytes(partial(_prefilled, model, context, batch), model.device)
+                out[name].append(
+                    Speed(
+                        context=context, batch=batch, prefill_milliseconds=1e3 * median(times[name]),
+                        decode_milliseconds=decoding[name], cache_bytes=sizes[name], peak_bytes=peak,
+                    )
+                )  # fmt: skip
+    return {name: tuple(rows) for name, rows in out.items()}
 
 
 def cache_bytes(cache: Cache) -> int:
@@ -50,6 +70,36 @@ def cache_bytes(cache: Cache) -> int:
             if tensor is not None:
                 total += tensor.numel() * tensor.element_size()
     return total
+
+
+@torch.inference_mode()
+def _prefilled(model: PreTrainedModel, context: int, batch: int) -> Cache:
+    ids = (torch.arange(context, device=model.device)[None] % model.config.vocab_size).expand(batch, -1)
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids, use_cache=True, logits_to_keep=1, **_cached(model, cache))
+    return cache
+
+
+@torch.inference_mode()
+def _decoding(models: Mapping[str, PreTrainedModel], caches: dict[str, Cache], batch: int) -> dict[str, float]:
+    """Median milliseconds of a decoded token, after one that is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(ROUNDS):
+        for name, model in models.items():
+            token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+            for _ in range(TOKENS + (turn == 0)):
+                _wait(model)
+                start = time.perf_counter()
+                model(input_ids=token, use_cache=True, **_cached(model, caches[name]))
+                _wait(model)
+                times[name].append(time.perf_counter() - start)
+    return {name: 1e3 * median(measured[1:]) for name, measured in times.items()}
+
+
+def _cached(model: PreTrainedModel, cache: Cache) -> dict[str, Any]:
+    """A state-space model and a Transformer have another name for it."""
+    name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+    return {name: cache}
 
 
 def _wait(model: PreTrainedModel) -> None:

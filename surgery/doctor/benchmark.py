@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from surgery.doctor import locating, models
+from surgery.doctor import locating, models, tuning
 from surgery.doctor.timing import Runs, milliseconds, peak_bytes
 from surgery.errors import UserError
 from surgery.kernels.attention import GRAFT_ATTENTION
@@ -64,6 +64,7 @@ class Benchmark(Record):
     hybrid_decode: tuple[Cell, ...] = ()
     locate_exact: tuple[Cell, ...] = ()
     locate_confirmed: tuple[Cell, ...] = ()
+    tune_step: tuple[Cell, ...] = ()
 
     def updated(self, other: "Benchmark") -> "Benchmark":
         """This, with the groups that `other` measured in their place, after the toolkit has changed. Raises UserError if that
@@ -177,6 +178,8 @@ def cases(device: torch.device) -> Iterator[Case]:
     options: dict[str, Any] = {"memory": False, "least": 1}  # a round takes a minute
     yield Case("locate_exact", "tiny-mamba2, 32 pairs", 143, torch.float32, "published", published, same=True, **options)
     yield Case("locate_confirmed", "mamba2-130m, 4 pairs", 31, torch.float32, "exact", exact, **options)
+    step, tokens = tuning.graft_against_trainer(device), sum(part.numel() for part in tuning.batch()[::2])
+    yield Case("tune_step", "tiny-mamba2, two heads grafted", tokens, torch.float32, "trainer", step)
 
 
 def kernel_case(

@@ -1,5 +1,48 @@
 """Export: a hybrid as a folder that others can load, verified before it is called done."""
 
-from surgery.export.hf import export
+import inspect
+from pathlib import Path
+from typing import Any
 
-__all__ = ["export"]
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.bench.report import Report
+from surgery.errors import UserError
+from surgery.export import folder, hf, mamba_ssm, nemotron_h, patch
+from surgery.plan import Plan
+from surgery.recipe import Recipe
+
+__all__ = ["FORMATS", "export"]
+
+FORMATS: dict[str, folder.Format] = {"hf": hf, "patch": patch, "nemotron_h": nemotron_h, "mamba_ssm": mamba_ssm}
+
+
+def export(
+    hybrid: PreTrainedModel,
+    path: str | Path,
+    *,
+    form: str = "hf",
+    tokenizer: PreTrainedTokenizerBase,
+    plan: Plan,
+    base: str,
+    recipe: Recipe | None = None,
+    report: Report | None = None,
+    figures: Path | None = None,
+    **options: Any,
+) -> float:
+    """Write a hybrid as one of FORMATS, and return the largest difference of logits between what was read back and the live
+    model.
+
+    base: the base's name, as load() takes it. figures: a folder whose atlas travels along. options: the format's own, such as
+    max_shard_size="5GB" of `hf`. An existing folder at `path` is replaced if it is an earlier export. Raises UserError, and
+    leaves nothing behind, if the form cannot hold the hybrid exactly, or if writing or verifying fails.
+    """
+    if form not in FORMATS:
+        raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
+    written = FORMATS[form]
+    if strange := set(options) - set(inspect.signature(written.write).parameters):
+        raise UserError(f"an export as '{form}' has no option '{min(strange)}'")
+    return folder.save(
+        form, written, hybrid, path, tokenizer=tokenizer, plan=plan, base=base, recipe=recipe, report=report, figures=figures,
+        **options,
+    )  # fmt: skip

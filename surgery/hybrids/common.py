@@ -92,6 +92,7 @@ class Graft(nn.Module):
         """All heads' output (b, t, h, p) from the SSM's, of all heads or of those without a graft, and the attention of the
         grafted ones (b, t, grafted heads, p)."""
         grafted = torch.tensor(self.heads, device=y.device)
+        attended = attended.to(y.dtype)  # a graft may be trained in another one
         if self.gate is not None:
             change = (attended - y[:, :, grafted]) * self.gate[..., None, :, None].to(y.dtype)
             return y.index_add(2, grafted, change)

@@ -1,27 +1,36 @@
 """The atlas of a base: heat maps of all heads, and the mixing matrices of the leading ones over an example's tokens."""
 
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery import plots
 from surgery.anatomy import anatomy
-from surgery.families import families
+from surgery.errors import UserError
 from surgery.locate.matrices import mixing_matrices
+from surgery.locate.questions import choice_probe, described
 from surgery.locate.ranking import Ranking, Score
-from surgery.probes.kv import KVRetrieval
+from surgery.probes.question import Question
+from surgery.site import Site
 from surgery.splice import adopt
+
+SHORT = 6  # lines of a dictionary, in a figure
+MOST_LABELS = 150  # tokens; more labels than that cover each other
 
 MAPS = (
     ("ablation_loss", "Ablated: loss gained", "nats"),
     ("splice_loss", "Spliced: loss saved", "nats"),
     ("attribution", "Splice attribution", "nats"),
-    ("answer_mass", "Query picks out the answer's pair", "share among pairs"),
-    ("pair_mass", "Pair's end draws on its pair", "share of weight"),
+    ("answer_mass", "Query picks out the answer's span", "share among spans"),
+    ("pair_mass", "Span's end draws on its span", "share of weight"),
 )
 
 
@@ -69,28 +78,23 @@ def draw_scores(ranking: Ranking, path: Path) -> None:
             figure.colorbar(image, ax=axis, label=unit, fraction=0.05, pad=0.03)
         probe = ranking.probe
         figure.suptitle(
-            f"Key-value retrieval with {probe['pairs']} pairs, n = {probe['examples']}, base accuracy "
+            f"{described(probe['name'], probe['options'])}, n = {probe['examples']}, base accuracy "
             f"{ranking.base_accuracy.value:.2f}.  A: aggregate head, G: gather head", fontsize=10,
         )  # fmt: skip
         figure.tight_layout()
         plots.save(figure, path)
 
 
-def draw_mixing(
-    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranking: Ranking, path: Path, top: int = 4, pairs: int = 6
-) -> None:
+def draw_mixing(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranking: Ranking, path: Path, top: int = 4) -> None:
     """The mixing matrices of the leading heads (and of the first gather heads) over one example's tokens."""
-    base = (adopt(base) if base.config.model_type in families() else base).eval()
-    question = KVRetrieval(pairs).questions(1, seed=ranking.probe["seed"])[0]
-    ids = tokenizer(question.prompt)["input_ids"]
-    labels = [str(tokenizer.decode([token])).replace("\n", "\\n").strip(" ") for token in ids]
-    leading = [score for score in ranking.heads if score.answer_mass is not None][:top]  # heads whose matrices can be had
+    leading = [score for score in ranking.heads if score.pair_mass is not None][:top]  # heads whose matrices can be had
     gather = [score for score in _by_ablation(ranking) if score.role == "gather" and score not in leading]
     chosen = leading + gather[:2]
     if not chosen:
         return
-    wanted = [score.site for score in chosen]
-    matrices = mixing_matrices(base, anatomy(base), torch.tensor(ids, device=base.device), sites=wanted)
+    probe = ranking.probe
+    asked = short_question(tokenizer, probe["name"], probe["options"], probe["seed"])
+    labels, matrices = example(base, tokenizer, [score.site for score in chosen], asked)
     with plt.rc_context(plots.STYLE):
         columns = min(3, len(chosen))
         rows = -(-len(chosen) // columns)
@@ -98,18 +102,44 @@ def draw_mixing(
         for axis in axes.flat[len(chosen) :]:
             axis.set_visible(False)
         for axis, score in zip(axes.flat, chosen, strict=False):
-            matrix = matrices[score.site].abs().float().cpu().numpy()
-            # Rows differ in scale by orders of magnitude; what matters is how a row divides its weight.
-            matrix = matrix / np.maximum(matrix.sum(-1, keepdims=True), 1e-12)
-            axis.imshow(np.sqrt(matrix), cmap="magma", vmin=0, vmax=1)
-            axis.set_title(f"{score.site}" + (f" ({score.role})" if score.role else ""))
-            axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=5)
-            axis.set_yticks(range(len(labels)), labels, fontsize=5)
+            paint(axis, matrices[score.site], labels, f"{score.site}" + (f" ({score.role})" if score.role else ""))
         figure.suptitle(
             "Mixing matrices |M| (of an SSM: time step included, D not): share of each row's weight (square root)", fontsize=10
         )
         figure.tight_layout()
         plots.save(figure, path)
+
+
+def example(
+    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sites: Collection[Site], question: Question
+) -> tuple[list[str], dict[Site, Tensor]]:
+    """The tokens of a question, and over them the mixing matrices (t, t) of heads."""
+    base = adopt(base).eval()
+    ids = tokenizer(question.prompt)["input_ids"]
+    labels = [str(tokenizer.decode([token])).replace("\n", "\\n").strip(" ") for token in ids]
+    return labels, mixing_matrices(base, anatomy(base), torch.tensor(ids, device=base.device), sites=sites)
+
+
+def paint(axis: Axes, matrix: Tensor, labels: list[str], title: str) -> None:
+    """One mixing matrix over its tokens. Rows differ in scale by orders of magnitude; what matters is how a row divides its
+    weight, so that is what is shown (its square root)."""
+    weight = matrix.abs().float().cpu().numpy()
+    axis.imshow(np.sqrt(weight / np.maximum(weight.sum(-1, keepdims=True), 1e-12)), cmap="magma", vmin=0, vmax=1)
+    axis.set_title(title)
+    if len(labels) <= MOST_LABELS:
+        axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=5)
+        axis.set_yticks(range(len(labels)), labels, fontsize=5)
+
+
+def short_question(tokenizer: PreTrainedTokenizerBase, probe: str, options: dict[str, Any], seed: int) -> Question:
+    """A question of a probe whose tokens can be read in a figure: of fewer lines, where the probe has such an option and its
+    others allow it."""
+    shorter = {option: min(SHORT, value) for option, value in options.items() if option in ("pairs", "entries")}
+    try:
+        chosen = choice_probe(tokenizer, probe, options | shorter)
+    except UserError:  # more queries than so few pairs, say
+        chosen = choice_probe(tokenizer, probe, options)
+    return chosen.questions(1, seed=seed)[0]
 
 
 def _by_ablation(ranking: Ranking) -> list[Score]:

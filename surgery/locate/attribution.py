@@ -51,12 +51,13 @@ def attribute(gated: PreTrainedModel, encoded: Encoded) -> Tensor:
     return out.index_add(0, question_of_row(encoded).to(per_row.device), per_row).cpu()
 
 
-def attribute_starts(ungated: PreTrainedModel, encoded: Encoded, starts: Sequence[Start] = STARTS) -> Tensor:
+def attribute_starts(ungated: PreTrainedModel, encoded: Encoded, starts: Sequence[Start | None] = STARTS) -> Tensor:
     """(starts, questions, layers, heads): what `attribute` says for a model gated with each of the starts everywhere.
 
-    `ungated` is a fully gated base whose heads all have the same start. The gradient of the loss by a gate is the gradient by
-    the SSM's output times what would change there; the former is the same for all starts. So the attention is computed on the
-    way back only, with each start in turn, and one forward and one backward serve them all.
+    `ungated` is a fully gated base whose heads all have the same start; for the start None, each may have its own.
+    The gradient of the loss by a gate is the gradient by the SSM's output times what would change there; the former is the same
+    for all starts. So the attention is computed on the way back only, with each start in turn, and one forward and one backward
+    serve them all.
     """
     ids, last = padded(encoded.rows, ungated.device)
     mixers = [mixer.module for mixer in anatomy(ungated).mixers]
@@ -78,8 +79,9 @@ def attribute_starts(ungated: PreTrainedModel, encoded: Encoded, starts: Sequenc
                 with torch.no_grad():
                     found, own = [], (graft.signs, graft.log_tau.clone())
                     for start in starts:
-                        graft.signs = [start.sign] * len(graft.signs)
-                        graft.log_tau.fill_(math.log(start.tau))
+                        if start is not None:
+                            graft.signs = [start.sign] * len(graft.signs)
+                            graft.log_tau.fill_(math.log(start.tau))
                         change = attend(*args, **kwargs).view_as(y) - y
                         found.append(-(gradient.float() * change.float()).sum((1, 3)))
                     per_row[layer] = torch.stack(found)

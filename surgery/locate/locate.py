@@ -2,8 +2,9 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,13 @@ from surgery.checkpoint import fingerprint
 from surgery.errors import UserError
 from surgery.families import families
 from surgery.locate import roles
-from surgery.locate.attribution import STARTS, attribute_starts, best_starts
-from surgery.locate.exact import Exact, reference_batch
+from surgery.locate.exact import Exact
+from surgery.locate.ledger import Ledger
+from surgery.locate.prefilter import Prefilter, prefilter
+from surgery.locate.questions import Asked, ask
 from surgery.locate.ranking import Ranking, Score, gain
 from surgery.locate.replay import How
-from surgery.locate.walk import fully_gated
-from surgery.plan import Start
-from surgery.probes.kv import KVRetrieval
-from surgery.probes.scoring import Encoded, batches
+from surgery.locate.stability import EXACT, ScoreName, Scores, stability
 from surgery.records import provenance
 from surgery.site import Site
 from surgery.splice import adopt
@@ -30,170 +30,233 @@ from surgery.statistics import mean, means
 
 ROLE_EXAMPLES = 32  # mixing matrices vary little between dictionaries
 ROLE_HEADS = 2048  # of more heads, matrices are written out for those alone that were measured exactly
-START_EXAMPLES = 64  # a sign is plain from few
-REFERENCE_EXAMPLES = 32  # for mean and resample ablation
 LEADING = 10  # confirmed heads that are measured on all examples, and also ablated, for their roles
 DRAWN = 8  # heads that did not lead, measured as a control
-
-Groups = list[tuple[list[int], Encoded]]
 
 
 def locate(
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    pairs: int = 32,
+    probe: str = "kv",
+    options: Mapping[str, Any] | None = None,
     examples: int = 256,
     exact: bool = True,
     confirm: float | None = None,
     layers: bool = True,
     ablation: How = "zero",
     batch_size: int = 32,
+    seeds: int = 1,
+    also: Sequence[Mapping[str, Any]] = (),
     seed: int = 0,
     name: str = "base",
     recipe: dict[str, Any] | None = None,
+    kept: Path | None = None,
 ) -> Ranking:
-    """Rank the heads of `base` on key-value retrieval with `pairs` pairs.
+    """Rank the heads of `base` on a choice probe, by default key-value retrieval with 32 pairs (options={"pairs": 32}).
 
-    A base of a family with grafts is spliced and ablated; any other model whose layout is known (anatomy.py), ablated.
+    A base of a family with grafts is spliced and ablated; any other model whose layout is known (anatomy.py), hybrids among
+    them, is ablated.
 
     exact: measure heads by ablating and splicing them (a head costs the layers above it); without, attribution alone (one
     forward and one backward). confirm: the share of heads, the leading ones by attribution, that are measured exactly; a few
     others, drawn at random, stand beside them. Those that cannot be among the LEADING ones are given up on the way, and only
     these are ablated as well as spliced. In a family without grafts there is no attribution: the heads of the layers whose
     ablation costs most lead. layers: measure whole layers too.
-    ablation: "zero", or instead of nothing the "mean" over other dictionaries, or the values on another one ("resample").
-    Choose `pairs` so that the base is neither perfect nor at chance: both a drop and a gain show.
+    ablation: "zero", or instead of nothing the "mean" over other questions, or the values on another one ("resample").
+    seeds, also: repeat the ranking (its score alone, with the same grafts) with the questions of seed + 1, ..., and of other
+    probes ({"probe": name, "options": {...}}), and compare; see stability.py.
+    kept: a folder for what is measured, batch by batch; what is there already is not measured again.
+    Choose the probe's options so that the base is neither perfect nor at chance: both a drop and a gain show. Where it shows no
+    spans of evidence, no head has a role. Several processes (processes.py) share the batches.
     """
-    if examples < 2:
-        raise UserError("locating needs at least 2 examples")
     check_locatable(base, exact)
-    graftable = base.config.model_type in families()
-    base = (adopt(base) if graftable else base).eval()
+    graftable = _graftable(base)
+    base = adopt(base).eval()
     found = anatomy(base)
-    questions = KVRetrieval(pairs).questions(examples, seed)
-    groups = list(batches(tokenizer, questions, batch_size))
+    wanted: list[tuple[str, Mapping[str, Any] | None, int]] = [(probe, options, seed + i) for i in range(seeds)]
+    wanted += [(other["probe"], other.get("options"), seed) for other in also]
+    asked, *others = (
+        ask(
+            tokenizer, one, its_options, examples=examples, seed=its_seed, batch_size=batch_size, ablation=ablation,
+            device=base.device,
+        )
+        for one, its_options, its_seed in wanted
+    )  # fmt: skip
+    weights = fingerprint(base)
+    ledger = Ledger(kept, weights, recipe)
+    filtered, values = prefilter(base, found, asked.groups, ledger) if graftable else (None, None)
+    search = _Search(base, found, filtered, ledger, ablation, exact, confirm)
+    measured, leading, drawn = search.first(asked, values, layers)
     sites = found.sites()
-    prefilter = _attributions(base, found, groups, examples) if graftable else None
 
-    reference = None
-    if ablation != "zero":
-        others = KVRetrieval(pairs).questions(REFERENCE_EXAMPLES, -1 - seed)
-        reference = reference_batch(tokenizer, others, base.device)
-    measured = Exact(base, prefilter.gated if prefilter else None, found, groups, how=ablation, reference=reference)
-    leading: list[Site] = sites
-    drawn: list[Site] = []
-    if not exact:
-        leading = []
-        measured.measure([], layers=False)
-    elif confirm is None:
-        measured.measure(None, layers=layers)
-    else:
-        if prefilter is None:
-            measured.measure([], layers=True)
-        order = _order(sites, measured, prefilter)
-        count = math.ceil(confirm * len(sites))
-        leading, behind = order[:count], order[count:]
-        drawn = sorted(random.Random(f"control {seed}").sample(behind, min(DRAWN, len(behind))))
+    looked_at = sites if len(sites) <= ROLE_HEADS else [*leading, *drawn]
+    shown = asked.questions[:ROLE_EXAMPLES]
+    answer_mass, pair_mass = roles.masses(base, tokenizer, shown, found=found, sites=looked_at)
+    columns = measured.effects(sites) | {"answer_mass": answer_mass[_at(sites)], "pair_mass": pair_mass[_at(sites)]}
+    if values is not None:
+        columns["attribution"] = values[_at(sites)]
+    estimates: dict[str, list[Any]] = {field: means(column) for field, column in columns.items()}
+    every = [
+        Score(
+            site=site,
+            kind=found.mixer_of(site).kind,
+            start=filtered.starts[str(site)] if filtered else None,
+            **{field: estimates[field][i] for field in estimates},
+        )
+        for i, site in enumerate(sites)
+    ]
+    known = pair_mass.mean(0)
+    typical = float(np.nanmedian(known)) if np.isfinite(known).any() else math.inf
+    chance = float(np.mean([1 / max(1, len(question.spans)) for question in shown]))
+    every = [score.model_copy(update={"role": roles.role(score, chance, typical)}) for score in every]
+    compared = None
+    if others:
+        first = search.scores(asked, measured, values)
+        best = [sites[i] for i in first.leading(search.score, EXACT)]
+        control = drawn or _drawn([sites[i] for i in first.leading(search.score, len(sites))[LEADING:]], seed)
+        repeats = [search.again(other, [*best, *control]) for other in others]
+        compared = stability(sites, [first, *repeats], search.score, control)
+    return Ranking(
+        provenance=provenance(name, weights, seed, recipe),
+        probe={
+            "name": asked.name, "options": asked.options, "examples": len(asked.questions), "seed": seed,
+            "threads": torch.get_num_threads(), "ablation": ablation, "confirm": confirm,
+        },
+        base_accuracy=mean(measured.correct["base", None]),
+        base_loss=mean(measured.losses["base", None]),
+        heads=tuple(sorted(every, key=gain, reverse=True)),
+        layers=_layer_scores(found, measured, values),
+        drawn=tuple(drawn),
+        stability=compared,
+    )  # fmt: skip
+
+
+def check_locatable(base: PreTrainedModel, exact: bool = True) -> None:
+    """Raise UserError if locate has nothing to measure in such a model."""
+    if not exact and not _graftable(base):
+        raise UserError(
+            f"a {base.config.model_type} model can only be ablated, so there is no attribution: locate needs exact=true"
+        )
+    anatomy(base)
+
+
+def _graftable(base: PreTrainedModel) -> bool:
+    """Whether grafts can be put into a model: its family has them, and it holds none yet."""
+    return base.config.model_type in families() and not getattr(base.config, "grafts", None)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """How the heads of a base are measured, whatever the questions. filtered: None in a family without grafts."""
+
+    base: PreTrainedModel
+    found: Anatomy
+    filtered: Prefilter | None
+    ledger: Ledger
+    ablation: How
+    exact: bool
+    confirm: float | None
+
+    @property
+    def score(self) -> ScoreName:
+        """What heads are ranked by."""
+        if not self.exact:
+            return "attribution"
+        return "splice_loss" if self.filtered else "ablation_loss"
+
+    @property
+    def kind(self) -> str:
+        return "splice" if self.filtered else "ablate"
+
+    def first(self, asked: Asked, values: np.ndarray | None, layers: bool) -> tuple[Exact, list[Site], list[Site]]:
+        """Everything that a ranking says: (what was measured, leading heads, heads drawn among the others)."""
+        measured, sites = self._exact(asked), self.found.sites()
+        if not self.exact:
+            measured.measure([], layers=False)
+            return measured, [], []
+        if self.confirm is None:
+            measured.measure(None, layers=layers)
+            return measured, sites, []
+        leading, behind = self._split(measured, values)
+        drawn = _drawn(behind, asked.seed)
         chosen = [*leading, *drawn]
-        if prefilter is None:
+        if self.filtered is None:
             measured.measure(chosen, layers=False, kinds=("ablate",), leading=LEADING)
         else:
             measured.measure(chosen, layers=layers, kinds=("splice",), leading=LEADING)
             gained = dict(zip(chosen, np.nanmean(measured.effects(chosen)["splice_loss"], axis=0), strict=True))
             best = sorted(chosen, key=lambda site: -gained[site])[:LEADING]
             measured.measure(best, layers=layers, kinds=("ablate",))
+        return measured, leading, drawn
 
-    looked_at = sites if len(sites) <= ROLE_HEADS else [*leading, *drawn]
-    answer_mass, pair_mass = roles.masses(base, tokenizer, questions[:ROLE_EXAMPLES], found=found, sites=looked_at)
-    at = (slice(None), [site.layer for site in sites], [site.heads[0] for site in sites])
-    columns = measured.effects(sites) | {"answer_mass": answer_mass[at], "pair_mass": pair_mass[at]}
-    if prefilter:
-        columns["attribution"] = prefilter.values[at]
-    estimates: dict[str, list[Any]] = {field: means(values) for field, values in columns.items()}
-    every = [
-        Score(
-            site=site,
-            kind=found.mixer_of(site).kind,
-            start=prefilter.starts[str(site)] if prefilter else None,
-            **{field: values[i] for field, values in estimates.items()},
-        )
-        for i, site in enumerate(sites)
-    ]
-    known = pair_mass.mean(0)
-    typical = float(np.nanmedian(known)) if np.isfinite(known).any() else math.inf
-    every = [score.model_copy(update={"role": roles.role(score, pairs, typical)}) for score in every]
-    return Ranking(
-        provenance=provenance(name, fingerprint(base), seed, recipe),
-        probe={
-            "name": "kv", "pairs": pairs, "examples": examples, "seed": seed, "threads": torch.get_num_threads(),
-            "ablation": ablation, "confirm": confirm,
-        },
-        base_accuracy=mean(measured.correct["base", None]),
-        base_loss=mean(measured.losses["base", None]),
-        heads=tuple(sorted(every, key=gain, reverse=True)),
-        layers=_layer_scores(found, measured, prefilter),
-        drawn=tuple(drawn),
-    )  # fmt: skip
+    def again(self, asked: Asked, always: Sequence[Site]) -> Scores:
+        """What ranks heads, and nothing else, on other questions; `always`: heads that are not given up."""
+        values = None if self.filtered is None else self.filtered.attributions(asked.groups)
+        measured = self._exact(asked)
+        if not self.exact:
+            measured.measure([], layers=False)
+        elif self.confirm is None:
+            measured.measure(None, layers=False, kinds=(self.kind,))
+        else:
+            leading, _ = self._split(measured, values)
+            measured.measure(leading, layers=False, kinds=(self.kind,), leading=LEADING)
+            measured.measure(always, layers=False, kinds=(self.kind,))
+        return self.scores(asked, measured, values)
 
+    def scores(self, asked: Asked, measured: Exact, values: np.ndarray | None) -> Scores:
+        sites = self.found.sites()
+        columns: dict[ScoreName, np.ndarray] = {}
+        if self.exact:
+            columns[self.score] = measured.effects(sites)[self.score]
+        if values is not None:
+            columns["attribution"] = values[_at(sites)]
+        probe = {"name": asked.name, "options": asked.options}
+        return Scores(probe, asked.seed, measured.correct["base", None], columns)
 
-def check_locatable(base: PreTrainedModel, exact: bool = True) -> None:
-    """Raise UserError if locate has nothing to measure in such a model."""
-    if getattr(base.config, "grafts", None):
-        raise UserError("locate works on a base; unsplice the hybrid first")
-    if not exact and base.config.model_type not in families():
-        raise UserError(f"a {base.config.model_type} model has no grafts, so no attribution: locate needs exact=true")
-    anatomy(base)
+    def _exact(self, asked: Asked) -> Exact:
+        gated, ledger = (self.filtered.gated, self.filtered.ledger) if self.filtered else (None, self.ledger)
+        return Exact(
+            self.base, gated, self.found, asked.groups, how=self.ablation, reference=asked.reference, ledger=ledger
+        )  # fmt: skip
 
-
-@dataclass(frozen=True)
-class _Prefilter:
-    """The fully gated base, the starts of its grafts, and every head's attribution (examples, layers, heads)."""
-
-    gated: PreTrainedModel
-    starts: dict[str, Start]
-    values: np.ndarray
+    def _split(self, measured: Exact, values: np.ndarray | None) -> tuple[list[Site], list[Site]]:
+        """The share of the heads that is to be confirmed, the most promising first (by attribution, or by what ablating their
+        layer costs, which this measures), and the others."""
+        assert self.confirm is not None
+        sites = self.found.sites()
+        if values is not None:
+            promise = dict(zip(sites, values.mean(0)[_at(sites)[1:]], strict=True))
+        else:
+            measured.measure([], layers=True)
+            layers = self.found.layers()
+            cost = measured.effects([Site(layer) for layer in layers])["ablation_loss"].mean(0)
+            of = dict(zip(layers, cost, strict=True))
+            promise = {site: of[site.layer] for site in sites}
+        order = sorted(sites, key=lambda site: -promise[site])
+        count = math.ceil(self.confirm * len(sites))
+        return order[:count], order[count:]
 
 
-def _attributions(base: PreTrainedModel, found: Anatomy, groups: Groups, examples: int) -> _Prefilter:
-    layers, heads = len(found.blocks), found.heads(0)
-    ungated = fully_gated(base, layers, heads)
-    values, first, starts = np.zeros((examples, layers, heads)), [], None
-    for number, (chosen, encoded) in enumerate(groups):
-        first.append((chosen, attribute_starts(ungated, encoded)))
-        if starts is None and sum(len(some) for some, _ in first) < START_EXAMPLES and number + 1 < len(groups):
-            continue
-        if starts is None:
-            channels = found.mixers[0].width == 1
-            starts = best_starts(torch.stack([some.sum(1) for _, some in first]).sum(0), channels)
-            number_of = {start: i for i, start in enumerate(STARTS)}
-            index = torch.tensor([number_of[start] for start in starts.values()]).view(1, 1, layers, heads)
-        for some, every in first:
-            values[some] = every.take_along_dim(index, 0)[0].numpy()
-        first = []
-    assert starts is not None
-    return _Prefilter(fully_gated(base, layers, heads, starts), starts, values)
+def _drawn(behind: list[Site], seed: int) -> list[Site]:
+    """A control: a few of the heads that do not lead."""
+    return sorted(random.Random(f"control {seed}").sample(behind, min(DRAWN, len(behind))))
 
 
-def _order(sites: Sequence[Site], measured: Exact, prefilter: _Prefilter | None) -> list[Site]:
-    """Heads, the most promising first: by attribution, or by what ablating their layer costs."""
-    if prefilter is not None:
-        attribution = prefilter.values.mean(0)
-        return sorted(sites, key=lambda site: -attribution[site.layer, site.heads[0]])
-    cost = measured.effects([Site(layer) for layer in measured.found.layers()])["ablation_loss"].mean(0)
-    of = dict(zip(measured.found.layers(), cost, strict=True))
-    return sorted(sites, key=lambda site: -of[site.layer])
+def _at(sites: Sequence[Site]) -> tuple[slice, list[int], list[int]]:
+    """Where heads stand in an array (examples, layers, heads)."""
+    return slice(None), [site.layer for site in sites], [site.heads[0] for site in sites]
 
 
-def _layer_scores(found: Anatomy, measured: Exact, prefilter: _Prefilter | None) -> tuple[Score, ...]:
+def _layer_scores(found: Anatomy, measured: Exact, values: np.ndarray | None) -> tuple[Score, ...]:
     sites = [Site(layer) for layer in found.layers()]
     columns = measured.effects(sites)
-    if prefilter:
-        columns["attribution"] = prefilter.values[:, found.layers()].sum(-1)
-    estimates: dict[str, list[Any]] = {field: means(values) for field, values in columns.items()}
+    if values is not None:
+        columns["attribution"] = values[:, found.layers()].sum(-1)
+    estimates: dict[str, list[Any]] = {field: means(column) for field, column in columns.items()}
     scores = []
     for i, site in enumerate(sites):
         kinds = {mixer.kind for mixer in found.at(site.layer)}
         kind = kinds.pop() if len(kinds) == 1 else None
-        scores.append(Score(site=site, kind=kind, **{field: values[i] for field, values in estimates.items()}))
+        scores.append(Score(site=site, kind=kind, **{field: estimates[field][i] for field in estimates}))
     return tuple(scores)

@@ -74,13 +74,13 @@ def _eager(model: PreTrainedModel, needed: bool) -> Iterator[None]:
 def _matrices(mixer: Mixer, hidden: Tensor, returned: Any, heads: list[int], rows: Tensor | None) -> Tensor | None:
     """(heads, rows, t), or None."""
     module: Any = mixer.module
+    if hasattr(module, "matrices"):
+        return module.matrices(hidden, rows, channels=heads) if mixer.width == 1 else module.matrices(hidden, rows)[heads]
     if mixer.kind == "attention":
         weights = returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None
         if weights is None or weights.shape[1] != mixer.heads:
             return None
         return weights[0, heads] if rows is None else weights[0, heads][:, rows]
-    if hasattr(module, "matrices"):
-        return module.matrices(hidden, rows, channels=heads) if mixer.width == 1 else module.matrices(hidden, rows)[heads]
     if all(hasattr(module, name) for name in SSD) and module.A_log.dim() == 1:
         return _ssd(module, hidden, heads, rows)
     if all(hasattr(module, name) for name in SELECTIVE) and module.A_log.dim() == 2:

@@ -14,7 +14,7 @@ went through retrieval alone.
    scored in rows of its own, each without mixing at its own last position.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -46,12 +46,13 @@ class Measured(Record):
 
 class Outcome(Record):
     """A cut and what is left. dropped: layers without mixer and MLP. silent: heads at zero, everywhere or (last_only) at each
-    row's last position."""
+    row's last position. replaced: layers that come from a donor (replacement.py)."""
 
     what: str
     dropped: tuple[int, ...] = ()
     silent: tuple[SiteText, ...] = ()
     last_only: bool = False
+    replaced: tuple[int, ...] = ()
     retrieval: Measured
     knowledge: Measured
 
@@ -100,23 +101,30 @@ class Subject:
         """Measure the model without layers and with silent heads."""
         self.anatomy.check([*(Site(layer) for layer in dropped), *silent])
         silent = sorted(head for site in silent for head in (site.each() or self._heads(site.layer)))
-        measured = {}
         with ExitStack() as stack:
             stack.enter_context(without(self.model, self.anatomy, dropped))
             if not last_only:
                 stack.enter_context(silenced(self.anatomy, silent))
-            for name, questions in self.questions.items():
-                if last_only:
-                    result = self._answer_without_last_row(questions, silent)
-                else:
-                    result = answer(self.model, self.tokenizer, questions, self.batch_size)
-                whole = self.whole.setdefault(name, result)
-                measured[name] = Measured(
-                    accuracy=proportion(result.correct),
-                    loss=mean(result.loss),
-                    drop=mean(whole.correct.astype(float) - result.correct),
-                )
-        return Outcome(what=what, dropped=tuple(sorted(dropped)), silent=tuple(silent), last_only=last_only, **measured)
+                measured = self.ask(self.model)
+            else:
+                measured = self._measured(lambda questions: self._answer_without_last_row(questions, silent))
+        return Outcome(
+            what=what, dropped=tuple(sorted(dropped)), silent=tuple(silent), last_only=last_only,
+            retrieval=measured["retrieval"], knowledge=measured["knowledge"],
+        )  # fmt: skip
+
+    def ask(self, model: PreTrainedModel) -> dict[str, Measured]:
+        """Measure another model (or this one as it now is) on the same questions."""
+        return self._measured(lambda questions: answer(model, self.tokenizer, questions, self.batch_size))
+
+    def _measured(self, ask: Callable[[Sequence[Question]], Result]) -> dict[str, Measured]:
+        measured = {}
+        for name, questions in self.questions.items():
+            result = ask(questions)
+            whole = self.whole.setdefault(name, result)
+            drop = mean(whole.correct.astype(float) - result.correct)
+            measured[name] = Measured(accuracy=proportion(result.correct), loss=mean(result.loss), drop=drop)
+        return measured
 
     def collapsed(self, outcome: Outcome) -> bool:
         """Whether retrieval has lost COLLAPSE of what the whole model has above chance."""

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from surgery.anatomy import Kind
 from surgery.errors import UserError
+from surgery.locate.stability import Stability
 from surgery.plan import Plan, Start
 from surgery.records import Provenance, Record, first_line
 from surgery.site import Site, SiteText
@@ -42,7 +43,8 @@ class Score(Record):
 
 class Ranking(Record):
     """Heads, best place for a graft first (or, in a family without grafts, the one whose ablation costs most), and whole layers
-    in order. drawn: heads that were measured exactly not because they led but at random, as a control of what did not lead."""
+    in order. drawn: heads that were measured exactly not because they led but at random, as a control of what did not lead.
+    stability: whether other questions rank the same heads first, if that was asked."""
 
     provenance: Provenance
     probe: dict[str, Any]
@@ -51,6 +53,7 @@ class Ranking(Record):
     heads: tuple[Score, ...]
     layers: tuple[Score, ...]
     drawn: tuple[SiteText, ...] = ()
+    stability: Stability | None = None
 
 
 def gain(score: Score) -> tuple[int, float]:

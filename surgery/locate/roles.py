@@ -1,7 +1,8 @@
 """What a head's mixing matrix says about its role.
 
 answer_mass: of the weight that the query position (the prompt's last token) puts on the pairs' summaries, the share of the pair
-that holds the answer. An aggregate head picks it out; a head that does not know the answer has 1 / pairs.
+that holds the answer. An aggregate head picks it out; a head that does not know the answer has 1 / pairs. (A pair is a span of
+the question: a line of the dictionary or phone book, a lettered option.)
 pair_mass: of the weight with which a pair's end mixes the past, the share that falls on the pair, averaged over pairs. A gather
 head condenses a segment into its end, so it draws most of its weight from within.
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery import processes
 from surgery.anatomy import Anatomy, anatomy
 from surgery.locate.matrices import mixing_matrices
 from surgery.locate.ranking import Role, Score
@@ -43,16 +45,19 @@ def masses(
     found: Anatomy | None = None,
     sites: Collection[Site] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(answer_mass, pair_mass), both (questions, layers, most heads), for questions with spans and evidence.
+    """(answer_mass, pair_mass), both (questions, layers, most heads). Several processes share the questions.
 
-    NaN for heads that are not asked for (default: all are), that a layer lacks, or whose matrix cannot be had.
+    NaN for heads that are not asked for (default: all are), that a layer lacks, or whose matrix cannot be had; for questions
+    without spans and evidence; and, as answer_mass, for those with a single span, which leaves nothing to pick from.
     """
     found = found or anatomy(base)
     layers = len(found.blocks)
     shape = (len(questions), layers, max(found.heads(layer) for layer in range(layers)))
     answer, pair = np.full(shape, np.nan), np.full(shape, np.nan)
-    for q, question in enumerate(questions):
-        assert question.evidence is not None
+    for q in processes.share(range(len(questions))):
+        question = questions[q]
+        if question.evidence is None or not question.spans:
+            continue
         tokens, spans = token_spans(tokenizer, question)
         summaries = [[*span[1:], span[-1] + 1] for span in spans]
         # Row 0: the query position; then the end of every pair.
@@ -64,21 +69,26 @@ def masses(
         share = weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
         on_pairs = torch.stack([weight[:, 0, summary].sum(-1) for summary in summaries])  # pairs, heads
         at = q, [site.layer for site in every], [site.heads[0] for site in every]
-        answer[at] = on_pairs[question.evidence] / on_pairs.sum(0).clamp_min(torch.finfo(weight.dtype).tiny)
+        if len(spans) > 1:
+            answer[at] = on_pairs[question.evidence] / on_pairs.sum(0).clamp_min(torch.finfo(weight.dtype).tiny)
         pair[at] = torch.stack([share[:, 1 + i, span].sum(-1) for i, span in enumerate(spans)]).mean(0)
+    mine = [(q, answer[q], pair[q]) for q in processes.share(range(len(questions)))]
+    for q, of_answer, of_pair in processes.gather(mine):
+        answer[q], pair[q] = of_answer, of_pair
     return answer, pair
 
 
-def role(score: Score, pairs: int, typical_pair_mass: float) -> Role | None:
-    """aggregate: splicing gains accuracy, and of the pairs the head's query picks out the answer's (more than 1 / pairs).
+def role(score: Score, chance: float, typical_pair_mass: float) -> Role | None:
+    """aggregate: splicing gains accuracy, and of the pairs the head's query picks out the answer's (more than by chance: 1 by
+    the number of pairs).
     gather: ablating costs loss, splicing gains nothing, and a pair's end draws on its pair more than in the typical (median)
     head. Where a family has no grafts, what ablating costs stands in for what splicing gains. Neither: None. Every comparison
     is beyond the 95% interval."""
-    if score.ablation_loss is None or score.answer_mass is None or score.pair_mass is None:
+    if score.ablation_loss is None or score.pair_mass is None:
         return None
     costs = score.ablation_loss.ci95[0] > 0
     gains = costs if score.splice_gain is None else score.splice_gain.ci95[0] > 0
-    if gains and score.answer_mass.ci95[0] > 1 / pairs:
+    if gains and score.answer_mass is not None and score.answer_mass.ci95[0] > chance:
         return "aggregate"
     if costs and (score.splice_gain is None or not gains) and score.pair_mass.ci95[0] > typical_pair_mass:
         return "gather"

@@ -13,21 +13,21 @@ from pathlib import Path
 from surgery.errors import UserError
 from surgery.probes.letters import LETTERS, lettered
 from surgery.probes.question import Question
+from surgery.records import read_text
 from surgery.world.facts import facts
 
 CAPITALS = Path(__file__).parent / "capitals.jsonl"
 
 
 def _lines(source: str) -> list[dict]:
-    path = CAPITALS if source == "capitals" else Path(source)
+    text = read_text(CAPITALS if source == "capitals" else source, "the facts in")
     try:
-        items = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    except OSError as error:
-        raise UserError(f"cannot read the facts in {source}: {error.strerror}") from error
+        items = [json.loads(line) for line in text.split("\n") if line.strip()]
     except ValueError as error:
         raise UserError(f"{source} is not JSON lines: {error}") from error
     for number, item in enumerate(items, 1):
-        if not {"prompt", "answer", "choices"} <= item.keys() or item["answer"] not in item["choices"]:
+        complete = isinstance(item, dict) and {"prompt", "answer", "choices"} <= item.keys()
+        if not complete or item["answer"] not in item["choices"]:
             raise UserError(f"{source}, line {number}: needs prompt, answer and choices, the answer among the choices")
     if not items:
         raise UserError(f"{source} holds no facts")

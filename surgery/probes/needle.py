@@ -10,12 +10,12 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.probes.question import Question
+from surgery.records import read_text
 from surgery.world.text import document
 from surgery.world.words import KEYS
 
@@ -46,14 +46,8 @@ class Needle:
     def questions(self, n: int, seed: int) -> list[Question]:
         """Raises UserError where the text cannot be read, or is too short for the length, or the length for the question."""
         rng = random.Random(f"needle {self.length} {self.depth} {seed}")
-        text = [] if self.source == "world" else self._read().split()
+        text = [] if self.source == "world" else read_text(self.source, "the text in").split()
         return [self._question(rng, self._haystack(rng, text)) for _ in range(n)]
-
-    def _read(self) -> str:
-        try:
-            return Path(self.source).read_text()
-        except OSError as error:
-            raise UserError(f"cannot read the text in {self.source}: {error.strerror}") from error
 
     def _haystack(self, rng: random.Random, text: list[str]) -> list[str]:
         """More words than can fit, as a word has at least one token; fewer where the text is short."""

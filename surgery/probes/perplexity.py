@@ -6,13 +6,13 @@ a window is context only), which suits comparing a base with its hybrids; it is 
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.records import read_text
 from surgery.world.text import document
 
 
@@ -34,10 +34,7 @@ class Perplexity:
                     "input_ids"
                 ]
         else:
-            try:
-                text = Path(self.source).read_text()
-            except OSError as error:
-                raise UserError(f"cannot read the text in {self.source}: {error.strerror}") from error
+            text = read_text(self.source, "the text in")
             ids = tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"]
         count = min(len(ids) // self.window, self.windows)
         if count == 0:

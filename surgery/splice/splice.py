@@ -40,14 +40,14 @@ def splice(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | No
             heads, width = head_starts(base, plan, donor)
             plan = plan.model_copy(update={"width": width})
     hybrid = family.empty(base.config, plan, [start.spec for start in layers.values()])
-    _share(base, hybrid, "the base lacks the tensor '{}'")
+    share(base, hybrid, "the base lacks the tensor '{}'")
     for site in plan.sites if plan else ():
         assert plan is not None
         mixer, like = grafted_mixer(hybrid, site.layer), grafted_mixer(base, site.layer).out_proj.weight
         mixer.graft.to_empty(device=like.device)
         mixer.graft.to(like.dtype)
         if plan.kind == "layer":
-            mixer.removed = _removed(base, hybrid, site.layer)
+            mixer.removed = removed(base, hybrid, site.layer)
             fill_layer(mixer.graft, layers[site.layer], plan)
         elif heads:
             fill_heads(mixer, plan, heads)
@@ -83,7 +83,7 @@ def unsplice(hybrid: PreTrainedModel) -> PreTrainedModel:
     Raises UserError if a layer graft replaced some of them and the hybrid was loaded from a folder, which does not hold them.
     """
     base = family_of(hybrid.config).empty_base(hybrid.config)
-    _share(hybrid, base, "the folder of a hybrid does not hold what a layer graft replaced ('{}'); load the base instead")
+    share(hybrid, base, "the folder of a hybrid does not hold what a layer graft replaced ('{}'); load the base instead")
     return base
 
 
@@ -98,22 +98,22 @@ def graft_parameters(hybrid: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and buffers by name, those that layer grafts replaced among them."""
+    """Parameters and buffers by name, as they are without what layer grafts replaced and adapters changed."""
     found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     found |= dict(model.named_buffers(remove_duplicate=False))
     for module in model.modules():
         if isinstance(module, LayerGraftMixer):
             found |= module.removed
-    return found
+    return found | vars(model).get("unadapted", {})  # tune/lora.py
 
 
-def _removed(base: PreTrainedModel, hybrid: PreTrainedModel, layer: int) -> dict[str, Tensor]:
+def removed(base: PreTrainedModel, hybrid: PreTrainedModel, layer: int) -> dict[str, Tensor]:
     """The base's tensors in a layer that the hybrid has no place for."""
     kept = {name for name, _ in (*hybrid.named_parameters(), *hybrid.named_buffers())}
     return {name: tensor for name, tensor in _tensors(base).items() if f".layers.{layer}." in name and name not in kept}
 
 
-def _share(source: PreTrainedModel, target: PreTrainedModel, lacking: str) -> None:
+def share(source: PreTrainedModel, target: PreTrainedModel, lacking: str) -> None:
     """Let `target` use the parameters of `source`, wherever both have them. lacking: what to say of one that only it has."""
     tensors = _tensors(source)
     trainable = {name: tensor.requires_grad for name, tensor in tensors.items()}

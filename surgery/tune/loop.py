@@ -1,30 +1,43 @@
-"""Brief fine-tuning with accelerate: cross-entropy on retrieval, KL to the frozen base on text.
+"""Brief fine-tuning with accelerate, in stages: align, calibrate, distil.
 
-The grafts alone are trained, so nothing below the first of them needs a backward pass, and the base's tensors cannot change.
-The control of every claim runs through the same loop: the same data and steps with the base's own layers trained instead.
+align: each graft alone learns to do what the base does in its place (align.py). calibrate: tau and gate by a search without
+gradients (calibrate.py). distil: end to end, cross-entropy on retrieval and KL to the frozen base on text (distil.py). The
+grafts alone are trained, so nothing below the first of them needs a backward pass, and the base's tensors cannot change. The
+control of every claim runs through the same loop: the same data and steps with the base's own layers trained instead.
+
+Everything depends on the settings and the seed alone, so an interrupted run that is resumed ends where it would have ended.
 """
 
-import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_cosine_schedule_with_warmup
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.progress import Track
+from surgery.processes import state as processes
+from surgery.progress import say
 from surgery.recipe import Data, Tune
 from surgery.splice import adopt, unsplice
-from surgery.tune.data import IGNORE, Dictionaries, Windows, collate
+from surgery.tune.align import Alignment, gather, without_gates
+from surgery.tune.batches import loaders
+from surgery.tune.calibrate import calibrate
+from surgery.tune.data import IGNORE
+from surgery.tune.descent import Descent, Look, fitting
+from surgery.tune.distil import Batch, Distillation
+from surgery.tune.keep import Guard
+from surgery.tune.lora import adapted, adapters, resting
+from surgery.tune.state import Checkpoints, Log, State
+from surgery.tune.trackers import check_trackers
+
+DONE = "done"  # what follows the last stage
+PROBE_SEED = 10_007  # added to the run's: calibration looks at other examples than those that the grafts learn from
+HELD_OUT_SEED = 20_011  # and keep at others again
 
 
 def tune(
@@ -39,141 +52,248 @@ def tune(
     out: Path | None = None,
     resume: bool = False,
     description: str = "tune",
-) -> list[dict[str, float]]:
-    """Train `model` in place and return the log: one {"step", "loss", "retrieval", "kl"} per step, losses in nats.
+) -> Log:
+    """Train `model` in place and return the log: one record per step, {"stage", "step", "loss", ...}, losses in nats; of distil
+    also "retrieval" and "kl", and, where the recipe asks for it, "knowledge" and "perplexity".
 
-    model: a hybrid, whose grafts are trained, or anything with `layers`, whose mixers are trained (the control; give it its
-    own copy of the weights). teacher: what text is held to; by default the base of the hybrid, whose weights it shares. out: a
-    folder for checkpoints every `options.save_every` steps; with `resume`, the newest one there is continued.
+    model: a hybrid, whose grafts are trained, or anything with `layers`, whose mixers are trained (the control, which has
+    nothing to align or to calibrate; give it its own copy of the weights). teacher: what text is held to; by default the base
+    of the hybrid, whose weights it shares. out: a folder for checkpoints every `options.save_every` steps; with `resume`, the
+    newest one there is continued.
     """
-    options, data = options or Tune(), data or Data()
+    beginning = begun(
+        model, tokenizer, options or Tune(), data=data, seed=seed, layers=layers, teacher=teacher, out=out, resume=resume,
+        description=description,
+    )  # fmt: skip
+    with beginning as run:
+        run.all()
+    return run.state.log
+
+
+@contextmanager
+def begun(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Tune,
+    *,
+    data: Data | None = None,
+    seed: int = 0,
+    layers: Iterable[int] | None = None,
+    teacher: PreTrainedModel | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+    description: str = "tune",
+) -> Iterator["Run"]:
+    """A run of tune that has taken no step yet, or, resumed, none after its newest checkpoint; arguments as for tune."""
+    data = data or Data()
+    check_trackers(options)
     if layers is None and not model.config.grafts:
         raise UserError("there is nothing to tune: the model holds no grafts")
     if teacher is None:
         if layers is not None:
             raise UserError("tuning a model's own layers needs the unchanged base as teacher")
         teacher = adopt(unsplice(model))
-    parts = [f".layers.{layer}.mixer." for layer in layers] if layers is not None else [".graft."]
-    requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        p.requires_grad_(any(part in name for part in parts))
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    torch.manual_seed(seed)
+    layers = None if layers is None else list(layers)
+    settings = {
+        "seed": seed,
+        "layers": layers,
+        "processes": processes().num_processes,
+        "tune": options.model_dump(mode="json", exclude={"save_every", "trackers"}),
+        "data": data.model_dump(mode="json"),
+    }
+    adapting = adapted(model, options.lora, seed=seed, out=out if layers is None else None)
+    with adapting, training(model, trainable(model, layers), teacher) as trained:
+        checkpoints = Checkpoints(out, trained, settings)
+        stages = ["distil"] if options.steps else []
+        if layers is None:
+            stages = [stage for stage in ("align", "calibrate") if getattr(options, stage) is not None] + stages
+        state = checkpoints.begin(State([*stages, DONE][0]), resume=resume)
+        yield Run(model, tokenizer, teacher, trained, options, data, seed, checkpoints, state, description, stages)
 
-    accelerator = Accelerator()
-    optimizer = torch.optim.AdamW(
-        trained.values(), lr=options.learning_rate, weight_decay=options.weight_decay, betas=(0.9, 0.95)
-    )
-    schedule = get_cosine_schedule_with_warmup(optimizer, options.warmup, options.steps)
-    log: list[dict[str, float]] = []
-    start = _resume(out, trained, optimizer, schedule, log) if resume and out is not None else 0
-    prepared, optimizer, retrieval, text = accelerator.prepare(
-        model, optimizer, *_loaders(tokenizer, options, data, seed, start)
-    )
-    teacher = teacher.to(accelerator.device).eval()
-    prepared.train()
-    progress = Track(zip(range(start, options.steps), retrieval, text, strict=False), description, options.steps - start)
+
+def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.Parameter]:
+    """The parameters that tuning changes, by name: those of grafts, or of the mixers of `layers`, and those of adapters."""
+    parts = [".graft."] if layers is None else [f".layers.{layer}.mixer." for layer in layers]
+    return {name: p for name, p in model.named_parameters() if any(part in name for part in parts)} | adapters(model)
+
+
+@contextmanager
+def training(
+    model: PreTrainedModel, trained: dict[str, nn.Parameter], teacher: PreTrainedModel | None = None
+) -> Iterator[dict[str, nn.Parameter]]:
+    """Only these parameters have a gradient, and they are in float32 at least; afterwards all is as it was before."""
+    requires_grad = {p: p.requires_grad for part in filter(None, (teacher, model)) for p in part.parameters()}
+    dtypes = {name: p.dtype for name, p in trained.items()}
     try:
-        for step, (ids, targets), windows in progress:
-            # Only the positions that some row of the batch is asked about need logits.
-            keep = (targets != IGNORE).any(0).nonzero()[:, 0]
-            logits = prepared(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
-            ce = F.cross_entropy(logits.flatten(0, 1).float(), targets[:, keep].flatten(), ignore_index=IGNORE)
-            kl = _divergence(prepared, teacher, windows) if windows is not None and options.kl_weight else ce.new_zeros(())
-            loss = ce + options.kl_weight * kl
-            if not torch.isfinite(loss):
-                raise UserError(f"{description}: the loss is {loss.item()} at step {step + 1}; lower tune.learning_rate")
-            accelerator.backward(loss)
-            if step == start:
-                _every_parameter_learns(trained)
-            accelerator.clip_grad_norm_(list(trained.values()), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            log.append({"step": step + 1, "loss": loss.item(), "retrieval": ce.item(), "kl": kl.item()})
-            progress.note = f"retrieval {ce.item():.3f}, KL {kl.item():.4f}"
-            if (
-                out is not None
-                and accelerator.is_main_process
-                and ((step + 1) % options.save_every == 0 or step + 1 == options.steps)
-            ):
-                _save(out, step + 1, trained, optimizer, schedule, log)
+        for p in requires_grad:
+            p.requires_grad_(any(p is own for own in trained.values()))
+        for p in trained.values():
+            p.data = p.data.to(torch.promote_types(p.dtype, torch.float32))
+        yield trained
     finally:
         model.eval()
-        for name, p in model.named_parameters():
-            p.requires_grad_(requires_grad[name])
+        for p, before in requires_grad.items():
+            p.requires_grad_(before)
             p.grad = None
-    return log
-
-
-def _loaders(
-    tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int, start: int
-) -> tuple[DataLoader, DataLoader]:
-    """Batches from step `start` on: dictionaries as (ids, targets), and windows of text, or None where there are none."""
-    steps, size = options.steps, options.batch_size
-    dictionaries = Dictionaries(steps, size, options.pairs, options.queries, seed)
-    windows = Windows(data.train_text, tokenizer, steps * max(options.text_batch_size, 1), options.text_tokens, seed)
-    rest = [
-        Subset(whole, range(start * per_step, steps * per_step))
-        for whole, per_step in ((dictionaries, size), (windows, max(options.text_batch_size, 1)))
-    ]
-    stack = torch.stack if options.text_batch_size else _nothing
-    return (
-        DataLoader(rest[0], batch_size=size, collate_fn=partial(collate, tokenizer)),
-        DataLoader(rest[1], batch_size=max(options.text_batch_size, 1), collate_fn=stack),
-    )
-
-
-def _nothing(_: list[Tensor]) -> None:
-    return None
-
-
-def _divergence(model: nn.Module, teacher: PreTrainedModel, windows: Tensor) -> Tensor:
-    """Mean KL(teacher || model) per token, in nats."""
-    with torch.no_grad():
-        wanted = teacher(input_ids=windows, use_cache=False).logits.float().log_softmax(-1)
-    given = model(input_ids=windows, use_cache=False).logits.float().log_softmax(-1)
-    return F.kl_div(given.flatten(0, 1), wanted.flatten(0, 1), log_target=True, reduction="batchmean")
-
-
-def _every_parameter_learns(trained: dict[str, nn.Parameter]) -> None:
-    """A parameter without a gradient after the first backward would silently stay as it is."""
-    for name, p in trained.items():
-        if p.grad is None:
-            raise UserError(f"'{name}' was to be trained, but no gradient reaches it")
-
-
-def _save(out: Path, step: int, trained: dict, optimizer, schedule, log: list[dict[str, float]]) -> None:
-    """Write checkpoint-<step> under a temporary name, rename it, then remove the older ones."""
-    out.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=out, prefix=".checkpoint-"))
-    save_file({name: p.detach().cpu().contiguous() for name, p in trained.items()}, temporary / "trained.safetensors")
-    torch.save({"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}, temporary / "optimizer.pt")
-    (temporary / "log.json").write_text(json.dumps(log))
-    target = out / f"checkpoint-{step}"
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(temporary, target)
-    for older in _checkpoints(out)[:-1]:
-        shutil.rmtree(older)
-
-
-def _checkpoints(out: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-
-
-def _resume(out: Path, trained: dict, optimizer, schedule, log: list[dict[str, float]]) -> int:
-    """Load the newest checkpoint; the number of steps that it has seen, 0 if there is none."""
-    if not (found := _checkpoints(out)):
-        return 0
-    tensors = load_file(found[-1] / "trained.safetensors")
-    if tensors.keys() != trained.keys():
-        raise UserError(f"{found[-1]} was made by another plan; run without --resume or choose another --out")
-    with torch.no_grad():
         for name, p in trained.items():
-            p.copy_(tensors[name])
-    state = torch.load(found[-1] / "optimizer.pt", weights_only=True, map_location="cpu")
-    optimizer.load_state_dict(state["optimizer"])
-    schedule.load_state_dict(state["schedule"])
-    log += json.loads((found[-1] / "log.json").read_text())
-    return int(found[-1].name.split("-")[1])
+            p.data = p.data.to(dtypes[name])
+
+
+class Run:
+    """One call of tune, or a process's part in it. Its methods are the stages; what they leave behind is `state` and the
+    trained parameters."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        teacher: PreTrainedModel,
+        trained: dict[str, nn.Parameter],
+        options: Tune,
+        data: Data,
+        seed: int,
+        checkpoints: Checkpoints,
+        state: State,
+        description: str,
+        stages: list[str],
+    ):
+        self.model, self.tokenizer, self.teacher, self.trained = model, tokenizer, teacher, trained
+        self.options, self.data, self.seed = options, data, seed
+        self.checkpoints, self.state, self.description, self.stages = checkpoints, state, description, stages
+        self.descent = Descent(options, checkpoints, state, description)
+        self.accelerator = self.descent.accelerator
+        bf16 = options.precision == "bf16" or model.dtype == torch.bfloat16
+        self.distillation = Distillation(model, teacher, kl_weight=options.kl_weight, keep_bytes=options.cache_bytes, bf16=bf16)
+        if not self.descent.sharded:  # a part of it goes there later
+            self.distillation.to(self.accelerator.device)
+
+    def all(self) -> None:
+        """The stages that are not yet done, one after the other, and a checkpoint after each."""
+        for i, stage in enumerate(self.stages):
+            if stage == self.state.stage:
+                torch.manual_seed(self.seed + self.accelerator.process_index)
+                with fitting(self.description):
+                    getattr(self, stage)()
+                self.state.stage, self.state.step = [*self.stages, DONE][i + 1], 0
+                self.checkpoints.save(self.state)
+        self.settle()
+        self.descent.finish()
+
+    def align(self) -> None:
+        """Every graft learns to do what the base does in its place."""
+        asked = self.options.align
+        assert asked is not None
+        with resting(self.model), without_gates(self.model):
+            some = self._some(asked.batches, self.seed)
+            states = gather(self.distillation, some, self.options.cache_bytes, self.accelerator)
+            module, optimizer = self.descent.prepared(Alignment(self.distillation), asked.learning_rate)
+            steps = ([(states[step % len(states)],)] for step in range(self.state.step, asked.steps))
+            self.descent.descend(module, optimizer, steps, asked.steps)
+
+    def calibrate(self) -> None:
+        """Set tau and gate."""
+        asked = self.options.calibrate
+        assert asked is not None
+        records = calibrate(self.trained, asked, self._losses("calibrate", asked.examples, self.seed + PROBE_SEED))
+        self.state.log += records
+        self.descent.track(records)
+
+    def distil(self, look: Look | None = None) -> None:
+        """Train end to end. look: at every step, instead of at what is to be kept."""
+        options, start = self.options, self.state.step
+        distinct = min(options.repeat or options.steps, options.steps)
+        ahead = options.model_copy(update={"steps": distinct})
+        first = start if options.repeat is None else 0
+        module, optimizer, *both = self.descent.prepared(
+            self.distillation, options.learning_rate, *loaders(self.tokenizer, ahead, self.data, self.seed, first)
+        )
+        batches: Iterable[tuple[int | None, Batch]] = ((None, batch) for batch in zip(*both, strict=False))
+        if options.repeat is not None:
+            some = list(zip(*both, strict=False))
+            batches = ((step % distinct, some[step % distinct]) for step in range(start, options.steps))
+        with self._checkpointing():
+            parts = (self._parts(*batch) for batch in batches)
+            self.descent.descend(module, optimizer, parts, options.steps, look or self._keeping())
+
+    @contextmanager
+    def _checkpointing(self) -> Iterator[None]:
+        """The states within the student's blocks are computed again on the way back, if that is asked for."""
+        blocks: Any = self.model.base_model.layers if self.options.checkpointing else ()
+        for block in blocks:
+            block.gradient_checkpointing = True
+            block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.gradient_checkpointing = False
+
+    def settle(self) -> None:
+        """At the end, the best weights, where the recipe asks to keep them."""
+        if self.options.keep is not None and self.state.stage == DONE:
+            if self.state.best is None:
+                say(
+                    f"{self.description}: at no step were knowledge and perplexity within tune.keep; these are the last weights"
+                )
+            else:
+                self.checkpoints.put(self.checkpoints.best)
+
+    def _parts(self, key: Any, batch: Batch) -> list[tuple]:
+        """A batch as arguments of Distillation.forward, in `accumulate` parts."""
+        (ids, targets), text = batch
+        n = self.options.accumulate
+        counted = [(targets != IGNORE).sum().item(), 1 if text is None else text[1].sum().item()]
+        counts = tuple(self.accelerator.reduce(torch.tensor(counted, device=ids.device, dtype=torch.float), "mean").tolist())
+        lessons = zip(ids.tensor_split(n), targets.tensor_split(n), strict=True)
+        texts = [None] * n if text is None else list(zip(*(side.tensor_split(n) for side in text), strict=True))
+        return [
+            (*lesson, part if part and len(part[0]) else None, counts, None if key is None else (key, i))
+            for i, (lesson, part) in enumerate(zip(lessons, texts, strict=True))
+        ]
+
+    def _some(self, count: int, seed: int) -> Iterator[Batch]:
+        """So many batches, of full size from the first on."""
+        options = self.options.model_copy(update={"steps": count, "curriculum": 0.0})
+        both = self.accelerator.prepare(*loaders(self.tokenizer, options, self.data, seed, 0))
+        return zip(*both, strict=False)
+
+    def _losses(self, name: str, examples: int, seed: int) -> Callable[[], dict[str, float]]:
+        """What measures the mean losses of the model as it is, on batches of their own; the same in every process."""
+        some = enumerate(self._some(-(-examples // self.options.batch_size), seed))
+        batches = [self._parts((name, i), batch) for i, batch in some]
+
+        @torch.no_grad()
+        def losses() -> dict[str, float]:
+            found = [self.distillation(*part) for parts in batches for part in parts]
+            means = {loss: torch.stack([figures[loss] for figures in found]).sum() / len(batches) for loss in found[0]}
+            return {loss: mean.item() for loss, mean in self.accelerator.reduce(means, "mean").items()}
+
+        return losses
+
+    def _keeping(self) -> Look | None:
+        """What looks after a step whether the model is still within the bounds, and remembers its best weights."""
+        bounds, state = self.options.keep, self.state
+        if bounds is None:
+            return None
+        seed = self.seed + HELD_OUT_SEED
+        guard = Guard(self.teacher, self.tokenizer, bounds, self.data, self.options, seed)
+        losses = self._losses("keep", bounds.examples, seed)
+
+        def look(step: int) -> tuple[dict[str, float], bool]:
+            if step % bounds.every and step != self.options.steps:
+                return {}, False
+            with self.distillation.autocast(self.accelerator.device):
+                figures = guard.measure(self.model)
+            held_out = losses()["retrieval"]
+            within = guard.allows(figures)
+            if within and (state.best is None or held_out < state.best["retrieval"]):
+                state.best = {"step": step, "retrieval": held_out, **figures}
+                self.checkpoints.best = self.checkpoints.tensors()
+            last = not within and state.best is not None
+            if last:
+                say(f"{self.description}: step {step} is beyond tune.keep ({guard.compared(figures)}); the steps end")
+            return {**figures, "held_out": held_out}, last
+
+        if state.step == 0:
+            look(0)
+        return look

@@ -2,8 +2,8 @@
 
 One loss over three kinds of sequence: dictionaries of a growing number of pairs, documents (facts among narrative), and
 lettered questions. Retrieval appears only where the curriculum starts with two pairs and moves on when they are learnt. It is
-learnt by the first layer alone, before the others exist and before there is text: that is several times cheaper, and it
-settles where retrieval sits, which is otherwise left to chance.
+learnt before there is text, which settles where it sits; otherwise that is left to chance. A Mamba learns it by its first layer
+alone, before the others exist (several times cheaper); a Transformer, which needs two, with hints (hints.py).
 """
 
 import json
@@ -30,6 +30,7 @@ from surgery.anatomy import anatomy
 from surgery.checkpoint import load
 from surgery.errors import UserError
 from surgery.families import families
+from surgery.plan import Plan
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.perplexity import Perplexity
@@ -37,10 +38,12 @@ from surgery.probes.question import Probe
 from surgery.probes.scoring import answer
 from surgery.progress import Track, say
 from surgery.records import Record, first_line, provenance
-from surgery.splice import adopt, unsplice
+from surgery.site import Site, SiteText
+from surgery.splice import adopt, splice, unsplice
 from surgery.statistics import proportion
 from surgery.tune.alignment import align_layers
 from surgery.tune.data import IGNORE, Piece, collate, kv_pieces, letter_pieces, text_pieces
+from surgery.tune.hints import hint_loss
 from surgery.world.tokenizer import build_tokenizer
 
 SIZES = (4, 8, 16, 32, 64)
@@ -52,10 +55,27 @@ class Curriculum(Record):
     threshold: float = 0.5
 
 
+class Hints(Record):
+    """Which heads of a Transformer are to gather and to aggregate, in at most so many steps; see hints.py."""
+
+    gather: SiteText
+    aggregate: SiteText
+    steps: int = Field(default=500, ge=1)
+    weight: float = Field(default=0.3, gt=0)
+
+    @pydantic.field_validator("gather", "aggregate")
+    @classmethod
+    def _one(cls, site: Site) -> Site:
+        if len(site.heads) != 1:
+            raise ValueError(f"{site} is not one head; write L1.H0")
+        return site
+
+
 class PretrainRecipe(Record):
     """architecture: fields of the Hugging Face configuration; the vocabulary follows from the tokenizer."""
 
     architecture: dict[str, Any]
+    attention: tuple[SiteText, ...] = ()  # layers that are attention from the start: a hybrid, trained as one
     teacher: str | None = None  # a Transformer folder, whose hidden states the layers then learn to reproduce (alignment.py)
     embedding_std: float = 0.25
     seed: int = 0
@@ -66,6 +86,7 @@ class PretrainRecipe(Record):
     decay_from: float = 0.6  # share of the steps after which the learning rate falls linearly to a twentieth
     curriculum: Curriculum = Curriculum()
     first_layer_steps: int = 1500  # at most; the stage ends when the curriculum does. 0 for what needs two layers to retrieve
+    hints: Hints | None = None  # for a Transformer
     queries: int = 16
     kv_targets: int = 256
     text_sequences: int = 6
@@ -100,7 +121,7 @@ def pretrain(recipe: PretrainRecipe, out: Path) -> dict[str, Any]:
             model, teacher.model, _every_kind(tokenizer, recipe), steps=recipe.steps, learning_rate=recipe.learning_rate
         )
     seconds = time.monotonic() - start
-    base = unsplice(model.eval()) if model.config.model_type in families() else model.eval()
+    base = unsplice(model.eval()) if model.config.model_type in families() and not recipe.attention else model.eval()
     measured = measure(base, tokenizer, recipe.examples, recipe.seed)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
@@ -144,6 +165,8 @@ def _fresh(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTra
             mixer.out_proj.weight /= math.sqrt(config.num_hidden_layers)
             if isinstance(mixer, Mamba2Mixer):  # transformers' own start is 1, 2, 3, ... by head
                 mixer.A_log.uniform_(1, 16).log_()
+    if recipe.attention:
+        return splice(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
     return model
 
 
@@ -170,16 +193,20 @@ def _train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: P
             rounded = {name: round(loss.item(), 4) for name, loss in losses.items()}
             log.append({"step": number, "pairs": lessons.most, **rounded})
 
-    progress, number = Track(range(recipe.first_layer_steps), "pretrain the first layer"), -1
+    hints = recipe.hints
+    if hints is not None:
+        model.set_attn_implementation("eager")  # which returns its weights
+    progress, number = Track(range(hints.steps if hints else recipe.first_layer_steps), "pretrain retrieval"), -1
     for number in progress:
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min(1.0, (number + 1) / recipe.warmup)
-        step(
-            {"kv": _loss(model, *collate(tokenizer, _dictionaries(recipe, rng, lessons.most)), layers=1)}, progress, number + 1
-        )
+        batch = collate(tokenizer, _dictionaries(recipe, rng, lessons.most))
+        step(_hinted(model, *batch, hints) if hints else {"kv": _loss(model, *batch, layers=1)}, progress, number + 1)
         if lessons.done:
             break
-    say(f"first layer alone: {number + 1} steps, {lessons.most} pairs")
+    say(f"retrieval alone: {number + 1} steps, {lessons.most} pairs")
+    if hints is not None:
+        model.set_attn_implementation("sdpa")
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     progress = Track(range(recipe.steps), "pretrain")
@@ -246,6 +273,15 @@ def _loss(model: Any, ids: Tensor, targets: Tensor, layers: int | None = None) -
     return F.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted])
 
 
+def _hinted(model: Any, ids: Tensor, targets: Tensor, hints: Hints) -> dict[str, Tensor]:
+    """The loss of dictionaries, and the hints'."""
+    given, wanted = model.base_model(input_ids=ids, use_cache=False, output_attentions=True), targets != IGNORE
+    return {
+        "kv": F.cross_entropy(model.lm_head(given.last_hidden_state[wanted]), targets[wanted]),
+        "hints": hints.weight * hint_loss(given.attentions, ids, targets, hints.gather, hints.aggregate),
+    }
+
+
 def _glance(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     model.eval()
     probes: dict[str, Probe] = {f"KV {pairs}": KVRetrieval(pairs) for pairs in SIZES}
@@ -299,6 +335,11 @@ Trained {datetime.now(UTC).date()} in {seconds / 60:.0f} minutes on {made.machin
 
 
 def _origin(recipe: PretrainRecipe) -> str:
+    if recipe.hints is not None:
+        return (
+            f"trained from scratch, with hints in the first steps that head {recipe.hints.gather} should gather and head "
+            f"{recipe.hints.aggregate} aggregate (`surgery/tune/hints.py`), on"
+        )
     if recipe.teacher is None:
         return "trained from scratch on"
     return f"its layers aligned one by one with those of `{Path(recipe.teacher).name}` on"

@@ -154,9 +154,10 @@ def test_equals_a_loop(kernel, call):
     check(kernel, call)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("missing", [0.0, 0.3])
-@pytest.mark.parametrize("t", [1, 17])
+@pytest.mark.parametrize(
+    ("dtype", "missing", "t"),
+    [(torch.bfloat16, 0.0, 1), (torch.bfloat16, 0.3, 17), (torch.float16, 0.3, 1), (torch.float16, 0.0, 17)],
+)
 def test_half_precision(kernel, dtype, missing, t):
     check(kernel, make(t=t, past=13, w=40, dv=20, missing=missing).to(dtype))
 

@@ -149,8 +149,8 @@ def test_sharded_folders_that_are_damaged(tmp_path: Path) -> None:
 def test_an_original_folder_of_a_wrong_layer(tmp_path: Path) -> None:
     original = write_both(tmp_path, "mamba")[0]
     config = json.loads((original / "config.json").read_text())
-    (original / "config.json").write_text(json.dumps({**config, "attn_layer_idx": [1]}))
-    refused(original, "attn_layer_idx", "attention layers")
+    (original / "config.json").write_text(json.dumps({**config, "attn_layer_idx": [7]}))
+    refused(original, "attn_layer_idx", "[7]")
 
 
 # Fingerprints

@@ -1,21 +1,24 @@
 """The command line: every verb on a small random model, and every wrong input."""
 
+import io
 import json
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from surgery import cli
 from surgery.kernels import dispatch
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, random_base
 
 QUICK = """
-locate: {pairs: 4, examples: 6}
-tune: {steps: 3, batch_size: 2, pairs: [2, 4], queries: 2, text_batch_size: 1, text_tokens: 24}
+locate: {options: {pairs: 4}, examples: 6}
+tune: {steps: 3, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
 bench: {pairs: [4, 8], examples: 12, windows: 2, window: 32, contexts: [16, 32]}
 """
 MODELS = (
@@ -40,11 +43,22 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_run_does_everything(surgery, folder, tmp_path):
-    status, out, err = surgery("run", folder / "quick.yaml")
-    assert status == 0, err
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory):
+    """The folder of a whole run, and what was printed. Do not change it."""
+    place = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.chdir(place)
+        patch.setattr(sys, "argv", ["surgery", "run", str(folder / "quick.yaml")])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    assert stop.value.code == 0
+    return place / "runs" / "quick", out.getvalue()
+
+
+def test_run_does_everything(finished):
+    done, out = finished
     assert "control_random_site_tuned" in out
-    done = tmp_path / "runs" / "quick"
     report = json.loads((done / "report.json").read_text())
     assert tuple(report["models"]) == MODELS
     for name, model in report["models"].items():
@@ -59,7 +73,7 @@ def test_run_does_everything(surgery, folder, tmp_path):
         assert (model["change"] == {}) == (name == "base")
     assert report["models"]["tuned"]["cost"][1]["cache_bytes"] > report["models"]["base"]["cost"][1]["cache_bytes"]
     assert {"locate", "bench", "export", "tune tuned"} <= report["timings"].keys()
-    assert report["provenance"]["recipe"]["locate"]["pairs"] == 4
+    assert report["provenance"]["recipe"]["locate"]["options"] == {"pairs": 4}
     assert report["plan"]["sites"]
     for name in (
         "atlas.png",
@@ -67,6 +81,8 @@ def test_run_does_everything(surgery, folder, tmp_path):
         "retrieval.png",
         "cost.png",
         "report.md",
+        "report.html",
+        "mixing.json",
         "hybrid/report.json",
         "hybrid/retrieval.png",
     ):
@@ -77,9 +93,8 @@ def test_run_does_everything(surgery, folder, tmp_path):
     assert "control_tuned" in card
 
 
-def test_resume_repeats_nothing_that_is_done(surgery, folder, tmp_path):
-    assert surgery("run", folder / "quick.yaml")[0] == 0
-    done = tmp_path / "runs" / "quick"
+def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, tmp_path):
+    done = shutil.copytree(finished[0], tmp_path / "runs" / "quick")
     first = json.loads((done / "report.json").read_text())
     ranking = (done / "ranking.json").read_bytes()
     cells = {path.name: path.stat().st_mtime_ns for path in (done / "cells").iterdir()}
@@ -173,7 +188,18 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
         (("run", "./no.yaml"), "cannot read the recipe"),
         (("run", "{f}/quick.yaml", "--out", "/dev/null/out"), "cannot write"),
         (("locate", "{f}/base", "--out", "/dev/null/out"), "cannot write"),
-        (("locate", "{f}/llama", "--set", "locate.exact=false"), "a llama model has no grafts"),
+        (("locate", "{f}/llama", "--set", "locate.exact=false"), "a llama model can only be ablated, so there is no attribution"),
+        (("locate", "{f}/base", "--set", "locate.pairs=8"), "unknown key 'locate.pairs'"),
+        (("locate", "{f}/base", "--set", "locate.probe=mqra"), "no probe is named 'mqra'"),
+        (("locate", "{f}/base", "--set", "locate.probe=[kv]"), "locate.probe: Input should be a valid string"),
+        (("locate", "{f}/base", "--set", "locate.options.pairs=0"), "kv takes 1 to 100 pairs"),
+        (("locate", "{f}/base", "--set", "locate.probe=copying", "--set", "locate.options.length=4"), "asks for completions"),
+        (
+            ("locate", "{f}/base", "--set", "locate.also=[{{probe: letters, options: {{source: x.jsonl}}}}]"),
+            "cannot read the facts",
+        ),
+        (("locate", "{f}/base", "--set", "locate.seeds=0"), "locate.seeds: Input should be greater than or equal to 1"),
+        (("prune", "{f}/base", "--set", "locate.probe=copying", "--set", "locate.options.length=4"), "asks for completions"),
         (("plan", "./no.json"), "cannot read"),
         (("splice", "{f}/base", "./no.json", "--out", "x"), "cannot read"),
         (("tune", "{f}/base", "--out", "x"), "cannot read"),
@@ -186,13 +212,12 @@ def test_wrong_input_is_one_line_and_status_2(surgery, folder, tmp_path, argumen
     _refused(surgery, [a.format(f=folder) for a in arguments], complaint, tmp_path, set())
 
 
-def test_a_layer_from_a_donor(surgery, folder, tmp_path):
+def test_a_layer_from_a_donor(surgery, folder, finished, tmp_path):
     """Step by step: the plan names a layer and a donor, the graft is that donor's, and tuning holds it to the base."""
     quick = ("--recipe", folder / "quick.yaml")
-    assert surgery("locate", folder / "base", *quick, "--set", "locate.exact=false", "--out", "ranked")[0] == 0
-    layer = ("--set", "plan.kind=layer", "--set", f"plan.donor={folder / 'llama'}")
-    assert surgery("plan", "ranked/ranking.json", *layer, "--set", "plan.sites=[L1]", "--set", "plan.mlp=true")[0] == 0
-    assert surgery("splice", folder / "base", "ranked/plan.json", "--out", "spliced")[0] == 0
+    layer = (finished[0] / "ranking.json", "--set", "plan.kind=layer", "--set", f"plan.donor={folder / 'llama'}")
+    assert surgery("plan", *layer, "--set", "plan.sites=[L1]", "--set", "plan.mlp=true", "--out", "plan.json")[0] == 0
+    assert surgery("splice", folder / "base", "plan.json", "--out", "spliced")[0] == 0
     hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "spliced")
     donor = AutoModelForCausalLM.from_pretrained(folder / "llama").model.layers[1]
     assert torch.equal(hybrid.backbone.layers[1].mixer.graft.q_proj.weight, donor.self_attn.q_proj.weight)
@@ -201,13 +226,14 @@ def test_a_layer_from_a_donor(surgery, folder, tmp_path):
     assert status == 0, err
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     assert not torch.equal(tuned.backbone.layers[1].mixer.graft.q_proj.weight, donor.self_attn.q_proj.weight)
-    status, _, err = surgery("plan", "ranked/ranking.json", *layer, "--set", "plan.sites=[L1.H2]", "--out", "wrong.json")
+    status, _, err = surgery("plan", *layer, "--set", "plan.sites=[L1.H2]", "--out", "wrong.json")
     assert (status, err) == (2, "surgery: plan: sites: L1.H2 names heads; a layer graft takes a whole layer, e.g. L1\n")
 
 
 def test_prune_finds_the_minimal_model(surgery, tiny, tmp_path):
     """All retrieval of the built-in base sits in its first layer."""
-    status, out, err = surgery("prune", tiny.name, "--set", "locate.examples=40", "--set", "locate.pairs=8", "--out", "cut")
+    asked = ("--set", "locate.examples=40", "--set", "locate.options.pairs=8")
+    status, out, err = surgery("prune", tiny.name, *asked, "--out", "cut")
     assert status == 0, err
     found = json.loads((tmp_path / "cut" / "pruning.json").read_text())
     assert found["minimal"] == 1
@@ -247,18 +273,15 @@ def test_a_recipe_chooses_kernels(surgery, folder, tmp_path):
     assert dispatch.asked_for() == {}
 
 
-def test_a_plan_for_another_base_is_refused(surgery, folder, tmp_path):
-    assert surgery("locate", folder / "base", "--recipe", folder / "quick.yaml", "--out", "ranked")[0] == 0
-    assert surgery("plan", "ranked/ranking.json")[0] == 0
+def test_a_plan_for_another_base_is_refused(surgery, folder, finished, tmp_path):
+    plan = finished[0] / "plan.json"
     other = tmp_path / "other"
     shutil.copytree(folder / "base", other)
     model = AutoModelForCausalLM.from_pretrained(other)
     with torch.no_grad():
         model.backbone.norm_f.weight[0] += 1
     model.save_pretrained(other)
-    _refused(
-        surgery, ("splice", other, "ranked/plan.json", "--out", "x"), "made for another base", tmp_path, {"other", "ranked"}
-    )
+    _refused(surgery, ("splice", other, plan, "--out", "x"), "made for another base", tmp_path, {"other"})
 
 
 def test_a_foreign_output_folder_is_left_alone(surgery, folder, tmp_path):

@@ -1,23 +1,46 @@
-"""Exports: verified before they are there, whole or not there at all."""
+"""Exports: verified before they are there, whole or not there at all, and read by others."""
 
+import fcntl
 import json
+import multiprocessing
 import os
+import re
+import resource
+import signal
+import subprocess
+from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 import surgery
 from surgery.errors import UserError
-from surgery.export import export, hf
+from surgery.export import FORMATS, card, export, folder, hf, patch, verify
+from surgery.export.answers import answers, difference
+from surgery.export.verify import CLOSE, compare, prove
 from surgery.plan import Plan
 from surgery.recipe import Recipe
+from surgery.records import provenance
 from surgery.splice import splice
 from surgery.splice.splice import graft_parameters
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.conftest import random_base, random_llamba, random_selective
 
 PLAN = Plan(sites=("L1.H3",))
+FAMILIES = {
+    "mamba2": partial(random_base, num_hidden_layers=2),
+    "mamba": partial(random_selective, MambaConfig, MambaForCausalLM, num_hidden_layers=2),
+    "falcon-mamba": partial(random_selective, FalconMambaConfig, FalconMambaForCausalLM, num_hidden_layers=2),
+    "llamba": partial(random_llamba, n_layer=2),
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,20 +48,26 @@ def tokenizer():
     return build_tokenizer()
 
 
-@pytest.fixture
-def hybrid(tokenizer):
-    hybrid = splice(random_base(vocab_size=-(-len(tokenizer) // 16) * 16), PLAN)
+def made(tokenizer, base=random_base, plan=PLAN):
+    hybrid = splice(base(vocab_size=-(-len(tokenizer) // 16) * 16), plan)
     with torch.no_grad():
         for p in graft_parameters(hybrid).values():
             p.add_(0.01)  # as if tuned
     return hybrid
 
 
+@pytest.fixture
+def hybrid(tokenizer):
+    return made(tokenizer)
+
+
 def test_export_loads_everywhere_and_carries_its_papers(hybrid, tokenizer, tokens, tmp_path):
-    assert export(hybrid, tmp_path / "out", tokenizer=tokenizer, plan=PLAN, base="someone/base", recipe=Recipe(model="x")) == 0
-    assert {"plan.json", "recipe.yaml", "README.md", "model.safetensors", "mamba2.py", "tokenizer.json"} <= set(
-        os.listdir(tmp_path / "out")
-    )
+    worst = export(hybrid, tmp_path / "out", tokenizer=tokenizer, plan=PLAN, base="someone/base", recipe=Recipe(model="x"))
+    assert worst <= CLOSE
+    assert {
+        "plan.json", "recipe.yaml", "README.md", "model.safetensors", "mamba2.py", "tokenizer.json", "generation_config.json",
+        "sites.png", "export.json",
+    } <= set(os.listdir(tmp_path / "out"))  # fmt: skip
     assert os.listdir(tmp_path) == ["out"]  # no leftovers
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(reloaded(tokens).logits, hybrid(tokens).logits)
@@ -47,8 +76,69 @@ def test_export_loads_everywhere_and_carries_its_papers(hybrid, tokenizer, token
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: someone/base" in card
     assert "Nothing was measured" in card
+    assert "No licence of the base is known here" in card
+    assert folder.check(tmp_path / "out").difference == worst
     loaded = surgery.load(tmp_path / "out")
     assert loaded.fingerprint == surgery.checkpoint.fingerprint(random_base(vocab_size=hybrid.config.vocab_size))
+
+
+def test_plain_transformers_runs_the_lines_of_the_card(hybrid, tokenizer, tmp_path, capsys):
+    """Every family, heads and layers, in one fresh process without this package: prompts of several lengths alone, and 64
+    greedy tokens of a left-padded batch."""
+    asked = {}
+    for family, base in FAMILIES.items():
+        for kind, plan in {"heads": Plan(sites=("L0.H3", "L1.H0,5")), "layer": Plan(kind="layer", sites=("L1",))}.items():
+            place = tmp_path / f"{family}-{kind}"
+            place.mkdir()
+            Plan.write(plan, place / "plan.json")
+            hf.write(made(tokenizer, base, plan), place, tokenizer=tokenizer, plan=plan, base="b")
+            asked[place] = hf.USE.replace("NAME", place.name)
+    absent = "try:\n  import surgery\nexcept ImportError:\n  pass\nelse:\n  raise SystemExit('it is there')\n"
+    asked[place] = absent + asked[place]
+    place = tmp_path / "mamba2-heads"  # one of them with a card
+    export(made(tokenizer, FAMILIES["mamba2"], PLAN), place, tokenizer=tokenizer, plan=PLAN, base="b")
+    (lines,) = re.findall(r"```python\n(.+?)\n```", (place / "README.md").read_text(), flags=re.S)
+    assert len(lines.splitlines()) == 3
+    worst = prove(asked | {place: lines})
+    with capsys.disabled():
+        print("", *(f"{place.name}: {each:.2g}" for place, each in zip(asked, worst, strict=True)), sep="\n  ")
+    assert max(worst) <= CLOSE
+
+
+def test_what_transformers_cannot_read_is_said_in_one_line(hybrid, tokenizer, tmp_path, monkeypatch):
+    hf.write(hybrid, tmp_path, tokenizer=tokenizer, plan=PLAN, base="b")
+    died = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\n  ...\nImportError: no mamba2\n")
+    monkeypatch.setattr(verify.subprocess, "run", lambda *_, **__: died)
+    with pytest.raises(UserError, match=r"transformers alone cannot read .*: ImportError: no mamba2$"):
+        prove({tmp_path: "x"})
+
+
+def test_a_difference_is_found(hybrid, tokenizer):
+    """Of a tensor, bit by bit; of the logits; of the tokens."""
+    other = made(tokenizer)
+    assert compare(hybrid, other, 99) <= CLOSE
+    first = answers(hybrid, 99, new=3)
+    assert first["batch"].shape == (4, 3, hybrid.config.vocab_size)
+    with torch.no_grad():
+        other.backbone.layers[1].mixer.D[3] += 0.5
+    assert difference(first, first | {"batch": first["batch"] + 0.01}) > 1e-3
+    assert difference(first, first | {"tokens": first["tokens"] + 1}) == float("inf")
+    assert difference(first, first | {"batch": first["batch"] * float("nan")}) == float("inf")
+    with pytest.raises(UserError, match=r"the tensor 'backbone\.layers\.1\.mixer\.D' differs"):
+        compare(hybrid, other, 99)
+
+
+def test_large_weights_are_divided(hybrid, tokenizer, tokens, tmp_path, monkeypatch):
+    export(hybrid, tmp_path / "out", tokenizer=tokenizer, plan=PLAN, base="b", max_shard_size="100KB")
+    shards = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(shards) > 3
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    assert torch.equal(surgery.load(tmp_path / "out").model(tokens).logits, hybrid(tokens).logits)
+    with pytest.raises(UserError, match="cannot write the weights: "):
+        export(hybrid, tmp_path / "bad", tokenizer=tokenizer, plan=PLAN, base="b", max_shard_size="much")
+    with pytest.raises(UserError, match="cannot export as 'gguf'; there are hf, patch"):
+        export(hybrid, tmp_path / "bad", form="gguf", tokenizer=tokenizer, plan=PLAN, base="b")
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_an_export_may_be_replaced_but_nothing_else(hybrid, tokenizer, tmp_path):
@@ -65,14 +155,17 @@ def test_a_wrong_reload_is_not_published(hybrid, tokenizer, tmp_path, monkeypatc
     """What is on disk differs from the live model: nothing appears under the name, and the earlier export stays."""
     export(hybrid, tmp_path / "out", tokenizer=tokenizer, plan=PLAN, base="b")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    real = hf._verify
+    real = hf.verify
 
-    def tampered(live, words, folder):
+    def tampered(live, words, place):
         with torch.no_grad():
             next(iter(graft_parameters(live).values())).add_(0.5)
-        return real(live, words, folder)
+        return real(live, words, place)
 
-    monkeypatch.setattr(hf, "_verify", tampered)
+    monkeypatch.setattr(hf, "verify", tampered)
+    with pytest.raises(UserError, match=r"not what was written: the tensor .* differs"):
+        export(hybrid, tmp_path / "out", tokenizer=tokenizer, plan=PLAN, base="b")
+    monkeypatch.setattr(hf, "verify", lambda *_: 2 * CLOSE)
     with pytest.raises(UserError, match="differ from the live model"):
         export(hybrid, tmp_path / "out", tokenizer=tokenizer, plan=PLAN, base="b")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
@@ -87,6 +180,159 @@ def test_a_full_disk_leaves_nothing(hybrid, tokenizer, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="No space left on device"):
         export(hybrid, tmp_path / "out", tokenizer=tokenizer, plan=PLAN, base="b")
     assert os.listdir(tmp_path) == []
+
+
+FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
+
+
+def _in_child(work, *arguments):
+    """Run `work` in a forked child; its exit status, negative if a signal killed it."""
+    child = FORK.Process(target=work, args=arguments)
+    child.start()
+    child.join(60)
+    return child.exitcode
+
+
+@pytest.mark.parametrize("form", ["hf", "patch"])
+def test_a_disk_that_fills_up_anywhere_leaves_the_previous_export(hybrid, tokenizer, tmp_path, monkeypatch, form):
+    """No file may be larger than so many bytes: the system itself refuses, whoever writes, the library in Rust included."""
+    base = random_base(vocab_size=hybrid.config.vocab_size)
+    monkeypatch.setattr(FORMATS[form], "verify", lambda *_: 0.0)
+    monkeypatch.setattr(patch, "load_base", lambda _: base)
+    write = partial(export, hybrid, tmp_path / "out", form=form, tokenizer=tokenizer, plan=PLAN, base="b")
+    write()
+    before = folder.digests(tmp_path / "out")
+    largest = max(path.stat().st_size for path in (tmp_path / "out").iterdir())
+
+    def limited(limit):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        try:
+            write()
+        except UserError as error:
+            os._exit(3 if re.fullmatch(r"cannot write .*File too large.*", str(error)) else 4)
+        os._exit(0)
+
+    for limit in (0, 300, 3000, largest - 1):
+        assert _in_child(limited, limit) == 3, limit
+        assert folder.digests(tmp_path / "out") == before
+        assert os.listdir(tmp_path) == ["out"]
+    assert _in_child(limited, largest) == 0
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "two-renames"])
+@pytest.mark.parametrize("earlier", [True, False], ids=["replaces", "first"])
+def test_killed_at_any_step_leaves_the_old_folder_or_the_new(tmp_path, exchange, earlier):
+    """A child moves a new folder in place and is killed before its nth step, for every n. Where folders cannot be exchanged,
+    nothing stands under the name for one step; the next export puts the old folder back."""
+
+    def contents(place):
+        return {path.name: path.read_text() for path in place.iterdir()} if place.exists() else None
+
+    old, new = {"a": "old", "b": "old"}, {"b": "new", "c": "new"}
+
+    def move(steps, place):
+        for name in ("rename", "rmdir", "unlink"):
+            setattr(os, name, _counted(getattr(os, name), steps))
+        own = _counted(folder._exchange, steps) if exchange else lambda *_: False
+        folder._exchange = own
+        folder.replace(place / ".out-new-x", place / "out")
+        os._exit(0)
+
+    for steps in range(12):
+        place = tmp_path / str(steps)
+        for name, files in {".out-new-x": new, **({"out": old} if earlier else {})}.items():
+            (place / name).mkdir(parents=True)
+            for file, text in files.items():
+                (place / name / file).write_text(text)
+        status = _in_child(move, steps, place)
+        there = contents(place / "out")
+        assert there in ((old, new) if earlier else (None, new)) or (there is None and not exchange), steps
+        folder.recover(place / "out")
+        assert contents(place / "out") in ((old, new) if earlier else (None, new)), steps
+        assert {path.name for path in place.iterdir()} <= {"out"}  # and clears up
+        if status == 0:
+            assert contents(place / "out") == new
+            break
+        assert status == -signal.SIGKILL
+    assert steps == (1 if not earlier else 4 if exchange else 5)
+
+
+def _counted(function, steps):
+    """The function; the process is killed instead of the call after `steps` of such calls."""
+
+    def call(*arguments, **options):
+        if _counted.calls == steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        _counted.calls += 1
+        return function(*arguments, **options)
+
+    return call
+
+
+_counted.calls = 0  # in every child from the start
+
+
+@pytest.mark.parametrize("step", ["write", "verify", "card"])
+def test_killed_while_it_is_written_leaves_the_previous_folder(hybrid, tokenizer, tmp_path, monkeypatch, step):
+    monkeypatch.setattr(hf, "verify", lambda *_: 0.0)
+    write = partial(export, hybrid, tmp_path / "out", tokenizer=tokenizer, plan=PLAN, base="b")
+    write()
+    before = folder.digests(tmp_path / "out")
+
+    def killed():
+        die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        owner, name = {"write": (type(tokenizer), "save_pretrained"), "verify": (hf, "verify"), "card": (card, "card")}[step]
+        setattr(owner, name, die)
+        write()
+
+    assert _in_child(killed) == -signal.SIGKILL
+    assert folder.digests(tmp_path / "out") == before
+    assert len(os.listdir(tmp_path)) == 2  # what was half written
+    write()
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_an_export_that_is_still_being_written_is_left_alone(tmp_path):
+    (tmp_path / ".out-new-1").mkdir()
+    (tmp_path / ".outer-new-1").mkdir()
+    descriptor = os.open(tmp_path / ".out-new-1", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    folder.recover(tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == [".out-new-1", ".outer-new-1"]
+    os.close(descriptor)
+    folder.recover(tmp_path / "out")
+    assert os.listdir(tmp_path) == [".outer-new-1"]
+
+
+def test_code_in_a_folder_runs_only_when_asked_for(hybrid, tokenizer, tokens, tmp_path):
+    """With the package its own classes read a hybrid, and a type that it does not know is refused."""
+    place = tmp_path / "out"
+    place.mkdir()
+    hf.write(hybrid, place, tokenizer=tokenizer, plan=PLAN, base="b")
+    with (place / "mamba2.py").open("a") as code:
+        code.write(f"\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    assert torch.equal(surgery.load(place).model(tokens).logits, hybrid(tokens).logits)
+    config = json.loads((place / "config.json").read_text()) | {"model_type": "unheard_of"}
+    (place / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="cannot load"):
+        surgery.load(place)
+    (place / "model.safetensors").unlink()
+    torch.save({}, place / "pytorch_model.bin")
+    (place / "config.json").write_text(json.dumps(config | {"model_type": "mamba2_hybrid"}))
+    with pytest.raises(UserError, match="cannot load"):  # no pickle in the place of safetensors
+        surgery.load(place)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_card_says_of_the_base_only_what_is_so(hybrid, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "verify", lambda *_: 0.0)
+    mark = surgery.checkpoint.fingerprint(random_base(vocab_size=hybrid.config.vocab_size))
+    plan = PLAN.model_copy(update={"provenance": provenance("b", mark, 0)})
+    for unchanged in (True, False):
+        export(hybrid, tmp_path / "out", tokenizer=tokenizer, plan=plan, base="b")
+        assert ("every weight of the base is unchanged" in (tmp_path / "out" / "README.md").read_text()) == unchanged
+        with torch.no_grad():
+            hybrid.backbone.layers[0].mixer.D.add_(1)
 
 
 def test_config_of_an_export_names_the_grafts(hybrid, tokenizer, tmp_path):

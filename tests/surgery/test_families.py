@@ -59,7 +59,7 @@ ONE_EACH = ("groups", "mamba", "falcon mamba", "llamba")
 def test_located_spliced_generating_saved_and_loaded_again(name, tmp_path):
     tokenizer = build_tokenizer()
     base = BASES[name](vocab_size=-(-len(tokenizer) // 16) * 16)
-    ranking = locate(base, tokenizer, pairs=3, examples=6, confirm=0.05, layers=False, batch_size=3)
+    ranking = locate(base, tokenizer, options={"pairs": 3}, examples=6, confirm=0.05, layers=False, batch_size=3)
     assert {score.kind for score in ranking.heads} == {"ssm"}
     assert len(ranking.heads) == len(anatomy(base).sites())
     assert ranking.heads[0].splice_loss is not None

@@ -1,16 +1,12 @@
-"""The laws of a hybrid: equal to transformers where nothing is spliced, and to itself however it is run."""
+"""Head grafts: equal to transformers where nothing is spliced, and to their formula. Their laws stand in test_laws.py."""
 
 import copy
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from surgery.errors import UserError
 from surgery.hybrids.mamba2 import Mamba2HybridForCausalLM
@@ -31,11 +27,6 @@ PLANS = {
     "first layer, half blended": Plan(sites=("L0.H1,2,7",), blend=0.5),
     "uneven groups, width of the state": Plan(sites=("L0.H1,2,7",), shared=True, width=8),
 }
-
-
-@pytest.fixture(params=PLANS, ids=lambda name: name.replace(" ", "-"))
-def hybrid(request, base):
-    return splice(base, PLANS[request.param])
 
 
 def test_nothing_spliced_equals_transformers_exactly(base, tokens):
@@ -68,119 +59,6 @@ def test_padded_batch_without_grafts_equals_transformers_exactly(base, tokens):
     with use(**STOCK):
         ours, stock = (m(tokens, attention_mask=mask).logits for m in (adopt(base), base))
     assert torch.equal(ours, stock)
-
-
-def test_graft_changes_the_logits(hybrid, tokens):
-    # Guards the tests below: with grafts that do nothing they would all pass.
-    assert (hybrid(tokens).logits - unsplice(hybrid)(tokens).logits).abs().max() > 0.01
-
-
-def test_cached_equals_uncached(hybrid, tokens):
-    """A prompt, single tokens, then several tokens at once from the cache."""
-    whole = hybrid(tokens).logits
-    output = hybrid(tokens[:, :20], use_cache=True)
-    parts, cache = [output.logits], output.cache_params
-    for piece in (*tokens[:, 20:30].split(1, dim=1), tokens[:, 30:]):
-        parts.append(hybrid(piece, cache_params=cache, use_cache=True).logits)
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=2e-5)
-
-
-def test_generation_with_cache_equals_generation_without(hybrid, tokens):
-    cached, uncached = (hybrid.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=c) for c in (True, False))
-    assert torch.equal(cached, uncached)
-
-
-def test_left_padded_batch_equals_its_rows(hybrid, tokens):
-    """Logits of every position and every generated step; row 0 has 5 pads more than row 1."""
-    short = tokens[0, 5:]
-    batch, mask = tokens.clone(), torch.ones_like(tokens)
-    batch[0, :5], mask[0, :5] = 0, 0
-    alone = hybrid(short[None]).logits[0]
-    torch.testing.assert_close(hybrid(batch, attention_mask=mask).logits[0, 5:], alone, rtol=1e-4, atol=2e-5)
-    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    together, single = hybrid.generate(batch, attention_mask=mask, **options), hybrid.generate(short[None], **options)
-    for a, b in zip(together.logits, single.logits, strict=True):
-        torch.testing.assert_close(a[0], b[0], rtol=1e-4, atol=5e-5)
-
-
-def test_packed_sequences_are_refused(hybrid, tokens):
-    with pytest.raises(ValueError, match=r"packed sequences \(seq_idx\) are not supported"):
-        hybrid(tokens, seq_idx=torch.zeros_like(tokens))
-
-
-def test_a_static_cache_gives_the_same_tokens(hybrid, tokens):
-    mask = torch.ones_like(tokens)
-    mask[0, :6] = 0
-    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    dynamic, static = (
-        hybrid.generate(tokens, attention_mask=mask, cache_implementation=kind, **options) for kind in (None, "static")
-    )
-    for a, b in zip(dynamic.logits, static.logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=5e-5)
-
-
-def test_beam_search_runs(hybrid, tokens):
-    assert hybrid.generate(tokens, num_beams=3, max_new_tokens=4, do_sample=False).shape == (2, 41)
-
-
-def test_train_mode_equals_eval_mode(hybrid, tokens):
-    evaluated = hybrid(tokens).logits
-    assert torch.equal(hybrid.train()(tokens).logits, evaluated)
-
-
-def test_gradient_checkpointing_gives_the_same_gradients(hybrid, tokens):
-    def gradients():
-        hybrid.zero_grad()
-        hybrid(tokens, labels=tokens).loss.backward()
-        return {name: p.grad.clone() for name, p in graft_parameters(hybrid).items()}
-
-    hybrid.train()
-    plain = gradients()
-    hybrid.activation_checkpointing_enable()
-    torch.testing.assert_close(gradients(), plain)
-
-
-def test_reload_equals_live(hybrid, tokens, tmp_path):
-    hybrid.save_pretrained(tmp_path)
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(reloaded) is type(hybrid)
-    assert torch.equal(reloaded(tokens).logits, hybrid(tokens).logits)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["groups", "mamba", "falcon mamba", "llamba"])
-def test_loads_in_a_fresh_process_without_the_package(name, tokens, tmp_path):
-    """transformers alone, with trust_remote_code: same logits, same generated tokens, and it can be saved and loaded again."""
-    hybrid = splice(BASES[name](), PLANS["one head"])
-    hybrid.save_pretrained(tmp_path / "hybrid")
-    script = f"""
-import sys, torch
-sys.modules["surgery"] = None  # any import of the package fails
-from transformers import AutoModelForCausalLM
-tokens = torch.tensor({tokens.tolist()})
-for folder in ("hybrid", "again"):
-    model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r} + "/" + folder, trust_remote_code=True).eval()
-    results = [model(tokens).logits, model.generate(tokens, max_new_tokens=5, do_sample=False)]
-    torch.save(results, {str(tmp_path)!r} + f"/{{folder}}.pt")
-    model.save_pretrained({str(tmp_path)!r} + "/again")
-"""
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    for folder in ("hybrid", "again"):
-        logits, generated = torch.load(tmp_path / f"{folder}.pt")
-        torch.testing.assert_close(logits, hybrid(tokens).logits, rtol=1e-5, atol=1e-5)
-        assert torch.equal(generated, hybrid.generate(tokens, max_new_tokens=5, do_sample=False))
-
-
-def test_bfloat16(tokens):
-    hybrid = splice(random_base().bfloat16(), PLANS["one head"])
-    logits = hybrid(tokens).logits
-    exact = splice(random_base(), PLANS["one head"])(tokens).logits
-    assert logits.isfinite().all()
-    assert ((logits - exact).norm() / exact.norm()) < 0.05
 
 
 heads = st.sets(st.integers(0, 7), min_size=1).map(tuple)

@@ -1,9 +1,6 @@
-"""Layer grafts: equal to the donor's own layer, and to themselves however they are run. Donor heads in head grafts."""
+"""Layer grafts: equal to the donor's own layer. Donor heads in head grafts. Their laws stand in test_laws.py."""
 
 import copy
-import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -11,7 +8,6 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
     Gemma2Config,
@@ -117,11 +113,6 @@ HYBRIDS = {
 }
 
 
-@pytest.fixture(params=HYBRIDS, ids=lambda name: name.replace(",", "").replace(" ", "-"))
-def hybrid(request):
-    return HYBRIDS[request.param]()
-
-
 def donors_own(donor, index, hidden, mask=None, *, whole):
     """What the donor's layer makes of hidden states: all of it, or its attention alone."""
     places = torch.arange(hidden.shape[1])[None] if mask is None else (mask.cumsum(-1) - 1).clamp_min(0)
@@ -181,111 +172,6 @@ def test_without_the_mlp_the_blocks_own_norm_stays(tokens):
     assert block.norm.weight is base.backbone.layers[1].norm.weight
     wanted = hidden + donors_own(donor, 1, block.norm(hidden), whole=False)
     torch.testing.assert_close(block(hidden), wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_cached_equals_uncached(hybrid, tokens):
-    """A prompt, single tokens, then several tokens at once from the cache."""
-    whole = hybrid(tokens).logits
-    output = hybrid(tokens[:, :20], use_cache=True)
-    parts, cache = [output.logits], output.cache_params
-    for piece in (*tokens[:, 20:30].split(1, dim=1), tokens[:, 30:]):
-        parts.append(hybrid(piece, cache_params=cache, use_cache=True).logits)
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=2e-5)
-
-
-def test_generation_with_cache_equals_generation_without(hybrid, tokens):
-    cached, uncached = (hybrid.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=c) for c in (True, False))
-    assert torch.equal(cached, uncached)
-
-
-def test_left_padded_batch_equals_its_rows(hybrid, tokens):
-    short = tokens[0, 5:]
-    batch, mask = tokens.clone(), torch.ones_like(tokens)
-    batch[0, :5], mask[0, :5] = 0, 0
-    alone = hybrid(short[None]).logits[0]
-    torch.testing.assert_close(hybrid(batch, attention_mask=mask).logits[0, 5:], alone, rtol=1e-4, atol=2e-5)
-    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    together, single = hybrid.generate(batch, attention_mask=mask, **options), hybrid.generate(short[None], **options)
-    for a, b in zip(together.logits, single.logits, strict=True):
-        torch.testing.assert_close(a[0], b[0], rtol=1e-4, atol=5e-5)
-
-
-def test_a_static_cache_gives_the_same_tokens(hybrid, tokens):
-    mask = torch.ones_like(tokens)
-    mask[0, :6] = 0
-    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    dynamic, static = (
-        hybrid.generate(tokens, attention_mask=mask, cache_implementation=kind, **options) for kind in (None, "static")
-    )
-    for a, b in zip(dynamic.logits, static.logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=5e-5)
-
-
-def test_beam_search_runs(hybrid, tokens):
-    assert hybrid.generate(tokens, num_beams=3, max_new_tokens=4, do_sample=False).shape == (2, 41)
-
-
-def test_a_mask_of_pairs_gives_the_same_logits(hybrid, tokens):
-    causal = torch.ones(37, 37, dtype=torch.bool).tril()[None, None].expand(2, 1, 37, 37)
-    torch.testing.assert_close(hybrid(tokens, attention_mask=causal).logits, hybrid(tokens).logits, rtol=1e-4, atol=2e-5)
-
-
-def test_train_mode_equals_eval_mode(hybrid, tokens):
-    evaluated = hybrid(tokens).logits
-    assert torch.equal(hybrid.train()(tokens).logits, evaluated)
-
-
-def test_every_graft_parameter_learns_and_checkpointing_changes_no_gradient(hybrid, tokens):
-    def gradients():
-        hybrid.zero_grad()
-        hybrid(tokens, labels=tokens).loss.backward()
-        return {name: p.grad.clone() for name, p in graft_parameters(hybrid).items()}
-
-    hybrid.train()
-    plain = gradients()
-    assert all(name.endswith(("log_tau", "k_proj.bias")) or g.abs().max() > 0 for name, g in plain.items())
-    hybrid.activation_checkpointing_enable()
-    torch.testing.assert_close(gradients(), plain)
-
-
-def test_reload_equals_live(hybrid, tokens, tmp_path):
-    hybrid.save_pretrained(tmp_path)
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(reloaded) is type(hybrid)
-    assert torch.equal(reloaded(tokens).logits, hybrid(tokens).logits)
-    config = AutoConfig.from_pretrained(tmp_path)
-    assert (config.grafts, config.layer_types) == (hybrid.config.grafts, hybrid.config.layer_types)
-
-
-def test_bfloat16(hybrid, tokens):
-    exact = hybrid(tokens).logits
-    logits = hybrid.bfloat16()(tokens).logits
-    assert logits.isfinite().all()
-    assert ((logits - exact).norm() / exact.norm()) < 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mamba2, mlp", "mamba2attn", "mamba, mlp"])
-def test_loads_in_a_fresh_process_without_the_package(name, tokens, tmp_path):
-    """transformers alone, with trust_remote_code, and nothing of the donor: same logits, same generated tokens."""
-    hybrid = HYBRIDS[name]()
-    hybrid.save_pretrained(tmp_path / "hybrid")
-    script = f"""
-import sys, torch
-sys.modules["surgery"] = None  # any import of the package fails
-from transformers import AutoModelForCausalLM
-tokens = torch.tensor({tokens.tolist()})
-model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r} + "/hybrid", trust_remote_code=True).eval()
-torch.save([model(tokens).logits, model.generate(tokens, max_new_tokens=5, do_sample=False)], {str(tmp_path)!r} + "/results.pt")
-"""
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    logits, generated = torch.load(tmp_path / "results.pt")
-    torch.testing.assert_close(logits, hybrid(tokens).logits, rtol=1e-5, atol=1e-5)
-    assert torch.equal(generated, hybrid.generate(tokens, max_new_tokens=5, do_sample=False))
 
 
 def test_positions_count_from_the_first_real_token_unless_they_are_given(tokens):

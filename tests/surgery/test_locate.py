@@ -1,5 +1,6 @@
 """Locate against the slow way: one model per variant, and a finite difference for the attribution."""
 
+import copy
 import json
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from surgery.anatomy import anatomy
 from surgery.errors import UserError
 from surgery.locate import Ranking, locate, plan, random_plan, walk
-from surgery.locate.atlas import draw_atlas
+from surgery.locate.atlas import draw_atlas, draw_mixing
 from surgery.locate.attribution import STARTS, attribute, attribute_starts, choose_starts
 from surgery.locate.exact import Exact, reference_batch
 from surgery.locate.locate import LEADING
@@ -37,7 +38,8 @@ def world_base(tokenizer):
     return random_base(vocab_size=-(-len(tokenizer) // 16) * 16, n_groups=2)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# Of the others, "plain" is all in "untied", and "groups" in "dt limit".
+@pytest.mark.parametrize("name", ["group per two heads, biases", "no conv bias", "dt limit", "untied"])
 def test_every_variant_equals_a_model_of_its_own(name, tokens):
     base = random_base(**VARIANTS[name])
     last = torch.tensor([36, 20])
@@ -51,7 +53,7 @@ def test_every_variant_equals_a_model_of_its_own(name, tokens):
             heads = variant.site.heads or tuple(range(8))
             model = splice(base, Plan(sites=(Site(variant.site.layer, heads),), starts=starts, shared=True))
         else:  # ablated: the columns of out_proj that read the head are zero, or the whole mixer is
-            model = adopt(random_base(**VARIANTS[name]))
+            model = adopt(copy.deepcopy(base))
             projection = model.backbone.layers[variant.site.layer].mixer.out_proj
             with torch.no_grad():
                 for head in variant.site.heads:
@@ -93,7 +95,7 @@ def test_attribution_is_the_derivative_of_the_loss(world_base, tokenizer):
 
 
 def test_ranking_is_seeded_and_sorted(world_base, tokenizer, tmp_path):
-    one, two = (locate(world_base, tokenizer, pairs=4, examples=12, batch_size=b, seed=3) for b in (5, 12))
+    one, two = (locate(world_base, tokenizer, options={"pairs": 4}, examples=12, batch_size=b, seed=3) for b in (5, 12))
     assert [s.site for s in one.heads] == [s.site for s in two.heads]
     gains = [s.splice_loss.value for s in one.heads]
     assert gains == sorted(gains, reverse=True)
@@ -109,7 +111,7 @@ def test_ranking_is_seeded_and_sorted(world_base, tokenizer, tmp_path):
 
 
 def test_attribution_alone_ranks_without_exact_scores(world_base, tokenizer):
-    ranking = locate(world_base, tokenizer, pairs=4, examples=8, exact=False)
+    ranking = locate(world_base, tokenizer, options={"pairs": 4}, examples=8, exact=False)
     assert ranking.heads[0].splice_loss is None
     values = [s.attribution.value for s in ranking.heads]
     assert values == sorted(values, reverse=True)
@@ -118,7 +120,7 @@ def test_attribution_alone_ranks_without_exact_scores(world_base, tokenizer):
 
 def test_locating_leaves_the_base_alone(world_base, tokenizer):
     before = {name: (p.clone(), p.requires_grad) for name, p in world_base.named_parameters()}
-    locate(world_base, tokenizer, pairs=4, examples=4)
+    locate(world_base, tokenizer, options={"pairs": 4}, examples=4)
     for name, p in world_base.named_parameters():
         assert torch.equal(p, before[name][0])
         assert p.requires_grad == before[name][1]
@@ -167,7 +169,7 @@ def test_the_start_of_a_head_is_the_one_with_the_largest_attribution(world_base,
 
 
 def test_plan_and_its_random_control(world_base, tokenizer):
-    ranking = locate(world_base, tokenizer, pairs=4, examples=4)
+    ranking = locate(world_base, tokenizer, options={"pairs": 4}, examples=4)
     chosen = plan(ranking, heads=3)
     assert {head for site in chosen.sites for head in site.each()} == {score.site for score in ranking.heads[:3]}
     assert chosen.starts == {str(score.site): score.start for score in ranking.heads[:3]}
@@ -187,18 +189,28 @@ def test_plan_and_its_random_control(world_base, tokenizer):
 
 
 def test_impossible_requests_are_refused(world_base, tokenizer):
-    ranking = locate(world_base, tokenizer, pairs=4, examples=4, exact=False)
+    ranking = locate(world_base, tokenizer, options={"pairs": 4}, examples=4, exact=False)
     with pytest.raises(UserError, match="holds 24 heads; cannot plan 25"):
         plan(ranking, heads=25)
     with pytest.raises(UserError, match="at least 2 examples"):
         locate(world_base, tokenizer, examples=1)
-    with pytest.raises(UserError, match="a llama model has no grafts, so no attribution"):
+    with pytest.raises(UserError, match="a llama model can only be ablated, so there is no attribution"):
         locate(build("llama"), tokenizer, exact=False)
-    with pytest.raises(UserError, match="unsplice"):
-        locate(splice(world_base, Plan(sites=("L0.H0",))), tokenizer)
+    with pytest.raises(UserError, match="can only be ablated"):
+        locate(splice(world_base, Plan(sites=("L0.H0",))), tokenizer, exact=False)
     most = plan(ranking, sites=(Site(1, tuple(range(5))),))
     assert random_plan(ranking, most, seed=0, same_layers=True) is None  # five heads, and three are left
     assert random_plan(ranking, plan(ranking, heads=20), seed=0) is None
+
+
+def test_a_hybrid_is_ranked_by_ablation(world_base, tokenizer):
+    hybrid = splice(world_base, Plan(kind="layer", sites=("L1",)))
+    ranking = locate(hybrid, tokenizer, options={"pairs": 4}, examples=4)
+    kinds = {score.site.layer: score.kind for score in ranking.heads}
+    assert kinds == {0: "ssm", 1: "attention", 2: "ssm"}
+    assert all(score.ablation_loss is not None and score.splice_gain is None for score in ranking.heads)
+    with pytest.raises(UserError, match="of a model that cannot be spliced"):
+        plan(ranking)
 
 
 def test_many_means_equal_single_ones():
@@ -215,8 +227,8 @@ def test_many_means_equal_single_ones():
 
 
 def test_only_the_leading_heads_are_confirmed(world_base, tokenizer):
-    every = locate(world_base, tokenizer, pairs=4, examples=8)
-    some = locate(world_base, tokenizer, pairs=4, examples=8, confirm=0.2)
+    every = locate(world_base, tokenizer, options={"pairs": 4}, examples=8)
+    some = locate(world_base, tokenizer, options={"pairs": 4}, examples=8, confirm=0.2)
     by_attribution = sorted(every.heads, key=lambda s: -s.attribution.value)
     leading = {score.site for score in by_attribution[:5]}  # a fifth of 24
     assert not leading & set(some.drawn)
@@ -232,7 +244,7 @@ def test_only_the_leading_heads_are_confirmed(world_base, tokenizer):
     assert measured == sorted(measured, reverse=True)
     assert all(score.splice_loss for score in some.heads[: len(measured)])
     assert [s.splice_loss.value for s in some.layers] == pytest.approx([s.splice_loss.value for s in every.layers], abs=1e-5)
-    without = locate(world_base, tokenizer, pairs=4, examples=8, confirm=0.1, layers=False)
+    without = locate(world_base, tokenizer, options={"pairs": 4}, examples=8, confirm=0.1, layers=False)
     assert all(score.splice_loss is None and score.attribution for score in without.layers)
 
 
@@ -240,7 +252,7 @@ def test_only_the_leading_heads_are_confirmed(world_base, tokenizer):
 def test_models_without_grafts_are_analysed(name, tokenizer, tmp_path):
     model = build(name, vocab_size=-(-len(tokenizer) // 16) * 16)
     found = anatomy(model)
-    ranking = locate(model, tokenizer, pairs=4, examples=6)
+    ranking = locate(model, tokenizer, options={"pairs": 4}, examples=6)
     assert {score.site for score in ranking.heads} == set(found.sites())
     assert [score.site.layer for score in ranking.layers] == found.layers()
     losses = [score.ablation_loss.value for score in ranking.heads]
@@ -261,7 +273,7 @@ def test_models_without_grafts_are_analysed(name, tokenizer, tmp_path):
 
 def test_the_heads_of_the_leading_layers_are_confirmed_where_nothing_can_be_spliced(tokenizer):
     model = build("llama", vocab_size=-(-len(tokenizer) // 16) * 16)
-    ranking = locate(model, tokenizer, pairs=4, examples=4, confirm=0.3)
+    ranking = locate(model, tokenizer, options={"pairs": 4}, examples=4, confirm=0.3)
     costly = max(ranking.layers, key=lambda s: s.ablation_loss.value).site.layer
     measured = {score.site for score in ranking.heads if score.ablation_loss}
     assert {site for site in measured if site.layer == costly} == {Site(costly, (head,)) for head in range(4)}
@@ -279,7 +291,39 @@ def test_what_comes_instead_of_a_head_is_the_same_however_batches_are_cut(how, w
         costs.append(exact.effects(found.sites() + [Site(layer) for layer in range(3)])["ablation_loss"])
     np.testing.assert_allclose(costs[0], costs[1], atol=1e-5)
     assert np.abs(costs[0] - costs[2]).max() > 1e-4
-    assert locate(world_base, tokenizer, pairs=4, examples=2, ablation=how, confirm=0.1).probe["ablation"] == how
+    assert locate(world_base, tokenizer, options={"pairs": 4}, examples=2, ablation=how, confirm=0.1).probe["ablation"] == how
+
+
+@pytest.mark.parametrize(
+    ("probe", "options", "spans"),
+    [
+        ("mqar", {"pairs": 4, "queries": 2}, 4), ("phonebook", {"entries": 3}, 3), ("letters", {}, 4), ("knowledge", {}, 0),
+        ("needle", {"length": 40}, 1),
+    ],
+)  # fmt: skip
+def test_any_probe_of_questions_can_be_asked(probe, options, spans, world_base, tokenizer, tmp_path):
+    ranking = locate(world_base, tokenizer, probe=probe, options=options, examples=3, confirm=0.1, layers=False)
+    assert ranking.probe["name"] == probe
+    assert ranking.probe["options"].items() >= options.items()
+    assert ranking.probe["examples"] == 3
+    leader = ranking.heads[0]
+    assert leader.splice_loss.n == 3
+    assert (leader.answer_mass is not None) == (spans > 1)
+    assert (leader.pair_mass is not None) == (spans > 0)
+    if not spans:
+        assert {head.role for head in ranking.heads} == {None}
+    if probe in ("mqar", "knowledge"):  # lines that can be fewer, and none
+        draw_mixing(world_base, tokenizer, ranking, tmp_path / "mixing.png", top=1)
+        assert (tmp_path / "mixing.png").exists() == (spans > 0)
+
+
+def test_a_probe_with_few_questions_asks_them_all(world_base, tokenizer, tmp_path):
+    facts = tmp_path / "facts.jsonl"
+    facts.write_text(
+        "".join(f'{{"prompt": "{w} is", "answer": " a", "choices": [" a", " b"]}}\n' for w in ("sun", "map", "key"))
+    )
+    ranking = locate(world_base, tokenizer, probe="knowledge", options={"source": str(facts)}, examples=9, exact=False)
+    assert ranking.probe["examples"] == ranking.heads[0].attribution.n == 3
 
 
 def test_hopeless_heads_are_given_up_and_the_leading_ones_are_not(tiny):

@@ -59,6 +59,7 @@ def one_at_a_time(model, tokenizer, question: Question) -> np.ndarray:
 
 
 @pytest.mark.parametrize("probe", [KVRetrieval(5), KVRetrieval(12), Knowledge("capitals"), Letters("capitals")])
+@torch.inference_mode()
 def test_scores_equal_the_published_protocol(probe, characters):
     model, questions = random_base(vocab_size=128), probe.questions(6, seed=0)
     encoded = encode(characters, questions)
@@ -67,7 +68,7 @@ def test_scores_equal_the_published_protocol(probe, characters):
     result = answer(model, characters, questions, batch_size=4)
     for i, question in enumerate(questions):
         wanted = one_at_a_time(model, characters, question)
-        np.testing.assert_allclose(scores[i, : len(wanted)].detach().numpy(), wanted, atol=1e-4)
+        np.testing.assert_allclose(scores[i, : len(wanted)].numpy(), wanted, atol=1e-4)
         assert result.correct[i] == (wanted.argmax() == question.answer)
         np.testing.assert_allclose(result.loss[i], np.logaddexp.reduce(wanted) - wanted[question.answer], atol=1e-4)
 

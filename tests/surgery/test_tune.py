@@ -1,4 +1,4 @@
-"""Tuning: only what was asked for changes, and an interrupted run ends where the uninterrupted one does."""
+"""Tuning: only what was asked for changes. Its stages and its resumption have files of their own."""
 
 import copy
 
@@ -6,17 +6,16 @@ import pytest
 import torch
 
 from surgery.errors import UserError
-from surgery.locate import locate, plan
 from surgery.plan import Plan
-from surgery.recipe import Data, Tune
+from surgery.recipe import Data, Lesson, Tune
 from surgery.splice import adopt, splice
 from surgery.splice.splice import graft_parameters
-from surgery.tune import loop, tune
-from surgery.tune.data import IGNORE, Dictionaries, Windows, collate, kv_pieces
+from surgery.tune import tune
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
 
-SHORT = Tune(steps=6, batch_size=3, pairs=(2, 4), queries=3, text_batch_size=2, text_tokens=24, save_every=2)
+LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
+SHORT = Tune(steps=6, batch_size=3, lessons=(LESSON,), text_batch_size=2, text_tokens=24, save_every=2)
 
 
 @pytest.fixture(scope="module")
@@ -58,45 +57,11 @@ def test_the_control_trains_its_layer_alone(world_base, tokenizer):
 @pytest.mark.slow
 def test_tuning_learns(tiny):
     """The grafts of the built-in model, on dictionaries of one size: the loss falls far below where it starts."""
-    ranking = locate(tiny.model, tiny.tokenizer, pairs=32, examples=16)
-    hybrid = splice(tiny.model, plan(ranking, heads=2))
-    options = Tune(steps=40, batch_size=8, pairs=(48, 48), text_batch_size=1, text_tokens=64)
+    hybrid = splice(tiny.model, Plan.model_validate({"sites": ("L0.H3,5",), "blend": 0.1}))
+    options = Tune(steps=20, batch_size=4, lessons=(Lesson(options={"pairs": 32}),), text_batch_size=1, text_tokens=64)
     log = tune(hybrid, tiny.tokenizer, options)
     first, last = (sum(entry["retrieval"] for entry in part) / 5 for part in (log[:5], log[-5:]))
     assert last < 0.8 * first
-
-
-def test_interrupted_and_resumed_equals_uninterrupted(world_base, tokenizer, tmp_path, monkeypatch):
-    one_head = Plan(sites=("L1.H3",))
-    whole = splice(world_base, one_head)
-    log = tune(whole, tokenizer, SHORT)
-
-    class Killed(Exception):
-        pass
-
-    interrupted, real = splice(world_base, one_head), loop._divergence
-    calls = iter(range(100))
-
-    def divergence(*arguments):
-        if next(calls) == 4:  # in the fifth step, after the checkpoint of the fourth
-            raise Killed
-        return real(*arguments)
-
-    monkeypatch.setattr(loop, "_divergence", divergence)
-    with pytest.raises(Killed):
-        tune(interrupted, tokenizer, SHORT, out=tmp_path)
-    monkeypatch.setattr(loop, "_divergence", real)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
-    resumed = splice(world_base, one_head)
-    assert tune(resumed, tokenizer, SHORT, out=tmp_path, resume=True) == log
-    for name, p in graft_parameters(whole).items():
-        assert torch.equal(resumed.get_parameter(name), p)
-
-
-def test_a_checkpoint_of_another_plan_is_refused(world_base, tokenizer, tmp_path):
-    tune(splice(world_base, Plan(sites=("L1.H3",))), tokenizer, SHORT, out=tmp_path)
-    with pytest.raises(UserError, match="another plan"):
-        tune(splice(world_base, Plan(sites=("L2.H3",))), tokenizer, SHORT, out=tmp_path, resume=True)
 
 
 def test_same_seed_same_losses_other_seed_other_losses(world_base, tokenizer):
@@ -128,26 +93,3 @@ def test_nothing_to_tune_is_refused(world_base, tokenizer):
         tune(adopt(world_base), tokenizer, SHORT)
     with pytest.raises(UserError, match="as teacher"):
         tune(adopt(world_base), tokenizer, SHORT, layers=[0])
-
-
-def test_targets_are_the_values_asked_for(tokenizer):
-    import random
-
-    pieces = kv_pieces(random.Random(0), pairs=5, queries=9)
-    assert len(pieces) == 2 * 5  # no key is asked for twice
-    ids, targets = collate(tokenizer, [pieces, kv_pieces(random.Random(1), pairs=3, queries=2)])
-    assert ids.shape == targets.shape
-    asked = [text for text, is_target in pieces if is_target]
-    at = (targets[0] != IGNORE).nonzero()[:, 0]
-    assert [tokenizer.decode([t]) for t in targets[0, at].tolist()] == asked
-    assert torch.equal(ids[0, at + 1], targets[0, at])
-    assert {tokenizer.decode([t]) for t in ids[0, at].tolist()} == {" is"}
-
-
-def test_items_depend_on_seed_and_index_alone(tokenizer):
-    one, more = Dictionaries(4, 3, (2, 6), 4, seed=1), Dictionaries(9, 3, (2, 6), 4, seed=1)
-    assert [one[i] for i in range(12)] == [more[i] for i in range(12)]
-    assert len({len(one[i]) for i in range(3)}) == 1  # a batch has one size
-    windows = Windows("world", tokenizer, 5, 30, seed=1)
-    assert torch.equal(windows[4], Windows("world", tokenizer, 50, 30, seed=1)[4])
-    assert windows[4].shape == (30,)

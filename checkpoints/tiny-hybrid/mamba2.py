@@ -1,0 +1,127 @@
+"""The hybrid of Mamba-2: some heads are attention.
+
+The dual graft (DESIGN.md of the project; notation of arXiv 2405.21060). A Mamba-2 head computes
+
+    y_t = sum_{s<=t} exp(a_{s+1} + ... + a_t) (C_t . B_s) dt_s x_s + D x_t
+
+which is linear attention with query C, key B, value x and a decay. A grafted head keeps x, D, gate, norm and out_proj and
+replaces the mixing alone:
+
+    y_t = sigma sum_{s<=t} softmax_s(sigma tau C'_t . B'_s + log dt_s) x_s + D x_t
+
+where C' and B' come from the graft's own projections and conv filters, initialised as copies of the base's rows for C and B.
+sigma is +1 or -1, for good: linear attention cannot tell a score from its negative, because what reads the head can turn the
+sign back, but softmax can. A head whose match is its most *negative* score, which is as good for it, needs sigma = -1.
+log dt_s keeps the SSM's own choice of which tokens to write: a token with a small time step draws little attention.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, Mamba2Config, Mamba2ForCausalLM, Mamba2Model
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer, apply_mask_to_padding_states
+
+from .common import HybridBackbone, HybridCausalLM, describe_layers
+from .dual import DualMixer
+from .parts import convolved
+from .conv import SILU
+from .mixing import ssd_matrix
+from .norm import rms_norm
+from .ssd import ssd_scan, ssd_step
+
+
+class Mamba2HybridConfig(Mamba2Config):
+    """A Mamba2Config with `grafts`: a list with one entry per grafted layer,
+
+    {"kind": "head", "layer": int, "heads": [int, ...], "signs": [1 or -1, ...], "width": int, "shared": bool,
+     "time_step": bool, "blend": float or None, "direct": bool}
+
+    heads: sorted; signs: sigma of each; width: of queries and keys; shared: one query-key pair per B/C group instead of one per
+    head; time_step: whether log dt is added to the scores; blend: the initial value of a learned gate between the SSM output
+    (0) and attention (1), or None for attention alone; direct: queries and keys come from their projections without convolution
+    and activation, as a donor's do. A layer graft's entry is layer_graft.layer_spec.
+    """
+
+    model_type = "mamba2_hybrid"
+
+    grafts: list | None = None
+    layer_types: list | None = None  # the parent's is a read-only property
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        describe_layers(self, "mamba2", "Mamba2Hybrid")
+        super().__post_init__(**kwargs)
+
+
+class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
+    """A Mamba-2 mixer in three steps (project, mix, finish), the middle one partly attention."""
+
+    def __init__(self, config: Mamba2HybridConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.take_grafts(config, layer_idx)
+
+    def project(self, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None) -> tuple:
+        """u (b, t, d) -> gate z (b, t, h * p), x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h) ready for use, and the
+        grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's conv state."""
+        b, t, _ = hidden_states.shape
+        hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
+        gate, xBC, dt = self.in_proj(hidden_states).split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
+        xBC, weight, bias, qk = self.ride_along(hidden_states, xBC)
+        silu = self.activation in SILU
+        xBC = convolved(xBC, weight, bias, cache_params, self.layer_idx, silu)
+        xBC = apply_mask_to_padding_states(xBC if silu else self.act(xBC), attention_mask)
+        state = self.n_groups * self.ssm_state_size
+        sizes = [self.intermediate_size, state, state, xBC.shape[-1] - self.conv_dim]
+        x, B, C, ridden = xBC.split(sizes, dim=-1)
+        dt = F.softplus(dt + self.dt_bias.to(dt.dtype)).clamp(*self.time_step_limit)
+        B, C = (m.reshape(b, t, self.n_groups, self.ssm_state_size) for m in (B, C))
+        return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, ridden if qk is None else qk
+
+    def scan(self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None) -> Tensor:
+        """The SSM's mixing for `heads`; x (b, t, len(heads), p)."""
+        A = -torch.exp(self.A_log.float())
+        D: Tensor = self.D
+        if len(heads) < self.num_heads:
+            A, D = A[heads], D[heads]
+            if self.n_groups > 1:  # the remaining heads need not fill their groups evenly
+                of = [head // (self.num_heads // self.n_groups) for head in heads]
+                B, C = B[:, :, of], C[:, :, of]
+        state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
+        if state is not None and x.shape[1] == 1:
+            return ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
+        y, state = ssd_scan(x, dt, A, B, C, D, state, chunk_size=self.chunk_size)
+        if cache_params is not None:
+            cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
+        return y
+
+    def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The mixing matrices of all heads for one sequence (1, t, d): (h, rows, t). SSM heads: time step included, D not.
+        Grafted heads: their attention (where a blend gate is open, the mixture)."""
+        _, _, B, C, dt, qk = self.project(hidden_states)
+        matrix = ssd_matrix(dt, -torch.exp(self.A_log.float()), B, C, rows=rows)[0]
+        return matrix if self.graft is None or qk is None else self.graft.into(matrix, qk, dt, rows)
+
+    def finish(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Gate, norm and output projection: (..., h, p) -> (..., d)."""
+        norm = self.norm
+        y = rms_norm(y.flatten(-2), norm.weight, norm.variance_epsilon, gate, norm.group_size)
+        return self.out_proj(y.to(self.out_proj.weight.dtype))
+
+
+class Mamba2HybridModel(HybridBackbone, Mamba2Model):
+    config_class = Mamba2HybridConfig
+    mixer_class = Mamba2HybridMixer
+    _no_split_modules = ["HybridBlock"]
+    _supports_sdpa = True
+
+
+class Mamba2HybridForCausalLM(HybridCausalLM, Mamba2ForCausalLM):
+    config_class = Mamba2HybridConfig
+    backbone_class = Mamba2HybridModel
+    _no_split_modules = ["HybridBlock"]
+    _supports_sdpa = True
+
+
+AutoConfig.register(Mamba2HybridConfig.model_type, Mamba2HybridConfig, exist_ok=True)
+AutoModelForCausalLM.register(Mamba2HybridConfig, Mamba2HybridForCausalLM, exist_ok=True)

@@ -1,0 +1,59 @@
+"""The patch: what the hybrid adds to its base or changes in it, in one safetensors and one JSON. splice/patch.py puts base and
+patch together again."""
+
+import hashlib
+from pathlib import Path
+
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.checkpoint import fingerprint, load_base
+from surgery.errors import UserError
+from surgery.export.verify import CLOSE, compare, same
+from surgery.families.dual import OWN
+from surgery.origin import origin
+from surgery.plan import Plan
+from surgery.records import environment
+from surgery.splice.patch import RECORD, WEIGHTS, Patch, described, join, tensors
+from surgery.splice.splice import check_base
+
+TOLERANCE = CLOSE
+USE = """\
+import surgery
+hybrid = surgery.load("NAME")
+model, tokenizer = hybrid.model, hybrid.tokenizer"""
+
+# Fields of a configuration that differ though the model does not.
+BOOKKEEPING = {*OWN, "transformers_version", "dtype", "torch_dtype", "name_or_path", "_name_or_path"}
+
+
+def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase, plan: Plan, base: str) -> None:
+    """The tokenizer is the base's."""
+    original = load_base(base)
+    if getattr(original.config, "grafts", None):
+        raise UserError(f"{base} holds grafts: it is no base that a patch could be made for; say which is (--base)")
+    check_base(plan, fingerprint(original))
+    before, after = tensors(original), tensors(hybrid)
+    changed = {}
+    for name, tensor in after.items():
+        kept = before[name].to(hybrid.dtype) if name in before else None
+        if kept is None or not same(kept, tensor):
+            changed[name] = tensor.detach().cpu().contiguous().clone()
+    save_file(changed, folder / WEIGHTS, metadata={"format": "pt"})
+    config, fields = original.config.to_dict(), hybrid.config.to_dict()
+    Patch(
+        **environment().model_dump(),
+        base=origin(base),
+        plan=plan,
+        dtype=str(hybrid.dtype).removeprefix("torch."),
+        grafts=fields["grafts"],
+        config={name: value for name, value in fields.items() if name not in BOOKKEEPING and config.get(name) != value},
+        removed=tuple(name for name in before if name not in after),
+        base_tensors={name: described(tensor) for name, tensor in before.items()},
+        weights=hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
+    ).write(folder / RECORD)
+
+
+def verify(hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> float:
+    """Put base and patch together, and compare."""
+    return compare(hybrid, join(load_base(Patch.read(folder / RECORD).base.name), folder), len(tokenizer))

@@ -1,0 +1,35 @@
+"""Where a base comes from, as far as this machine knows: for records and cards."""
+
+from pathlib import Path
+
+from huggingface_hub import metadata_load, try_to_load_from_cache
+
+from surgery.records import Record
+
+LICENCE = ("license", "license_name", "license_link")  # as cards of the Hub name them
+
+
+class Origin(Record):
+    """name: as load() takes it. hub: whether that is an id of the Hub. revision: the Hub's commit, where the copy here says it.
+    licence: those of LICENCE that the base's card states."""
+
+    name: str
+    hub: bool
+    revision: str | None
+    licence: dict[str, str]
+
+
+def on_hub(name: str) -> bool:
+    """Whether a model's name is an id of the Hub, and not a place on this machine."""
+    return not (name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name.split("/", maxsplit=1)[0]).is_dir())
+
+
+def origin(name: str) -> Origin:
+    """What can be read without a network; what is not here stays empty."""
+    folder, revision, hub = Path(name), None, on_hub(name)
+    if hub and isinstance(found := try_to_load_from_cache(name, "config.json"), str):
+        folder = Path(found).parent
+        revision = folder.name
+    card = folder / "README.md"
+    stated = (metadata_load(card) or {}) if card.is_file() else {}
+    return Origin(name=name, hub=hub, revision=revision, licence={key: str(stated[key]) for key in LICENCE if stated.get(key)})

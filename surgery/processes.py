@@ -1,0 +1,57 @@
+"""Several processes that do one job together, started by accelerate or torchrun; alone, nothing here does anything.
+
+    accelerate launch --multi_gpu --num_processes 2 -m surgery locate MODEL
+
+Every process holds the model and takes a share of the work; the results are gathered, so that all of them go on with the same.
+The main process alone prints and writes. Without a GPU the same command starts processes that talk over gloo (accelerate's
+own `--cpu` starts one process only, unless there is MPI).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+
+from surgery.errors import UserError
+
+T = TypeVar("T")
+
+
+def state() -> PartialState:
+    """accelerate's view of the processes; the first call connects them."""
+    return PartialState(cpu=not torch.cuda.is_available())
+
+
+def is_main() -> bool:
+    return state().is_main_process
+
+
+def own_device() -> str | None:
+    """The device of one of several processes; None if there is only one, which may choose."""
+    return str(state().device) if state().num_processes > 1 else None
+
+
+def share(items: Sequence[T]) -> list[T]:
+    """This process's share: every n-th item, so that neighbours, which cost about the same, go to different processes."""
+    return list(items[state().process_index :: state().num_processes])
+
+
+def gather(items: list[T]) -> list[T]:
+    """The items of all processes, those of the first one first. Every process has to call it, as often as the others."""
+    return gather_object(items)
+
+
+def on_main(action: Callable[[], T]) -> T:
+    """Do something in the main process alone, and hand its result, or its UserError, to all."""
+    outcome: list[Any] = [None, None]
+    if is_main():
+        try:
+            outcome[0] = action()
+        except UserError as error:
+            outcome[1] = str(error)
+    result, complaint = broadcast_object_list(outcome) if state().num_processes > 1 else outcome
+    if complaint is not None:
+        raise UserError(complaint)
+    return result

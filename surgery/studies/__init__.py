@@ -1,0 +1,32 @@
+"""Studies: the figures and tables of arXiv 2504.18574 as runs (recipes/paper). One file each, found by listing this folder: a
+new study is a new file that defines `STUDY`, a Record whose fields are its options."""
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import Any
+
+import pydantic
+
+from surgery.errors import UserError
+from surgery.records import first_line
+from surgery.studies.study import Findings, Study, Subjects
+
+__all__ = ["Findings", "Study", "Subjects", "make", "studies"]
+
+
+@cache
+def studies() -> dict[str, type[Study]]:
+    """name -> the Record of the study's options."""
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    return {module.__name__.rpartition(".")[2]: module.STUDY for module in modules if hasattr(module, "STUDY")}
+
+
+def make(name: str, **options: Any) -> Study:
+    """The study of that name. Raises UserError for a name or an option that does not exist, or a value that does not fit."""
+    if name not in studies():
+        raise UserError(f"no study is named '{name}'; there are {', '.join(sorted(studies()))}")
+    try:
+        return studies()[name](**options)
+    except pydantic.ValidationError as error:
+        raise UserError(f"the study '{name}': {first_line(error)}") from error

@@ -1,0 +1,42 @@
+"""A recipe with a `study`: measured, written down and drawn."""
+
+from pathlib import Path
+
+from surgery.errors import UserError
+from surgery.kernels.dispatch import use
+from surgery.recipe import Recipe
+from surgery.records import provenance
+from surgery.run import open_checkpoint, prepare
+from surgery.studies import make
+from surgery.studies.study import Findings, Subjects
+
+FINDINGS, FIGURE = "findings.json", "figure.png"
+
+
+def conduct(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Findings:
+    """Do the recipe's study: findings.json and figure.png in `out`. With `resume`, findings that are there are read."""
+    if recipe.study is None:
+        raise UserError("the recipe names no study")
+    options = dict(recipe.study)
+    study = make(options.pop("name", ""), **options)
+    with use(**recipe.kernels):
+        checkpoint = open_checkpoint(recipe, trust_remote_code)
+        second = getattr(study, "other", None)
+        other = open_checkpoint(recipe.model_copy(update={"model": second}), trust_remote_code) if second else None
+        if other is not None and other.tokenizer.get_vocab() != checkpoint.tokenizer.get_vocab():
+            raise UserError(f"{other.name} has another tokenizer than {checkpoint.name}; their examples would not be the same")
+        prepare(out, recipe, resume)
+        if resume and (out / FINDINGS).exists() and (out / FIGURE).exists():
+            return Findings.read(out / FINDINGS)
+        subjects = Subjects(recipe, checkpoint, other)
+        found = study.measure(subjects)
+        findings = Findings(
+            provenance=provenance(checkpoint.name, checkpoint.fingerprint, recipe.seed, recipe.model_dump(mode="json")),
+            study=recipe.study["name"],
+            about=found.about,
+            summary=found.summary,
+            rows=found.rows,
+        )
+        study.draw(findings, out / FIGURE, subjects)
+        findings.write(out / FINDINGS)
+    return findings

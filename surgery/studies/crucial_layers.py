@@ -1,0 +1,40 @@
+"""Each layer of the minimal model left out in turn: few are crucial to retrieval."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from surgery.locate.prune import leave_one_out, minimal_model, shorten
+from surgery.studies.figures import draw_bars
+from surgery.studies.study import Findings, Found, Study, Subjects, change, rows
+
+
+class CrucialLayers(Study):
+    """minimal: how many layers the minimal model has; found by dropping layers if it is not given."""
+
+    title: ClassVar[str] = "Crucial layers: the minimal model without each of its layers"
+    published: ClassVar[str] = (
+        "The last two layers of Llama-3.1-8B's minimal model, L16 and L17, are the crucial ones: they hold the gather head and "
+        "the aggregate head."
+    )
+
+    minimal: int | None = None
+
+    def measure(self, subjects: Subjects) -> Found:
+        subject = subjects.subject
+        minimal = self.minimal or minimal_model(subject, shorten(subject))
+        cuts = leave_one_out(subject, minimal)
+        behind = range(minimal, len(subject.anatomy.blocks))
+        whole = subject.cut("minimal model", dropped=behind)
+        worst = sorted(cuts, key=lambda cut: cut.retrieval.accuracy.accuracy)[:2]
+        named = "; ".join(f"without L{cut.dropped[0]} {change(whole, cut)}" for cut in worst)
+        return Found(
+            about={"minimal": minimal, "crucial": [cut.dropped[0] for cut in worst]},
+            summary=f"The layers whose loss costs most retrieval: {named}.",
+            rows=rows([whole, *cuts]),
+        )
+
+    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
+        draw_bars(findings, self.title, path)
+
+
+STUDY = CrucialLayers

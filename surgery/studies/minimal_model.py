@@ -1,0 +1,33 @@
+"""Layers dropped from the end until retrieval collapses: what was left before that is the minimal model."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from surgery.locate.prune import minimal_model, shorten
+from surgery.studies.figures import draw_bars
+from surgery.studies.study import Findings, Found, Study, Subjects, change, rows
+
+
+class MinimalModel(Study):
+    title: ClassVar[str] = "The minimal model: layers dropped from the end"
+    published: ClassVar[str] = (
+        "In Llama-3.1-8B the knowledge tasks stay flat while MMLU, which needs retrieval too, holds until one layer more is "
+        "dropped and then falls to chance."
+    )
+
+    def measure(self, subjects: Subjects) -> Found:
+        subject = subjects.subject
+        cuts = shorten(subject)
+        layers, minimal = len(subject.anatomy.blocks), minimal_model(subject, cuts)
+        *_, before, last = subject.base, *cuts
+        return Found(
+            about={"layers": layers, "minimal": minimal},
+            summary=f"The minimal model has {minimal} of {layers} layers. One layer less: {change(before, last)}.",
+            rows=rows([subject.base, *cuts]),
+        )
+
+    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
+        draw_bars(findings, self.title, path)
+
+
+STUDY = MinimalModel

@@ -1,0 +1,59 @@
+"""The mixing matrices of the leading gather and aggregate heads, of a Transformer and of an SSM side by side."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from surgery.errors import UserError
+from surgery.locate.ranking import Ranking, Score
+from surgery.studies.figures import draw_matrices
+from surgery.studies.study import Findings, Found, Row, Study, Subjects
+
+
+class MixingMatrices(Study):
+    """other: the second model. pairs: of the dictionary that is drawn."""
+
+    title: ClassVar[str] = "Mixing matrices of gather and aggregate heads"
+    published: ClassVar[str] = (
+        "Both architectures have gather and aggregate heads. A Transformer's change sharply from one token to the next; an "
+        "SSM's are smoother."
+    )
+
+    other: str
+    pairs: int = 6
+
+    def measure(self, subjects: Subjects) -> Found:
+        assert subjects.other is not None
+        rows = []
+        about: dict[str, list[str]] = {}
+        for checkpoint, ranking in ((subjects.checkpoint, subjects.ranking), (subjects.other, subjects.rank(subjects.other))):
+            chosen = leading(ranking)
+            if not chosen:
+                raise UserError(f"{checkpoint.name}: locate gave no head a role whose mixing matrix can be had")
+            about[checkpoint.name] = [str(score.site) for score in chosen]
+            for score in chosen:
+                figures = {"answer's share of the query's weight on pairs": score.answer_mass, "pair's share": score.pair_mass}
+                rows.append(
+                    Row(
+                        what=f"{Path(checkpoint.name).name} {score.site} ({score.role})",
+                        figures={name: found for name, found in figures.items() if found is not None},
+                    )
+                )
+        named = "; ".join(f"{row.what} {next(iter(row.figures.values())).value:.2f}" for row in rows)  # type: ignore[union-attr]
+        return Found(
+            about=about, summary=f"The answer's share of what the query position draws from pairs: {named}.", rows=tuple(rows)
+        )
+
+    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
+        draw_matrices(findings, self.title, path, subjects, self.pairs)
+
+
+def leading(ranking: Ranking) -> list[Score]:
+    """The gather and the aggregate head whose ablation costs most."""
+    found = []
+    for role in ("gather", "aggregate"):
+        having = [s for s in ranking.heads if s.role == role and s.ablation_loss is not None]
+        found += sorted(having, key=lambda score: -score.ablation_loss.value)[:1]  # type: ignore[union-attr]
+    return found
+
+
+STUDY = MixingMatrices

@@ -1,0 +1,43 @@
+"""Every layer in turn from a donor, untrained: retrieval returns where the donor's attention aggregates."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from surgery.locate.replacement import replacement_sweep
+from surgery.studies.figures import draw_bars
+from surgery.studies.study import Findings, Found, Study, Subjects, change, rows
+
+
+class Replacement(Study):
+    """other: the donor. mlp: its MLP and norms come too."""
+
+    title: ClassVar[str] = "Each layer replaced by the donor's"
+    published: ClassVar[str] = (
+        "Unaligned Llamba-8B with block 17 from Llama-3.1-8B: MMLU rises from 33 to 50 without training; most other blocks "
+        "change little or harm. (An independent replication on a subset of MMLU: L17 .514, L14 .415, L13 .393, L18 .382, "
+        "L23 .370.)"
+    )
+
+    other: str
+    mlp: bool = True
+
+    def measure(self, subjects: Subjects) -> Found:
+        assert subjects.other is not None
+        named = subjects.ranking.heads[0].site.layer  # before the sweep
+        outcomes = replacement_sweep(subjects.subject, subjects.other.model, mlp=self.mlp)
+        whole = subjects.subject.base
+        best = min(outcomes, key=lambda outcome: outcome.retrieval.drop.value)
+        return Found(
+            about={"named": named, "best": best.replaced[0]},
+            summary=(
+                f"Locate's leading head is in L{named} (ranked before the sweep). The largest gain is at L{best.replaced[0]}: "
+                f"{change(whole, best)}."
+            ),
+            rows=rows([whole, *outcomes]),
+        )
+
+    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
+        draw_bars(findings, self.title, path)
+
+
+STUDY = Replacement

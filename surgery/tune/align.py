@@ -1,0 +1,83 @@
+"""Alignment: each graft learns alone to do what the base does in its place.
+
+A graft's block and the base's block of the same place are given the same states, those that enter it in the base, and are to
+hand on the same ones. What the heads give is so compared as the rest of the model sees it: behind norm and output projection.
+The states are computed once; no other block runs, forwards or backwards. A gate between SSM and attention is away meanwhile,
+and all is attention: the shortest way to agree with the base would be to shut the gate.
+
+A graft that starts from a donor's layer has nothing to learn from the donor: it is that layer.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from surgery.families import Hybrid
+from surgery.tune.data import IGNORE
+from surgery.tune.distil import Batch, Distillation
+
+# block -> (entering, leaving, which tokens are real) by kind of text, and the square of what the block adds to all of them.
+States = dict[int, tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]]
+
+
+class Alignment(nn.Module):
+    """The blocks that hold grafts. `forward` gives their error on the states of a batch."""
+
+    def __init__(self, distillation: Distillation):
+        super().__init__()
+        self.distillation = distillation
+
+    def forward(self, states: States) -> dict[str, Tensor]:
+        """{"loss"}: the squared error of what a block adds to the stream, relative to the square of that, mean over blocks."""
+        whole, errors = self.distillation, []
+        for i, (parts, size) in states.items():
+            block = whole.student.base_model.layers[i]
+            with whole.autocast(parts[0][0].device):
+                given = [whole.run([block], norm=False, inputs_embeds=entering) for entering, _, _ in parts]
+            error = [_square(mine - leaving, real) for mine, (_, leaving, real) in zip(given, parts, strict=True)]
+            errors.append(torch.stack(error).sum() / size)
+        return {"loss": torch.stack(errors).mean()}
+
+
+def gather(distillation: Distillation, batches: Iterable[Batch], most: int, accelerator: Accelerator) -> list[States]:
+    """The states of at least one batch, and of as many as `most` bytes hold in all processes together; each holds those of its
+    share of a batch, and the mean over the processes of the square of what all of them add."""
+    found: list[States] = []
+    held = 0.0
+    for (ids, targets), text in batches:
+        real = (targets != IGNORE).flip(1).cumsum(1).flip(1) > 0  # up to the last one asked for
+        parts: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        for tokens, which in [(ids, real)] + ([] if text is None else [text]):
+            for i, entering, leaving in distillation.block_states(tokens):
+                parts.setdefault(i, []).append((entering, leaving, which))
+        squares = {i: [_square(leaving - entering, real) for entering, leaving, real in parts[i]] for i in parts}
+        mine = sum(part.nbytes for triples in parts.values() for triple in triples for part in triple)
+        held += accelerator.reduce(torch.tensor(float(mine), device=ids.device), "sum").item()
+        sizes = accelerator.reduce({i: torch.stack(of).sum() for i, of in squares.items()}, "mean")
+        if found and held > most:
+            break
+        found.append({i: (parts[i], sizes[i]) for i in parts})
+    return found
+
+
+@contextmanager
+def without_gates(model: Hybrid) -> Iterator[None]:
+    """A hybrid whose grafts are attention alone. Their gates are no parameters of it meanwhile."""
+    mixers = [block.mixer for block in model.base_model.layers]
+    gated = [mixer for mixer in mixers if getattr(getattr(mixer, "graft", None), "gate", None) is not None]
+    own = [(mixer.graft.gate, mixer.ssm_heads) for mixer in gated]
+    try:
+        for mixer in gated:
+            mixer.ssm_heads = [head for head in mixer.ssm_heads if head not in mixer.graft.heads]
+            mixer.graft.gate = None
+        yield
+    finally:
+        for mixer, (gate, heads) in zip(gated, own, strict=True):
+            mixer.graft.gate, mixer.ssm_heads = gate, heads
+
+
+def _square(difference: Tensor, real: Tensor) -> Tensor:
+    return difference[real].float().square().sum()

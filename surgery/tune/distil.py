@@ -1,0 +1,199 @@
+"""The losses of tuning: cross-entropy on retrieval, KL to the teacher on text.
+
+Student and teacher have most of their modules in common, and what coincides is run once for both. Below the first block that
+is trained, or that the teacher has otherwise, both are the same function of the tokens: its states are computed without
+autograd, and kept where the same batch will be seen again. Above it the teacher is the student with some blocks exchanged, so
+that every block is one module in one place, whoever runs it (what shards a model by its modules relies on that).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.families import Hybrid
+from surgery.tune.data import IGNORE
+
+Pair = tuple[Tensor, Tensor]
+Batch = tuple[Pair, Pair | None]  # lessons: ids and targets; text: ids, and which of them are real
+
+
+class Distillation(nn.Module):
+    """A student, and what its teacher has otherwise. `forward` gives the losses of a batch.
+
+    Which of the student's parameters are trained is read off them when this is made. keep_bytes: how much of what comes from
+    fixed weights may be kept in memory, for batches that have a key. bf16: compute in
+    bfloat16, whatever the weights are in.
+    """
+
+    def __init__(
+        self,
+        student: Hybrid,
+        teacher: PreTrainedModel,
+        *,
+        kl_weight: float = 1.0,
+        keep_bytes: int = 0,
+        bf16: bool = False,
+    ):
+        super().__init__()
+        self.student, self.kl_weight, self.bf16, self.kept = student, kl_weight, bf16, Kept(keep_bytes)
+        ours, theirs = list(student.base_model.layers), _blocks(teacher)
+        own = len(ours) == len(theirs) and all(_coincide(a, b) for a, b in _around_blocks(student, teacher))
+        # Another model altogether, or one whose embeddings or head are trained, is held as a whole.
+        self.teacher = None if own else teacher
+        pairs = zip(ours, theirs if own else ours, strict=True)
+        self.others = [i for i, (a, b) in enumerate(pairs) if _trained(a) or (own and not _coincide(a, b))]
+        self.other_blocks = nn.ModuleList([theirs[i] for i in self.others] if own else [])
+        self.first = min(self.others, default=len(ours))  # below, both are the same, and nothing has a gradient
+
+    def train(self, mode: bool = True) -> "Distillation":
+        """The teacher is never trained."""
+        super().train(mode)
+        for part in (self.teacher, self.other_blocks):
+            if part is not None:
+                part.eval()
+        return self
+
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        text: Pair | None = None,
+        counts: tuple[float, float] | None = None,
+        key: Any = None,
+    ) -> dict[str, Tensor]:
+        """{"loss", "retrieval", "kl"}: the sum that is trained, the cross-entropy per target, and KL(teacher || student) per
+        token of text; in nats.
+
+        ids, targets (b, t): targets[i] is what position i has to predict, or IGNORE. text: ids (b, t), and which of them are
+        real; without it the KL is 0. counts: what to divide the sums by, for a part of a batch: the targets and the real
+        tokens of the whole. key: that of a batch, or of a part, which comes again.
+        """
+        with self.autocast(ids.device):
+            asked = targets != IGNORE
+            hidden = self._above(self._below(ids, (key, "lesson")))
+            targets_n, tokens_n = counts or (asked.sum(), 1 if text is None else text[1].sum())
+            # Only the positions that are asked about need logits.
+            ce = F.cross_entropy(self._logits(hidden[asked]), targets[asked], reduction="sum") / targets_n
+            kl = ce.new_zeros(())
+            if text is not None and self.kl_weight:
+                windows, real = text
+                below = self._below(windows, (key, "text"))
+                wanted = self._wanted(windows, real, below, (key, "teacher")).log_softmax(-1)
+                given = self._logits(self._above(below)[real]).log_softmax(-1)
+                kl = F.kl_div(given, wanted, log_target=True, reduction="sum") / tokens_n
+            return {"loss": ce + self.kl_weight * kl, "retrieval": ce, "kl": kl}
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
+
+    @torch.no_grad()
+    def block_states(self, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """For every block that learns and that the teacher has otherwise, in order: (its number, what enters it in the teacher,
+        what leaves it). Nothing above the last one is run. Raises UserError if the teacher has other embeddings or another
+        head."""
+        if self.teacher is not None:
+            raise UserError("align needs the base as teacher")
+        with self.autocast(ids.device):
+            hidden = self._below(ids, (None, ""))
+            learning = [i for i in self.others if _trained(self.student.base_model.layers[i])]
+            for i in range(self.first, max(learning) + 1):
+                entering, block = hidden, self._teachers_blocks()[i]
+                hidden = self.run([block], norm=False, inputs_embeds=entering)
+                if i in learning:
+                    yield i, entering, hidden
+
+    def run(self, blocks: Sequence[nn.Module], *, norm: bool, **inputs: Tensor) -> Tensor:
+        """The hidden states behind some blocks, and behind the model's last norm."""
+        with _arranged(self.student.base_model, blocks, norm):
+            return self.student.base_model(**inputs, use_cache=False).last_hidden_state
+
+    def _below(self, ids: Tensor, key: tuple[Any, str]) -> Tensor:
+        """The states that student and teacher have in common, without autograd."""
+        blocks = list(self.student.base_model.layers)[: self.first]
+        with torch.no_grad():
+            return self.kept.get(key if self.first else (None, ""), lambda: self.run(blocks, norm=False, input_ids=ids))
+
+    def _above(self, hidden: Tensor) -> Tensor:
+        return self.run(list(self.student.base_model.layers)[self.first :], norm=True, inputs_embeds=hidden)
+
+    @torch.no_grad()
+    def _wanted(self, ids: Tensor, real: Tensor, below: Tensor, key: tuple[Any, str]) -> Tensor:
+        """The teacher's logits at the real tokens."""
+        if self.teacher is not None:
+            return self.teacher(input_ids=ids, use_cache=False).logits[real].float()
+        above = self._teachers_blocks()[self.first :]
+        return self._logits(self.kept.get(key, lambda: self.run(above, norm=True, inputs_embeds=below))[real])
+
+    def _teachers_blocks(self) -> list[nn.Module]:
+        exchanged = dict(zip(self.others, self.other_blocks, strict=True))
+        return [exchanged.get(i, block) for i, block in enumerate(self.student.base_model.layers)]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = self.student.lm_head
+        return head(hidden.to(head.weight.dtype)).float()
+
+
+class Kept:
+    """Tensors by key, as long as all of them together take no more than so many bytes; the others are made anew."""
+
+    def __init__(self, most: int):
+        self.most, self.bytes, self.held = most, 0, dict[Any, Tensor]()
+
+    def get(self, key: tuple[Any, str], make: Callable[[], Tensor]) -> Tensor:
+        """key: (of the batch, or None if it does not come again; of what)."""
+        if key in self.held:
+            return self.held[key]
+        made = make()
+        if key[0] is not None and self.bytes + made.nbytes <= self.most:
+            self.held[key] = made
+            self.bytes += made.nbytes
+        return made
+
+
+def _blocks(model: Any) -> list[nn.Module]:
+    return list(getattr(model.base_model, "layers", ()))
+
+
+def _around_blocks(student: Any, teacher: Any) -> list[tuple[nn.Module, nn.Module]]:
+    """Embeddings, last norm and head, of both."""
+    ours, theirs = (
+        (
+            m.get_input_embeddings(),
+            getattr(m.base_model, getattr(m.base_model, "last_norm", ""), None),
+            m.get_output_embeddings(),
+        )
+        for m in (student, teacher)
+    )
+    return list(zip(ours, theirs, strict=True))
+
+
+def _trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _coincide(one: nn.Module, other: nn.Module | None) -> bool:
+    """Whether two modules are, and remain, the same function."""
+    if type(one) is not type(other) or other is None or _trained(one):
+        return False
+    mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
+    return mine.keys() == theirs.keys() and all(p is theirs[name] or torch.equal(p, theirs[name]) for name, p in mine.items())
+
+
+@contextmanager
+def _arranged(decoder: Any, blocks: Sequence[nn.Module], norm: bool) -> Iterator[None]:
+    """A backbone with other blocks, and, unless `norm`, without its last norm."""
+    layers, last = decoder.layers, getattr(decoder, decoder.last_norm)
+    try:
+        decoder.layers = nn.ModuleList(blocks)
+        if not norm:
+            setattr(decoder, decoder.last_norm, nn.Identity())
+        yield
+    finally:
+        decoder.layers = layers
+        setattr(decoder, decoder.last_norm, last)

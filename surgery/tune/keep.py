@@ -1,0 +1,90 @@
+"""What tuning must not cost: knowledge and perplexity, looked at on the way.
+
+Bench measures on other examples: the dictionaries are drawn from other seeds, the text is of documents that are neither trained
+on nor in bench's held-out text, and the small world's facts are asked in sentences of the training split, which bench never
+uses. The facts are the same, though, and those of a file (data.facts) have one sentence each, and are asked as bench asks them.
+"""
+
+import math
+import random
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.probes.knowledge import Knowledge
+from surgery.probes.question import Question
+from surgery.probes.scoring import answer
+from surgery.processes import gather, share
+from surgery.recipe import Data, Keep, Tune
+from surgery.tune.batches import held_out_windows
+from surgery.world.facts import RELATIONS, Fact, facts
+
+BATCH = 16
+
+
+class Guard:
+    """Compares a model with the base, whose figures are measured when this is made. Several processes divide what is looked at
+    and all get the same figures."""
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        bounds: Keep,
+        data: Data,
+        options: Tune,
+        seed: int,
+    ):
+        self.tokenizer, self.bounds = tokenizer, bounds
+        self.questions = share(questions(data.facts, bounds.examples, seed))
+        rows = share(range(bounds.windows))
+        ids, real = held_out_windows(tokenizer, data, options, bounds.windows, seed)
+        self.text = ids[rows], real[rows]
+        self.base = self.measure(base)
+
+    def measure(self, model: PreTrainedModel) -> dict[str, float]:
+        """{"knowledge": accuracy, "perplexity"}."""
+        was_training = model.training
+        model.eval()
+        correct = answer(model, self.tokenizer, self.questions).correct.sum() if self.questions else 0
+        shares = gather([(int(correct), len(self.questions), *self._loss(model))])
+        model.train(was_training)
+        correct, asked, nats, tokens = (sum(column) for column in zip(*shares, strict=True))
+        return {"knowledge": correct / asked, "perplexity": math.exp(nats / tokens)}
+
+    @torch.inference_mode()
+    def _loss(self, model: PreTrainedModel) -> tuple[float, int]:
+        """The negative log-likelihood of the text, in nats, and its tokens."""
+        total, tokens = 0.0, 0
+        batches = zip(*(side.to(model.device).split(BATCH) for side in self.text), strict=True)
+        for ids, real in batches if len(self.text[0]) else ():
+            asked = real[:, 1:]  # what follows the first token of a row
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1][asked]
+            total += F.cross_entropy(logits.float(), ids[:, 1:][asked], reduction="sum").item()
+            tokens += int(asked.sum())
+        return total, tokens
+
+    def allows(self, figures: dict[str, float]) -> bool:
+        """Whether a model with these figures is within the bounds."""
+        lost = self.base["knowledge"] - figures["knowledge"]
+        risen = figures["perplexity"] / self.base["perplexity"] - 1
+        return lost <= self.bounds.knowledge and risen <= self.bounds.perplexity
+
+    def compared(self, figures: dict[str, float]) -> str:
+        """In words."""
+        return ", ".join(f"{name} {figures[name]:.4g}, the base's {self.base[name]:.4g}" for name in self.base)
+
+
+def questions(source: str, n: int, seed: int) -> list[Question]:
+    """At most n about `source`, as Knowledge has them; of the world's in a sentence that its facts are trained in."""
+    if source != "world":
+        return Knowledge(source).questions(n, seed)
+    rng, known = random.Random(f"keep {seed}"), facts()
+    chosen = rng.sample(known, min(n, len(known)))
+    return [Question(_seen(rng, f), tuple(f" {c}" for c in f.choices), f.choices.index(f.value)) for f in chosen]
+
+
+def _seen(rng: random.Random, fact: Fact) -> str:
+    templates = range(len(RELATIONS[fact.relation][2]))
+    return fact.prompt(rng.choice([template for template in templates if template != fact.held_out_template]))

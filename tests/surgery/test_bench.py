@@ -1,0 +1,204 @@
+"""Bench: the same decisions whatever the batch, the processes and the resumption; nothing compared that was not asked alike."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from surgery.bench import bench, cells, markdown, suites
+from surgery.bench.report import Perplexity, Report
+from surgery.bench.suites import tasks
+from surgery.errors import UserError
+from surgery.plan import Plan
+from surgery.probes import probes
+from surgery.probes.kv import KVRetrieval
+from surgery.recipe import Bench, Data
+from surgery.splice import splice
+from surgery.statistics import Estimate, Evidence
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import ROOT, random_base
+
+SMALL = Bench(
+    suites=("quick", "retrieval", "language", "speed"), pairs=(3, 6), examples=10, windows=3, window=32, contexts=(96,),
+    depths=(0.5,), batches=(1, 2),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def words():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def pair(words):
+    """A base and its hybrid: random, so that they are wrong in different ways."""
+    base = random_base(vocab_size=-(-len(words) // 16) * 16)
+    return {"base": base, "hybrid": splice(base, Plan(sites=("L1.H2,5",)))}
+
+
+@pytest.fixture(scope="module")
+def finished(pair, words, tmp_path_factory):
+    """(reports, the folder of cells)."""
+    folder = tmp_path_factory.mktemp("cells")
+    return bench(pair, words, SMALL, cells=folder), folder
+
+
+def read(folder):
+    kept = [cells.Cell.read(path) for path in folder.iterdir()]
+    return {(cell.model, cell.task, cell.seed): cell for cell in kept}
+
+
+def test_suites_hold_what_they_say(finished):
+    """Every probe of the project, the sizes that it takes, and everything else of the four suites."""
+    reports, folder = finished
+    found = reports["hybrid"]
+    assert set(suites.names(SMALL)) == set(found.results()) == {task for _, task, _ in read(folder)}
+    families = {task.split(".")[0] for task in found.results()}
+    assert families == {*probes(), "perplexity", "sliding"}
+    assert isinstance(found.tasks["sliding"], Perplexity)
+    assert [(cell.context, cell.batch) for cell in found.speed] == [(96, 1), (96, 2)]
+    assert all(cell.peak_bytes > 0 and cell.prefill_milliseconds > 0 for cell in found.speed)
+    assert found.speed[1].cache_bytes == 2 * found.speed[0].cache_bytes > 2 * reports["base"].speed[0].cache_bytes
+    assert set(found.change) == set(found.evidence) == set(found.results())
+    assert reports["base"].change == reports["base"].evidence == {}
+
+
+def test_decisions_do_not_depend_on_the_batch(pair, words, finished, tmp_path):
+    bench(pair, words, SMALL.model_copy(update={"batch_size": 3, "suites": ("quick", "retrieval")}), cells=tmp_path)
+    whole = read(finished[1])
+    for key, cell in read(tmp_path).items():
+        other = whole[key]
+        assert (cell.inputs, cell.asked) == (other.inputs, other.asked), key
+        np.testing.assert_allclose(cell.values, other.values, rtol=1e-5, err_msg=str(key))
+        if cell.metric == "accuracy":
+            assert cell.values == other.values, key
+
+
+def test_processes_share_the_cells_and_a_finished_one_is_not_measured_again(pair, words, finished, tmp_path, monkeypatch):
+    """Two processes, one after the other, as each would do its share; then a third, which finds everything done."""
+    options = SMALL.model_copy(update={"suites": ("quick",)})
+
+    def refuse(*_):
+        raise AssertionError("a finished cell was measured again")
+
+    module = __import__("surgery.bench.bench", fromlist=["share"])
+    for process in (0, 1):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "share", lambda jobs, process=process: jobs[process::2])
+            patched.setattr(module, "gather", lambda mine: [_stop() for _ in mine[:1]])
+            with pytest.raises(InterruptedError):
+                bench(pair, words, options, cells=tmp_path)
+    halves, whole = read(tmp_path), read(finished[1])
+    assert halves == {key: whole[key] for key in halves}
+    assert len(halves) == 2 * len(suites.names(options))
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patched:
+        patched.setattr(suites, "answer", refuse)
+        again = bench(pair, words, options, cells=tmp_path)
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == times
+        renamed = {"one": pair["base"], "other": pair["hybrid"]}
+        assert bench(renamed, words, options, cells=tmp_path)["other"].kv == again["hybrid"].kv
+    assert again["hybrid"].kv == finished[0]["hybrid"].kv
+    lost = next(path for path in tmp_path.iterdir() if cells.Cell.read(path).task == "kv.6")
+    lost.unlink()  # what a crash costs
+    assert bench(pair, words, options, cells=tmp_path)["hybrid"].kv == again["hybrid"].kv
+    assert {path for path, time in times.items() if path.stat().st_mtime_ns != time} == {lost}
+
+
+def _stop():
+    raise InterruptedError
+
+
+def test_a_model_of_other_settings_is_another_model(pair):
+    changed = random_base(vocab_size=pair["base"].config.vocab_size, time_step_limit=(0.0, 0.05))
+    assert all(torch.equal(a, b) for a, b in zip(changed.parameters(), pair["base"].parameters(), strict=True))
+    assert cells.model_digest(changed) != cells.model_digest(pair["base"])
+    assert cells.model_digest(pair["base"]) != cells.model_digest(pair["hybrid"])
+
+
+def test_retrieval_is_the_published_protocol(tiny):
+    """One candidate at a time, on a model that retrieves."""
+    options, correct = Bench(pairs=(6,), examples=12, windows=1, window=16, contexts=()), []
+    for question in KVRetrieval(6).questions(12, suites.bench_seed(0)):
+        prompt, scores = tiny.tokenizer(question.prompt)["input_ids"], []
+        for choice in question.choices:
+            ids = tiny.tokenizer(choice, add_special_tokens=False)["input_ids"]
+            with torch.inference_mode():
+                log_p = tiny.model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
+            scores.append(sum(log_p[len(prompt) - 1 + i, token].item() for i, token in enumerate(ids)))
+        correct.append(float(np.argmax(scores) == question.answer))
+    task = next(task for task in tasks(options, tiny.tokenizer, Data(), 0) if task.name == "kv.6")
+    assert task.measure(tiny.model).values.tolist() == correct
+    assert np.mean(correct) > 0.5
+
+
+def test_several_seeds_ask_no_example_twice(words):
+    few, fixed = Bench(pairs=(4,), examples=20, seeds=3), Bench(pairs=(4,), examples=10**6, seeds=3)
+    asked = [task.identity.split()[1:] for task in tasks(few, words, Data(), 5) if task.name == "knowledge"]
+    assert len(asked) == 3
+    assert len({digest for one in asked for digest in one}) == sum(map(len, asked)) > 40
+    module = [task.seed for task in suites._probe_tasks("knowledge", "knowledge", {}, fixed, words, Data(), 5)]
+    assert module == [5]  # all facts are asked at once
+
+
+def test_several_seeds_are_told_apart(pair, words):
+    options = Bench(pairs=(4,), examples=8, seeds=2, windows=2, window=16, contexts=())
+    found = bench(pair, words, options)["hybrid"]
+    assert found.kv["4"].n == 16
+    assert np.mean(found.seeds["kv.4"]) == pytest.approx(found.kv["4"].accuracy)
+
+
+def test_a_planted_improvement_is_refused(pair, words, monkeypatch, tmp_path):
+    """The answer leaks into one model's prompts; or one model's results are those of easier examples."""
+    honest, options = suites.answer, Bench(pairs=(6,), examples=6, windows=2, window=16, contexts=())
+
+    def leaky(model, tokenizer, questions, batch_size):
+        if getattr(model.config, "grafts", None):
+            questions = [q.__class__(f"{q.choices[q.answer]} {q.prompt}", q.choices, q.answer) for q in questions]
+        return honest(model, tokenizer, questions, batch_size)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(suites, "answer", leaky)
+        with pytest.raises(UserError, match=r"base and hybrid were not asked the same in kv\.6: they read other tokens"):
+            bench(pair, words, options)
+    bench(pair, words, options, cells=tmp_path)
+    for path in tmp_path.iterdir():
+        cell = json.loads(path.read_text())
+        if (cell["model"], cell["task"]) == ("hybrid", "kv.6"):
+            path.write_text(json.dumps(cell | {"asked": ["0" * 16, *cell["asked"][1:]]}))
+    with pytest.raises(UserError, match=r"not asked the same in kv\.6: example 0 differs"):
+        bench(pair, words, options, cells=tmp_path)
+
+
+def test_the_report_in_words(finished, pair):
+    made = Report.read(ROOT / "recipes" / "demo.report.json").provenance
+    report = Report(provenance=made, plan=None, models=finished[0], timings={}, training={}, settings={})
+    assert Report.model_validate_json(report.model_dump_json()) == report
+    text = markdown.render(report)
+    for title in ("mqar", "needle", "What the differences say", "Gain and cost, against the base", "Speed and memory"):
+        assert f"## {title}" in text
+    assert "| tokens at depth | 96 at 50% |" in text
+    dosed = {
+        f"dose_{n}": finished[0]["hybrid"].model_copy(update={"plan": Plan(sites=(s,))})
+        for n, s in ((1, "L0.H1"), (2, "L1.H1,2"))
+    }
+    report = report.model_copy(update={"models": {**finished[0], **dosed}})
+    assert list(markdown.dosed(report)) == [0, 1, 2]
+    assert "## Dose and response" in markdown.render(report)
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "fields", "words"),
+    [
+        ("kv.8", 0.1, {"differs": True}, "better (p = 0.01)"),
+        ("perplexity", 0.1, {"differs": True}, "worse (p = 0.01)"),
+        ("kv.8", 0.0, {"detectable": 0.019}, "no difference seen, and n = 9 was enough to see 2 points"),
+        ("perplexity", 0.0, {"detectable": 0.019}, "no difference seen, and n = 9 was enough to see 2%"),
+        ("kv.8", 0.0, {"detectable": 0.043}, "no difference seen, but n = 9 shows only differences of 4.3 points or more"),
+        ("kv.8", 0.0, {"detectable": None}, "no difference seen, of too few examples to say more"),
+    ],
+)
+def test_verdicts(task, change, fields, words):
+    said = Evidence(**{"p": 0.01, "p_holm": 0.01, "differs": False, "detectable": 0.0, "n": 9} | fields)
+    assert markdown.verdict(task, Estimate(value=change, ci95=(0, 0), n=9), said) == words

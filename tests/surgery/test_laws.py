@@ -1,0 +1,195 @@
+"""The laws of every model whose forward is our own: equal to itself however it is run, and wherever it is loaded.
+
+Head grafts stand in a covering set: every plan in every kind of mixer, and every variant of a base under one plan at least.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from surgery.splice import splice, unsplice
+from surgery.splice.splice import graft_parameters
+from tests.conftest import BASES
+from tests.surgery.test_hybrid import PLANS
+from tests.surgery.test_layer_graft import HYBRIDS
+from tests.surgery.test_llamba import VARIANTS, random_llamba
+
+COVERING = {
+    "one head": ("plain", "mamba", "falcon mamba", "llamba"),
+    "negative sign and small scale": ("no conv bias", "mamba, biases, untied", "llamba"),
+    "no time step": ("untied", "mamba", "llamba"),
+    "shared pairs, two layers, one complete": ("group per two heads, biases", "mamba", "falcon mamba", "llamba"),
+    "first layer, half blended": ("dt limit", "mamba, biases, untied", "llamba"),
+    "uneven groups, width of the state": ("groups", "mamba", "llamba"),
+}
+HEADS = {
+    f"{base}: {plan}": lambda base=base, plan=plan: splice(BASES[base](), PLANS[plan])
+    for plan, bases in COVERING.items()
+    for base in bases
+}
+LAYERS = {f"{name}: layer": build for name, build in HYBRIDS.items()}
+UNTOUCHED = {f"llamba: {name}": lambda name=name: random_llamba(**VARIANTS[name]) for name in VARIANTS}
+MODELS = HEADS | LAYERS | UNTOUCHED
+STEPS = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+
+
+def over(names) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("model", names, ids=lambda name: name.replace(",", "").replace(" ", "-"), indirect=True)
+
+
+@pytest.fixture(params=MODELS, ids=lambda name: name.replace(",", "").replace(" ", "-"))
+def model(request) -> PreTrainedModel:
+    return MODELS[request.param]()
+
+
+def test_the_covering_set_has_every_base_and_every_plan():
+    assert {base for bases in COVERING.values() for base in bases} == set(BASES)
+    assert set(COVERING) == set(PLANS)
+
+
+@over(HEADS)
+def test_graft_changes_the_logits(model, tokens):
+    # Guards the tests below: with grafts that do nothing they would all pass.
+    assert (model(tokens).logits - unsplice(model)(tokens).logits).abs().max() > 0.01
+
+
+def test_cached_equals_uncached(model, tokens):
+    """A prompt, single tokens, then several tokens at once from the cache."""
+    whole = model(tokens).logits
+    output = model(tokens[:, :20], use_cache=True)
+    parts, cache = [output.logits], output.cache_params
+    for piece in (*tokens[:, 20:30].split(1, dim=1), tokens[:, 30:]):
+        parts.append(model(piece, cache_params=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=2e-5)
+
+
+def test_generation_with_cache_equals_generation_without(model, tokens):
+    cached, uncached = (model.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=c) for c in (True, False))
+    assert torch.equal(cached, uncached)
+
+
+def test_left_padded_batch_equals_its_rows(model, tokens):
+    """Logits of every position and every generated step; row 0 has 5 pads more than row 1. So with a static cache."""
+    short = tokens[0, 5:]
+    batch, mask = tokens.clone(), torch.ones_like(tokens)
+    batch[0, :5], mask[0, :5] = 0, 0
+    alone = model(short[None]).logits[0]
+    torch.testing.assert_close(model(batch, attention_mask=mask).logits[0, 5:], alone, rtol=1e-4, atol=2e-5)
+    together, static = (
+        model.generate(batch, attention_mask=mask, max_new_tokens=6, cache_implementation=kind, **STEPS).logits
+        for kind in (None, "static")
+    )
+    single = model.generate(short[None], max_new_tokens=6, **STEPS).logits
+    for a, b, c in zip(together, static, single, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=5e-5)
+        torch.testing.assert_close(a[0], c[0], rtol=1e-4, atol=5e-5)
+
+
+BEAMS = (
+    "plain: one head", "mamba: shared pairs, two layers, one complete", "llamba: first layer, half blended",
+    "mamba2, mlp: layer", "mamba2, at random: layer", "mamba2attn: layer", "mamba: layer", "llamba, mlp: layer",
+    "llamba: published",
+)  # fmt: skip
+
+
+@over(BEAMS)
+def test_beam_search_with_cache_equals_beam_search_without(model, tokens):
+    """One model for every kind of state that beams reorder."""
+    options = {"num_beams": 3, "max_new_tokens": 4, "do_sample": False}
+    cached, uncached = (model.generate(tokens, use_cache=c, **options) for c in (True, False))
+    assert cached.shape == (2, 41)
+    assert torch.equal(cached, uncached)
+
+
+@over(LAYERS)
+def test_a_mask_of_pairs_gives_the_same_logits(model, tokens):
+    causal = torch.ones(37, 37, dtype=torch.bool).tril()[None, None].expand(2, 1, 37, 37)
+    torch.testing.assert_close(model(tokens, attention_mask=causal).logits, model(tokens).logits, rtol=1e-4, atol=2e-5)
+
+
+@over(("plain: one head", "mamba: one head", "falcon mamba: one head", "llamba: one head"))
+def test_packed_sequences_are_refused(model, tokens):
+    with pytest.raises(ValueError, match=r"packed sequences \(seq_idx\) are not supported"):
+        model(tokens, seq_idx=torch.zeros_like(tokens))
+
+
+def test_train_mode_equals_eval_mode_and_checkpointing_changes_no_gradient(model, tokens):
+    """Every parameter of a graft learns, save where it cannot: a bias of all keys, the scale of queries that are nothing."""
+
+    def gradients():
+        model.zero_grad()
+        output = model(tokens, labels=tokens)
+        output.loss.backward()
+        return output.logits, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    evaluated = model(tokens).logits
+    model.train()
+    assert torch.equal(model(tokens).logits, evaluated)
+    _, plain = gradients()
+    for name in graft_parameters(model):
+        assert name.endswith(("log_tau", "k_proj.bias")) or plain[name].abs().max() > 0, name
+    model.activation_checkpointing_enable()
+    logits, recomputed = gradients()
+    assert torch.equal(logits, evaluated)
+    torch.testing.assert_close(recomputed, plain)
+
+
+def test_reload_equals_live(model, tokens, tmp_path):
+    model.save_pretrained(tmp_path)
+    reloaded, live = AutoModelForCausalLM.from_pretrained(tmp_path), model.state_dict()
+    assert type(reloaded) is type(model)
+    assert reloaded.state_dict().keys() == live.keys()
+    assert all(torch.equal(tensor, live[name]) for name, tensor in reloaded.state_dict().items())
+    assert torch.equal(reloaded(tokens).logits, model(tokens).logits)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert reloaded.config.to_dict() == config.to_dict()
+    assert config.layer_types == model.config.layer_types
+    assert getattr(config, "grafts", None) == getattr(model.config, "grafts", None)
+
+
+def test_bfloat16(model, tokens):
+    exact = model(tokens).logits
+    logits = model.bfloat16()(tokens).logits
+    assert logits.isfinite().all()
+    assert ((logits - exact).norm() / exact.norm()) < 0.05
+
+
+ALONE = (
+    "groups: uneven groups, width of the state", "mamba: one head", "falcon mamba: one head", "llamba: one head",
+    "mamba2, mlp: layer", "mamba2attn: layer", "mamba, mlp: layer",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_all_load_in_a_fresh_process_without_the_package(tokens, tmp_path):
+    """transformers alone, with trust_remote_code, and nothing of a donor: same logits, same generated tokens, and what was
+    loaded can be saved and loaded again."""
+    models = [MODELS[name]() for name in ALONE]
+    for i, model in enumerate(models):
+        model.save_pretrained(tmp_path / f"hybrid{i}")
+    script = f"""
+import sys, torch
+sys.modules["surgery"] = None  # any import of the package fails
+from transformers import AutoModelForCausalLM
+tokens = torch.tensor({tokens.tolist()})
+for i in range({len(models)}):
+    for folder in (f"hybrid{{i}}", f"again{{i}}"):
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+        results = [model(tokens).logits, model.generate(tokens, max_new_tokens=5, do_sample=False)]
+        torch.save(results, folder + ".pt")
+        model.save_pretrained(f"again{{i}}")
+"""
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for i, model in enumerate(models):
+        for folder in ("hybrid", "again"):
+            logits, generated = torch.load(tmp_path / f"{folder}{i}.pt")
+            torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+            assert torch.equal(generated, model.generate(tokens, max_new_tokens=5, do_sample=False))

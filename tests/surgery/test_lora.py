@@ -1,0 +1,264 @@
+"""Adapters on the base: what they match, that they learn, and what is left of them when they are merged."""
+
+import pytest
+import torch
+from peft import PeftModel
+
+from surgery.errors import UserError
+from surgery.export import export
+from surgery.plan import Plan
+from surgery.recipe import Align, Calibrate, Lesson, Lora, Tune, read_recipe
+from surgery.splice import adopt, splice, unsplice
+from surgery.splice.splice import graft_parameters
+from surgery.tune import lora, tune
+from surgery.tune.distil import Distillation
+from surgery.tune.lora import adapted, adapters
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import BASES
+
+FAMILIES = ["plain", "mamba", "falcon mamba", "llamba"]
+TARGETS = {"plain": ("in_proj", "out_proj"), "llamba": ("in_proj", "out_proj", "gate_proj", "up_proj", "down_proj")}
+SELECTIVE = ("in_proj", "x_proj", "out_proj")
+PLAN = Plan(sites=("L1.H3",))
+TOKENIZER = build_tokenizer()
+VOCABULARY = -(-len(TOKENIZER) // 16) * 16
+SHORT = Tune(
+    steps=3,
+    batch_size=2,
+    lessons=(Lesson(options={"pairs": (2, 4)}, queries=3),),
+    text_batch_size=1,
+    text_tokens=16,
+    warmup=0,
+    save_every=1,
+    lora=Lora(targets=("in_proj",), rank=2),
+)
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda name: name.replace(" ", "-"))
+def family(request):
+    return request.param
+
+
+def hybrid_of(family, **changes):
+    base = BASES[family](**changes)
+    return base, splice(base, PLAN)
+
+
+def values(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def equal(one, two):
+    return one.keys() == two.keys() and all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def scatter(model):
+    """Give adapters values as tuning would."""
+    generator = torch.Generator().manual_seed(2)
+    for name, p in adapters(model).items():
+        p.data += torch.randn(p.shape, generator=generator) * (0.01 if "magnitude" in name else 0.02)
+
+
+@torch.no_grad()
+def logits(model, tokens):
+    return model(input_ids=tokens, use_cache=False).logits
+
+
+def test_every_module_that_is_accepted_learns(family, tokens):
+    _, hybrid = hybrid_of(family)
+    targets = TARGETS.get(family, SELECTIVE)
+    with adapted(hybrid, Lora(targets=targets, rank=2)):
+        up = [p for name, p in adapters(hybrid).items() if ".lora_B." in name]
+        assert len(up) == 3 * len(targets)
+        for gradient in torch.autograd.grad(hybrid(input_ids=tokens).logits.square().sum(), up):
+            assert gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+def test_merged_it_computes_the_same_and_the_base_is_as_it_was(kind, family, tokens):
+    base, hybrid = hybrid_of(family)
+    before, untuned, parameters = values(base), logits(hybrid, tokens), dict(hybrid.named_parameters())
+    with adapted(hybrid, Lora(kind=kind, targets=("0.mixer.in_proj", "2.mixer.out_proj"), rank=2)):
+        assert (logits(hybrid, tokens) - untuned).abs().max() < 1e-5  # adapters start as nothing
+        scatter(hybrid)
+        unmerged = logits(hybrid, tokens)
+    assert (logits(hybrid, tokens) - unmerged).abs().max() < 1e-5
+    assert (unmerged - untuned).abs().max() > 1e-2
+    assert equal(values(base), before)
+    changed = [name for name, p in hybrid.named_parameters() if p is not parameters[name]]
+    assert sorted(changed) == ["backbone.layers.0.mixer.in_proj.weight", "backbone.layers.2.mixer.out_proj.weight"]
+    assert all(p.requires_grad for p in (*base.parameters(), *hybrid.parameters()))
+    with adapted(hybrid, Lora(targets=("in_proj",))):
+        scatter(hybrid)
+    assert equal(values(unsplice(hybrid)), before)
+
+
+def spoil(hybrid, value):
+    with adapted(hybrid, Lora(targets=("in_proj",))):
+        scatter(hybrid)
+        if value is None:
+            raise UserError("something else")
+        list(adapters(hybrid).values())[-1].data.fill_(value)
+
+
+def test_what_is_raised_within_leaves_the_model_as_it_was(tokens):
+    _, hybrid = hybrid_of("plain")
+    parameters, untuned = dict(hybrid.named_parameters()), logits(hybrid, tokens)
+    for value, wanted in ((torch.nan, "not finite"), (None, "something else")):
+        with pytest.raises(UserError, match=wanted):
+            spoil(hybrid, value)
+    assert all(p is parameters[name] for name, p in hybrid.named_parameters())
+    assert torch.equal(logits(hybrid, tokens), untuned)
+    assert not hasattr(hybrid, "peft_config")
+
+
+@pytest.mark.parametrize(
+    ("base", "target", "line"),
+    [
+        ("plain", "x_proj", "'x_proj' matches no module; there are in_proj, out_proj$"),
+        ("plain", "proj", "'proj' matches no module"),
+        ("plain", "conv1d", "dead end: the model reads the weight of backbone.layers.0.mixer.conv1d and never calls it"),
+        ("mamba", "conv1d", "dead end"),
+        ("falcon mamba", "conv1d", "dead end"),
+        ("llamba", "conv1d", "dead end"),
+        ("mamba", "dt_proj", "dead end.*there are in_proj, out_proj, x_proj$"),
+        ("falcon mamba", "dt_proj", "dead end"),
+        ("plain", "q_proj", "'q_proj' is in grafts alone, which are trained whole"),
+        ("plain", "lm_head", "'lm_head' is outside of the blocks"),
+        ("plain", "embeddings", "'embeddings' is outside of the blocks"),
+        ("plain", "mixer", "matches backbone.layers.0.mixer, a Mamba2HybridMixer; adapters are for Linear"),
+    ],
+)
+def test_targets_that_would_train_nothing_are_refused(base, target, line):
+    _, hybrid = hybrid_of(base)
+    parameters = dict(hybrid.named_parameters())
+    with pytest.raises(UserError, match=line) as caught, adapted(hybrid, Lora(targets=("in_proj", target))):
+        pass
+    assert "\n" not in str(caught.value)
+    assert all(p is parameters[name] for name, p in hybrid.named_parameters())
+
+
+def test_a_module_of_two_targets_is_refused():
+    _, hybrid = hybrid_of("plain")
+    with pytest.raises(UserError, match=r"'1.mixer.in_proj' matches .*1.mixer.in_proj, and so does 'in_proj'"):
+        lora.matches(hybrid, Lora(targets=("in_proj", "1.mixer.in_proj")))
+
+
+def test_the_table_counts_what_is_trained(capsys, tmp_path):
+    _, hybrid = hybrid_of("mamba")
+    with adapted(hybrid, Lora(targets={"x_proj": 2, "1.mixer.in_proj": 3}), out=tmp_path):
+        assert sum(p.numel() for p in adapters(hybrid).values()) == 972
+    table = """\
+lora: 972 trainable numbers in 4 modules
+target           matched                          modules  weight    rank  trainable
+x_proj           backbone.layers.*.mixer.x_proj   3        18 x 64   2     492
+1.mixer.in_proj  backbone.layers.1.mixer.in_proj  1        128 x 32  3     480
+"""
+    assert capsys.readouterr().err == table
+    assert (tmp_path / "lora.txt").read_text() == table
+
+
+def test_tuned_it_is_held_to_the_base_without_adapters(family, tokens, monkeypatch):
+    base, hybrid = hybrid_of(family, vocab_size=VOCABULARY)
+    before, teachers = values(base), []
+    wanted = logits(base, tokens)
+    forward = Distillation.forward
+
+    def watched(self, *args, **kwargs):
+        with torch.no_grad():
+            hidden = self.run(self._teachers_blocks(), norm=True, input_ids=tokens)
+            teachers.append(self._logits(hidden))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Distillation, "forward", watched)
+    log = tune(hybrid, TOKENIZER, SHORT)
+    assert [record["step"] for record in log] == [1, 2, 3]
+    assert all((given - wanted).abs().max() < 1e-4 for given in teachers)
+    assert equal(values(base), before)
+    adapted_to = {name for name, p in values(hybrid).items() if ".graft." not in name and not torch.equal(p, before[name])}
+    assert adapted_to == {f"backbone.layers.{i}.mixer.in_proj.weight" for i in range(3)}
+
+
+def test_an_adapter_that_no_gradient_reaches_ends_the_run(monkeypatch):
+    _, hybrid = hybrid_of("mamba", vocab_size=VOCABULARY)
+    parameters = dict(hybrid.named_parameters())
+    dead = lora.Match("dt_proj", "backbone.layers.1.mixer.dt_proj", 2)
+    monkeypatch.setattr(lora, "matches", lambda *_: [dead])
+    with pytest.raises(UserError, match=r"dt_proj.lora_A.* was to be trained, but no gradient reaches it"):
+        tune(hybrid, TOKENIZER, SHORT)
+    assert all(p is parameters[name] for name, p in hybrid.named_parameters())
+
+
+ALL = SHORT.model_copy(
+    update={
+        "align": Align(steps=2, batches=1),
+        "calibrate": Calibrate(examples=2, tau=(2.0,), gate=(0.5,), evaluations=0),
+        "lora": Lora(kind="dora", targets=("in_proj",), rank=2, dropout=0.1),
+    }
+)
+
+
+def test_interrupted_and_resumed_it_ends_the_same_and_can_be_loaded_by_peft(tokens, tmp_path, monkeypatch):
+    base, whole = hybrid_of("plain", vocab_size=VOCABULARY)
+    plain = splice(base, PLAN)
+    log = tune(whole, TOKENIZER, ALL)
+    align = [
+        record["loss"] for record in tune(plain, TOKENIZER, ALL.model_copy(update={"lora": None})) if record["stage"] == "align"
+    ]
+    assert [record["loss"] for record in log if record["stage"] == "align"] == align  # adapters rest meanwhile
+    hybrid, forward, calls = splice(base, PLAN), Distillation.forward, []
+
+    def dying(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(Distillation, "forward", dying)
+    with pytest.raises(KeyboardInterrupt):
+        tune(hybrid, TOKENIZER, ALL, out=tmp_path)
+    assert not (tmp_path / "adapter").exists()
+    resumed = splice(base, PLAN)
+    assert tune(resumed, TOKENIZER, ALL, out=tmp_path, resume=True) == log
+    assert equal(values(resumed), values(whole))
+    loaded = PeftModel.from_pretrained(splice(base, PLAN), tmp_path / "adapter")
+    assert (logits(loaded, tokens) - logits(whole, tokens)).abs().max() < 1e-5
+    other = ALL.model_copy(update={"lora": Lora(targets=("in_proj",), rank=3)})
+    with pytest.raises(UserError, match="another"):
+        tune(splice(base, PLAN), TOKENIZER, other, out=tmp_path, resume=True)
+
+
+def test_the_control_has_the_same_adapters():
+    base = BASES["plain"](vocab_size=VOCABULARY)
+    control = adopt(BASES["plain"](vocab_size=VOCABULARY))
+    names, before = list(values(control)), values(control)
+    tune(control, TOKENIZER, SHORT, layers=[1], teacher=adopt(base))
+    assert list(values(control)) == names
+    changed = {name for name, p in values(control).items() if not torch.equal(p, before[name])}
+    own = {name for name in names if ".layers.1.mixer." in name}
+    assert changed == own | {f"backbone.layers.{i}.mixer.in_proj.weight" for i in (0, 2)}
+    assert not graft_parameters(control)
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("tune.lora.targets=[]", "tune.lora.targets"),
+        ("tune.lora={targets: [in_proj], rank: 0}", "tune.lora.rank"),
+        ("tune.lora={}", "tune.lora.targets: Field required"),
+        ("tune.lora.target=[in_proj]", "tune.lora"),
+    ],
+)
+def test_settings_are_checked(setting, line):
+    with pytest.raises(UserError, match=line):
+        read_recipe(None, [setting], model="m")
+
+
+def test_the_command_refuses_a_dead_end_before_anything_is_written(surgery, tmp_path):
+    path = tmp_path / "hybrid"
+    _, hybrid = hybrid_of("mamba", vocab_size=VOCABULARY)
+    export(hybrid, path, tokenizer=TOKENIZER, plan=PLAN, base="base")
+    status, _, error = surgery("tune", path, "--out", "tuned", "--set", "tune.lora.targets=[dt_proj]")
+    assert status == 2
+    assert error.splitlines()[-1].startswith("surgery: tune.lora.targets: 'dt_proj' is a dead end: the model reads the weight")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hybrid"]

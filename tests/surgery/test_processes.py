@@ -1,0 +1,144 @@
+"""Several processes and several attempts give the ranking that one process gives at once."""
+
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import debug_launcher
+from accelerate.state import AcceleratorState
+
+from surgery import cli, processes
+from surgery.errors import UserError
+from surgery.locate import exact, prefilter
+from surgery.recipe import read_recipe
+from surgery.run import located, open_checkpoint
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import random_base
+
+RUN = sys.modules["surgery.run"]  # surgery.run is the function
+# Ten batches, so that there are three decisions on whom to give up; and a second ranking to compare with.
+SETTINGS = [
+    "locate.options.pairs=3", "locate.examples=20", "locate.batch_size=2", "locate.confirm=0.5", "locate.ablation=mean",
+    "locate.seeds=2",
+]  # fmt: skip
+ASKED = [part for setting in SETTINGS for part in ("--set", setting)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "base"
+    tokenizer = build_tokenizer()
+    random_base(vocab_size=-(-len(tokenizer) // 16) * 16, num_hidden_layers=2).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def watch(patch):
+    """Count how many batches are walked through and attributed; "stop": after so many walks, an interrupt."""
+    counts = {"walks": 0, "attributions": 0, "stop": None}
+
+    def watched(module, name, what):
+        own = getattr(module, name)
+
+        def call(*args, **kwargs):
+            if what == "walks" and counts["walks"] == counts["stop"]:
+                raise KeyboardInterrupt
+            counts[what] += 1
+            return own(*args, **kwargs)
+
+        patch.setattr(module, name, call)
+
+    watched(exact.walk, "variants", "walks")
+    watched(prefilter, "attribute_starts", "attributions")
+    return counts
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+    """What one process finds at once, and what that took."""
+    out = tmp_path_factory.mktemp("whole")
+    recipe = read_recipe(None, SETTINGS, model=str(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RUN, "draw_atlas", lambda *_: None)
+        counts = watch(patch)
+        located(recipe, open_checkpoint(recipe), out)
+    return said(out), counts
+
+
+def said(out):
+    """What was found; when and where does not matter."""
+    found = json.loads((out / "ranking.json").read_text())
+    del found["provenance"]
+    return found
+
+
+def as_one_of_several(place, arguments):
+    """The command in a process that accelerate forked; what it prints goes to a file of its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # the parent's, which is alone
+    os.chdir(place)
+    sys.argv = ["surgery", *arguments]
+    with Path(f"printed by {torch.distributed.get_rank()}").open("w") as out, redirect_stdout(out):
+        cli.main()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a forked process cannot use CUDA")
+def test_the_number_of_processes_changes_nothing(folder, whole, tmp_path):
+    debug_launcher(as_one_of_several, (tmp_path, ["locate", str(folder), *ASKED, "--out", "two"]), num_processes=2)
+    printed = [(tmp_path / f"printed by {rank}").read_text() for rank in range(2)]
+    assert "Base accuracy" in printed[0]
+    assert printed[1] == ""
+    assert said(tmp_path / "two") == whole[0]
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {"recipe.yaml", "ranking.json", "atlas.png", "mixing.png"}
+
+
+def test_an_interrupted_locate_goes_on_where_it_was(surgery, folder, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(RUN, "draw_atlas", lambda *_: None)
+    counts = watch(monkeypatch)
+    counts["stop"] = 13
+    assert surgery("locate", folder, *ASKED, "--out", "parts")[0] != 0
+    assert counts["attributions"] == 10  # of the first ranking
+    kept = {path.name for path in (tmp_path / "parts" / "locate").iterdir()}
+    assert len(kept) == 13 + 10
+    assert not (tmp_path / "parts" / "ranking.json").exists()
+
+    status, out, err = surgery("locate", folder, *ASKED, "--set", "locate.confirm=0.4", "--out", "parts", "--resume")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "another recipe" in err
+    assert {path.name for path in (tmp_path / "parts" / "locate").iterdir()} == kept
+
+    counts["stop"] = None
+    assert surgery("locate", folder, *ASKED, "--out", "parts", "--resume")[0] == 0
+    assert {**counts, "stop": None} == whole[1]  # both attempts together
+    assert said(tmp_path / "parts") == whole[0]
+    assert not (tmp_path / "parts" / "locate").exists()
+
+    status, out, _ = surgery("locate", folder, *ASKED, "--out", "parts", "--resume")
+    assert (status, counts) == (0, whole[1])  # nothing more
+    assert "Base accuracy" in out
+
+
+def test_a_damaged_file_is_named(surgery, folder, tmp_path, monkeypatch):
+    watch(monkeypatch)["stop"] = 1
+    assert surgery("locate", folder, *ASKED, "--out", "parts")[0] != 0
+    for path in (tmp_path / "parts" / "locate").iterdir():
+        path.write_bytes(b"\xff" * 99)
+    status, _, err = surgery("locate", folder, *ASKED, "--out", "parts", "--resume")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "run without --resume" in err
+
+
+def test_alone_everything_is_one_s_own():
+    assert processes.is_main()
+    assert processes.own_device() is None
+    assert processes.share([1, 2, 3]) == processes.gather([1, 2, 3]) == [1, 2, 3]
+    assert processes.on_main(lambda: 7) == 7
+
+    def complain():
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        processes.on_main(complain)

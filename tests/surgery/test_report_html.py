@@ -1,0 +1,303 @@
+"""report.html: all of a report in one file, drawn in a real browser, at desktop and phone width, and nothing asked for."""
+
+import html as escaping
+import json
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from surgery.anatomy import anatomy
+from surgery.bench import html
+from surgery.bench.bench import Entry
+from surgery.bench.charts import Point, Series, chart, looks
+from surgery.bench.mixing import Mixing, mixing
+from surgery.bench.report import Cost, ModelReport, Perplexity, Report, Speed
+from surgery.errors import UserError
+from surgery.locate.atlas import short_question
+from surgery.locate.matrices import mixing_matrices
+from surgery.locate.ranking import Ranking, Score
+from surgery.plan import Plan
+from surgery.records import provenance
+from surgery.site import Site
+from surgery.splice import adopt, splice
+from surgery.statistics import evidence, mean, proportion
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import ROOT, random_base
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+EVIL = "x\"'><script>document.title = 'taken'</script><img src=https://example.org/x.png>"
+PLAN = Plan(sites=("L1.H2,5",))
+
+
+@pytest.fixture(scope="module")
+def words():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def base(words):
+    return random_base(vocab_size=-(-len(words) // 16) * 16)
+
+
+@pytest.fixture(scope="module")
+def entries(base):
+    elsewhere = Plan(sites=("L0.H1", "L2.H1"))
+    return {
+        "base": Entry(base, "unchanged"),
+        "spliced": Entry(splice(base, PLAN), EVIL, PLAN),
+        "control_random_site": Entry(splice(base, elsewhere), "elsewhere", elsewhere),
+        "dose_1": Entry(splice(base, Plan(sites=("L1.H2",))), "one", Plan(sites=("L1.H2",))),
+    }
+
+
+def model_report(entry, first, seed):
+    """Answers drawn by lot, and what statistics says of them."""
+    rng = np.random.default_rng(seed)
+    asked = {f"kv.{size}": size for size in (2, 4, 6)} | {"knowledge": 2, "mqar.8": 4, "mqar.16": 6}
+    answers = {task: (rng.random(40) < 1 / n + 0.08 * seed).astype(float) for task, n in asked.items()}
+    answers["perplexity"] = 2 + rng.random(40)
+    pairs = {task: (first[task], found) for task, found in answers.items()} if first else {}
+    results = {task: proportion(found) for task, found in answers.items() if task != "perplexity"}
+    loss = mean(answers["perplexity"])
+    report = ModelReport(
+        description=entry.description, plan=entry.plan, kv={str(n): results[f"kv.{n}"] for n in (2, 4, 6)},
+        knowledge=results["knowledge"], perplexity=Perplexity(value=float(np.exp(loss.value)), loss=loss),
+        tasks={task: found for task, found in results.items() if task.startswith("mqar")},
+        cost=tuple(Cost(context=t, milliseconds=1 + t / 64 + seed, cache_bytes=1000 * t) for t in (64, 128)),
+        speed=(
+            Speed(context=64, batch=1, prefill_milliseconds=3, decode_milliseconds=1, cache_bytes=64, peak_bytes=2**20),
+            Speed(context=4096, batch=1, prefill_milliseconds=9, decode_milliseconds=1, cache_bytes=64, peak_bytes=2**22),
+        ),
+        change={task: mean(b - a) for task, (a, b) in pairs.items()}, evidence=evidence(pairs),
+    )  # fmt: skip
+    return report, answers
+
+
+@pytest.fixture(scope="module")
+def measured(entries, words):
+    """(report, ranking, matrices). Only the matrices are measured."""
+    models, first = {}, None
+    for seed, (name, entry) in enumerate(entries.items()):
+        models[name], answers = model_report(entry, first, seed)
+        first = first or answers
+    made = provenance(EVIL, "f" * 64, 3, {"model": EVIL})
+    rng = np.random.default_rng(0)
+    scores = ("ablation_loss", "splice_gain", "splice_loss", "attribution", "answer_mass", "pair_mass")
+    heads = [
+        Score(site=Site(layer, (head,)), kind="ssm", role="gather", **{name: mean(rng.normal(size=9)) for name in scores})
+        for layer in range(3)
+        for head in range(8)
+    ]
+    zero = mean(np.zeros(3))
+    probe = {"name": "kv", "options": {"pairs": 4}, "seed": 3}
+    ranking = Ranking(provenance=made, probe=probe, base_accuracy=zero, base_loss=zero, heads=tuple(heads[::-1]), layers=())
+    report = Report(provenance=made, plan=PLAN, models=models, timings={"bench": 1.0}, training={"x": {"kl": 0.5}}, settings={})
+    return report, ranking, mixing(entries, words, short_question(words, "kv", {"pairs": 6}, 3), made)
+
+
+@pytest.fixture(scope="module")
+def page(measured):
+    return html.render(*measured)
+
+
+def test_everything_is_in_it_and_nothing_else_is_asked_for(page, measured):
+    report, ranking, matrices = measured
+    text = escaping.unescape(re.sub(r"<script.*?</script>|<style.*?</style>|<[^>]+>", " ", page, flags=re.S))
+    for name, model in report.models.items():
+        assert name in text
+        for result in model.kv.values():
+            assert f"{result.accuracy:.3f} [{result.ci95[0]:.3f}, {result.ci95[1]:.3f}]" in text
+    for title in (
+        "In short",
+        "Retrieval",
+        "Dose and response",
+        "Controls",
+        "The atlas of heads",
+        "Speed and memory",
+        "Provenance",
+    ):
+        assert f"{title}" in text, title
+    change = report.models["spliced"].change["kv.6"]
+    said = [f"{100 * part:+.1f}".replace("-", "\N{MINUS SIGN}") for part in (change.value, *change.ci95)]
+    assert f"That is {said[0]} points [{said[1]}, {said[2]}]" in text
+    assert {str(score.site) for score in ranking.heads} <= set(re.findall(r">(L\d\.H\d)</option>", page))
+    assert page.count('<figure class="mixing"') == sum(len(panel.models) for panel in matrices.panels) == 4
+    assert page.count("<script>") == 1  # what a name says stays text
+    assert EVIL in text
+    # Nothing to load: no address but in what was escaped, no file, no style from elsewhere.
+    assert not re.findall(r"<(?:link|iframe|object|embed|base)\b|@import|url\(|\bfetch\(|XMLHttpRequest", page)
+    assert all(source.startswith("data:") for source in re.findall(r"<[^>]*\s(?:src|href)=[\"']?([^\"'>\s]+)", page))
+
+
+def test_a_report_may_hold_less(measured):
+    """No retrieval, no ranking or one of another model, no matrices, nothing to compare with; reports of earlier versions."""
+    report, ranking, _ = measured
+    alone = report.models["base"].model_copy(update={"kv": {}, "tasks": {}, "cost": (), "speed": ()})
+    other = ranking.model_copy(update={"provenance": ranking.provenance.model_copy(update={"base_fingerprint": "0" * 64})})
+    small = html.render(report.model_copy(update={"models": {"base": alone}, "plan": None}), other)
+    for title in ("Retrieval</h2>", "The atlas of heads", "Mixing matrices before", "Controls</h2>", "Speed and memory"):
+        assert title not in small
+    first = report.models["base"]
+    bare = html.render(
+        report.model_copy(
+            update={
+                "models": {
+                    "base": first,
+                    "spliced": report.models["spliced"].model_copy(update={"kv": first.kv, "evidence": {}}),
+                }
+            }
+        )
+    )
+    assert "not tested" in bare
+
+
+def test_the_atlas_lays_many_heads_out(measured, monkeypatch):
+    _, ranking, _ = measured
+    monkeypatch.setitem(html.atlas.__globals__, "ACROSS", 3)
+    monkeypatch.setitem(html.atlas.__globals__, "MOST", 20)
+    laid = html.atlas(ranking, PLAN)
+    assert laid.left_out == len(ranking.heads) - 20 == 4
+    assert len({(cell.x, cell.y) for cell in laid.cells}) == len(laid.cells) == 20
+    assert {laid.heads[cell.head].site for cell in laid.cells if cell.grafted} <= {"L1.H2", "L1.H5"}
+    assert max(cell.x for cell in laid.cells) == laid.gutter + 2 * laid.cell
+
+
+def test_matrices_are_those_of_the_models(measured, entries, words):
+    _, _, matrices = measured
+    assert Mixing.model_validate_json(matrices.model_dump_json()) == matrices
+    ids = torch.tensor(words(short_question(words, "kv", {"pairs": 6}, 3).prompt)["input_ids"])
+    assert len(ids) == len(matrices.tokens)
+    for panel in matrices.panels:
+        for name, weights in panel.models.items():
+            model = adopt(entries[name].model)
+            exact = mixing_matrices(model, anatomy(model), ids, sites=[panel.site])[panel.site].abs()
+            exact = (exact / exact.sum(-1, keepdim=True)).numpy()
+            np.testing.assert_allclose(np.sqrt(weights.shares()), np.sqrt(exact), atol=0.5001 / 255)
+            assert weights.answer == pytest.approx(exact[-1, list(matrices.answer)].sum(), abs=1e-5)
+        assert panel.models["base"].rows != panel.models["spliced"].rows
+
+
+def test_a_layer_is_shown_as_the_mean_of_its_heads(base, words, measured):
+    plan = Plan(kind="layer", sites=("L1",))
+    models = {"one": Entry(base, ""), "other": Entry(splice(base, plan), "", plan)}
+    question = short_question(words, "kv", {"pairs": 6}, 3)
+    (panel,) = mixing(models, words, question, measured[0].provenance).panels
+    assert panel.heads["one"] == 8
+    assert panel.models["other"].shares().sum(-1) == pytest.approx(1, abs=0.05)
+    assert mixing({"one": Entry(base, "")}, words, question, measured[0].provenance) is None
+
+
+def test_axes():
+    look = looks(["a"])["a"]
+    wide = chart("", "tokens", "ms", [Series("a", look, tuple(Point(x, 0.0, "") for x in (1, 2, 1000)))], unit="tokens")
+    assert wide.x_label == "tokens (log scale)"
+    assert len(wide.x_ticks) == 3
+    assert next(label for _, label in wide.y_ticks) == "0"
+    narrow = chart("", "pairs", "", [Series("a", look, tuple(Point(x, 0.5, "") for x in range(1, 21)))], unit="pairs", top=1.0)
+    assert len(narrow.x_ticks) < len(narrow.columns) == 20
+    assert [label for _, label in narrow.y_ticks] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
+
+
+def test_the_schema_says_what_report_json_holds(surgery, measured, tmp_path):
+    status, printed, error = surgery("report-schema")
+    assert status == 0, error
+    schema = json.loads(printed)
+
+    def check(value, node):
+        node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]] if "$ref" in node else node
+        if isinstance(value, dict) and "properties" in node:
+            assert set(value) <= set(node["properties"])
+            assert node["additionalProperties"] is False
+            assert node["description"], node["title"]
+            for key, held in value.items():
+                inner = node["properties"][key]
+                check(held, next((one for one in inner.get("anyOf", ()) if "$ref" in one), inner))
+        elif isinstance(value, dict) and isinstance(node.get("additionalProperties"), dict):
+            for held in value.values():
+                check(held, node["additionalProperties"])
+
+    for held in (measured[0].model_dump(mode="json"), json.loads((ROOT / "recipes" / "demo.report.json").read_text())):
+        check(held, schema)
+    wrong = measured[0].model_dump(mode="json")
+    wrong["models"]["base"]["kv"]["2"]["n"] = "many"
+    (tmp_path / "report.json").write_text(json.dumps(wrong))
+    with pytest.raises(UserError, match=r"report\.json: models\.base\.kv\.2\.n: .*integer"):
+        Report.read(tmp_path / "report.json")
+
+
+LOOK = """
+const found = [];
+for (const frame of document.querySelectorAll("iframe")) {
+  const inside = frame.contentWindow, page = frame.contentDocument, all = (query) => [...page.querySelectorAll(query)];
+  const fire = (target, kind, at = {}) => target.dispatchEvent(new inside.PointerEvent(kind, { bubbles: true, ...at }));
+  const drawn = (svg) => svg.getBBox().width > 20 && svg.getBoundingClientRect().height > 20;
+  const column = all(".column")[2];
+  fire(column, "pointermove", { clientX: 90, clientY: 90 });
+  const tip = page.getElementById("tip"), before = tip.hidden ? "" : tip.textContent;
+  all(".legend button")[1].click();
+  fire(column, "pointermove", { clientX: 90, clientY: 90 });
+  const cell = page.querySelector('.cell[data-head="5"]');
+  fire(cell, "pointerenter");
+  const image = page.querySelector(".mixing img"), box = image.getBoundingClientRect();
+  fire(image, "pointermove", { clientX: box.left + 2, clientY: box.bottom - 2 });
+  found.push({
+    errors: inside.errors, title: page.title, wide: all("body *").filter((one) => one.getBoundingClientRect().right > inside.innerWidth && !one.closest(".scroll, pre"))
+      .map((one) => `${one.tagName} ${one.className} ${one.textContent.slice(0, 40)}`).concat(
+      page.documentElement.scrollWidth > inside.innerWidth ? ["page"] : []),
+    asked: inside.performance.getEntriesByType("resource").map((one) => one.name),
+    plots: all(".plot").map(drawn), maps: all(".map svg").map(drawn), images: all("img").map((one) => one.naturalWidth),
+    tip: before, hidden: tip.textContent, chosen: page.getElementById("scores").textContent,
+    marked: all(".cell.chosen").length, said: page.querySelector(".said").textContent,
+    small: all("p, td, th, li, button").filter((one) => parseFloat(inside.getComputedStyle(one).fontSize) < 12).length,
+  });
+}
+document.body.innerHTML = "<pre id=found></pre>";
+document.getElementById("found").textContent = JSON.stringify(found);
+"""
+HOOK = """<script>window.errors = [];
+for (const kind of ["error", "securitypolicyviolation", "unhandledrejection"])
+  addEventListener(kind, (event) => errors.push(`${kind} ${event.message || event.blockedURI || event.reason}`), true);
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: chromium)")
+def test_in_a_browser(page, measured, tmp_path):
+    report, ranking, matrices = measured
+    hooked = escaping.escape(page.replace("<head>", f"<head>{HOOK}", 1))
+    frames = "".join(f'<iframe srcdoc="{hooked}" style="width:{width}px;height:900px"></iframe>' for width in (1280, 360))
+    (tmp_path / "frames.html").write_text(f"<body>{frames}<script>addEventListener('load', () => {{{LOOK}}});</script></body>")
+    done = subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND",
+            f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "frames.html").as_uri(),
+        ],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    seen = json.loads(escaping.unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)[1]))
+    assert len(seen) == 2
+    for frame in seen:
+        assert frame["errors"] == []
+        assert [name for name in frame["asked"] if not name.startswith("data:")] == []
+        assert frame["title"].startswith(EVIL)
+        assert frame["wide"] == []
+        assert frame["small"] == 0
+        assert frame["plots"] == [True] * (2 + 1 + 2 + 3)  # retrieval of two probes, doses, cost, speed
+        assert frame["maps"] == [True] * 5
+        assert frame["images"] == [len(matrices.tokens)] * 4
+        result = report.models["spliced"].kv["6"]
+        said = f"spliced: {result.accuracy:.3f} [{result.ci95[0]:.3f}, {result.ci95[1]:.3f}], n = {result.n}"
+        assert frame["tip"].startswith("6 pairs")
+        assert said in frame["tip"]
+        assert said not in frame["hidden"]
+        assert "base: " in frame["hidden"]
+        score = ranking.heads[5]
+        assert frame["chosen"].startswith(str(score.site))
+        assert f"{score.splice_loss}".replace("-", "\N{MINUS SIGN}") in frame["chosen"]
+        assert frame["marked"] == 5
+        share = 100 * matrices.panels[0].models["base"].shares()[-1, 0]
+        assert f"token {len(matrices.tokens)} " in frame["said"]
+        assert f"draws {share:.1f}% from token 1 " in frame["said"]

@@ -1,0 +1,132 @@
+"""How well rankings agree: on scores made up, against scipy, and from locate itself."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from surgery.errors import UserError
+from surgery.locate import Ranking, locate
+from surgery.locate.attribution import attribute
+from surgery.locate.locate import DRAWN, LEADING
+from surgery.locate.stability import Scores, stability
+from surgery.locate.walk import fully_gated
+from surgery.probes.kv import KVRetrieval
+from surgery.probes.scoring import encode
+from surgery.site import Site
+from surgery.splice import adopt
+from surgery.statistics import correlation
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import random_base
+
+KV = {"name": "kv", "options": {"pairs": 4}}
+SITES = [Site(0, (head,)) for head in range(12)]
+
+
+def scores(centres, attributions=None, seed=0):
+    """Six questions with the given means of every head."""
+    noise = np.array([-1.0, 1.0, -2.0, 2.0, 0.5, -0.5])[:, None] * 0.01
+    columns = {"splice_loss": np.asarray(centres, float) + noise}
+    if attributions is not None:
+        columns["attribution"] = np.asarray(attributions, float) + noise
+    return Scores(KV, seed, np.array([1.0, 0, 1, 0, 1, 1]), columns)
+
+
+def test_rankings_are_compared_as_scipy_does():
+    rng = np.random.default_rng(0)
+    one, other = rng.normal(size=12), rng.normal(size=12)
+    found = stability(SITES, [scores(one), scores(other, seed=1)], "splice_loss", SITES[10:])
+    (agreement,) = found.agreements
+    assert agreement.correlation.value == pytest.approx(stats.spearmanr(one, other).statistic)
+    low, high = agreement.correlation.ci95
+    assert -1 <= low < agreement.correlation.value < high <= 1
+    tops = [set((-centres).argsort()[:5]) for centres in (one, other)]
+    assert agreement.shared[5] == len(tops[0] & tops[1])
+    assert found.repeats[0].leading == tuple(SITES[i] for i in (-one).argsort()[:10])
+    assert found.leading.value == pytest.approx(other[(-one).argsort()[:5]].mean())  # on the other's questions
+    assert found.drawn.value == pytest.approx(other[10:].mean())
+    assert found.repeats[0].missed is None  # nothing was attributed
+
+
+def test_misses_of_the_prefilter():
+    """The best head by exact measurement is the last but one by attribution."""
+    exact = np.arange(12.0)[::-1]
+    attributed = exact.copy()
+    attributed[0] = 0.5
+    found = stability(SITES, [scores(exact, attributed), scores(exact, exact)], "splice_loss", [])
+    assert [repeat.missed for repeat in found.repeats] == [(SITES[0],), ()]
+    assert "lack 1 of the 10 exact" in found.summary()
+    header, rows = found.table()
+    assert [row[2] for row in rows] == ["splice loss", "attribution"]
+    assert {len(row) for row in rows} == {len(header)}
+    assert found.drawn is None
+    partly = scores(exact, attributed)
+    partly.columns["splice_loss"][2:, 7] = np.nan  # given up after two questions
+    partly.columns["splice_loss"][:, 8] = np.nan  # not measured
+    found = stability(SITES, [partly, scores(exact, exact)], "splice_loss", [])
+    assert found.repeats[0].missed is None
+    assert found.agreements[0].correlation.n == 11
+    assert found.agreements[0].correlation.value == pytest.approx(1)
+
+
+def test_there_is_no_correlation_with_what_does_not_vary():
+    assert correlation(np.ones(5), np.arange(5.0)) is None
+    assert correlation(np.arange(2.0), np.arange(2.0)) is None
+    ties = np.array([0, 0, 1, 1, 2, 2.0]), np.array([0, 1, 1, 0, 2, 3.0])
+    assert correlation(*ties).value == pytest.approx(stats.spearmanr(*ties).statistic)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def world_base(tokenizer):
+    return random_base(vocab_size=-(-len(tokenizer) // 16) * 16, num_hidden_layers=2)
+
+
+def test_a_ranking_is_repeated_with_other_seeds_and_probes(world_base, tokenizer, tmp_path):
+    common = {"options": {"pairs": 4}, "examples": 6, "layers": False, "confirm": 0.5, "batch_size": 3}
+    alone = locate(world_base, tokenizer, **common, seed=4)
+    ranking = locate(
+        world_base, tokenizer, **common, seed=4, seeds=2, also=[{"probe": "mqar", "options": {"pairs": 3, "queries": 2}}]
+    )
+    assert [head.model_dump() for head in ranking.heads] == [head.model_dump() for head in alone.heads]
+    found = ranking.stability
+    assert alone.stability is None
+    assert [(r.probe["name"], r.seed) for r in found.repeats] == [("kv", 4), ("kv", 5), ("mqar", 4)]
+    assert len(found.agreements) == 3 * 2  # pairs of rankings, scores
+    measured = [head for head in ranking.heads if head.splice_loss]
+    assert found.repeats[0].leading == tuple(head.site for head in measured[:LEADING])
+    attributed = next(a for a in found.agreements if a.score == "attribution" and a.between == (0, 1))
+    starts = {str(head.site): head.start for head in ranking.heads}  # the first one's grafts, on the other one's questions
+    again = attribute(fully_gated(adopt(world_base), 2, 8, starts), encode(tokenizer, KVRetrieval(4).questions(6, 5))).mean(0)
+    both = [(head.attribution.value, float(again[head.site.layer, head.site.heads[0]])) for head in alone.heads]
+    assert attributed.correlation.value == pytest.approx(stats.spearmanr(both).statistic, abs=0.02)  # rounding may swap two
+    assert found.drawn.n == found.leading.n == 12
+    assert len(ranking.drawn) == min(DRAWN, 8)
+    ranking.write(tmp_path / "ranking.json")
+    assert Ranking.read(tmp_path / "ranking.json") == ranking
+
+
+def test_without_exact_measurements_attributions_are_compared(world_base, tokenizer):
+    ranking = locate(world_base, tokenizer, options={"pairs": 4}, examples=4, exact=False, seeds=3)
+    assert ranking.stability.score == "attribution"
+    assert [a.between for a in ranking.stability.agreements] == [(0, 1), (0, 2), (1, 2)]
+    assert ranking.drawn == ()
+    assert ranking.stability.drawn is not None
+
+
+@pytest.mark.parametrize(
+    ("what", "complaint"),
+    [
+        ({"probe": "copying", "options": {"length": 4}}, "asks for completions"),
+        ({"probe": "mqar"}, "needs the option 'pairs'"),
+        ({"probe": "needle", "options": {"length": 40, "tokenizer": "x"}}, "no option of that name"),
+        ({"also": [{"probe": "mqra"}]}, "no probe is named 'mqra'"),
+        ({"probe": "knowledge", "examples": 10**6, "ablation": "mean"}, "knowledge has no others"),
+    ],
+)
+def test_probes_that_cannot_be_asked_are_refused(world_base, tokenizer, what, complaint):
+    with pytest.raises(UserError, match=complaint):
+        locate(world_base, tokenizer, **what)

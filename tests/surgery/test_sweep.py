@@ -1,0 +1,83 @@
+"""The KV sweep and the replacement sweep, against the same done by hand."""
+
+import copy
+
+import pytest
+import torch
+
+from surgery.anatomy import anatomy
+from surgery.errors import UserError
+from surgery.locate.prune import Subject
+from surgery.locate.replacement import replacement_sweep
+from surgery.locate.sweep import CONTROL, kv_sweep
+from surgery.plan import Plan
+from surgery.probes.knowledge import Knowledge
+from surgery.probes.kv import KVRetrieval
+from surgery.probes.scoring import answer
+from surgery.site import Site
+from surgery.splice import adopt, splice
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import random_llamba
+from tests.surgery.test_layer_graft import random_donor
+from tests.surgery.test_replay import untouched
+
+SIZES = (4, 8)
+
+
+def test_a_curve_without_heads_equals_zeroed_weights(tiny):
+    model, heads = adopt(tiny.model), [Site(0, (3, 5))]
+    curves = kv_sweep(model, tiny.tokenizer, SIZES, {"aggregate": heads}, controls=2, examples=24, seed=3)
+    assert [curve.what for curve in curves] == ["whole", "aggregate", f"{CONTROL} (1)", f"{CONTROL} (2)"]
+    cut = copy.deepcopy(model)
+    with torch.no_grad():
+        mixer = anatomy(cut).mixer_of(Site(0, (3,)))
+        for head in (3, 5):
+            mixer.out.weight[:, mixer.columns(head)] = 0
+    for size in SIZES:
+        questions = KVRetrieval(size).questions(24, 3)
+        whole, without = (answer(one, tiny.tokenizer, questions).correct for one in (model, cut))
+        assert curves[0].accuracy[size].accuracy == whole.mean()
+        assert curves[0].drop[size].value == 0
+        assert curves[1].accuracy[size].accuracy == without.mean()
+        assert curves[1].drop[size].value == pytest.approx(whole.mean() - without.mean())
+    assert untouched(model)
+
+
+def test_random_heads_are_as_many_and_none_of_the_groups(tiny):
+    groups = {"a": [Site(0, (3, 5))], "b": [Site(1, (2,))]}
+    curves = kv_sweep(adopt(tiny.model), tiny.tokenizer, (4,), groups, controls=3, examples=2)
+    taken = {head for curve in curves[1:3] for head in curve.silent}
+    assert taken == {Site(0, (3,)), Site(0, (5,)), Site(1, (2,))}
+    drawn = [set(curve.silent) for curve in curves[3:]]
+    assert all(len(heads) == 2 and not heads & taken for heads in drawn)
+    assert len(set(map(frozenset, drawn))) > 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "complaint"),
+    [
+        ({}, "needs the heads that are to be silenced"),
+        ({"a": [Site(1)]}, "L1 is a layer; name its heads"),
+        ({"a": [Site(9, (0,))]}, "no site L9.H0: it has layers 0-3"),
+        ({"a": [Site(layer, tuple(range(8))) for layer in range(3)]}, "has 8 other heads; a control needs 24"),
+    ],
+)
+def test_impossible_sweeps_are_refused(tiny, groups, complaint):
+    with pytest.raises(UserError, match=complaint):
+        kv_sweep(adopt(tiny.model), tiny.tokenizer, (4,), groups, examples=2)
+
+
+def test_every_layer_in_turn_from_a_donor():
+    tokenizer = build_tokenizer()
+    vocabulary = -(-len(tokenizer) // 16) * 16
+    base = random_llamba(vocab_size=vocabulary)
+    donor = random_donor(vocab_size=vocabulary)
+    whole = Subject(base, tokenizer, KVRetrieval(4), Knowledge(), examples=12)
+    outcomes = replacement_sweep(whole, donor, layers=[0, 2])
+    assert [outcome.replaced for outcome in outcomes] == [(0,), (2,)]
+    plan = Plan(kind="layer", sites=(Site(2),), donor="the donor", mlp=True)
+    result = answer(splice(base, plan, donor), tokenizer, whole.questions["retrieval"])
+    assert outcomes[1].retrieval.loss.value == pytest.approx(result.loss.mean(), abs=1e-6)
+    assert outcomes[0].retrieval.loss.value != pytest.approx(outcomes[1].retrieval.loss.value, abs=1e-6)
+    with pytest.raises(UserError, match="no site L3"):
+        replacement_sweep(whole, donor, layers=[3])

@@ -1,0 +1,392 @@
+"""Data for tuning: everything follows from the seed and the step, documents stay apart, and so does what is held out."""
+
+import json
+import random
+import sys
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from surgery.errors import UserError
+from surgery.probes.knowledge import Knowledge
+from surgery.probes.kv import KVRetrieval
+from surgery.probes.needle import Needle
+from surgery.probes.perplexity import Perplexity
+from surgery.recipe import Data, Lesson, Text, Tune
+from surgery.tune.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders, padding, progress
+from surgery.tune.data import IGNORE, collate, kv_pieces
+from surgery.tune.sources import HELD_OUT, Reading, open_source
+from surgery.world.text import document
+
+WORDS = 400  # a document of the folders below is one of these words, again and again
+
+
+@pytest.fixture(scope="session")
+def words():
+    """A tokenizer of the words w0 to w399, one token each, which puts <s> before every text."""
+    vocabulary = {"<s>": 0, "?": 1} | {f"w{i}": i + 2 for i in range(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="?")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """The same documents, of 1 to 40 times one word, as JSON lines and as a folder of two parquet files; and a text file."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    path = tmp_path_factory.mktemp("documents")
+    rng = random.Random(0)
+    texts = [" ".join([f"w{i}"] * rng.randint(1, 40)) for i in range(WORDS)]
+    lines = [json.dumps({"body": text, "number": i}) + "\n" for i, text in enumerate(texts)]
+    (path / "documents.jsonl").write_text("".join(lines))
+    (path / "parquet").mkdir()
+    for part in range(2):
+        rows = datasets.Dataset.from_dict({"body": texts[part::2], "number": list(range(part, WORDS, 2))})
+        rows.to_parquet(path / "parquet" / f"train-{part}.parquet")
+    (path / "text.txt").write_text(" ".join(f"w{i}" for i in range(WORDS)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Datasets that a test loads go to its own folder."""
+    if "datasets" in sys.modules:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(params=["jsonl", "parquet", "streamed"])
+def documents(request, folder):
+    source = folder / ("documents.jsonl" if request.param == "jsonl" else "parquet")
+    return Text(source=str(source), column="body", streaming=request.param == "streamed")
+
+
+def batches(tokenizer, options, data, seed=0, start=0):
+    return list(zip(*loaders(tokenizer, options, data, seed, start), strict=True))
+
+
+def same(one, other):
+    flat = [[tensor for batch in batches for pair in batch for tensor in pair] for batches in (one, other)]
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(*flat, strict=True))
+
+
+EVERY_LESSON = (
+    Lesson(options={"pairs": (2, 6)}, queries=3),
+    Lesson(probe="mqar", options={"pairs": (4, 8)}),
+    Lesson(probe="copying", options={"length": (3, 9)}, weight=2),
+)
+
+
+def test_a_resumed_run_sees_the_rest_of_the_uninterrupted_one(tiny, folder, documents):
+    """Of every kind of lesson and text mixed, and whatever the number of steps that was planned."""
+    texts = (documents, Text(source=str(folder / "text.txt"), weight=0.5), Text(source="world"))
+    options, data = (
+        Tune(steps=21, batch_size=2, lessons=EVERY_LESSON, text_batch_size=3, text_tokens=16),
+        Data(train_text=texts),
+    )
+    whole = batches(tiny.tokenizer, options, data)
+    assert len(whole) == 21
+    for start in (1, 17, 20):
+        assert same(batches(tiny.tokenizer, options, data, start=start), whole[start:])
+    longer = batches(tiny.tokenizer, options.model_copy(update={"steps": 40}), data)
+    assert same(longer[:21], whole)
+    assert not same(batches(tiny.tokenizer, options, data, seed=1), whole)
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 9), index=st.integers(0, 41), more=st.integers(0, 30))
+def test_an_item_depends_on_the_seed_and_its_index_alone(tiny, seed, index, more):
+    options = Tune(steps=14, batch_size=3, lessons=EVERY_LESSON, text_batch_size=3, text_tokens=12)
+    longer = options.model_copy(update={"steps": 14 + more})
+    assert Lessons(tiny.tokenizer, options, seed)[index] == Lessons(tiny.tokenizer, longer, seed)[index]
+    rows = Rows(tiny.tokenizer, longer, Data(), seed)
+    rows[41 - index]  # what was asked before does not matter
+    assert rows[index] == Rows(tiny.tokenizer, options, Data(), seed)[index]
+
+
+def test_no_row_holds_more_than_one_document(words, documents):
+    options = Tune(steps=40, text_batch_size=4, text_tokens=16)
+    _, text = loaders(words, options, Data(train_text=(documents,)), 0, 0)
+    seen = Counter()
+    for ids, real in text:
+        assert ids.shape == real.shape
+        assert (ids[~real] == 0).all()
+        for row, mask in zip(ids, real, strict=True):
+            tokens = row[mask].tolist()
+            assert len(tokens) <= 16
+            assert not mask[len(tokens) :].any()  # padding is on the right
+            inside = {token for token in tokens if token != 0}  # <s> stands before a document
+            assert len(inside) == 1
+            assert 0 not in tokens[1:]
+            seen |= Counter(inside)
+    assert len(seen) > 90  # different documents, too
+
+
+def test_documents_of_a_batch_are_of_similar_length(words, folder):
+    """Most of what padding there would be is gone."""
+    data = Data(train_text=(Text(source=str(folder / "documents.jsonl"), column="body"),))
+    options = Tune(steps=64, text_batch_size=4, text_tokens=64)
+    _, text = loaders(words, options, data, 0, 0)
+    rows = Rows(words, options, data, 0)
+    lengths = [len(rows.sources[source].row(index)) for source, index in rows.drawn]
+    unsorted = 1 - sum(lengths) / sum(4 * max(lengths[i : i + 4]) for i in range(0, len(lengths), 4))
+    assert padding(text) < unsorted / 4
+    assert unsorted > 0.25
+    drawn = Counter(len(rows[i]) for i in range(len(rows)))
+    assert drawn == Counter(lengths)  # none lost, none twice
+
+
+def test_windows_of_one_length_keep_their_order(tiny):
+    options = Tune(steps=20, text_batch_size=2, text_tokens=12)
+    source = open_source(Text(source="world"), Reading(tiny.tokenizer, 12, seed=4))
+    rows = Rows(tiny.tokenizer, options, Data(), 4)
+    assert [rows[i] for i in range(40)] == [source.row(i) for i in range(40)]
+
+
+def test_weights_are_honoured(tiny, folder):
+    weights = (1.0, 2.5, 0.5)
+    data = Data(train_text=tuple(Text(source="world", weight=weight) for weight in weights))
+    lessons = tuple(Lesson(options={"pairs": 2}, weight=weight) for weight in weights)
+    options = Tune(steps=4000, batch_size=1, lessons=lessons, text_batch_size=1)
+    drawn = Counter(source for source, _ in Rows(tiny.tokenizer, options, data, 0).drawn)
+    chosen = Counter(lesson.weight for lesson in Lessons(tiny.tokenizer, options, 0).chosen)
+    for i, weight in enumerate(weights):
+        assert drawn[i] / drawn.total() == pytest.approx(weight / 4, abs=0.03)  # four standard deviations
+        assert chosen[weight] / 4000 == pytest.approx(weight / 4, abs=0.03)
+
+
+@given(steps=st.integers(1, 60), share=st.floats(0.01, 1))
+def test_the_curriculum_grows_to_the_whole(steps, share):
+    options = Tune(steps=steps, curriculum=share)
+    parts = [progress(options, step) for step in range(steps + 1)]
+    assert parts[0] == 0
+    assert parts[-1] == 1
+    assert all(one <= next_one for one, next_one in pairwise(parts))
+    assert all(part == 1 for step, part in enumerate(parts) if step >= share * steps)
+    assert progress(Tune(steps=steps), 0) == 1
+
+
+def test_the_curriculum_reaches_lessons_and_text(tiny):
+    lesson = Lesson(options={"pairs": (4, 64)})
+    options = Tune(steps=200, batch_size=1, lessons=(lesson,), text_batch_size=1, text_tokens=40, curriculum=0.5)
+    lessons, rows = Lessons(tiny.tokenizer, options, 0), Rows(tiny.tokenizer, options, Data(), 0)
+    pairs = [lessons.drawn(step)["pairs"] for step in range(200)]
+    assert all(4 <= drawn <= 4 + round(60 * progress(options, step)) for step, drawn in enumerate(pairs))
+    assert max(pairs[:25]) < 20
+    assert max(pairs[100:]) > 50
+    lengths = [len(rows[i]) for i in range(200)]
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[50], lengths[100]) == (10, 25, 40)
+    without = Lessons(tiny.tokenizer, options.model_copy(update={"curriculum": 0.0}), 0)
+    assert pairs[100:] == [without.drawn(step)["pairs"] for step in range(100, 200)]
+
+
+def test_held_out_documents_are_never_trained_on(words, documents):
+    options, data = Tune(steps=160, text_batch_size=4, text_tokens=16), Data(train_text=(documents,))
+    trained = {t for ids, _ in loaders(words, options, data, 0, 0)[1] for t in ids.unique().tolist()} - {0}
+    ids, real = held_out_windows(words, data, options, 60, seed=0)
+    assert ids.shape == real.shape == (60, real.sum(1).max())
+    held_out = set(ids.unique().tolist()) - {0}
+    assert not trained & held_out
+    assert len(trained) > 250
+    assert WORDS / HELD_OUT / 2 < len(held_out) < WORDS / HELD_OUT * 2
+
+
+def test_held_out_text_of_a_file_is_its_end(words, folder):
+    options, data = Tune(steps=50, text_tokens=16), Data(train_text=str(folder / "text.txt"))
+    trained = max(ids.max().item() for ids, _ in loaders(words, options, data, 0, 0)[1])
+    ids, real = held_out_windows(words, data, options, 20, seed=0)
+    assert real.all()
+    assert trained < ids.min().item()
+    assert ids.shape == (20, 16)
+
+
+def test_held_out_documents_of_the_world_are_neither_trained_on_nor_measured_on(tiny):
+    """They are whole documents of its training text that training passes over."""
+
+    def whole(rows):
+        texts = [tiny.tokenizer.decode(row).split(tiny.tokenizer.eos_token) for row in rows]
+        return {text for parts in texts for text in parts[1:-1]}  # the last one is cut
+
+    options = Tune(steps=30, text_batch_size=2, text_tokens=400)
+    trained = whole(ids for batch, _ in loaders(tiny.tokenizer, options, Data(), 0, 0)[1] for ids in batch)
+    held_out = whole(held_out_windows(tiny.tokenizer, Data(), options, 12, seed=0)[0])
+    measured = {document(random.Random(f"measured {i}"), held_out=True) for i in range(200)}
+    sentences = {sentence for text in measured for sentence in text.split(".")}
+    assert len(trained) > 60
+    assert len(held_out) > 12
+    assert not trained & held_out
+    narrative = {s.strip() for s in sentences if " near " in s}
+    assert narrative
+    assert not narrative & {s.strip() for text in trained | held_out for s in text.split(".")}
+
+
+def test_targets_are_the_values_asked_for(tiny):
+    tokenizer = tiny.tokenizer
+    pieces = kv_pieces(random.Random(0), pairs=5, queries=9)
+    assert len(pieces) == 2 * 5  # no key is asked for twice
+    ids, targets = collate(tokenizer, [pieces, kv_pieces(random.Random(1), pairs=3, queries=2)])
+    assert ids.shape == targets.shape
+    asked = [text for text, is_target in pieces if is_target]
+    at = (targets[0] != IGNORE).nonzero()[:, 0]
+    assert [tokenizer.decode([t]) for t in targets[0, at].tolist()] == asked
+    assert torch.equal(ids[0, at + 1], targets[0, at])
+    assert {tokenizer.decode([t]) for t in ids[0, at].tolist()} == {" is"}
+
+
+def test_a_sequence_begins_as_the_tokenizer_begins_a_prompt(words):
+    ids, targets = collate(
+        words, [[("w3 w4", False), ("w5", True), ("w6", False), ("w7", True)], [("w8", False), ("w9", True)]]
+    )
+    assert ids.tolist() == [[0, 5, 6, 7, 8, 9], [0, 10, 11, 0, 0, 0]]
+    assert targets.tolist() == [[IGNORE, IGNORE, 7, IGNORE, 9, IGNORE], [IGNORE, 11, IGNORE, IGNORE, IGNORE, IGNORE]]
+
+
+@pytest.mark.parametrize(
+    ("probe", "options"),
+    [
+        ("kv", {"pairs": (2, 9)}),
+        ("mqar", {"pairs": (4, 9), "queries": (1, 4)}),
+        ("phonebook", {"entries": (3, 6)}),
+        ("copying", {"length": (2, 6)}),
+        ("selective_copying", {"count": (1, 4), "length": 9}),
+        ("letters", {"source": "capitals"}),
+    ],
+)
+def test_every_probe_can_be_a_lesson(tiny, probe, options):
+    """A batch has one draw of the options; the right answer, and nothing else, is the target."""
+    tune = Tune(steps=12, batch_size=3, lessons=(Lesson(probe=probe, options=options, queries=2 if probe == "kv" else None),))
+    check(tiny.tokenizer, tune, Data())
+    lessons = Lessons(tiny.tokenizer, tune, 0)
+    drawn = [lessons.drawn(step) for step in range(12)]
+    for name, ends in options.items():
+        if isinstance(ends, tuple):
+            assert len({values[name] for values in drawn}) > 1
+            assert {values[name] for values in drawn} <= set(range(ends[0], ends[1] + 1))
+    for step in range(12):
+        for index in range(3 * step, 3 * step + 3):
+            pieces = lessons[index]
+            assert [wanted for _, wanted in pieces] == [False, True] * (len(pieces) // 2)
+            if probe == "kv":
+                assert pieces[0][0].count(":") == drawn[step]["pairs"] + 1
+                assert len(pieces) == 4
+    assert len({lessons[i][0][0] for i in range(36)}) == 36
+
+
+def test_questions_of_lessons_are_not_those_that_are_measured(tiny):
+    """Bench and locate ask with the recipe's seed, or that and a little."""
+    tune = Tune(steps=50, batch_size=2, lessons=(Lesson(probe="mqar", options={"pairs": 4}),))
+    lessons = Lessons(tiny.tokenizer, tune, 0)
+    assert FIRST_SEED > 2**62
+    assert len({lessons[i][0][0] for i in range(100)}) == 100
+    kv = Lessons(tiny.tokenizer, tune.model_copy(update={"lessons": (Lesson(options={"pairs": 8}),)}), 0)
+    measured = {q.prompt[:120] for seed in (0, 77, 10_000) for q in KVRetrieval(8).questions(200, seed)}
+    assert not measured & {kv[i][0][0][:120] for i in range(100)}
+
+
+@pytest.mark.parametrize(
+    ("lesson", "complaint"),
+    [
+        (Lesson(probe="kw", options={"pairs": 3}), "no probe is named 'kw'"),
+        (Lesson(), "needs the option 'pairs'"),
+        (Lesson(options={"pears": 3}), "no option 'pears'"),
+        (Lesson(options={"pairs": (4, 101)}), "kv takes 1 to 100 pairs, not 101"),
+        (Lesson(probe="mqar", options={"pairs": (2, 64)}), "mqar with 2 pairs takes 1 to 2 queries, not 4"),
+        (Lesson(probe="mqar", options={"pairs": 9}, queries=2), "queries are for kv"),
+        (Lesson(probe="knowledge", options={"source": (1, 2)}), "option 'source' is 1"),
+        (Lesson(probe="knowledge"), r"'knowledge' reads 'world', which is measured on \(data.facts\)"),
+        (Lesson(probe="needle", options={"length": 64}), "give it another options.source"),
+    ],
+)
+def test_lessons_that_cannot_be_given_are_refused(tiny, lesson, complaint):
+    data = Data(held_out_text="elsewhere.txt") if lesson.probe == "knowledge" else Data(facts="capitals")
+    options = Tune(lessons=(lesson,))
+    with pytest.raises(UserError, match=complaint):
+        check(tiny.tokenizer, options, data)
+    with pytest.raises(UserError, match=complaint):
+        loaders(tiny.tokenizer, options, data, 0, 0)
+
+
+def write(folder, name, content):
+    (folder / name).write_bytes(content)
+    return str(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fields", "complaint"),
+    [
+        ("a.txt", None, {}, "cannot read the text in .*a.txt: No such file"),
+        ("a.txt", b"", {}, "a.txt has 0 tokens to train on, of 0; a window needs 16"),
+        ("a.txt", b"\xff\xfe words", {}, "cannot read the text in .*a.txt: not UTF-8 at byte 0"),
+        ("a.txt", b"words", {"column": "body"}, "has no column, but 'body' is given"),
+        ("a.jsonl", None, {}, "cannot read the documents in .*a.jsonl: No such file"),
+        ("a.jsonl", b"", {}, "a.jsonl holds no documents"),
+        ("a.jsonl", b'{"text": "one"}\n\xff\n', {}, "a.jsonl: not UTF-8 at byte 16"),
+        ("a.jsonl", b'{"text": "one"}\n{"text"\n', {}, "a.jsonl, line 2, is not JSON"),
+        ("a.jsonl", b'["one"]\n', {}, "line 1: needs an object with a column 'text'"),
+        ("a.jsonl", b'{"body": "one", "n": 3}\n', {}, r"\(line 1\) has no column 'text'; it has body, n"),
+        ("a.jsonl", b'{"text": 3}\n', {}, "a document is to be text, not int"),
+        ("a.jsonl", b'{"text": " "}\n{"text": null}\n{"text": "\\ud800"}\n', {}, "holds no text to train on"),
+        ("a.jsonl", b'{"text": "one"}\n', {"split": "test"}, "has no split, but 'test' is given"),
+        ("a.jsonl", b'{"text": " "}\n', {"streaming": True}, "holds no text to train on"),
+        ("a.jsonl", b"", {"streaming": True}, r"cannot load the dataset .*a.jsonl: \S"),
+        ("a.jsonl", b'{"text": "one"}\n{"text"\n', {"streaming": True}, r"cannot load the dataset .*a.jsonl: \S"),
+        ("a.jsonl", b'{"body": "one", "n": 3}\n', {"streaming": True}, "has no column 'text'; it has body, n"),
+        ("a.csv", b"body,n\none,3\n", {}, r"\(split 'train'\) has no column 'text'; it has body, n"),
+        ("a.csv", b"text\n", {}, "cannot load the dataset .*a.csv: .* no data"),
+        ("a.csv", b"text\none\n", {"split": "test"}, 'cannot load the dataset .*a.csv: Unknown split "test"'),
+        ("a.parquet", b"no parquet", {}, "cannot load the dataset .*a.parquet"),
+        ("a.parquet", None, {"streaming": True}, "cannot read the documents in .*a.parquet: no such file"),
+        ("folder", None, {}, "cannot load the dataset .*folder"),
+    ],
+)
+def test_text_that_cannot_be_had_is_refused(words, tmp_path, name, content, fields, complaint):
+    source = str(tmp_path / name) if content is None else write(tmp_path, name, content)
+    with pytest.raises(UserError, match=complaint) as refused:
+        check(words, Tune(text_tokens=16), Data(train_text=(Text(source=source, **fields),)))
+    assert "\n" not in str(refused.value)
+
+
+def test_without_the_package_datasets_there_is_a_hint(words, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'mamba-surgery\[data\]'"):
+        check(words, Tune(text_tokens=16), Data(train_text=(Text(source="some/dataset"),)))
+
+
+def test_what_is_measured_on_is_not_trained_on(words, folder):
+    path = str(folder / "text.txt")
+    with pytest.raises(UserError, match="must be other text"):
+        check(words, Tune(text_tokens=16), Data(train_text=path, held_out_text=path))
+
+
+def test_too_little_to_hold_out_is_said(words, tmp_path):
+    one = Data(train_text=(Text(source=write(tmp_path, "one.jsonl", b'{"text": "w1 w2"}\n')),))
+    with pytest.raises(UserError, match="holds no text held out"):
+        held_out_windows(words, one, Tune(text_tokens=16), 2, seed=0)
+
+
+def test_what_is_not_utf_8_is_said_everywhere(words, tmp_path):
+    path = write(tmp_path, "latin", "é".encode("latin-1"))
+    with pytest.raises(UserError, match="not UTF-8 at byte 0"):
+        Perplexity(path).token_windows(words, 0)
+    with pytest.raises(UserError, match="not UTF-8 at byte 0"):
+        Needle(words, 40, source=path).questions(1, 0)
+    with pytest.raises(UserError, match="not UTF-8 at byte 0"):
+        Knowledge(path).questions(1, 0)
+
+
+def test_a_long_document_gives_every_part_of_itself(words, tmp_path):
+    """Windows of one that is much longer than a row; only a stretch of it is tokenised for each."""
+    text = " ".join(f"w{i}" for i in range(WORDS))
+    long = Text(source=write(tmp_path, "long.jsonl", json.dumps({"text": text}).encode()))
+    source = open_source(long, Reading(words, 8, seed=0))
+    rows = [source.row(i) for i in range(300)]
+    assert all(len(row) == 8 and 1 not in row for row in rows)  # whole words
+    assert all(b == a + 1 for row in rows for a, b in pairwise(row) if a > 1)
+    assert len({token for row in rows for token in row}) > WORDS * 0.9

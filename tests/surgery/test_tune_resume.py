@@ -1,0 +1,217 @@
+"""An interrupted run ends where the uninterrupted one does, whatever interrupts it; what goes wrong is said in one line."""
+
+import errno
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from surgery.errors import UserError
+from surgery.plan import Plan
+from surgery.recipe import Align, Calibrate, Keep, Lesson, Tune
+from surgery.splice import splice
+from surgery.splice.splice import graft_parameters
+from surgery.tune import state, tune
+from surgery.tune.align import Alignment
+from surgery.tune.distil import Distillation
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import random_base
+
+SHORT = Tune(
+    steps=6,
+    batch_size=2,
+    lessons=(Lesson(options={"pairs": (2, 4)}, queries=3),),
+    text_batch_size=1,
+    text_tokens=16,
+    save_every=1,
+)
+ALL = SHORT.model_copy(
+    update={
+        "align": Align(steps=4, batches=2),
+        "calibrate": Calibrate(examples=2, tau=(2.0,), gate=(0.5,), evaluations=2),
+        "keep": Keep(every=2, knowledge=1.0, perplexity=10.0, examples=4, windows=1),
+        "save_every": 2,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer):
+    return random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+
+
+@pytest.fixture
+def hybrid(base):
+    return splice(base, Plan(sites=("L1.H3",), blend=0.5))
+
+
+def grafts(hybrid):
+    return {name: p.detach().clone() for name, p in graft_parameters(hybrid).items()}
+
+
+def equal(one, two):
+    return one.keys() == two.keys() and all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def dying(after):
+    """Replace what a run does, so that it is killed within the `after`-th of these things: a forward, half a file, a name
+    given, a folder taken apart."""
+    left = iter(range(after))
+
+    def fatal(owner, name, instead=None):
+        own = getattr(owner, name)
+
+        def function(*args, **kwargs):
+            if next(left, None) is None:
+                if instead is not None:
+                    instead(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return own(*args, **kwargs)
+
+        setattr(owner, name, function)
+
+    def half(path, content):
+        path.write_bytes(bytes(content)[: len(content) // 2])
+
+    fatal(Distillation, "forward")
+    fatal(Alignment, "forward")
+    fatal(state, "_write", half)
+    fatal(os, "replace")
+    fatal(shutil, "rmtree", lambda folder, **_: next(folder.iterdir()).unlink())
+
+
+def child(hybrid, tokenizer, folder, result, after):
+    dying(after)
+    log = tune(hybrid, tokenizer, ALL, out=folder, resume=True)
+    save_file(grafts(hybrid), result)
+    assert len(log) > 10
+    os._exit(0)
+
+
+def test_killed_again_and_again_it_ends_where_the_uninterrupted_run_does(hybrid, tokenizer, tmp_path):
+    start, fork = grafts(hybrid), multiprocessing.get_context("fork")
+    tune(hybrid, tokenizer, ALL)
+    wanted = grafts(hybrid)
+    for name, p in graft_parameters(hybrid).items():
+        p.data.copy_(start[name])
+    rng, kills, stages = random.Random(0), 0, set()
+    result = tmp_path / "result.safetensors"
+    while not result.exists():
+        run = fork.Process(target=child, args=(hybrid, tokenizer, tmp_path / "run", result, rng.randint(5, 30)))
+        run.start()
+        run.join(rng.choice([0.3, None, None, None]))  # now and then at any moment whatever
+        run.kill()
+        run.join()
+        assert result.exists() or run.exitcode == -signal.SIGKILL
+        kills += 1
+        assert kills < 100
+        stages |= {folder.name for folder in (tmp_path / "run").glob("*")} if (tmp_path / "run").exists() else set()
+    assert kills > 5
+    assert any(name.startswith(".checkpoint") for name in stages)  # it did die while it wrote
+    assert equal(load_file(result), wanted)
+
+
+def test_interrupted_and_resumed_has_the_same_log(base, hybrid, tokenizer, tmp_path, monkeypatch):
+    whole = splice(base, Plan(sites=("L1.H3",), blend=0.5))
+    log = tune(whole, tokenizer, SHORT)
+    failing(monkeypatch, KeyboardInterrupt(), 5)
+    with pytest.raises(KeyboardInterrupt):
+        tune(hybrid, tokenizer, SHORT, out=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert tune(hybrid, tokenizer, SHORT, out=tmp_path, resume=True) == log
+    assert equal(grafts(hybrid), grafts(whole))
+    finished = splice(base, Plan(sites=("L1.H3",), blend=0.5))
+    assert tune(finished, tokenizer, SHORT, out=tmp_path, resume=True) == log  # nothing is left to do
+    assert equal(grafts(finished), grafts(whole))
+
+
+def failing(patch, problem, at):
+    """The `at`-th forward, and no other, raises or returns something else."""
+    forward, calls = Distillation.forward, iter(range(1, 100))
+
+    def function(*args, **kwargs):
+        losses = forward(*args, **kwargs)
+        if next(calls) != at:
+            return losses
+        if isinstance(problem, BaseException):
+            raise problem
+        return losses | {"loss": losses["loss"] * problem}
+
+    patch.setattr(Distillation, "forward", function)
+
+
+@pytest.mark.parametrize(
+    ("problem", "line"),
+    [
+        (float("nan"), "the loss is nan at step 5"),
+        (float("inf"), "the loss is inf at step 5"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "does not fit into memory; lower tune.batch_size"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "does not fit into memory"),
+    ],
+)
+def test_what_goes_wrong_leaves_the_last_checkpoint(problem, line, base, hybrid, tokenizer, tmp_path, monkeypatch):
+    failing(monkeypatch, problem, 5)
+    with pytest.raises(UserError, match=line) as caught:
+        tune(hybrid, tokenizer, SHORT, out=tmp_path)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    resumed = tune(splice(base, Plan(sites=("L1.H3",), blend=0.5)), tokenizer, SHORT, out=tmp_path, resume=True)
+    assert [record["step"] for record in resumed] == [1, 2, 3, 4, 5, 6]
+
+
+def test_other_errors_are_not_taken_for_lack_of_memory(hybrid, tokenizer, monkeypatch):
+    failing(monkeypatch, RuntimeError("something else"), 1)
+    with pytest.raises(RuntimeError, match="something else"):
+        tune(hybrid, tokenizer, SHORT)
+
+
+@pytest.mark.parametrize("file", [1, 3])
+def test_a_full_disk_leaves_the_last_checkpoint(file, hybrid, tokenizer, tmp_path, monkeypatch):
+    write, calls = state._write, iter(range(1, 100))
+
+    def full(path, content):
+        if next(calls) == 6 + file:  # three files a checkpoint: in the third one
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, content)
+
+    monkeypatch.setattr(state, "_write", full)
+    with pytest.raises(UserError, match=r"checkpoint-3: No space left on device; .*checkpoint-2 is intact") as caught:
+        tune(hybrid, tokenizer, SHORT, out=tmp_path)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert len(tune(hybrid, tokenizer, SHORT, out=tmp_path, resume=True)) == 6
+
+
+@pytest.mark.parametrize(
+    ("plan", "change", "line"),
+    [
+        (Plan(sites=("L2.H3",)), {}, "another plan"),
+        (Plan(sites=("L1.H3,4",), blend=0.5), {}, "another plan"),
+        (Plan(sites=("L1.H3",), blend=0.5), {"learning_rate": 1.0}, "with another tune.learning_rate;"),
+        (Plan(sites=("L1.H3",), blend=0.5), {"text_tokens": 20}, "with another tune.text_tokens;"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(plan, change, line, base, hybrid, tokenizer, tmp_path):
+    tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 1}), out=tmp_path)
+    other = splice(base, plan)
+    before = grafts(other)
+    with pytest.raises(UserError, match=line):
+        tune(other, tokenizer, SHORT.model_copy(update={"steps": 1, **change}), out=tmp_path, resume=True)
+    assert equal(grafts(other), before)
+
+
+def test_a_run_that_begins_anew_does_not_meet_the_old_one(hybrid, tokenizer, tmp_path):
+    tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 2}), out=tmp_path)
+    tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 1}), out=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]

@@ -1,0 +1,375 @@
+"""Stages and cheap steps: what each may change, and that saving work changes no figure."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import MambaConfig, MambaForCausalLM
+
+from surgery.errors import UserError
+from surgery.plan import Plan
+from surgery.probes.knowledge import Knowledge
+from surgery.recipe import Align, Calibrate, Data, Keep, Lesson, Tune
+from surgery.splice import adopt, splice, unsplice
+from surgery.splice.splice import graft_parameters
+from surgery.tune import loop, tune
+from surgery.tune.batches import loaders
+from surgery.tune.calibrate import calibrate
+from surgery.tune.data import IGNORE
+from surgery.tune.distil import Distillation, Kept
+from surgery.tune.keep import Guard, questions
+from surgery.world.facts import facts
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import random_base, random_llamba, random_selective
+
+LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
+SHORT = Tune(steps=2, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, warmup=1)
+EVERY_STAGE = {
+    "align": Align(steps=3, batches=2),
+    "calibrate": Calibrate(examples=4, tau=(2.0,), gate=(0.3, 0.8), evaluations=2),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return -(-len(tokenizer) // 16) * 16
+
+
+HEADS, LAYER = Plan(sites=("L1.H2,3",), blend=0.3), Plan(kind="layer", sites=("L1",))
+KINDS = {
+    "mamba-2": (random_base, HEADS),
+    "mamba-2, layer": (random_base, LAYER),
+    "mamba-1": (lambda **fields: random_selective(MambaConfig, MambaForCausalLM, **fields), HEADS),
+    "llamba, layer": (random_llamba, LAYER),
+}
+
+
+@pytest.fixture(params=KINDS)
+def spliced(request, vocabulary):
+    """(base, hybrid)"""
+    make, plan = KINDS[request.param]
+    base = make(vocab_size=vocabulary)
+    return base, splice(base, plan)
+
+
+@pytest.fixture
+def hybrid(vocabulary):
+    return splice(random_base(vocab_size=vocabulary), HEADS)
+
+
+def one_batch(tokenizer, options=SHORT):
+    (lesson,), (text,) = loaders(tokenizer, options.model_copy(update={"steps": 1}), Data(), 0, 0)
+    return lesson, text
+
+
+def reference(student, teacher, lesson, text):
+    """The losses with nothing shared and nothing left out: two whole models, all logits."""
+    (ids, targets), (windows, real) = lesson, text
+    logits = student(input_ids=ids, use_cache=False).logits
+    ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    with torch.no_grad():
+        wanted = teacher(input_ids=windows, use_cache=False).logits.log_softmax(-1)
+    given = student(input_ids=windows, use_cache=False).logits.log_softmax(-1)
+    kl = F.kl_div(given, wanted, log_target=True, reduction="none").sum(-1)
+    return {"retrieval": ce, "kl": (kl * real).sum() / real.sum()}
+
+
+def gradients(loss, trained):
+    return dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+
+
+def perturbed(hybrid):
+    """With grafts that are not where they started."""
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in graft_parameters(hybrid).values():
+            p.add_(torch.randn(p.shape, generator=noise))
+    return hybrid
+
+
+def test_the_losses_are_those_of_two_whole_models(spliced, tokenizer):
+    base, hybrid = spliced
+    lesson, text = one_batch(tokenizer)
+    text[1][0, 9:] = False  # as where documents have other lengths
+    with loop.training(perturbed(hybrid), loop.trainable(hybrid, None)) as trained:
+        module = Distillation(hybrid, adopt(base), kl_weight=2.0)
+        assert module.first == 1
+        assert module.teacher is None
+        found, wanted = module(*lesson, text), reference(hybrid, adopt(base), lesson, text)
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        ours, theirs = gradients(found["loss"], trained), gradients(wanted["retrieval"] + 2 * wanted["kl"], trained)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert found["kl"] > 1e-6
+
+
+def test_the_losses_of_a_control_and_of_another_teacher(vocabulary, tokenizer):
+    base, lesson, text = random_base(vocab_size=vocabulary), *one_batch(tokenizer)
+    control, other = copy.deepcopy(adopt(base)), copy.deepcopy(adopt(base))
+    with torch.no_grad():
+        control.backbone.layers[2].mixer.in_proj.weight += 0.05
+        other.backbone.embeddings.weight += 0.05
+    for teacher, whole in ((adopt(base), False), (other, True)):
+        with loop.training(control, loop.trainable(control, [2])):
+            module = Distillation(control, teacher)
+            assert (module.first, module.teacher is not None) == (2, whole)
+            found, wanted = module(*lesson, text), reference(control, teacher, lesson, text)
+            torch.testing.assert_close({name: found[name] for name in wanted}, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_coincides_is_run_once_and_what_comes_again_not_at_all(hybrid, tokenizer):
+    lesson, text = one_batch(tokenizer)
+    teacher = adopt(unsplice(hybrid))
+    with loop.training(hybrid, loop.trainable(hybrid, None)):
+        module = Distillation(hybrid, teacher, keep_bytes=10**6)
+        below, above, others = hybrid.backbone.layers[0], hybrid.backbone.layers[2], module.other_blocks[0]
+        outputs = {below: [], above: [], others: []}
+
+        def note(block, _, output):
+            outputs[block].append(output)
+
+        for block in outputs:
+            block.register_forward_hook(note)
+        first = module(*lesson, text, key=0)
+        assert [len(found) for found in outputs.values()] == [2, 3, 1]  # above: student twice, teacher once
+        assert not any(output.requires_grad for output in outputs[below] + outputs[others])
+        again = module(*lesson, text, key=0)
+        assert [len(found) for found in outputs.values()] == [2, 5, 1]
+        assert again == first
+        small = Distillation(hybrid, teacher, keep_bytes=100)
+        assert small(*lesson, text, key=0) == small(*lesson, text, key=0) == first
+        assert not small.kept.held
+
+
+def test_no_more_is_kept_than_was_allowed():
+    kept, made = Kept(100), []
+    sizes = {"a": 20, "b": 10, "c": 5, None: 1}
+
+    def make(key):
+        made.append(key)
+        return torch.zeros(sizes[key])
+
+    for key in ("a", "b", "a", "b", "c", "c", None, None):
+        kept.get((key, "x"), partial(make, key))
+    assert made == ["a", "b", "b", "c", None, None]
+    assert kept.bytes == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "tolerance"), [({"accumulate": 3}, 1e-5), ({"checkpointing": True}, 0.0), ({"cache_bytes": 0}, 0.0)]
+)
+def test_a_switch_changes_neither_losses_nor_weights(change, tolerance, hybrid, tokenizer):
+    other = copy.deepcopy(hybrid)
+    options = SHORT.model_copy(update={"repeat": 1})
+    plain, switched = tune(hybrid, tokenizer, options), tune(other, tokenizer, options.model_copy(update=change))
+    for name in ("retrieval", "kl"):
+        one, two = (torch.tensor([record[name] for record in log]) for log in (plain, switched))
+        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
+    for name, p in graft_parameters(hybrid).items():
+        torch.testing.assert_close(other.get_parameter(name), p, rtol=tolerance, atol=10 * tolerance)
+
+
+def test_in_bfloat16_losses_and_gradients_are_close(spliced, tokenizer):
+    base, hybrid = spliced
+    lesson, text = one_batch(tokenizer)
+    with loop.training(hybrid, loop.trainable(hybrid, None)) as trained:
+        found = [Distillation(hybrid, adopt(base), bf16=bf16)(*lesson, text)["loss"] for bf16 in (False, True)]
+        assert found[1].item() == pytest.approx(found[0].item(), rel=5e-3)
+        assert found[1].item() != found[0].item()
+        one, two = (torch.cat([g.flatten() for g in gradients(loss, trained).values()]) for loss in found)
+        assert one.dtype == two.dtype == torch.float32
+        assert F.cosine_similarity(one, two, dim=0) > 0.98
+
+
+def test_repeated_batches_are_so_many(hybrid, tokenizer, monkeypatch):
+    seen, forward = [], Distillation.forward
+
+    def noted(self, ids, *rest, **named):
+        seen.append(ids)
+        return forward(self, ids, *rest, **named)
+
+    monkeypatch.setattr(Distillation, "forward", noted)
+    tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 5, "repeat": 2}))
+    assert [torch.equal(seen[i], seen[i + 2]) for i in range(3)] == [True] * 3
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_a_model_in_bfloat16_has_its_grafts_trained_in_float32(vocabulary, tokenizer):
+    hybrid = splice(random_base(vocab_size=vocabulary).bfloat16(), HEADS)
+    with loop.training(hybrid, loop.trainable(hybrid, None)) as trained:
+        assert {p.dtype for p in trained.values()} == {torch.float32}
+        assert {p.dtype for name, p in hybrid.named_parameters() if name not in trained} == {torch.bfloat16}
+    log = tune(hybrid, tokenizer, SHORT)
+    assert all(math.isfinite(record["loss"]) for record in log)
+    assert {p.dtype for p in hybrid.parameters()} == {torch.bfloat16}
+
+
+def test_no_stage_changes_the_base(spliced, tokenizer):
+    base, hybrid = spliced
+    before = {name: p.detach().clone() for name, p in base.named_parameters()}
+    log = tune(hybrid, tokenizer, SHORT.model_copy(update=EVERY_STAGE), teacher=adopt(base))
+    assert {record["stage"] for record in log} == {"align", "calibrate", "distil"}
+    assert all(torch.equal(p, before[name]) for name, p in base.named_parameters())
+    for name, p in hybrid.named_parameters():
+        assert ".graft." in name or p is base.get_parameter(name), name
+
+
+@pytest.mark.parametrize(("stage", "changes"), [("align", {"weight", "bias", "log_tau"}), ("calibrate", {"log_tau", "gate"})])
+def test_what_a_stage_changes(stage, changes, hybrid, tokenizer):
+    start = {name: p.detach().clone() for name, p in graft_parameters(hybrid).items()}
+    tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 0, stage: EVERY_STAGE[stage]}))
+    changed = {name.split(".")[-1] for name, p in graft_parameters(hybrid).items() if not torch.equal(p, start[name])}
+    assert changed
+    assert changed <= changes
+
+
+def test_aligned_grafts_do_more_nearly_what_the_base_does(spliced, tokenizer, monkeypatch):
+    base, hybrid = spliced
+    options = SHORT.model_copy(update={"steps": 0, "align": Align(steps=12, batches=1)})
+    ran, run = [], Distillation.run
+
+    def noted(self, blocks, **named):
+        ran.append((torch.is_grad_enabled(), *blocks))
+        return run(self, blocks, **named)
+
+    monkeypatch.setattr(Distillation, "run", noted)
+    log = tune(hybrid, tokenizer, options, teacher=adopt(base))
+    assert log[-1]["loss"] < 0.96 * log[0]["loss"]
+    learning = [blocks for grad, *blocks in ran if grad]
+    assert learning == [[hybrid.backbone.layers[1]]] * 2 * 12  # lessons and text; no other layer
+
+
+def test_a_graft_that_is_the_base_has_nothing_to_align(vocabulary, tokenizer):
+    """A gate of 0 makes the hybrid the base; without its gate it is not, so alignment looks at the attention alone."""
+    hybrid = splice(random_base(vocab_size=vocabulary), Plan(sites=("L1.H3",), blend=0.0))
+    log = tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 0, "align": Align(steps=1)}))
+    assert log[0]["loss"] > 1e-4
+    assert hybrid.backbone.layers[1].mixer.graft.gate.item() == 0
+    assert len(hybrid.backbone.layers[1].mixer.ssm_heads) == 8
+
+
+def planted(losses, **options):
+    """log tau (2), gate (2) and the log after calibrating what these losses say."""
+    values = {"log_tau": [0.0, 1.0], "gate": [0.1, 0.2]}
+    trained = {f"0.graft.{name}": torch.nn.Parameter(torch.tensor(value)) for name, value in values.items()}
+    log = calibrate(trained, Calibrate(**options), lambda: {"loss": losses(*(p.detach() for p in trained.values()))})
+    return *(p.detach() for p in trained.values()), log
+
+
+def test_calibration_finds_what_was_planted():
+    def losses(log_tau, gate):
+        return ((log_tau[0] - math.log(3)) ** 2 + (gate[0] - 0.6) ** 2).item()
+
+    log_tau, gate, log = planted(losses, evaluations=12)
+    assert log_tau.tolist() == pytest.approx([math.log(3), math.log(3) + 1], abs=0.02)  # one factor for all
+    assert gate.tolist() == pytest.approx([0.6, 0.6], abs=0.01)
+    assert [record["step"] for record in log] == list(range(1, len(log) + 1))
+    assert log[-1]["loss"] == min(record["loss"] for record in log)
+
+
+def test_calibration_leaves_alone_what_it_cannot_better():
+    def losses(log_tau, gate):
+        return 0.0 if log_tau[0] == 0 and gate[0] != gate[1] else 1.0
+
+    log_tau, gate, _ = planted(losses)
+    assert log_tau.tolist() == [0.0, 1.0]
+    assert gate.tolist() == pytest.approx([0.1, 0.2])
+
+
+def test_calibration_survives_infinite_losses_and_a_second_minimum():
+    def losses(log_tau, _):
+        x = log_tau[0].item() / math.log(2)  # a shallow minimum at -1, a deep one at 3, and nothing beyond 2.5 times that
+        return math.nan if x < -2 else min(abs(x + 1) + 0.5, abs(x - 3))
+
+    log_tau, _, _ = planted(losses, tau=(0.125, 0.5, 2.0, 4.0, 8.0, 16.0))
+    assert log_tau[0].item() == pytest.approx(math.log(8), abs=0.05)
+
+
+def test_all_stages_in_one_log(hybrid, tokenizer):
+    log = tune(hybrid, tokenizer, SHORT.model_copy(update=EVERY_STAGE))
+    assert list(dict.fromkeys(record["stage"] for record in log)) == ["align", "calibrate", "distil"]
+    for stage in ("align", "calibrate", "distil"):
+        steps = [record["step"] for record in log if record["stage"] == stage]
+        assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_control_has_nothing_to_align_or_to_calibrate(vocabulary, tokenizer):
+    base = random_base(vocab_size=vocabulary)
+    control = copy.deepcopy(adopt(base))
+    log = tune(control, tokenizer, SHORT.model_copy(update=EVERY_STAGE), layers=[1], teacher=adopt(base))
+    assert [record["stage"] for record in log] == ["distil"] * 2
+
+
+def guarded(monkeypatch, figures):
+    """Tuning that sees these figures (knowledge, perplexity, held-out loss), the base's first, then one set for each look."""
+    shown = iter(figures)
+    monkeypatch.setattr(Guard, "measure", lambda self, model: dict(zip(("knowledge", "perplexity"), next(shown), strict=True)))
+
+
+def test_the_best_weights_within_the_bounds_are_kept(hybrid, tokenizer, monkeypatch):
+    good, bad = (0.9, 10.0), (0.88, 10.0)
+    guarded(monkeypatch, [(0.9, 10.0), good, good, bad])
+    seen, shown = [], iter([3.0, 1.0, 0.5])
+
+    def held_out(run, *_):
+        def losses():
+            seen.append(run.checkpoints.tensors())
+            return {"retrieval": next(shown)}
+
+        return losses
+
+    monkeypatch.setattr(loop.Run, "_losses", held_out)
+    options = SHORT.model_copy(update={"steps": 9, "keep": Keep(every=2, examples=4, windows=2)})
+    log = tune(hybrid, tokenizer, options)
+    assert len(log) == 4  # it ended early
+    assert (log[-1]["knowledge"], log[-1]["held_out"]) == (0.88, 0.5)
+    assert all(torch.equal(p, seen[1][name]) for name, p in graft_parameters(hybrid).items())
+
+
+def test_keep_asks_about_the_world_in_other_words_than_bench():
+    asked, measured = questions("world", 500, seed=0), Knowledge().questions(500, seed=0)
+    assert not {question.prompt for question in asked} & {question.prompt for question in measured}
+    seen = {fact.prompt(i): fact for fact in facts() for i in range(4) if i != fact.held_out_template}
+    assert all(question.choices[question.answer] == f" {seen[question.prompt].value}" for question in asked)
+    assert questions("capitals", 5, seed=0) == Knowledge("capitals").questions(5, seed=0)
+
+
+@pytest.mark.parametrize(("figures", "allowed"), [((0.895, 10.05), True), ((0.88, 10.0), False), ((0.9, 10.2), False)])
+def test_bounds(figures, allowed, hybrid, tokenizer, monkeypatch):
+    guarded(monkeypatch, [(0.9, 10.0)])
+    guard = Guard(hybrid, tokenizer, Keep(examples=2, windows=2), Data(), SHORT, 0)
+    assert guard.allows(dict(zip(("knowledge", "perplexity"), figures, strict=True))) == allowed
+
+
+def test_what_is_looked_at_for_the_bounds(hybrid, tokenizer):
+    guard = Guard(adopt(unsplice(hybrid)), tokenizer, Keep(examples=6, windows=3), Data(), SHORT, 0)
+    (ids, real) = guard.text
+    logits = adopt(unsplice(hybrid))(input_ids=ids).logits[:, :-1]
+    nll = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")[real[:, 1:]]
+    assert guard.base["perplexity"] == pytest.approx(nll.mean().exp().item(), rel=1e-4)
+    assert 0 <= guard.base["knowledge"] <= 1
+
+
+def test_settings_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="nothing to do"):
+        Tune(steps=0)
+    with pytest.raises(ValueError, match="has no 5 parts"):
+        Tune(batch_size=4, accumulate=5)
+    with pytest.raises(ValueError, match="begin again"):
+        Tune(curriculum=0.5, repeat=8)
+
+
+def test_align_needs_the_base_as_teacher(hybrid, tokenizer):
+    other = copy.deepcopy(adopt(unsplice(hybrid)))
+    with torch.no_grad():
+        other.backbone.embeddings.weight += 0.1
+    with pytest.raises(UserError, match="align needs the base"):
+        tune(hybrid, tokenizer, SHORT.model_copy(update=EVERY_STAGE), teacher=other)
