@@ -1,20 +1,34 @@
-"""The measured parts of README.md, from the records that the commands wrote: python tests/fill_readme.py
+"""The measured parts of README.md and recipes/paper/README.md, from the records that the commands wrote:
+python -m tests.fill_readme
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
-`surgery run recipes/demo-mamba1.yaml`) and recipes/kernels.bench.json (`surgery doctor --bench --out
-recipes/kernels.bench.json`).
+`surgery run recipes/demo-mamba1.yaml`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and
+recipes/paper/NAME.findings.json (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
 """
 
 from pathlib import Path
 
 from surgery.bench import Report, markdown
 from surgery.doctor import Benchmark, cell_rows, describe
+from surgery.studies import Findings, studies
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+PAPER = ROOT / "recipes" / "paper"
 DEMO = ROOT / "recipes" / "demo.report.json"
 MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
+
+# In the order of the page: where miniature and paper agree, and where not.
+VERDICTS = {
+    "minimal-model": "",
+    "crucial-layers": "",
+    "crucial-heads": "",
+    "kv-sweep": "",
+    "mixing-matrices": "",
+    "delegation": "",
+    "replacement": "",
+}
 
 
 def demo() -> str:
@@ -45,18 +59,44 @@ def kernels() -> str:
     return f"{markdown.table(*cell_rows(found))}\n\n{describe(found.environment)} (`recipes/kernels.bench.json`)."
 
 
-PARTS = {"demo table": demo, "mamba-1 table": mamba1, "kernel table": kernels}
+def findings() -> str:
+    """A section for every study: what was published, what was found here, and what to think of it."""
+    sections = []
+    for name, verdict in VERDICTS.items():
+        found = Findings.read(PAPER / f"{name}.findings.json")
+        made, study = found.provenance, studies()[found.study]
+        examples = (made.recipe or {})["locate"]["examples"]
+        sections.append(f"""## {study.title}
+
+**Published.** {study.published}
+
+**Here** ([{name}.yaml]({name}.yaml), `{made.base}`). {found.summary}
+
+{markdown.table(*found.table())}
+
+![{study.title}]({name}.png)
+
+{verdict}
+
+Measured {made.created[:10]} on {made.machine}, seed {made.seed}, {examples} examples.""")
+    return "\n\n".join(sections)
 
 
-def filled(text: str) -> str:
-    """`text` with every measured part as its record says."""
-    for name, part in PARTS.items():
+README_PARTS = {"demo table": demo, "mamba-1 table": mamba1, "kernel table": kernels}
+PAGES = {README: README_PARTS, PAPER / "README.md": {"findings": findings}}
+
+
+def filled(page: Path) -> str:
+    """A page with every measured part as its record says."""
+    text = page.read_text()
+    for name, part in PAGES[page].items():
         before, start, rest = text.partition(f"<!-- {name} -->")
         _, end, after = rest.partition(f"<!-- /{name} -->")
-        assert end, f"README.md has no place for the {name}"
+        assert end, f"{page} has no place for the {name}"
         text = f"{before}{start}\n\n{part()}\n\n{end}{after}"
     return text
 
 
 if __name__ == "__main__":
-    README.write_text(filled(README.read_text()))
+    for page in PAGES:
+        page.write_text(filled(page))

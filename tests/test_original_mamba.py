@@ -202,10 +202,11 @@ def test_refused_fields_of_ssm_cfg(name: str, value: Any, layer: dict[str, Any])
         original_config({**REAL_130M, "ssm_cfg": {**layer, name: value}})
 
 
+@pytest.mark.parametrize("real", [REAL_130M, mamba2.REAL_130M], ids=["Mamba1", "Mamba2"])
 @pytest.mark.parametrize("name", ["d_model", "n_layer", "vocab_size"])
-def test_required_fields(name: str) -> None:
+def test_required_fields(name: str, real: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"{name} is missing"):
-        original_config({k: v for k, v in REAL_130M.items() if k != name})
+        original_config({k: v for k, v in real.items() if k != name})
 
 
 @pytest.mark.parametrize("kind", ["bin", "safetensors"])

@@ -16,8 +16,9 @@ from tests.conftest import ROOT
 README = fill_readme.README.read_text()
 
 
-def test_the_measured_parts_are_what_their_records_say():
-    assert fill_readme.filled(README) == README
+@pytest.mark.parametrize("page", fill_readme.PAGES, ids=lambda page: page.parent.name)
+def test_the_measured_parts_are_what_their_records_say(page):
+    assert fill_readme.filled(page) == page.read_text()
 
 
 @pytest.mark.parametrize(("record", "recipe"), [(fill_readme.DEMO, "demo"), (fill_readme.MAMBA1, "demo-mamba1")])

@@ -25,6 +25,8 @@ SCORES = {
     "answer_mass": "query picks out the answer's span",
     "pair_mass": "span's end draws on its span",
 }
+SAYS = (*SCORES.values(), "its graft's start")
+LEADING = 10
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Head:
 
 @dataclass(frozen=True)
 class Atlas:
-    """heads: in the ranking's order. labels: (y, layer). left_out: heads that are not drawn."""
+    """heads: in the ranking's order. labels: (y, layer). says: what Head.rows are. leading: the first heads, a row each.
+    left_out: heads that are not drawn."""
 
     maps: list[Map] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
@@ -70,7 +73,8 @@ class Atlas:
     height: int = 0
     cell: int = CELL
     gutter: int = GUTTER
-    says: tuple[str, ...] = (*SCORES.values(), "its graft's start")
+    says: tuple[str, ...] = SAYS
+    leading: list[list[str]] = field(default_factory=list)
     wide: bool = False
     left_out: int = 0
 
@@ -96,9 +100,12 @@ def atlas(ranking: Ranking, plan: Plan | None) -> Atlas:
     measured = [about for about in MAPS if any(getattr(score, about[0]) is not None for score in shown)]
     maps = [_map(shown, *about) for about in measured]
     heads = [_head(score, grafted) for score in shown]
+    leading = [
+        [head.site, head.about, *(dict(head.rows).get(i, "") for i in range(len(SAYS)))] for head in heads[:LEADING]
+    ]  # as a table, for those who cannot point
     return Atlas(
         maps, heads, cells, labels, gutter + CELL * most + 2, CELL * line + 2, gutter=gutter, wide=most > NARROW,
-        left_out=len(ranking.heads) - len(shown),
+        leading=leading, left_out=len(ranking.heads) - len(shown),
     )  # fmt: skip
 
 

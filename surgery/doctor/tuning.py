@@ -23,7 +23,7 @@ from surgery.plan import Plan
 from surgery.splice import adopt, splice
 from surgery.tune.data import IGNORE, collate, kv_pieces
 from surgery.tune.distil import Distillation
-from surgery.tune.loop import trainable
+from surgery.tune.trained import trainable
 from surgery.world.tokenizer import build_tokenizer
 
 LESSONS, TEXTS, PAIRS, QUERIES = 16, 6, 32, 8

@@ -20,7 +20,7 @@ from transformers import get_cosine_schedule_with_warmup
 from surgery.errors import UserError
 from surgery.progress import Track
 from surgery.recipe import Tune
-from surgery.tune.shards import apart, collect
+from surgery.tune.shards import apart, collect, divided
 from surgery.tune.state import Checkpoints, State
 from surgery.tune.trackers import begin_trackers, finish_trackers
 
@@ -131,6 +131,8 @@ def _check(options: Tune, accelerator: Accelerator) -> None:
     if options.batch_size // n < options.accumulate:
         share = f"the {options.batch_size // n} sequences of each of {n} processes"
         raise UserError(f"tune.accumulate: {share} have no {options.accumulate} parts")
+    if divided() and n > 1 and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        raise UserError("accelerate divides no models on CPUs: run without FSDP there")  # it would use DDP and say nothing
     if accelerator.distributed_type == DistributedType.FSDP:
         if not accelerator.is_fsdp2:
             raise UserError("tune needs version 2 of FSDP: accelerate launch --fsdp_version 2")

@@ -188,7 +188,10 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
         (("run", "./no.yaml"), "cannot read the recipe"),
         (("run", "{f}/quick.yaml", "--out", "/dev/null/out"), "cannot write"),
         (("locate", "{f}/base", "--out", "/dev/null/out"), "cannot write"),
-        (("locate", "{f}/llama", "--set", "locate.exact=false"), "a llama model can only be ablated, so there is no attribution"),
+        (
+            ("locate", "{f}/llama", "--set", "locate.exact=false"),
+            "a llama model can only be ablated, so there is no attribution",
+        ),
         (("locate", "{f}/base", "--set", "locate.pairs=8"), "unknown key 'locate.pairs'"),
         (("locate", "{f}/base", "--set", "locate.probe=mqra"), "no probe is named 'mqra'"),
         (("locate", "{f}/base", "--set", "locate.probe=[kv]"), "locate.probe: Input should be a valid string"),

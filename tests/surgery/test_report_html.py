@@ -244,10 +244,11 @@ for (const frame of document.querySelectorAll("iframe")) {
   fire(cell, "pointerenter");
   const image = page.querySelector(".mixing img"), box = image.getBoundingClientRect();
   fire(image, "pointermove", { clientX: box.left + 2, clientY: box.bottom - 2 });
+  const past = (one) => one.getBoundingClientRect().right > inside.innerWidth && !one.closest(".scroll, pre");
+  const outside = all("body *").filter(past), scrolls = page.documentElement.scrollWidth > inside.innerWidth;
   found.push({
-    errors: inside.errors, title: page.title, wide: all("body *").filter((one) => one.getBoundingClientRect().right > inside.innerWidth && !one.closest(".scroll, pre"))
-      .map((one) => `${one.tagName} ${one.className} ${one.textContent.slice(0, 40)}`).concat(
-      page.documentElement.scrollWidth > inside.innerWidth ? ["page"] : []),
+    errors: inside.errors, title: page.title,
+    wide: [...outside.map((one) => one.tagName + one.textContent.slice(0, 40)), ...(scrolls ? ["the page"] : [])],
     asked: inside.performance.getEntriesByType("resource").map((one) => one.name),
     plots: all(".plot").map(drawn), maps: all(".map svg").map(drawn), images: all("img").map((one) => one.naturalWidth),
     tip: before, hidden: tip.textContent, chosen: page.getElementById("scores").textContent,

@@ -54,14 +54,12 @@ def test_the_control_trains_its_layer_alone(world_base, tokenizer):
     assert all(torch.equal(p, start[name]) for name, p in world_base.named_parameters())
 
 
-@pytest.mark.slow
 def test_tuning_learns(tiny):
-    """The grafts of the built-in model, on dictionaries of one size: the loss falls far below where it starts."""
+    """The grafts of the built-in model, on the same dictionaries again and again: the loss falls far below its start."""
     hybrid = splice(tiny.model, Plan.model_validate({"sites": ("L0.H3,5",), "blend": 0.1}))
-    options = Tune(steps=20, batch_size=4, lessons=(Lesson(options={"pairs": 32}),), text_batch_size=1, text_tokens=64)
+    options = Tune(steps=20, batch_size=2, lessons=(Lesson(options={"pairs": 32}),), text_batch_size=0, repeat=1)
     log = tune(hybrid, tiny.tokenizer, options)
-    first, last = (sum(entry["retrieval"] for entry in part) / 5 for part in (log[:5], log[-5:]))
-    assert last < 0.8 * first
+    assert log[-1]["retrieval"] < 0.8 * log[0]["retrieval"], [record["retrieval"] for record in log]
 
 
 def test_same_seed_same_losses_other_seed_other_losses(world_base, tokenizer):

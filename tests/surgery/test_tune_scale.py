@@ -94,10 +94,12 @@ def with_whole_models(make, tokenizer, folder, me):
 
 def with_divided_models(make, tokenizer, folder, me):
     AcceleratorState._reset_state()
-    # accelerate divides models on accelerators only: on a CPU it takes the settings of FSDP for those of DDP.
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     wrap = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **wrap}
+    with pytest.raises(UserError, match="divides no models on CPUs"):
+        tune(make(), tokenizer, DISTIL)
+    AcceleratorState._reset_state()
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # what accelerate looks at; all runs on CPUs
     held, collect = [], descent.collect
 
     def noted(learning, trained):

@@ -21,6 +21,7 @@ from surgery.tune.calibrate import calibrate
 from surgery.tune.data import IGNORE
 from surgery.tune.distil import Distillation, Kept
 from surgery.tune.keep import Guard, questions
+from surgery.tune.trained import trainable, training
 from surgery.world.facts import facts
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base, random_llamba, random_selective
@@ -99,7 +100,7 @@ def test_the_losses_are_those_of_two_whole_models(spliced, tokenizer):
     base, hybrid = spliced
     lesson, text = one_batch(tokenizer)
     text[1][0, 9:] = False  # as where documents have other lengths
-    with loop.training(perturbed(hybrid), loop.trainable(hybrid, None)) as trained:
+    with training(perturbed(hybrid), trainable(hybrid, None)) as trained:
         module = Distillation(hybrid, adopt(base), kl_weight=2.0)
         assert module.first == 1
         assert module.teacher is None
@@ -118,7 +119,7 @@ def test_the_losses_of_a_control_and_of_another_teacher(vocabulary, tokenizer):
         control.backbone.layers[2].mixer.in_proj.weight += 0.05
         other.backbone.embeddings.weight += 0.05
     for teacher, whole in ((adopt(base), False), (other, True)):
-        with loop.training(control, loop.trainable(control, [2])):
+        with training(control, trainable(control, [2])):
             module = Distillation(control, teacher)
             assert (module.first, module.teacher is not None) == (2, whole)
             found, wanted = module(*lesson, text), reference(control, teacher, lesson, text)
@@ -128,7 +129,7 @@ def test_the_losses_of_a_control_and_of_another_teacher(vocabulary, tokenizer):
 def test_what_coincides_is_run_once_and_what_comes_again_not_at_all(hybrid, tokenizer):
     lesson, text = one_batch(tokenizer)
     teacher = adopt(unsplice(hybrid))
-    with loop.training(hybrid, loop.trainable(hybrid, None)):
+    with training(hybrid, trainable(hybrid, None)):
         module = Distillation(hybrid, teacher, keep_bytes=10**6)
         below, above, others = hybrid.backbone.layers[0], hybrid.backbone.layers[2], module.other_blocks[0]
         outputs = {below: [], above: [], others: []}
@@ -180,7 +181,7 @@ def test_a_switch_changes_neither_losses_nor_weights(change, tolerance, hybrid, 
 def test_in_bfloat16_losses_and_gradients_are_close(spliced, tokenizer):
     base, hybrid = spliced
     lesson, text = one_batch(tokenizer)
-    with loop.training(hybrid, loop.trainable(hybrid, None)) as trained:
+    with training(hybrid, trainable(hybrid, None)) as trained:
         found = [Distillation(hybrid, adopt(base), bf16=bf16)(*lesson, text)["loss"] for bf16 in (False, True)]
         assert found[1].item() == pytest.approx(found[0].item(), rel=5e-3)
         assert found[1].item() != found[0].item()
@@ -204,7 +205,7 @@ def test_repeated_batches_are_so_many(hybrid, tokenizer, monkeypatch):
 
 def test_a_model_in_bfloat16_has_its_grafts_trained_in_float32(vocabulary, tokenizer):
     hybrid = splice(random_base(vocab_size=vocabulary).bfloat16(), HEADS)
-    with loop.training(hybrid, loop.trainable(hybrid, None)) as trained:
+    with training(hybrid, trainable(hybrid, None)) as trained:
         assert {p.dtype for p in trained.values()} == {torch.float32}
         assert {p.dtype for name, p in hybrid.named_parameters() if name not in trained} == {torch.bfloat16}
     log = tune(hybrid, tokenizer, SHORT)
