@@ -2,8 +2,8 @@
 python -m tests.fill_readme
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
-`surgery run recipes/demo-mamba1.yaml`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and
-recipes/paper/NAME.findings.json (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
+`surgery run recipes/demo-mamba1.yaml`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`)
+and recipes/paper/NAME.findings.json (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
 """
 
 from pathlib import Path
@@ -21,13 +21,34 @@ KERNELS = ROOT / "recipes" / "kernels.bench.json"
 
 # In the order of the page: where miniature and paper agree, and where not.
 VERDICTS = {
-    "minimal-model": "",
-    "crucial-layers": "",
-    "crucial-heads": "",
-    "kv-sweep": "",
-    "mixing-matrices": "",
-    "delegation": "",
-    "replacement": "",
+    "minimal-model": """\
+**Agrees** in that retrieval stands until one layer more is dropped and then falls to chance at once. **Differs**: knowledge
+falls with every layer, where the paper's knowledge tasks stay flat. In four layers none is spare.""",
+    "crucial-layers": """\
+**Agrees** in that the last two layers of the minimal model are crucial, and the gather head is in one, the aggregate head in
+the other. **Differs**: with so few layers the first is needed as well, and no layer can go without a loss of knowledge.""",
+    "crucial-heads": """\
+**Agrees**: each of the two is worth nothing without the other, and both together, of eight heads, bring back a part of
+retrieval that is far above chance (1/16). **Differs**: a part only; the paper's two carry the task. Where the heads are was
+put there by hints; that `locate` names those two and no others first is the test.""",
+    "kv-sweep": """\
+**Agrees**: without the aggregate head retrieval falls the further the more pairs there are to choose from, without the gather
+head it is gone, and as many heads at random cost nothing. Measured in the minimal model: in the whole one, heads of the last
+layer stand in for a lost aggregate head.""",
+    "mixing-matrices": """\
+**Agrees**: the Transformer's gather head looks from each value at its key, its aggregate head from the question at one
+summary, both sharply; the SSM's aggregate head (which nothing hinted) spreads over all summaries, the right one among them.
+**Differs**: tiny-mamba2's convolution gathers before any head does, so the head that is called a gather head there costs
+little when it is ablated.""",
+    "delegation": """\
+**Agrees**, and more sharply than in the paper: without attention at the query position retrieval is at chance and knowledge
+stays. The hybrid was trained from scratch with nothing said about where to retrieve. (The paper masks the last row; here the
+mixers' output at the last position is put to zero, which goes for SSMs as well: `surgery/locate/prune.py`.)""",
+    "replacement": """\
+**Agrees**: one layer gives everything back without training, and it is the layer of the donor's aggregate head. **Differs**:
+the layer above does nearly as well, because the donor has heads there that stand in. Of locate's measures on the SSM itself
+splice attribution names the right layer; the exact gains name its neighbour, the cost of ablation another. With an earlier
+pair of models, not kept, whose hints were for all heads of a layer, attribution named it too.""",
 }
 
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
-from .common import Graft
-from .parts import seen_keys
 from .attention import graft_attention
+from .common import Graft
 from .mixing import attention_matrix
+from .parts import seen_keys
 
 
 class DualGraft(Graft):

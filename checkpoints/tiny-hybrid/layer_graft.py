@@ -23,9 +23,9 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
-from .parts import RMSNorm, convolved, seen_keys
 from .attention import graft_attention
 from .mixing import attention_matrix
+from .parts import RMSNorm, convolved, seen_keys
 
 
 def layer_spec(

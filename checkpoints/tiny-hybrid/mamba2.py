@@ -24,11 +24,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Cache, Mamba2Config, 
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer, apply_mask_to_padding_states
 
 from .common import HybridBackbone, HybridCausalLM, describe_layers
-from .dual import DualMixer
-from .parts import convolved
 from .conv import SILU
+from .dual import DualMixer
 from .mixing import ssd_matrix
 from .norm import rms_norm
+from .parts import convolved
 from .ssd import ssd_scan, ssd_step
 
 

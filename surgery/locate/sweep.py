@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.anatomy import anatomy
 from surgery.errors import UserError
-from surgery.locate.patching import silenced
+from surgery.locate.patching import silenced, without
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import answer
 from surgery.progress import Track
@@ -38,13 +38,15 @@ def kv_sweep(
     sizes: Sequence[int],
     groups: Mapping[str, Collection[Site]],
     *,
+    layers: int | None = None,
     controls: int = 2,
     examples: int = 256,
     batch_size: int = 64,
     seed: int = 0,
 ) -> tuple[Curve, ...]:
     """The whole model; it without each of the named groups of heads; and, as a control, `controls` times without as many heads
-    as the largest group has, drawn from all layers alike, but none of theirs."""
+    as the largest group has, drawn from all layers alike, but none of theirs. layers: measure in a model of the first so many
+    (the minimal model, where none of those behind can stand in for what is lost)."""
     if examples < 2:
         raise UserError("a sweep needs at least 2 examples")
     if not groups or not all(groups.values()):
@@ -55,7 +57,11 @@ def kv_sweep(
     if whole := next((site for heads in groups.values() for site in heads if not site.heads), None):
         raise UserError(f"{whole} is a layer; name its heads, e.g. {whole}.H0")
     taken = {head for heads in silent.values() for head in heads}
-    free = [site for site in found.sites() if site not in taken]
+    every = len(found.blocks)
+    found.check([Site(max(0, (layers or 1) - 1))])
+    if behind := next((head for head in sorted(taken) if head.layer >= (layers or every)), None):
+        raise UserError(f"{behind} is not among the first {layers} layers")
+    free = [site for site in found.sites() if site not in taken and site.layer < (layers or every)]
     most = max(map(len, silent.values()))
     if len(free) < most:
         raise UserError(f"the model has {len(free)} other heads; a control needs {most}")
@@ -70,7 +76,7 @@ def kv_sweep(
     base: dict[int, np.ndarray] = {}
     for what, heads in silent.items():
         accuracy, drop = {}, {}
-        with silenced(found, heads):
+        with without(model, found, range(layers or every, every)), silenced(found, heads):
             for size in sizes:
                 correct = answer(model, tokenizer, questions[size], batch_size).correct
                 whole_correct = base.setdefault(size, correct)

@@ -13,7 +13,8 @@ from surgery.studies.study import Findings, Found, Row, Study, Subjects
 
 
 class KVSweep(Study):
-    """pairs: the dictionary sizes. gather, aggregate, top: as in crucial_heads. controls: draws of as many random heads."""
+    """pairs: the dictionary sizes. gather, aggregate, top: as in crucial_heads. layers: measure in a model of the first so
+    many. controls: draws of as many random heads."""
 
     title: ClassVar[str] = "Key-value retrieval with and without the crucial heads"
     published: ClassVar[str] = (
@@ -24,7 +25,8 @@ class KVSweep(Study):
     pairs: tuple[int, ...] = (10, 20, 30, 40, 50)
     gather: tuple[SiteText, ...] | None = None
     aggregate: tuple[SiteText, ...] | None = None
-    top: int = Field(default=2, ge=1)
+    top: int = Field(default=1, ge=1)
+    layers: int | None = Field(default=None, ge=1)
     controls: int = Field(default=2, ge=0)
 
     def measure(self, subjects: Subjects) -> Found:
@@ -34,8 +36,8 @@ class KVSweep(Study):
             raise UserError("locate gave no head a role; name them with study.gather and study.aggregate")
         options = subjects.recipe.locate
         curves = kv_sweep(
-            subjects.model, subjects.tokenizer, self.pairs, groups, controls=self.controls, examples=options.examples,
-            batch_size=options.batch_size, seed=subjects.recipe.seed,
+            subjects.model, subjects.tokenizer, self.pairs, groups, layers=self.layers, controls=self.controls,
+            examples=options.examples, batch_size=options.batch_size, seed=subjects.recipe.seed,
         )  # fmt: skip
         size = self.pairs[len(self.pairs) // 2]
         named = "; ".join(f"{curve.what} {curve.accuracy[size].accuracy:.3f}" for curve in curves)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import ClassVar
 
+from surgery.locate.ranking import Ranking
 from surgery.locate.replacement import replacement_sweep
 from surgery.studies.figures import draw_bars
 from surgery.studies.study import Findings, Found, Study, Subjects, change, rows
@@ -23,21 +24,32 @@ class Replacement(Study):
 
     def measure(self, subjects: Subjects) -> Found:
         assert subjects.other is not None
-        named = subjects.ranking.heads[0].site.layer  # before the sweep
+        named = layers_named(subjects.ranking)  # before the sweep
         outcomes = replacement_sweep(subjects.subject, subjects.other.model, mlp=self.mlp)
         whole = subjects.subject.base
+        by = ", ".join(f"L{layer} by {measure}" for measure, layer in named.items())
         best = min(outcomes, key=lambda outcome: outcome.retrieval.drop.value)
         return Found(
             about={"named": named, "best": best.replaced[0]},
             summary=(
-                f"Locate's leading head is in L{named} (ranked before the sweep). The largest gain is at L{best.replaced[0]}: "
-                f"{change(whole, best)}."
+                f"Ranked before the sweep, locate names {by}. The largest gain is at L{best.replaced[0]}: {change(whole, best)}."
             ),
             rows=rows([whole, *outcomes]),
         )
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
         draw_bars(findings, self.title, path)
+
+
+def layers_named(ranking: Ranking) -> dict[str, int]:
+    """The layer that each of locate's measures puts first, as far as it was taken."""
+    named = {}
+    measures = {"splice_loss": "the exact gain of splicing it", "ablation_loss": "what ablating it costs"}
+    for field, what in {"attribution": "splice attribution", **measures}.items():
+        having = {s.site.layer: found.value for s in ranking.layers if (found := getattr(s, field)) is not None}
+        if having:
+            named[what] = max(having, key=lambda layer: having[layer])
+    return named
 
 
 STUDY = Replacement

@@ -53,6 +53,19 @@ def test_random_heads_are_as_many_and_none_of_the_groups(tiny):
     assert len(set(map(frozenset, drawn))) > 1
 
 
+def test_a_sweep_of_the_first_layers(tiny):
+    model, questions = adopt(tiny.model), KVRetrieval(4).questions(16, 0)
+    curves = kv_sweep(model, tiny.tokenizer, (4,), {"a": [Site(0, (3,))]}, layers=1, examples=16)
+    shorter = copy.deepcopy(model)
+    shorter.backbone.layers = shorter.backbone.layers[:1]
+    assert curves[0].accuracy[4].accuracy == answer(shorter, tiny.tokenizer, questions).correct.mean()
+    assert all(site.layer == 0 for curve in curves for site in curve.silent)
+    with pytest.raises(UserError, match=r"L1.H2 is not among the first 1 layers"):
+        kv_sweep(model, tiny.tokenizer, (4,), {"a": [Site(1, (2,))]}, layers=1, examples=2)
+    with pytest.raises(UserError, match="no site L4"):
+        kv_sweep(model, tiny.tokenizer, (4,), {"a": [Site(1, (2,))]}, layers=5, examples=2)
+
+
 @pytest.mark.parametrize(
     ("groups", "complaint"),
     [

@@ -1,0 +1,110 @@
+"""Attention for grafts: wide queries and keys, values of another width, and one query-key pair for many value heads.
+
+    y_t = sum_{s <= t} softmax_s(q_t . k_s) v_s
+
+The scale (tau) is already in q. Where `pairs` query-key pairs serve `heads` value heads, the values of a pair's heads are laid
+side by side as one wide value, so that the scores are computed once per pair and nothing is copied per head.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dispatch import Backend, Operation
+from .flash_attention import BACKENDS as FLASH
+from .triton_attention import attend, refuses
+
+
+def graft_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """Causal attention of the last tokens on all of them.
+
+    q (b, pairs, t, w); k (b, pairs, s, w) with s >= t; v (b, heads, s, p), heads a multiple of pairs: value head i uses pair
+    i // (heads / pairs). mask: None, or boolean (b, s), True for keys that exist; both are causal, the queries aligned to the
+    end of the keys. Or (b, 1, t, s), boolean (True: may attend) or additive, causality included; only sdpa and the reference
+    take it, and the kernels for GPUs do not. A query that may attend to nothing gives 0. Returns (b, t, heads, p).
+    """
+    b, heads, s, p = v.shape
+    pairs, t = q.shape[1:3]
+    wide = v.view(b, pairs, heads // pairs, s, p).transpose(2, 3).reshape(b, pairs, s, -1)
+    y = GRAFT_ATTENTION(q, k, wide, mask, backend=backend)
+    return y.view(b, pairs, t, heads // pairs, p).permute(0, 2, 1, 3, 4).reshape(b, t, heads, p)
+
+
+def with_bias(q: Tensor, k: Tensor, query_bias: Tensor, key_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys, widened so that their product is q . k + query_bias + key_bias: a bias for any backend.
+
+    q (b, pairs, t, w), k (b, pairs, s, w), query_bias (b, pairs, t), key_bias (b, pairs, s). A decay is such a bias: with
+    cum_t = a_1 + ... + a_t, the cumulated log decay, query_bias = cum and key_bias = -cum add log prod_{s < i <= t} exp(a_i) to
+    the score of key s. The biases should be float32: each is two dimensions in q and k together, one bias and one 1, or in
+    bfloat16 and float16 six, since cum may be hundreds there while its differences matter to a hundredth.
+    """
+    mine, other = _digits(query_bias, q.dtype), _digits(key_bias, k.dtype)
+    return torch.cat([q, mine, torch.ones_like(mine)], -1), torch.cat([k, torch.ones_like(other), other], -1)
+
+
+def _digits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (...) as numbers of a dtype, (..., 1 or 3), that sum to it up to float32's precision."""
+    parts: list[Tensor] = []
+    for _ in range(3 if dtype.itemsize < 4 else 1):
+        parts.append(x.to(dtype))
+        x = x - parts[-1].to(x.dtype)
+    return torch.stack(parts, -1)
+
+
+def _expanded(mask: Tensor | None, t: int, s: int, device: torch.device) -> Tensor:
+    """A mask of keys, or None, as a mask of pairs, causal; a mask of pairs as it is."""
+    if mask is not None and mask.dim() == 4:
+        return mask
+    causal = torch.ones(t, s, dtype=torch.bool, device=device).tril(s - t)
+    return causal if mask is None else causal & mask[:, None, None]
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    mask = _expanded(mask, q.shape[-2], k.shape[-2], q.device)
+    scores = q @ k.transpose(-1, -2)
+    scores = scores if mask.dtype == torch.bool else scores + mask
+    # Filled even where the mask already added -inf: it keeps the NaN gradient of a row without keys away from q and k.
+    scores = scores.masked_fill(~mask if mask.dtype == torch.bool else mask == -math.inf, -math.inf)
+    return scores.softmax(-1).nan_to_num() @ v  # a row that may attend to nothing (left padding) is 0
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    t, s = q.shape[-2], k.shape[-2]
+    if mask is not None or 1 < t < s:
+        mask = _expanded(mask, t, s, q.device)
+    w, dv = q.shape[-1], v.shape[-1]
+    width = max(w, min(dv, 128))
+    if t == 1 or w == dv or (dv > 4 * width and t * s < 2**26):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and t > 1, scale=1.0)
+    # Where values are as wide as keys, torch's kernels never store the scores, which saves time as well: zeros make them so,
+    # and a wide value is cut into pieces (but not many, for each computes the scores again).
+    q, k, v = (F.pad(m, (0, more)).contiguous() for m, more in ((q, width - w), (k, width - w), (v, -dv % width)))
+    pieces = v.split(width, dim=-1)
+    y = [F.scaled_dot_product_attention(q, k, m, attn_mask=mask, is_causal=mask is None, scale=1.0) for m in pieces]
+    return torch.cat(y, dim=-1)[..., :dv]
+
+
+def _example(device: torch.device, dtype: torch.dtype) -> tuple:
+    g = torch.Generator().manual_seed(0)
+    # Fewer queries than keys: early versions of FlashAttention align them to the beginning.
+    q, k, v = (torch.randn(1, 2, n, w, generator=g).to(device, dtype) for n, w in ((13, 24), (20, 24), (20, 48)))
+    return q, k, v, None
+
+
+def _declines(q: Tensor, *_: Tensor | None) -> str | None:
+    return "in float32 no tensor core helps it, and torch's kernels are better tuned" if q.dtype == torch.float32 else None
+
+
+# FlashAttention first, where it wastes little (its `declines` says when: queries and values of one of its widths). Then ours,
+# which takes widths as they are, values of any width, and holes in the keys. torch's serves the rest: float32, CPUs, masks of
+# pairs; on a GPU it computes and stores every score when the widths differ or queries are fewer than keys.
+GRAFT_ATTENTION = Operation(
+    "graft_attention",
+    *FLASH,
+    Backend("triton", attend, refuses, _declines, probed=True),
+    Backend("sdpa", _sdpa),
+    Backend("reference", _reference),
+    example=_example,
+)

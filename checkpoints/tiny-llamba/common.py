@@ -1,0 +1,249 @@
+"""What the hybrids of all families have in common: configuration, backbone, language model, and the gate of a graft.
+
+The files of this package travel with every exported checkpoint (see sources.py), so they depend on torch, transformers and the
+kernels only. A hybrid is a base whose mixers are ours: each works in three steps (project, mix, finish), and the middle one may
+partly be attention. Without grafts it is the base itself: with the stock kernels its logits equal transformers' bit for bit.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mamba2Output
+
+from .layer_graft import is_layer_graft, make_mixer, whole_block
+from .parts import RMSNorm
+from .sources import write_sources
+
+# Keyword arguments that say where one sequence ends and the next begins within a row.
+PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+def refuse_packed(kwargs: dict[str, Any]) -> None:
+    """Raise ValueError rather than let sequences leak into each other."""
+    if packed := [name for name in PACKED if kwargs.get(name) is not None]:
+        raise ValueError(f"packed sequences ({packed[0]}) are not supported; pad them instead")
+
+
+def describe_layers(config: Any, module: str, name: str) -> None:
+    """Fill in what follows from a hybrid configuration's `grafts`: the kinds of its layers, and where its code is.
+
+    module: the file of the classes; name: what their names begin with.
+    """
+    config.grafts = config.grafts or []
+    grafted = {graft["layer"]: graft for graft in config.grafts}
+    config.layer_types = [_layer_type(grafted.get(i)) for i in range(config.num_hidden_layers)]
+    config.auto_map = {
+        "AutoConfig": f"{module}.{name}Config",
+        "AutoModelForCausalLM": f"{module}.{name}ForCausalLM",
+    }
+
+
+def _layer_type(graft: dict[str, Any] | None) -> str:
+    """What transformers' cache is to hold for a layer: states (of an SSM, of a convolution), keys and values, or both."""
+    if graft is None:
+        return "linear_attention"
+    return "full_attention" if is_layer_graft(graft) and not graft["conv"] else "hybrid"
+
+
+def positions(config: Any, hidden: Tensor, attention_mask: Tensor | None, cache: Cache | None) -> Tensor | None:
+    """Where these tokens stand, (b or 1, t), counted from their row's first real one; None if no graft asks.
+
+    attention_mask: the user's. One that is not (b, all tokens so far) does not tell, and the cache's length has to.
+    """
+    turning = [graft["layer"] for graft in config.grafts if is_layer_graft(graft) and graft["rope"]]
+    if not turning:
+        return None
+    t = hidden.shape[1]
+    past = 0 if cache is None else int(cache.get_seq_length(turning[0]))
+    if attention_mask is not None and attention_mask.shape == (len(hidden), past + t):
+        return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -t:]
+    return torch.arange(past, past + t, device=hidden.device)[None]
+
+
+class Graft(nn.Module):
+    """The attention of a layer's grafted heads. A family's own says how queries and keys are made.
+
+    heads: sorted. gate: where a head keeps its SSM beside the attention, the share of the latter, one number a head.
+    """
+
+    def __init__(self, spec: dict[str, Any], scores: int):
+        super().__init__()
+        self.heads: list[int] = spec["heads"]
+        self.signs: list[int] = spec["signs"]
+        self.width: int = spec["width"]
+        self.time_step: bool = spec["time_step"]
+        self.log_tau = nn.Parameter(torch.zeros(scores))
+        self.gate = None if spec["blend"] is None else nn.Parameter(torch.full((len(self.heads),), float(spec["blend"])))
+
+    def sign(self, like: Tensor) -> Tensor:
+        """sigma, (scores, 1, 1): +1 or -1 for each matrix of scores."""
+        return torch.tensor(self.signs, device=like.device, dtype=like.dtype)[:, None, None]
+
+    def sharpen(self, q: Tensor) -> Tensor:
+        """q (b, scores, t, width), times sigma and tau."""
+        return q * (self.sign(q) * self.log_tau.exp()[:, None, None]).to(q.dtype)
+
+    def blend(self, y: Tensor, attended: Tensor) -> Tensor:
+        """All heads' output (b, t, h, p) from the SSM's, of all heads or of those without a graft, and the attention of the
+        grafted ones (b, t, grafted heads, p)."""
+        grafted = torch.tensor(self.heads, device=y.device)
+        if self.gate is not None:
+            change = (attended - y[:, :, grafted]) * self.gate[..., None, :, None].to(y.dtype)
+            return y.index_add(2, grafted, change)
+        out = y.new_empty(*y.shape[:2], y.shape[2] + len(self.heads), y.shape[3])
+        others = torch.ones(out.shape[2], dtype=torch.bool, device=y.device).index_fill(0, grafted, False)
+        return out.index_copy(2, others.nonzero()[:, 0], y).index_copy(2, grafted, attended)
+
+    @classmethod
+    def of(cls, config: Any, layer: int) -> Any:
+        """The graft of a layer, or None."""
+        spec = next((graft for graft in config.grafts if graft["layer"] == layer), None)
+        return None if spec is None else cls(config, spec)
+
+    @staticmethod
+    def scanned(graft: "Graft | None", heads: int) -> list[int]:
+        """Of all heads of a layer those whose SSM is computed; the others cost no scan."""
+        replaced = set() if graft is None or graft.gate is not None else set(graft.heads)
+        return [head for head in range(heads) if head not in replaced]
+
+
+class HybridBlock(GradientCheckpointingLayer):
+    """Norm, mixer, residual: the block of every Mamba. A layer graft with an MLP brings its own."""
+
+    def __init__(self, config: Any, mixer: Any):
+        super().__init__()
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = None if whole_block(mixer) else RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.mixer = mixer
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        residual = hidden_states.to(torch.float32) if self.residual_in_fp32 else hidden_states
+        if self.norm is None:
+            return self.mixer.block(residual, **kwargs)
+        return residual + self.mixer(self.norm(hidden_states.to(self.norm.weight.dtype)), **kwargs)
+
+
+class HybridBackbone:
+    """The forward of a backbone; stands before a family's PreTrainedModel."""
+
+    mixer_class: ClassVar[type]
+    last_norm: ClassVar[str] = "norm_f"
+    norm_f: Any  # mypy would compare it with the parent's
+
+    def __init__(self: Any, config: Any):
+        PreTrainedModel.__init__(self, config)  # the parent's would build a stock backbone
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        blocks = [HybridBlock(config, make_mixer(config, i, self.mixer_class)) for i in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(blocks)
+        self.gradient_checkpointing = False
+        self.norm_f = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.post_init()
+
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache_params: Cache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        refuse_packed(kwargs)
+        config = self.config
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        hidden = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = (config.use_cache and not self.training) if use_cache is None else use_cache
+        use_cache = use_cache and not (self.gradient_checkpointing and self.training)
+        if use_cache and cache_params is None:
+            cache_params = DynamicCache(config=config)
+        places = {
+            "attention_mask": create_recurrent_attention_mask(config, hidden, attention_mask, past_key_values=cache_params),
+            "causal_mask": self._graft_mask(hidden, attention_mask, cache_params) if config.grafts else None,
+            "position_ids": positions(config, hidden, attention_mask, cache_params) if position_ids is None else position_ids,
+        }
+        every = []
+        for block in self.layers:
+            hidden = block(hidden, cache_params=cache_params, **places)
+            every.append(hidden)
+        hidden = getattr(self, self.last_norm)(hidden)
+        wanted = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        output = Mamba2Output(
+            last_hidden_state=hidden,
+            cache_params=cache_params if use_cache else None,
+            hidden_states=(*every, hidden) if wanted else None,
+        )
+        return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def _graft_mask(self: Any, hidden: Tensor, attention_mask: Tensor | None, cache: Cache | None) -> Any:
+        """For graft_attention: None, which keys exist (b, s), or, where the mask is no such thing, which pairs."""
+        past = 0 if cache is None else int(cache.get_seq_length(self.config.grafts[0]["layer"]))
+        if attention_mask is not None and attention_mask.shape != (len(hidden), past + hidden.shape[1]):
+            return create_causal_mask(self.config, hidden, attention_mask, cache)
+        return None if attention_mask is None or attention_mask.all() else attention_mask.bool()
+
+
+class HybridCausalLM:
+    """The language model; stands before a family's stock one."""
+
+    backbone_class: ClassVar[type]
+
+    def __init__(self: Any, config: Any):
+        PreTrainedModel.__init__(self, config)
+        self.backbone = self.backbone_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache_params: Cache | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        refuse_packed(kwargs)
+        read = self.backbone(
+            input_ids,
+            inputs_embeds=inputs_embeds,
+            cache_params=cache_params,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            return_dict=True,
+        )
+        hidden = slice_logits_to_keep(read.last_hidden_state, logits_to_keep)
+        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = Mamba2CausalLMOutput(
+            loss=loss, logits=logits, cache_params=read.cache_params, hidden_states=read.hidden_states
+        )
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def prepare_inputs_for_generation(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> dict:
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
+        if inputs.get("attention_mask") is None:
+            # The parent drops it after the prompt; attention still needs it.
+            inputs["attention_mask"] = kwargs.get("attention_mask")
+        return inputs
+
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        write_sources(save_directory, type(self))

@@ -1,0 +1,144 @@
+"""The grafts of mixers whose heads have a matrix each (Mamba-2, Llamba's): queries and keys made as C and B are.
+
+What they compute is in mamba2.py.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache
+
+from .common import Graft
+from .parts import seen_keys
+from .attention import graft_attention
+from .mixing import attention_matrix
+
+
+class DualGraft(Graft):
+    """Queries and keys for the grafted heads of one layer. Its projections are named as in a Transformer, for PEFT."""
+
+    def __init__(self, config: Any, spec: dict):
+        super().__init__(spec, len(spec["heads"]))
+        per_group = config.num_heads // config.n_groups
+        groups = [head // per_group for head in self.heads]
+        # The B/C group that each query-key pair starts from, and the pair that each grafted head uses.
+        self.pair_groups = sorted(set(groups)) if spec["shared"] else groups
+        self.pair_of_head = [self.pair_groups.index(g) for g in groups] if spec["shared"] else list(range(len(groups)))
+        size = len(self.pair_groups) * self.width
+        self.q_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
+        self.k_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
+        taps = config.conv_kernel
+        conv = partial(nn.Conv1d, 2 * size, 2 * size, taps, groups=2 * size, bias=config.use_conv_bias, padding=taps - 1)
+        self.qk_conv = None if spec.get("direct") else conv()
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """Queries and keys before the convolution, if there is one: (b, t, 2 * pairs * width)."""
+        return torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states)], dim=-1)
+
+    def split(self, qk: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
+        """qk (b, t, 2 * pairs * width) after the convolution and dt (b, t, h) -> q and k, (b, grafted heads, t, width, or one
+        more with the time step), such that q . k is the score, sign and scale included."""
+        b, t, _ = qk.shape
+        q, k = qk.view(b, t, 2, len(self.pair_groups), self.width).permute(2, 0, 3, 1, 4)
+        if self.pair_of_head != list(range(len(self.pair_groups))):
+            q, k = q[:, self.pair_of_head], k[:, self.pair_of_head]
+        q = self.sharpen(q)
+        if self.time_step:  # one more dimension: 1 in the query, log dt in the key
+            write = dt[..., self.heads].float().clamp_min(1e-30).log().to(k.dtype)
+            q, k = F.pad(q, (0, 1), value=1.0), torch.cat([k, write.transpose(1, 2)[..., None]], dim=-1)
+        return q, k
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """v (b, heads, s, p) -> (b, t, heads, p)."""
+        return graft_attention(q, k, v, mask) * self.sign(v).transpose(0, 1)
+
+    def into(self, matrix: Tensor, qk: Tensor, dt: Tensor, rows: Tensor | None) -> Tensor:
+        """All heads' mixing matrices (h, rows, t) for one sequence, from the SSM's: the grafted ones' are their attention, or,
+        where a blend gate is open, the mixture."""
+        attention = self.sign(matrix) * attention_matrix(*self.split(qk, dt), rows=rows)[0].to(matrix.dtype)
+        share = 1.0 if self.gate is None else self.gate[:, None, None]
+        matrix[self.heads] = (1 - share) * matrix[self.heads] + share * attention
+        return matrix
+
+
+class DualMixer:
+    """The middle step of a mixer (project, mix, finish): the scan of some heads, the attention of others.
+
+    Stands before a mixer that has `project`, `scan` and `finish` of its own.
+    """
+
+    graft: DualGraft | None
+
+    def take_grafts(self: Any, config: Any, layer_idx: int) -> None:
+        """Make room for what the configuration says of this layer."""
+        self.graft = DualGraft.of(config, layer_idx)
+        self.ssm_heads = Graft.scanned(self.graft, self.num_heads)
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        cache_params: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        causal_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        gate, x, B, C, dt, qk = self.project(hidden_states, cache_params, attention_mask)
+        return self.finish(self.mix(x, B, C, dt, qk, cache_params, causal_mask), gate)
+
+    def ride_along(self: Any, hidden_states: Tensor, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What the convolution takes (input (b, t, channels), weight, bias), the graft's queries and keys included: it is
+        depthwise, so these need no call and no state in the cache of their own. Last, queries and keys that it leaves out."""
+        weight, bias = self.conv1d.weight, self.conv1d.bias
+        if self.graft is None:
+            return xBC, weight, bias, None
+        qk, conv = self.graft.project(hidden_states), self.graft.qk_conv
+        if conv is None:
+            return xBC, weight, bias, qk
+        if bias is not None:
+            bias = torch.cat([bias, conv.bias])  # both follow use_conv_bias
+        return torch.cat([xBC, qk], dim=-1), torch.cat([weight, conv.weight]), bias, None
+
+    def mix(
+        self: Any,
+        x: Tensor,
+        B: Tensor,
+        C: Tensor,
+        dt: Tensor,
+        qk: Tensor | None = None,
+        cache_params: Cache | None = None,
+        causal_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Every head's own mixing, the D skip included: (b, t, h, p)."""
+        heads = self.ssm_heads
+        if len(heads) == self.num_heads:
+            y = self.scan(x, B, C, dt, heads, cache_params)
+        elif heads:
+            y = self.scan(x[:, :, heads], B, C, dt[..., heads], heads, cache_params)
+        else:
+            y = x[:, :, :0]
+        if self.graft is None:
+            return y
+        assert qk is not None  # project makes it wherever there is a graft
+        return self.graft.blend(y, self.attend(x, dt, qk, cache_params, causal_mask))
+
+    def attend(
+        self: Any, x: Tensor, dt: Tensor, qk: Tensor, cache_params: Cache | None = None, causal_mask: Tensor | None = None
+    ) -> Tensor:
+        """The grafts' mixing: (b, t, grafted heads, p)."""
+        assert self.graft is not None
+        x = x[:, :, self.graft.heads]
+        q, k = self.graft.split(qk, dt)
+        v = x.transpose(1, 2)
+        if cache_params is not None:
+            k, v = seen_keys(cache_params, self.layer_idx, k, v)
+        return self.graft.attend(q, k, v, causal_mask) + self.D[self.graft.heads][:, None] * x
+
+    def halves(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For locate: every head's SSM mixing (b, t, h, p), the grafted heads' attention (b, t, grafted heads, p), both with
+        their D skip, and the gate that `finish` takes."""
+        gate, x, B, C, dt, qk = self.project(hidden_states)
+        assert qk is not None
+        return self.scan(x, B, C, dt, self.ssm_heads, None), self.attend(x, dt, qk), gate

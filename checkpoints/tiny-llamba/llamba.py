@@ -1,0 +1,282 @@
+"""Llamba (arXiv 2502.14458): Llama's block with a discrete Mamba-2 (MOHAWK, arXiv 2408.10189) in the place of attention.
+
+transformers has no such class. With u_t the normalised input of a layer, * a causal convolution over time, channel by channel:
+
+    x, B, C, z, l = in_proj(u);   x, B, C <- (x, B, C) * w + b          no activation; B and C per head
+    S_t = exp(-softplus(l_t)) S_{t-1} + x_t B_t^T                       (P x N), S_{-1} = 0
+    y_t = S_t C_t + D x_t
+    out = out_proj(y silu(z + z_bias))                                  no norm
+    h <- h + out;   h <- h + down_proj(silu(gate_proj(norm h)) up_proj(norm h))
+
+"Discrete" because the decay is projected from the input and no time step multiplies x. It is the scan of Mamba-2 with A = -1,
+dt = softplus(l) and x / dt for x.
+"""
+
+# What is known of the published models, and from where. Read in cartesia-ai/edge (cartesia-pytorch: Llamba/llamba.py,
+# configuration_llamba.py, modeling_llama.py, mixers/discrete_mamba2.py): the configuration's fields and defaults, the order
+# x, B, C, z, l of in_proj, the names of all modules, that z_bias exists only where in_proj has no bias, that a tied head has no
+# tensor of its own, that resid_dropout is never applied, that the norms within a block have 1e-5 whatever norm_epsilon is (it
+# is 1e-5). Its MLX layer (cartesia-mlx: layers/ssd/llamba_ssd.py) and the importer of Fast-LLM agree. Read on the Hub:
+# config.json of Llamba-3B, word by word, and the size of its safetensors file, which is that of these tensors in float32 with
+# the head tied. Only from others' programs: 16 layers of 2048 and a tied head for 1B. Not checked: the published weights
+# themselves, and config.json of 8B (the defaults below are those that Cartesia documents: 32 layers of 4096).
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationMixin, PretrainedConfig
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
+
+from .common import HybridBackbone, HybridCausalLM, describe_layers
+from .dual import DualMixer
+from .layer_graft import make_mixer, whole_block
+from .parts import RMSNorm, convolved
+from .conv import SILU
+from .mixing import ssd_matrix
+from .ssd import ssd_scan, ssd_step
+
+MLP = {"intermediate_size": 14336, "bias": False, "act_fn": "silu"}
+SSM = {"d_state": 64, "n_v_heads": 32, "n_qk_heads": 32, "expand": 1, "d_conv": 4, "chunk_size": 128, "activation": "identity",
+       "bias": False, "conv_bias": True}  # fmt: skip
+
+# The least dt. softplus underflows to 0 for l < -104, and x / dt would overflow long before. With this bound x may be as large
+# as 1e26, while a state that nothing should decay loses a millionth of itself in a million tokens.
+LEAST = 1e-12
+
+
+def _filled(name: str, defaults: dict[str, Any], given: dict[str, Any] | None) -> dict[str, Any]:
+    """`given` over the defaults. Raises ValueError for a field that nothing here would obey."""
+    if unknown := sorted(set(given or {}) - set(defaults)):
+        raise ValueError(f"the field '{unknown[0]}' of a Llamba's {name} is not known")
+    return defaults | (given or {})
+
+
+def _inside(section: str, field: str) -> Any:
+    """An attribute that lies in a section of the configuration."""
+    return property(
+        lambda self: getattr(self, section)[field], lambda self, value: getattr(self, section).__setitem__(field, value)
+    )
+
+
+class LlambaConfig(PretrainedConfig):
+    """The published configuration: read and written as it is, with what other families call its fields beside them."""
+
+    model_type = "llamba"
+    attribute_map = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layer",
+        "layer_norm_epsilon": "norm_epsilon",
+        "tie_word_embeddings": "tie_embeddings",
+    }
+
+    vocab_size: int = 128256
+    d_model: int = 4096
+    n_layer: int = 32
+    tie_embeddings: bool = False
+    pad_vocab_size_multiple: int = 8
+    lm_head_bias: bool = False
+    resid_dropout: float = 0.0
+    norm_epsilon: float = 1e-5
+    mlp_cfg: dict | None = None
+    ssm_cfg: dict | None = None
+    initializer_range: float = 0.02
+    grafts: list | None = None  # as in Mamba2HybridConfig; a base has none
+    layer_types: list | None = None
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    num_heads = _inside("ssm_cfg", "n_v_heads")
+    n_groups = _inside("ssm_cfg", "n_qk_heads")  # of B and C
+    state_size = _inside("ssm_cfg", "d_state")
+    expand = _inside("ssm_cfg", "expand")
+    conv_kernel = _inside("ssm_cfg", "d_conv")
+    chunk_size = _inside("ssm_cfg", "chunk_size")
+    conv_act = _inside("ssm_cfg", "activation")
+    use_bias = _inside("ssm_cfg", "bias")
+    use_conv_bias = _inside("ssm_cfg", "conv_bias")
+    intermediate_size = _inside("mlp_cfg", "intermediate_size")  # of the MLP
+    hidden_act = _inside("mlp_cfg", "act_fn")
+    mlp_bias = _inside("mlp_cfg", "bias")
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.mlp_cfg, self.ssm_cfg = _filled("mlp_cfg", MLP, self.mlp_cfg), _filled("ssm_cfg", SSM, self.ssm_cfg)
+        describe_layers(self, "llamba", "Llamba")
+        super().__post_init__(**kwargs)
+        multiple = self.pad_vocab_size_multiple  # the embedding's rows are padded to one
+        self.vocab_size = -(-self.vocab_size // multiple) * multiple
+        if (self.expand * self.hidden_size) % self.num_heads or self.num_heads % self.n_groups:
+            raise ValueError(
+                f"{self.expand * self.hidden_size} channels in {self.num_heads} heads with {self.n_groups} pairs of B and C"
+            )
+        if self.conv_act not in ("identity", *SILU):
+            raise ValueError(f"a Llamba's convolution has no activation or SiLU, not '{self.conv_act}'")
+
+    @property
+    def head_dim(self) -> int:
+        return self.expand * self.hidden_size // self.num_heads
+
+
+class LlambaMixer(DualMixer, nn.Module):
+    """A discrete Mamba-2 in three steps: project, mix, finish."""
+
+    def __init__(self, config: LlambaConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.num_heads, self.head_dim, self.n_groups = config.num_heads, config.head_dim, config.n_groups
+        self.ssm_state_size, self.chunk_size = config.state_size, config.chunk_size
+        self.intermediate_size = self.num_heads * self.head_dim
+        self.conv_dim = self.intermediate_size + 2 * self.n_groups * self.ssm_state_size
+        self.conv_kernel_size, self.activation = config.conv_kernel, config.conv_act
+        size = self.conv_dim + self.intermediate_size + self.num_heads
+        self.in_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
+        # Where in_proj has a bias, z has one already.
+        self.z_bias = None if config.use_bias else nn.Parameter(torch.zeros(self.intermediate_size))
+        taps = self.conv_kernel_size
+        self.conv1d = nn.Conv1d(
+            self.conv_dim, self.conv_dim, taps, groups=self.conv_dim, bias=config.use_conv_bias, padding=taps - 1
+        )
+        self.D = nn.Parameter(torch.ones(self.num_heads))
+        self.out_proj = nn.Linear(self.intermediate_size, config.hidden_size, bias=config.use_bias)
+        self.take_grafts(config, layer_idx)
+
+    def project(self, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None) -> tuple:
+        """u (b, t, d) -> gate z with its bias (b, t, h * p), x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h) in float32 at
+        least, and the grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's conv state."""
+        b, t, _ = hidden_states.shape
+        xBC, gate, dt = self.in_proj(hidden_states).split([self.conv_dim, self.intermediate_size, self.num_heads], dim=-1)
+        xBC, weight, bias, qk = self.ride_along(hidden_states, xBC)
+        xBC = apply_mask_to_padding_states(xBC, attention_mask)  # not before in_proj, whose bias the pads would then have
+        if self.z_bias is not None:
+            gate = gate + self.z_bias
+        xBC = convolved(xBC, weight, bias, cache_params, self.layer_idx, self.activation in SILU)
+        xBC = apply_mask_to_padding_states(xBC, attention_mask)
+        state = self.n_groups * self.ssm_state_size
+        x, B, C, ridden = xBC.split([self.intermediate_size, state, state, xBC.shape[-1] - self.conv_dim], dim=-1)
+        dt = F.softplus(dt.to(torch.promote_types(dt.dtype, torch.float32))).clamp_min(LEAST)
+        B, C = (m.reshape(b, t, self.n_groups, self.ssm_state_size) for m in (B, C))
+        qk = ridden if self.graft is not None and qk is None else qk
+        return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk
+
+    def scan(self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None) -> Tensor:
+        """The SSM's mixing for `heads`; x (b, t, len(heads), p) and dt (b, t, len(heads))."""
+        D: Tensor = self.D
+        if len(heads) < self.num_heads:
+            D = D[heads]
+            if self.n_groups > 1:  # the remaining heads need not fill their groups evenly
+                of = [head // (self.num_heads // self.n_groups) for head in heads]
+                B, C = B[:, :, of], C[:, :, of]
+        # In float32 at least: x / dt would be rounded coarsely in bfloat16 and overflow in float16.
+        A, B, C, write = dt.new_full((len(heads),), -1.0), B.to(dt.dtype), C.to(dt.dtype), x.to(dt.dtype) / dt[..., None]
+        state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
+        if state is not None and x.shape[1] == 1:
+            y = ssd_step(state, write[:, 0], dt[:, 0], A, B[:, 0], C[:, 0])[:, None]
+        else:
+            y, state = ssd_scan(write, dt, A, B, C, None, state, chunk_size=self.chunk_size)
+            if cache_params is not None:
+                cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
+        return (y + D[:, None] * x).to(x.dtype)
+
+    def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The mixing matrices of all heads for one sequence (1, t, d): (h, rows, t). SSM heads: such that y = M x + D x.
+        Grafted heads: their attention (where a blend gate is open, the mixture)."""
+        _, _, B, C, dt, qk = self.project(hidden_states)
+        matrix = ssd_matrix(dt, dt.new_full((self.num_heads,), -1.0), B, C, rows=rows, time_step=False)[0]
+        return matrix if self.graft is None or qk is None else self.graft.into(matrix, qk, dt, rows)
+
+    def finish(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Gate and output projection: (..., h, p) -> (..., d)."""
+        return self.out_proj((y.flatten(-2) * F.silu(gate)).to(self.out_proj.weight.dtype))
+
+
+class LlambaBlock(GradientCheckpointingLayer):
+    """Norm, mixer, residual; norm, MLP, residual. A layer graft with an MLP brings all of its own."""
+
+    def __init__(self, config: LlambaConfig, mixer: Any):
+        super().__init__()
+        self.mixer = mixer
+        self.whole = whole_block(mixer)
+        if not self.whole:
+            self.input_layernorm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+            self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+            self.mlp = LlamaMLP(config)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        if self.whole:
+            return self.mixer.block(hidden_states, **kwargs)
+        hidden_states = hidden_states + self.mixer(self.input_layernorm(hidden_states), **kwargs)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class LlambaPreTrainedModel(PreTrainedModel):
+    config_class = LlambaConfig
+    base_model_prefix = "backbone"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LlambaBlock"]
+    _is_stateful = True
+    _supports_sdpa = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LlambaMixer):
+            init.ones_(module.D)
+            init.kaiming_uniform_(module.conv1d.weight, a=math.sqrt(5))
+            if module.z_bias is not None:
+                init.zeros_(module.z_bias)
+
+
+class LlambaModel(HybridBackbone, LlambaPreTrainedModel):
+    last_norm = "final_layernorm"
+
+    def __init__(self, config: LlambaConfig):
+        PreTrainedModel.__init__(self, config)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        blocks = [LlambaBlock(config, make_mixer(config, i, LlambaMixer)) for i in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(blocks)
+        self.gradient_checkpointing = False
+        self.final_layernorm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embedding = value  # type: ignore[assignment]
+
+
+class LlambaForCausalLM(HybridCausalLM, LlambaPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "backbone.embedding.weight"}
+
+    def __init__(self, config: LlambaConfig):
+        PreTrainedModel.__init__(self, config)
+        self.backbone = LlambaModel(config)
+        bias = config.lm_head_bias and not config.tie_word_embeddings  # a tied head is the embedding alone
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=bias)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.backbone.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.backbone.embedding = value
+
+    def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **named: Any) -> Any:
+        """transformers calls the cache `cache_params` for classes with "mamba" in their name; ours is a Mamba without it."""
+        if (cache := model_kwargs.pop("cache_params", None)) is not None:
+            model_kwargs["past_key_values"] = cache
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **named)  # type: ignore[misc]
+        if (cache := model_kwargs.pop("past_key_values", None)) is not None:
+            model_kwargs["cache_params"] = cache
+
+
+AutoConfig.register(LlambaConfig.model_type, LlambaConfig, exist_ok=True)
+AutoModelForCausalLM.register(LlambaConfig, LlambaForCausalLM, exist_ok=True)

@@ -1,0 +1,176 @@
+"""C kernels that are compiled on first use, and the threads that run them.
+
+A kernel is one C file beside this one, with vectors.h. The system's compiler ($CC, else cc) makes a library for this very
+processor, which is kept in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache) under a digest of all that it depends on.
+ctypes releases the interpreter's lock during a call, so other threads go on, and several run a kernel side by side.
+"""
+
+import ctypes
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# No -ffast-math: infinities and NaN keep their meaning, and sums the order in which they are written.
+FLAGS = "-O3 -std=gnu11 -fPIC -shared -fno-strict-aliasing -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
+FOLDER = Path(__file__).parent
+_STARTED_IN = os.getpid()
+STEP_ALONE = 2**21  # numbers in the states up to which one thread is done with a step about when another would have begun
+TARGETS = ("-march=native", "-mcpu=native", "")  # the first that the compiler knows; ARM's often know the second alone
+
+
+@cache
+def load(name: str) -> ctypes.CDLL:
+    """The library made from `name`.c. Raises RuntimeError, with the reason, where it cannot be made, kept or loaded."""
+    source, header = FOLDER / f"{name}.c", FOLDER / "vectors.h"
+    if not source.exists():
+        raise RuntimeError(f"{source.name} is not here: an exported checkpoint carries Python alone")
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    flags, target = _for_this_processor(compiler)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surgery"
+    digest = hashlib.sha256(
+        b"\0".join((source.read_bytes(), header.read_bytes(), " ".join(flags).encode(), target))
+    ).hexdigest()
+    library = folder / f"{name}-{digest[:20]}.so"
+    try:
+        if not library.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            # Made in a folder of its own and renamed: no other process ever sees half a library.
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                made = Path(temporary) / library.name
+                _call([*compiler, *flags, str(source), "-o", str(made)])
+                os.replace(made, library)
+        return ctypes.CDLL(str(library))
+    except OSError as failure:
+        raise RuntimeError(f"the compiled kernel cannot be kept in {folder}: {failure}") from failure
+
+
+def _for_this_processor(compiler: list[str]) -> tuple[list[str], bytes]:
+    """The flags, and the macros that they predefine: these name the compiler's version and all that the processor can do."""
+    for target in TARGETS:
+        flags = [*FLAGS, *([target] if target else [])]
+        try:
+            return flags, _call([*compiler, *flags, "-dM", "-E", "-x", "c", os.devnull])
+        except RuntimeError as failure:
+            reason = failure
+    raise reason
+
+
+def _call(command: list[str]) -> bytes:
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    except OSError as failure:
+        raise RuntimeError(f"no C compiler: {failure}") from failure
+    if done.returncode:
+        message = done.stderr.decode(errors="replace").strip()
+        raise RuntimeError(f"the C compiler '{command[0]}' fails: {message or f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+class View(ctypes.Structure):
+    """A tensor for C: where it lies, and its first three strides in numbers. The last is 1 in a tensor of four dimensions."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3))
+
+    @classmethod
+    def of(cls, m: Tensor) -> "View":
+        return cls(m.data_ptr(), m.stride()[:3])
+
+
+def fill(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> None:
+    """Tell C of tensors: each as a View where the structure has one, else where it lies."""
+    kinds = dict(structure._fields_)  # type: ignore[arg-type]
+    for name, m in tensors.items():
+        if m is not None:
+            setattr(structure, name, View.of(m) if kinds[name] is View else m.data_ptr())
+
+
+def refuses(*tensors: Tensor | None) -> str | None:
+    """Why no kernel here takes these, or None."""
+    given = [m for m in tensors if m is not None]
+    if any(m.device.type != "cpu" for m in given):
+        return "it runs on a CPU"
+    if any(m.dtype == torch.float64 for m in given):
+        return "it computes in float32"
+    return "it cannot be traced" if torch.compiler.is_compiling() or torch.jit.is_tracing() else None
+
+
+def step_refuses(state: Tensor, *others: Tensor | None) -> str | None:
+    """Why no kernel here takes a step that changes `state`, or None."""
+    if reason := refuses(state, *others):
+        return reason
+    if state.dtype != torch.float32 or not state.is_contiguous():
+        return "it takes a contiguous state in float32"
+    return "it has no gradient" if learns(state, *others) else None
+
+
+def check(*shapes: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Raise ValueError for the first tensor of another shape: C would read whatever lies there."""
+    for m, shape in shapes:
+        if m is not None and m.shape != shape:
+            raise ValueError(f"a tensor of shape {tuple(m.shape)} where {shape} belongs")
+
+
+def contiguous(*tensors: Any) -> list[Any]:
+    """Each as C wants what is no View."""
+    return [None if m is None else m.contiguous() for m in tensors]
+
+
+def rows(*tensors: Tensor) -> list[Tensor]:
+    """Each with the numbers of its last dimension as neighbours."""
+    return [m if m.stride(-1) == 1 else m.contiguous() for m in tensors]
+
+
+def learns(*tensors: Tensor | None) -> bool:
+    """Whether a gradient will be wanted of any of these."""
+    return torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in tensors)
+
+
+def run(function: Any, work: ctypes.Structure, units: int) -> None:
+    """Calls `function` with `work` in as many threads as torch uses, at most `units`; each call works until no unit is left.
+
+    work: its last two fields are `next`, the counter of units, and `failed`. Raises MemoryError where this one was set.
+    """
+    threads = min(torch.get_num_threads(), units)
+    if threads == 1:
+        function(ctypes.byref(work))
+    elif team := _team(os.getpid()):
+        team(function, ctypes.byref(work), threads, 0)
+    else:
+        waiting = [_pool(os.getpid(), threads - 1).submit(function, ctypes.byref(work)) for _ in range(threads - 1)]
+        function(ctypes.byref(work))
+        for future in waiting:
+            future.result()
+    if work.failed:
+        raise MemoryError("no memory for a kernel's workspace")
+
+
+@cache
+def _team(process: int) -> Any:
+    """What calls a function in the threads of torch's own OpenMP, or None where that cannot be had.
+
+    Between torch's operations those threads spin: others would have to wait for a processor until they stop.
+    """
+    if process != _STARTED_IN:  # OpenMP's threads do not survive a fork
+        return None
+    library = Path(torch.__file__).parent / "lib" / f"libtorch_cpu{'.dylib' if sys.platform == 'darwin' else '.so'}"
+    try:
+        team = ctypes.CDLL(str(library)).GOMP_parallel  # which LLVM's and Intel's OpenMP have as well
+    except (OSError, AttributeError):
+        return None
+    team.argtypes, team.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    return team
+
+
+@cache
+def _pool(process: int, workers: int) -> ThreadPoolExecutor:  # by process: threads do not survive a fork
+    return ThreadPoolExecutor(workers, thread_name_prefix="surgery")

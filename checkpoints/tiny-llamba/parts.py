@@ -1,0 +1,29 @@
+"""What layer grafts and all that hybrids have in common both need."""
+
+from torch import Tensor
+from transformers import Cache
+from transformers.models.mamba2.modeling_mamba2 import Mamba2RMSNorm
+
+from .conv import causal_conv
+from .norm import rms_norm
+
+
+class RMSNorm(Mamba2RMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, cache: Cache | None, layer: int, silu: bool = False) -> Tensor:
+    """x (b, t, c) behind its short causal convolution. What the cache holds of earlier tokens stands before it, and the cache
+    then holds the last of these."""
+    t = x.shape[1]
+    if cache is not None:
+        x = cache.update_conv_state(x.transpose(1, 2), layer, conv_kernel_size=weight.shape[-1]).transpose(1, 2)
+    return causal_conv(x, weight, bias, t, silu)
+
+
+def seen_keys(cache: Cache, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of the past and of these tokens, which the cache then holds."""
+    k, v = cache.update(k, v, layer)
+    length = int(cache.get_seq_length(layer))  # a static cache is longer than what it holds
+    return k[:, :, :length], v[:, :, :length]
