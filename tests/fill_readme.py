@@ -29,7 +29,7 @@ falls with every layer, where the paper's knowledge tasks stay flat. In four lay
 the other. **Differs**: with so few layers the first is needed as well, and no layer can go without a loss of knowledge.""",
     "crucial-heads": """\
 **Agrees**: each of the two is worth nothing without the other, and both together, of eight heads, bring back a part of
-retrieval that is far above chance (1/16). **Differs**: a part only; the paper's two carry the task. Where the heads are was
+retrieval that is far above chance (1/16). **Differs**: a part only. Where the heads are was
 put there by hints; that `locate` names those two and no others first is the test.""",
     "kv-sweep": """\
 **Agrees**: without the aggregate head retrieval falls the further the more pairs there are to choose from, without the gather

@@ -32,7 +32,8 @@ class Replacement(Study):
         return Found(
             about={"named": named, "best": best.replaced[0]},
             summary=(
-                f"Ranked before the sweep, locate names {by}. The largest gain is at L{best.replaced[0]}: {change(whole, best)}."
+                f"Ranked before the sweep, locate names {by}. The largest gain is at L{best.replaced[0]}: "
+                f"{change(whole, best)}."
             ),
             rows=rows([whole, *outcomes]),
         )

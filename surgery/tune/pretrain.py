@@ -126,6 +126,7 @@ def pretrain(recipe: PretrainRecipe, out: Path) -> dict[str, Any]:
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     base.save_pretrained(folder)
+    _without_code(folder)
     tokenizer.save_pretrained(folder)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
     (folder / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
@@ -135,6 +136,15 @@ def pretrain(recipe: PretrainRecipe, out: Path) -> dict[str, Any]:
     shutil.rmtree(out, ignore_errors=True)
     folder.rename(out)
     return measured
+
+
+def _without_code(folder: Path) -> None:
+    """A checkpoint of this repository needs no copy of its modeling code, which is exported with a hybrid."""
+    for file in folder.glob("*.py"):
+        file.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("auto_map", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: int, seed: int) -> dict[str, Any]:
