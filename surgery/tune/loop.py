@@ -2,9 +2,9 @@
 
 align: each graft alone learns to do what the base does in its place (align.py). calibrate: tau and gate by a search without
 gradients (calibrate.py). distil: end to end, cross-entropy on retrieval and KL to the frozen base on text (distil.py). The
-grafts alone are trained, and adapters where a recipe asks for them (lora.py), so nothing below the first of them needs a backward
-pass, and the base's tensors do not change: merged adapters go into copies. The control of every claim runs through the same
-loop: the same data and steps with the base's own layers trained instead.
+grafts alone are trained, and adapters where a recipe asks for them (lora.py), so nothing below the first of them needs a
+backward pass, and the base's tensors do not change: merged adapters go into copies. The control of every claim runs through
+the same loop: the same data and steps with the base's own layers trained instead.
 
 Everything depends on the settings and the seed alone, so an interrupted run that is resumed ends where it would have ended.
 """
@@ -60,8 +60,8 @@ def tune(
 
     model: a hybrid, whose grafts are trained, or anything with `layers`, whose mixers are trained (the control, which has
     nothing to align or to calibrate; give it its own copy of the weights). teacher: what text is held to; by default the base
-    of the hybrid, whose weights it shares: give the true one for a reloaded hybrid that has adapters merged into it. out: a folder for checkpoints every `options.save_every` steps; with `resume`, the
-    newest one there is continued.
+    of the hybrid, whose weights it shares: give the true one for a reloaded hybrid that has adapters merged into it. out: a
+    folder for checkpoints every `options.save_every` steps; with `resume`, the newest one there is continued.
     """
     beginning = begun(
         model, tokenizer, options or Tune(), data=data, seed=seed, layers=layers, teacher=teacher, out=out, resume=resume,
