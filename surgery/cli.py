@@ -182,7 +182,7 @@ def tune(
     divide every batch, and with FSDP (version 2) also the model."""
     options = _recipe(recipe, settings, model=hybrid)
     check_trackers(options.tune)
-    plan = Plan.read(Path(hybrid) / "plan.json")
+    plan = plan_of(hybrid)
     # A whole model may be too large for one device.
     placed = options.model_copy(update={"device": "cpu"}) if divided() else options
     loaded = open_checkpoint(placed, trust_remote_code)

@@ -65,6 +65,14 @@ def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False, base: str |
     return found
 
 
+def open_beside(base: Checkpoint, name: str, recipe: Recipe, trust_remote_code: bool = False) -> Checkpoint:
+    """Another model, to be asked what `base` is asked. Raises UserError if its tokenizer is another."""
+    other = open_checkpoint(recipe.model_copy(update={"model": name}), trust_remote_code)
+    if other.tokenizer.get_vocab() != base.tokenizer.get_vocab():
+        raise UserError(f"{name} has another tokenizer than {base.name}; their examples would not be the same")
+    return other
+
+
 def open_donor(plan: Plan, trust_remote_code: bool = False) -> PreTrainedModel | None:
     """The model that a plan's grafts start from, if it names one."""
     return None if plan.donor is None else load(plan.donor, trust_remote_code=trust_remote_code).model
@@ -122,9 +130,7 @@ def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = Fals
     base = open_checkpoint(recipe, trust_remote_code)
     entries = {"base": Entry(base.model, base.name)}
     for label, name in list(labels(others).items())[1:]:
-        other = open_checkpoint(recipe.model_copy(update={"model": name}), trust_remote_code)
-        if other.tokenizer.get_vocab() != base.tokenizer.get_vocab():
-            raise UserError(f"{name} has another tokenizer than {base.name}; their examples would not be the same")
+        other = open_beside(base, name, recipe, trust_remote_code)
         found = Path(name) / "plan.json"
         entries[label] = Entry(other.model, name, Plan.read(found) if found.exists() else None)
     check(recipe, base)
@@ -275,7 +281,6 @@ class _Job:
             training=self.training,
             settings=recipe.bench.model_dump(mode="json"),
         )
-        draw(report, self.out)
         with self.stage("export", "exporting, and comparing the reloaded model with the live one"):
             export(
                 tuned, self.out / "hybrid", tokenizer=self.base.tokenizer, plan=chosen, base=self.base.name, recipe=recipe,

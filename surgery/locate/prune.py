@@ -213,7 +213,7 @@ def keep_only(
     layers = len(subject.anatomy.blocks)
     minimal = layers if minimal is None else minimal
     subject.anatomy.check([*gather, *aggregate])
-    roles = {"gather": _heads(gather), "aggregate": _heads(aggregate)}
+    roles = {"gather": heads_of(gather), "aggregate": heads_of(aggregate)}
     concerned = sorted({site.layer for heads in roles.values() for site in heads})
     minimal = max(minimal, *(layer + 1 for layer in concerned))
     every = {head for layer in concerned for head in subject._heads(layer)}
@@ -236,7 +236,8 @@ def last_rows(subject: Subject) -> dict[Kind, Outcome]:
     }
 
 
-def _heads(sites: Collection[Site]) -> set[Site]:
+def heads_of(sites: Collection[Site]) -> set[Site]:
+    """The single heads of sites. Raises UserError for a whole layer."""
     if layer := next((site for site in sites if not site.heads), None):
         raise UserError(f"{layer} is a layer; name its heads, e.g. {layer}.H0")
     return {head for site in sites for head in site.each()}

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.anatomy import anatomy
 from surgery.errors import UserError
 from surgery.locate.patching import silenced, without
+from surgery.locate.prune import heads_of
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import answer
 from surgery.progress import Track
@@ -52,16 +53,13 @@ def kv_sweep(
     if not groups or not all(groups.values()):
         raise UserError("a sweep needs the heads that are to be silenced")
     found = anatomy(model)
-    silent = {"whole": [], **{what: sorted(head for site in heads for head in site.each()) for what, heads in groups.items()}}
-    found.check(site for heads in groups.values() for site in heads)
-    if whole := next((site for heads in groups.values() for site in heads if not site.heads), None):
-        raise UserError(f"{whole} is a layer; name its heads, e.g. {whole}.H0")
+    layers = len(found.blocks) if layers is None else layers
+    found.check([Site(layers - 1), *(site for heads in groups.values() for site in heads)])
+    silent = {"whole": [], **{what: sorted(heads_of(heads)) for what, heads in groups.items()}}
     taken = {head for heads in silent.values() for head in heads}
-    every = len(found.blocks)
-    found.check([Site(max(0, (layers or 1) - 1))])
-    if behind := next((head for head in sorted(taken) if head.layer >= (layers or every)), None):
+    if behind := next((head for head in sorted(taken) if head.layer >= layers), None):
         raise UserError(f"{behind} is not among the first {layers} layers")
-    free = [site for site in found.sites() if site not in taken and site.layer < (layers or every)]
+    free = [site for site in found.sites() if site not in taken and site.layer < layers]
     most = max(map(len, silent.values()))
     if len(free) < most:
         raise UserError(f"the model has {len(free)} other heads; a control needs {most}")
@@ -71,19 +69,15 @@ def kv_sweep(
 
     model = model.eval()
     questions = {size: KVRetrieval(size).questions(examples, seed) for size in sizes}
-    cells = iter(Track(range(len(sizes) * len(silent)), "sweep"))
     curves: list[Curve] = []
     base: dict[int, np.ndarray] = {}
-    for what, heads in silent.items():
+    for what, heads in Track(list(silent.items()), "sweep"):
         accuracy, drop = {}, {}
-        with without(model, found, range(layers or every, every)), silenced(found, heads):
+        with without(model, found, range(layers, len(found.blocks))), silenced(found, heads):
             for size in sizes:
                 correct = answer(model, tokenizer, questions[size], batch_size).correct
                 whole_correct = base.setdefault(size, correct)
                 accuracy[size] = proportion(correct)
                 drop[size] = mean(whole_correct.astype(float) - correct)
-                next(cells, None)
         curves.append(Curve(what=what, silent=tuple(heads), accuracy=accuracy, drop=drop))
-    for _ in cells:  # lets the bar end
-        pass
     return tuple(curves)

@@ -6,7 +6,7 @@ from surgery.errors import UserError
 from surgery.kernels.dispatch import use
 from surgery.recipe import Recipe
 from surgery.records import provenance
-from surgery.run import open_checkpoint, prepare
+from surgery.run import open_beside, open_checkpoint, prepare
 from surgery.studies import make
 from surgery.studies.study import Findings, Subjects
 
@@ -22,9 +22,7 @@ def conduct(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_cod
     with use(**recipe.kernels):
         checkpoint = open_checkpoint(recipe, trust_remote_code)
         second = getattr(study, "other", None)
-        other = open_checkpoint(recipe.model_copy(update={"model": second}), trust_remote_code) if second else None
-        if other is not None and other.tokenizer.get_vocab() != checkpoint.tokenizer.get_vocab():
-            raise UserError(f"{other.name} has another tokenizer than {checkpoint.name}; their examples would not be the same")
+        other = open_beside(checkpoint, second, recipe, trust_remote_code) if second else None
         prepare(out, recipe, resume)
         if resume and (out / FINDINGS).exists() and (out / FIGURE).exists():
             return Findings.read(out / FINDINGS)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import ClassVar
 
-from surgery.locate.prune import leave_one_out, minimal_model, shorten
+from surgery.locate.prune import leave_one_out
 from surgery.studies.figures import draw_bars
 from surgery.studies.study import Findings, Found, Study, Subjects, change, rows
 
@@ -20,11 +20,8 @@ class CrucialLayers(Study):
     minimal: int | None = None
 
     def measure(self, subjects: Subjects) -> Found:
-        subject = subjects.subject
-        minimal = self.minimal or minimal_model(subject, shorten(subject))
-        cuts = leave_one_out(subject, minimal)
-        behind = range(minimal, len(subject.anatomy.blocks))
-        whole = subject.cut("minimal model", dropped=behind)
+        minimal, whole = subjects.minimal_model(self.minimal)
+        cuts = leave_one_out(subjects.subject, minimal)
         worst = sorted(cuts, key=lambda cut: cut.retrieval.accuracy.accuracy)[:2]
         named = "; ".join(f"without L{cut.dropped[0]} {change(whole, cut)}" for cut in worst)
         return Found(

@@ -5,16 +5,14 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from surgery.errors import UserError
 from surgery.locate.sweep import CONTROL, kv_sweep
-from surgery.site import SiteText
 from surgery.studies.figures import draw_curves
-from surgery.studies.study import Findings, Found, Row, Study, Subjects
+from surgery.studies.study import Findings, Found, OfHeads, Row, Subjects
 
 
-class KVSweep(Study):
-    """pairs: the dictionary sizes. gather, aggregate, top: as in crucial_heads. layers: measure in a model of the first so
-    many. controls: draws of as many random heads."""
+class KVSweep(OfHeads):
+    """Beside those of OfHeads: pairs: the dictionary sizes. layers: measure in a model of the first so many. controls: draws of
+    as many random heads."""
 
     title: ClassVar[str] = "Key-value retrieval with and without the crucial heads"
     published: ClassVar[str] = (
@@ -23,17 +21,12 @@ class KVSweep(Study):
     )
 
     pairs: tuple[int, ...] = (10, 20, 30, 40, 50)
-    gather: tuple[SiteText, ...] | None = None
-    aggregate: tuple[SiteText, ...] | None = None
-    top: int = Field(default=1, ge=1)
     layers: int | None = Field(default=None, ge=1)
     controls: int = Field(default=2, ge=0)
 
     def measure(self, subjects: Subjects) -> Found:
-        heads = {role: subjects.heads(role, getattr(self, role), self.top) for role in ("gather", "aggregate")}
+        heads = self.heads(subjects)
         groups = {f"without {', '.join(map(str, sites))} ({role})": sites for role, sites in heads.items() if sites}
-        if not groups:
-            raise UserError("locate gave no head a role; name them with study.gather and study.aggregate")
         options = subjects.recipe.locate
         curves = kv_sweep(
             subjects.model, subjects.tokenizer, self.pairs, groups, layers=self.layers, controls=self.controls,
@@ -42,7 +35,7 @@ class KVSweep(Study):
         size = self.pairs[len(self.pairs) // 2]
         named = "; ".join(f"{curve.what} {curve.accuracy[size].accuracy:.3f}" for curve in curves)
         return Found(
-            about={role: list(map(str, sites)) for role, sites in heads.items()}
+            about={str(role): list(map(str, sites)) for role, sites in heads.items()}
             | {CONTROL: [list(map(str, curve.silent)) for curve in curves if curve.what.startswith(CONTROL)]},
             summary=f"At {size} pairs: {named}.",
             rows=tuple(

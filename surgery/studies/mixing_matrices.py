@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from surgery.errors import UserError
-from surgery.locate.ranking import Ranking, Score
 from surgery.studies.figures import draw_matrices
-from surgery.studies.study import Findings, Found, Row, Study, Subjects
+from surgery.studies.study import Findings, Found, Row, Study, Subjects, leading
 
 
 class MixingMatrices(Study):
@@ -26,7 +25,7 @@ class MixingMatrices(Study):
         rows = []
         about: dict[str, list[str]] = {}
         for checkpoint, ranking in ((subjects.checkpoint, subjects.ranking), (subjects.other, subjects.rank(subjects.other))):
-            chosen = leading(ranking)
+            chosen = [*leading(ranking, "gather"), *leading(ranking, "aggregate")]
             if not chosen:
                 raise UserError(f"{checkpoint.name}: locate gave no head a role whose mixing matrix can be had")
             about[checkpoint.name] = [str(score.site) for score in chosen]
@@ -45,15 +44,6 @@ class MixingMatrices(Study):
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
         draw_matrices(findings, self.title, path, subjects, self.pairs)
-
-
-def leading(ranking: Ranking) -> list[Score]:
-    """The gather and the aggregate head whose ablation costs most."""
-    found = []
-    for role in ("gather", "aggregate"):
-        having = [s for s in ranking.heads if s.role == role and s.ablation_loss is not None]
-        found += sorted(having, key=lambda score: -score.ablation_loss.value)[:1]  # type: ignore[union-attr]
-    return found
 
 
 STUDY = MixingMatrices

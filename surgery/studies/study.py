@@ -1,21 +1,24 @@
 """What every study has in common: the models and probes that it works on, and what it finds."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.checkpoint import Checkpoint
+from surgery.errors import UserError
 from surgery.locate import Ranking, locate
-from surgery.locate.prune import Outcome, Subject
+from surgery.locate.prune import Outcome, Subject, minimal_model, shorten
 from surgery.locate.questions import choice_probe
+from surgery.locate.ranking import Role, Score
 from surgery.probes.knowledge import Knowledge
 from surgery.probes.question import Probe
 from surgery.recipe import Recipe
 from surgery.records import Provenance, Record
-from surgery.site import Site
+from surgery.site import Site, SiteText
 from surgery.splice import adopt
 from surgery.statistics import Estimate, Proportion
 
@@ -82,13 +85,10 @@ class Subjects:
     @cached_property
     def subject(self) -> Subject:
         """The model and the questions of both probes."""
-        return self.subject_of(self.model)
-
-    def subject_of(self, model: PreTrainedModel) -> Subject:
         options = self.recipe.locate
         return Subject(
-            model, self.tokenizer, self.retrieval, self.knowledge, examples=options.examples, batch_size=options.batch_size,
-            seed=self.recipe.seed,
+            self.model, self.tokenizer, self.retrieval, self.knowledge, examples=options.examples,
+            batch_size=options.batch_size, seed=self.recipe.seed,
         )  # fmt: skip
 
     @cached_property
@@ -102,13 +102,38 @@ class Subjects:
             name=checkpoint.name, recipe=self.recipe.model_dump(mode="json"),
         )  # fmt: skip
 
-    def heads(self, role: str, named: tuple[Site, ...] | None, top: int) -> tuple[Site, ...]:
-        """The named heads, or the `top` leading ones of a role: by what ablating them costs, as in the paper."""
-        if named is not None:
-            return named
-        having = [score for score in self.ranking.heads if score.role == role and score.ablation_loss is not None]
-        having.sort(key=lambda score: -score.ablation_loss.value)  # type: ignore[union-attr]
-        return tuple(score.site for score in having[:top])
+    def minimal_model(self, layers: int | None, holding: Collection[Site] = ()) -> tuple[int, Outcome]:
+        """The model of the first so many layers (if that is not said, of as many as retrieval needs), and of those that hold
+        the given heads: its number of layers, and what it can do."""
+        subject = self.subject
+        layers = layers or minimal_model(subject, shorten(subject))
+        layers = max(layers, *(site.layer + 1 for site in holding), 1)
+        return layers, subject.cut("minimal model", dropped=range(layers, len(subject.anatomy.blocks)))
+
+
+class OfHeads(Study):
+    """gather, aggregate: the heads; if they are not given, the `top` of each role whose ablation costs most."""
+
+    gather: tuple[SiteText, ...] | None = None
+    aggregate: tuple[SiteText, ...] | None = None
+    top: int = Field(default=1, ge=1)
+
+    def heads(self, subjects: Subjects) -> dict[Role, tuple[Site, ...]]:
+        """By role. Raises UserError if there are none at all."""
+        named: dict[Role, tuple[Site, ...] | None] = {"gather": self.gather, "aggregate": self.aggregate}
+        found = {
+            role: tuple(score.site for score in leading(subjects.ranking, role, self.top)) if sites is None else sites
+            for role, sites in named.items()
+        }
+        if not any(found.values()):
+            raise UserError("locate gave no head a role; name them with study.gather and study.aggregate")
+        return found
+
+
+def leading(ranking: Ranking, role: Role, top: int = 1) -> list[Score]:
+    """The heads of a role whose ablation costs most."""
+    having = [score for score in ranking.heads if score.role == role and score.ablation_loss is not None]
+    return sorted(having, key=lambda score: -score.ablation_loss.value)[:top]  # type: ignore[union-attr]
 
 
 def rows(outcomes: Sequence[Outcome]) -> tuple[Row, ...]:
