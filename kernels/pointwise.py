@@ -1,14 +1,21 @@
-"""The convolution and the norm of a mixer in C (pointwise.c): the calls. Neither has a gradient here."""
+"""The convolution and the norm of a mixer in C (pointwise.c), and their gradients: the calls.
+
+What is saved for the backward pass is the input alone. Each unit of work sums up its own share in the gradients of weights, so
+that the number of threads changes nothing.
+"""
 
 from ctypes import Structure, c_double, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from surgery.kernels.native import View, check, contiguous, fill, learns, load, rows, run
 from surgery.kernels.native import refuses as not_here
 
-TOKENS = 16  # of a unit of work, as in pointwise.c
+TOKENS = 32  # of a unit of work, as in pointwise.c
+MOST_TAPS = 16  # there
 ALONE = 2**17  # numbers up to which one thread is done about when another would have begun
 
 
@@ -17,14 +24,16 @@ class _Pointwise(Structure):
 
     _fields_ = (
         *((size, c_int64) for size in ("batch", "before", "length", "channels", "taps", "silu", "group")),
-        *((name, View) for name in ("x", "gate", "y")),
-        *((name, c_void_p) for name in ("weight", "bias")),
+        *((name, View) for name in ("x", "gate", "y", "dy", "dx", "dgate")),
+        *((name, c_void_p) for name in ("weight", "bias", "shares")),
         ("epsilon", c_double),
         *((name, c_int64) for name in ("next", "failed")),
     )
 
 
 def convolution_refuses(x: Tensor, weight: Tensor, bias: Tensor | None, *_: object) -> str | None:
+    if weight.shape[-1] > MOST_TAPS:
+        return f"it takes {MOST_TAPS} taps at most"
     return _refuses(x, weight, bias)
 
 
@@ -32,25 +41,19 @@ def norm_refuses(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, gro
     return _refuses(x, weight, gate)
 
 
-def _refuses(x: Tensor, *others: Tensor | None) -> str | None:
-    if reason := not_here(x, *others):
-        return reason
-    if not x.numel():
-        return "there is nothing to compute"
-    return "it has no gradient" if learns(x, *others) else None
+def _refuses(*tensors: Tensor | None) -> str | None:
+    return not_here(*tensors) or (None if all(m is None or m.numel() for m in tensors) else "there is nothing to compute")
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, t: int, silu: bool) -> Tensor:
     """Arguments and result as in causal_conv."""
-    (b, s, c), taps = x.shape, weight.shape[-1]
+    (_, s, c), taps = x.shape, weight.shape[-1]
     check((weight, (c, 1, taps)), (bias, (c,)))
     if not 0 < t <= s:
         raise ValueError(f"{t} outputs of {s} tokens")
-    (given,), (bias,) = rows(x.float()), contiguous(None if bias is None else bias.float())
-    newest_first = weight[:, 0].float().t().flip(0).contiguous()
-    y = given.new_empty(b, t, c)
-    _call("convolve", _Pointwise(b, s - t, t, c, taps, silu), x=given, y=y, weight=newest_first, bias=bias)
-    return y.to(x.dtype)
+    newest_first = weight[:, 0].float().t().flip(0)
+    given = (x.float(), newest_first, None if bias is None else bias.float(), t, silu)
+    return (_Convolution.apply(*given) if learns(*given[:3]) else _convolution(*given)).to(x.dtype)
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, group: int) -> Tensor:
@@ -59,19 +62,81 @@ def normalise(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, group:
     check((weight, (c,)), (gate, tuple(x.shape)))
     if c % group:
         raise ValueError(f"{c} channels in groups of {group}")
-    given, gates = _sequences(x), None if gate is None else _sequences(gate)
-    (b, t, _), (weights,) = given.shape, contiguous(weight.float())
-    y = given.new_empty(b, t, c)
-    _call("normalise", _Pointwise(b, 0, t, c, 0, 0, group, epsilon=eps), x=given, gate=gates, y=y, weight=weights)
+    given = (_sequences(x), weight.float(), None if gate is None else _sequences(gate), eps, group)
+    y = _Norm.apply(*given) if learns(*given[:3]) else _norm(*given)
     return y.view(x.shape).to(torch.promote_types(x.dtype, weight.dtype))
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, t: int, silu: bool) -> Tensor:
+    (b, s, c), (given,) = x.shape, rows(x)
+    weight, bias = contiguous(weight, bias)
+    y = given.new_empty(b, t, c)
+    _call("convolve", _Pointwise(b, s - t, t, c, len(weight), silu), x=given, y=y, weight=weight, bias=bias)
+    return y
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, t: int, silu: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.silu = silu
+        return _convolution(x, weight, bias, t, silu)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple:
+        x, weight, bias = ctx.saved_tensors
+        (b, s, c), t, taps = x.shape, dy.shape[1], len(weight)
+        (given, dy), (weight, bias) = rows(x, dy), contiguous(weight, bias)
+        dx = dy.new_zeros(b, s, c) if s > t else dy.new_empty(b, s, c)  # context that no output has read has no gradient
+        shares = dy.new_empty(_units(b, t), taps + 1, c) if any(ctx.needs_input_grad[1:3]) else None
+        work = _Pointwise(b, s - t, t, c, taps, ctx.silu)
+        _call("convolve_backward", work, x=given, dy=dy, dx=dx, weight=weight, bias=bias, shares=shares)
+        if shares is None:
+            return dx, None, None, None, None
+        learnt = shares.sum(0)
+        return dx, learnt[:taps], None if bias is None else learnt[taps], None, None
+
+
+def _norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, group: int) -> Tensor:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _call("normalise", _Pointwise(*_size(x), group=group, epsilon=eps), x=x, gate=gate, y=y, weight=weight.contiguous())
+    return y
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, group: int) -> Tensor:
+        ctx.save_for_backward(x, weight, gate)
+        ctx.options = {"group": group, "epsilon": eps}
+        return _norm(x, weight, gate, eps, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple:
+        x, weight, gate = ctx.saved_tensors
+        (dy,), (weight,) = rows(dy), contiguous(weight)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dgate = None if gate is None else torch.empty_like(dx)
+        shares = dy.new_empty(_units(*x.shape[:2]), x.shape[2]) if ctx.needs_input_grad[1] else None
+        work = _Pointwise(*_size(x), **ctx.options)
+        _call("normalise_backward", work, x=x, gate=gate, dy=dy, dx=dx, dgate=dgate, weight=weight, shares=shares)
+        return dx, None if shares is None else shares.sum(0), dgate, None, None
 
 
 def _sequences(m: Tensor) -> Tensor:
     return rows(m.float().reshape(-1, *m.shape[-2:]))[0]
 
 
+def _size(m: Tensor) -> tuple[int, int, int, int]:
+    return m.shape[0], 0, m.shape[1], m.shape[2]
+
+
+def _units(batch: int, length: int) -> int:
+    return batch * -(-length // TOKENS)
+
+
 def _call(name: str, work: _Pointwise, **tensors: Tensor | None) -> None:
     fill(work, tensors)
     alone = work.batch * work.length * work.channels <= ALONE
-    units = 1 if alone else work.batch * -(-work.length // TOKENS)
-    run(getattr(load("pointwise"), name), work, units)
+    run(getattr(load("pointwise"), name), work, 1 if alone else _units(work.batch, work.length))

@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
+from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
 from surgery.hybrids.common import Graft
-from surgery.hybrids.parts import seen_keys
+from surgery.hybrids.parts import convolved, seen_keys
 from surgery.kernels.attention import graft_attention
+from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import attention_matrix
+from surgery.kernels.native import learns
 
 
 class DualGraft(Graft):
@@ -67,7 +70,7 @@ class DualGraft(Graft):
 class DualMixer:
     """The middle step of a mixer (project, mix, finish): the scan of some heads, the attention of others.
 
-    Stands before a mixer that has `project`, `scan` and `finish` of its own.
+    Stands before a mixer that has `project`, `scan` and `finish` of its own, and Mamba-2's names for its parts.
     """
 
     graft: DualGraft | None
@@ -88,18 +91,40 @@ class DualMixer:
         gate, x, B, C, dt, qk = self.project(hidden_states, cache_params, attention_mask)
         return self.finish(self.mix(x, B, C, dt, qk, cache_params, causal_mask), gate)
 
-    def ride_along(self: Any, hidden_states: Tensor, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What the convolution takes (input (b, t, channels), weight, bias), the graft's queries and keys included: it is
-        depthwise, so these need no call and no state in the cache of their own. Last, queries and keys that it leaves out."""
+    def convolve(
+        self: Any,
+        hidden_states: Tensor,
+        xBC: Tensor,
+        cache_params: Cache | None,
+        attention_mask: Tensor | None,
+        *,
+        clear: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """xBC (b, t, channels) convolved and activated, and likewise the graft's queries and keys, (b, t, 2 * pairs
+        * width) or None. clear: padding is zero before the convolution already, not only after it.
+
+        The convolution is depthwise, so queries and keys ride along with xBC, and need no call and no state in the cache of
+        their own. Where they learn they go alone: what the base computes from frozen weights then stays without a gradient.
+        """
         weight, bias = self.conv1d.weight, self.conv1d.bias
+
+        def convolve(m: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            m = apply_mask_to_padding_states(m, attention_mask) if clear else m
+            silu = self.activation in SILU
+            m = convolved(m, weight, bias, cache_params, self.layer_idx, silu)
+            return apply_mask_to_padding_states(m if silu else self.act(m), attention_mask)
+
         if self.graft is None:
-            return xBC, weight, bias, None
-        qk, conv = self.graft.project(hidden_states), self.graft.qk_conv
-        if conv is None:
-            return xBC, weight, bias, qk
+            return convolve(xBC, weight, bias), None
+        qk, own = self.graft.project(hidden_states), self.graft.qk_conv
+        if own is None:
+            return convolve(xBC, weight, bias), qk
+        if cache_params is None and learns(qk, own.weight, own.bias):
+            return convolve(xBC, weight, bias), convolve(qk, own.weight, own.bias)
         if bias is not None:
-            bias = torch.cat([bias, conv.bias])  # both follow use_conv_bias
-        return torch.cat([xBC, qk], dim=-1), torch.cat([weight, conv.weight]), bias, None
+            bias = torch.cat([bias, own.bias])  # both follow use_conv_bias
+        both = convolve(torch.cat([xBC, qk], dim=-1), torch.cat([weight, own.weight]), bias)
+        return both.split([xBC.shape[-1], qk.shape[-1]], dim=-1)
 
     def mix(
         self: Any,

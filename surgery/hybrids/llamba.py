@@ -32,12 +32,11 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
-from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
 from surgery.hybrids.dual import DualMixer
 from surgery.hybrids.layer_graft import make_mixer, whole_block
-from surgery.hybrids.parts import RMSNorm, convolved
+from surgery.hybrids.parts import RMSNorm
 from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import ssd_matrix
 from surgery.kernels.ssd import ssd_scan, ssd_step
@@ -136,6 +135,7 @@ class LlambaMixer(DualMixer, nn.Module):
         self.intermediate_size = self.num_heads * self.head_dim
         self.conv_dim = self.intermediate_size + 2 * self.n_groups * self.ssm_state_size
         self.conv_kernel_size, self.activation = config.conv_kernel, config.conv_act
+        self.act = nn.Identity()  # what is no SiLU
         size = self.conv_dim + self.intermediate_size + self.num_heads
         self.in_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
         # Where in_proj has a bias, z has one already.
@@ -153,17 +153,14 @@ class LlambaMixer(DualMixer, nn.Module):
         least, and the grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's conv state."""
         b, t, _ = hidden_states.shape
         xBC, gate, dt = self.in_proj(hidden_states).split([self.conv_dim, self.intermediate_size, self.num_heads], dim=-1)
-        xBC, weight, bias, qk = self.ride_along(hidden_states, xBC)
-        xBC = apply_mask_to_padding_states(xBC, attention_mask)  # not before in_proj, whose bias the pads would then have
         if self.z_bias is not None:
             gate = gate + self.z_bias
-        xBC = convolved(xBC, weight, bias, cache_params, self.layer_idx, self.activation in SILU)
-        xBC = apply_mask_to_padding_states(xBC, attention_mask)
+        # Pads are not cleared before in_proj, whose bias they would then have.
+        xBC, qk = self.convolve(hidden_states, xBC, cache_params, attention_mask, clear=True)
         state = self.n_groups * self.ssm_state_size
-        x, B, C, ridden = xBC.split([self.intermediate_size, state, state, xBC.shape[-1] - self.conv_dim], dim=-1)
+        x, B, C = xBC.split([self.intermediate_size, state, state], dim=-1)
         dt = F.softplus(dt.to(torch.promote_types(dt.dtype, torch.float32))).clamp_min(LEAST)
         B, C = (m.reshape(b, t, self.n_groups, self.ssm_state_size) for m in (B, C))
-        qk = ridden if self.graft is not None and qk is None else qk
         return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk
 
     def scan(self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None) -> Tensor:

@@ -25,8 +25,6 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer, apply_mask_t
 
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
 from surgery.hybrids.dual import DualMixer
-from surgery.hybrids.parts import convolved
-from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import ssd_matrix
 from surgery.kernels.norm import rms_norm
 from surgery.kernels.ssd import ssd_scan, ssd_step
@@ -67,16 +65,12 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         b, t, _ = hidden_states.shape
         hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
         gate, xBC, dt = self.in_proj(hidden_states).split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
-        xBC, weight, bias, qk = self.ride_along(hidden_states, xBC)
-        silu = self.activation in SILU
-        xBC = convolved(xBC, weight, bias, cache_params, self.layer_idx, silu)
-        xBC = apply_mask_to_padding_states(xBC if silu else self.act(xBC), attention_mask)
+        xBC, qk = self.convolve(hidden_states, xBC, cache_params, attention_mask)
         state = self.n_groups * self.ssm_state_size
-        sizes = [self.intermediate_size, state, state, xBC.shape[-1] - self.conv_dim]
-        x, B, C, ridden = xBC.split(sizes, dim=-1)
+        x, B, C = xBC.split([self.intermediate_size, state, state], dim=-1)
         dt = F.softplus(dt + self.dt_bias.to(dt.dtype)).clamp(*self.time_step_limit)
         B, C = (m.reshape(b, t, self.n_groups, self.ssm_state_size) for m in (B, C))
-        return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, ridden if qk is None else qk
+        return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk
 
     def scan(self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None) -> Tensor:
         """The SSM's mixing for `heads`; x (b, t, len(heads), p)."""

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.families import Hybrid
 from surgery.tune.data import IGNORE
+from surgery.tune.divergence import divergence
 
 Pair = tuple[Tensor, Tensor]
 Batch = tuple[Pair, Pair | None]  # lessons: ids and targets; text: ids, and which of them are real
@@ -82,11 +83,7 @@ class Distillation(nn.Module):
             ce = F.cross_entropy(self._logits(hidden[asked]), targets[asked], reduction="sum") / targets_n
             kl = ce.new_zeros(())
             if text is not None and self.kl_weight:
-                windows, real = text
-                below = self._below(windows, (key, "text"))
-                wanted = self._wanted(windows, real, below, (key, "teacher")).log_softmax(-1)
-                given = self._logits(self._above(below)[real]).log_softmax(-1)
-                kl = F.kl_div(given, wanted, log_target=True, reduction="sum") / tokens_n
+                kl = self._divergence(*text, key) / tokens_n
             return {"loss": ce + self.kl_weight * kl, "retrieval": ce, "kl": kl}
 
     def autocast(self, device: torch.device) -> torch.autocast:
@@ -108,6 +105,15 @@ class Distillation(nn.Module):
                 if i in learning:
                     yield i, entering, hidden
 
+    @contextmanager
+    def as_teacher(self) -> Iterator[PreTrainedModel]:
+        """The teacher as a model: the student with the teacher's blocks, unless it is held as a whole."""
+        if self.teacher is not None:
+            yield self.teacher
+            return
+        with _arranged(self.student.base_model, self._teachers_blocks(), norm=True):
+            yield self.student
+
     def run(self, blocks: Sequence[nn.Module], *, norm: bool, **inputs: Tensor) -> Tensor:
         """The hidden states behind some blocks, and behind the model's last norm."""
         with _arranged(self.student.base_model, blocks, norm):
@@ -122,13 +128,25 @@ class Distillation(nn.Module):
     def _above(self, hidden: Tensor) -> Tensor:
         return self.run(list(self.student.base_model.layers)[self.first :], norm=True, inputs_embeds=hidden)
 
+    def _divergence(self, ids: Tensor, real: Tensor, key: Any) -> Tensor:
+        """The sum over the real tokens of KL(teacher || student)."""
+        below = self._below(ids, (key, "text"))
+        wanted = self._wanted(ids, real, below, (key, "teacher"))
+        hidden = self._above(below)[real]
+        if not _trained(self.student.lm_head):
+            return divergence(self._logits, hidden, self.student.config.vocab_size, wanted)
+        given = self._logits(hidden).log_softmax(-1)
+        return F.kl_div(given, wanted(slice(None)).log_softmax(-1), log_target=True, reduction="sum")
+
     @torch.no_grad()
-    def _wanted(self, ids: Tensor, real: Tensor, below: Tensor, key: tuple[Any, str]) -> Tensor:
-        """The teacher's logits at the real tokens."""
+    def _wanted(self, ids: Tensor, real: Tensor, below: Tensor, key: tuple[Any, str]) -> Callable[[slice], Tensor]:
+        """From some of the real tokens to the teacher's logits."""
         if self.teacher is not None:
-            return self.teacher(input_ids=ids, use_cache=False).logits[real].float()
+            logits = self.teacher(input_ids=ids, use_cache=False).logits[real].float()
+            return lambda part: logits[part]
         above = self._teachers_blocks()[self.first :]
-        return self._logits(self.kept.get(key, lambda: self.run(above, norm=True, inputs_embeds=below))[real])
+        hidden = self.kept.get(key, lambda: self.run(above, norm=True, inputs_embeds=below))[real]
+        return torch.no_grad()(lambda part: self._logits(hidden[part]))
 
     def _teachers_blocks(self) -> list[nn.Module]:
         exchanged = dict(zip(self.others, self.other_blocks, strict=True))

@@ -45,9 +45,10 @@ def test_equals_a_loop(backend, given_inputs, silu, data):
     assert_near(causal_conv(turned, weight, bias, t, silu, backend=backend), y.double(), floor=1)
 
 
+@pytest.mark.parametrize("backend", [name for name in ON_CPU if name != "reference"])
 @few
-@given(inputs, st.booleans(), st.data())
-def test_gradients(given_inputs, silu, data):
+@given(given_inputs=inputs, silu=st.booleans(), data=st.data())
+def test_gradients(backend, given_inputs, silu, data):
     t = data.draw(st.integers(1, given_inputs[0].shape[1]))
 
     def gradients(backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -55,7 +56,7 @@ def test_gradients(given_inputs, silu, data):
         y = causal_conv(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None, t, silu, backend=backend)
         return torch.autograd.grad((y * torch.arange(1, y.numel() + 1).view(y.shape)).sum(), leaves)
 
-    for actual, truth in zip(gradients("shifted", torch.float), gradients("reference", torch.double), strict=True):
+    for actual, truth in zip(gradients(backend, torch.float), gradients("reference", torch.double), strict=True):
         assert_near(actual, truth, floor=1)
 
 

@@ -43,17 +43,18 @@ def test_equals_its_formula(backend, given_inputs):
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("backend", [name for name in ON_CPU if name != "reference"])
 @few
 @given(inputs)
-def test_gradients(given_inputs):
+def test_gradients(backend, given_inputs):
     x, weight, gate, group = given_inputs
 
-    def gradients(dtype: torch.dtype, backend: str | None) -> tuple[Tensor, ...]:
+    def gradients(dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
         leaves = [m.to(dtype).requires_grad_() for m in (x, weight, gate) if m is not None]
         y = rms_norm(leaves[0], leaves[1], 1e-5, leaves[2] if len(leaves) > 2 else None, group, backend=backend)
         return torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum(), leaves)
 
-    for actual, truth in zip(gradients(torch.float, None), gradients(torch.double, "reference"), strict=True):
+    for actual, truth in zip(gradients(torch.float, backend), gradients(torch.double, "reference"), strict=True):
         assert_near(actual, truth, floor=1)
 
 
