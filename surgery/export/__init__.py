@@ -1,4 +1,4 @@
-"""Export: a hybrid as a folder that others can load, verified before it is called done."""
+"""Export: a hybrid as a folder that others can load, proved equal in a fresh process before it is called done."""
 
 import inspect
 from pathlib import Path
@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.bench.report import Report
 from surgery.errors import UserError
 from surgery.export import folder, hf, mamba_ssm, nemotron_h, patch
+from surgery.export.verify import Proof
 from surgery.plan import Plan
 from surgery.recipe import Recipe
 
@@ -29,13 +30,12 @@ def export(
     report: Report | None = None,
     figures: Path | None = None,
     **options: Any,
-) -> float:
-    """Write a hybrid as one of FORMATS, and return the largest difference of logits between what was read back and the live
-    model.
+) -> Proof:
+    """Write a hybrid as one of FORMATS, and return how a fresh process proved that it is the live model.
 
     base: the base's name, as load() takes it. figures: a folder whose atlas travels along. options: the format's own, such as
     max_shard_size="5GB" of `hf`. An existing folder at `path` is replaced if it is an earlier export. Raises UserError, and
-    leaves nothing behind, if the form cannot hold the hybrid exactly, or if writing or verifying fails.
+    leaves nothing behind, if the form cannot hold the hybrid exactly, or if writing or proving fails.
     """
     if form not in FORMATS:
         raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")

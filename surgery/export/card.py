@@ -33,8 +33,7 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
         "![Where attention went in](sites.png)\n",
         f"```python\n{use.replace('NAME', name)}\n```\n",
         f"{LOADS[record.format]}\n" if record.format in LOADS else "",
-        f"Verified when it was written: read back, its logits differ from the live model's by at most {record.difference:.2g} "
-        "after prompts of several lengths, alone and in a padded batch, and greedy decoding gives the same tokens.\n",
+        f"Verified against the live model when it was written: {record.proof.line()}.\n",
     ]
     report = Report.read(folder / "report.json") if (folder / "report.json").exists() else None
     parts.append("## Measured\n\n" + (_measured(report) if report else "Nothing was measured: no report came with it.\n"))

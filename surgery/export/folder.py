@@ -1,5 +1,5 @@
-"""How every export becomes a folder: written beside its destination, read back, compared with the live model, described, and
-only then moved into place.
+"""How every export becomes a folder: written beside its destination, read back in a fresh process and compared with the live
+model, described, and only then moved into place.
 
 Killed at any moment it leaves, under the name that was asked for, the previous folder or the new one. Linux exchanges two
 folders in one step (renameat2). Where a file system or another system cannot, there are two renames, and a process killed
@@ -28,8 +28,10 @@ from surgery.bench.report import Report
 from surgery.checkpoint import fingerprint
 from surgery.errors import UserError
 from surgery.export import card
+from surgery.export.verify import Proof, Reader, prove
 from surgery.origin import Origin, origin
 from surgery.plan import Plan
+from surgery.progress import say
 from surgery.recipe import Recipe
 from surgery.records import Environment, environment
 from surgery.splice.splice import graft_parameters
@@ -41,8 +43,8 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 class Format(Protocol):
     """A module of this folder that writes hybrids in one form. It is listed in FORMATS of __init__.py."""
 
-    TOLERANCE: float  # the largest difference of logits at which what was read back is the same model
     USE: str  # three lines of Python that load the folder NAME
+    READER: Reader  # what proves it
 
     def write(
         self, hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase, plan: Plan, base: str
@@ -51,10 +53,6 @@ class Format(Protocol):
 
         base: the name of the base, as load() takes it. A format may take options of its own, by keyword.
         """
-
-    def verify(self, hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> float:
-        """Read the folder back as its users will, and return the largest difference of logits to the live model; infinity if
-        greedy decoding gives other tokens. answers.py has prompts and comparison."""
 
 
 class Exported(Environment):
@@ -70,8 +68,7 @@ class Exported(Environment):
     base: Origin
     parameters: int
     base_unchanged: bool
-    difference: float
-    tolerance: float
+    proof: Proof
     files: dict[str, str]
 
 
@@ -88,10 +85,9 @@ def save(
     report: Report | None = None,
     figures: Path | None = None,
     **options: Any,
-) -> float:
-    """Write the folder in the format `name` and return the largest difference of logits between what was read back and the live
-    model. An existing folder at `path` is replaced if it is an earlier export. Raises UserError, and leaves nothing behind, if
-    writing or verifying fails."""
+) -> Proof:
+    """Write the folder in the format `name`, prove it, say so, and return the proof. An existing folder at `path` is replaced
+    if it is an earlier export. Raises UserError, and leaves nothing behind, if writing or proving fails."""
     path = Path(path)
     temporary: Path | None = None
     try:
@@ -104,14 +100,12 @@ def save(
         try:
             form.write(hybrid, temporary, tokenizer=tokenizer, plan=plan, base=base, **options)
             _papers(temporary, hybrid, plan, recipe, report, figures)
-            difference = form.verify(hybrid, tokenizer, temporary)
-            if not difference <= form.TOLERANCE:
-                raise UserError(f"the export's logits differ from the live model's by {difference:.3g}; nothing was written")
+            proof = prove(form.READER, hybrid, tokenizer, temporary)
             record = Exported(
                 **environment().model_dump(), format=name, model_type=hybrid.config.model_type, base=origin(base),
-                parameters=sum(p.numel() for p in graft_parameters(hybrid).values()), difference=difference,
+                parameters=sum(p.numel() for p in graft_parameters(hybrid).values()),
                 base_unchanged=plan.provenance is not None and fingerprint(hybrid) == plan.provenance.base_fingerprint,
-                tolerance=form.TOLERANCE, files=digests(temporary),
+                proof=proof, files=digests(temporary),
             )  # fmt: skip
             record.write(temporary / RECORD)
             (temporary / CARD).write_text(card.card(path.name, temporary, record, form.USE))
@@ -125,7 +119,8 @@ def save(
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-    return difference
+    say(proof.line())
+    return proof
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -149,8 +144,8 @@ def check(folder: Path) -> Exported:
         if found.get(file) != record.files.get(file):
             what = "is missing" if file not in found else "was added" if file not in record.files else "was changed"
             raise UserError(f"{folder} is not as it was verified: '{file}' {what}")
-    if not record.difference <= record.tolerance:
-        raise UserError(f"{folder} was not verified: its logits differ by {record.difference:g}")
+    if not record.proof.difference <= record.proof.tolerance:
+        raise UserError(f"{folder} was not verified: its logits differ by {record.proof.difference:g}")
     return record
 
 
@@ -166,8 +161,9 @@ def _papers(
         if next(iter(report.models.values())).kv:
             draw_retrieval(report, folder / "retrieval.png")
     card.draw_sites(hybrid, plan, folder / "sites.png")
-    if figures is not None and (figures / "atlas.png").exists():
-        shutil.copy(figures / "atlas.png", folder / "atlas.png")
+    for name in ("atlas.png", "report.html"):
+        if figures is not None and (figures / name).exists():
+            shutil.copy(figures / name, folder / name)
 
 
 def replace(source: Path, target: Path) -> None:

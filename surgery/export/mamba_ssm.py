@@ -20,18 +20,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.export.verify import CLOSE, compare
+from surgery.export import patch
+from surgery.export.verify import OURS, Reader
 from surgery.hybrids.layer_graft import is_layer_graft
-from surgery.original import load_original, original_names
+from surgery.original import original_names
 from surgery.original_config import original_config
 from surgery.plan import Plan
-from surgery.splice.splice import adopt
 
-TOLERANCE = CLOSE
 USE = """\
 from mamba_ssm import MambaLMHeadModel
 from transformers import AutoTokenizer
 model, tokenizer = MambaLMHeadModel.from_pretrained("NAME", device="cuda"), AutoTokenizer.from_pretrained("NAME")"""
+READER = Reader(OURS, patch.USE, why="the kernels of mamba_ssm's own classes run on GPUs only")
 LAYERS = {"mamba_hybrid": "Mamba1", "mamba2_hybrid": "Mamba2"}
 # What reading back need not give: special tokens, which generation_config.json has, what only training or classes look at, and
 # what follows from the grafts, which are compared by themselves.
@@ -148,9 +148,3 @@ def _whole(parts: list[Tensor]) -> Tensor:
         return torch.cat(parts)
     (tensor,) = parts
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def verify(hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> float:
-    """Read back by this package, whose reading is tested against loops in float64: mamba_ssm's classes need a GPU."""
-    loaded = load_original(folder, json.loads((folder / "config.json").read_text()))
-    return compare(hybrid, adopt(loaded), len(tokenizer))

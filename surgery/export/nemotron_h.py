@@ -12,7 +12,6 @@ Whatever else it cannot compute is refused. It keeps the residual in the model's
 in 16 bits its rounding is not ours; what is verified is the same weights in float32.
 """
 
-import copy
 import json
 import math
 from pathlib import Path
@@ -25,17 +24,16 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.export.answers import answers, difference
-from surgery.export.verify import CLOSE, alone
+from surgery.export.verify import Reader
 from surgery.hybrids.layer_graft import is_layer_graft
 from surgery.kernels.conv import SILU
 from surgery.plan import Plan
 
-TOLERANCE = CLOSE
 USE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("NAME")
 model = AutoModelForCausalLM.from_pretrained("NAME")"""
+READER = Reader("transformers", USE, same=False)
 WIDTHS = (64, 128, 256)
 POSITIONS = 32768  # there are none in the model; vLLM reserves memory for a context of this length unless told otherwise
 
@@ -157,10 +155,3 @@ def _fitted(name: str, tensor: Tensor, spec: dict[str, Any], width: int) -> Tens
             )
         tensor = exact.to(tensor.dtype)
     return pad(tensor.unflatten(0, (-1, spec["head_dim"])), (0, 0, 0, extra)).flatten(0, 1)
-
-
-def verify(hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> float:
-    """Reload in a fresh process by transformers' own class, which knows nothing of this package, and compare in float32."""
-    live = hybrid if hybrid.dtype == torch.float32 else copy.deepcopy(hybrid).float()
-    (there,) = alone({folder: USE.replace("NAME", folder.name)})
-    return difference(answers(live, len(tokenizer)), there)

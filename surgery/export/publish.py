@@ -14,18 +14,17 @@ from surgery.errors import UserError
 from surgery.export import FORMATS
 from surgery.export.card import card
 from surgery.export.folder import CARD, RECORD, Exported, check
-from surgery.export.verify import CLOSE, prove
+from surgery.export.verify import Proof
 
 
 @dataclass(frozen=True)
 class Published:
-    """files: size in bytes of all that was sent, or would be, by name. card: the README.md that goes with it. proof: the
-    largest difference of logits between this package and plain transformers, for a format that it reads by the folder's own
-    code. url: None for a dry run. others: what the repository holds besides."""
+    """files: size in bytes of all that was sent, or would be, by name. card: the README.md that goes with it. proof: how it
+    was verified when it was written. url: None for a dry run. others: what the repository holds besides."""
 
     files: dict[str, int]
     card: str
-    proof: float | None
+    proof: Proof
     url: str | None = None
     others: tuple[str, ...] = ()
 
@@ -35,12 +34,10 @@ def publish(folder: str | Path, repo: str, *, private: bool = False, dry_run: bo
 
     An upload that was interrupted goes on where it stopped when it is called again: the Hub keeps what it has. The card goes
     last, so that no card stands before an incomplete model. Raises UserError, before anything is sent, if the folder is not as
-    it was verified, its card is not what its report gives, or plain transformers in a fresh process does not find the same
-    model in it; and afterwards if the Hub holds other bytes than this folder.
+    it was verified, or its card is not what its report gives; and afterwards if the Hub holds other bytes than this folder.
     """
     folder = Path(folder)
     record = check_export(folder)
-    proof = None
     try:
         validate_repo_id(repo)
         if repo.count("/") != 1:
@@ -49,12 +46,8 @@ def publish(folder: str | Path, repo: str, *, private: bool = False, dry_run: bo
         sent = [*record.files, RECORD]
         small = {CARD: text.encode(), RECORD: (folder / RECORD).read_bytes()}  # what the record has no digest of
         sizes = {name: (folder / name).stat().st_size for name in sent} | {CARD: len(small[CARD])}
-        if record.format == "hf":
-            (proof,) = prove({folder: FORMATS["hf"].USE.replace("NAME", str(folder.resolve()))})
-            if not proof <= CLOSE:
-                raise UserError(f"{folder}: the logits of transformers alone differ from those of this package by {proof:.3g}")
         if dry_run:
-            return Published(sizes, text, proof)
+            return Published(sizes, text, record.proof)
         api = HfApi()
         url = str(api.create_repo(repo, private=private, exist_ok=True))
         message = f"Hybrid of {record.base.name}" if record.base.hub else "Hybrid"
@@ -72,7 +65,7 @@ def publish(folder: str | Path, repo: str, *, private: bool = False, dry_run: bo
         if name not in there or not _arrived(there[name], digests[name], small.get(name, folder / name)):
             raise UserError(f"{repo} does not hold '{name}' as it was sent; run the command again")
     others = sorted(set(there) - set(sizes) - {".gitattributes"})
-    return Published(sizes, text, proof, url, tuple(others))
+    return Published(sizes, text, record.proof, url, tuple(others))
 
 
 def check_export(folder: Path) -> Exported:

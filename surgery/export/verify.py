@@ -1,80 +1,156 @@
-"""Comparing what was read back with what was written.
+"""Proving an export: a process of its own reads it back as its users will, and answers as the live model does.
 
 Equal tensors do not give equal logits to the last bit: the product of a matrix and a single vector is summed in another order
 where the matrix lies at another place in memory (up to 2e-5 in the logits of the built-in model). So tensors are compared bit
-for bit, and logits within a tolerance.
+for bit, and logits within a tolerance. What is compared is an export, and no kernels: compiled ones, which a folder does not
+carry, differ by more (up to 7e-5), so both sides run the ones in Python.
 """
 
+import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.checkpoint import load
+from surgery import answers as script
+from surgery.answers import LENGTHS, NEW, answers, described, tensors
 from surgery.errors import UserError
-from surgery.export import answers as script
-from surgery.export.answers import answers, difference
-from surgery.splice.patch import tensors
+from surgery.families import family_of
+from surgery.kernels.dispatch import use
+from surgery.records import Record
 
 CLOSE = 1e-4  # logits in float32
-NEW = 8  # greedy tokens, where the same classes run the same tensors
+OURS = "mamba-surgery"
+KERNELS = {
+    "causal_conv": "shifted", "rms_norm": "stock", "ssd_scan": "chunked", "ssd_step": "torch", "selective_scan": "chunked",
+    "selective_step": "torch", "graft_attention": "sdpa",
+}  # fmt: skip
+T = TypeVar("T")
+Answers = tuple[dict[str, Tensor], dict[str, str]]  # what answers() gives, and the digest of every tensor
 
 
-def compare(hybrid: PreTrainedModel, again: PreTrainedModel, vocabulary: int) -> float:
-    """The largest difference of logits between a live hybrid and the same read back. Raises UserError, naming it, for the first
-    tensor that is not the same bit for bit."""
-    after, read = tensors(hybrid), tensors(again)
-    for name in sorted(after | read):
-        if name not in read or name not in after or not same(after[name], read[name]):
-            raise UserError(f"what was read back is not what was written: the tensor '{name}' differs; nothing was written")
-    again.to(hybrid.device)  # type: ignore[arg-type]
-    return difference(answers(hybrid, vocabulary, NEW), answers(again, vocabulary, NEW))
+@dataclass(frozen=True)
+class Reader:
+    """What reads a format back.
+
+    package: whose classes do; if they are not this package's, it is as if that were not installed. lines: Python that loads
+    `tokenizer` and `model` from the folder NAME. same: whether the tensors are the hybrid's own, by name and bit for bit. why:
+    if the format is for another program, the reason why that one does not read it here.
+    """
+
+    package: str
+    lines: str
+    same: bool = True
+    why: str | None = None
 
 
-def same(first: Tensor, second: Tensor) -> bool:
-    """Bit for bit."""
-    if first is second:
-        return True
-    if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return False
-    return torch.equal(*(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)))
+class Proof(Record):
+    """How an export was verified, in a fresh process and in float32.
+
+    reader, version: what read it. why: the reason why the program that the format is for did not. difference: the largest one
+    of logits to the live model. prompts: their lengths in tokens. tokens: how many were then chosen greedily after each prompt
+    of a left-padded batch, the same ones as the live model's.
+    """
+
+    reader: str
+    version: str
+    why: str | None
+    difference: float
+    tolerance: float
+    prompts: tuple[int, ...]
+    tokens: int
+
+    def line(self) -> str:
+        hidden = "" if self.reader == OURS else f" without {OURS}"
+        instead = f" ({self.why})" if self.why else ""
+        *lengths, last = map(str, self.prompts)
+        return (
+            f"read back in a fresh process by {self.reader} {self.version}{hidden}{instead}: logits differ by at most "
+            f"{self.difference:.2g} after prompts of {', '.join(lengths)} and {last} tokens, alone and in a padded batch; all "
+            f"{self.tokens} greedy tokens of each are the same"
+        )
 
 
-def prove(asked: Mapping[Path, str]) -> list[float]:
-    """For each folder the largest difference of logits between this package and plain transformers. Infinity if the tokens
-    differ. In float32, whatever the folder holds: other kernels round otherwise. Raises UserError if transformers cannot read
-    one."""
-    found = [load(folder, dtype="float32") for folder in asked]
-    there = alone(asked)
-    return [difference(answers(own.model, len(own.tokenizer)), other) for own, other in zip(found, there, strict=True)]
+def prove(reader: Reader, hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Proof:
+    """Raises UserError if the folder cannot be read, or is another model than the live one."""
+    (there,) = ask(reader.package, {folder: reader.lines.replace("NAME", str(folder.resolve()))})
+    return compare(reader, hybrid, len(tokenizer), there)
 
 
-def alone(asked: Mapping[Path, str]) -> list[dict[str, Tensor]]:
-    """For each folder the answers of plain transformers, which runs the folder's lines, as its card gives them, in a fresh
-    process (one for all, beside the first folder): prompts of several lengths, and 64 greedy tokens of a padded batch. In
-    float32. Raises UserError if transformers cannot read one."""
+def compare(reader: Reader, hybrid: PreTrainedModel, vocabulary: int, there: Answers) -> Proof:
+    """Raises UserError if what was read back is not the live model: by the name of a tensor that differs, or by how much the
+    logits do."""
+    found, digests = there
+    if reader.same:
+        live = {name: described(tensor) for name, tensor in tensors(hybrid).items()}
+        for name in sorted(live | digests):
+            if live.get(name) != digests.get(name):
+                raise UserError(f"what was read back is not what was written: the tensor '{name}' differs; nothing was written")
+    with use(**KERNELS):
+        worst = difference(answers(in_float32(hybrid), vocabulary, NEW), found)
+    if not worst <= CLOSE:
+        how = f"its logits differ by {worst:.3g}" if math.isfinite(worst) else "it chooses other tokens"
+        raise UserError(f"what {reader.package} reads back is not the live model: {how}; nothing was written")
+    return Proof(
+        reader=reader.package, version=version(reader.package), why=reader.why, difference=worst, tolerance=CLOSE,
+        prompts=LENGTHS, tokens=NEW,
+    )  # fmt: skip
+
+
+def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """The largest difference of logits; infinity if other tokens were chosen, or a logit is not a number."""
+    if not torch.equal(first["tokens"], second["tokens"]):
+        return float("inf")
+    each = [(first[name] - second[name]).abs().max() for name in first if name != "tokens"]
+    worst = torch.stack(each).max().item()  # Python's max() would lose what is not a number
+    return float("inf") if math.isnan(worst) else worst
+
+
+def ask(package: str, asked: Mapping[Path, str]) -> list[Answers]:
+    """For each folder the answers to the model that its lines load, by the classes of `package`, in one fresh process for all.
+    Raises UserError if one cannot be read."""
+    root = str(Path(script.__file__).parent.parent)
+    command = [sys.executable, "-P", script.__file__, root if package == OURS else "-"]
+    for folder, lines in asked.items():
+        command += [str(folder), lines]
     with tempfile.TemporaryDirectory() as place:
-        out = Path(place) / "answers.safetensors"
-        command = [sys.executable, "-I", script.__file__, str(out)]
-        for folder, lines in asked.items():
-            command += [str(folder), lines]
-        done = subprocess.run(
-            command, cwd=next(iter(asked)).resolve().parent, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            check=False, env=os.environ | {"HF_MODULES_CACHE": place},  # where transformers copies the code to
-        )  # fmt: skip
-        if done.returncode:
-            said = done.stderr.strip().splitlines()
-            names = ", ".join(map(str, asked))
-            raise UserError(f"transformers alone cannot read {names}: {said[-1] if said else 'it died'}")
-        there = load_file(out)
-    return [
-        {name.removeprefix(f"{folder} "): value for name, value in there.items() if name.startswith(f"{folder} ")}
-        for folder in asked
-    ]
+        # transformers copies a folder's code to HF_MODULES_CACHE; it is to download no kernels.
+        kernels = ",".join(map("=".join, KERNELS.items()))
+        settings = os.environ | {"HF_MODULES_CACHE": place, "USE_HUB_KERNELS": "0", "SURGERY_KERNELS": kernels}
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, env=settings)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        end = f"signal {-done.returncode} ended it" if done.returncode < 0 or not said else said[-1]
+        raise UserError(f"{package} cannot read {', '.join(map(str, asked))} in a fresh process: {end}")
+    every = load(done.stdout)
+    header = json.loads(done.stdout[8 : 8 + int.from_bytes(done.stdout[:8], "little")])
+    digests: dict[str, str] = header["__metadata__"]
+    return [(_of(folder, every), _of(folder, digests)) for folder in asked]
+
+
+def _of(folder: Path, every: dict[str, T]) -> dict[str, T]:
+    return {name.removeprefix(f"{folder} "): value for name, value in every.items() if name.startswith(f"{folder} ")}
+
+
+def in_float32(hybrid: PreTrainedModel) -> PreTrainedModel:
+    """The model itself if it is on the CPU in float32, or a copy that is."""
+    wanted = (torch.device("cpu"), torch.float32)
+    if all((p.device, p.dtype) == wanted for p in hybrid.parameters()) and not hasattr(hybrid, "hf_device_map"):
+        return hybrid
+    copied = family_of(hybrid.config).empty(hybrid.config, None, hybrid.config.grafts)
+    state = {name: tensor.detach().to(*wanted) for name, tensor in hybrid.state_dict().items()}
+    copied.load_state_dict(state, assign=True)
+    copied.tie_weights()
+    copied.generation_config = hybrid.generation_config
+    return copied

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surgery.answers import described, tensors
 from surgery.errors import UserError
 from surgery.families import family_of
 from surgery.families.dual import OWN
@@ -43,20 +44,6 @@ class Patch(Environment):
     removed: tuple[str, ...]
     base_tensors: dict[str, str]
     weights: str
-
-
-def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All that a model's folder holds, by name: parameters, tied ones once, and the buffers that are saved."""
-    saved = model.state_dict()
-    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved}
-
-
-def described(tensor: Tensor) -> str:
-    """ "float32 1536x768 ", and the sha256 of that and of the bytes."""
-    what = f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape))} "
-    total = hashlib.sha256(what.encode())
-    total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return what + total.hexdigest()
 
 
 def check_tensors(patch: Patch, base: PreTrainedModel) -> None:

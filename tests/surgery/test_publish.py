@@ -54,7 +54,6 @@ class Hub:
 def hub(monkeypatch):
     hub = Hub()
     monkeypatch.setattr(publish, "HfApi", lambda: hub)
-    monkeypatch.setattr(publish, "prove", lambda asked: [1e-6])  # test_export.py does it in earnest
     return hub
 
 
@@ -116,7 +115,7 @@ def test_the_command_prints_what_would_go_and_sends_nothing(hub, folder, surgery
     assert "Nothing was sent" in out
     status, out, err = surgery("publish", folder, REPO)
     assert status == 0, err
-    assert "64 greedy tokens are the same" in out
+    assert "read back in a fresh process by transformers" in out
     assert "Sent and compared: https://hub/someone/hybrid" in out
     assert set(hub.files) == {path.name for path in folder.iterdir()}
 
@@ -183,10 +182,3 @@ def test_only_what_was_verified_is_published(hub, folder, surgery, change, compl
 def test_a_repository_that_is_none_is_refused(hub, folder, repo):
     with pytest.raises(UserError, match="is not a repository of the Hub"):
         publish.publish(folder, repo, dry_run=True)
-
-
-def test_what_plain_transformers_reads_otherwise_is_not_published(hub, folder, monkeypatch):
-    monkeypatch.setattr(publish, "prove", lambda asked: [float("inf")])
-    with pytest.raises(UserError, match="the logits of transformers alone differ from those of this package by inf"):
-        publish.publish(folder, REPO)
-    assert hub.files == {}

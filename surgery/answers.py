@@ -1,0 +1,100 @@
+"""What two forms of one model are compared by: its tensors, its logits after prompts of several lengths, and the greedy tokens
+of a padded batch.
+
+It needs torch and transformers alone, and as a script it answers for folders in a process of its own, on the CPU:
+
+    python -P answers.py PLACE NAME LINES [NAME LINES ...] > answers.safetensors
+
+LINES: Python that loads `tokenizer` and `model`. PLACE: the folder that holds this package, or "-" if it is to be as if it were
+not installed. The answers lie in the file under the names, the tensors' digests in its metadata.
+"""
+
+import hashlib
+import os
+import sys
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+LENGTHS = (1, 6, 17, 40)
+NEW = 64  # greedy tokens
+
+
+def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """All that a model's folder holds, by name: parameters, tied ones once, and the buffers that are saved."""
+    saved = model.state_dict()
+    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def described(tensor: Tensor) -> str:
+    """ "float32 1536x768 ", and the sha256 of that and of the bytes."""
+    what = f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape))} "
+    total = hashlib.sha256(what.encode())
+    total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return what + total.hexdigest()
+
+
+@torch.inference_mode()
+def answers(model: PreTrainedModel, vocabulary: int, new: int = NEW) -> dict[str, Tensor]:
+    """By name: `prompt 17`, the logits at every position of a prompt, one row alone (t, V); `batch`, those of each new token
+    after a left-padded batch of all the prompts (b, new, V); `tokens` (b, new), what was chosen. On the CPU, in float32.
+
+    vocabulary: prompts are made of token ids below this.
+    """
+    training, generator = model.training, torch.Generator().manual_seed(0)
+    model.eval()
+    try:
+        prompts = [torch.randint(vocabulary, (length,), generator=generator) for length in LENGTHS]
+        found = {
+            f"prompt {len(prompt)}": model(input_ids=prompt[None].to(model.device), use_cache=False).logits[0].float().cpu()
+            for prompt in prompts
+        }
+        ids = torch.stack([torch.nn.functional.pad(prompt, (max(LENGTHS) - len(prompt), 0)) for prompt in prompts])
+        real = torch.stack([torch.arange(max(LENGTHS)) >= max(LENGTHS) - length for length in LENGTHS]).long()
+        # No end of text: every row has as many tokens as every other.
+        greedy = GenerationConfig(
+            min_new_tokens=new, max_new_tokens=new, do_sample=False, num_beams=1, pad_token_id=0,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        made: Any = model.generate(  # type: ignore[operator]
+            ids.to(model.device), attention_mask=real.to(model.device), generation_config=greedy
+        )
+    finally:
+        model.train(training)
+    found["batch"] = torch.stack(made.logits, dim=1).float().cpu()
+    found["tokens"] = made.sequences[:, max(LENGTHS) :].cpu()
+    return found
+
+
+def asked(lines: str, new: int = NEW) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Of the model that the lines load: its answers, in float32, and the digests of its tensors as they were loaded."""
+    user: dict[str, Any] = {}
+    exec(lines, user)
+    digests = {name: described(tensor) for name, tensor in tensors(user["model"]).items()}
+    return answers(user["model"].float(), len(user["tokenizer"]), new), digests
+
+
+def main(place: str, *names_and_lines: str) -> None:
+    out = os.dup(1)
+    os.dup2(2, 1)  # what anything prints while loading goes to standard error
+    if place == "-":
+        sys.modules["surgery"] = None  # type: ignore[assignment]  # whoever imports it fails, as if it were not there
+    else:
+        sys.path.append(place)
+    for kernels in ("mamba_ssm", "causal_conv1d"):  # transformers' own Mambas would take them on the CPU too, where they fail
+        sys.modules[kernels] = None  # type: ignore[assignment]
+    every: dict[str, Tensor] = {}
+    digests: dict[str, str] = {}
+    for name, lines in zip(names_and_lines[::2], names_and_lines[1::2], strict=True):
+        found, held = asked(lines)
+        every |= {f"{name} {key}": value.contiguous() for key, value in found.items()}
+        digests |= {f"{name} {key}": value for key, value in held.items()}
+    with os.fdopen(out, "wb") as file:
+        file.write(save(every, metadata=digests))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,268 @@
+"""The proof of an export: a fresh process reads it back, by the classes that its users have, and answers as the live model.
+
+A format and family that are not in WRITTEN do not go together: test_export_formats.py has the reason for which it is refused.
+"""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM, SmolLM3Config
+
+from surgery.answers import LENGTHS, answers, described, tensors
+from surgery.checkpoint import load_base
+from surgery.errors import UserError
+from surgery.export import FORMATS, export, folder, hf, patch, verify
+from surgery.export.verify import CLOSE, OURS, compare, difference, in_float32
+from surgery.plan import Plan
+from surgery.splice import splice
+from surgery.splice.splice import graft_parameters
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import random_base, random_llamba, random_selective
+from tests.surgery.test_layer_graft import random_donor
+
+HEADS, LAYER = Plan(sites=("L0.H3", "L1.H0,5")), Plan(kind="layer", sites=("L1",), width=16)
+DONOR = Plan(kind="layer", sites=("L1",), donor="a donor")
+FAMILIES = {
+    "mamba2": partial(random_base, num_hidden_layers=2),
+    "mamba": partial(random_selective, MambaConfig, MambaForCausalLM, num_hidden_layers=2),
+    "falcon-mamba": partial(random_selective, FalconMambaConfig, FalconMambaForCausalLM, num_hidden_layers=2),
+    "llamba": partial(random_llamba, n_layer=2),
+}
+ANY = [f"{family} {kind}" for family in FAMILIES for kind in ("heads", "layer")]
+WRITTEN = {  # rope: attention with grouped queries, positions and biases, of a Transformer; grouped: without the latter two
+    "hf": [*ANY, "mamba2 rope"],
+    "patch": ["mamba2 heads", "mamba rope", "falcon-mamba heads", "llamba layer"],
+    "nemotron_h": ["mamba2 layer", "mamba2 grouped"],
+    "mamba_ssm": ["mamba2 rope", "mamba layer"],
+}
+CASES = [(form, what) for form, every in WRITTEN.items() for what in every]
+ABSENT = "try:\n  import surgery\nexcept ImportError:\n  pass\nelse:\n  raise SystemExit('it is there')\n"
+SIZE = -(-len(build_tokenizer()) // 16) * 16
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+def base_of(what):
+    """With the tokenizer's vocabulary; the same weights every time."""
+    return FAMILIES[what.split()[0]](vocab_size=SIZE)
+
+
+def hybrid_of(what):
+    base, kind = base_of(what), what.split()[1]
+    if kind in ("heads", "layer"):
+        hybrid = splice(base, HEADS if kind == "heads" else LAYER)
+    else:
+        fields = {"no_rope_layers": [1, int(kind == "rope"), 1], "attention_bias": kind == "rope"}
+        hybrid = splice(base, DONOR, random_donor(SmolLM3Config, hidden=base.config.hidden_size, **fields))
+    with torch.no_grad():
+        for p in graft_parameters(hybrid).values():
+            p.add_(0.01)  # as if tuned
+    return hybrid
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory, tokenizer, tiny, read_back_here):
+    """What two fresh processes, one with this package and one without it, answer for every case; and for an export of the
+    demo's base by the lines of its card. Bases, and the folder in the card, are named from where the command was given."""
+    place, asked = tmp_path_factory.mktemp("proof"), {OURS: {}, "transformers": {}}
+    with contextlib.chdir(place):
+        for form, what in CASES:
+            hybrid, plan = hybrid_of(what), HEADS if "heads" in what else LAYER
+            written, base = place / f"{form} {what}", f"base of {what}"
+            written.mkdir()
+            if form == "patch":
+                base_of(what).save_pretrained(base)
+                tokenizer.save_pretrained(base)
+            FORMATS[form].write(hybrid, written, tokenizer=tokenizer, plan=plan, base=base)
+            reader = FORMATS[form].READER
+            asked[reader.package][written] = reader.lines.replace("NAME", str(written))
+        plain, demo = asked["transformers"], Plan(sites=("L0.H3,5",))
+        plain[written] = ABSENT + plain.pop(written := next(iter(plain)))
+        export(splice(tiny.model, demo), "demo", tokenizer=tiny.tokenizer, plan=demo, base=tiny.name)
+        (plain[place / "demo"],) = re.findall(r"```python\n(.+?)\n```", Path("demo/README.md").read_text(), flags=re.S)
+        return {
+            folder.name: answer
+            for package, folders in asked.items()
+            for folder, answer in zip(folders, read_back_here(package, folders), strict=True)
+        }
+
+
+@pytest.mark.parametrize(("form", "what"), CASES, ids=["-".join((form, *what.split())) for form, what in CASES])
+@pytest.mark.usefixtures("fresh_process")  # for its number of tokens
+def test_a_fresh_process_answers_as_the_live_model(there, tokenizer, form, what):
+    proof = compare(FORMATS[form].READER, hybrid_of(what), len(tokenizer), there[f"{form} {what}"])
+    assert proof.difference <= proof.tolerance == CLOSE
+    assert (proof.prompts, proof.tokens) == (LENGTHS, 64)
+    print(proof.line())
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_the_three_lines_of_the_card_generate_in_plain_transformers(there, tiny):
+    """Of an export of the demo's base with the demo's grafts."""
+    assert compare(hf.READER, splice(tiny.model, Plan(sites=("L0.H3,5",))), len(tiny.tokenizer), there["demo"]).tokens == 64
+
+
+def test_the_command_proves_and_says_so(surgery, tokenizer, tmp_path):
+    for name, model in {"base": base_of("mamba2"), "hybrid": hybrid_of("mamba2 heads")}.items():
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    HEADS.write(tmp_path / "hybrid" / "plan.json")
+    status, out, err = surgery("export", "hybrid", "--as", "patch", "--base", "base", "--out", "patch")
+    assert status == 0, err
+    proof = folder.Exported.read("patch/export.json").proof
+    assert (proof.reader, proof.version, proof.why) == (OURS, folder.environment().toolkit, None)
+    assert (err.splitlines()[-1], out) == (proof.line(), "patch: patch\n")
+    assert re.fullmatch(
+        r"read back in a fresh process by mamba-surgery [\d.]+: logits differ by at most [\d.e-]+ after prompts of 1, 6, 17 "
+        r"and 40 tokens, alone and in a padded batch; all \d+ greedy tokens of each are the same", proof.line(),
+    )  # fmt: skip
+    assert proof.line() in (tmp_path / "patch" / "README.md").read_text()
+
+
+def test_the_line_says_who_did_not_read_it_and_why(tokenizer, tmp_path):
+    proof = export(hybrid_of("mamba layer"), tmp_path / "x", form="mamba_ssm", tokenizer=tokenizer, plan=LAYER, base="b")
+    assert folder.check(tmp_path / "x").proof == proof
+    assert "by mamba-surgery" in proof.line()
+    assert "(the kernels of mamba_ssm's own classes run on GPUs only)" in proof.line()
+    plain = export(hybrid_of("mamba layer"), tmp_path / "y", tokenizer=tokenizer, plan=LAYER, base="b")
+    assert "by transformers 5." in plain.line()
+    assert "without mamba-surgery: " in plain.line()
+
+
+def _other(key, change):
+    """verify.ask with something else in its answers."""
+
+    def ask(real, package, folders):
+        ((found, digests),) = real(package, folders)
+        return [(found | {key: change(found[key])}, digests) if key in found else (found, digests | {key: "x"})]
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("form", "key", "change", "complaint"),
+    [
+        ("nemotron_h", "batch", lambda logits: logits + 0.01, r"its logits differ by 0\.01; nothing was written"),
+        ("nemotron_h", "prompt 17", lambda logits: logits * float("nan"), "is not the live model"),
+        ("hf", "tokens", lambda tokens: tokens + 1, "is not the live model: it chooses other tokens; nothing was written"),
+        ("hf", "lm_head.weight", None, r"the tensor 'lm_head\.weight' differs; nothing was written"),
+    ],
+)
+def test_other_answers_leave_what_was_there(surgery, tokenizer, tmp_path, monkeypatch, form, key, change, complaint):
+    hybrid_of("mamba2 layer").save_pretrained(tmp_path / "hybrid")
+    tokenizer.save_pretrained(tmp_path / "hybrid")
+    LAYER.write(tmp_path / "hybrid" / "plan.json")
+    command = ("export", "hybrid", "--as", form, "--out", "out")
+    for before in (None, "an earlier export"):
+        if before:
+            (tmp_path / "out").mkdir()
+            LAYER.write(tmp_path / "out" / "plan.json")
+        with monkeypatch.context() as patched:
+            patched.setattr(verify, "ask", partial(_other(key, change), verify.ask))
+            status, out, err = surgery(*command)
+        assert (status, out, err.count("surgery: ")) == (2, "", 1)
+        assert re.match(f"surgery: .*{complaint}", err.splitlines()[-1])  # behind the progress of writing what is exported
+        assert sorted(os.listdir(tmp_path)) == (["hybrid", "out"] if before else ["hybrid"])
+    assert os.listdir(tmp_path / "out") == ["plan.json"]
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "complaint"),
+    [
+        (
+            1,
+            b"Traceback\n  ...\nImportError: no mamba2\n",
+            "transformers cannot read .* in a fresh process: ImportError: no mam",
+        ),
+        (-9, b"a warning\n", "signal 9 ended it$"),
+    ],
+)
+@pytest.mark.usefixtures("fresh_process")
+def test_what_cannot_be_read_is_said_in_one_line(tokenizer, tmp_path, monkeypatch, status, said, complaint):
+    died = subprocess.CompletedProcess([], status, stdout=b"", stderr=said)
+    monkeypatch.setattr(verify.subprocess, "run", lambda *_, **__: died)
+    with pytest.raises(UserError, match=complaint):
+        export(hybrid_of("mamba2 heads"), tmp_path / "out", tokenizer=tokenizer, plan=HEADS, base="b")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_difference_is_found():
+    """Of a tensor, by its last bit; of the logits; of the tokens."""
+    hybrid, other = hybrid_of("mamba2 heads"), hybrid_of("mamba2 heads")
+    first = answers(hybrid, 99, new=3)
+    assert first["batch"].shape == (4, 3, SIZE)
+    assert difference(first, answers(other, 99, new=3)) <= CLOSE
+    assert difference(first, first | {"batch": first["batch"] + 0.01}) > 1e-3
+    assert difference(first, first | {"tokens": first["tokens"] + 1}) == float("inf")
+    assert difference(first, first | {"batch": first["batch"] * float("nan")}) == float("inf")
+    with torch.no_grad():
+        number = other.backbone.layers[1].mixer.D[3:4]
+        number.copy_(torch.nextafter(number, number + 1))
+    digests = {name: described(tensor) for name, tensor in tensors(other).items()}
+    with pytest.raises(UserError, match=r"the tensor 'backbone\.layers\.1\.mixer\.D' differs"):
+        compare(hf.READER, hybrid, 99, (first, digests))
+
+
+@pytest.mark.parametrize("what", WRITTEN["patch"])
+def test_float32_is_a_copy_with_the_same_numbers(what):
+    hybrid = hybrid_of(what)
+    assert in_float32(hybrid) is hybrid
+    half = hybrid_of(what).to(torch.bfloat16)
+    wide = in_float32(half)
+    assert {p.dtype for p in wide.parameters()} == {torch.float32}
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert tensors(wide).keys() == tensors(half).keys()
+    assert all(torch.equal(tensor, tensors(half)[name].float()) for name, tensor in tensors(wide).items())
+    assert difference(answers(wide, 99, 2), answers(half.float(), 99, 2)) <= CLOSE
+
+
+def test_a_hybrid_in_16_bits_is_proved_in_32(tokenizer, tmp_path):
+    half = hybrid_of("llamba heads").to(torch.bfloat16)
+    assert export(half, tmp_path / "out", tokenizer=tokenizer, plan=HEADS, base="b").difference <= CLOSE
+    assert half.dtype == torch.bfloat16
+
+
+def test_what_a_tokenizer_names_as_code_is_not_run(tokenizer, tmp_path):
+    """A stock tokenizer whose settings name code was loaded without it; the card's lines allow code, ours."""
+    place = tmp_path / "words"
+    tokenizer.save_pretrained(place)
+    settings = json.loads((place / "tokenizer_config.json").read_text()) | {
+        "auto_map": {"AutoTokenizer": ["someone/else--code.Words", None]}
+    }
+    (place / "tokenizer_config.json").write_text(json.dumps(settings))
+    words = type(tokenizer).from_pretrained(place)
+    assert words.init_kwargs["auto_map"]
+    export(hybrid_of("mamba2 heads"), tmp_path / "out", tokenizer=words, plan=HEADS, base="b")
+    assert "auto_map" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert words.init_kwargs["auto_map"]  # the caller's is as it was
+
+
+def test_a_patch_of_another_base_is_no_proof(tokenizer, tmp_path):
+    """What a fresh process would find: the base was changed after the patch had been written."""
+    base = base_of("mamba2")
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "patch").mkdir()
+    patch.write(hybrid_of("mamba2 heads"), tmp_path / "patch", tokenizer=tokenizer, plan=HEADS, base=str(tmp_path / "base"))
+    with torch.no_grad():
+        base.backbone.layers[0].mixer.D[0] += 1
+    base.save_pretrained(tmp_path / "base")
+    assert load_base(str(tmp_path / "base")).backbone.layers[0].mixer.D[0] == base.backbone.layers[0].mixer.D[0]
+    with pytest.raises(UserError, match=r"the tensor 'backbone\.layers\.0\.mixer\.D' differs"):
+        verify.prove(patch.READER, hybrid_of("mamba2 heads"), tokenizer, tmp_path / "patch")
+
+
+def test_the_script_needs_no_package():
+    """Its own file imports nothing of ours, or the process without the package could not run it."""
+    text = Path(verify.script.__file__).read_text()
+    assert not re.search(r"^\s*(from|import) (surgery|\.)", text, flags=re.M)
