@@ -192,7 +192,8 @@ Suite = Literal["quick", "retrieval", "language", "knowledge", "paper", "speed"]
 
 class Bench(Record):
     """suites: what is measured (surgery/bench/suites.py says what each one holds); tasks: more tasks of lm-evaluation-harness,
-    tasks_path: a folder of its YAML files, which come first; task_examples: of each such task, all where it is not said.
+    tasks_path: a folder of its YAML files, which come first; data_path: a folder of data sets by their Hub ids (owner/name/),
+    which come before the Hub; task_examples: of each such task, all where it is not said.
 
     pairs: dictionary sizes; examples: per size and probe, for each of `seeds` seeds; windows of window tokens: for perplexity;
     contexts: lengths at which decoding is timed and needles are hidden, at `depths`; batches: for the suite speed; batch_size:
@@ -205,6 +206,7 @@ class Bench(Record):
     suites: tuple[Suite, ...] = Field(default=("quick",), min_length=1)
     tasks: tuple[str, ...] = ()
     tasks_path: str | None = None
+    data_path: str | None = None
     task_examples: int | None = Field(default=None, ge=1)
     pairs: tuple[int, ...] = (4, 8, 16, 32, 48, 64)
     examples: int = Field(default=500, ge=2)
@@ -266,7 +268,19 @@ def read_recipe(path: str | Path | None, settings: list[str] | None = None, **fi
         except yaml.YAMLError as error:
             raise UserError(f"--set {setting}: the value is not YAML") from error
     tree |= {key: value for key, value in fixed.items() if value is not None}
+    return _valid(tree, str(path or ""))
+
+
+def changed(recipe: Recipe, **changes: Any) -> Recipe:
+    """The recipe with some other values; those of a section leave the rest of it. Raises UserError if they do not fit."""
+    tree = recipe.model_dump(mode="json")
+    for key, value in changes.items():
+        tree[key] = tree[key] | value if isinstance(value, dict) else value
+    return _valid(tree, ", changed")
+
+
+def _valid(tree: dict[str, Any], what: str) -> Recipe:
     try:
         return Recipe.model_validate(tree)
     except pydantic.ValidationError as error:
-        raise UserError(f"recipe {path or ''}: {first_line(error)}".replace(" :", ":")) from error
+        raise UserError(f"recipe {what}: {first_line(error)}".replace(" :", ":").replace(" ,", ",")) from error

@@ -80,7 +80,8 @@ def open_donor(plan: Plan, trust_remote_code: bool = False) -> PreTrainedModel |
 
 def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
     """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, report.html,
-    mixing.json, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint."""
+    mixing.json, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that accelerate
+    started share the work."""
     with use(**recipe.kernels):
         base = open_checkpoint(recipe, trust_remote_code)
         family_of(base.model.config)  # before the work begins: nothing else can be grafted
@@ -96,10 +97,10 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: b
         return job.finish(ranking, chosen, entries)
 
 
-def located(recipe: Recipe, base: Checkpoint, out: Path, *, resume: bool = False) -> Ranking:
-    """Locate, and write ranking.json, atlas.png and mixing.png into `out`. What is measured is kept in out/locate until then:
-    with `resume`, nothing of it is measured again, and a ranking that is there is only read. Of several processes, the main one
-    writes."""
+def located(recipe: Recipe, base: Checkpoint, out: Path, *, resume: bool = False, figures: bool = True) -> Ranking:
+    """Locate, and write ranking.json into `out`, with `figures` also atlas.png and mixing.png. What is measured is kept in
+    out/locate until then: with `resume`, nothing of it is measured again, and a ranking that is there is only read. Of several
+    processes, the main one writes."""
     path, kept, settings = out / RANKING, out / "locate", recipe.model_dump(mode="json")
 
     def there() -> Ranking | None:
@@ -116,7 +117,8 @@ def located(recipe: Recipe, base: Checkpoint, out: Path, *, resume: bool = False
     )
 
     def write() -> None:
-        draw_atlas(base.model, base.tokenizer, ranking, out)
+        if figures:
+            draw_atlas(base.model, base.tokenizer, ranking, out)
         ranking.write(path)
         shutil.rmtree(kept, ignore_errors=True)
 
@@ -159,9 +161,14 @@ def labels(others: list[str]) -> dict[str, str]:
 def write_report(report: Report, out: Path, matrices: Mixing | None) -> None:
     """report.json, report.md, report.html (with the atlas of a ranking that lies there) and their figures."""
     draw(report, out)
-    ranking = Ranking.read(out / RANKING) if (out / RANKING).exists() else None
     if matrices is not None:
         matrices.write(out / "mixing.json")
+    describe(report, out, matrices)
+
+
+def describe(report: Report, out: Path, matrices: Mixing | None) -> None:
+    """The report itself, without its figures."""
+    ranking = Ranking.read(out / RANKING) if (out / RANKING).exists() else None
     write_text(out / "report.md", markdown.render(report))
     write_text(out / "report.html", html.render(report, ranking, matrices))
     report.write(out / "report.json")
@@ -172,7 +179,7 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
     if recipe.bench.doses and recipe.plan.kind != "head":
         raise UserError(f"bench.doses counts heads, and plan.kind is {recipe.plan.kind}")
     if wanted := standard(recipe.bench):
-        harness.load(wanted, recipe.bench.tasks_path)
+        harness.load(wanted, recipe.bench.tasks_path, recipe.bench.data_path)
     check_questions(base.tokenizer, recipe.locate, recipe.seed)
     check_sites(base.model, recipe.plan.sites or ())
     Knowledge(recipe.data.facts).questions(1, seed=0)
@@ -216,7 +223,7 @@ class _Job:
 
     def plan(self, ranking: Ranking) -> Plan:
         chosen = plan(ranking, **self.recipe.plan.model_dump(), seed=self.recipe.seed)
-        chosen.write(self.out / "plan.json")
+        on_main(partial(chosen.write, self.out / "plan.json"))
         say(f"plan: attention at {markdown.places(chosen)}")
         return chosen
 
@@ -229,7 +236,7 @@ class _Job:
         end = [record for record in log if "retrieval" in record][-10:]
         end = [record for record in end if record["stage"] == end[-1]["stage"]]
         self.training[name] = {key: sum(r[key] for r in end) / len(end) for key in ("loss", "retrieval", "kl") if end}
-        write_text(self.out / "tuning" / f"{name}.csv", _csv(log))
+        on_main(partial(write_text, self.out / "tuning" / f"{name}.csv", _csv(log)))
         return model
 
     def models(self, ranking: Ranking, chosen: Plan) -> dict[str, Entry]:
@@ -268,7 +275,7 @@ class _Job:
         return entries
 
     def finish(self, ranking: Ranking, chosen: Plan, entries: dict[str, Entry]) -> Report:
-        recipe, tuned = self.recipe, entries["tuned"].model
+        recipe = self.recipe
         with self.stage("bench", f"measuring {len(entries)} models"):
             measured = bench(
                 entries, self.base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=self.out / "cells"
@@ -281,15 +288,21 @@ class _Job:
             training=self.training,
             settings=recipe.bench.model_dump(mode="json"),
         )
+        return on_main(partial(self.write, report, ranking, chosen, entries))
+
+    def write(self, report: Report, ranking: Ranking, chosen: Plan, entries: dict[str, Entry]) -> Report:
+        """The report, the hybrid, and the report once more with all times in it."""
+        recipe, tuned = self.recipe, entries["tuned"].model
+        example = short_question(self.base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
+        matrices = mixing(entries, self.base.tokenizer, example, report.provenance, [score.site for score in ranking.heads])
+        write_report(report, self.out, matrices)  # before the export, which takes report.html along
         with self.stage("export", "exporting, and comparing the reloaded model with the live one"):
             export(
                 tuned, self.out / "hybrid", tokenizer=self.base.tokenizer, plan=chosen, base=self.base.name, recipe=recipe,
                 report=report, figures=self.out,
             )  # fmt: skip
         report = report.model_copy(update={"timings": self.timings})
-        example = short_question(self.base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
-        order = [score.site for score in ranking.heads]
-        write_report(report, self.out, mixing(entries, self.base.tokenizer, example, report.provenance, order))
+        describe(report, self.out, matrices)
         return report
 
 

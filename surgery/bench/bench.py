@@ -1,7 +1,8 @@
 """Measure models side by side: the same examples for all, paired differences to the first."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.bench.cells import Cell, check_same, kept, model_digest, values
 from surgery.bench.report import Cost, ModelReport, Perplexity, Speed
-from surgery.bench.speed import decode_cost, speed
+from surgery.bench.speed import Timed, decode_cost, speed
 from surgery.bench.suites import LOSSES, Task, tasks
+from surgery.kernels.dispatch import asked_for
 from surgery.plan import Plan
 from surgery.processes import gather, is_main, share, state
 from surgery.progress import Track
 from surgery.recipe import Bench, Data
+from surgery.records import KERNEL_PACKAGES, PACKAGES, environment
 from surgery.splice import adopt
 from surgery.statistics import Estimate, Evidence, Proportion, decisions, evidence, mean, proportion
 
@@ -40,8 +43,7 @@ def bench(
     """Measure every model; the first is the base that the others are compared with.
 
     cells: a folder that keeps each finished measurement, so that it is not repeated. A cell is found again by the model's
-    weights and by everything that it depends on. Processes that accelerate started share the cells; what was timed is in the
-    report of the main one.
+    weights and by everything that it depends on. Processes that accelerate started share the cells; the main one alone times.
 
     Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
     """
@@ -49,8 +51,9 @@ def bench(
     named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
     todo = tasks(options, tokenizer, data, seed)
     adopted = {name: adopt(entry.model).eval() for name, entry in named.items()}
-    done = _measured(named, adopted, todo, cells)
-    cost, fast = _costs(adopted, options, tokenizer.model_max_length)
+    digests = {name: model_digest(entry.model) for name, entry in named.items()}
+    done = _measured(adopted, digests, todo, cells)
+    timed = _timed(adopted, digests, options, tokenizer.model_max_length, cells)
     first = next(iter(named))
     pairs: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
     for name, by_task in done.items():
@@ -65,49 +68,55 @@ def bench(
             done[name],
             {task: mean(model - base) for (n, task), (base, model) in pairs.items() if n == name},
             {task: said for (n, task), said in found.items() if n == name},
-            cost.get(name, ()),
-            fast.get(name, ()),
+            tuple(one.costs[i] for one in timed if one.costs),
+            tuple(one.speeds[i] for one in timed if one.speeds),
         )
-        for name, entry in named.items()
+        for i, (name, entry) in enumerate(named.items())
     }
 
 
 def _measured(
-    named: dict[str, Entry], adopted: dict[str, PreTrainedModel], todo: list[Task], folder: Path | None
+    models: dict[str, PreTrainedModel], digests: dict[str, str], todo: list[Task], folder: Path | None
 ) -> dict[str, dict[str, list[Cell]]]:
-    """By model and task, one cell a seed. Each process measures its share."""
-    digests = {name: model_digest(entry.model) for name, entry in named.items()}
-    jobs = [(name, task) for name in named for task in todo]
+    """By model and task, one cell a seed, or a part of a group. Each process measures its share."""
+    jobs = [(name, task) for name in models for task in todo]
     progress = Track(share(jobs), "bench")
     mine: list[Cell] = []
     for name, task in progress:
         progress.note = f"{name} {task.name}"
 
         def measure(name: str = name, task: Task = task) -> Cell:
-            outcome = task.measure(adopted[name])
+            outcome = task.measure(models[name])
             return Cell(
-                model=name, task=task.name, seed=task.seed, metric=task.metric, inputs=outcome.inputs, asked=outcome.asked,
-                values=tuple(map(float, outcome.values)),
+                model=name, task=task.name, part=task.part, seed=task.seed, metric=task.metric, inputs=outcome.inputs,
+                asked=outcome.asked, values=tuple(map(float, outcome.values)),
             )  # fmt: skip
 
-        cell = kept(folder, f"{digests[name]} {task.identity}", measure)
+        cell = kept(folder, f"{digests[name]} {task.identity}", Cell, measure)
         mine.append(cell.model_copy(update={"model": name, "seed": task.seed}))  # kept under another name, perhaps
-    every = {(cell.model, cell.task, cell.seed): cell for cell in gather(mine)}
-    done: dict[str, dict[str, list[Cell]]] = {name: {} for name in named}
+    every = {(cell.model, cell.task, cell.part, cell.seed): cell for cell in gather(mine)}
+    done: dict[str, dict[str, list[Cell]]] = {name: {} for name in models}
     for name, task in jobs:
-        done[name].setdefault(task.name, []).append(every[name, task.name, task.seed])
+        done[name].setdefault(task.name, []).append(every[name, task.name, task.part, task.seed])
     return done
 
 
-def _costs(
-    models: dict[str, PreTrainedModel], options: Bench, longest: int
-) -> tuple[dict[str, tuple[Cost, ...]], dict[str, tuple[Speed, ...]]]:
+def _timed(
+    models: dict[str, PreTrainedModel], digests: dict[str, str], options: Bench, longest: int, folder: Path | None
+) -> list[Timed]:
     """What tokens cost, measured by the first process while the others wait."""
-    contexts = tuple(context for context in options.contexts if context <= longest)
-    found: tuple[dict, dict] = ({}, {})
+    contexts = [context for context in options.contexts if context <= longest]
+    jobs: list[tuple[str, Callable[[], Timed]]] = []
+    if "quick" in options.suites:
+        jobs += [(f"cost {context}", partial(decode_cost, models, context)) for context in contexts]
+    if "speed" in options.suites:
+        jobs += [(f"speed {c} {b}", partial(speed, models, c, b)) for c in contexts for b in options.batches]
+    here = environment((*PACKAGES, *KERNEL_PACKAGES))  # a time belongs to where it was taken
+    common = f"{here.machine} {here.threads} {here.packages} {asked_for()} {[*digests.values()]}"
+    found: list[Timed] = []
     if is_main():
-        quick, fast = (suite in options.suites for suite in ("quick", "speed"))
-        found = (decode_cost(models, contexts) if quick else {}, speed(models, contexts, options.batches) if fast else {})
+        for what, measure in Track(jobs, "timing"):
+            found.append(kept(folder, f"{what} {common}", Timed, measure))
     state().wait_for_everyone()
     return found
 
@@ -126,7 +135,9 @@ def _report(
     kv = {task.removeprefix("kv."): results.pop(task) for task in [*results] if task.startswith("kv.")}
     own = {name: results.pop(name) for name in ("knowledge", "letters", "perplexity") if name in results}
     seeds = {
-        task: tuple(float(values([cell]).mean()) for cell in several) for task, several in cells.items() if len(several) > 1
+        task: tuple(float(values([cell]).mean()) for cell in several)
+        for task, several in cells.items()
+        if len({cell.seed for cell in several}) > 1
     }
     return ModelReport.model_validate(
         {"description": entry.description, "plan": entry.plan, "kv": kv, **own, "tasks": results, "cost": cost, "speed": fast,

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -20,15 +20,18 @@ from surgery.errors import UserError
 from surgery.records import Record
 
 # What a config says about a file and not about the function.
+Kept = TypeVar("Kept", bound=Record)
 UNRELATED = ("_name_or_path", "transformers_version", "architectures", "auto_map", "dtype")
 
 
 class Cell(Record):
-    """values: one an example. asked: a digest of each example. inputs: a digest of what entered the model."""
+    """values: one an example. asked: a digest of each example. inputs: a digest of what entered the model. part: of a group of
+    the harness, which of its tasks."""
 
     schema_version: int = 1
     model: str
     task: str
+    part: str
     seed: int
     metric: Literal["accuracy", "loss"]
     inputs: str
@@ -51,16 +54,16 @@ def model_digest(model: PreTrainedModel) -> str:
     return total.hexdigest()
 
 
-def kept(folder: Path | None, identity: str, measure: Callable[[], Cell]) -> Cell:
-    """The cell from `folder` if it was finished before, else measured now and kept there."""
+def kept(folder: Path | None, identity: str, kind: type[Kept], measure: Callable[[], Kept]) -> Kept:
+    """The cell (or what else is measured at once) from `folder` if it was finished before, else measured now and kept there."""
     if folder is None:
         return measure()
     path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"
     if path.exists():
-        return Cell.read(path)
-    cell = measure()
-    cell.write(path)
-    return cell
+        return kind.read(path)
+    found = measure()
+    found.write(path)
+    return found
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from surgery.errors import UserError
 
 COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 CHANGES = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)"
+NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 NAME = r"[^\s<>=*+-][^\s<>=]*"
 FORM = re.compile(rf"({NAME})\s*(>=|<=|>|<)\s*(?:({NUMBER})|({NAME})(?:\s+([-+*])\s*({NUMBER}))?)")
 
@@ -67,7 +67,8 @@ def requirement(text: str, models: list[str], tasks: list[str]) -> Requirement:
             raise UserError(f"--require '{text}': '{left}' is not measured; there are {', '.join(tasks)}")
         task = left[len(asked[0]) + 1 :]
     if other is not None and other not in (*models, "base"):
-        raise UserError(f"--require '{text}': no model is named '{other}'; there are {', '.join(models)}")
+        blanks = " (+, - and * stand between blanks)" if {*other} & {*CHANGES} else ""
+        raise UserError(f"--require '{text}': no model is named '{other}'{blanks}; there are {', '.join(models)}")
     if other == "base" and "base" not in models:
         other = models[0]
     return Requirement(text, tuple(asked), task, comparison, other, change or "+", float(alone or number or 0))

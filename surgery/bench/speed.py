@@ -1,6 +1,7 @@
 """What a token costs: time, cache and memory against context length and batch.
 
-Models are timed in turn within each round, so that a disturbance of the machine hits all of them, and medians are taken.
+Models are timed in turn within each round, so that a disturbance of the machine hits all of them, and medians are taken: one
+context (and batch) of all models is what is measured, and kept, at once.
 """
 
 import inspect
@@ -15,50 +16,51 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from surgery.bench.report import Cost, Speed
 from surgery.doctor.timing import peak_bytes
+from surgery.records import Record
 
 ROUNDS, TOKENS = 3, 8
 
 
-def decode_cost(models: Mapping[str, PreTrainedModel], contexts: tuple[int, ...]) -> dict[str, tuple[Cost, ...]]:
-    """By model, one Cost a context; batch 1. Context: tokens in the cache when the timed token is decoded."""
-    out: dict[str, list[Cost]] = {name: [] for name in models}
-    for context in contexts:
-        caches = {name: _prefilled(model, context, 1) for name, model in models.items()}
-        sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
-        times = _decoding(models, caches, 1)
-        for name in models:
-            out[name].append(Cost(context=context, milliseconds=times[name], cache_bytes=sizes[name]))
-    return {name: tuple(costs) for name, costs in out.items()}
+class Timed(Record):
+    """What one context cost, of all models in their order."""
+
+    schema_version: int = 1
+    costs: tuple[Cost, ...] = ()
+    speeds: tuple[Speed, ...] = ()
 
 
-def speed(
-    models: Mapping[str, PreTrainedModel], contexts: tuple[int, ...], batches: tuple[int, ...]
-) -> dict[str, tuple[Speed, ...]]:
-    """By model, one Speed for every context and batch."""
-    out: dict[str, list[Speed]] = {name: [] for name in models}
-    for context in contexts:
-        for batch in batches:
-            caches: dict[str, Cache] = {}
-            times: dict[str, list[float]] = {name: [] for name in models}
-            for _ in range(ROUNDS):
-                for name, model in models.items():
-                    _wait(model)
-                    start = time.perf_counter()
-                    caches[name] = _prefilled(model, context, batch)
-                    _wait(model)
-                    times[name].append(time.perf_counter() - start)
-            sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
-            decoding = _decoding(models, caches, batch)
-            caches.clear()
-            for name, model in models.items():
-                peak = peak_bytes(partial(_prefilled, model, context, batch), model.device)
-                out[name].append(
-                    Speed(
-                        context=context, batch=batch, prefill_milliseconds=1e3 * median(times[name]),
-                        decode_milliseconds=decoding[name], cache_bytes=sizes[name], peak_bytes=peak,
-                    )
-                )  # fmt: skip
-    return {name: tuple(rows) for name, rows in out.items()}
+def decode_cost(models: Mapping[str, PreTrainedModel], context: int) -> Timed:
+    """Batch 1. Context: tokens in the cache when the timed token is decoded."""
+    caches = {name: _prefilled(model, context, 1) for name, model in models.items()}
+    sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
+    times = _decoding(models, caches, 1)
+    return Timed(costs=tuple(Cost(context=context, milliseconds=times[name], cache_bytes=sizes[name]) for name in models))
+
+
+def speed(models: Mapping[str, PreTrainedModel], context: int, batch: int) -> Timed:
+    """A batch of prompts of `context` tokens."""
+    caches: dict[str, Cache] = {}
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(ROUNDS):
+        for name, model in models.items():
+            _wait(model)
+            start = time.perf_counter()
+            caches[name] = _prefilled(model, context, batch)
+            _wait(model)
+            times[name].append(time.perf_counter() - start)
+    sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
+    decoding = _decoding(models, caches, batch)
+    caches.clear()
+    peaks = {name: peak_bytes(partial(_prefilled, model, context, batch), model.device) for name, model in models.items()}
+    return Timed(
+        speeds=tuple(
+            Speed(
+                context=context, batch=batch, prefill_milliseconds=1e3 * median(times[name]),
+                decode_milliseconds=decoding[name], cache_bytes=sizes[name], peak_bytes=peaks[name],
+            )
+            for name in models
+        )
+    )  # fmt: skip
 
 
 def cache_bytes(cache: Cache) -> int:

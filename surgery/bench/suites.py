@@ -47,12 +47,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Task:
-    """One cell for every model. identity: all that the outcome depends on beside the model."""
+    """One cell for every model. identity: all that the outcome depends on beside the model. part: which task of a group of the
+    harness, as the examples of all are the group's."""
 
     name: str
     seed: int
     identity: str
     measure: Callable[[PreTrainedModel], Outcome]
+    part: str = ""
 
     @property
     def metric(self) -> Literal["accuracy", "loss"]:
@@ -83,9 +85,8 @@ def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: 
         found += _probe_tasks(name, probe, fields, options, tokenizer, data, seed)
     found += _text_tasks(options, tokenizer, data, seed)
     if wanted := standard(options):
-        loaded = harness.load(wanted, options.tasks_path)
-        for name in wanted:
-            found.append(_standard_task(name, loaded[name], options, tokenizer))
+        loaded = harness.load(wanted, options.tasks_path, options.data_path)
+        found += [_standard_task(name, task, options, tokenizer) for name in wanted for task in loaded[name]]
     return found
 
 
@@ -189,9 +190,9 @@ def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, 
     return found
 
 
-def _standard_task(name: str, loaded: Any, options: Bench, tokenizer: PreTrainedTokenizerBase) -> Task:
+def _standard_task(name: str, task: Any, options: Bench, tokenizer: PreTrainedTokenizerBase) -> Task:
     def measure(model: PreTrainedModel) -> Outcome:
-        values, asked = harness.evaluate(model, tokenizer, loaded, options.batch_size, options.task_examples)
+        values, asked = harness.evaluate(model, tokenizer, task, options.batch_size, options.task_examples)
         return Outcome(values, asked, digest(" ".join(asked)))
 
-    return Task(name, 0, f"{name} {harness.identity(loaded)} {options.task_examples}", measure)
+    return Task(name, 0, f"{name} {harness.identity(task)} {options.task_examples}", measure, task.config.task)

@@ -56,7 +56,9 @@ class Benchmark(Record):
     graft_attention_forward: tuple[Cell, ...] = ()
     graft_attention_forward_backward: tuple[Cell, ...] = ()
     causal_conv_forward: tuple[Cell, ...] = ()
+    causal_conv_forward_backward: tuple[Cell, ...] = ()
     rms_norm_forward: tuple[Cell, ...] = ()
+    rms_norm_forward_backward: tuple[Cell, ...] = ()
     ssd_step_forward: tuple[Cell, ...] = ()
     selective_step_forward: tuple[Cell, ...] = ()
     prefill: tuple[Cell, ...] = ()
@@ -158,8 +160,8 @@ def cases(device: torch.device) -> Iterator[Case]:
         for heads in (1, 24)
     ]
     kernels += [  # around the scan; one token for one sequence and for 16
-        (CAUSAL_CONV, "stock", "mamba2-130m", models.conv_inputs, 1792, (1024,), ()),
-        (RMS_NORM, "stock", "mamba2-130m", models.norm_inputs, 1536, (1024,), ()),
+        (CAUSAL_CONV, "stock", "mamba2-130m", models.conv_inputs, 1792, (1024,), (1024,)),
+        (RMS_NORM, "stock", "mamba2-130m", models.norm_inputs, 1536, (1024,), (1024,)),
         (SSD_STEP, "stock", "mamba2-130m", models.ssd_step_inputs, 24, (1, 16), ()),
         (SELECTIVE_STEP, "stock", "mamba-130m", models.selective_step_inputs, 1536, (1, 16), ()),
     ]

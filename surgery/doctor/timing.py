@@ -1,5 +1,6 @@
 """Comparing what several functions cost, in one run."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -38,6 +39,7 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
         run()
         _wait(device)
         return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that it starts and stops is not for our users
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = run()  # held to the end, so that its release is not counted
     assert record.profiler is not None

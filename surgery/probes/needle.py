@@ -7,7 +7,6 @@ nine stand in no needle: a model that merely prefers the numbers it has read is 
 """
 
 import random
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -89,10 +88,17 @@ class Needle:
         """
         if (least := tokens([])) > self.length:
             raise UserError(f"a needle of {self.length} tokens is too short: the question alone has {least}")
-        if tokens(words) < self.length:
+        if (most := tokens(words)) < self.length:
             raise UserError(f"{self.source} has {self._tokens(' '.join(words))} tokens; a needle of {self.length} needs more")
-        fit = bisect_right(range(len(words) + 1), self.length, key=lambda count: tokens(words[:count])) - 1
-        best, fewest = words[:fit], self.length - tokens(words[:fit])
+        fit, beyond = 0, len(words) + 1
+        while beyond - fit > 1:  # by interpolation: to count the tokens of a long text is what takes the time
+            share = (self.length - least) / max(most - least, 1)
+            middle = fit + min(max(int(share * (beyond - fit)), 1), beyond - fit - 1)
+            if (count := tokens(words[:middle])) <= self.length:
+                fit, least = middle, count
+            else:
+                beyond, most = middle, count
+        best, fewest = words[:fit], self.length - least
         for first in range(fit, max(0, fit - BACK) - 1, -1):
             chosen, missing = words[:first], self.length - tokens(words[:first])
             for word in words[first + 1 : first + SPARE]:

@@ -112,7 +112,7 @@ def answer(
 ) -> Result:
     """Ask a model."""
     correct, loss = np.zeros(len(questions), dtype=bool), np.zeros(len(questions))
-    with torch.inference_mode():
+    with torch.no_grad():  # in inference mode FSDP makes tensors with which it cannot train afterwards
         for chosen, encoded in batches(tokenizer, questions, batch_size):
             logits = _next_logits(model, encoded.rows, batch_size)
             correct[chosen] = encoded.correct(logits).cpu().numpy()

@@ -19,6 +19,7 @@ def conduct(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_cod
         raise UserError("the recipe names no study")
     options = dict(recipe.study)
     study = make(options.pop("name", ""), **options)
+    study.check(recipe)
     with use(**recipe.kernels):
         checkpoint = open_checkpoint(recipe, trust_remote_code)
         second = getattr(study, "other", None)
@@ -26,7 +27,7 @@ def conduct(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_cod
         prepare(out, recipe, resume)
         if resume and (out / FINDINGS).exists() and (out / FIGURE).exists():
             return Findings.read(out / FINDINGS)
-        subjects = Subjects(recipe, checkpoint, other)
+        subjects = Subjects(recipe, checkpoint, out, other=other, resume=resume)
         found = study.measure(subjects)
         findings = Findings(
             provenance=provenance(checkpoint.name, checkpoint.fingerprint, recipe.seed, recipe.model_dump(mode="json")),

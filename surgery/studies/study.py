@@ -52,10 +52,14 @@ class Findings(Found):
 
 
 class Study(Record):
-    """A study's options. title: for its figure. published: what the paper reports, for the page that compares."""
+    """A study's options. title: for its figure. published: what the paper reports, for the page that compares, if it
+    does."""
 
     title: ClassVar[str]
-    published: ClassVar[str]
+    published: ClassVar[str] = ""
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise UserError for options that do not fit the recipe."""
 
     def measure(self, subjects: "Subjects") -> Found:
         """Do it."""
@@ -67,10 +71,14 @@ class Study(Record):
 
 
 class Subjects:
-    """The model of a recipe, a second one if the study has any, and the probes."""
+    """The model of a recipe, a second one if the study has any, and the probes. out: where a long study keeps what it has
+    measured; resume: and finds it again."""
 
-    def __init__(self, recipe: Recipe, checkpoint: Checkpoint, other: Checkpoint | None = None):
+    def __init__(
+        self, recipe: Recipe, checkpoint: Checkpoint, out: Path, *, other: Checkpoint | None = None, resume: bool = False
+    ):
         self.recipe, self.checkpoint, self.other = recipe, checkpoint, other
+        self.out, self.resume = out, resume
         self.model: PreTrainedModel = adopt(checkpoint.model).eval()
         self.tokenizer: PreTrainedTokenizerBase = checkpoint.tokenizer
 

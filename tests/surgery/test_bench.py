@@ -45,7 +45,8 @@ def finished(pair, words, tmp_path_factory):
 
 
 def read(folder):
-    kept = [cells.Cell.read(path) for path in folder.iterdir()]
+    """The cells; what was timed, of all models at once, lies beside them."""
+    kept = [cells.Cell.read(path) for path in folder.iterdir() if '"asked"' in path.read_text()]
     return {(cell.model, cell.task, cell.seed): cell for cell in kept}
 
 
@@ -92,22 +93,40 @@ def test_processes_share_the_cells_and_a_finished_one_is_not_measured_again(pair
     halves, whole = read(tmp_path), read(finished[1])
     assert halves == {key: whole[key] for key in halves}
     assert len(halves) == 2 * len(suites.names(options))
-    times = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    times = written(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(suites, "answer", refuse)
         again = bench(pair, words, options, cells=tmp_path)
-        assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == times
+        assert {path: written(tmp_path)[path] for path in times} == times
+        times = written(tmp_path)  # now with what was timed
+        assert len(times) == len(halves) + len(options.contexts)
+        assert bench(pair, words, options, cells=tmp_path)["hybrid"].cost == again["hybrid"].cost
+        assert written(tmp_path) == times
         renamed = {"one": pair["base"], "other": pair["hybrid"]}
         assert bench(renamed, words, options, cells=tmp_path)["other"].kv == again["hybrid"].kv
     assert again["hybrid"].kv == finished[0]["hybrid"].kv
-    lost = next(path for path in tmp_path.iterdir() if cells.Cell.read(path).task == "kv.6")
+    lost = next(path for path in tmp_path.iterdir() if '"kv.6"' in path.read_text())
     lost.unlink()  # what a crash costs
     assert bench(pair, words, options, cells=tmp_path)["hybrid"].kv == again["hybrid"].kv
-    assert {path for path, time in times.items() if path.stat().st_mtime_ns != time} == {lost}
+    assert {path for path, time in written(tmp_path).items() if times[path] != time} == {lost}
+
+
+def written(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
 def _stop():
     raise InterruptedError
+
+
+def test_other_examples_are_other_cells(pair, words, tmp_path):
+    few = Bench(pairs=(4,), examples=6, windows=2, window=16, contexts=())
+    for seed, options in ((0, few), (1, few), (0, few.model_copy(update={"examples": 7}))):
+        bench(pair, words, options, seed=seed, cells=tmp_path)
+    kept = [cells.Cell.read(path) for path in tmp_path.iterdir()]
+    asked = [cell.asked for cell in kept if (cell.model, cell.task) == ("base", "kv.4")]
+    assert sorted(map(len, asked)) == [6, 6, 7]
+    assert len({*asked}) == 3
 
 
 def test_a_model_of_other_settings_is_another_model(pair):
@@ -165,7 +184,7 @@ def test_a_planted_improvement_is_refused(pair, words, monkeypatch, tmp_path):
     bench(pair, words, options, cells=tmp_path)
     for path in tmp_path.iterdir():
         cell = json.loads(path.read_text())
-        if (cell["model"], cell["task"]) == ("hybrid", "kv.6"):
+        if (cell.get("model"), cell.get("task")) == ("hybrid", "kv.6"):
             path.write_text(json.dumps(cell | {"asked": ["0" * 16, *cell["asked"][1:]]}))
     with pytest.raises(UserError, match=r"not asked the same in kv\.6: example 0 differs"):
         bench(pair, words, options, cells=tmp_path)

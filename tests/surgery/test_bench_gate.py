@@ -1,5 +1,6 @@
 """The gate: what a requirement may say, whom it concerns, and by how much it is missed."""
 
+import re
 import shutil
 
 import pytest
@@ -29,6 +30,7 @@ def report() -> Report:
         ("kv.64 >= .9", ["spliced"]),
         ("kv.64 >= 1", ["spliced", "tuned"]),
         ("kv.64<0.1", ["spliced", "tuned"]),
+        ("kv.64 >= base + 5e-1", ["spliced"]),
         ("tuned.kv.64 > spliced", []),
         ("spliced.kv.64 > tuned - 0.1", ["spliced"]),
         ("base.kv.64 <= 0.3", []),
@@ -67,11 +69,16 @@ def test_a_task_that_could_not_be_measured_fails(report):
         ("kv.64 == 1", "takes TASK >= NUMBER"),
         ("kv.63 >= 1", "'kv.63' is not measured; there are kv.4"),
         ("other.kv.64 >= 1", "'other.kv.64' is not measured"),
-        ("kv.64 >= other + 0.1", "no model is named 'other'"),
+        ("kv.64 >= other + 0.1", "no model is named 'other';"),
+        ("perplexity <= base*1.01", "no model is named 'base*1.01' (+, - and * stand between blanks);"),
+        ("perplexity <= base * 101%", "takes TASK >= NUMBER"),
+        ("kv.64 >= nan", "no model is named 'nan'"),
+        ("0.5 <= kv.64", "'0.5' is not measured"),
+        ("kv.64 >= 0.5 and knowledge >= 0.5", "takes TASK >= NUMBER"),
     ],
 )
 def test_what_cannot_be_read_is_refused(text, complaint):
-    with pytest.raises(UserError, match=complaint.replace(".", r"\.")):
+    with pytest.raises(UserError, match=re.escape(complaint)):
         requirement(text, ["base", "spliced", "tuned"], TASKS)
 
 

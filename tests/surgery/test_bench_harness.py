@@ -1,7 +1,9 @@
 """Standard tasks: the numbers of the harness's own command, and our probes as its tasks."""
 
 import json
+import shutil
 
+import numpy as np
 import pytest
 
 pytest.importorskip("lm_eval", reason="needs the extra 'eval' (lm-evaluation-harness)")
@@ -10,6 +12,7 @@ from lm_eval import evaluator
 from lm_eval.tasks import TaskManager
 
 from surgery.bench import bench, harness, suites
+from surgery.bench.cells import Cell
 from surgery.errors import UserError
 from surgery.export import export
 from surgery.plan import Plan
@@ -20,6 +23,8 @@ from surgery.splice import splice
 FORMS = {
     "local_choice": """
 output_type: multiple_choice
+num_fewshot: 1
+fewshot_split: test
 doc_to_choice: "{{choices}}"
 doc_to_target: answer
 target_delimiter: ""
@@ -52,7 +57,11 @@ doc_to_text: "{{{{question}}}}"
 """
     for name, form in FORMS.items():
         (folder / f"{name}.yaml").write_text(f"task: {name}{common}{form}")
-    (folder / "both.yaml").write_text("group: both\ntask: [local_choice, local_written]\n")
+    (folder / "few.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[::3]))
+    (folder / "local_few.yaml").write_text(f"task: local_few{common}{FORMS['local_choice']}".replace("data.jsonl", "few.jsonl"))
+    (folder / "sizes.yaml").write_text(
+        "group: sizes\ntask: [local_choice, local_few]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
     return folder
 
 
@@ -66,38 +75,113 @@ def test_the_numbers_are_those_of_the_command_on_the_exported_folder(tiny, hybri
     export(hybrid, tmp_path / "hybrid", tokenizer=tiny.tokenizer, plan=Plan(sites=("L0.H3,5",)), base="tiny")
     monkeypatch.setattr(evaluator, "add_env_info", lambda _: None)  # lists all packages, for seconds
     said = evaluator.simple_evaluate(
-        "hf", f"pretrained={tmp_path / 'hybrid'}", [*FORMS], batch_size=8, device="cpu", bootstrap_iters=0,
+        "hf", f"pretrained={tmp_path / 'hybrid'}", ["sizes", "local_written"], batch_size=8, device="cpu", bootstrap_iters=0,
         task_manager=TaskManager(include_path=local, include_defaults=False),
     )  # fmt: skip
-    tasks = harness.load([*FORMS], str(local))
-    for name, key in (("local_choice", "acc,none"), ("local_written", "exact_match,strict")):
-        values, asked = harness.evaluate(hybrid, tiny.tokenizer, tasks[name], 8, None)
-        theirs = [sample[key.split(",")[0]] for sample in said["samples"][name] if sample["filter"] == key.split(",")[1]]
-        assert values.tolist() == theirs
+    tasks = harness.load(["sizes", "local_written"], str(local))
+    every = []
+    for task in (*tasks["sizes"], *tasks["local_written"]):
+        name, key = task.config.task, "exact_match,strict" if task.config.task == "local_written" else "acc,none"
+        values, asked = harness.evaluate(hybrid, tiny.tokenizer, task, 8, None)
+        metric, _, read = key.partition(",")
+        theirs = [sample for sample in said["samples"][name] if sample["filter"] == read]
+        assert values.tolist() == [sample[metric] for sample in theirs]
         assert values.mean() == said["results"][name][key]
         assert 0 < values.mean() < 1
-        assert len(set(asked)) == 16
+        assert len(set(asked)) == len(theirs) == (6 if name == "local_few" else 16)
+        every += [*values] if metric == "acc" else []
+    assert np.mean(every) == pytest.approx(said["groups"]["sizes"]["acc,none"], rel=1e-15)  # theirs is of rounded means
 
 
 def test_decisions_do_not_depend_on_the_batch(tiny, hybrid, local):
-    tasks = harness.load(["both"], str(local))["both"]
-    one, eight = (harness.evaluate(hybrid, tiny.tokenizer, tasks, size, None) for size in (1, 8))
-    assert one[0].tolist() == eight[0].tolist()
-    assert one[1] == eight[1]
-    assert len(one[0]) == 32
+    for tasks in harness.load([*FORMS], str(local)).values():
+        one, five = (harness.evaluate(hybrid, tiny.tokenizer, tasks[0], size, None) for size in (1, 5))
+        assert one[0].tolist() == five[0].tolist()
+        assert one[1] == five[1]
+        assert len(one[0]) == 16
 
 
 def test_in_a_bench(tiny, hybrid, local, tmp_path):
-    """Beside other suites; another definition or other data is another cell."""
-    options = Bench(suites=("language",), tasks=("local_choice",), tasks_path=str(local), task_examples=6, windows=2, window=16)
+    """Beside other suites, with a cell for each task of a group."""
+    options = Bench(suites=("language",), tasks=("sizes",), tasks_path=str(local), task_examples=9, windows=2, window=16)
     found = bench({"base": tiny.model, "hybrid": hybrid}, tiny.tokenizer, options, cells=tmp_path)
-    assert found["hybrid"].tasks["local_choice"].n == found["hybrid"].evidence["local_choice"].n == 6
-    before = harness.identity(harness.load(["local_choice"], str(local))["local_choice"])
-    harness._manager.cache_clear()
-    assert harness.identity(harness.load(["local_choice"], str(local))["local_choice"]) == before
-    other = tmp_path / "local_choice.yaml"
-    other.write_text((local / "local_choice.yaml").read_text().replace('"{{question}}"', '"Q: {{question}}"'))
-    assert harness.identity(harness.load(["local_choice"], str(tmp_path))["local_choice"]) != before
+    assert found["hybrid"].tasks["sizes"].n == found["hybrid"].evidence["sizes"].n == 15
+    assert not found["hybrid"].seeds
+    kept = [Cell.read(path) for path in tmp_path.iterdir()]
+    parts = {cell.part: len(cell.values) for cell in kept if (cell.model, cell.task) == ("hybrid", "sizes")}
+    assert parts == {"local_choice": 9, "local_few": 6}
+
+
+def test_another_definition_or_other_data_is_another_cell(local, tmp_path):
+    def identity(folder, name):
+        harness._load.cache_clear()
+        harness._manager.cache_clear()
+        return harness.identity(harness.load([name], str(folder))[name][0])
+
+    assert len({identity(local, "local_choice") for _ in range(2)}) == 1
+    whole = (local / "local_choice.yaml").read_text()
+    (tmp_path / "data.jsonl").write_text((local / "data.jsonl").read_text().replace("The value", "The values"))
+    changes = {
+        "definition": ('"{{question}}"', '"Q: {{question}}"'),
+        "examples": (str(local / "data.jsonl"), str(tmp_path / "data.jsonl")),
+        "shots": ("fewshot_split: test", "fewshot_config: {samples: [{question: a, choices: [b], answer: 0}]}"),
+        "other shots": ("fewshot_split: test", "fewshot_config: {samples: [{question: a, choices: [c], answer: 0}]}"),
+    }
+    seen = {identity(local, "local_choice")}
+    for what, change in changes.items():
+        assert change[0] in whole, what
+        (tmp_path / "local_choice.yaml").write_text(whole.replace(*change))
+        seen.add(identity(tmp_path, "local_choice"))
+    assert len(seen) == 5
+    shots = tmp_path / "shots.jsonl"
+    apart = whole.replace("fewshot_split: test", "fewshot_split: dev").replace("{test:", f"{{dev: {shots}, test:")
+    (tmp_path / "local_choice.yaml").write_text(apart)
+    for lines in (slice(0, 3), slice(3, 6)):  # in a file of the same name
+        shots.write_text("\n".join((local / "few.jsonl").read_text().splitlines()[lines]))
+        seen.add(identity(tmp_path, "local_choice"))
+    assert len(seen) == 7
+
+
+def test_data_by_the_name_they_have_on_the_hub(local, tmp_path):
+    """Configurations are what a README.md says, as on the Hub; without one, a task of one of them is refused. What is read is
+    what is there now, and not what `datasets` has once read from a folder of that name."""
+    folder, place = tmp_path / "tasks", tmp_path / "data" / "owner" / "name"
+    folder.mkdir()
+    place.mkdir(parents=True)
+    whole = (local / "local_few.yaml").read_text()
+    loaded = f"dataset_kwargs: {{data_files: {{test: {local / 'few.jsonl'}}}}}"
+    assert loaded in whole
+    (folder / "local_few.yaml").write_text(
+        whole.replace("dataset_path: json", "dataset_path: owner/name").replace(loaded, "dataset_name: small")
+    )
+    with pytest.raises(UserError, match=r"cannot load the task 'local_few': .*owner/name"):
+        harness.load(["local_few"], str(folder))
+    shutil.copy(local / "few.jsonl", place / "few.jsonl")
+    with pytest.raises(UserError, match="cannot load the task 'local_few': BuilderConfig 'small' not found"):
+        harness.load(["local_few"], str(folder), str(tmp_path / "data"))
+    (place / "README.md").write_text(
+        "---\nconfigs:\n- {config_name: small, data_files: [{split: test, path: few.jsonl}]}\n---\n"
+    )
+    for step in (1, 2):
+        lines = (local / "few.jsonl").read_text().splitlines()[::step]
+        (place / "few.jsonl").write_text("\n".join(lines))
+        harness._load.cache_clear()
+        (task,) = harness.load(["local_few"], str(folder), str(tmp_path / "data"))["local_few"]
+        assert [doc["question"] for doc in task.eval_docs] == [json.loads(line)["question"] for line in lines]
+
+
+def test_a_group_may_give_other_data_to_tasks_of_the_harness(local, tmp_path, monkeypatch):
+    """The harness's own definition, the user's files; other tasks of the group are not asked for."""
+
+    def manager(path, own):
+        return TaskManager(include_path=[*([local] if own else []), path], include_defaults=False)
+
+    monkeypatch.setattr(harness, "_manager", manager)
+    (tmp_path / "sizes.yaml").write_text(
+        f"group: sizes\ntask:\n- {{task: local_choice, dataset_kwargs: {{data_files: {{test: {local / 'few.jsonl'}}}}}}}\n"
+    )
+    (task,) = harness.load(["sizes"], str(tmp_path))["sizes"]
+    assert (task.config.task, task.OUTPUT_TYPE, len(task.eval_docs)) == ("local_choice", "multiple_choice", 6)
 
 
 def test_our_probes_are_tasks_of_the_harness(tiny, hybrid):
@@ -106,7 +190,7 @@ def test_our_probes_are_tasks_of_the_harness(tiny, hybrid):
     ours = {task.name: task for task in suites.tasks(options, tiny.tokenizer, Data(), 0)}
     for name in ("kv.16", "phonebook.8"):
         task = harness.load([f"surgery_{name.replace('.', '_')}"], None)
-        values, _ = harness.evaluate(hybrid, tiny.tokenizer, next(iter(task.values())), 8, 10)
+        values, _ = harness.evaluate(hybrid, tiny.tokenizer, next(iter(task.values()))[0], 8, 10)
         assert values.tolist() == ours[name].measure(hybrid).values.tolist()
 
 
@@ -122,6 +206,8 @@ def test_every_retrieval_probe_is_among_them():
         (["local_choice"], "./nowhere", "no such folder"),
         (["broken"], "{f}", "cannot load the task 'broken'"),
         (["rolling"], "{f}", "scores running text"),
+        (["whole"], "{f}", r"'whole' is scored as a whole \(f1\)"),
+        (["alike"], "{f}", "the group 'alike' counts its tasks alike"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused(local, tmp_path, monkeypatch, names, path, complaint):
@@ -129,6 +215,15 @@ def test_what_cannot_be_loaded_is_refused(local, tmp_path, monkeypatch, names, p
     whole = (local / "local_choice.yaml").read_text()
     (tmp_path / "broken.yaml").write_text(
         whole.replace("task: local_choice", "task: broken").replace("data.jsonl", "none.jsonl")
+    )
+    (tmp_path / "whole.yaml").write_text(
+        whole.replace("task: local_choice", "task: whole").replace(
+            "metric: acc, aggregation: mean", "metric: f1, aggregation: f1"
+        )
+    )
+    (tmp_path / "local_choice.yaml").write_text(whole)
+    (tmp_path / "alike.yaml").write_text(
+        "group: alike\ntask: [local_choice]\naggregate_metric_list: [{metric: acc, weight_by_size: false}]\n"
     )
     rolling = "task: rolling\n" + whole.split("\n", 1)[1].split("doc_to_text")[0]
     (tmp_path / "rolling.yaml").write_text(

@@ -2,8 +2,11 @@
 
 import pytest
 
+from surgery.bench import suites
 from surgery.errors import UserError
+from surgery.recipe import read_recipe
 from surgery.studies import Findings, make, studies
+from surgery.tune.loop import Run
 from tests.conftest import ROOT
 
 RECIPES = sorted((ROOT / "recipes" / "paper").glob("*.yaml"))
@@ -33,8 +36,51 @@ def test_a_recipe_runs(recipe, surgery, tmp_path, monkeypatch):
 
 def test_every_study_has_a_recipe_and_says_what_was_published():
     named = {Findings.read(path).study for path in (ROOT / "recipes" / "paper").glob("*.findings.json")}
-    assert named == set(studies())
-    assert all(study.published and study.title for study in studies().values())
+    assert named == {name for name, study in studies().items() if study.published}
+    assert all(study.title for study in studies().values())
+
+
+@pytest.mark.parametrize(("demo", "seeds"), [("demo", "seeds"), ("demo-mamba1", "seeds-mamba1")])
+def test_the_seeds_are_of_the_demos(demo, seeds):
+    one, many = (read_recipe(ROOT / "recipes" / f"{name}.yaml") for name in (demo, seeds))
+    assert all(getattr(one, part) == getattr(many, part) for part in ("model", "locate", "plan", "tune", "data"))
+    assert one.seed <= many.seed
+
+
+SEEDS = """
+model: checkpoints/tiny-mamba2
+locate: {examples: 8, layers: false, confirm: 0.1, options: {pairs: 8}}
+tune: {steps: 2, batch_size: 2, text_batch_size: 1, lessons: [{probe: kv, options: {pairs: 8}}]}
+bench: {pairs: [4, 8], examples: 10, windows: 2, contexts: []}
+study: {name: seeds, seeds: 2, ways: {distil: {}, calibrate: {steps: 0, calibrate: {examples: 2, tau: [1, 2], evaluations: 0}}}}
+"""
+
+
+def test_seeds(surgery, tmp_path, monkeypatch):
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    (tmp_path / "seeds.yaml").write_text(SEEDS)
+    assert surgery("run", "seeds.yaml", "--out", "out")[0] == 0
+    findings = Findings.read(tmp_path / "out" / "findings.json")
+    names = ("base", "distil", "calibrate", "no graft")
+    assert [row.what for row in findings.rows] == [f"{name}, seed {seed}" for seed in (0, 1) for name in names]
+    assert all(row.figures["knowledge, change"].n == 10 for row in findings.rows if not row.what.startswith("base"))
+    worst = min(row.figures["kv.8"].accuracy for row in findings.rows if row.what.startswith("distil"))
+    assert "distil: KV 4 at least" in findings.summary
+    assert f"KV 8 at least {worst:.3f}; knowledge " in findings.summary
+    assert {*findings.about["seconds"]} == {*names} - {"base"}
+    # Interrupted after the last seed was measured: nothing is measured or trained again.
+    (tmp_path / "out" / "findings.json").unlink()
+    monkeypatch.setattr(Run, "distil", None)
+    monkeypatch.setattr(suites, "answer", None)
+    assert surgery("run", "seeds.yaml", "--out", "out", "--resume")[0] == 0
+    assert Findings.read(tmp_path / "out" / "findings.json").rows == findings.rows
+    for change, complaint in {
+        "study.ways={distil: {stepping: 3}}": "recipe, changed: unknown key 'tune.stepping'",
+        "study.ways={base: {}}": "'base' is the name of what the ways are compared with",
+        "bench.suites=[language]": "needs the suite quick",
+    }.items():
+        status, _, error = surgery("run", "seeds.yaml", "--set", change, "--out", "other")
+        assert (status, complaint in error, (tmp_path / "other").exists()) == (2, True, False), error
 
 
 @pytest.mark.parametrize(

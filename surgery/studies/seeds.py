@@ -1,0 +1,141 @@
+"""The main job over seeds, and by several ways of tuning: what a claim that surgery helps has to survive.
+
+Every seed ranks the heads, tunes and measures on examples of its own, beside the control: the base's own mixers of the same
+layers, tuned on the same data for the same steps.
+"""
+
+import copy
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, ClassVar
+
+import matplotlib.pyplot as plt
+from pydantic import Field
+from transformers import PreTrainedModel
+
+from surgery import plots
+from surgery.bench import bench
+from surgery.bench.report import ModelReport
+from surgery.errors import UserError
+from surgery.locate import plan
+from surgery.plan import Plan
+from surgery.recipe import Recipe, changed
+from surgery.run import located
+from surgery.splice import adopt, splice
+from surgery.statistics import Estimate, Proportion
+from surgery.studies.figures import LINES
+from surgery.studies.study import Findings, Found, Row, Study, Subjects
+from surgery.tune import tune
+
+KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change (nats)"
+CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
+BASE, CONTROL = "base", "no graft"
+
+
+class Seeds(Study):
+    """seeds: how many, from the recipe's on. ways: what each changes in the recipe's `tune`. The recipe's `bench` says what is
+    measured. The control is tuned by the first way."""
+
+    title: ClassVar[str] = "Tuned on every seed anew"
+
+    seeds: int = Field(default=5, ge=1)
+    ways: dict[Annotated[str, Field(pattern=r"^\w[\w ,.-]*$")], dict[str, Any]] = Field(default={"tuned": {}}, min_length=1)
+
+    def check(self, recipe: Recipe) -> None:
+        self._recipes(recipe, recipe.seed)
+        if taken := {BASE, CONTROL} & {*self.ways}:
+            raise UserError(f"study.ways: '{taken.pop()}' is the name of what the ways are compared with; choose another")
+        if "quick" not in recipe.bench.suites:
+            raise UserError("the study 'seeds' needs the suite quick: bench.suites: [quick]")
+
+    def _recipes(self, recipe: Recipe, seed: int) -> dict[str, Recipe]:
+        return {way: changed(recipe, seed=seed, tune=tune) for way, tune in self.ways.items()}
+
+    def measure(self, subjects: Subjects) -> Found:
+        rows: list[Row] = []
+        seconds: dict[str, list[float]] = {}
+        sites: dict[str, tuple[str, ...]] = {}
+        for seed in range(subjects.recipe.seed, subjects.recipe.seed + self.seeds):
+            recipes = self._recipes(subjects.recipe, seed)
+            chosen, measured, took = _seed(subjects, recipes, subjects.out / f"seed-{seed}")
+            sites[str(seed)] = tuple(map(str, chosen.sites))
+            rows += [Row(what=f"{name}, seed {seed}", figures=_figures(found)) for name, found in measured.items()]
+            for way, duration in took.items():
+                seconds.setdefault(way, []).append(duration)
+        return Found(
+            about={"sites": sites, "seconds": seconds},
+            summary=" ".join(self._said(way, rows, seconds) for way in (*self.ways, CONTROL)),
+            rows=tuple(rows),
+        )
+
+    def _said(self, way: str, rows: list[Row], seconds: Mapping[str, list[float]]) -> str:
+        """The worst of all seeds."""
+        found = [row.figures for row in rows if row.what.rpartition(", seed ")[0] == way]
+        least = {name: min(_value(f[name]) for f in found) for name in found[0]}
+        most = max(_value(f[TEXT]) for f in found)
+        retrieval = ", ".join(f"KV {name[3:]} at least {least[name]:.3f}" for name in least if name.startswith("kv."))
+        cost = f"knowledge {least[KNOWLEDGE]:+.3f} and loss on text {most:+.4f} nats at worst"
+        return f"{way}: {retrieval}; {cost}; {median(seconds[way]):.0f} s of tuning."
+
+    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
+        columns = [name for name in findings.rows[0].figures if name.startswith("kv.")]
+        columns = [*columns[-2:], KNOWLEDGE, TEXT]
+        names = list(dict.fromkeys(row.what.rpartition(", seed ")[0] for row in findings.rows))
+        with plt.rc_context(plots.STYLE):
+            figure, axes = plt.subplots(1, len(columns), figsize=(3.1 * len(columns), 3.4), squeeze=False)
+            for axis, column in zip(axes[0], columns, strict=True):
+                for place, name in enumerate(names):
+                    _draw_points(axis, place, [r.figures for r in findings.rows if r.what.startswith(f"{name}, ")], column)
+                axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
+                axis.set(title=column.replace("kv.", "KV ").replace(" (nats)", ",\nnats"), xlim=(-0.5, len(names) - 0.5))
+                if column.startswith("kv."):
+                    axis.set_ylim(0, 1.02)
+                else:
+                    axis.axhline(0, color="#bbbbbb", lw=1)
+            plots.save(figure, path)
+
+
+def _seed(
+    subjects: Subjects, recipes: Mapping[str, Recipe], out: Path
+) -> tuple[Plan, dict[str, ModelReport], dict[str, float]]:
+    """The plan, what was measured of every model, and the seconds that each was tuned for; kept in `out`."""
+    base, recipe = subjects.checkpoint, next(iter(recipes.values()))
+    ranking = located(recipe, base, out, resume=subjects.resume, figures=False)
+    chosen = plan(ranking, **recipe.plan.model_dump(), seed=recipe.seed)
+    models: dict[str, PreTrainedModel] = {BASE: base.model}
+    seconds: dict[str, float] = {}
+    for name, tuned in {**recipes, CONTROL: recipe}.items():
+        layers = [site.layer for site in chosen.sites] if name == CONTROL else None
+        model = splice(base.model, chosen) if layers is None else copy.deepcopy(adopt(base.model))
+        begun = time.monotonic()
+        tune(
+            model, base.tokenizer, tuned.tune, data=recipe.data, seed=recipe.seed, layers=layers, teacher=adopt(base.model),
+            out=out / "tuning" / name, resume=subjects.resume, description=f"seed {recipe.seed}, {name}",
+        )  # fmt: skip
+        models[name], seconds[name] = model, round(time.monotonic() - begun, 1)
+    measured = bench(models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
+    return chosen, measured, seconds
+
+
+def _figures(found: ModelReport) -> dict[str, Proportion | Estimate]:
+    """change is empty for the base."""
+    changes = {column: found.change[name] for column, name in CHANGES.items() if name in found.change}
+    return {f"kv.{size}": accuracy for size, accuracy in found.kv.items()} | changes
+
+
+def _value(figure: Proportion | Estimate) -> float:
+    return figure.accuracy if isinstance(figure, Proportion) else figure.value
+
+
+def _draw_points(axis: Any, place: int, found: list[dict[str, Proportion | Estimate]], column: str) -> None:
+    """A point a seed, side by side, with its 95% interval."""
+    for i, figures in enumerate(found):
+        if (one := figures.get(column)) is not None:
+            at, value = place + (i - (len(found) - 1) / 2) * 0.6 / max(len(found), 1), _value(one)
+            errors = ([value - one.ci95[0]], [one.ci95[1] - value])
+            axis.errorbar(at, value, errors, fmt="o", ms=3.5, lw=0.9, color=LINES[place % len(LINES)])
+
+
+STUDY = Seeds
