@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from surgery.families import Hybrid
 from surgery.tune.data import IGNORE
@@ -23,23 +23,17 @@ from surgery.tune.distil import Batch, Distillation
 States = dict[int, tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]]
 
 
-class Alignment(nn.Module):
-    """The blocks that hold grafts. `forward` gives their error on the states of a batch."""
-
-    def __init__(self, distillation: Distillation):
-        super().__init__()
-        self.distillation = distillation
-
-    def forward(self, states: States) -> dict[str, Tensor]:
-        """{"loss"}: the squared error of what a block adds to the stream, relative to the square of that, mean over blocks."""
-        whole, errors = self.distillation, []
-        for i, (parts, size) in states.items():
-            block = whole.student.base_model.layers[i]
-            with whole.autocast(parts[0][0].device):
-                given = [whole.run([block], norm=False, inputs_embeds=entering) for entering, _, _ in parts]
-            error = [_square(mine - leaving, real) for mine, (_, leaving, real) in zip(given, parts, strict=True)]
-            errors.append(torch.stack(error).sum() / size)
-        return {"loss": torch.stack(errors).mean()}
+def error(distillation: Distillation, states: States) -> dict[str, Tensor]:
+    """{"loss"}: the squared error of what the blocks that hold grafts add to the stream, on the states of a batch, relative to
+    the square of what they should add, mean over the blocks."""
+    errors = []
+    for i, (parts, size) in states.items():
+        block = distillation.student.base_model.layers[i]
+        with distillation.autocast(parts[0][0].device):
+            given = [distillation.run([block], norm=False, inputs_embeds=entering) for entering, _, _ in parts]
+        off = [_square(mine - leaving, real) for mine, (_, leaving, real) in zip(given, parts, strict=True)]
+        errors.append(torch.stack(off).sum() / size)
+    return {"loss": torch.stack(errors).mean()}
 
 
 def gather(distillation: Distillation, batches: Iterable[Batch], most: int, accelerator: Accelerator) -> list[States]:

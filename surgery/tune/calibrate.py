@@ -13,6 +13,7 @@ from scipy.optimize import minimize_scalar
 from torch import nn
 
 from surgery.recipe import Calibrate
+from surgery.tune.shards import whole
 from surgery.tune.state import Log
 
 
@@ -28,17 +29,20 @@ def calibrate(trained: Mapping[str, nn.Parameter], options: Calibrate, losses: C
         return found["loss"] if math.isfinite(found["loss"]) else math.inf
 
     least = measure()
-    scales = {p: p.clone() for name, p in trained.items() if name.endswith(".graft.log_tau")}
-    gates = {p: p.clone() for name, p in trained.items() if name.endswith(".graft.gate")}
+    with whole(trained.values()):
+        scales = {p: p.clone() for name, p in trained.items() if name.endswith(".graft.log_tau")}
+        gates = {p: p.clone() for name, p in trained.items() if name.endswith(".graft.gate")}
 
     def sharpen(factor: float) -> float:
-        for p, own in scales.items():
-            p.copy_(own + math.log(factor))
+        with whole(scales):
+            for p, own in scales.items():
+                p.copy_(own + math.log(factor))
         return measure(tau=factor)
 
     def blend(share: float | None) -> float:
-        for p, own in gates.items():
-            p.copy_(own if share is None else torch.full_like(own, share))
+        with whole(gates):
+            for p, own in gates.items():
+                p.copy_(own if share is None else torch.full_like(own, share))
         return measure(gate=share) if share is not None else least
 
     if scales:

@@ -1,32 +1,58 @@
 """The steps of a stage, in one process or in several.
 
 accelerate divides every batch among the processes, and the sums of losses are divided by the counts of the whole batch, so the
-number of processes changes nothing but rounding. Each process holds the model (DDP), or a part of it (FSDP2); the main process
-alone writes and prints.
+number of processes changes nothing but rounding. Each process holds the model (DDP), or a part of it (FSDP2, ZeRO); the main
+process alone writes and prints.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import get_cosine_schedule_with_warmup
+from transformers.integrations import unset_hf_deepspeed_config
 
 from surgery.errors import UserError
 from surgery.progress import Track
 from surgery.recipe import Tune
+from surgery.tune.distil import Distillation
 from surgery.tune.shards import apart, collect, divided
 from surgery.tune.state import Checkpoints, State
 from surgery.tune.trackers import begin_trackers, finish_trackers
 
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory")  # of a CPU, which has no exception of its own for it
+CLIP = 1.0  # the norm of the gradient, at most
 
 Look = Callable[[int], tuple[dict[str, float], bool]]
+
+
+class Driven(nn.Module):
+    """A Distillation, every use of which is a forward of this: there, processes that each hold a part of it bring the parts
+    together."""
+
+    def __init__(self, distillation: Distillation):
+        super().__init__()
+        self.distillation, self.config = distillation, distillation.student.config  # DeepSpeed asks for the hidden size
+
+    def forward(self, use: Callable[..., Any], *args: Any) -> Any:
+        return use(self.distillation, *args)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A Driven as accelerate wraps it, its optimizer, and what is trained by its name in the model: parameters, or this
+    process's parts of them."""
+
+    module: nn.Module
+    optimizer: Any
+    learning: dict[str, nn.Parameter]
 
 
 class Descent:
@@ -40,60 +66,61 @@ class Descent:
             log_with=list(options.trackers) or None,
             project_dir=checkpoints.out,
         )
-        self.sharded = self.accelerator.distributed_type == DistributedType.FSDP
+        kind = self.accelerator.distributed_type
+        self.zero = self.accelerator.deepspeed_plugin if kind == DistributedType.DEEPSPEED else None
+        unset_hf_deepspeed_config()  # or all models that are loaded from now on, by one process alone, would be divided, too
+        self.sharded = kind == DistributedType.FSDP or (self.zero is not None and self.zero.zero_stage == 3)
         _check(options, self.accelerator)
         begin_trackers(self.accelerator, options, description)
 
-    def prepared(self, module: nn.Module, learning_rate: float, *loaders: DataLoader) -> Any:
-        """The module, its optimizer, and loaders, as accelerate wants them."""
-        if self.sharded:
-            module = apart(module)
+    def prepared(self, distillation: Distillation, learning_rate: float, parts: int = 1) -> Prepared:
+        """For one stage; what was prepared for another is let go. What learns is what has a gradient now. parts: as many as a
+        batch will have."""
+        self.accelerator.free_memory()
+        self.accelerator.gradient_accumulation_steps = parts
+        if self.zero:
+            self.zero.deepspeed_config |= {
+                "train_batch_size": "auto",
+                "train_micro_batch_size_per_gpu": self.options.batch_size // self.accelerator.num_processes // parts,
+                "gradient_accumulation_steps": parts,
+                "gradient_clipping": CLIP,
+            }
+        module = Driven(apart(distillation) if self.sharded else distillation)
+        # What FSDP is to divide a model by.
+        vars(module)["_no_split_modules"] = sorted({type(block).__name__ for block in distillation.student.base_model.layers})
         optimizer = torch.optim.AdamW(
             [p for p in module.parameters() if p.requires_grad],
             lr=learning_rate,
             weight_decay=self.options.weight_decay,
             betas=(0.9, 0.95),
         )
-        return self.accelerator.prepare(module, optimizer, *loaders)
+        module, optimizer = self.accelerator.prepare(module, optimizer)
+        own = self.accelerator.unwrap_model(module)
+        learning = {name.rpartition("student.")[2]: p for name, p in own.named_parameters() if p.requires_grad}
+        return Prepared(module, optimizer, learning)
+
+    def collect(self, prepared: Prepared) -> None:
+        """See that the model holds what was learnt. All processes have to call it."""
+        if self.sharded:
+            collect(prepared.learning, self.checkpoints.trained)
 
     def descend(
-        self,
-        module: nn.Module,
-        optimizer: Any,
-        batches: Iterable[list[tuple]],
-        steps: int,
+        self, prepared: Prepared, use: Callable[..., dict[str, Tensor]], batches: Iterable[list[tuple]], steps: int,
         look: Look | None = None,
-    ) -> None:
-        """Take the steps of a stage that are not yet done. A batch: the arguments of the module, part by part. look: after a
-        step, more figures for its record, and whether it was the last."""
-        accelerator, state, own = self.accelerator, self.state, self.accelerator.unwrap_model(module)
-        learning = {name.rpartition("student.")[2]: p for name, p in own.named_parameters() if p.requires_grad}
+    ) -> None:  # fmt: skip
+        """Take the steps of a stage that are not yet done. use: gives the losses of a Distillation and a part of a batch. A
+        batch: the arguments of that, part by part. look: after a step, more figures for its record, and whether it was the
+        last."""
+        state, module, optimizer = self.state, prepared.module, prepared.optimizer
         schedule = get_cosine_schedule_with_warmup(optimizer, self.options.warmup, steps)
-        start, stage, accelerator.step = state.step, state.stage, 0
+        start, stage = state.step, state.stage
         what = self.description if stage == "distil" else f"{self.description}, {stage}"
         progress = Track(batches, what, steps - start)
         module.train()
         for parts in progress:
             if state.step == start:  # not before the first batch, which moves the random state
                 self.checkpoints.restore(optimizer, schedule)
-            accelerator.gradient_accumulation_steps = len(parts)
-            losses: dict[str, Tensor] = {}
-            for part in parts:
-                with accelerator.accumulate(module):
-                    found = module(*part)
-                    losses = {name: losses.get(name, 0) + value.detach() for name, value in found.items()}
-                    accelerator.backward(found["loss"] * len(parts))
-                    if accelerator.sync_gradients:
-                        figures = {name: value.item() for name, value in accelerator.reduce(losses, "mean").items()}
-                        if not math.isfinite(figures["loss"]):
-                            raise UserError(
-                                f"{what}: the loss is {figures['loss']} at step {state.step + 1}; lower tune.learning_rate"
-                            )
-                        if state.step == start:
-                            _every_parameter_learns(learning)
-                        accelerator.clip_grad_norm_(list(learning.values()), 1.0)
-                    optimizer.step()
-                    optimizer.zero_grad()
+            figures = self._step(prepared, use, parts, what, first=state.step == start)
             schedule.step()
             state.step += 1
             more, last = look(state.step) if look else ({}, False)
@@ -103,12 +130,41 @@ class Descent:
             if last:
                 break
             if state.step % self.options.save_every == 0 and state.step < steps:
-                if self.sharded:
-                    collect(learning, self.checkpoints.trained)
+                self.collect(prepared)
                 self.checkpoints.save(state, optimizer, schedule)
         module.eval()
-        if self.sharded:
-            collect(learning, self.checkpoints.trained)
+        self.collect(prepared)
+
+    def _step(
+        self, prepared: Prepared, use: Callable[..., dict[str, Tensor]], parts: list[tuple], what: str, *, first: bool
+    ) -> dict[str, float]:
+        """The losses of a batch, after its step. Raises UserError, and takes none, where they are not finite."""
+        accelerator, optimizer = self.accelerator, prepared.optimizer
+        reached: set[str] = set()
+        learning = prepared.learning if first else {}
+        hooks = [p.register_hook(partial(_note, reached, name)) for name, p in learning.items()]
+        losses: dict[str, Tensor] = {}
+        for part in parts:
+            with accelerator.accumulate(prepared.module):
+                found = prepared.module(use, *part)
+                losses = {name: losses.get(name, 0) + value.detach() for name, value in found.items()}
+                if accelerator.sync_gradients:
+                    figures = {name: value.item() for name, value in accelerator.reduce(losses, "mean").items()}
+                    self._check_finite(figures["loss"], "loss", what)
+                accelerator.backward(found["loss"] * len(parts))
+                if accelerator.sync_gradients:
+                    _every_parameter_learns(learning, reached)
+                    norm = accelerator.clip_grad_norm_(list(prepared.learning.values()), CLIP)
+                    self._check_finite(float(norm), "size of the gradient", what)
+                optimizer.step()
+                optimizer.zero_grad()
+        for hook in hooks:
+            hook.remove()
+        return figures
+
+    def _check_finite(self, value: float, name: str, what: str) -> None:
+        if not math.isfinite(value):
+            raise UserError(f"{what}: the {name} is {value} at step {self.state.step + 1}; lower tune.learning_rate")
 
     def track(self, records: list[dict[str, Any]]) -> None:
         """Hand the last records of the log to the trackers."""
@@ -133,12 +189,15 @@ def _check(options: Tune, accelerator: Accelerator) -> None:
         raise UserError(f"tune.accumulate: {share} have no {options.accumulate} parts")
     if divided() and n > 1 and accelerator.distributed_type == DistributedType.MULTI_CPU:
         raise UserError("accelerate divides no models on CPUs: run without FSDP there")  # it would use DDP and say nothing
-    if accelerator.distributed_type == DistributedType.FSDP:
-        if not accelerator.is_fsdp2:
-            raise UserError("tune needs version 2 of FSDP: accelerate launch --fsdp_version 2")
-        for name in ("align", "calibrate", "keep"):
-            if getattr(options, name) is not None:
-                raise UserError(f"tune.{name} needs whole models and cannot run with FSDP; run without one of the two")
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise UserError("tune needs version 2 of FSDP: accelerate launch --fsdp_version 2")
+    if accelerator.mixed_precision != "no":
+        raise UserError(f"leave out accelerate's {accelerator.mixed_precision}; the recipe has tune.precision=bf16 for that")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        asked = accelerator.deepspeed_plugin.deepspeed_config
+        for name in ("optimizer", "scheduler"):
+            if name in asked:
+                raise UserError(f"DeepSpeed's configuration has its own {name}; leave it out, the recipe says how to learn")
 
 
 @contextmanager
@@ -155,8 +214,13 @@ def fitting(description: str) -> Iterator[None]:
         ) from error
 
 
-def _every_parameter_learns(trained: dict[str, nn.Parameter]) -> None:
-    """A parameter without a gradient after the first backward would silently stay as it is."""
-    for name, p in trained.items():
-        if p.grad is None:
+def _note(reached: set[str], name: str, _: Tensor) -> None:
+    reached.add(name)
+
+
+def _every_parameter_learns(learning: dict[str, nn.Parameter], reached: set[str]) -> None:
+    """A parameter without a gradient after the first backward would silently stay as it is. reached: names of those that had
+    one on the way; DeepSpeed has taken it from them by now, FSDP gives their parts one at the end only."""
+    for name, p in learning.items():
+        if p.grad is None and name not in reached:
             raise UserError(f"'{name}' was to be trained, but no gradient reaches it")

@@ -7,6 +7,8 @@ uses. The facts are the same, though, and those of a file (data.facts) have one 
 
 import math
 import random
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -18,42 +20,43 @@ from surgery.probes.scoring import answer
 from surgery.processes import gather, share
 from surgery.recipe import Data, Keep, Tune
 from surgery.tune.batches import held_out_windows
+from surgery.tune.distil import Distillation
 from surgery.world.facts import RELATIONS, Fact, facts
 
 BATCH = 16
 
 
 class Guard:
-    """Compares a model with the base, whose figures are measured when this is made. Several processes divide what is looked at
-    and all get the same figures."""
+    """Compares a model with the base. divided: several processes divide what is looked at; else each looks at all of it, which
+    those must that hold a part of the model each, since all of them take part in every forward. All get the same figures."""
 
     def __init__(
         self,
-        base: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         bounds: Keep,
         data: Data,
         options: Tune,
         seed: int,
+        *,
+        divided: bool = True,
     ):
         self.tokenizer, self.bounds = tokenizer, bounds
-        self.questions = share(questions(data.facts, bounds.examples, seed))
-        rows = share(range(bounds.windows))
+        mine: Callable[[Sequence], list] = share if divided else list
+        self.questions = mine(questions(data.facts, bounds.examples, seed))
+        rows = mine(range(bounds.windows))
         ids, real = held_out_windows(tokenizer, data, options, bounds.windows, seed)
         self.text = ids[rows], real[rows]
-        self.base = self.measure(base)
 
-    def measure(self, model: PreTrainedModel) -> dict[str, float]:
-        """{"knowledge": accuracy, "perplexity"}."""
-        was_training = model.training
-        model.eval()
-        correct = answer(model, self.tokenizer, self.questions).correct.sum() if self.questions else 0
-        shares = gather([(int(correct), len(self.questions), *self._loss(model))])
-        model.train(was_training)
+    def measure(self, distillation: Distillation, base: bool = False) -> dict[str, float]:
+        """{"knowledge": accuracy, "perplexity"} of the student as it is, or of the base."""
+        whole = distillation.as_teacher() if base else nullcontext(distillation.student)
+        with whole as model, distillation.autocast(model.device):
+            correct = answer(model, self.tokenizer, self.questions).correct.sum() if self.questions else 0
+            shares = gather([(int(correct), len(self.questions), *self._loss(model))])
         correct, asked, nats, tokens = (sum(column) for column in zip(*shares, strict=True))
         return {"knowledge": correct / asked, "perplexity": math.exp(nats / tokens)}
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _loss(self, model: PreTrainedModel) -> tuple[float, int]:
         """The negative log-likelihood of the text, in nats, and its tokens."""
         total, tokens = 0.0, 0
@@ -65,15 +68,11 @@ class Guard:
             tokens += int(asked.sum())
         return total, tokens
 
-    def allows(self, figures: dict[str, float]) -> bool:
-        """Whether a model with these figures is within the bounds."""
-        lost = self.base["knowledge"] - figures["knowledge"]
-        risen = figures["perplexity"] / self.base["perplexity"] - 1
+    def allows(self, figures: dict[str, float], base: dict[str, float]) -> bool:
+        """Whether a model with these figures is within the bounds, where the base has those."""
+        lost = base["knowledge"] - figures["knowledge"]
+        risen = figures["perplexity"] / base["perplexity"] - 1
         return lost <= self.bounds.knowledge and risen <= self.bounds.perplexity
-
-    def compared(self, figures: dict[str, float]) -> str:
-        """In words."""
-        return ", ".join(f"{name} {figures[name]:.4g}, the base's {self.base[name]:.4g}" for name in self.base)
 
 
 def questions(source: str, n: int, seed: int) -> list[Question]:

@@ -9,7 +9,7 @@ the same loop: the same data and steps with the base's own layers trained instea
 Everything depends on the settings and the seed alone, so an interrupted run that is resumed ends where it would have ended.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,13 @@ from surgery.processes import state as processes
 from surgery.progress import say
 from surgery.recipe import Data, Tune
 from surgery.splice import adopt, unsplice
-from surgery.tune.align import Alignment, gather, without_gates
-from surgery.tune.batches import loaders
+from surgery.tune.align import error, gather, without_gates
 from surgery.tune.calibrate import calibrate
-from surgery.tune.data import IGNORE
-from surgery.tune.descent import Descent, Look, fitting
-from surgery.tune.distil import Batch, Distillation
+from surgery.tune.descent import Descent, Look, Prepared, fitting
+from surgery.tune.distil import Distillation, Kept
 from surgery.tune.keep import Guard
 from surgery.tune.lora import adapted, resting
+from surgery.tune.portions import Portions
 from surgery.tune.state import Checkpoints, Log, State
 from surgery.tune.trackers import check_trackers
 from surgery.tune.trained import trainable, training
@@ -131,11 +130,12 @@ class Run:
         description: str,
         stages: list[str],
     ):
-        self.model, self.tokenizer, self.teacher, self.trained = model, tokenizer, teacher, trained
+        self.model, self.tokenizer, self.trained = model, tokenizer, trained
         self.options, self.data, self.seed = options, data, seed
         self.checkpoints, self.state, self.description, self.stages = checkpoints, state, description, stages
         self.descent = Descent(options, checkpoints, state, description)
         self.accelerator = self.descent.accelerator
+        self.portions = Portions(tokenizer, options, data, self.accelerator)
         bf16 = options.precision == "bf16" or model.dtype == torch.bfloat16
         self.distillation = Distillation(model, teacher, kl_weight=options.kl_weight, keep_bytes=options.cache_bytes, bf16=bf16)
         if not self.descent.sharded:  # a part of it goes there later
@@ -146,6 +146,7 @@ class Run:
         for i, stage in enumerate(self.stages):
             if stage == self.state.stage:
                 torch.manual_seed(self.seed + self.accelerator.process_index)
+                self.distillation.kept = Kept(self.options.cache_bytes)  # no other stage has the same batches
                 with fitting(self.description):
                     getattr(self, stage)()
                 self.state.stage, self.state.step = [*self.stages, DONE][i + 1], 0
@@ -158,36 +159,31 @@ class Run:
         asked = self.options.align
         assert asked is not None
         with resting(self.model), without_gates(self.model):
-            some = self._some(asked.batches, self.seed)
-            states = gather(self.distillation, some, self.options.cache_bytes, self.accelerator)
-            module, optimizer = self.descent.prepared(Alignment(self.distillation), asked.learning_rate)
+            prepared = self.descent.prepared(self.distillation, asked.learning_rate)
+            some = self.portions.some(asked.batches, self.seed)
+            with torch.no_grad():
+                states = prepared.module(gather, some, self.options.cache_bytes, self.accelerator)
             steps = ([(states[step % len(states)],)] for step in range(self.state.step, asked.steps))
-            self.descent.descend(module, optimizer, steps, asked.steps)
+            self.descent.descend(prepared, error, steps, asked.steps)
 
     def calibrate(self) -> None:
         """Set tau and gate."""
         asked = self.options.calibrate
         assert asked is not None
-        records = calibrate(self.trained, asked, self._losses("calibrate", asked.examples, self.seed + PROBE_SEED))
+        prepared = self.descent.prepared(self.distillation, self.options.learning_rate)
+        losses = self.portions.losses("calibrate", asked.examples, self.seed + PROBE_SEED)
+        records = calibrate(prepared.learning, asked, partial(prepared.module, losses))
+        self.descent.collect(prepared)
         self.state.log += records
         self.descent.track(records)
 
     def distil(self, look: Look | None = None) -> None:
         """Train end to end. look: at every step, instead of at what is to be kept."""
-        options, start = self.options, self.state.step
-        distinct = min(options.repeat or options.steps, options.steps)
-        ahead = options.model_copy(update={"steps": distinct})
-        first = start if options.repeat is None else 0
-        module, optimizer, *both = self.descent.prepared(
-            self.distillation, options.learning_rate, *loaders(self.tokenizer, ahead, self.data, self.seed, first)
-        )
-        batches: Iterable[tuple[int | None, Batch]] = ((None, batch) for batch in zip(*both, strict=False))
-        if options.repeat is not None:
-            some = list(zip(*both, strict=False))
-            batches = ((step % distinct, some[step % distinct]) for step in range(start, options.steps))
         with self._checkpointing():
-            parts = (self._parts(*batch) for batch in batches)
-            self.descent.descend(module, optimizer, parts, options.steps, look or self._keeping())
+            prepared = self.descent.prepared(self.distillation, self.options.learning_rate, self.options.accumulate)
+            steps = self.portions.steps(self.seed, self.state.step)
+            look = look or self._keeping(prepared)
+            self.descent.descend(prepared, Distillation.__call__, steps, self.options.steps, look)
 
     @contextmanager
     def _checkpointing(self) -> Iterator[None]:
@@ -212,60 +208,31 @@ class Run:
             else:
                 self.checkpoints.put(self.checkpoints.best)
 
-    def _parts(self, key: Any, batch: Batch) -> list[tuple]:
-        """A batch as arguments of Distillation.forward, in `accumulate` parts."""
-        (ids, targets), text = batch
-        n = self.options.accumulate
-        counted = [(targets != IGNORE).sum().item(), 1 if text is None else text[1].sum().item()]
-        counts = tuple(self.accelerator.reduce(torch.tensor(counted, device=ids.device, dtype=torch.float), "mean").tolist())
-        lessons = zip(ids.tensor_split(n), targets.tensor_split(n), strict=True)
-        texts = [None] * n if text is None else list(zip(*(side.tensor_split(n) for side in text), strict=True))
-        return [
-            (*lesson, part if part and len(part[0]) else None, counts, None if key is None else (key, i))
-            for i, (lesson, part) in enumerate(zip(lessons, texts, strict=True))
-        ]
-
-    def _some(self, count: int, seed: int) -> Iterator[Batch]:
-        """So many batches, of full size from the first on."""
-        options = self.options.model_copy(update={"steps": count, "curriculum": 0.0})
-        both = self.accelerator.prepare(*loaders(self.tokenizer, options, self.data, seed, 0))
-        return zip(*both, strict=False)
-
-    def _losses(self, name: str, examples: int, seed: int) -> Callable[[], dict[str, float]]:
-        """What measures the mean losses of the model as it is, on batches of their own; the same in every process."""
-        some = enumerate(self._some(-(-examples // self.options.batch_size), seed))
-        batches = [self._parts((name, i), batch) for i, batch in some]
-
-        @torch.no_grad()
-        def losses() -> dict[str, float]:
-            found = [self.distillation(*part) for parts in batches for part in parts]
-            means = {loss: torch.stack([figures[loss] for figures in found]).sum() / len(batches) for loss in found[0]}
-            return {loss: mean.item() for loss, mean in self.accelerator.reduce(means, "mean").items()}
-
-        return losses
-
-    def _keeping(self) -> Look | None:
+    def _keeping(self, prepared: Prepared) -> Look | None:
         """What looks after a step whether the model is still within the bounds, and remembers its best weights."""
-        bounds, state = self.options.keep, self.state
+        bounds, state, module = self.options.keep, self.state, prepared.module
         if bounds is None:
             return None
         seed = self.seed + HELD_OUT_SEED
-        guard = Guard(self.teacher, self.tokenizer, bounds, self.data, self.options, seed)
-        losses = self._losses("keep", bounds.examples, seed)
+        guard = Guard(self.tokenizer, bounds, self.data, self.options, seed, divided=not self.descent.sharded)
+        losses = self.portions.losses("keep", bounds.examples, seed)
+        base = module(guard.measure, True)
 
         def look(step: int) -> tuple[dict[str, float], bool]:
             if step % bounds.every and step != self.options.steps:
                 return {}, False
-            with self.distillation.autocast(self.accelerator.device):
-                figures = guard.measure(self.model)
-            held_out = losses()["retrieval"]
-            within = guard.allows(figures)
+            module.eval()
+            figures, held_out = module(guard.measure), module(losses)["retrieval"]
+            module.train()
+            within = guard.allows(figures, base)
             if within and (state.best is None or held_out < state.best["retrieval"]):
                 state.best = {"step": step, "retrieval": held_out, **figures}
+                self.descent.collect(prepared)
                 self.checkpoints.best = self.checkpoints.tensors()
             last = not within and state.best is not None
             if last:
-                say(f"{self.description}: step {step} is beyond tune.keep ({guard.compared(figures)}); the steps end")
+                compared = ", ".join(f"{name} {figures[name]:.4g}, the base's {base[name]:.4g}" for name in base)
+                say(f"{self.description}: step {step} is beyond tune.keep ({compared}); the steps end")
             return {**figures, "held_out": held_out}, last
 
         if state.step == 0:

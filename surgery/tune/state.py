@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from surgery.errors import UserError
 from surgery.processes import gather, on_main
 from surgery.processes import state as processes
-from surgery.tune.shards import gathered, scattered
+from surgery.tune.shards import of_optimizer, to_optimizer
 
 Log = list[dict[str, Any]]
 
@@ -79,7 +79,7 @@ class Checkpoints:
             return
         random = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None}
         training = {
-            "optimizer": optimizer and gathered(optimizer.state_dict()),
+            "optimizer": optimizer and of_optimizer(optimizer),
             "schedule": schedule and schedule.state_dict(),
             "random": gather([random]),
         }
@@ -117,7 +117,7 @@ class Checkpoints:
         if found is None:
             return
         if found["optimizer"] is not None:
-            optimizer.load_state_dict(scattered(found["optimizer"], optimizer))
+            to_optimizer(found["optimizer"], optimizer)
             schedule.load_state_dict(found["schedule"])
         random = found["random"][processes().process_index]
         torch.set_rng_state(random["cpu"])

@@ -95,6 +95,33 @@ def test_the_number_of_processes_changes_nothing(folder, whole, tmp_path):
     assert {path.name for path in (tmp_path / "two").iterdir()} == {"recipe.yaml", "ranking.json", "atlas.png", "mixing.png"}
 
 
+RUN_SETTINGS = [
+    "locate.options.pairs=3", "locate.examples=8", "tune.steps=2", "tune.batch_size=2", "tune.text_batch_size=2",
+    "tune.text_tokens=16", "tune.lessons=[{options: {pairs: 3}}]", "bench.pairs=[3]", "bench.examples=6", "bench.windows=2",
+    "bench.window=16", "bench.contexts=[16]", "bench.controls=false",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a forked process cannot use CUDA")
+def test_a_run_in_two_processes_ends_with_the_report_of_one(surgery, folder, tmp_path, monkeypatch):
+    for name in ("draw_atlas", "draw"):
+        monkeypatch.setattr(RUN, name, lambda *_: None)
+    (tmp_path / "recipe.yaml").write_text(f"model: {folder}\n")
+    settings = [part for setting in RUN_SETTINGS for part in ("--set", setting)]
+    debug_launcher(as_one_of_several, (tmp_path, ["run", "recipe.yaml", *settings, "--out", "two"]), num_processes=2)
+    assert surgery("run", "recipe.yaml", *settings, "--out", "one")[0] == 0
+    one, two = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("one", "two"))
+    assert one["models"].keys() == two["models"].keys()
+    for name, model in one["models"].items():
+        for figures in ("kv", "knowledge", "letters"):
+            assert two["models"][name][figures] == model[figures]
+        assert two["models"][name]["perplexity"]["value"] == pytest.approx(model["perplexity"]["value"], rel=1e-4)
+    assert two["training"]["tuned"] == pytest.approx(one["training"]["tuned"], rel=1e-5, abs=1e-5)
+    written = [{path.relative_to(tmp_path / name) for path in (tmp_path / name).glob("*")} for name in ("one", "two")]
+    assert written[0] == written[1]
+    assert (tmp_path / "printed by 1").read_text() == ""
+
+
 def test_an_interrupted_locate_goes_on_where_it_was(surgery, folder, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(RUN, "draw_atlas", lambda *_: None)
     counts = watch(monkeypatch)

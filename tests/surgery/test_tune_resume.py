@@ -1,6 +1,7 @@
 """An interrupted run ends where the uninterrupted one does, whatever interrupts it; what goes wrong is said in one line."""
 
 import errno
+import json
 import multiprocessing
 import os
 import random
@@ -13,11 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from surgery.errors import UserError
 from surgery.plan import Plan
-from surgery.recipe import Align, Calibrate, Keep, Lesson, Tune
+from surgery.recipe import Align, Calibrate, Data, Keep, Lesson, Lora, Tune
 from surgery.splice import splice
 from surgery.splice.splice import graft_parameters
-from surgery.tune import state, tune
-from surgery.tune.align import Alignment
+from surgery.tune import loop, state, tune
 from surgery.tune.distil import Distillation
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
@@ -59,13 +59,17 @@ def grafts(hybrid):
     return {name: p.detach().clone() for name, p in graft_parameters(hybrid).items()}
 
 
+def values(hybrid):
+    return {name: p.detach().clone() for name, p in hybrid.named_parameters()}
+
+
 def equal(one, two):
     return one.keys() == two.keys() and all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
-def dying(after):
-    """Replace what a run does, so that it is killed within the `after`-th of these things: a forward, half a file, a name
-    given, a folder taken apart."""
+def dying(after, writing):
+    """Replace what a run does, so that it is killed within the `after`-th of these things: half a file, a name given, a folder
+    taken apart; and, if not only while it is `writing`, a forward."""
     left = iter(range(after))
 
     def fatal(owner, name, instead=None):
@@ -83,33 +87,44 @@ def dying(after):
     def half(path, content):
         path.write_bytes(bytes(content)[: len(content) // 2])
 
-    fatal(Distillation, "forward")
-    fatal(Alignment, "forward")
+    if not writing:
+        fatal(Distillation, "forward")
+        fatal(loop, "error")
     fatal(state, "_write", half)
     fatal(os, "replace")
     fatal(shutil, "rmtree", lambda folder, **_: next(folder.iterdir()).unlink())
 
 
-def child(hybrid, tokenizer, folder, result, after):
-    dying(after)
-    log = tune(hybrid, tokenizer, ALL, out=folder, resume=True)
-    save_file(grafts(hybrid), result)
+def child(hybrid, tokenizer, options, data, folder, result, *when):
+    dying(*when)
+    log = tune(hybrid, tokenizer, options, data=data, out=folder, resume=True)
+    save_file(values(hybrid), result)
     assert len(log) > 10
     os._exit(0)
 
 
-def test_killed_again_and_again_it_ends_where_the_uninterrupted_run_does(hybrid, tokenizer, tmp_path):
-    start, fork = grafts(hybrid), multiprocessing.get_context("fork")
-    tune(hybrid, tokenizer, ALL)
-    wanted = grafts(hybrid)
-    for name, p in graft_parameters(hybrid).items():
-        p.data.copy_(start[name])
+@pytest.mark.parametrize("name", ["streamed text", "adapters, the same batches again"])
+def test_killed_again_and_again_it_ends_where_the_uninterrupted_run_does(name, base, hybrid, tokenizer, tmp_path):
+    options, data = ALL, Data()
+    if name == "streamed text":
+        pytest.importorskip("datasets", reason="datasets is not installed")
+        lines = [json.dumps({"text": f"the {word} is here " * 9}) + "\n" for word in tokenizer.get_vocab()]
+        (tmp_path / "text.jsonl").write_text("".join(lines[:99]))
+        data = Data(train_text=({"source": str(tmp_path / "text.jsonl"), "streaming": True}, {"source": "world"}))
+    else:
+        adapters = Lora(targets=("in_proj",), rank=2, dropout=0.1)
+        options = ALL.model_copy(update={"repeat": 2, "lora": adapters, "accumulate": 2, "checkpointing": True})
+    fork, uninterrupted = multiprocessing.get_context("fork"), splice(base, Plan(sites=("L1.H3",), blend=0.5))
+    tune(uninterrupted, tokenizer, options, data=data)
+    wanted = values(uninterrupted)
     rng, kills, stages = random.Random(0), 0, set()
     result = tmp_path / "result.safetensors"
     while not result.exists():
-        run = fork.Process(target=child, args=(hybrid, tokenizer, tmp_path / "run", result, rng.randint(5, 30)))
+        writing = kills % 3 == 1
+        when = rng.randint(1, 9) if writing else rng.randint(5, 30), writing
+        run = fork.Process(target=child, args=(hybrid, tokenizer, options, data, tmp_path / "run", result, *when))
         run.start()
-        run.join(rng.choice([0.3, None, None, None]))  # now and then at any moment whatever
+        run.join(None if writing else rng.choice([0.3, None, None, None]))  # now and then at any moment whatever
         run.kill()
         run.join()
         assert result.exists() or run.exitcode == -signal.SIGKILL

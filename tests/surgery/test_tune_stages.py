@@ -15,12 +15,13 @@ from surgery.probes.knowledge import Knowledge
 from surgery.recipe import Align, Calibrate, Data, Keep, Lesson, Tune
 from surgery.splice import adopt, splice, unsplice
 from surgery.splice.splice import graft_parameters
-from surgery.tune import loop, tune
+from surgery.tune import tune
 from surgery.tune.batches import loaders
 from surgery.tune.calibrate import calibrate
 from surgery.tune.data import IGNORE
 from surgery.tune.distil import Distillation, Kept
 from surgery.tune.keep import Guard, questions
+from surgery.tune.portions import Portions
 from surgery.tune.trained import trainable, training
 from surgery.world.facts import facts
 from surgery.world.tokenizer import build_tokenizer
@@ -92,7 +93,7 @@ def perturbed(hybrid):
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in graft_parameters(hybrid).values():
-            p.add_(torch.randn(p.shape, generator=noise))
+            p.add_(0.3 * torch.randn(p.shape, generator=noise))
     return hybrid
 
 
@@ -312,7 +313,8 @@ def test_a_control_has_nothing_to_align_or_to_calibrate(vocabulary, tokenizer):
 def guarded(monkeypatch, figures):
     """Tuning that sees these figures (knowledge, perplexity, held-out loss), the base's first, then one set for each look."""
     shown = iter(figures)
-    monkeypatch.setattr(Guard, "measure", lambda self, model: dict(zip(("knowledge", "perplexity"), next(shown), strict=True)))
+    names = ("knowledge", "perplexity")
+    monkeypatch.setattr(Guard, "measure", lambda *_: dict(zip(names, next(shown), strict=True)))
 
 
 def test_the_best_weights_within_the_bounds_are_kept(hybrid, tokenizer, monkeypatch):
@@ -320,14 +322,14 @@ def test_the_best_weights_within_the_bounds_are_kept(hybrid, tokenizer, monkeypa
     guarded(monkeypatch, [(0.9, 10.0), good, good, bad])
     seen, shown = [], iter([3.0, 1.0, 0.5])
 
-    def held_out(run, *_):
-        def losses():
-            seen.append(run.checkpoints.tensors())
+    def held_out(*_):
+        def losses(distillation):
+            seen.append({name: p.detach().clone() for name, p in graft_parameters(distillation.student).items()})
             return {"retrieval": next(shown)}
 
         return losses
 
-    monkeypatch.setattr(loop.Run, "_losses", held_out)
+    monkeypatch.setattr(Portions, "losses", held_out)
     options = SHORT.model_copy(update={"steps": 9, "keep": Keep(every=2, examples=4, windows=2)})
     log = tune(hybrid, tokenizer, options)
     assert len(log) == 4  # it ended early
@@ -344,19 +346,25 @@ def test_keep_asks_about_the_world_in_other_words_than_bench():
 
 
 @pytest.mark.parametrize(("figures", "allowed"), [((0.895, 10.05), True), ((0.88, 10.0), False), ((0.9, 10.2), False)])
-def test_bounds(figures, allowed, hybrid, tokenizer, monkeypatch):
-    guarded(monkeypatch, [(0.9, 10.0)])
-    guard = Guard(hybrid, tokenizer, Keep(examples=2, windows=2), Data(), SHORT, 0)
-    assert guard.allows(dict(zip(("knowledge", "perplexity"), figures, strict=True))) == allowed
+def test_bounds(figures, allowed, tokenizer):
+    guard = Guard(tokenizer, Keep(examples=2, windows=2), Data(), SHORT, 0)
+    named = (dict(zip(("knowledge", "perplexity"), pair, strict=True)) for pair in (figures, (0.9, 10.0)))
+    assert guard.allows(*named) == allowed
 
 
-def test_what_is_looked_at_for_the_bounds(hybrid, tokenizer):
-    guard = Guard(adopt(unsplice(hybrid)), tokenizer, Keep(examples=6, windows=3), Data(), SHORT, 0)
-    (ids, real) = guard.text
-    logits = adopt(unsplice(hybrid))(input_ids=ids).logits[:, :-1]
-    nll = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")[real[:, 1:]]
-    assert guard.base["perplexity"] == pytest.approx(nll.mean().exp().item(), rel=1e-4)
-    assert 0 <= guard.base["knowledge"] <= 1
+@pytest.mark.parametrize("bf16", [False, True])
+def test_what_is_looked_at_for_the_bounds(bf16, hybrid, tokenizer):
+    """In the student and in the base, each computed as in training."""
+    guard = Guard(tokenizer, Keep(examples=6, windows=3), Data(), SHORT, 0)
+    (ids, real), base = guard.text, adopt(unsplice(hybrid))
+    distillation = Distillation(hybrid, base, bf16=bf16)
+    for model, is_base in ((base, True), (hybrid, False)):
+        found = guard.measure(distillation, is_base)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = model(input_ids=ids).logits[:, :-1].float()
+        nll = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")[real[:, 1:]]
+        assert found["perplexity"] == pytest.approx(nll.mean().exp().item(), rel=1e-6)
+        assert 0 <= found["knowledge"] <= 1
 
 
 def test_settings_that_cannot_be_are_refused():
