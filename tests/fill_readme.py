@@ -3,7 +3,8 @@ python -m tests.fill_readme
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
 `surgery run recipes/demo-mamba1.yaml`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`)
-and recipes/paper/NAME.findings.json (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
+and NAME.findings.json in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png
+to runs/NAME).
 """
 
 from pathlib import Path
@@ -17,6 +18,7 @@ README = ROOT / "README.md"
 PAPER = ROOT / "recipes" / "paper"
 DEMO = ROOT / "recipes" / "demo.report.json"
 MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
+SEEDS = [ROOT / "recipes" / f"{name}.findings.json" for name in ("seeds", "seeds-mamba1")]
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
 
 # In the order of the page: where miniature and paper agree, and where not.
@@ -103,7 +105,22 @@ Measured {made.created[:10]} on {made.machine}, seed {made.seed}, {examples} exa
     return "\n\n".join(sections)
 
 
-README_PARTS = {"demo table": demo, "mamba-1 table": mamba1, "kernel table": kernels}
+def seeds() -> str:
+    """What the study of seeds says of each built-in base, the worst of all seeds."""
+    parts = []
+    for path in SEEDS:
+        found = Findings.read(path)
+        made, rows = found.provenance, "\n".join(f"- {line}" for line in found.summary.splitlines())
+        recipe = made.recipe or {}
+        last = recipe["seed"] + len({row.what.rpartition(" ")[2] for row in found.rows}) - 1
+        parts.append(f"""`{made.base}`, seeds {recipe["seed"]} to {last}, {recipe["bench"]["examples"]} examples a cell, \
+{made.threads} thread:
+
+{rows}""")
+    return "\n\n".join(parts) + "\n\n![Tuned on every seed anew](recipes/seeds.png)"
+
+
+README_PARTS = {"demo table": demo, "mamba-1 table": mamba1, "seeds": seeds, "kernel table": kernels}
 PAGES = {README: README_PARTS, PAPER / "README.md": {"findings": findings}}
 
 

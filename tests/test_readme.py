@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from surgery.bench import Report
+from surgery.studies import Findings
 from tests import fill_readme
 from tests.conftest import ROOT
 
@@ -21,12 +22,19 @@ def test_the_measured_parts_are_what_their_records_say(page):
     assert fill_readme.filled(page) == page.read_text()
 
 
-@pytest.mark.parametrize(("record", "recipe"), [(fill_readme.DEMO, "demo"), (fill_readme.MAMBA1, "demo-mamba1")])
-def test_a_record_is_of_its_recipe(record, recipe):
+RECORDS = [
+    (Report, fill_readme.DEMO, "demo"),
+    (Report, fill_readme.MAMBA1, "demo-mamba1"),
+    *((Findings, path, path.name.partition(".")[0]) for path in fill_readme.SEEDS),
+]
+
+
+@pytest.mark.parametrize(("kind", "record", "recipe"), RECORDS, ids=[recipe for _, _, recipe in RECORDS])
+def test_a_record_is_of_its_recipe(kind, record, recipe):
     from surgery.recipe import read_recipe
 
     said = read_recipe(ROOT / "recipes" / f"{recipe}.yaml").model_dump(mode="json")
-    assert Report.read(record).provenance.recipe == said
+    assert kind.read(record).provenance.recipe == said
 
 
 @pytest.fixture

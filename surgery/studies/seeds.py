@@ -66,7 +66,7 @@ class Seeds(Study):
                 seconds.setdefault(way, []).append(duration)
         return Found(
             about={"sites": sites, "seconds": seconds},
-            summary=" ".join(self._said(way, rows, seconds) for way in (*self.ways, CONTROL)),
+            summary="\n".join(self._said(way, rows, seconds) for way in (*self.ways, CONTROL)),
             rows=tuple(rows),
         )
 
