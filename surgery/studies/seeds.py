@@ -5,8 +5,9 @@ layers, tuned on the same data for the same steps.
 """
 
 import copy
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, ClassVar
@@ -22,6 +23,7 @@ from surgery.errors import UserError
 from surgery.locate import plan
 from surgery.plan import Plan
 from surgery.recipe import Recipe, changed
+from surgery.records import write_text
 from surgery.run import located
 from surgery.splice import adopt, splice
 from surgery.statistics import Estimate, Proportion
@@ -29,9 +31,10 @@ from surgery.studies.figures import LINES
 from surgery.studies.study import Findings, Found, Row, Study, Subjects
 from surgery.tune import tune
 
-KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change (nats)"
+KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
 CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
 BASE, CONTROL = "base", "no graft"
+SEED = ", seed "  # between a model and its seed, in the name of a row
 
 
 class Seeds(Study):
@@ -61,7 +64,7 @@ class Seeds(Study):
             recipes = self._recipes(subjects.recipe, seed)
             chosen, measured, took = _seed(subjects, recipes, subjects.out / f"seed-{seed}")
             sites[str(seed)] = tuple(map(str, chosen.sites))
-            rows += [Row(what=f"{name}, seed {seed}", figures=_figures(found)) for name, found in measured.items()]
+            rows += [Row(what=f"{name}{SEED}{seed}", figures=_figures(found)) for name, found in measured.items()]
             for way, duration in took.items():
                 seconds.setdefault(way, []).append(duration)
         return Found(
@@ -71,29 +74,35 @@ class Seeds(Study):
         )
 
     def _said(self, way: str, rows: list[Row], seconds: Mapping[str, list[float]]) -> str:
-        """The worst of all seeds."""
-        found = [row.figures for row in rows if row.what.rpartition(", seed ")[0] == way]
-        least = {name: min(_value(f[name]) for f in found) for name in found[0]}
-        most = max(_value(f[TEXT]) for f in found)
-        retrieval = ", ".join(f"KV {name[3:]} at least {least[name]:.3f}" for name in least if name.startswith("kv."))
-        cost = f"knowledge {least[KNOWLEDGE]:+.3f} and loss on text {most:+.4f} nats at worst"
-        return f"{way}: {retrieval}; {cost}; {median(seconds[way]):.0f} s of tuning."
+        """The worst of all seeds; against the control, seed by seed."""
+        found, control = _of(rows, way), _of(rows, CONTROL)
+        retrieval = []
+        for name in (name for name in found[0] if name.startswith("kv.")):
+            least = f"KV {name[3:]} at least {min(_value(f[name]) for f in found):.3f}"
+            above = min(_value(f[name]) - _value(c[name]) for f, c in zip(found, control, strict=True))
+            retrieval.append(least if way == CONTROL else f"{least} ({above:+.3f} to {CONTROL})")
+        knowledge, loss = min(_value(f[KNOWLEDGE]) for f in found), max(_value(f[TEXT]) for f in found)
+        cost = f"knowledge {knowledge:+.3f} and loss on text {loss:+.4f} nats at worst"
+        return f"{way}: {', '.join(retrieval)}; {cost}; {median(seconds[way]):.0f} s of tuning."
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
         columns = [name for name in findings.rows[0].figures if name.startswith("kv.")]
         columns = [*columns[-2:], KNOWLEDGE, TEXT]
-        names = list(dict.fromkeys(row.what.rpartition(", seed ")[0] for row in findings.rows))
+        every = list(dict.fromkeys(row.what.rpartition(SEED)[0] for row in findings.rows))
         with plt.rc_context(plots.STYLE):
             figure, axes = plt.subplots(1, len(columns), figsize=(3.1 * len(columns), 3.4), squeeze=False)
             for axis, column in zip(axes[0], columns, strict=True):
+                names = [name for name in every if column in _of(findings.rows, name)[0]]
                 for place, name in enumerate(names):
-                    _draw_points(axis, place, [r.figures for r in findings.rows if r.what.startswith(f"{name}, ")], column)
+                    _draw_points(axis, place, LINES[every.index(name) % len(LINES)], _of(findings.rows, name), column)
                 axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
-                axis.set(title=column.replace("kv.", "KV ").replace(" (nats)", ",\nnats"), xlim=(-0.5, len(names) - 0.5))
+                axis.set(title=column.replace("kv.", "KV "), xlim=(-0.5, len(names) - 0.5))
                 if column.startswith("kv."):
                     axis.set_ylim(0, 1.02)
                 else:
                     axis.axhline(0, color="#bbbbbb", lw=1)
+            figure.suptitle(self.title, fontsize=10)
+            figure.tight_layout()
             plots.save(figure, path)
 
 
@@ -105,16 +114,20 @@ def _seed(
     ranking = located(recipe, base, out, resume=subjects.resume, figures=False)
     chosen = plan(ranking, **recipe.plan.model_dump(), seed=recipe.seed)
     models: dict[str, PreTrainedModel] = {BASE: base.model}
-    seconds: dict[str, float] = {}
+    timed = out / "seconds.json"
+    seconds: dict[str, float] = json.loads(timed.read_text()) if subjects.resume and timed.exists() else {}
     for name, tuned in {**recipes, CONTROL: recipe}.items():
         layers = [site.layer for site in chosen.sites] if name == CONTROL else None
         model = splice(base.model, chosen) if layers is None else copy.deepcopy(adopt(base.model))
         begun = time.monotonic()
         tune(
             model, base.tokenizer, tuned.tune, data=recipe.data, seed=recipe.seed, layers=layers, teacher=adopt(base.model),
-            out=out / "tuning" / name, resume=subjects.resume, description=f"seed {recipe.seed}, {name}",
+            out=out / "tuning" / name, resume=name in seconds, description=f"seed {recipe.seed}, {name}",
         )  # fmt: skip
-        models[name], seconds[name] = model, round(time.monotonic() - begun, 1)
+        models[name] = model
+        if name not in seconds:  # one that was interrupted begins anew, or its time would be that of a part
+            seconds[name] = round(time.monotonic() - begun, 1)
+            write_text(timed, json.dumps(seconds))
     measured = bench(models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
     return chosen, measured, seconds
 
@@ -129,13 +142,17 @@ def _value(figure: Proportion | Estimate) -> float:
     return figure.accuracy if isinstance(figure, Proportion) else figure.value
 
 
-def _draw_points(axis: Any, place: int, found: list[dict[str, Proportion | Estimate]], column: str) -> None:
+def _of(rows: Sequence[Row], name: str) -> list[dict[str, Proportion | Estimate]]:
+    """What was measured of a model, seed by seed."""
+    return [row.figures for row in rows if row.what.rpartition(SEED)[0] == name]
+
+
+def _draw_points(axis: Any, place: int, color: str, found: list[dict[str, Proportion | Estimate]], column: str) -> None:
     """A point a seed, side by side, with its 95% interval."""
-    for i, figures in enumerate(found):
-        if (one := figures.get(column)) is not None:
-            at, value = place + (i - (len(found) - 1) / 2) * 0.6 / max(len(found), 1), _value(one)
-            errors = ([value - one.ci95[0]], [one.ci95[1] - value])
-            axis.errorbar(at, value, errors, fmt="o", ms=3.5, lw=0.9, color=LINES[place % len(LINES)])
+    for i, one in enumerate(figures[column] for figures in found):
+        at, value = place + (i - (len(found) - 1) / 2) * 0.6 / len(found), _value(one)
+        errors = ([value - one.ci95[0]], [one.ci95[1] - value])
+        axis.errorbar(at, value, errors, fmt="o", ms=3.5, lw=0.9, color=color)
 
 
 STUDY = Seeds
