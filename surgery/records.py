@@ -58,7 +58,7 @@ class Provenance(Environment):
 def environment(packages: tuple[str, ...] = PACKAGES) -> Environment:
     """The environment of something that is made now."""
     return Environment(
-        toolkit=_version("mamba-surgery"),
+        toolkit=toolkit(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         packages={"python": platform.python_version(), **{name: _version(name) for name in packages}},
         machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
@@ -106,6 +106,11 @@ def write_text(path: str | Path, text: str) -> None:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def toolkit() -> str:
+    """The version of this package."""
+    return _version("mamba-surgery")
 
 
 def _version(package: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.records import Record
+from surgery.records import Record, toolkit
 
 # What a config says about a file and not about the function.
 Kept = TypeVar("Kept", bound=Record)
@@ -55,10 +55,11 @@ def model_digest(model: PreTrainedModel) -> str:
 
 
 def kept(folder: Path | None, identity: str, kind: type[Kept], measure: Callable[[], Kept]) -> Kept:
-    """The cell (or what else is measured at once) from `folder` if it was finished before, else measured now and kept there."""
+    """The cell (or what else is measured at once) from `folder` if this version of the package finished it there, else measured
+    now and kept."""
     if folder is None:
         return measure()
-    path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"
+    path = folder / f"{hashlib.sha256(f'{toolkit()} {identity}'.encode()).hexdigest()[:32]}.json"
     if path.exists():
         return kind.read(path)
     found = measure()
