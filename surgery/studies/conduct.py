@@ -1,9 +1,11 @@
 """A recipe with a `study`: measured, written down and drawn."""
 
+from functools import partial
 from pathlib import Path
 
 from surgery.errors import UserError
 from surgery.kernels.dispatch import use
+from surgery.processes import on_main
 from surgery.recipe import Recipe
 from surgery.records import provenance
 from surgery.run import open_beside, open_checkpoint, prepare
@@ -24,8 +26,8 @@ def conduct(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_cod
         checkpoint = open_checkpoint(recipe, trust_remote_code)
         second = getattr(study, "other", None)
         other = open_beside(checkpoint, second, recipe, trust_remote_code) if second else None
-        prepare(out, recipe, resume)
-        if resume and (out / FINDINGS).exists() and (out / FIGURE).exists():
+        on_main(partial(prepare, out, recipe, resume))
+        if on_main(lambda: resume and (out / FINDINGS).exists() and (out / FIGURE).exists()):
             return Findings.read(out / FINDINGS)
         subjects = Subjects(recipe, checkpoint, out, other=other, resume=resume)
         found = study.measure(subjects)
@@ -36,6 +38,10 @@ def conduct(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_cod
             summary=found.summary,
             rows=found.rows,
         )
-        study.draw(findings, out / FIGURE, subjects)
-        findings.write(out / FINDINGS)
+
+        def write() -> None:
+            study.draw(findings, out / FIGURE, subjects)
+            findings.write(out / FINDINGS)
+
+        on_main(write)
     return findings

@@ -8,6 +8,7 @@ import copy
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, ClassVar
@@ -22,6 +23,7 @@ from surgery.bench.report import ModelReport
 from surgery.errors import UserError
 from surgery.locate import plan
 from surgery.plan import Plan
+from surgery.processes import on_main
 from surgery.recipe import Recipe, changed
 from surgery.records import write_text
 from surgery.run import located
@@ -115,7 +117,8 @@ def _seed(
     chosen = plan(ranking, **recipe.plan.model_dump(), seed=recipe.seed)
     models: dict[str, PreTrainedModel] = {BASE: base.model}
     timed = out / "seconds.json"
-    seconds: dict[str, float] = json.loads(timed.read_text()) if subjects.resume and timed.exists() else {}
+    kept = on_main(lambda: timed.read_text() if subjects.resume and timed.exists() else "{}")
+    seconds: dict[str, float] = json.loads(kept)
     for name, tuned in {**recipes, CONTROL: recipe}.items():
         layers = [site.layer for site in chosen.sites] if name == CONTROL else None
         model = splice(base.model, chosen) if layers is None else copy.deepcopy(adopt(base.model))
@@ -127,7 +130,7 @@ def _seed(
         models[name] = model
         if name not in seconds:  # one that was interrupted begins anew, or its time would be that of a part
             seconds[name] = round(time.monotonic() - begun, 1)
-            write_text(timed, json.dumps(seconds))
+            on_main(partial(write_text, timed, json.dumps(seconds)))
     measured = bench(models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
     return chosen, measured, seconds
 
