@@ -3,8 +3,8 @@
     y_t[c] = bias[c] + sum_i weight[c, k-1-i] x_{t-i}[c]        with nothing before the first token
 
 The mixer's projection is (b, t, channels), which a convolution has to turn around first, for longer than it then computes.
-`native` (pointwise.c) is ours, in C for a CPU; `shifted` adds up the k shifted products where they lie;
-`stock` is PyTorch's convolution, `causal_conv1d` the CUDA package of Mamba's authors.
+`native` (pointwise.c) is ours, in C for a CPU; `shifted` adds up the k shifted products where they lie; `stock` is PyTorch's
+convolution, `causal_conv1d` the CUDA package of Mamba's authors.
 """
 
 from importlib import import_module

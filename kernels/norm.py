@@ -3,8 +3,8 @@
     y = weight v / sqrt(mean(v^2) + eps),    v = x silu(gate)
 
 with the mean over each group of neighbouring channels. Computed in float32 and rounded before the weight is applied, as in
-transformers. `mamba_ssm` is the CUDA package of Mamba's authors, `native` (pointwise.c) is ours, in C for a CPU,
-`stock` repeats the steps of transformers, and `reference` computes in the dtype that it is given.
+transformers. `mamba_ssm` is the CUDA package of Mamba's authors, `native` (pointwise.c) is ours, in C for a CPU, `stock`
+repeats the steps of transformers, and `reference` computes in the dtype that it is given.
 """
 
 from importlib import import_module

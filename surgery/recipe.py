@@ -268,7 +268,7 @@ def read_recipe(path: str | Path | None, settings: list[str] | None = None, **fi
         except yaml.YAMLError as error:
             raise UserError(f"--set {setting}: the value is not YAML") from error
     tree |= {key: value for key, value in fixed.items() if value is not None}
-    return _valid(tree, str(path or ""))
+    return _valid(tree, "recipe" if path is None else f"recipe {path}")
 
 
 def changed(recipe: Recipe, **changes: Any) -> Recipe:
@@ -276,11 +276,11 @@ def changed(recipe: Recipe, **changes: Any) -> Recipe:
     tree = recipe.model_dump(mode="json")
     for key, value in changes.items():
         tree[key] = tree[key] | value if isinstance(value, dict) else value
-    return _valid(tree, ", changed")
+    return _valid(tree, "recipe, changed")
 
 
 def _valid(tree: dict[str, Any], what: str) -> Recipe:
     try:
         return Recipe.model_validate(tree)
     except pydantic.ValidationError as error:
-        raise UserError(f"recipe {what}: {first_line(error)}".replace(" :", ":").replace(" ,", ",")) from error
+        raise UserError(f"{what}: {first_line(error)}") from error

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.records import Record, toolkit
 
-# What a config says about a file and not about the function.
 Kept = TypeVar("Kept", bound=Record)
+# What a config says about a file and not about the function.
 UNRELATED = ("_name_or_path", "transformers_version", "architectures", "auto_map", "dtype")
 
 

@@ -100,30 +100,30 @@ class DualMixer:
         *,
         clear: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """xBC (b, t, channels) convolved and activated, and likewise the graft's queries and keys, (b, t, 2 * pairs
-        * width) or None. clear: padding is zero before the convolution already, not only after it.
+        """xBC (b, t, channels) convolved and activated, and likewise the graft's queries and keys, (b, t,
+        2 * pairs * width) or None. clear: padding is zero before the convolution already, not only after it.
 
         The convolution is depthwise, so queries and keys ride along with xBC, and need no call and no state in the cache of
         their own. Where they learn they go alone: what the base computes from frozen weights then stays without a gradient.
         """
         weight, bias = self.conv1d.weight, self.conv1d.bias
 
-        def convolve(m: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        def through(m: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             m = apply_mask_to_padding_states(m, attention_mask) if clear else m
             silu = self.activation in SILU
             m = convolved(m, weight, bias, cache_params, self.layer_idx, silu)
             return apply_mask_to_padding_states(m if silu else self.act(m), attention_mask)
 
         if self.graft is None:
-            return convolve(xBC, weight, bias), None
+            return through(xBC, weight, bias), None
         qk, own = self.graft.project(hidden_states), self.graft.qk_conv
         if own is None:
-            return convolve(xBC, weight, bias), qk
+            return through(xBC, weight, bias), qk
         if cache_params is None and learns(qk, own.weight, own.bias):
-            return convolve(xBC, weight, bias), convolve(qk, own.weight, own.bias)
+            return through(xBC, weight, bias), through(qk, own.weight, own.bias)
         if bias is not None:
             bias = torch.cat([bias, own.bias])  # both follow use_conv_bias
-        both = convolve(torch.cat([xBC, qk], dim=-1), torch.cat([weight, own.weight]), bias)
+        both = through(torch.cat([xBC, qk], dim=-1), torch.cat([weight, own.weight]), bias)
         return both.split([xBC.shape[-1], qk.shape[-1]], dim=-1)
 
     def mix(

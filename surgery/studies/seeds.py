@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from surgery import plots
 from surgery.bench import bench
-from surgery.bench.report import ModelReport
+from surgery.bench.report import ModelReport, value
 from surgery.errors import UserError
 from surgery.locate import plan
 from surgery.plan import Plan
@@ -80,10 +80,10 @@ class Seeds(Study):
         found, control = _of(rows, way), _of(rows, CONTROL)
         retrieval = []
         for name in (name for name in found[0] if name.startswith("kv.")):
-            least = f"KV {name[3:]} at least {min(_value(f[name]) for f in found):.3f}"
-            above = min(_value(f[name]) - _value(c[name]) for f, c in zip(found, control, strict=True))
+            least = f"KV {name[3:]} at least {min(value(f[name]) for f in found):.3f}"
+            above = min(value(f[name]) - value(c[name]) for f, c in zip(found, control, strict=True))
             retrieval.append(least if way == CONTROL else f"{least} ({above:+.3f} to {CONTROL})")
-        knowledge, loss = min(_value(f[KNOWLEDGE]) for f in found), max(_value(f[TEXT]) for f in found)
+        knowledge, loss = min(value(f[KNOWLEDGE]) for f in found), max(value(f[TEXT]) for f in found)
         cost = f"knowledge {knowledge:+.3f} and loss on text {loss:+.4f} nats at worst"
         return f"{way}: {', '.join(retrieval)}; {cost}; {median(seconds[way]):.0f} s of tuning."
 
@@ -141,10 +141,6 @@ def _figures(found: ModelReport) -> dict[str, Proportion | Estimate]:
     return {f"kv.{size}": accuracy for size, accuracy in found.kv.items()} | changes
 
 
-def _value(figure: Proportion | Estimate) -> float:
-    return figure.accuracy if isinstance(figure, Proportion) else figure.value
-
-
 def _of(rows: Sequence[Row], name: str) -> list[dict[str, Proportion | Estimate]]:
     """What was measured of a model, seed by seed."""
     return [row.figures for row in rows if row.what.rpartition(SEED)[0] == name]
@@ -153,9 +149,9 @@ def _of(rows: Sequence[Row], name: str) -> list[dict[str, Proportion | Estimate]
 def _draw_points(axis: Any, place: int, color: str, found: list[dict[str, Proportion | Estimate]], column: str) -> None:
     """A point a seed, side by side, with its 95% interval."""
     for i, one in enumerate(figures[column] for figures in found):
-        at, value = place + (i - (len(found) - 1) / 2) * 0.6 / len(found), _value(one)
-        errors = ([value - one.ci95[0]], [one.ci95[1] - value])
-        axis.errorbar(at, value, errors, fmt="o", ms=3.5, lw=0.9, color=color)
+        at, height = place + (i - (len(found) - 1) / 2) * 0.6 / len(found), value(one)
+        errors = ([height - one.ci95[0]], [one.ci95[1] - height])
+        axis.errorbar(at, height, errors, fmt="o", ms=3.5, lw=0.9, color=color)
 
 
 STUDY = Seeds
