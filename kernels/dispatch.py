@@ -21,7 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OPERATIONS = ("causal_conv", "ssd_scan", "ssd_step", "selective_scan", "selective_step", "graft_attention", "rms_norm")
+OPERATIONS = (
+    *("causal_conv", "ssd_scan", "ssd_step", "selective_scan", "selective_step", "graft_attention", "rms_norm"),
+    "kl_divergence",  # of tuning
+)
 _asked: ContextVar[dict[str, str] | None] = ContextVar("surgery_kernels", default=None)
 
 

@@ -25,18 +25,6 @@ typedef struct { /* mirrored in pointwise.py. Those marked ? may be NULL */
     int64_t next, failed; /* the counter; never set here */
 } pointwise;
 
-static inline vec get(const float *from, int64_t count) {
-    vec v = {0};
-    if (count >= LANES) v = *(const loose *)from;
-    else memcpy(&v, from, count * sizeof(float));
-    return v;
-}
-
-static inline void put(float *to, vec v, int64_t count) {
-    if (count >= LANES) *(loose *)to = v;
-    else memcpy(to, &v, count * sizeof(float));
-}
-
 /* f / (1 + exp(-v)), with the exponential of a number that is not positive */
 static inline vec times_sigmoid(vec f, vec v) {
     ivec sign = (ivec)v & INT32_MIN;

@@ -34,7 +34,7 @@ typedef struct { /* mirrored in selective_native.py. A, states and their gradien
 
 const int64_t chunk_tokens = CHUNK, group_channels = GROUP * LANES;
 
-static inline float lane_sum(const vec *v) {
+static inline float sum_of(const vec *v) {
     const quad *part = (const quad *)v;
     quad sum = part[0];
     for (int i = 1; i < LANES / 4; i++) sum += part[i];
@@ -236,7 +236,7 @@ static void backward_unit(const scan *s, const unit *w, vec *space) {
         int64_t at = ((w->group * s->batch + w->b) * s->length + t0) * n;
         for (int64_t t = 0; t < tokens; t++)
             for (int64_t j = 0; j < n; j++, at++)
-                s->dB[at] = lane_sum(dB + j * CHUNK + t), s->dC[at] = lane_sum(dC + j * CHUNK + t);
+                s->dB[at] = sum_of(dB + j * CHUNK + t), s->dC[at] = sum_of(dC + j * CHUNK + t);
     }
     for (int64_t v = 0; v < w->vectors; v++) {
         int64_t c = w->first + v * LANES, width = smaller(LANES, s->channels - c), at = w->b * s->channels + c;
@@ -283,7 +283,7 @@ static inline float step_channel(float *S, const float *A, float dt, float u, co
         memcpy(S + j, &state, bytes);
         sum += state * c;
     }
-    return lane_sum(&sum);
+    return sum_of(&sum);
 }
 
 /* `length` is 1, B, C and the state, `final`, are contiguous, and the state is changed in place. */

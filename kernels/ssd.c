@@ -26,6 +26,11 @@
 #define WIDE (COLS * LANES)
 #define LOG2E 1.4426950408889634
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__x86_64__) /* compilers would read it again for every product, and reading is what takes longest then */
+#define IN_REGISTER(v) __asm__("" : "+x"(v))
+#else
+#define IN_REGISTER(v)
+#endif
 #define ALIGNED __attribute__((aligned(64)))
 
 typedef struct { /* (batch, time, head or group, and contiguous), strides in elements */
@@ -69,18 +74,15 @@ INLINE float *number(matrix m, int64_t row, int64_t column) {
     return m.at + (column / WIDE * m.rows + row) * WIDE + column % WIDE;
 }
 
-static inline double lane_sum(vec v) {
-    double sum[4] = {0};
-    for (int i = 0; i < LANES; i++) sum[i % 4] += v[i];
-    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
 /* ---- products: out[m] += sum_k left[m, k] right[k] for ROWS values of m and one panel ---- */
 
 INLINE void multiply(vec out[ROWS][COLS], const float *left, int64_t by_m, int64_t by_k, const float *right, int64_t count) {
     for (int64_t k = 0; k < count; k++) {
         vec row[COLS];
-        for (int c = 0; c < COLS; c++) row[c] = ((const vec *)right)[k * COLS + c];
+        for (int c = 0; c < COLS; c++) {
+            row[c] = ((const vec *)right)[k * COLS + c];
+            IN_REGISTER(row[c]);
+        }
         for (int m = 0; m < ROWS; m++)
             for (int c = 0; c < COLS; c++) out[m][c] += left[m * by_m + k * by_k] * row[c];
     }
@@ -99,7 +101,7 @@ INLINE void along(vec out[ROWS][COLS], matrix left, int64_t m, matrix right, int
     }
 }
 
-INLINE void put(matrix m, int64_t row, int64_t panel, vec block[ROWS][COLS]) {
+INLINE void put_block(matrix m, int64_t row, int64_t panel, vec block[ROWS][COLS]) {
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < COLS; c++) at(m, row, panel)[r * COLS + c] = block[r][c];
 }
@@ -112,7 +114,7 @@ static void update(matrix out, float keep, matrix left, matrix right, int64_t co
             for (int r = 0; r < ROWS; r++)
                 for (int c = 0; c < COLS; c++) block[r][c] = keep * at(out, m, panel)[r * COLS + c];
             down(block, left, m, right, panel, count);
-            put(out, m, panel, block);
+            put_block(out, m, panel, block);
         }
 }
 
@@ -122,7 +124,7 @@ static void triangle(matrix out, matrix left, matrix right, int64_t count, int64
         for (int64_t m = 0; m < smaller(tokens, (panel + 1) * WIDE); m += ROWS) {
             vec block[ROWS][COLS] = {{{0}}};
             down(block, left, m, right, panel, count);
-            put(out, m, panel, block);
+            put_block(out, m, panel, block);
         }
 }
 
@@ -137,7 +139,7 @@ INLINE void tokens_out(matrix out, const float *scale, matrix left, matrix state
                 for (int c = 0; c < COLS; c++) block[r][c] *= scale[m + r];
             if (back) along(block, mixing, m, right, panel, m, tokens);
             else down(block, mixing, m, right, panel, smaller(m + ROWS, tokens));
-            put(out, m, panel, block);
+            put_block(out, m, panel, block);
         }
 }
 
@@ -165,12 +167,14 @@ static void gather(matrix out, float *sums, const float *scale, matrix with, mat
 
 /* ---- to and from memory ---- */
 
-/* Q tokens of one head or group; zeros from `tokens` on */
+/* Q tokens of one head or group; zeros from `tokens` on. What follows in memory, the next head's, is asked for in advance: a row
+   of one head is too short for the processor to see where this leads. */
 static void load(matrix m, const view *v, int64_t b, int64_t t, int64_t head, int64_t tokens, int64_t columns) {
     const float *from = v->data + b * v->batch + t * v->time + head * v->head;
     for (int64_t c = 0; c < columns; c += WIDE)
         for (int64_t i = 0; i < Q; i++) {
             float *to = (float *)at(m, i, c / WIDE);
+            __builtin_prefetch(from + i * v->time + c + columns);
             if (i >= tokens) memset(to, 0, WIDE * sizeof(float));
             else if (columns - c >= WIDE)
                 for (int k = 0; k < COLS; k++) ((vec *)to)[k] = ((const loose *)(from + i * v->time + c))[k];
@@ -189,12 +193,19 @@ static void store(matrix m, const view *v, int64_t b, int64_t t, int64_t head, i
         }
 }
 
-/* `rows` rows of `from`, a multiple of 4 */
+/* the first halves of a and b, their numbers in turn, and the second halves */
+INLINE quad zip_low(quad a, quad b) { return (quad){a[0], b[0], a[1], b[1]}; }
+INLINE quad zip_high(quad a, quad b) { return (quad){a[2], b[2], a[3], b[3]}; }
+
+/* `rows` rows of `from`, a multiple of 4; the columns in fours, too, so that some of the padding moves along */
 static void transpose(matrix to, matrix from, int64_t rows, int64_t columns) {
     for (int64_t r = 0; r < rows; r += 4)
-        for (int64_t c = 0; c < columns; c++) {
-            const float *x = number(from, r, c);
-            *(quad *)number(to, c, r) = (quad){x[0], x[WIDE], x[2 * WIDE], x[3 * WIDE]};
+        for (int64_t c = 0; c < columns; c += 4) {
+            const quad *x = (quad *)number(from, r, c);
+            const quad x0 = x[0], x1 = x[WIDE / 4], x2 = x[2 * WIDE / 4], x3 = x[3 * WIDE / 4];
+            const quad even = zip_low(x0, x2), odd = zip_low(x1, x3), even2 = zip_high(x0, x2), odd2 = zip_high(x1, x3);
+            *(quad *)number(to, c, r) = zip_low(even, odd), *(quad *)number(to, c + 1, r) = zip_high(even, odd);
+            *(quad *)number(to, c + 2, r) = zip_low(even2, odd2), *(quad *)number(to, c + 3, r) = zip_high(even2, odd2);
         }
 }
 
@@ -252,8 +263,8 @@ static void load_decays(decays *d, const scan *s, const unit *w, int64_t head, i
 
 /* exp(a_i - a_j) for LANES tokens from i on, 0 where i < j */
 INLINE vec decay(const decays *d, int64_t i, int64_t j) {
-    ivec before;
-    for (int k = 0; k < LANES; k++) before[k] = i + k < j ? -1 : 0;
+    static const int32_t lanes[] ALIGNED = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const ivec before = *(const ivec *)lanes < (int32_t)(j - i);
     vec e = exp2_vec((*(vec *)(d->high + i) - d->high[j]) + (*(vec *)(d->low + i) - d->low[j]));
     return (vec)(~before & (ivec)e);
 }
@@ -310,24 +321,26 @@ static void forward_unit(const scan *s, unit *w) {
         store_state(state_of(w, w->states, 0, h), remote(s, w, s->final, h), p, n);
 }
 
-/* Within the chunk: of the mixing matrix's gradient x_j . dy_i, what reaches the scores, dt, D and the decays' logarithms. The
-   diagonal's decay is 1 whatever a is; leaving it out spares the difference of two large sums. */
-static void reverse_mixing(const unit *w, const decays *d, int64_t tokens, double *da, double *ddt, double *dD) {
+/* Within the chunk: of the mixing matrix's gradient x_j . dy_i, what reaches the scores, dt, D and the decays' logarithms. These
+   are differences of large sums, so they are summed in float64: there the diagonal, whose decay is 1 whatever a is, cancels. */
+static void reverse_mixing(const unit *w, const decays *d, int64_t tokens, wide *da, double *ddt, double *dD) {
     for (int64_t j = 0; j < tokens; j++) {
-        double later = 0;
+        wide later = {0};
         for (int64_t i = j / LANES * LANES; i < Q; i += LANES) {
             vec g = *(vec *)number(w->dmixing, j, i), e = decay(d, i, j), m = e * *(vec *)number(w->scores, j, i);
             vec by_log = g * m;
             *(vec *)number(w->dscores, j, i) += g * (e * d->dt[j]);
             *(vec *)number(w->mixing, j, i) = m * d->dt[j];
-            if (i <= j) by_log[j - i] = 0;
-            for (int k = 0; k < LANES; k++) da[i + k] += (double)by_log[k] * d->dt[j];
-            later += lane_sum(by_log);
+            for (int k = 0; k < 2; k++) {
+                wide part = widened(by_log, k);
+                later += part;
+                da[2 * (i / LANES) + k] += part * (double)d->dt[j];
+            }
         }
-        float diagonal = *number(w->dmixing, j, j);
-        da[j] -= later * d->dt[j];
-        ddt[j] += later + (double)diagonal * *number(w->scores, j, j);
-        *dD += diagonal;
+        double sum = wide_sum(later);
+        ((double *)da)[j] -= sum * d->dt[j];
+        ddt[j] += sum;
+        *dD += *number(w->dmixing, j, j);
         *number(w->mixing, j, j) += d->D;
     }
 }
@@ -344,7 +357,7 @@ static double dot(matrix a, matrix b, int64_t columns) {
 static void reverse_head(const scan *s, const unit *w, int64_t t, int64_t tokens, int64_t h, matrix state, matrix dstate) {
     const int64_t n = s->size, p = s->width, head = w->first + h;
     decays d;
-    double da[Q] = {0}, ddt[Q] = {0}, dlog = 0, dA = 0, dD = 0;
+    double da[Q] ALIGNED = {0}, ddt[Q] = {0}, dlog = 0, dA = 0, dD = 0;
     float by_state[Q] ALIGNED, by_input[Q] ALIGNED;
     load(w->x, &s->x, w->b, t, head, tokens, p);
     load(w->dy, &s->dy, w->b, t, head, tokens, p);
@@ -352,7 +365,7 @@ static void reverse_head(const scan *s, const unit *w, int64_t t, int64_t tokens
     transpose(w->dyT, w->dy, Q, p);
     load_decays(&d, s, w, head, t, tokens);
     triangle(w->dmixing, w->xT, w->dyT, p, tokens);
-    reverse_mixing(w, &d, tokens, da, ddt, &dD);
+    reverse_mixing(w, &d, tokens, (wide *)da, ddt, &dD);
     gather(w->dCT, by_state, d.entering, w->CT, state, w->dyT, p);
     gather(w->dBT, by_input, d.weight, w->BT, dstate, w->xT, p);
     tokens_out(w->out, d.weight, w->BT, dstate, n, w->mixing, w->dy, w->p, tokens, 1);

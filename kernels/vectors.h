@@ -19,9 +19,35 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef float loose __attribute__((vector_size(4 * LANES), aligned(4))); /* where it is not aligned */
 typedef float quad __attribute__((vector_size(16)));
+typedef float half __attribute__((vector_size(2 * LANES)));
+typedef double wide __attribute__((vector_size(4 * LANES))); /* of half as many numbers */
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline vec all(float s) { return s - (vec){0}; }
+
+/* Half of the lanes, in float64. */
+static inline wide widened(vec v, int second) { return __builtin_convertvector(((const half *)&v)[second], wide); }
+
+static inline double wide_sum(wide v) {
+    double sum = v[0];
+    for (int i = 1; i < LANES / 2; i++) sum += v[i];
+    return sum;
+}
+
+static inline double lane_sum(vec v) { return wide_sum(widened(v, 0) + widened(v, 1)); }
+
+/* `count` floats, and zeros if there are fewer than LANES */
+static inline vec get(const float *from, int64_t count) {
+    vec v = {0};
+    if (count >= LANES) v = *(const loose *)from;
+    else memcpy(&v, from, count * sizeof(float));
+    return v;
+}
+
+static inline void put(float *to, vec v, int64_t count) {
+    if (count >= LANES) *(loose *)to = v;
+    else memcpy(to, &v, count * sizeof(float));
+}
 
 /* 2^z for z <= 0 (right up to 127): relative error 2e-7, exactly 1 at 0, exactly 0 below -127, NaN for NaN.
    z = k + f with |f| <= 1/2 by adding and subtracting 1.5 * 2^23, in whose last bits k + 127 then stands: shifted, it is 2^k.

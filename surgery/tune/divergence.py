@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from surgery.kernels.divergence import kl_divergence
+
 LOGITS = 2**19  # made at a time, about
 TOKENS = 128  # at least: products of fewer rows waste a processor
 
@@ -36,15 +38,13 @@ class _Divergence(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float)
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
-            wanted = teacher(part).float().log_softmax(-1)
             with torch.set_grad_enabled(learns):
                 states = hidden[part].detach().requires_grad_(learns)
                 logits = head(states)
-            given = logits.detach().float().log_softmax(-1)
-            p = wanted.exp()
-            total += torch.dot(p.flatten(), wanted.sub_(given).flatten())
+            found, of_logits = kl_divergence(logits.detach(), teacher(part))
+            total += found
             if gradient is not None:
-                gradient[part] = torch.autograd.grad(logits, states, given.exp_().sub_(p).to(logits.dtype))[0]
+                gradient[part] = torch.autograd.grad(logits, states, of_logits)[0]
         ctx.save_for_backward(gradient)
         return total
 

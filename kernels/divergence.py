@@ -1,0 +1,78 @@
+"""How far a student's predictions are from its teacher's, and which way is nearer.
+
+    KL = sum_w p_w (log p_w - log q_w)        dKL/dlogits_w = q_w - p_w        p = softmax(teacher), q = softmax(student)
+
+There is one for every token and every word of a vocabulary, so what is between logits and these two would fill the memory more
+than once. `native` (divergence.c) is ours, in C for a CPU; `torch` takes as few steps as PyTorch's operations allow; `reference`
+writes the formulas down.
+"""
+
+from ctypes import Structure, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.dispatch import Backend, Operation
+from surgery.kernels.native import check, contiguous, fill, load, run
+from surgery.kernels.native import refuses as not_here
+
+ALONE = 2**17  # logits up to which one thread is done about when another would have begun
+
+
+def kl_divergence(student: Tensor, teacher: Tensor, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """student, teacher: logits (tokens, words). Returns the sum over tokens of KL(teacher || student), in nats, in float32 at
+    least, and its gradient in the student's logits, (tokens, words) in their dtype. Neither has a gradient of its own."""
+    with torch.no_grad():
+        return KL_DIVERGENCE(student, teacher, backend=backend)
+
+
+class _Divergence(Structure):
+    """`divergence` in divergence.c."""
+
+    _fields_ = (
+        *((size, c_int64) for size in ("tokens", "words")),
+        *((name, c_void_p) for name in ("student", "teacher", "gradient", "divergence")),
+        *((name, c_int64) for name in ("next", "failed")),
+    )
+
+
+def _refuses(student: Tensor, teacher: Tensor) -> str | None:
+    return not_here(student, teacher) or (None if student.numel() else "there is nothing to compute")
+
+
+def _native(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    check((teacher, (n := len(student), words := student.shape[1])))
+    mine, wanted = contiguous(student.float(), teacher.float())
+    gradient, sums = torch.empty_like(mine), mine.new_empty(n, dtype=torch.double)
+    work = _Divergence(n, words)
+    fill(work, {"student": mine, "teacher": wanted, "gradient": gradient, "divergence": sums})
+    run(load("divergence").diverge, work, 1 if mine.numel() <= ALONE else n)
+    return sums.sum().float(), gradient.to(student.dtype)
+
+
+def _torch(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    least = torch.promote_types(student.dtype, torch.float32)
+    wanted, given = teacher.to(least).log_softmax(-1), student.to(least).log_softmax(-1)
+    p = wanted.exp()
+    total = torch.dot(p.flatten(), wanted.sub_(given).flatten())
+    return total, given.exp_().sub_(p).to(student.dtype)
+
+
+def _reference(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    return (p * (teacher.log_softmax(-1) - student.log_softmax(-1))).sum(), q - p
+
+
+def _example(device: torch.device, dtype: torch.dtype) -> tuple:
+    g = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 4, 50, generator=g).to(device, dtype)
+    return student, teacher
+
+
+KL_DIVERGENCE = Operation(
+    "kl_divergence",
+    Backend("native", _native, _refuses, probed=True),
+    Backend("torch", _torch),
+    Backend("reference", _reference),
+    example=_example,
+)
