@@ -25,12 +25,12 @@ typedef struct { /* mirrored in pointwise.py. Those marked ? may be NULL */
     int64_t next, failed; /* the counter; never set here */
 } pointwise;
 
-/* f / (1 + exp(-v)), with the exponential of a number that is not positive */
+/* f / (1 + exp(-v)); exp(-v) is infinite beyond all floats */
 static inline vec times_sigmoid(vec f, vec v) {
-    ivec sign = (ivec)v & INT32_MIN;
-    vec e = exp2_vec((vec)((ivec)(v * LOG2E) | INT32_MIN));
-    vec above = (vec)((sign >> 31 & (ivec)e) | (~(sign >> 31) & (ivec)all(1.0f)));
-    return f * above / (1.0f + e);
+    const vec most = all(128.0f);
+    vec z = v * -LOG2E;
+    ivec above = z > most;
+    return f / (1.0f + exp2_vec((vec)((above & (ivec)most) | (~above & (ivec)z))));
 }
 
 static inline vec silu(vec v) { return times_sigmoid(v, v); }
@@ -46,28 +46,33 @@ static int take(pointwise *w, int64_t *unit, int64_t *b, int64_t *from, int64_t 
 
 static inline float *at(const view *v, int64_t b, int64_t t) { return v->data + b * v->batch + t * v->time; }
 
+/* of the token whose input lies at x; inlined, for the number of taps to be a constant */
+INLINE void convolve_token(const pointwise *w, int64_t taps, const float *x, float *y) {
+    for (int64_t c = 0; c < w->channels; c += LANES) {
+        const int64_t count = w->channels - c;
+        vec sum = w->bias ? get(w->bias + c, count) : all(0);
+        for (int64_t i = 0; i < taps; i++)
+            sum += get(w->weight + i * w->channels + c, count) * get(x - i * w->x.time + c, count);
+        put(y + c, w->silu ? silu(sum) : sum, count);
+    }
+}
+
 void convolve(pointwise *w) {
     int64_t unit, b, from, to;
     unsigned mode = flush();
     while (take(w, &unit, &b, &from, &to))
         for (int64_t t = from; t < to; t++) {
             const float *x = at(&w->x, b, t + w->before);
-            float *y = at(&w->y, b, t);
-            int64_t taps = smaller(w->taps, t + w->before + 1); /* nothing lies before the first token */
-            for (int64_t c = 0; c < w->channels; c += LANES) {
-                int64_t count = w->channels - c;
-                vec sum = w->bias ? get(w->bias + c, count) : all(0);
-                for (int64_t i = 0; i < taps; i++)
-                    sum += get(w->weight + i * w->channels + c, count) * get(x - i * w->x.time + c, count);
-                put(y + c, w->silu ? silu(sum) : sum, count);
-            }
+            const int64_t taps = smaller(w->taps, t + w->before + 1); /* nothing lies before the first token */
+            if (taps == 4) convolve_token(w, 4, x, at(&w->y, b, t));
+            else convolve_token(w, taps, x, at(&w->y, b, t));
         }
     restore(mode);
 }
 
 /* Of LANES channels from c on. The gradient before the activation of token t reaches the inputs of t and the taps - 1 before it,
    so those of a unit's last inputs come from tokens of the next. Inlined, for `most`, the number of taps, to be a constant. */
-static inline __attribute__((always_inline)) void convolve_back(
+INLINE void convolve_back(
     const pointwise *w, int64_t most, int64_t b, int64_t from, int64_t to, int64_t c, float *shares) {
     const int64_t count = w->channels - c, last = smaller(to + most - 1, w->length);
     vec inner[TOKENS + MOST_TAPS], weight[MOST_TAPS], dweight[MOST_TAPS] = {0}, dbias = {0};
@@ -120,7 +125,6 @@ void normalise(pointwise *w) {
             float *y = at(&w->y, b, t);
             for (int64_t start = 0; start < w->channels; start += w->group) {
                 vec squares = {0};
-                double sum = 0;
                 for (int64_t c = start; c < start + w->group; c += LANES) {
                     int64_t count = start + w->group - c;
                     vec v = get(x + c, count);
@@ -128,8 +132,7 @@ void normalise(pointwise *w) {
                     squares += v * v;
                     put(y + c, v, count);
                 }
-                for (int i = 0; i < LANES; i++) sum += squares[i];
-                const vec scale = all((float)(1 / __builtin_sqrt(sum / w->group + w->epsilon)));
+                const vec scale = all((float)(1 / __builtin_sqrt(lane_sum(squares) / w->group + w->epsilon)));
                 for (int64_t c = start; c < start + w->group; c += LANES) {
                     int64_t count = start + w->group - c;
                     put(y + c, get(y + c, count) * scale * get(w->weight + c, count), count);
@@ -152,7 +155,6 @@ void normalise_backward(pointwise *w) {
             for (int64_t start = 0; start < w->channels; start += w->group) {
                 const int64_t end = start + w->group;
                 vec squares = {0}, products = {0};
-                double square = 0, product = 0;
                 for (int64_t c = start; c < end; c += LANES) { /* v and the gate's sigmoid wait where their gradients will stand */
                     const int64_t count = end - c;
                     vec v = get(x + c, count);
@@ -165,9 +167,8 @@ void normalise_backward(pointwise *w) {
                     products += v * get(w->weight + c, count) * get(dy + c, count);
                     put(dx + c, v, count);
                 }
-                for (int i = 0; i < LANES; i++) square += squares[i], product += products[i];
-                const double root = 1 / __builtin_sqrt(square / w->group + w->epsilon);
-                const vec scale = all((float)root), back = all((float)(root * root * root * product / w->group));
+                const double root = 1 / __builtin_sqrt(lane_sum(squares) / w->group + w->epsilon);
+                const vec scale = all((float)root), back = all((float)(root * root * root * lane_sum(products) / w->group));
                 for (int64_t c = start; c < end; c += LANES) {
                     const int64_t count = end - c;
                     vec v = get(dx + c, count), d = get(dy + c, count);

@@ -25,7 +25,6 @@
 #define COLS 2
 #define WIDE (COLS * LANES)
 #define LOG2E 1.4426950408889634
-#define INLINE static inline __attribute__((always_inline))
 #if defined(__x86_64__) /* compilers would read it again for every product, and reading is what takes longest then */
 #define IN_REGISTER(v) __asm__("" : "+x"(v))
 #else

@@ -15,6 +15,8 @@
 #define LANES 4
 #endif
 
+#define INLINE static inline __attribute__((always_inline))
+
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef float loose __attribute__((vector_size(4 * LANES), aligned(4))); /* where it is not aligned */
@@ -49,7 +51,7 @@ static inline void put(float *to, vec v, int64_t count) {
     else memcpy(to, &v, count * sizeof(float));
 }
 
-/* 2^z for z <= 0 (right up to 127): relative error 2e-7, exactly 1 at 0, exactly 0 below -127, NaN for NaN.
+/* 2^z for z <= 0 (right up to 127, and infinite at 128): relative error 2e-7, exactly 1 at 0, exactly 0 below -127, NaN for NaN.
    z = k + f with |f| <= 1/2 by adding and subtracting 1.5 * 2^23, in whose last bits k + 127 then stands: shifted, it is 2^k.
    2^f = 1 + f q(f), q fitted to the relative error; no rounding of q moves exp near 0, where errors would add up over time. */
 static inline vec exp2_vec(vec z) {
