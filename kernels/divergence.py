@@ -3,7 +3,7 @@
     KL = sum_w p_w (log p_w - log q_w)        dKL/dlogits_w = q_w - p_w        p = softmax(teacher), q = softmax(student)
 
 There is one for every token and every word of a vocabulary, so what is between logits and these two would fill the memory more
-than once. `native` (divergence.c) is ours, in C for a CPU; `torch` takes as few steps as PyTorch's operations allow; `reference`
+than once. `native` (divergence.c) is ours, in C for a CPU; `stock` takes as few steps as PyTorch's operations allow; `reference`
 writes the formulas down.
 """
 
@@ -50,7 +50,7 @@ def _native(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     return sums.sum().float(), gradient.to(student.dtype)
 
 
-def _torch(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+def _stock(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     least = torch.promote_types(student.dtype, torch.float32)
     wanted, given = teacher.to(least).log_softmax(-1), student.to(least).log_softmax(-1)
     p = wanted.exp()
@@ -72,7 +72,7 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 KL_DIVERGENCE = Operation(
     "kl_divergence",
     Backend("native", _native, _refuses, probed=True),
-    Backend("torch", _torch),
+    Backend("stock", _stock),
     Backend("reference", _reference),
     example=_example,
 )

@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mamba2Output
 
 from surgery.hybrids.layer_graft import is_layer_graft, make_mixer, whole_block
-from surgery.hybrids.parts import RMSNorm
+from surgery.hybrids.parts import RMSNorm, at
 from surgery.sources import write_sources
 
 # Keyword arguments that say where one sequence ends and the next begins within a row.
@@ -114,7 +114,10 @@ class Graft(nn.Module):
 
 
 class HybridBlock(GradientCheckpointingLayer):
-    """Norm, mixer, residual: the block of every Mamba. A layer graft with an MLP brings its own."""
+    """Norm, mixer, residual: the block of every Mamba. A layer graft with an MLP brings its own.
+
+    positions_to_keep: as the backbone takes it; what follows the mixing is then done for them alone.
+    """
 
     def __init__(self, config: Any, mixer: Any):
         super().__init__()
@@ -122,11 +125,14 @@ class HybridBlock(GradientCheckpointingLayer):
         self.norm = None if whole_block(mixer) else RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.mixer = mixer
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, positions_to_keep: Tensor | None = None, **kwargs: Any) -> Tensor:
         residual = hidden_states.to(torch.float32) if self.residual_in_fp32 else hidden_states
         if self.norm is None:
-            return self.mixer.block(residual, **kwargs)
-        return residual + self.mixer(self.norm(hidden_states.to(self.norm.weight.dtype)), **kwargs)
+            return self.mixer.block(residual, positions_to_keep=positions_to_keep, **kwargs)
+        mixed = self.mixer(
+            self.norm(hidden_states.to(self.norm.weight.dtype)), positions_to_keep=positions_to_keep, **kwargs
+        )
+        return at(positions_to_keep, residual)[0] + mixed
 
 
 class HybridBackbone:
@@ -155,8 +161,11 @@ class HybridBackbone:
         return_dict: bool | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        positions_to_keep: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        """As in transformers. positions_to_keep: numbers of those of the b * t positions whose last states are wanted, which are
+        then (positions, hidden): at the others, the last block only mixes."""
         refuse_packed(kwargs)
         config = self.config
         if (input_ids is None) == (inputs_embeds is None):
@@ -172,8 +181,9 @@ class HybridBackbone:
             "position_ids": positions(config, hidden, attention_mask, cache_params) if position_ids is None else position_ids,
         }
         every = []
-        for block in self.layers:
-            hidden = block(hidden, cache_params=cache_params, **places)
+        for i, block in enumerate(self.layers, 1):
+            keep = positions_to_keep if i == len(self.layers) else None
+            hidden = block(hidden, cache_params=cache_params, positions_to_keep=keep, **places)
             every.append(hidden)
         hidden = getattr(self, self.last_norm)(hidden)
         wanted = config.output_hidden_states if output_hidden_states is None else output_hidden_states

@@ -13,7 +13,7 @@ from transformers import Cache
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
 from surgery.hybrids.common import Graft
-from surgery.hybrids.parts import convolved, seen_keys
+from surgery.hybrids.parts import at, convolved, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import attention_matrix
@@ -86,10 +86,11 @@ class DualMixer:
         cache_params: Cache | None = None,
         attention_mask: Tensor | None = None,
         causal_mask: Tensor | None = None,
+        positions_to_keep: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         gate, x, B, C, dt, qk = self.project(hidden_states, cache_params, attention_mask)
-        return self.finish(self.mix(x, B, C, dt, qk, cache_params, causal_mask), gate)
+        return self.finish(*at(positions_to_keep, self.mix(x, B, C, dt, qk, cache_params, causal_mask), gate))
 
     def convolve(
         self: Any,

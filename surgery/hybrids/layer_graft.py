@@ -23,7 +23,7 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
-from surgery.hybrids.parts import RMSNorm, convolved, seen_keys
+from surgery.hybrids.parts import RMSNorm, at, convolved, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.mixing import attention_matrix
 
@@ -211,21 +211,23 @@ class LayerGraftMixer(nn.Module):
         attention_mask: Tensor | None = None,
         causal_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        positions_to_keep: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
         """attention_mask (b, t): which of these tokens exist. causal_mask: as graft_attention takes it."""
         q, k, v = self.graft.project(hidden_states, cache_params, attention_mask, position_ids)
         if cache_params is not None:
             k, v = seen_keys(cache_params, self.layer_idx, k, v)
-        return self.o_proj(self.graft.attend(q, k, v, causal_mask).flatten(-2))
+        return self.o_proj(at(positions_to_keep, self.graft.attend(q, k, v, causal_mask))[0].flatten(-2))
 
-    def block(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def block(self, hidden_states: Tensor, positions_to_keep: Tensor | None = None, **kwargs: Any) -> Tensor:
         """The donor's whole layer, residuals included; they keep the dtype that they come in."""
         before, after, mlp = self.graft.input_layernorm, self.graft.post_attention_layernorm, self.graft.mlp
         assert before is not None
         assert after is not None
         assert mlp is not None
-        hidden_states = hidden_states + self(before(hidden_states.to(before.weight.dtype)), **kwargs)
+        mixed = self(before(hidden_states.to(before.weight.dtype)), positions_to_keep=positions_to_keep, **kwargs)
+        hidden_states = at(positions_to_keep, hidden_states)[0] + mixed
         return hidden_states + mlp(after(hidden_states.to(after.weight.dtype)))
 
     def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:

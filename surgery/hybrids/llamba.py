@@ -36,7 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
 from surgery.hybrids.dual import DualMixer
 from surgery.hybrids.layer_graft import make_mixer, whole_block
-from surgery.hybrids.parts import RMSNorm
+from surgery.hybrids.parts import RMSNorm, at
 from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import ssd_matrix
 from surgery.kernels.ssd import ssd_scan, ssd_step
@@ -206,10 +206,11 @@ class LlambaBlock(GradientCheckpointingLayer):
             self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
             self.mlp = LlamaMLP(config)
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, positions_to_keep: Tensor | None = None, **kwargs: Any) -> Tensor:
         if self.whole:
-            return self.mixer.block(hidden_states, **kwargs)
-        hidden_states = hidden_states + self.mixer(self.input_layernorm(hidden_states), **kwargs)
+            return self.mixer.block(hidden_states, positions_to_keep=positions_to_keep, **kwargs)
+        mixed = self.mixer(self.input_layernorm(hidden_states), positions_to_keep=positions_to_keep, **kwargs)
+        hidden_states = at(positions_to_keep, hidden_states)[0] + mixed
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 

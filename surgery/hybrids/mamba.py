@@ -39,7 +39,7 @@ from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMi
 from transformers.models.mamba.modeling_mamba import MambaMixer, apply_mask_to_padding_states
 
 from surgery.hybrids.common import Graft, HybridBackbone, HybridCausalLM, describe_layers
-from surgery.hybrids.parts import convolved, seen_keys
+from surgery.hybrids.parts import at, convolved, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import attention_matrix, selective_matrix
@@ -104,10 +104,11 @@ class _HybridMixer:
         cache_params: Cache | None = None,
         attention_mask: Tensor | None = None,
         causal_mask: Tensor | None = None,
+        positions_to_keep: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
         x, dt, B, C, gate = self.project(hidden_states, cache_params, attention_mask)
-        return self.finish(self.mix(x, dt, B, C, cache_params, causal_mask), gate)
+        return self.finish(*at(positions_to_keep, self.mix(x, dt, B, C, cache_params, causal_mask), gate))
 
     def project(
         self: Any, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None

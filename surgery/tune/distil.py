@@ -50,7 +50,7 @@ class Distillation(nn.Module):
         pairs = zip(ours, theirs if own else ours, strict=True)
         self.others = [i for i, (a, b) in enumerate(pairs) if _trained(a) or (own and not _coincide(a, b))]
         self.other_blocks = nn.ModuleList([theirs[i] for i in self.others] if own else [])
-        self.first = min(self.others, default=len(ours))  # below, both are the same, and nothing has a gradient
+        self.first = min(self.others, default=len(ours) - 1)  # below, both are the same, and nothing has a gradient
 
     def train(self, mode: bool = True) -> "Distillation":
         """The teacher is never trained."""
@@ -76,11 +76,10 @@ class Distillation(nn.Module):
         tokens of the whole. key: that of a batch, or of a part, which comes again.
         """
         with self.autocast(ids.device):
-            asked = targets != IGNORE
-            hidden = self._above(self._below(ids, (key, "lesson")))
-            targets_n, tokens_n = counts or (asked.sum(), 1 if text is None else text[1].sum())
-            # Only the positions that are asked about need logits.
-            ce = F.cross_entropy(self._logits(hidden[asked]), targets[asked], reduction="sum") / targets_n
+            asked = (targets != IGNORE).flatten().nonzero()[:, 0]
+            hidden = self._above(self._below(ids, (key, "lesson")), asked)
+            targets_n, tokens_n = counts or (len(asked), 1 if text is None else text[1].sum())
+            ce = F.cross_entropy(self._logits(hidden), targets.flatten()[asked], reduction="sum") / targets_n
             kl = ce.new_zeros(())
             if text is not None and self.kl_weight:
                 kl = self._divergence(*text, key) / tokens_n
@@ -114,7 +113,7 @@ class Distillation(nn.Module):
         with _arranged(self.student.base_model, self._teachers_blocks(), norm=True):
             yield self.student
 
-    def run(self, blocks: Sequence[nn.Module], *, norm: bool, **inputs: Tensor) -> Tensor:
+    def run(self, blocks: Sequence[nn.Module], *, norm: bool, **inputs: Tensor | None) -> Tensor:
         """The hidden states behind some blocks, and behind the model's last norm."""
         with _arranged(self.student.base_model, blocks, norm):
             return self.student.base_model(**inputs, use_cache=False).last_hidden_state
@@ -125,27 +124,34 @@ class Distillation(nn.Module):
         with torch.no_grad():
             return self.kept.get(key if self.first else (None, ""), lambda: self.run(blocks, norm=False, input_ids=ids))
 
-    def _above(self, hidden: Tensor) -> Tensor:
-        return self.run(list(self.student.base_model.layers)[self.first :], norm=True, inputs_embeds=hidden)
+    def _above(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """The student's last states at some of all positions, (positions, d)."""
+        return self._last(list(self.student.base_model.layers)[self.first :], hidden, positions)
+
+    def _last(self, blocks: Sequence[nn.Module], hidden: Tensor, positions: Tensor) -> Tensor:
+        # Nothing is gained where it is all of them.
+        keep = positions if len(positions) < hidden.shape[:2].numel() else None
+        found = self.run(blocks, norm=True, inputs_embeds=hidden, positions_to_keep=keep)
+        return found.flatten(0, 1) if keep is None else found
 
     def _divergence(self, ids: Tensor, real: Tensor, key: Any) -> Tensor:
         """The sum over the real tokens of KL(teacher || student)."""
-        below = self._below(ids, (key, "text"))
-        wanted = self._wanted(ids, real, below, (key, "teacher"))
-        hidden = self._above(below)[real]
+        below, positions = self._below(ids, (key, "text")), real.flatten().nonzero()[:, 0]
+        wanted = self._wanted(ids, below, positions, (key, "teacher"))
+        hidden = self._above(below, positions)
         if not _trained(self.student.lm_head):
             return divergence(self._logits, hidden, self.student.config.vocab_size, wanted)
         given = self._logits(hidden).log_softmax(-1)
         return F.kl_div(given, wanted(slice(None)).log_softmax(-1), log_target=True, reduction="sum")
 
     @torch.no_grad()
-    def _wanted(self, ids: Tensor, real: Tensor, below: Tensor, key: tuple[Any, str]) -> Callable[[slice], Tensor]:
-        """From some of the real tokens to the teacher's logits."""
+    def _wanted(self, ids: Tensor, below: Tensor, positions: Tensor, key: tuple[Any, str]) -> Callable[[slice], Tensor]:
+        """From some of the positions to the teacher's logits."""
         if self.teacher is not None:
-            logits = self.teacher(input_ids=ids, use_cache=False).logits[real].float()
+            logits = self.teacher(input_ids=ids, use_cache=False).logits.flatten(0, 1)[positions].float()
             return lambda part: logits[part]
         above = self._teachers_blocks()[self.first :]
-        hidden = self.kept.get(key, lambda: self.run(above, norm=True, inputs_embeds=below))[real]
+        hidden = self.kept.get(key, lambda: self._last(above, below, positions))
         return torch.no_grad()(lambda part: self._logits(hidden[part]))
 
     def _teachers_blocks(self) -> list[nn.Module]:
