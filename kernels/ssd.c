@@ -25,7 +25,10 @@
 #define COLS 2
 #define WIDE (COLS * LANES)
 #define LOG2E 1.4426950408889634
-#if defined(__x86_64__) /* compilers would read it again for every product, and reading is what takes longest then */
+/* Compilers would read a vector again for every product, and reading is what takes longest then. */
+#if defined(__AVX512F__)
+#define IN_REGISTER(v) __asm__("" : "+v"(v))
+#elif defined(__SSE__)
 #define IN_REGISTER(v) __asm__("" : "+x"(v))
 #else
 #define IN_REGISTER(v)

@@ -83,12 +83,19 @@ def assert_all_near(actual, exact, tolerance=1e-5, floor=1.0):
         assert_near(a, e, tolerance, floor)
 
 
+def assert_right(results, scan):
+    """As the recurrence in float64. Where what is summed cancels to less than a hundredth of it, its rounding remains."""
+    summed = truth(Scan._make(m if m is None or m is scan.A else m.abs() for m in scan))
+    for actual, exact, size in zip(results, truth(scan), summed, strict=True):
+        assert_near(actual, exact, floor=max(1.0, size.norm().item() / 100))
+
+
 @few
 @given(scan=scans())
 def test_the_scan_equals_the_recurrence(ours, scan):
     y, state = selective_scan(*scan, backend=ours)
     assert y.dtype == state.dtype == torch.float32
-    assert_all_near((y, state), truth(scan))
+    assert_right((y, state), scan)
 
 
 @few
@@ -176,7 +183,7 @@ def test_steps_equal_the_scan(backend, scan):
     x, dt, A, B, C, D, initial_state = scan
     state = torch.zeros(x.shape[0], *A.shape) if initial_state is None else initial_state.clone()
     y = [selective_step(state, x[:, i], dt[:, i], A, B[:, i], C[:, i], D, backend=backend) for i in range(x.shape[1])]
-    assert_all_near((torch.stack(y, 1), state), truth(scan))  # the state, in place
+    assert_right((torch.stack(y, 1), state), scan)  # the state, in place
 
 
 @pytest.mark.parametrize("backend", [name for name in SELECTIVE_STEP.backends if name != "mamba_ssm"])

@@ -67,6 +67,14 @@ def test_cached_equals_uncached(model, tokens):
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=2e-5)
 
 
+def test_the_states_of_some_positions_are_those_of_all(model, tokens):
+    whole = model.base_model(tokens, use_cache=False).last_hidden_state
+    assert whole.shape[:2] == tokens.shape
+    positions = torch.tensor([tokens.numel() - 1, 0, 7])
+    kept = model.base_model(tokens, use_cache=False, positions_to_keep=positions).last_hidden_state
+    torch.testing.assert_close(kept, whole.flatten(0, 1)[positions])
+
+
 def test_generation_with_cache_equals_generation_without(model, tokens):
     cached, uncached = (model.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=c) for c in (True, False))
     assert torch.equal(cached, uncached)
