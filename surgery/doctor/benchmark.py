@@ -19,6 +19,7 @@ from surgery.errors import UserError
 from surgery.kernels.attention import GRAFT_ATTENTION
 from surgery.kernels.conv import CAUSAL_CONV
 from surgery.kernels.dispatch import Operation
+from surgery.kernels.divergence import KL_DIVERGENCE
 from surgery.kernels.norm import RMS_NORM
 from surgery.kernels.selective import SELECTIVE_SCAN, SELECTIVE_STEP
 from surgery.kernels.ssd import SSD_SCAN, SSD_STEP
@@ -59,6 +60,7 @@ class Benchmark(Record):
     causal_conv_forward_backward: tuple[Cell, ...] = ()
     rms_norm_forward: tuple[Cell, ...] = ()
     rms_norm_forward_backward: tuple[Cell, ...] = ()
+    kl_divergence_forward: tuple[Cell, ...] = ()
     ssd_step_forward: tuple[Cell, ...] = ()
     selective_step_forward: tuple[Cell, ...] = ()
     prefill: tuple[Cell, ...] = ()
@@ -159,9 +161,11 @@ def cases(device: torch.device) -> Iterator[Case]:
         (GRAFT_ATTENTION, "sdpa", f"mamba2-130m, {heads} heads", models.attention_inputs, heads, long, long)
         for heads in (1, 24)
     ]
-    kernels += [  # around the scan; one token for one sequence and for 16
+    kernels += [  # around the scan; logits of as many tokens as tuning takes at a time; one token for one sequence and for 16
         (CAUSAL_CONV, "stock", "mamba2-130m", models.conv_inputs, 1792, (1024,), (1024,)),
         (RMS_NORM, "stock", "mamba2-130m", models.norm_inputs, 1536, (1024,), (1024,)),
+        (KL_DIVERGENCE, "stock", "tiny-mamba2", models.logits, 1664, (315,), ()),
+        (KL_DIVERGENCE, "stock", "mamba2-130m", models.logits, 50288, (128,), ()),
         (SSD_STEP, "stock", "mamba2-130m", models.ssd_step_inputs, 24, (1, 16), ()),
         (SELECTIVE_STEP, "stock", "mamba-130m", models.selective_step_inputs, 1536, (1, 16), ()),
     ]

@@ -54,6 +54,12 @@ def norm_inputs(channels: int, t: int, device: torch.device, dtype: torch.dtype)
     return x, torch.randn(channels, generator=g).to(device, dtype), 1e-5, gate[..., :channels], channels
 
 
+def logits(words: int, t: int, device: torch.device, dtype: torch.dtype) -> tuple:
+    """The arguments of KL_DIVERGENCE: a student's logits, and its teacher's near them."""
+    teacher, apart = torch.randn(2, t, words, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    return teacher + 0.1 * apart, teacher
+
+
 def attention_inputs(heads: int, t: int, device: torch.device, dtype: torch.dtype) -> tuple:
     """The arguments of GRAFT_ATTENTION for dual grafts of heads of 64 with a state of 128 and log dt, one pair a head."""
     g = torch.Generator().manual_seed(0)
