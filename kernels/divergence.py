@@ -2,9 +2,9 @@
 
     KL = sum_w p_w (log p_w - log q_w)        dKL/dlogits_w = q_w - p_w        p = softmax(teacher), q = softmax(student)
 
-There is one for every token and every word of a vocabulary, so what is between logits and these two would fill the memory more
-than once. `native` (divergence.c) is ours, in C for a CPU; `stock` takes as few steps as PyTorch's operations allow; `reference`
-writes the formulas down.
+With a logit for every token and every word of a vocabulary, whatever lies between logits and these two takes more room than all
+else in a step of tuning. `native` (divergence.c) is ours, in C for a CPU, and makes nothing in between; `stock` is made of few
+operations of PyTorch's; `reference` writes the formulas down.
 """
 
 from ctypes import Structure, c_int64, c_void_p

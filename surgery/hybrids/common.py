@@ -129,9 +129,7 @@ class HybridBlock(GradientCheckpointingLayer):
         residual = hidden_states.to(torch.float32) if self.residual_in_fp32 else hidden_states
         if self.norm is None:
             return self.mixer.block(residual, positions_to_keep=positions_to_keep, **kwargs)
-        mixed = self.mixer(
-            self.norm(hidden_states.to(self.norm.weight.dtype)), positions_to_keep=positions_to_keep, **kwargs
-        )
+        mixed = self.mixer(self.norm(hidden_states.to(self.norm.weight.dtype)), positions_to_keep=positions_to_keep, **kwargs)
         return at(positions_to_keep, residual)[0] + mixed
 
 
@@ -164,8 +162,8 @@ class HybridBackbone:
         positions_to_keep: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers. positions_to_keep: numbers of those of the b * t positions whose last states are wanted, which are
-        then (positions, hidden): at the others, the last block only mixes."""
+        """As in transformers. positions_to_keep: which of the b * t positions' last states are wanted, by number; they are then
+        (positions, hidden), and the last block does no more than mix at the others."""
         refuse_packed(kwargs)
         config = self.config
         if (input_ids is None) == (inputs_embeds is None):
