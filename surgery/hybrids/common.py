@@ -130,7 +130,7 @@ class HybridBlock(GradientCheckpointingLayer):
         if self.norm is None:
             return self.mixer.block(residual, positions_to_keep=positions_to_keep, **kwargs)
         mixed = self.mixer(self.norm(hidden_states.to(self.norm.weight.dtype)), positions_to_keep=positions_to_keep, **kwargs)
-        return at(positions_to_keep, residual)[0] + mixed
+        return at(positions_to_keep, residual) + mixed
 
 
 class HybridBackbone:

@@ -90,7 +90,8 @@ class DualMixer:
         **kwargs: Any,
     ) -> Tensor:
         gate, x, B, C, dt, qk = self.project(hidden_states, cache_params, attention_mask)
-        return self.finish(*at(positions_to_keep, self.mix(x, B, C, dt, qk, cache_params, causal_mask), gate))
+        y = self.mix(x, B, C, dt, qk, cache_params, causal_mask)
+        return self.finish(at(positions_to_keep, y), at(positions_to_keep, gate))
 
     def convolve(
         self: Any,

@@ -218,7 +218,7 @@ class LayerGraftMixer(nn.Module):
         q, k, v = self.graft.project(hidden_states, cache_params, attention_mask, position_ids)
         if cache_params is not None:
             k, v = seen_keys(cache_params, self.layer_idx, k, v)
-        return self.o_proj(at(positions_to_keep, self.graft.attend(q, k, v, causal_mask))[0].flatten(-2))
+        return self.o_proj(at(positions_to_keep, self.graft.attend(q, k, v, causal_mask)).flatten(-2))
 
     def block(self, hidden_states: Tensor, positions_to_keep: Tensor | None = None, **kwargs: Any) -> Tensor:
         """The donor's whole layer, residuals included; they keep the dtype that they come in."""
@@ -227,7 +227,7 @@ class LayerGraftMixer(nn.Module):
         assert after is not None
         assert mlp is not None
         mixed = self(before(hidden_states.to(before.weight.dtype)), positions_to_keep=positions_to_keep, **kwargs)
-        hidden_states = at(positions_to_keep, hidden_states)[0] + mixed
+        hidden_states = at(positions_to_keep, hidden_states) + mixed
         return hidden_states + mlp(after(hidden_states.to(after.weight.dtype)))
 
     def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -210,7 +210,7 @@ class LlambaBlock(GradientCheckpointingLayer):
         if self.whole:
             return self.mixer.block(hidden_states, positions_to_keep=positions_to_keep, **kwargs)
         mixed = self.mixer(self.input_layernorm(hidden_states), positions_to_keep=positions_to_keep, **kwargs)
-        hidden_states = at(positions_to_keep, hidden_states)[0] + mixed
+        hidden_states = at(positions_to_keep, hidden_states) + mixed
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 

@@ -108,7 +108,8 @@ class _HybridMixer:
         **_: Any,
     ) -> Tensor:
         x, dt, B, C, gate = self.project(hidden_states, cache_params, attention_mask)
-        return self.finish(*at(positions_to_keep, self.mix(x, dt, B, C, cache_params, causal_mask), gate))
+        y = self.mix(x, dt, B, C, cache_params, causal_mask)
+        return self.finish(at(positions_to_keep, y), at(positions_to_keep, gate))
 
     def project(
         self: Any, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None

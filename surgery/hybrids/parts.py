@@ -22,9 +22,9 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, cache: Cache | Non
     return causal_conv(x, weight, bias, t, silu)
 
 
-def at(positions: Tensor | None, *states: Tensor) -> list[Tensor]:
-    """Each (b, t, ...) at some of the b * t positions alone, (positions, ...); as it is without any."""
-    return list(states) if positions is None else [m.flatten(0, 1)[positions] for m in states]
+def at(positions: Tensor | None, states: Tensor) -> Tensor:
+    """states (b, t, ...) at some of the b * t positions alone, (positions, ...); for None all of them, as they are."""
+    return states if positions is None else states.flatten(0, 1)[positions]
 
 
 def seen_keys(cache: Cache, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
