@@ -20,7 +20,7 @@ from surgery.world.words import KEYS
 
 CHOICES = 10
 SPARE = 64  # words beyond the cut, from which the haystack's last ones are chosen
-BACK = 8  # words before the cut that may give way to others
+BACK = 24  # words before the cut that may give way to others; with 8, one prompt in a thousand was a token short
 
 
 @dataclass(frozen=True)

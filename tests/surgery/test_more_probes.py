@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -239,6 +239,8 @@ def test_a_needles_prompt_has_the_tokens_asked_for(length, depth, tokenizer):
 
 @settings(max_examples=40, deadline=None)
 @given(length=st.integers(150, 700), depth=st.floats(0, 1), seed=seeds)
+@example(length=378, depth=0.4962328412463718, seed=464654)
+@example(length=160, depth=0.5374763183409071, seed=966138)
 def test_a_needles_prompt_is_exact_at_any_length(length, depth, seed, characters):
     question = make("needle", tokenizer=characters, length=length, depth=depth).questions(1, seed)[0]
     assert len(characters(question.prompt)["input_ids"]) == length
