@@ -24,10 +24,7 @@ typedef struct { /* of a row of logits: log sum exp = most + log2_sum ln 2 */
 
 /* LANES logits from the w-th on; what is beyond the last has no probability */
 static inline vec some(const float *logits, int64_t w, int64_t words) {
-    vec v = all(-__builtin_inff());
-    if (words - w >= LANES) v = get(logits + w, LANES);
-    else memcpy(&v, logits + w, (words - w) * sizeof(float));
-    return v;
+    return get_or(logits + w, words - w, all(-__builtin_inff()));
 }
 
 /* p, where a logit's distance from the largest is given */
@@ -39,8 +36,7 @@ static scale scale_of(const float *logits, int64_t words) {
     vec most = some(logits, 0, words);
     for (int64_t w = LANES; w < words; w += LANES) {
         vec v = some(logits, w, words);
-        ivec above = v > most;
-        most = (vec)((above & (ivec)v) | (~above & (ivec)most));
+        most = chosen(v > most, v, most);
     }
     scale s = {most[0], 0};
     double whole = 0;

@@ -25,6 +25,7 @@ from torch import Tensor
 FLAGS = "-O3 -std=gnu11 -fPIC -shared -fno-strict-aliasing -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
 FOLDER = Path(__file__).parent
 _STARTED_IN = os.getpid()
+ALONE = 2**17  # numbers up to which one thread is done about when another would have begun
 STEP_ALONE = 2**21  # numbers in the states up to which one thread is done with a step about when another would have begun
 TARGETS = ("-march=native", "-mcpu=native", "")  # the first that the compiler knows; ARM's often know the second alone
 

@@ -29,8 +29,7 @@ typedef struct { /* mirrored in pointwise.py. Those marked ? may be NULL */
 static inline vec times_sigmoid(vec f, vec v) {
     const vec most = all(128.0f);
     vec z = v * -LOG2E;
-    ivec above = z > most;
-    return f / (1.0f + exp2_vec((vec)((above & (ivec)most) | (~above & (ivec)z))));
+    return f / (1.0f + exp2_vec(chosen(z > most, most, z)));
 }
 
 static inline vec silu(vec v) { return times_sigmoid(v, v); }

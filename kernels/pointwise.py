@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.native import View, check, contiguous, fill, learns, load, rows, run
+from surgery.kernels.native import ALONE, View, check, contiguous, fill, learns, load, rows, run
 from surgery.kernels.native import refuses as not_here
 
 TOKENS = 32  # of a unit of work, as in pointwise.c
 MOST_TAPS = 16  # there
-ALONE = 2**17  # numbers up to which one thread is done about when another would have begun
 
 
 class _Pointwise(Structure):

@@ -38,13 +38,17 @@ static inline double wide_sum(wide v) {
 
 static inline double lane_sum(vec v) { return wide_sum(widened(v, 0) + widened(v, 1)); }
 
-/* `count` floats, and zeros if there are fewer than LANES */
-static inline vec get(const float *from, int64_t count) {
-    vec v = {0};
-    if (count >= LANES) v = *(const loose *)from;
-    else memcpy(&v, from, count * sizeof(float));
-    return v;
+/* a where the mask is set, else b */
+static inline vec chosen(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
+
+/* `count` floats, and those of `rest` if there are fewer than LANES */
+static inline vec get_or(const float *from, int64_t count, vec rest) {
+    if (count >= LANES) return *(const loose *)from;
+    memcpy(&rest, from, count * sizeof(float));
+    return rest;
 }
+
+static inline vec get(const float *from, int64_t count) { return get_or(from, count, (vec){0}); }
 
 static inline void put(float *to, vec v, int64_t count) {
     if (count >= LANES) *(loose *)to = v;
@@ -56,8 +60,7 @@ static inline void put(float *to, vec v, int64_t count) {
    2^f = 1 + f q(f), q fitted to the relative error; no rounding of q moves exp near 0, where errors would add up over time. */
 static inline vec exp2_vec(vec z) {
     const vec lowest = all(-127.0f), magic = all(12582912.0f + 127.0f);
-    ivec low = z < lowest;
-    z = (vec)((low & (ivec)lowest) | (~low & (ivec)z));
+    z = chosen(z < lowest, lowest, z);
     vec shifted = z + magic;
     vec f = z - (shifted - magic);
     vec q = all(1.32647273e-3f) * f + 9.67151299e-3f;

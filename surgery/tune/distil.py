@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.families import Hybrid
+from surgery.hybrids.parts import at
 from surgery.tune.data import IGNORE
 from surgery.tune.divergence import divergence
 
@@ -76,10 +77,10 @@ class Distillation(nn.Module):
         tokens of the whole. key: that of a batch, or of a part, which comes again.
         """
         with self.autocast(ids.device):
-            asked = (targets != IGNORE).flatten().nonzero()[:, 0]
+            asked = _numbers(targets != IGNORE)
             hidden = self._above(self._below(ids, (key, "lesson")), asked)
             targets_n, tokens_n = counts or (len(asked), 1 if text is None else text[1].sum())
-            ce = F.cross_entropy(self._logits(hidden), targets.flatten()[asked], reduction="sum") / targets_n
+            ce = F.cross_entropy(self._logits(hidden), at(asked, targets), reduction="sum") / targets_n
             kl = ce.new_zeros(())
             if text is not None and self.kl_weight:
                 kl = self._divergence(*text, key) / tokens_n
@@ -136,7 +137,7 @@ class Distillation(nn.Module):
 
     def _divergence(self, ids: Tensor, real: Tensor, key: Any) -> Tensor:
         """The sum over the real tokens of KL(teacher || student)."""
-        below, positions = self._below(ids, (key, "text")), real.flatten().nonzero()[:, 0]
+        below, positions = self._below(ids, (key, "text")), _numbers(real)
         wanted = self._wanted(ids, below, positions, (key, "teacher"))
         hidden = self._above(below, positions)
         if not _trained(self.student.lm_head):
@@ -148,7 +149,7 @@ class Distillation(nn.Module):
     def _wanted(self, ids: Tensor, below: Tensor, positions: Tensor, key: tuple[Any, str]) -> Callable[[slice], Tensor]:
         """From some of the positions to the teacher's logits."""
         if self.teacher is not None:
-            logits = self.teacher(input_ids=ids, use_cache=False).logits.flatten(0, 1)[positions].float()
+            logits = at(positions, self.teacher(input_ids=ids, use_cache=False).logits).float()
             return lambda part: logits[part]
         above = self._teachers_blocks()[self.first :]
         hidden = self.kept.get(key, lambda: self._last(above, below, positions))
@@ -178,6 +179,11 @@ class Kept:
             self.held[key] = made
             self.bytes += made.nbytes
         return made
+
+
+def _numbers(mask: Tensor) -> Tensor:
+    """Of a mask (b, t): which of the b * t positions are set."""
+    return mask.flatten().nonzero()[:, 0]
 
 
 def _blocks(model: Any) -> list[nn.Module]:
