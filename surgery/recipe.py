@@ -195,7 +195,8 @@ class Bench(Record):
     tasks_path: a folder of its YAML files, which come first; data_path: a folder of data sets by their Hub ids (owner/name/),
     which come before the Hub; task_examples: of each such task, all where it is not said.
 
-    pairs: dictionary sizes; examples: per size and probe, for each of `seeds` seeds; windows of window tokens: for perplexity;
+    pairs: dictionary sizes, asked with keys that lessons may hold; unseen_pairs: with keys that no lesson holds (by default
+    the last of pairs); examples: per size and probe, for each of `seeds` seeds; windows of window tokens: for perplexity;
     contexts: lengths at which decoding is timed and needles are hidden, at `depths`; batches: for the suite speed; batch_size:
     what is measured at once, the scores do not depend on it.
 
@@ -209,6 +210,7 @@ class Bench(Record):
     data_path: str | None = None
     task_examples: int | None = Field(default=None, ge=1)
     pairs: tuple[int, ...] = (4, 8, 16, 32, 48, 64)
+    unseen_pairs: tuple[int, ...] | None = None
     examples: int = Field(default=500, ge=2)
     seeds: int = Field(default=1, ge=1)
     windows: int = Field(default=64, ge=1)

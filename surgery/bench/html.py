@@ -174,6 +174,8 @@ def _retrieval(report: Report, seen: dict[str, Look]) -> list[Chart]:
             families.setdefault((family, depth), {})[task] = size
     charts = []
     for (family, depth), sizes in families.items():
+        if family == markdown.UNSEEN and len(sizes) == 1:
+            continue  # it has its column in the table
         series = [
             Series(
                 name, seen[name], tuple(_point(float(x), model.results()[t]) for t, x in sizes.items() if t in model.results())
@@ -181,8 +183,9 @@ def _retrieval(report: Report, seen: dict[str, Look]) -> list[Chart]:
             for name, model in report.models.items()
             if name in seen
         ]
-        kv, where = family == "kv", f" at depth {depth}%" if depth else ""
+        kv, where = family in ("kv", markdown.UNSEEN), f" at depth {depth}%" if depth else ""
         title = "Key-value retrieval" if kv else family.replace("_", " ") + where
+        title += ", keys that no lesson holds" if family == markdown.UNSEEN else ""
         unit = "pairs" if kv else "tokens" if family == "needle" else "size"
         label = "pairs in the dictionary" if kv else unit
         charts.append(chart(title, label, "accuracy", series, unit=unit, top=1.0, chance=kv))

@@ -5,20 +5,28 @@ from surgery.plan import Plan
 from surgery.statistics import Estimate, Evidence, Proportion
 
 EXPLANATION = """\
-KV n: accuracy of key-value retrieval from a dictionary of n pairs (chance 1/n). Knowledge: facts asked as cloze. Letters: the
-same facts as multiple choice. Perplexity: on held-out text. Brackets: 95% intervals over examples."""
+KV n: accuracy of key-value retrieval from a dictionary of n pairs (chance 1/n); unseen keys: of words that no lesson of tuning
+holds. Knowledge: facts asked as cloze. Letters: the same facts as multiple choice. Perplexity: on held-out text. Brackets: 95%
+intervals over examples."""
+UNSEEN = "kv_unseen"
 CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
 
 
 def rows(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Header and one row a model. Probes of several sizes have tables of their own, key-value retrieval its columns here."""
-    tasks = [task for task in report.models[next(iter(report.models))].results() if _family(task) in (task, "kv")]
+    """Header and one row a model. Probes of several sizes have tables of their own, key-value retrieval its columns here, with
+    keys that no lesson holds at the largest size."""
+    results = [*report.models[next(iter(report.models))].results()]
+    largest = [task for task in results if _family(task) == UNSEEN][-1:]
+    tasks = [task for task in results if _family(task) == "kv"] + largest
+    tasks += [task for task in results if _family(task) == task]
     header = ["model", *map(heading, tasks)]
     return header, [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
 
 
 def heading(task: str) -> str:
     """A task's name in a table."""
+    if _family(task) == UNSEEN:
+        return f"KV {task.removeprefix(f'{UNSEEN}.')}, unseen keys"
     return task.replace("kv.", "KV ")
 
 
@@ -112,6 +120,8 @@ def _swept(report: Report) -> list[str]:
             families.setdefault(family, []).append(task)
     parts = []
     for family, tasks in families.items():
+        if family == UNSEEN and len(tasks) == 1:
+            continue  # it has its column in the main table
         body = [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
         sizes = [task.removeprefix(f"{family}.").replace(".", " at ") for task in tasks]
         header = ["tokens at depth", *(f"{size}%" for size in sizes)] if family == "needle" else ["size", *sizes]

@@ -1,6 +1,7 @@
 """Suites: what `bench.suites` names, as tasks that each give one number an example.
 
-quick       key-value retrieval (`bench.pairs`), knowledge and letters, perplexity, cost
+quick       key-value retrieval (`bench.pairs`, and `bench.unseen_pairs` with keys that no lesson holds), knowledge and letters,
+            perplexity, cost
 retrieval   every probe of the project over its sizes, the needle over lengths and depths
 language    perplexity by a sliding window
 knowledge   the paper's six knowledge tasks
@@ -107,7 +108,10 @@ def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
     """Task -> the probe and its options."""
     pairs = [*(options.pairs if {"quick", "retrieval"} & {*options.suites} else ())]
     pairs += [size for size in PAPER_PAIRS if "paper" in options.suites and size not in pairs]
-    found: dict[str, tuple[str, dict[str, Any]]] = {f"kv.{size}": ("kv", {"pairs": size}) for size in pairs}
+    found: dict[str, tuple[str, dict[str, Any]]] = {f"kv.{size}": ("kv", {"pairs": size, "keys": "lessons"}) for size in pairs}
+    if {"quick", "retrieval"} & {*options.suites}:
+        unseen = options.pairs[-1:] if options.unseen_pairs is None else options.unseen_pairs
+        found |= {f"kv_unseen.{size}": ("kv", {"pairs": size, "keys": "unseen"}) for size in unseen}
     if "retrieval" in options.suites:
         for name in sorted({*probes()} - {"kv", "knowledge", "letters", "needle"}):
             found |= {f"{name}.{size}": (name, fields) for size in options.pairs if (fields := _sized(name, size))}

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.locate.exact import reference_batch
 from surgery.locate.replay import How
-from surgery.probes import make
+from surgery.probes import make, without_unseen
 from surgery.probes.question import CompletionProbe, Probe, Question
 from surgery.probes.scoring import Encoded, batches
 from surgery.recipe import Locate, ProbeChoice
@@ -22,11 +22,12 @@ Groups = list[tuple[list[int], Encoded]]
 
 
 def choice_probe(tokenizer: PreTrainedTokenizerBase, name: str, options: Mapping[str, Any] | None = None) -> Probe:
-    """The probe of that name; options None: a recipe's default. Raises UserError for one that asks for completions."""
+    """The probe of that name; options None: a recipe's default. Where options do not say otherwise, it asks for keys that
+    lessons may hold. Raises UserError for one that asks for completions."""
     given = dict(ProbeChoice(probe=name).options if options is None else options)
     if "tokenizer" in given:
         raise UserError(f"the probe '{name}' takes the model's tokenizer, and no option of that name")
-    made = make(name, tokenizer=tokenizer, **given)
+    made = make(name, tokenizer=tokenizer, **without_unseen(name, given))
     if isinstance(made, CompletionProbe):
         raise UserError(f"the probe '{name}' asks for completions; locating and pruning need one that asks questions")
     return made

@@ -8,6 +8,7 @@ dataclasses. A probe of the choice kind makes `Question`s from a seed, one of th
 import dataclasses
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -25,6 +26,13 @@ def probes() -> dict[str, type]:
     for module in pkgutil.iter_modules(__path__):
         found |= getattr(importlib.import_module(f"{__name__}.{module.name}"), "PROBES", {})
     return found
+
+
+def without_unseen(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a probe that may not ask for the keys which are for bench alone: of lessons, and of what locates."""
+    kind = probes().get(name)
+    has_keys = kind is not None and any(field.name == "keys" for field in dataclasses.fields(kind))
+    return ({"keys": "lessons"} if has_keys else {}) | dict(options)
 
 
 def make(name: str, *, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> Probe | CompletionProbe:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from surgery.errors import UserError
 from surgery.probes.question import Completion
-from surgery.world.words import KEYS
+from surgery.world.words import Keys, key_words
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Copying:
 
     length: int
     shown: int = 2
+    keys: Keys = "all"
 
     def __post_init__(self) -> None:
         if self.length < 2:
@@ -31,7 +32,7 @@ class Copying:
         return [self._completion(rng) for _ in range(n)]
 
     def _completion(self, rng: random.Random) -> Completion:
-        first, *others = rng.choices(KEYS, k=self.length)
+        first, *others = rng.choices(key_words(self.keys, 1), k=self.length)
         answer = "".join(f" {word}" for word in others)
         return Completion(f"{first}{answer}\n\n" * self.shown + first, answer)
 

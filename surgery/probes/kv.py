@@ -2,7 +2,7 @@
 
 Zero-shot: `pairs` random words, each with its own integer from 0 to 99, then one of them is asked for. The prompt ends without
 a space; the model's answer is the value, among those in the dictionary, whose tokens have the largest summed log-probability.
-Chance is 1 / pairs. Where the published code is unseeded, this one takes a seed.
+Chance is 1 / pairs. Where the published code is unseeded, this one takes a seed, and which words may be keys.
 """
 
 import random
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from surgery.errors import UserError
 from surgery.probes.question import Question
-from surgery.world.words import KEYS
+from surgery.world.words import Keys, key_words
 
 OPENING = "Memorize the following dictionary:\n"
 MOST_PAIRS = 100
@@ -21,27 +21,30 @@ def ask(key: str) -> str:
     return f"The value of the key '{key}' is"
 
 
-def dictionary(rng: random.Random, pairs: int) -> dict[str, str]:
+def dictionary(rng: random.Random, pairs: int, keys: Keys = "all") -> dict[str, str]:
     """Distinct words with distinct integers 0-99."""
-    return dict(zip(rng.sample(KEYS, pairs), map(str, rng.sample(range(MOST_PAIRS), pairs)), strict=True))
+    return dict(zip(rng.sample(key_words(keys, pairs), pairs), map(str, rng.sample(range(MOST_PAIRS), pairs)), strict=True))
 
 
 @dataclass(frozen=True)
 class KVRetrieval:
-    """Dictionaries of `pairs` entries (at most 100), one query each."""
+    """Dictionaries of `pairs` entries, one query each: at most 100, or 64 of the keys that lessons may hold ("lessons") or that
+    none of them holds ("unseen")."""
 
     pairs: int
+    keys: Keys = "all"
 
     def __post_init__(self) -> None:
         if not 1 <= self.pairs <= MOST_PAIRS:
             raise UserError(f"kv takes 1 to {MOST_PAIRS} pairs, not {self.pairs}")
+        key_words(self.keys, self.pairs)
 
     def questions(self, n: int, seed: int) -> list[Question]:
-        rng = random.Random(f"kv {self.pairs} {seed}")
+        rng = random.Random(f"kv {self.pairs} {seed}")  # the same numbers for all keys
         return [self._question(rng) for _ in range(n)]
 
     def _question(self, rng: random.Random) -> Question:
-        entries = dictionary(rng, self.pairs)
+        entries = dictionary(rng, self.pairs, self.keys)
         prompt, spans = OPENING, []
         for key, value in entries.items():
             line = f"{key}:{value}\n"

@@ -15,31 +15,34 @@ from dataclasses import dataclass
 
 from surgery.errors import UserError
 from surgery.probes.question import Question
-from surgery.world.words import KEYS
+from surgery.world.words import KEYS, Keys, key_words
 
 MOST_PAIRS = len(KEYS) // 2
 
 
 @dataclass(frozen=True)
 class MQAR:
-    """`pairs` of words (at most 64); the last of `queries` queries (at most `pairs`) is asked."""
+    """`pairs` of words (at most 64, or 32 of the words that lessons may hold); the last of `queries` queries (at most `pairs`)
+    is asked."""
 
     pairs: int
     queries: int = 4
+    keys: Keys = "all"
 
     def __post_init__(self) -> None:
         if not 1 <= self.pairs <= MOST_PAIRS:
             raise UserError(f"mqar takes 1 to {MOST_PAIRS} pairs, not {self.pairs}")
         if not 1 <= self.queries <= self.pairs:
             raise UserError(f"mqar with {self.pairs} pairs takes 1 to {self.pairs} queries, not {self.queries}")
+        key_words(self.keys, 2 * self.pairs)
 
     def questions(self, n: int, seed: int) -> list[Question]:
         rng = random.Random(f"mqar {self.pairs} {self.queries} {seed}")
         return [self._question(rng) for _ in range(n)]
 
     def _question(self, rng: random.Random) -> Question:
-        words = rng.sample(KEYS, 2 * self.pairs)
-        keys, values = words[: self.pairs], words[self.pairs :]
+        chosen = rng.sample(key_words(self.keys, 2 * self.pairs), 2 * self.pairs)
+        keys, values = chosen[: self.pairs], chosen[self.pairs :]
         lines = [f"{key} {value}\n" for key, value in zip(keys, values, strict=True)]
         prompt, spans = "", []
         for line in lines:

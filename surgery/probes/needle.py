@@ -16,7 +16,7 @@ from surgery.errors import UserError
 from surgery.probes.question import Question
 from surgery.records import read_text
 from surgery.world.text import document
-from surgery.world.words import KEYS
+from surgery.world.words import Keys, key_words
 
 CHOICES = 10
 SPARE = 64  # words beyond the cut, from which the haystack's last ones are chosen
@@ -35,6 +35,7 @@ class Needle:
     length: int
     depth: float = 0.5
     source: str = "world"
+    keys: Keys = "all"
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -60,7 +61,7 @@ class Needle:
         return text[start : start + wanted]
 
     def _question(self, rng: random.Random, haystack: list[str]) -> Question:
-        asked = f"The secret number of {rng.choice(KEYS)} is"
+        asked = f"The secret number of {rng.choice(key_words(self.keys, 1))} is"
         numbers = rng.sample(range(10, 100), CHOICES)
         answer = rng.randrange(CHOICES)
         needle = f"{asked} {numbers[answer]}."

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from surgery.errors import UserError
 from surgery.probes.question import Completion
-from surgery.world.words import KEYS
+from surgery.world.words import KEYS, Keys, key_words
 
 NOISE = "about after also and at because but by for from in it of on that the then to with".split()
 MOST = len(KEYS) // 2
@@ -19,24 +19,26 @@ MOST = len(KEYS) // 2
 
 @dataclass(frozen=True)
 class SelectiveCopying:
-    """`count` content words (at most 64) in `length` words in all."""
+    """`count` content words (at most 64, or 32 of those that lessons may hold) in `length` words in all."""
 
     count: int
     length: int
+    keys: Keys = "all"
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MOST:
             raise UserError(f"selective_copying takes a count of 1 to {MOST} words, not {self.count}")
         if self.length < self.count:
             raise UserError(f"selective_copying takes a length of at least its count {self.count}, not {self.length}")
+        key_words(self.keys, 2 * self.count)
 
     def completions(self, n: int, seed: int) -> list[Completion]:
         rng = random.Random(f"selective copying {self.count} {self.length} {seed}")
         return [self._completion(rng) for _ in range(n)]
 
     def _completion(self, rng: random.Random) -> Completion:
-        words = rng.sample(KEYS, 2 * self.count)
-        example, asked = words[: self.count], words[self.count :]
+        chosen = rng.sample(key_words(self.keys, 2 * self.count), 2 * self.count)
+        example, asked = chosen[: self.count], chosen[self.count :]
         prompt = f"{self._task(rng, example)} {' '.join(example)}\n\n{self._task(rng, asked)}"
         return Completion(prompt, "".join(f" {word}" for word in asked))
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.probes import make
+from surgery.probes import make, without_unseen
 from surgery.recipe import Data, Tune
 from surgery.tune.data import Piece, collate, kv_pieces, padded, probe_pieces
 from surgery.tune.sources import Reading, Source, open_source
@@ -84,7 +84,7 @@ class Lessons(Dataset[list[Piece]]):
             rng = random.Random(f"dictionary {self.seed} {index}")
             return kv_pieces(rng, drawn["pairs"], lesson.queries or QUERIES)
         seed = FIRST_SEED + random.Random(f"question {self.seed} {index}").getrandbits(63)
-        return probe_pieces(make(lesson.probe, tokenizer=self.tokenizer, **drawn), seed)
+        return probe_pieces(make(lesson.probe, tokenizer=self.tokenizer, **without_unseen(lesson.probe, drawn)), seed)
 
     def drawn(self, step: int) -> dict[str, Any]:
         """The options of a step's lesson, a number for every range."""
@@ -173,9 +173,12 @@ def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data
     for lesson in options.lessons:
         if lesson.queries is not None and lesson.probe != "kv":
             raise UserError(f"tune.lessons: queries are for kv; the probe '{lesson.probe}' asks one question")
-        ends = [value if isinstance(value, tuple) else (value,) for value in lesson.options.values()]
+        lesson_options = without_unseen(lesson.probe, lesson.options)
+        if (keys := lesson_options.get("keys", "lessons")) != "lessons":
+            raise UserError(f"tune.lessons: keys are 'lessons', not {keys!r}; the others are for bench alone")
+        ends = [value if isinstance(value, tuple) else (value,) for value in lesson_options.values()]
         for values in product(*ends):
-            probe: Any = make(lesson.probe, tokenizer=tokenizer, **dict(zip(lesson.options, values, strict=True)))
+            probe: Any = make(lesson.probe, tokenizer=tokenizer, **dict(zip(lesson_options, values, strict=True)))
             source = getattr(probe, "source", None)
             if source and (key := measured.get(Path(source).resolve())):
                 where = f"'{source}', which is measured on ({key})"

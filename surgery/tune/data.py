@@ -16,17 +16,18 @@ from surgery.probes.letters import lettered
 from surgery.probes.question import CompletionProbe, Probe
 from surgery.world.facts import facts
 from surgery.world.text import document
+from surgery.world.words import Keys
 
 Piece = tuple[str, bool]
 IGNORE = -100
 
 
-def kv_pieces(rng: random.Random, pairs: int, queries: int) -> list[Piece]:
+def kv_pieces(rng: random.Random, pairs: int, queries: int, keys: Keys = "lessons") -> list[Piece]:
     """A dictionary followed by at most `queries` questions about it; the values asked for are the targets.
 
     No key is asked for twice: the second answer could be copied from the first, which is not what the probe measures.
     """
-    entries = dictionary(rng, pairs)
+    entries = dictionary(rng, pairs, keys)
     head = OPENING + "".join(f"{key}:{value}\n" for key, value in entries.items())
     pieces: list[Piece] = []
     for i, key in enumerate(rng.sample(list(entries), min(queries, pairs))):

@@ -234,7 +234,7 @@ def _dictionaries(recipe: PretrainRecipe, rng: random.Random, most: int) -> list
     """Of one size, at most `most` pairs."""
     pairs = rng.randint(recipe.curriculum.first, most)
     sequences = max(1, recipe.kv_targets // min(pairs, recipe.queries))
-    return [kv_pieces(rng, pairs, recipe.queries) for _ in range(sequences)]
+    return [kv_pieces(rng, pairs, recipe.queries, keys="all") for _ in range(sequences)]
 
 
 def _lesson(

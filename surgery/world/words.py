@@ -1,4 +1,13 @@
-"""The 128 common words that serve as dictionary keys. One list for the probe and for the world that trains the tiny models."""
+"""The 128 common words that serve as dictionary keys: of the probes, and of the world that trains the tiny models.
+
+Half of them may stand in lessons. The other half is for bench alone, so that it can ask for keys that tuning never saw.
+"""
+
+from typing import Literal
+
+from surgery.errors import UserError
+
+Keys = Literal["all", "lessons", "unseen"]
 
 KEYS = tuple(
     """
@@ -11,3 +20,12 @@ KEYS = tuple(
     rabbit ribbon river rocket saddle sand shadow shovel silver spoon statue stone table temple thunder ticket tower tunnel
     """.split()
 )[:128]
+
+
+def key_words(keys: Keys, count: int) -> tuple[str, ...]:
+    """All words, those that lessons may hold, or those that none of them holds. Raises UserError if there are fewer than
+    `count`."""
+    chosen = {"all": KEYS, "lessons": KEYS[::2], "unseen": KEYS[1::2]}[keys]
+    if count > len(chosen):
+        raise UserError(f"{count} different words are needed, and there are {len(chosen)} (keys: {keys})")
+    return chosen
