@@ -99,7 +99,7 @@ def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, tmp_path
     first = json.loads((done / "report.json").read_text())
     ranking = (done / "ranking.json").read_bytes()
     cells = {path.name: path.stat().st_mtime_ns for path in (done / "cells").iterdir()}
-    assert len(cells) == len(MODELS) * 5 + 2  # and what tokens cost after two contexts, of all models at once
+    assert len(cells) == len(MODELS) * 6 + 2  # and what tokens cost after two contexts, of all models at once
     shutil.rmtree(done / "hybrid")
     (done / "report.json").unlink()
     assert surgery("run", folder / "quick.yaml", "--resume")[0] == 0

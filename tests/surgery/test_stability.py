@@ -100,7 +100,9 @@ def test_a_ranking_is_repeated_with_other_seeds_and_probes(world_base, tokenizer
     assert found.repeats[0].leading == tuple(head.site for head in measured[:LEADING])
     attributed = next(a for a in found.agreements if a.score == "attribution" and a.between == (0, 1))
     starts = {str(head.site): head.start for head in ranking.heads}  # the first one's grafts, on the other one's questions
-    again = attribute(fully_gated(adopt(world_base), 2, 8, starts), encode(tokenizer, KVRetrieval(4).questions(6, 5))).mean(0)
+    again = attribute(
+        fully_gated(adopt(world_base), 2, 8, starts), encode(tokenizer, KVRetrieval(4, keys="lessons").questions(6, 5))
+    ).mean(0)
     both = [(head.attribution.value, float(again[head.site.layer, head.site.heads[0]])) for head in alone.heads]
     assert attributed.correlation.value == pytest.approx(stats.spearmanr(both).statistic, abs=0.02)  # rounding may swap two
     assert found.drawn.n == found.leading.n == 12
