@@ -165,7 +165,7 @@ class LayerGraft(nn.Module):
         """q (b, H, t, d), k and v (b, G, s, d), mask as graft_attention takes it -> (b, t, H, d)."""
         b, heads, t, width = q.shape
         each = heads // k.shape[1]
-        if isinstance(mask, Packing) or t > 1 or each == 1:
+        if isinstance(mask, Packing) or t != 1 or not b or each == 1:
             return graft_attention(q, self.per_head(k), self.per_head(v), mask)
         # Decoding would spend its time copying keys. The queries of a group are as good as so many tokens, all of which may
         # attend to every key that exists.
