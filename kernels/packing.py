@@ -68,9 +68,10 @@ class Packing:
         return found if self.outside is None else found.masked_fill_(_like(self.outside, found), 0)
 
 
-def packed(numbers: Tensor, device: torch.device | None = None) -> Packing:
+def packed(numbers: Tensor, device: torch.device | None = None, *, alike: bool = True) -> Packing:
     """The documents of a batch from their numbers (b, t): tokens of a row with one number are one document, and lie beside each
-    other; a negative number belongs to none. device: where the tokens are, if elsewhere."""
+    other; a negative number belongs to none. device: where the tokens are, if elsewhere. alike: whether those of a group are of
+    similar length; otherwise all are one group."""
     device = numbers.device if device is None else device
     shape, numbers = numbers.shape, numbers.cpu()
     begins = torch.ones_like(numbers, dtype=torch.bool)
@@ -80,7 +81,7 @@ def packed(numbers: Tensor, device: torch.device | None = None) -> Packing:
     starts, lengths = bounds[:-1][inside], bounds.diff()[inside]
     order = lengths.argsort(descending=True, stable=True)
     places, groups, offset = torch.zeros(numbers.numel(), dtype=torch.long), [], 0
-    for some in order.split(_sizes(lengths[order].tolist())):
+    for some in order.split(_sizes(lengths[order].tolist()) if alike else [len(order)]):
         across = torch.arange(int(lengths[some[0]]))
         pads = across >= lengths[some, None]
         index = starts[some, None] + across.minimum(lengths[some, None] - 1)

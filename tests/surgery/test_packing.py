@@ -2,12 +2,18 @@
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, DynamicCache, Trainer, TrainingArguments
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache, LlamaConfig, Trainer, TrainingArguments
 
 from surgery.hybrids.packed import packing
 from surgery.kernels.dispatch import use
-from surgery.splice import adopt
-from tests.conftest import BASES
+from surgery.splice import adopt, splice
+from surgery.tune.align import error, gather
+from surgery.tune.data import IGNORE
+from surgery.tune.distil import Distillation
+from surgery.tune.trained import trainable, training
+from tests.conftest import BASES, random_base
+from tests.surgery.test_hybrid import PLANS
 from tests.surgery.test_laws import LAYERS, MODELS, UNTOUCHED, over
 
 LENGTHS = [[1, 17, 3, 30, 9], [28, 32]]
@@ -148,7 +154,7 @@ def test_in_training(model, ids):
     """Checkpointing changes no gradient; half precision comes near; chosen positions are those of all."""
     whole = model(ids, position_ids=positions())
     wanted = gradients(model, model(ids, position_ids=positions(), labels=ids).loss)
-    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    model.train().activation_checkpointing_enable()
     torch.testing.assert_close(gradients(model, model(ids, position_ids=positions(), labels=ids).loss), wanted)
     with torch.autocast("cpu", torch.bfloat16):
         output = model(ids, position_ids=positions(), labels=ids)
@@ -211,3 +217,53 @@ def test_no_tokens_give_no_logits(model, shape):
     nothing = torch.zeros(shape, dtype=torch.long)
     assert model(nothing).logits.shape == (*shape, model.config.vocab_size)
     model.train()(nothing).logits.sum().backward()
+
+
+def in_rows(ids):
+    """Text as tuning has it, packed, and a document to a row: (ids, real, position_ids) each."""
+    parts = [part for row, lengths in zip(ids, LENGTHS, strict=True) for part in row.split(lengths)]
+    alone, real = (torch.nn.utils.rnn.pad_sequence(m, batch_first=True) for m in (parts, [torch.ones_like(p) for p in parts]))
+    return (ids, torch.ones_like(ids).bool(), positions()), (alone, real.bool(), torch.arange(alone.shape[1]).expand_as(alone))
+
+
+def other_teacher(kind):
+    if kind == "the base":
+        return adopt(random_base())
+    torch.manual_seed(3)
+    if kind == "another of ours":
+        return adopt(random_base(num_hidden_layers=2))
+    if kind == "transformers' own":
+        return random_base()
+    config = LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("kind", ["the base", "another of ours", "transformers' own", "a transformer"])
+def test_tuning_on_packed_text_is_tuning_on_its_documents(kind, ids):
+    """The losses and their gradients, whatever the teacher: none sees two documents at once."""
+    hybrid, teacher = splice(random_base(), PLANS["one head"]).double(), other_teacher(kind).double()
+    with training(hybrid, trainable(hybrid, None), teacher) as trained:
+        distillation = Distillation(hybrid, teacher)
+        targets = torch.where(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.1, ids, IGNORE)
+        found = [distillation(ids, targets, text) for text in in_rows(ids)]
+        mine, others = (torch.autograd.grad(losses["kl"], list(trained.values())) for losses in found)
+    assert found[0]["kl"] > 1e-6
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-9)  # their sums are in float32
+    torch.testing.assert_close(mine, others, rtol=1e-5, atol=1e-9)
+    shared = distillation(ids, targets, (*in_rows(ids)[0][:2], torch.arange(60).expand(2, 60)))
+    assert abs(shared["kl"] - found[0]["kl"]) > 1e-3 * found[0]["kl"]
+
+
+def test_grafts_are_aligned_on_the_same_states_packed(ids):
+    hybrid = splice(random_base(), PLANS["shared pairs, two layers, one complete"]).double()
+    with training(hybrid, trainable(hybrid, None)):
+        distillation = Distillation(hybrid, adopt(random_base()).double())
+        nothing = torch.full_like(ids, IGNORE)
+        states = [gather(distillation, [((ids, nothing), text)], 0, Accelerator())[0] for text in in_rows(ids)]
+        off = [error(distillation, some)["loss"] for some in states]
+    assert states[0].keys() == {1, 2}
+    for i in states[0]:
+        torch.testing.assert_close(states[0][i][1], states[1][i][1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(*off, rtol=1e-6, atol=0)
