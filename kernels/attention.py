@@ -14,19 +14,28 @@ from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.flash_attention import BACKENDS as FLASH
+from surgery.kernels.packing import Packing
 from surgery.kernels.triton_attention import attend, refuses
 
 
-def graft_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+def graft_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Packing | None = None, *, backend: str | None = None
+) -> Tensor:
     """Causal attention of the last tokens on all of them.
 
     q (b, pairs, t, w); k (b, pairs, s, w) with s >= t; v (b, heads, s, p), heads a multiple of pairs: value head i uses pair
     i // (heads / pairs). mask: None, or boolean (b, s), True for keys that exist; both are causal, the queries aligned to the
     end of the keys. Or (b, 1, t, s), boolean (True: may attend) or additive, causality included; only sdpa and the reference
-    take it, and the kernels for GPUs do not. A query that may attend to nothing gives 0. Returns (b, t, heads, p).
+    take it, and the kernels for GPUs do not. Or, where several documents share a row, the packing of the tokens, with s = t:
+    each is causal on its own. A query that may attend to nothing gives 0. Returns (b, t, heads, p).
     """
+    if isinstance(mask, Packing):
+        time_first = (m.transpose(1, 2) for m in (q, k, v))
+        return mask.apply(lambda *rows: graft_attention(*(m.transpose(1, 2) for m in rows), backend=backend), *time_first)
     b, heads, s, p = v.shape
     pairs, t = q.shape[1:3]
+    if not b or not t:
+        return v.new_zeros(b, t, heads, p)  # nothing; its shape alone
     wide = v.view(b, pairs, heads // pairs, s, p).transpose(2, 3).reshape(b, pairs, s, -1)
     y = GRAFT_ATTENTION(q, k, wide, mask, backend=backend)
     return y.view(b, pairs, t, heads // pairs, p).permute(0, 2, 1, 3, 4).reshape(b, t, heads, p)

@@ -14,19 +14,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation
+from surgery.kernels.packing import Packing
 from surgery.kernels.pointwise import convolution_refuses, convolve
 
 SILU = ("silu", "swish")  # what configs call that activation
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, t: int, silu: bool = False, *, backend: str | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    t: int,
+    silu: bool = False,
+    *,
+    packing: Packing | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """The last t tokens' outputs, (b, t, c).
 
     x (b, s, c), s >= t: tokens before the last t are context. weight (c, 1, k), as in Conv1d; bias (c,). silu: whether that
-    activation follows.
+    activation follows. packing: of the tokens, where several documents share a row; then s = t.
     """
+    if packing is not None:
+        return packing.apply(lambda rows: causal_conv(rows, weight, bias, rows.shape[1], silu, backend=backend), x)
+    if not len(x) or not t:
+        return x[:, x.shape[1] - t :]  # nothing; its shape alone
     return CAUSAL_CONV(x, weight, bias, t, silu, backend=backend)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
 from surgery.kernels.native import refuses, step_refuses
+from surgery.kernels.packing import Packing, check_no_state
 from surgery.kernels.selective_chunked import run as run_chunked
 from surgery.kernels.selective_native import run as run_native
 from surgery.kernels.selective_native import step
@@ -36,6 +37,7 @@ def selective_scan(
     D: Tensor | None = None,
     initial_state: Tensor | None = None,
     *,
+    packing: Packing | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scan a sequence.
@@ -43,7 +45,16 @@ def selective_scan(
     x and dt (b, t, d), dt positive; A (d, n), negative; B and C (b, t, n); D (d,); initial_state (b, d, n). Returns y (b, t, d)
     in the dtype of x, and the state after the last token (b, d, n), in float32 at least. Any strides will do; the mixer's own
     (x and dt transposed, B and C parts of one projection) are read where they are.
+
+    packing: of the tokens, where several documents share a row; every one begins from an empty state, and the states are those
+    after each, (documents, d, n).
     """
+    if packing is not None:
+        check_no_state(initial_state)
+        return packing.scan(lambda x, dt, B, C: selective_scan(x, dt, A, B, C, D, backend=backend), x, dt, B, C)
+    if not x.numel():
+        state = x.new_zeros(len(x), *A.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        return x, state if initial_state is None else initial_state
     return SELECTIVE_SCAN(x, dt, A, B, C, D, initial_state, backend=backend)
 
 

@@ -13,12 +13,14 @@ The time step is given ready for use: softplus, bias and limits have been applie
 """
 
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
 from surgery.kernels.native import step_refuses
+from surgery.kernels.packing import Packing, check_no_state
 from surgery.kernels.ssd_chunked import chunked_scan
 from surgery.kernels.ssd_native import refuses, run, step
 
@@ -32,6 +34,7 @@ def ssd_scan(
     D: Tensor | None = None,
     initial_state: Tensor | None = None,
     *,
+    packing: Packing | None = None,
     chunk_size: int = 256,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -41,8 +44,22 @@ def ssd_scan(
     initial_state (b, h, p, n). Returns y (b, t, h, p) in the dtype of x (stock: in float32, as in
     transformers), and the state after the last token (b, h, p, n), in float32 at least unless from the reference.
     `chunk_size` is the checkpoint's; only the stock backend uses it, since the result does not depend on it.
+
+    packing: of the tokens, where several documents share a row; every one begins from an empty state, and the states are those
+    after each, (documents, h, p, n).
     """
+    if packing is not None:
+        check_no_state(initial_state)
+        options: dict[str, Any] = {"chunk_size": chunk_size, "backend": backend}
+        return packing.scan(lambda x, dt, B, C: ssd_scan(x, dt, A, B, C, D, **options), x, dt, B, C)
+    if not x.numel():
+        return x, _empty_state(x, B) if initial_state is None else initial_state
     return SSD_SCAN(x, dt, A, B, C, D, initial_state, chunk_size, backend=backend)
+
+
+def _empty_state(x: Tensor, B: Tensor) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.new_zeros(len(x), *x.shape[2:], B.shape[-1], dtype=dtype)
 
 
 def _reference(x, dt, A, B, C, D, initial_state, chunk_size):

@@ -143,9 +143,9 @@ class Lora(Record):
 
 
 class Tune(Record):
-    """A step sees `batch_size` sequences of one of the `lessons`, drawn by weight, and `text_batch_size` windows of at most
-    `text_tokens` tokens of text, on which the model is held to its base with weight `kl_weight`. curriculum: the share of the
-    steps over which the lessons' ranges and the text grow to their full size.
+    """A step sees `batch_size` sequences of one of the `lessons`, drawn by weight, and `text_batch_size` rows of at most
+    `text_tokens` tokens of text, on which the model is held to its base with weight `kl_weight`; shorter documents share a row.
+    curriculum: the share of the steps over which the lessons' ranges and the text grow to their full size.
 
     align, calibrate: stages before the steps (`steps: 0`: instead of them). keep: what ends the steps early. lora: adapters
     on the base that learn beside the grafts. repeat: so many distinct batches, again and again; what the fixed weights make of

@@ -105,7 +105,7 @@ def _seconds(run: Run) -> float:
     return (times[-1] - times[0]) / (len(times) - 1)
 
 
-def _texts(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int) -> list[tuple[Tensor, Tensor]]:
+def _texts(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int) -> list[tuple[Tensor, ...]]:
     return list(islice(loaders(tokenizer, options, data, seed, 0)[1], BUFFER))
 
 

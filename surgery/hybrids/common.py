@@ -16,17 +16,9 @@ from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mamba2Output
 
 from surgery.hybrids.layer_graft import is_layer_graft, make_mixer, whole_block
+from surgery.hybrids.packed import PACKED, packing
 from surgery.hybrids.parts import RMSNorm, at
 from surgery.sources import write_sources
-
-# Keyword arguments that say where one sequence ends and the next begins within a row.
-PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k")
-
-
-def refuse_packed(kwargs: dict[str, Any]) -> None:
-    """Raise ValueError rather than let sequences leak into each other."""
-    if packed := [name for name in PACKED if kwargs.get(name) is not None]:
-        raise ValueError(f"packed sequences ({packed[0]}) are not supported; pad them instead")
 
 
 def describe_layers(config: Any, module: str, name: str) -> None:
@@ -163,20 +155,24 @@ class HybridBackbone:
         **kwargs: Any,
     ) -> Any:
         """As in transformers. positions_to_keep: which of the b * t positions' last states are wanted, by number; they are then
-        (positions, hidden), and the last block does no more than mix at the others."""
-        refuse_packed(kwargs)
+        (positions, hidden), and the last block does no more than mix at the others. Documents that share a row (packed.py says
+        how that is told) are computed as if each stood alone, and nothing is cached."""
         config = self.config
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = (config.use_cache and not self.training) if use_cache is None else use_cache
+        documents = packing(hidden, attention_mask, position_ids, cache_params, use_cache, kwargs)
+        use_cache = (config.use_cache and not self.training and documents is None) if use_cache is None else use_cache
         use_cache = use_cache and not (self.gradient_checkpointing and self.training)
         if use_cache and cache_params is None:
             cache_params = DynamicCache(config=config)
+        if position_ids is None:
+            position_ids = documents.positions() if documents else positions(config, hidden, attention_mask, cache_params)
         places = {
             "attention_mask": create_recurrent_attention_mask(config, hidden, attention_mask, past_key_values=cache_params),
-            "causal_mask": self._graft_mask(hidden, attention_mask, cache_params) if config.grafts else None,
-            "position_ids": positions(config, hidden, attention_mask, cache_params) if position_ids is None else position_ids,
+            "causal_mask": self._graft_mask(hidden, attention_mask, cache_params) if config.grafts and not documents else None,
+            "position_ids": position_ids,
+            "packing": documents,
         }
         every = []
         for i, block in enumerate(self.layers, 1):
@@ -225,7 +221,6 @@ class HybridCausalLM:
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        refuse_packed(kwargs)
         read = self.backbone(
             input_ids,
             inputs_embeds=inputs_embeds,
@@ -235,6 +230,7 @@ class HybridCausalLM:
             attention_mask=attention_mask,
             position_ids=position_ids,
             return_dict=True,
+            **{name: kwargs[name] for name in PACKED if name in kwargs},
         )
         hidden = slice_logits_to_keep(read.last_hidden_state, logits_to_keep)
         logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()

@@ -18,6 +18,7 @@ from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import attention_matrix
 from surgery.kernels.native import learns
+from surgery.kernels.packing import Packing
 
 
 class DualGraft(Graft):
@@ -54,7 +55,7 @@ class DualGraft(Graft):
             q, k = F.pad(q, (0, 1), value=1.0), torch.cat([k, write.transpose(1, 2)[..., None]], dim=-1)
         return q, k
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Packing | None) -> Tensor:
         """v (b, heads, s, p) -> (b, t, heads, p)."""
         return graft_attention(q, k, v, mask) * self.sign(v).transpose(0, 1)
 
@@ -87,10 +88,11 @@ class DualMixer:
         attention_mask: Tensor | None = None,
         causal_mask: Tensor | None = None,
         positions_to_keep: Tensor | None = None,
+        packing: Packing | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        gate, x, B, C, dt, qk = self.project(hidden_states, cache_params, attention_mask)
-        y = self.mix(x, B, C, dt, qk, cache_params, causal_mask)
+        gate, x, B, C, dt, qk = self.project(hidden_states, cache_params, attention_mask, packing)
+        y = self.mix(x, B, C, dt, qk, cache_params, causal_mask, packing)
         return self.finish(at(positions_to_keep, y), at(positions_to_keep, gate))
 
     def convolve(
@@ -99,6 +101,7 @@ class DualMixer:
         xBC: Tensor,
         cache_params: Cache | None,
         attention_mask: Tensor | None,
+        packing: Packing | None = None,
         *,
         clear: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
@@ -113,7 +116,7 @@ class DualMixer:
         def through(m: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             m = apply_mask_to_padding_states(m, attention_mask) if clear else m
             silu = self.activation in SILU
-            m = convolved(m, weight, bias, cache_params, self.layer_idx, silu)
+            m = convolved(m, weight, bias, cache_params, self.layer_idx, silu, packing)
             return apply_mask_to_padding_states(m if silu else self.act(m), attention_mask)
 
         if self.graft is None:
@@ -137,22 +140,28 @@ class DualMixer:
         qk: Tensor | None = None,
         cache_params: Cache | None = None,
         causal_mask: Tensor | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """Every head's own mixing, the D skip included: (b, t, h, p)."""
         heads = self.ssm_heads
         if len(heads) == self.num_heads:
-            y = self.scan(x, B, C, dt, heads, cache_params)
+            y = self.scan(x, B, C, dt, heads, cache_params, packing)
         elif heads:
-            y = self.scan(x[:, :, heads], B, C, dt[..., heads], heads, cache_params)
+            y = self.scan(x[:, :, heads], B, C, dt[..., heads], heads, cache_params, packing)
         else:
             y = x[:, :, :0]
         if self.graft is None:
             return y
         assert qk is not None  # project makes it wherever there is a graft
-        return self.graft.blend(y, self.attend(x, dt, qk, cache_params, causal_mask))
+        return self.graft.blend(y, self.attend(x, dt, qk, cache_params, packing or causal_mask))
 
     def attend(
-        self: Any, x: Tensor, dt: Tensor, qk: Tensor, cache_params: Cache | None = None, causal_mask: Tensor | None = None
+        self: Any,
+        x: Tensor,
+        dt: Tensor,
+        qk: Tensor,
+        cache_params: Cache | None = None,
+        causal_mask: Tensor | Packing | None = None,
     ) -> Tensor:
         """The grafts' mixing: (b, t, grafted heads, p)."""
         assert self.graft is not None

@@ -26,6 +26,7 @@ from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_sta
 from surgery.hybrids.parts import RMSNorm, at, convolved, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.mixing import attention_matrix
+from surgery.kernels.packing import Packing
 
 
 def layer_spec(
@@ -120,6 +121,7 @@ class LayerGraft(nn.Module):
         cache_params: Cache | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        packing: Packing | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """u (b, t, hidden) -> q (b, H, t, d), such that q . k is the score, k and v (b, G, t, d). Updates the cache's conv
         state. position_ids (b or 1, t): how far the tokens stand from their row's first; unless given, the cache tells."""
@@ -127,7 +129,7 @@ class LayerGraft(nn.Module):
         if self.qkv_conv is None:
             rows = [proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         else:
-            rows = list(self._convolved(hidden_states, cache_params, attention_mask).split(sizes, dim=-1))
+            rows = list(self._convolved(hidden_states, cache_params, attention_mask, packing).split(sizes, dim=-1))
         q, k, v = (row.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for row in rows)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -138,11 +140,13 @@ class LayerGraft(nn.Module):
             q, k = self._turned(q, k, position_ids)
         return q * self.scale, k, v
 
-    def _convolved(self, hidden_states: Tensor, cache: Cache | None, attention_mask: Tensor | None) -> Tensor:
+    def _convolved(
+        self, hidden_states: Tensor, cache: Cache | None, attention_mask: Tensor | None, packing: Packing | None
+    ) -> Tensor:
         assert self.qkv_conv is not None
         qkv = torch.cat([proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         qkv = apply_mask_to_padding_states(qkv, attention_mask)  # the first tokens of a padded row have nothing before them
-        return convolved(qkv, self.qkv_conv.weight, self.qkv_conv.bias, cache, self.layer_idx)
+        return convolved(qkv, self.qkv_conv.weight, self.qkv_conv.bias, cache, self.layer_idx, packing=packing)
 
     def _turned(self, q: Tensor, k: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE on the leading dimensions, in halves: dimension i turns with dimension i + dim / 2."""
@@ -157,11 +161,11 @@ class LayerGraft(nn.Module):
 
         return turned(q), turned(k)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Packing | None) -> Tensor:
         """q (b, H, t, d), k and v (b, G, s, d), mask as graft_attention takes it -> (b, t, H, d)."""
         b, heads, t, width = q.shape
         each = heads // k.shape[1]
-        if t > 1 or each == 1:
+        if isinstance(mask, Packing) or t != 1 or not b or each == 1:
             return graft_attention(q, self.per_head(k), self.per_head(v), mask)
         # Decoding would spend its time copying keys. The queries of a group are as good as so many tokens, all of which may
         # attend to every key that exists.
@@ -212,13 +216,15 @@ class LayerGraftMixer(nn.Module):
         causal_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         positions_to_keep: Tensor | None = None,
+        packing: Packing | None = None,
         **_: Any,
     ) -> Tensor:
-        """attention_mask (b, t): which of these tokens exist. causal_mask: as graft_attention takes it."""
-        q, k, v = self.graft.project(hidden_states, cache_params, attention_mask, position_ids)
+        """attention_mask (b, t): which of these tokens exist. causal_mask: as graft_attention takes it. packing: of the tokens,
+        where several documents share a row; no causal mask then."""
+        q, k, v = self.graft.project(hidden_states, cache_params, attention_mask, position_ids, packing)
         if cache_params is not None:
             k, v = seen_keys(cache_params, self.layer_idx, k, v)
-        return self.o_proj(at(positions_to_keep, self.graft.attend(q, k, v, causal_mask)).flatten(-2))
+        return self.o_proj(at(positions_to_keep, self.graft.attend(q, k, v, packing or causal_mask)).flatten(-2))
 
     def block(self, hidden_states: Tensor, positions_to_keep: Tensor | None = None, **kwargs: Any) -> Tensor:
         """The donor's whole layer, residuals included; they keep the dtype that they come in."""

@@ -39,6 +39,7 @@ from surgery.hybrids.layer_graft import make_mixer, whole_block
 from surgery.hybrids.parts import RMSNorm, at
 from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import ssd_matrix
+from surgery.kernels.packing import Packing
 from surgery.kernels.ssd import ssd_scan, ssd_step
 
 MLP = {"intermediate_size": 14336, "bias": False, "act_fn": "silu"}
@@ -148,7 +149,13 @@ class LlambaMixer(DualMixer, nn.Module):
         self.out_proj = nn.Linear(self.intermediate_size, config.hidden_size, bias=config.use_bias)
         self.take_grafts(config, layer_idx)
 
-    def project(self, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None) -> tuple:
+    def project(
+        self,
+        hidden_states: Tensor,
+        cache_params: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        packing: Packing | None = None,
+    ) -> tuple:
         """u (b, t, d) -> gate z with its bias (b, t, h * p), x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h) in float32 at
         least, and the grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's conv state."""
         b, t, _ = hidden_states.shape
@@ -156,14 +163,23 @@ class LlambaMixer(DualMixer, nn.Module):
         if self.z_bias is not None:
             gate = gate + self.z_bias
         # Pads are not cleared before in_proj, whose bias they would then have.
-        xBC, qk = self.convolve(hidden_states, xBC, cache_params, attention_mask, clear=True)
+        xBC, qk = self.convolve(hidden_states, xBC, cache_params, attention_mask, packing, clear=True)
         state = self.n_groups * self.ssm_state_size
         x, B, C = xBC.split([self.intermediate_size, state, state], dim=-1)
         dt = F.softplus(dt.to(torch.promote_types(dt.dtype, torch.float32))).clamp_min(LEAST)
         B, C = (m.reshape(b, t, self.n_groups, self.ssm_state_size) for m in (B, C))
         return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk
 
-    def scan(self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None) -> Tensor:
+    def scan(
+        self,
+        x: Tensor,
+        B: Tensor,
+        C: Tensor,
+        dt: Tensor,
+        heads: list[int],
+        cache_params: Cache | None,
+        packing: Packing | None = None,
+    ) -> Tensor:
         """The SSM's mixing for `heads`; x (b, t, len(heads), p) and dt (b, t, len(heads))."""
         D: Tensor = self.D
         if len(heads) < self.num_heads:
@@ -177,7 +193,7 @@ class LlambaMixer(DualMixer, nn.Module):
         if state is not None and x.shape[1] == 1:
             y = ssd_step(state, write[:, 0], dt[:, 0], A, B[:, 0], C[:, 0])[:, None]
         else:
-            y, state = ssd_scan(write, dt, A, B, C, None, state, chunk_size=self.chunk_size)
+            y, state = ssd_scan(write, dt, A, B, C, None, state, packing=packing, chunk_size=self.chunk_size)
             if cache_params is not None:
                 cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
         return (y + D[:, None] * x).to(x.dtype)

@@ -43,6 +43,7 @@ from surgery.hybrids.parts import at, convolved, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import attention_matrix, selective_matrix
+from surgery.kernels.packing import Packing
 from surgery.kernels.selective import selective_scan, selective_step
 
 SMALLEST = 1e-30  # time step: softplus reaches 0
@@ -81,7 +82,7 @@ class ChannelGraft(Graft):
         order = torch.tensor([place for places in self.pairs for place in places], device=v.device)
         return torch.cat([v[:, :, i, : len(places)] for i, places in enumerate(self.pairs)], dim=-1)[..., order.argsort()]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Packing | None) -> Tensor:
         """v (b, pairs, s, each, or twice that with the time step) -> (b, t, grafted channels)."""
         y = graft_attention(q, k, v, mask)
         if self.time_step:
@@ -105,21 +106,26 @@ class _HybridMixer:
         attention_mask: Tensor | None = None,
         causal_mask: Tensor | None = None,
         positions_to_keep: Tensor | None = None,
+        packing: Packing | None = None,
         **_: Any,
     ) -> Tensor:
-        x, dt, B, C, gate = self.project(hidden_states, cache_params, attention_mask)
-        y = self.mix(x, dt, B, C, cache_params, causal_mask)
+        x, dt, B, C, gate = self.project(hidden_states, cache_params, attention_mask, packing)
+        y = self.mix(x, dt, B, C, cache_params, causal_mask, packing)
         return self.finish(at(positions_to_keep, y), at(positions_to_keep, gate))
 
     def project(
-        self: Any, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None
+        self: Any,
+        hidden_states: Tensor,
+        cache_params: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        packing: Packing | None = None,
     ) -> tuple[Tensor, ...]:
         """u (b, t, d) -> x and dt, ready for use, (b, t, channels), B and C (b, t, n), gate z (b, t, channels). Updates the
         cache's conv state."""
         hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
         x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
         silu = self.activation in SILU
-        x = convolved(x, self.conv1d.weight, self.conv1d.bias, cache_params, self.layer_idx, silu)
+        x = convolved(x, self.conv1d.weight, self.conv1d.bias, cache_params, self.layer_idx, silu, packing)
         x = apply_mask_to_padding_states(x if silu else self.act(x), attention_mask)
         sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
         dt, B, C = self.normalise(*self.x_proj(x).split(sizes, dim=-1))
@@ -140,21 +146,31 @@ class _HybridMixer:
         C: Tensor,
         cache_params: Cache | None = None,
         causal_mask: Tensor | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """Every channel's own mixing, the D skip included: (b, t, channels)."""
         heads = self.ssm_heads
         if len(heads) == self.intermediate_size:
-            y = self.scan(x, dt, B, C, heads, cache_params)
+            y = self.scan(x, dt, B, C, heads, cache_params, packing)
         elif heads:
-            y = self.scan(x[..., heads], dt[..., heads], B, C, heads, cache_params)
+            y = self.scan(x[..., heads], dt[..., heads], B, C, heads, cache_params, packing)
         else:
             y = x[..., :0]
         if self.graft is None:
             return y
-        attended = self.attend(x, dt, cache_params, causal_mask)
+        attended = self.attend(x, dt, cache_params, packing or causal_mask)
         return self.graft.blend(y[..., None], attended[..., None]).squeeze(-1)
 
-    def scan(self: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, heads: list[int], cache_params: Cache | None) -> Tensor:
+    def scan(
+        self: Any,
+        x: Tensor,
+        dt: Tensor,
+        B: Tensor,
+        C: Tensor,
+        heads: list[int],
+        cache_params: Cache | None,
+        packing: Packing | None = None,
+    ) -> Tensor:
         """The SSM's mixing for the channels `heads`; x and dt (b, t, len(heads))."""
         A, D = -torch.exp(self.A_log.float()), self.D.float()
         if len(heads) < self.intermediate_size:
@@ -162,13 +178,13 @@ class _HybridMixer:
         state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
         if state is not None and x.shape[1] == 1:
             return selective_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
-        y, state = selective_scan(x, dt, A, B, C, D, state)
+        y, state = selective_scan(x, dt, A, B, C, D, state, packing=packing)
         if cache_params is not None:
             cache_params.update_recurrent_state(state, self.layer_idx)
         return y
 
     def attend(
-        self: Any, x: Tensor, dt: Tensor, cache_params: Cache | None = None, causal_mask: Tensor | None = None
+        self: Any, x: Tensor, dt: Tensor, cache_params: Cache | None = None, causal_mask: Tensor | Packing | None = None
     ) -> Tensor:
         """The grafts' mixing: (b, t, grafted channels)."""
         graft: ChannelGraft = self.graft

@@ -27,6 +27,7 @@ from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_laye
 from surgery.hybrids.dual import DualMixer
 from surgery.kernels.mixing import ssd_matrix
 from surgery.kernels.norm import rms_norm
+from surgery.kernels.packing import Packing
 from surgery.kernels.ssd import ssd_scan, ssd_step
 
 
@@ -59,20 +60,35 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         super().__init__(config, layer_idx)
         self.take_grafts(config, layer_idx)
 
-    def project(self, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None) -> tuple:
+    def project(
+        self,
+        hidden_states: Tensor,
+        cache_params: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        packing: Packing | None = None,
+    ) -> tuple:
         """u (b, t, d) -> gate z (b, t, h * p), x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h) ready for use, and the
         grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's conv state."""
         b, t, _ = hidden_states.shape
         hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
         gate, xBC, dt = self.in_proj(hidden_states).split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
-        xBC, qk = self.convolve(hidden_states, xBC, cache_params, attention_mask)
+        xBC, qk = self.convolve(hidden_states, xBC, cache_params, attention_mask, packing)
         state = self.n_groups * self.ssm_state_size
         x, B, C = xBC.split([self.intermediate_size, state, state], dim=-1)
         dt = F.softplus(dt + self.dt_bias.to(dt.dtype)).clamp(*self.time_step_limit)
         B, C = (m.reshape(b, t, self.n_groups, self.ssm_state_size) for m in (B, C))
         return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk
 
-    def scan(self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None) -> Tensor:
+    def scan(
+        self,
+        x: Tensor,
+        B: Tensor,
+        C: Tensor,
+        dt: Tensor,
+        heads: list[int],
+        cache_params: Cache | None,
+        packing: Packing | None = None,
+    ) -> Tensor:
         """The SSM's mixing for `heads`; x (b, t, len(heads), p)."""
         A = -torch.exp(self.A_log.float())
         D: Tensor = self.D
@@ -84,7 +100,7 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
         if state is not None and x.shape[1] == 1:
             return ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
-        y, state = ssd_scan(x, dt, A, B, C, D, state, chunk_size=self.chunk_size)
+        y, state = ssd_scan(x, dt, A, B, C, D, state, packing=packing, chunk_size=self.chunk_size)
         if cache_params is not None:
             cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
         return y

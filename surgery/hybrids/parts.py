@@ -6,6 +6,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2RMSNorm
 
 from surgery.kernels.conv import causal_conv
 from surgery.kernels.norm import rms_norm
+from surgery.kernels.packing import Packing
 
 
 class RMSNorm(Mamba2RMSNorm):
@@ -13,13 +14,21 @@ class RMSNorm(Mamba2RMSNorm):
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, cache: Cache | None, layer: int, silu: bool = False) -> Tensor:
-    """x (b, t, c) behind its short causal convolution. What the cache holds of earlier tokens stands before it, and the cache
-    then holds the last of these."""
+def convolved(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Cache | None,
+    layer: int,
+    silu: bool = False,
+    packing: Packing | None = None,
+) -> Tensor:
+    """x (b, t, c) behind its short causal convolution, within documents where several share a row. What the cache holds of
+    earlier tokens stands before it, and the cache then holds the last of these."""
     t = x.shape[1]
     if cache is not None:
         x = cache.update_conv_state(x.transpose(1, 2), layer, conv_kernel_size=weight.shape[-1]).transpose(1, 2)
-    return causal_conv(x, weight, bias, t, silu)
+    return causal_conv(x, weight, bias, t, silu, packing=packing)
 
 
 def at(positions: Tensor | None, states: Tensor) -> Tensor:

@@ -19,8 +19,10 @@ from surgery.families import Hybrid
 from surgery.tune.data import IGNORE
 from surgery.tune.distil import Batch, Distillation
 
-# block -> (entering, leaving, which tokens are real) by kind of text, and the square of what the block adds to all of them.
-States = dict[int, tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]]
+# (entering, leaving, which tokens are real, position_ids where documents share rows).
+Part = tuple[Tensor, Tensor, Tensor, Tensor | None]
+# block -> its parts by kind of text, and the square of what the block adds to all of them.
+States = dict[int, tuple[list[Part], Tensor]]
 
 
 def error(distillation: Distillation, states: States) -> dict[str, Tensor]:
@@ -30,8 +32,8 @@ def error(distillation: Distillation, states: States) -> dict[str, Tensor]:
     for i, (parts, size) in states.items():
         block = distillation.student.base_model.layers[i]
         with distillation.autocast(parts[0][0].device):
-            given = [distillation.run([block], norm=False, inputs_embeds=entering) for entering, _, _ in parts]
-        off = [_square(mine - leaving, real) for mine, (_, leaving, real) in zip(given, parts, strict=True)]
+            given = [distillation.run([block], norm=False, inputs_embeds=part[0], position_ids=part[3]) for part in parts]
+        off = [_square(mine - leaving, real) for mine, (_, leaving, real, _) in zip(given, parts, strict=True)]
         errors.append(torch.stack(off).sum() / size)
     return {"loss": torch.stack(errors).mean()}
 
@@ -43,12 +45,12 @@ def gather(distillation: Distillation, batches: Iterable[Batch], most: int, acce
     held = 0.0
     for (ids, targets), text in batches:
         real = (targets != IGNORE).flip(1).cumsum(1).flip(1) > 0  # up to the last one asked for
-        parts: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        for tokens, which in [(ids, real)] + ([] if text is None else [text]):
-            for i, entering, leaving in distillation.block_states(tokens):
-                parts.setdefault(i, []).append((entering, leaving, which))
-        squares = {i: [_square(leaving - entering, real) for entering, leaving, real in parts[i]] for i in parts}
-        mine = sum(part.nbytes for triples in parts.values() for triple in triples for part in triple)
+        parts: dict[int, list[Part]] = {}
+        for tokens, which, places in [(ids, real, None)] + ([] if text is None else [text]):
+            for i, entering, leaving in distillation.block_states(tokens, places):
+                parts.setdefault(i, []).append((entering, leaving, which, places))
+        squares = {i: [_square(leaving - entering, real) for entering, leaving, real, _ in parts[i]] for i in parts}
+        mine = sum(m.nbytes for some in parts.values() for part in some for m in part if m is not None)
         held += accelerator.reduce(torch.tensor(float(mine), device=ids.device), "sum").item()
         sizes = accelerator.reduce({i: torch.stack(of).sum() for i, of in squares.items()}, "mean")
         if found and held > most:

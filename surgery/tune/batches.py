@@ -1,10 +1,15 @@
 """What a step of tuning sees: a batch of lessons and a batch of text, both from the seed and the step alone.
 
-Batches of documents hold ones of similar length, so that little of them is padding: those of `BUFFER` steps are sorted by
-length before they are cut into batches. The batches then come in the order of the first document of each, so that long and
-short ones alternate as they were drawn; where all have one length, nothing changes place.
+Documents shorter than a row share rows, without seeing each other (surgery/hybrids/packed.py), so that a step always sees about
+as many tokens of text. As many are drawn for the rows of `BUFFER` steps as fill them by the mean length of the first ones that
+are drawn at all; those that do not fit are passed over. Rows of similar length then make a batch, so that little of it is
+padding, and the batches come in the order of the first document of each, so that long and short ones alternate as they were
+drawn. Where all documents are as long as a row, each has its own, and nothing changes place.
 """
 
+import bisect
+import heapq
+import math
 import random
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -23,7 +28,8 @@ from surgery.recipe import Data, Tune
 from surgery.tune.data import Piece, collate, kv_pieces, padded, probe_pieces
 from surgery.tune.sources import Reading, Source, open_source
 
-BUFFER = 16  # steps whose documents are sorted by length together
+BUFFER = 16  # steps whose documents are packed and sorted by length together
+SAMPLE = 256  # documents whose mean length says how many fill a row
 QUERIES = 8
 SHORTEST = 0.25  # of text_tokens, where the curriculum begins
 FIRST_SEED = 1 << 63  # of the questions in lessons: seeds of recipes, which locate and bench use, are far below it
@@ -32,8 +38,9 @@ FIRST_SEED = 1 << 63  # of the questions in lessons: seeds of recipes, which loc
 def loaders(
     tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int, start: int
 ) -> tuple[DataLoader, DataLoader]:
-    """Batches from step `start` on: lessons as (ids, targets), both (b, t), and text as (ids, real), both (b, t), real False on
-    padding; or None where `text_batch_size` is 0. Raises UserError in one line for data that cannot be used."""
+    """Batches from step `start` on: lessons as (ids, targets), both (b, t), and text as (ids, real, position_ids), all (b, t):
+    real is False on padding, and positions begin again with every document; or None where `text_batch_size` is 0. Raises
+    UserError in one line for data that cannot be used."""
     _check_lessons(tokenizer, options, data)
     steps, size = options.steps, options.batch_size
     lessons = Lessons(tokenizer, options, seed)
@@ -44,7 +51,7 @@ def loaders(
         nothing: Any = range(start * options.batch_size, steps * options.batch_size)  # as many batches, to be divided alike
         return lesson_loader, DataLoader(nothing, batch_size=options.batch_size, collate_fn=_nothing)
     rows = Rows(tokenizer, options, data, seed)
-    return lesson_loader, DataLoader(Subset(rows, range(start * size, steps * size)), batch_size=size, collate_fn=pad)
+    return lesson_loader, DataLoader(Subset(rows, range(start * size, steps * size)), batch_size=size, collate_fn=together)
 
 
 def held_out_windows(
@@ -100,35 +107,63 @@ class Lessons(Dataset[list[Piece]]):
         return {name: draw(value) for name, value in self.chosen[step].options.items()}
 
 
-class Rows(Dataset[list[int]]):
-    """`steps` batches of rows of text, those of a batch of similar length."""
+class Rows(Dataset[list[list[int]]]):
+    """`steps` batches of rows of text, each of one document or of several, those of a batch of similar length."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int):
         self.options = options
         self.sources = _sources(data, Reading(tokenizer, options.text_tokens, seed))
-        # Whole buffers, however many steps there are: a row depends on those that it is sorted with.
+        # Whole buffers, however many steps there are: a row depends on those that it is packed and sorted with.
         buffers = -(-options.steps // BUFFER)
-        weights = [text.weight for text in data.train_text]
-        self.drawn = _draw(f"mixture {seed}", weights, buffers * BUFFER * options.text_batch_size)
-        self._buffer: tuple[int, list[list[int]]] = (-1, [])
+        mixture, weights = f"mixture {seed}", [text.weight for text in data.train_text]
+        first = [self._length(*drawn) for drawn in _draw(mixture, weights, SAMPLE)]
+        self.each = math.ceil(BUFFER * options.text_batch_size * options.text_tokens / max(1, sum(first) / SAMPLE))
+        self.drawn = _draw(mixture, weights, buffers * self.each)
+        self._buffer: tuple[int, list[list[list[int]]]] = (-1, [])
 
     def __len__(self) -> int:
         return self.options.steps * self.options.text_batch_size
 
-    def __getitem__(self, index: int) -> list[int]:
+    def __getitem__(self, index: int) -> list[list[int]]:
         buffer, place = divmod(index, BUFFER * self.options.text_batch_size)
         if buffer != self._buffer[0]:
             self._buffer = (buffer, self._read(buffer))
         part = SHORTEST + (1 - SHORTEST) * progress(self.options, index // self.options.text_batch_size)
-        return self._buffer[1][place][: max(2, round(part * self.options.text_tokens))]
+        return _cut(self._buffer[1][place], max(2, round(part * self.options.text_tokens)))
 
-    def _read(self, buffer: int) -> list[list[int]]:
-        size = self.options.text_batch_size
-        every = BUFFER * size
-        rows = [self.sources[source].row(index) for source, index in self.drawn[buffer * every : (buffer + 1) * every]]
-        order = sorted(range(every), key=lambda i: len(rows[i]))
-        batches = sorted(sorted(order[first : first + size]) for first in range(0, every, size))
-        return [rows[i] for batch in batches for i in batch]
+    def _read(self, buffer: int) -> list[list[list[int]]]:
+        size, tokens = self.options.text_batch_size, self.options.text_tokens
+        some = self.drawn[buffer * self.each : (buffer + 1) * self.each]
+        documents = [self.sources[source].row(index) for source, index in some]
+        rows = packed([len(document) for document in documents], BUFFER * size, tokens)
+        order = sorted(range(len(rows)), key=lambda i: sum(len(documents[j]) for j in rows[i]))
+        batches = sorted(sorted(order[first : first + size]) for first in range(0, len(rows), size))
+        return [[documents[j] for j in rows[i]] for batch in batches for i in batch]
+
+    def _length(self, source: int, index: int) -> int:
+        whole = self.sources[source].whole
+        return self.options.text_tokens if whole else len(self.sources[source].row(index))
+
+
+def packed(lengths: Sequence[int], count: int, most: int) -> list[list[int]]:
+    """The first documents, as many as fit, in `count` rows of at most `most` tokens, by number: each row's in order, and the
+    rows in the order of their first. lengths: of at least `count` documents, none longer than a row."""
+
+    def spread(number: int) -> list[list[int]] | None:
+        """The longest first, each into the emptiest row; None where one does not fit."""
+        filled = [(0, row) for row in range(count)]
+        rows: list[list[int]] = [[] for _ in filled]
+        for i in sorted(range(number), key=lambda i: -lengths[i]):
+            tokens, row = heapq.heappop(filled)
+            if tokens + lengths[i] > most:
+                return None
+            heapq.heappush(filled, (tokens + lengths[i], row))
+            rows[row].append(i)
+        return rows
+
+    # All up to the first that does not fit, and none of those behind it: otherwise the long ones, or the short ones, lose.
+    fits = bisect.bisect_left(range(count + 1, len(lengths) + 1), True, key=lambda number: spread(number) is None) + count
+    return sorted(sorted(row) for row in spread(fits) or ())
 
 
 def progress(options: Tune, step: int) -> float:
@@ -142,10 +177,27 @@ def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
-def padding(text: Iterable[tuple[Tensor, Tensor]]) -> float:
+def together(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of documents as `pad` gives rows, and every token's position in its document; padding counts on."""
+    ids, real = pad([[token for document in row for token in document] for row in rows])
+    places = [[place for document in row for place in range(len(document))] for row in rows]
+    ends = torch.tensor([len(row[-1]) for row in rows]) - real.sum(1)
+    return ids, real, torch.where(real, padded(places, 0), torch.arange(ids.shape[1]) + ends[:, None])
+
+
+def padding(text: Iterable[tuple[Tensor, ...]]) -> float:
     """The share of padding in batches of text."""
-    filled, all_of_it = torch.tensor([[real.sum(), real.numel()] for _, real in text]).sum(0).tolist()
+    filled, all_of_it = torch.tensor([[real.sum(), real.numel()] for _, real, *_ in text]).sum(0).tolist()
     return 1 - filled / all_of_it
+
+
+def _cut(row: Sequence[list[int]], most: int) -> list[list[int]]:
+    """The first tokens of a row."""
+    cut: list[list[int]] = []
+    for document in row:
+        if left := most - sum(map(len, cut)):
+            cut.append(document[:left])
+    return cut
 
 
 def _nothing(_: list[int]) -> None:

@@ -17,12 +17,15 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.families import Hybrid
+from surgery.hybrids.common import HybridCausalLM
 from surgery.hybrids.parts import at
+from surgery.kernels.packing import packed
 from surgery.tune.data import IGNORE
 from surgery.tune.divergence import divergence
 
 Pair = tuple[Tensor, Tensor]
-Batch = tuple[Pair, Pair | None]  # lessons: ids and targets; text: ids, and which of them are real
+Text = tuple[Tensor, Tensor, Tensor]
+Batch = tuple[Pair, Text | None]  # lessons: ids and targets; text: ids, which of them are real, and position_ids
 
 
 class Distillation(nn.Module):
@@ -65,16 +68,17 @@ class Distillation(nn.Module):
         self,
         ids: Tensor,
         targets: Tensor,
-        text: Pair | None = None,
+        text: Text | None = None,
         counts: tuple[float, float] | None = None,
         key: Any = None,
     ) -> dict[str, Tensor]:
         """{"loss", "retrieval", "kl"}: the sum that is trained, the cross-entropy per target, and KL(teacher || student) per
         token of text; in nats.
 
-        ids, targets (b, t): targets[i] is what position i has to predict, or IGNORE. text: ids (b, t), and which of them are
-        real; without it the KL is 0. counts: what to divide the sums by, for a part of a batch: the targets and the real
-        tokens of the whole. key: that of a batch, or of a part, which comes again.
+        ids, targets (b, t): targets[i] is what position i has to predict, or IGNORE. text: ids (b, t), which of them are real,
+        and their positions, which begin again with every document that shares a row; without it the KL is 0. counts: what to
+        divide the sums by, for a part of a batch: the targets and the real tokens of the whole. key: that of a batch, or of a
+        part, which comes again.
         """
         with self.autocast(ids.device):
             asked = _numbers(targets != IGNORE)
@@ -90,18 +94,18 @@ class Distillation(nn.Module):
         return torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
 
     @torch.no_grad()
-    def block_states(self, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def block_states(self, ids: Tensor, places: Tensor | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
         """For every block that learns and that the teacher has otherwise, in order: (its number, what enters it in the teacher,
-        what leaves it). Nothing above the last one is run. Raises UserError if the teacher has other embeddings or another
-        head."""
+        what leaves it). places: position_ids of what is packed. Nothing above the last one is run. Raises UserError if the
+        teacher has other embeddings or another head."""
         if self.teacher is not None:
             raise UserError("align needs the base as teacher")
         with self.autocast(ids.device):
-            hidden = self._below(ids, (None, ""))
+            hidden = self._below(ids, (None, ""), places)
             learning = [i for i in self.others if _trained(self.student.base_model.layers[i])]
             for i in range(self.first, max(learning) + 1):
                 entering, block = hidden, self._teachers_blocks()[i]
-                hidden = self.run([block], norm=False, inputs_embeds=entering)
+                hidden = self.run([block], norm=False, inputs_embeds=entering, position_ids=places)
                 if i in learning:
                     yield i, entering, hidden
 
@@ -119,41 +123,61 @@ class Distillation(nn.Module):
         with _arranged(self.student.base_model, blocks, norm):
             return self.student.base_model(**inputs, use_cache=False).last_hidden_state
 
-    def _below(self, ids: Tensor, key: tuple[Any, str]) -> Tensor:
+    def _below(self, ids: Tensor, key: tuple[Any, str], places: Tensor | None = None) -> Tensor:
         """The states that student and teacher have in common, without autograd."""
         blocks = list(self.student.base_model.layers)[: self.first]
+
+        def states() -> Tensor:
+            return self.run(blocks, norm=False, input_ids=ids, position_ids=places)
+
         with torch.no_grad():
-            return self.kept.get(key if self.first else (None, ""), lambda: self.run(blocks, norm=False, input_ids=ids))
+            return self.kept.get(key if self.first else (None, ""), states)
 
-    def _above(self, hidden: Tensor, positions: Tensor) -> Tensor:
+    def _above(self, hidden: Tensor, positions: Tensor, places: Tensor | None = None) -> Tensor:
         """The student's last states at some of all positions, (positions, d)."""
-        return self._last(list(self.student.base_model.layers)[self.first :], hidden, positions)
+        return self._last(list(self.student.base_model.layers)[self.first :], hidden, positions, places)
 
-    def _last(self, blocks: Sequence[nn.Module], hidden: Tensor, positions: Tensor) -> Tensor:
+    def _last(self, blocks: Sequence[nn.Module], hidden: Tensor, positions: Tensor, places: Tensor | None) -> Tensor:
         # Nothing is gained where it is all of them.
         keep = positions if len(positions) < hidden.shape[:2].numel() else None
-        found = self.run(blocks, norm=True, inputs_embeds=hidden, positions_to_keep=keep)
+        found = self.run(blocks, norm=True, inputs_embeds=hidden, position_ids=places, positions_to_keep=keep)
         return found.flatten(0, 1) if keep is None else found
 
-    def _divergence(self, ids: Tensor, real: Tensor, key: Any) -> Tensor:
+    def _divergence(self, ids: Tensor, real: Tensor, places: Tensor, key: Any) -> Tensor:
         """The sum over the real tokens of KL(teacher || student)."""
-        below, positions = self._below(ids, (key, "text")), _numbers(real)
-        wanted = self._wanted(ids, below, positions, (key, "teacher"))
-        hidden = self._above(below, positions)
+        below, positions = self._below(ids, (key, "text"), places), _numbers(real)
+        wanted = self._wanted(ids, below, positions, places, (key, "teacher"))
+        hidden = self._above(below, positions, places)
         if not _trained(self.student.lm_head):
             return divergence(self._logits, hidden, self.student.config.vocab_size, wanted)
         given = self._logits(hidden).log_softmax(-1)
         return F.kl_div(given, wanted(slice(None)).log_softmax(-1), log_target=True, reduction="sum")
 
     @torch.no_grad()
-    def _wanted(self, ids: Tensor, below: Tensor, positions: Tensor, key: tuple[Any, str]) -> Callable[[slice], Tensor]:
+    def _wanted(
+        self, ids: Tensor, below: Tensor, positions: Tensor, places: Tensor, key: tuple[Any, str]
+    ) -> Callable[[slice], Tensor]:
         """From some of the positions to the teacher's logits."""
         if self.teacher is not None:
-            logits = at(positions, self.teacher(input_ids=ids, use_cache=False).logits).float()
+            logits = at(positions, self._teachers_logits(ids, places)).float()
             return lambda part: logits[part]
         above = self._teachers_blocks()[self.first :]
-        hidden = self.kept.get(key, lambda: self._last(above, below, positions))
+        hidden = self.kept.get(key, lambda: self._last(above, below, positions, places))
         return torch.no_grad()(lambda part: self._logits(hidden[part]))
+
+    def _teachers_logits(self, ids: Tensor, places: Tensor) -> Tensor:
+        """Of a teacher that is held as a whole, (b, t, vocabulary). Another class than ours may let documents that share a row
+        see each other: it gets them as rows of their own, in one call, whatever their number: processes that hold a part of it
+        each have to call it alike."""
+        assert self.teacher is not None
+
+        def logits(ids: Tensor, **more: Tensor) -> Tensor:
+            return self.teacher(input_ids=ids, use_cache=False, **more).logits  # type: ignore[misc]
+
+        if isinstance(self.teacher, HybridCausalLM):
+            return logits(ids, position_ids=places)
+        documents = packed((places == 0).cumsum(-1), alike=False)
+        return documents.apply(logits, ids)
 
     def _teachers_blocks(self) -> list[nn.Module]:
         exchanged = dict(zip(self.others, self.other_blocks, strict=True))

@@ -5,10 +5,8 @@ A source gives rows of token ids. Row i depends on the source, the seed and i al
 resumed run sees what the uninterrupted one would have seen. A stream is read in order for that: to reach row i it passes over
 those before it, without tokenising them.
 
-Documents never share a row. Attention could be masked at their border, but a state-space layer carries its state across it,
-so what stood before would be seen by what follows. A row therefore is one document, or a random window of one that is longer
-than a row; batches.py keeps the padding small that this costs. The world's generated documents, which have no context to
-confuse, and a plain text file, which is one document, keep whole windows.
+A source's row is one document, or a random window of one that is longer than a row. The world's generated documents, which have
+no context to confuse, and a plain text file, which is one document, give whole windows. What is shorter, batches.py packs.
 
 A sixteenth of every source is held out, for those who watch over training: documents by a hash of their text, so that a
 copy of a document is on the same side as the document, and the end of a text file.
@@ -24,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -79,6 +77,10 @@ class Reading:
 
 
 class Source(Protocol):
+    """whole: whether every row is as long as can be."""
+
+    whole: ClassVar[bool]
+
     def row(self, index: int) -> list[int]:
         """Token ids. Raises UserError where the text cannot be read or does not suffice."""
 
@@ -87,6 +89,7 @@ class Source(Protocol):
 class World:
     """Training documents of the small world, each behind an end-of-text token, cut to whole windows."""
 
+    whole: ClassVar[bool] = True
     reading: Reading
 
     def row(self, index: int) -> list[int]:
@@ -104,6 +107,7 @@ class World:
 class File:
     """Random places of a text file."""
 
+    whole: ClassVar[bool] = True
     path: str
     reading: Reading
 
@@ -126,6 +130,7 @@ class File:
 class Documents:
     """Documents that can be reached by their number, drawn at random."""
 
+    whole: ClassVar[bool] = False
     name: str
     documents: Sequence[Any]
     reading: Reading
@@ -141,6 +146,8 @@ class Documents:
 
 class Stream:
     """Documents in blocks of those that come one after the other, each block mixed; from the start again when they end."""
+
+    whole: ClassVar[bool] = False
 
     def __init__(self, name: str, documents: Any, column: str, reading: Reading):
         self.name, self.documents, self.column, self.reading = name, documents, column, reading

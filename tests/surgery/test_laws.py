@@ -119,12 +119,6 @@ def test_a_mask_of_pairs_gives_the_same_logits(model, tokens):
     torch.testing.assert_close(model(tokens, attention_mask=causal).logits, model(tokens).logits, rtol=1e-4, atol=2e-5)
 
 
-@over(("plain: one head", "mamba: one head", "falcon mamba: one head", "llamba: one head"))
-def test_packed_sequences_are_refused(model, tokens):
-    with pytest.raises(ValueError, match=r"packed sequences \(seq_idx\) are not supported"):
-        model(tokens, seq_idx=torch.zeros_like(tokens))
-
-
 def test_train_mode_equals_eval_mode_and_checkpointing_changes_no_gradient(model, tokens):
     """Every parameter of a graft learns, save where it cannot: a bias of all keys, the scale of queries that are nothing."""
 
@@ -174,8 +168,9 @@ ALONE = (
 
 @pytest.mark.slow
 def test_all_load_in_a_fresh_process_without_the_package(tokens, tmp_path):
-    """transformers alone, with trust_remote_code, and nothing of a donor: same logits, same generated tokens, and what was
-    loaded can be saved and loaded again."""
+    """transformers alone, with trust_remote_code, and nothing of a donor: same logits, packed too, same generated tokens, and
+    what was loaded can be saved and loaded again."""
+    positions = torch.cat([torch.arange(20), torch.arange(17)])[None]
     models = [MODELS[name]() for name in ALONE]
     for i, model in enumerate(models):
         model.save_pretrained(tmp_path / f"hybrid{i}")
@@ -184,10 +179,12 @@ import sys, torch
 sys.modules["surgery"] = None  # any import of the package fails
 from transformers import AutoModelForCausalLM
 tokens = torch.tensor({tokens.tolist()})
+positions = torch.tensor({positions.tolist()})
 for i in range({len(models)}):
     for folder in (f"hybrid{{i}}", f"again{{i}}"):
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-        results = [model(tokens).logits, model.generate(tokens, max_new_tokens=5, do_sample=False)]
+        packed = model(tokens, position_ids=positions).logits
+        results = [model(tokens).logits, packed, model.generate(tokens, max_new_tokens=5, do_sample=False)]
         torch.save(results, folder + ".pt")
         model.save_pretrained(f"again{{i}}")
 """
@@ -198,6 +195,8 @@ for i in range({len(models)}):
     assert done.returncode == 0, done.stderr
     for i, model in enumerate(models):
         for folder in ("hybrid", "again"):
-            logits, generated = torch.load(tmp_path / f"{folder}{i}.pt")
+            logits, packed, generated = torch.load(tmp_path / f"{folder}{i}.pt")
             torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(packed, model(tokens, position_ids=positions).logits, rtol=1e-5, atol=1e-5)
+            assert (packed - logits)[:, 20:].abs().max() > 0.01
             assert torch.equal(generated, model.generate(tokens, max_new_tokens=5, do_sample=False))

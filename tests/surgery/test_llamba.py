@@ -205,8 +205,6 @@ def test_outputs_that_were_asked_for(llamba, tokens):
     embedded = llamba(inputs_embeds=llamba.get_input_embeddings()(tokens)).logits
     assert torch.equal(embedded, whole.logits)
     assert torch.equal(llamba(tokens, return_dict=False)[0], whole.logits)
-    with pytest.raises(ValueError, match=r"packed sequences \(seq_idx\) are not supported"):
-        llamba(tokens, seq_idx=torch.zeros_like(tokens))
 
 
 def test_a_published_checkpoint_loads_and_a_saved_one_has_its_layout(tokens, tmp_path):

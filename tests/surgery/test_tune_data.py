@@ -19,7 +19,7 @@ from surgery.probes.kv import KVRetrieval
 from surgery.probes.needle import Needle
 from surgery.probes.perplexity import Perplexity
 from surgery.recipe import Data, Lesson, Text, Tune
-from surgery.tune.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders, padding, progress
+from surgery.tune.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders, packed, padding, progress
 from surgery.tune.data import IGNORE, collate, kv_pieces
 from surgery.tune.sources import HELD_OUT, Reading, open_source
 from surgery.world.text import document
@@ -110,43 +110,68 @@ def test_an_item_depends_on_the_seed_and_its_index_alone(tiny, seed, index, more
     assert rows[index] == Rows(tiny.tokenizer, options, Data(), seed)[index]
 
 
-def test_no_row_holds_more_than_one_document(words, documents):
-    options = Tune(steps=40, text_batch_size=4, text_tokens=16)
+def test_documents_that_share_a_row_are_told_apart(words, documents):
+    """Positions begin again with each, and with nothing else: padding goes on with the last one's."""
+    options = Tune(steps=40, text_batch_size=4, text_tokens=48)
     _, text = loaders(words, options, Data(train_text=(documents,)), 0, 0)
-    seen = Counter()
-    for ids, real in text:
-        assert ids.shape == real.shape
+    seen, lengths = Counter(), []
+    for ids, real, places in text:
+        assert ids.shape == real.shape == places.shape
         assert (ids[~real] == 0).all()
-        for row, mask in zip(ids, real, strict=True):
+        for row, mask, own in zip(ids, real, places, strict=True):
             tokens = row[mask].tolist()
-            assert len(tokens) <= 16
+            assert len(tokens) <= 48
             assert not mask[len(tokens) :].any()  # padding is on the right
-            inside = {token for token in tokens if token != 0}  # <s> stands before a document
-            assert len(inside) == 1
-            assert 0 not in tokens[1:]
-            seen |= Counter(inside)
-    assert len(seen) > 90  # different documents, too
+            begins = (own == 0).nonzero()[:, 0].tolist()
+            assert begins[-1] < len(tokens)
+            for first, behind in pairwise([*begins, len(row)]):
+                assert own[first:behind].tolist() == list(range(behind - first))
+                document = tokens[first:behind]
+                (word,) = set(document[1:])  # <s> stands before a document
+                assert document[0] == 0
+                assert word
+                seen[word] += 1
+                lengths.append(len(document))
+    assert len(seen) > 180  # different documents
+    assert len(lengths) > 1.6 * 40 * 4  # many share
+    assert set(lengths) == set(range(2, 42))  # none is cut
 
 
-def test_documents_of_a_batch_are_of_similar_length(words, folder):
-    """Most of what padding there would be is gone."""
+def test_rows_are_full_of_the_documents_that_were_drawn(words, folder):
+    """As many rows as were asked for, little of them padding; what does not fit is passed over, whatever its length."""
     data = Data(train_text=(Text(source=str(folder / "documents.jsonl"), column="body"),))
-    options = Tune(steps=64, text_batch_size=4, text_tokens=64)
-    _, text = loaders(words, options, data, 0, 0)
+    options = Tune(steps=64, text_batch_size=4, text_tokens=96)
     rows = Rows(words, options, data, 0)
     lengths = [len(rows.sources[source].row(index)) for source, index in rows.drawn]
-    unsorted = 1 - sum(lengths) / sum(4 * max(lengths[i : i + 4]) for i in range(0, len(lengths), 4))
-    assert padding(text) < unsorted / 4
-    assert unsorted > 0.25
-    drawn = Counter(len(rows[i]) for i in range(len(rows)))
-    assert drawn == Counter(lengths)  # none lost, none twice
+    assert 1 - sum(lengths) / len(lengths) / max(lengths) > 0.25  # what padding would be
+    assert padding(loaders(words, options, data, 0, 0)[1]) < 0.06
+    assert len(rows) == 256
+    for buffer in range(4):
+        found = Counter(len(document) for i in range(64) for document in rows[64 * buffer + i])
+        some = lengths[buffer * rows.each :][: found.total()]
+        assert found == Counter(some)  # the first that were drawn
+        assert found.total() > 0.8 * rows.each
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=60), st.integers(1, 12))
+def test_a_row_takes_what_fits(lengths, count):
+    count = min(count, len(lengths))
+    rows = packed(lengths, count, 20)
+    taken = [i for row in rows for i in row]
+    assert sorted(taken) == list(range(len(taken)))  # none is left out for its length
+    assert len(rows) == count
+    assert all(row and row == sorted(row) and sum(lengths[i] for i in row) <= 20 for row in rows)
+    assert rows == sorted(rows)
+    if len(taken) < len(lengths):  # with the next one it would be too much, or nearly
+        assert sum(lengths[: len(taken) + 1]) > 20 * count / 2
+    assert packed([20] * len(lengths), count, 20) == [[i] for i in range(count)]
 
 
 def test_windows_of_one_length_keep_their_order(tiny):
     options = Tune(steps=20, text_batch_size=2, text_tokens=12)
     source = open_source(Text(source="world"), Reading(tiny.tokenizer, 12, seed=4))
     rows = Rows(tiny.tokenizer, options, Data(), 4)
-    assert [rows[i] for i in range(40)] == [source.row(i) for i in range(40)]
+    assert [rows[i] for i in range(40)] == [[source.row(i)] for i in range(40)]
 
 
 def test_weights_are_honoured(tiny, folder):
@@ -180,7 +205,7 @@ def test_the_curriculum_reaches_lessons_and_text(tiny):
     assert all(4 <= drawn <= 4 + round(60 * progress(options, step)) for step, drawn in enumerate(pairs))
     assert max(pairs[:25]) < 20
     assert max(pairs[100:]) > 50
-    lengths = [len(rows[i]) for i in range(200)]
+    lengths = [sum(map(len, rows[i])) for i in range(200)]
     assert lengths == sorted(lengths)
     assert (lengths[0], lengths[50], lengths[100]) == (10, 25, 40)
     without = Lessons(tiny.tokenizer, options.model_copy(update={"curriculum": 0.0}), 0)
@@ -189,7 +214,7 @@ def test_the_curriculum_reaches_lessons_and_text(tiny):
 
 def test_held_out_documents_are_never_trained_on(words, documents):
     options, data = Tune(steps=160, text_batch_size=4, text_tokens=16), Data(train_text=(documents,))
-    trained = {t for ids, _ in loaders(words, options, data, 0, 0)[1] for t in ids.unique().tolist()} - {0}
+    trained = {t for ids, *_ in loaders(words, options, data, 0, 0)[1] for t in ids.unique().tolist()} - {0}
     ids, real = held_out_windows(words, data, options, 60, seed=0)
     assert ids.shape == real.shape == (60, real.sum(1).max())
     held_out = set(ids.unique().tolist()) - {0}
@@ -200,7 +225,7 @@ def test_held_out_documents_are_never_trained_on(words, documents):
 
 def test_held_out_text_of_a_file_is_its_end(words, folder):
     options, data = Tune(steps=50, text_tokens=16), Data(train_text=str(folder / "text.txt"))
-    trained = max(ids.max().item() for ids, _ in loaders(words, options, data, 0, 0)[1])
+    trained = max(ids.max().item() for ids, *_ in loaders(words, options, data, 0, 0)[1])
     ids, real = held_out_windows(words, data, options, 20, seed=0)
     assert real.all()
     assert trained < ids.min().item()
@@ -215,7 +240,7 @@ def test_held_out_documents_of_the_world_are_neither_trained_on_nor_measured_on(
         return {text for parts in texts for text in parts[1:-1]}  # the last one is cut
 
     options = Tune(steps=30, text_batch_size=2, text_tokens=400)
-    trained = whole(ids for batch, _ in loaders(tiny.tokenizer, options, Data(), 0, 0)[1] for ids in batch)
+    trained = whole(ids for batch, *_ in loaders(tiny.tokenizer, options, Data(), 0, 0)[1] for ids in batch)
     held_out = whole(held_out_windows(tiny.tokenizer, Data(), options, 12, seed=0)[0])
     measured = {document(random.Random(f"measured {i}"), held_out=True) for i in range(200)}
     sentences = {sentence for text in measured for sentence in text.split(".")}

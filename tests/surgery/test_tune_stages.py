@@ -74,7 +74,7 @@ def one_batch(tokenizer, options=SHORT):
 
 def reference(student, teacher, lesson, text):
     """The losses with nothing shared and nothing left out: two whole models, all logits."""
-    (ids, targets), (windows, real) = lesson, text
+    (ids, targets), (windows, real, _) = lesson, text
     logits = student(input_ids=ids, use_cache=False).logits
     ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
     with torch.no_grad():
