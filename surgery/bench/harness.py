@@ -56,8 +56,9 @@ def evaluate(
     _quiet()
     name, metric = task.config.task, _metric(task)
     task.set_fewshot_seed(FEWSHOT_SEED)
-    # The harness gives a tokenizer without a pad token one, which the caller's is not to get.
-    tokenizer = copy.deepcopy(prompting(tokenizer))
+    tokenizer = prompting(tokenizer)
+    if tokenizer.pad_token is None:  # the harness would give the caller's one
+        tokenizer = copy.deepcopy(tokenizer)
     with explained(model), watching_logits(model), redirect_stderr(StringIO()):  # its bars; one at a time: ours
         # The same length limit as the command's: none is passed.
         asker = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
