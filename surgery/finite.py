@@ -101,7 +101,8 @@ def _first_output(model: nn.Module, rows: Sequence[Sequence[int]] | Tensor | Non
     names = {module: name for name, module in model.named_modules() if name}
     handles = [module.register_forward_hook(note) for module in names]
     try:
-        model(input_ids=torch.tensor(filled, device=next(model.parameters()).device), use_cache=False)
+        device = next((p.device for p in model.parameters() if not p.is_meta), None)
+        model(input_ids=torch.tensor(filled, device=device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

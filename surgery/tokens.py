@@ -59,12 +59,12 @@ def opening(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[li
 
 
 def following(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
-    """For every (prompt, text) the token ids of the text behind the prompt; see the module. None for a text that is part of the
-    prompt's last token."""
+    """For every (prompt, text) the token ids of the text behind the prompt; see the module. An empty list where the text is
+    part of the prompt's last token."""
     if not pairs:
-        return []
+        return []  # not every tokenizer takes no texts
     cut = _tail if _is_local(tokenizer) else str
-    tails = {prompt: cut(prompt) for prompt, _ in pairs}
+    tails = {prompt: cut(prompt) for prompt in dict.fromkeys(prompt for prompt, _ in pairs)}
     short = [(tails[prompt], text) for prompt, text in pairs]
     texts = sorted({tail for tail, _ in short} | {tail + text for tail, text in short})
     ids = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
@@ -94,6 +94,8 @@ def prompting(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 def _added(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The special tokens that the tokenizer puts before a text and behind it."""
     bare, whole = (tokenizer("a 1", add_special_tokens=special)["input_ids"] for special in (False, True))
+    if not bare:  # it does not know these characters
+        return whole, []
     for begin in range(len(whole) - len(bare) + 1):
         if whole[begin : begin + len(bare)] == bare:
             return whole[:begin], whole[begin + len(bare) :]

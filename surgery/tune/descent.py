@@ -167,12 +167,14 @@ class Descent:
         if math.isfinite(value):
             return
         driven: Any = self.accelerator.unwrap_model(prepared.module)
-        student = driven.distillation.student
+        both = driven.distillation  # student and teacher
         stepped = any(record["stage"] != "calibrate" for record in self.state.log)
         # What learns may have been ruined by a step; all else is as it came.
-        why = broken_weight(student, [*prepared.learning] if stepped else ())
-        if not why:
-            why = "lower tune.learning_rate" if stepped else f"nothing was learnt yet: the model overflows in {student.dtype}"
+        why = broken_weight(both, [f"student.{weight}" for weight in prepared.learning] if stepped else ())
+        why = why.replace("'student.", "'")
+        if not why and stepped:
+            why = "lower tune.learning_rate"
+        why = why or f"nothing was learnt yet, so the model overflows in {both.student.dtype}"
         raise UserError(f"{what}: the {name} is {value} at step {self.state.step + 1}; {why}")
 
     def track(self, records: list[dict[str, Any]]) -> None:
