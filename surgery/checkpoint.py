@@ -17,6 +17,7 @@ from surgery.origin import on_hub
 from surgery.original import is_original, load_original
 from surgery.plan import Plan
 from surgery.splice.patch import RECORD, Patch, join
+from surgery.tokens import prompting
 
 # The tokenizer of the state-spaces models, which their folders do not hold.
 ORIGINAL_TOKENIZER = "EleutherAI/gpt-neox-20b"
@@ -78,7 +79,7 @@ def load(
             model, beside = _load_transformers(folder, wanted, device, trust_remote_code), folder
         if device == BALANCED and not hasattr(model, "hf_device_map"):
             dispatch_model(model, _device_map(name, model))
-        words = AutoTokenizer.from_pretrained(tokenizer or _tokenizer(beside), trust_remote_code=trust_remote_code)
+        words = prompting(AutoTokenizer.from_pretrained(tokenizer or _tokenizer(beside), trust_remote_code=trust_remote_code))
         model = model.eval() if device == BALANCED else model.eval().to(device)
     except UserError:
         raise

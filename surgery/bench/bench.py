@@ -12,6 +12,7 @@ from surgery.bench.cells import Cell, check_same, kept, model_digest, values
 from surgery.bench.report import Cost, ModelReport, Perplexity, Speed
 from surgery.bench.speed import Timed, decode_cost, speed
 from surgery.bench.suites import LOSSES, Task, tasks
+from surgery.finite import within
 from surgery.kernels.dispatch import asked_for
 from surgery.plan import Plan
 from surgery.processes import gather, is_main, share, state
@@ -86,7 +87,8 @@ def _measured(
         progress.note = f"{name} {task.name}"
 
         def measure(name: str = name, task: Task = task) -> Cell:
-            outcome = task.measure(models[name])
+            with within(f"{name}, {task.name}"):
+                outcome = task.measure(models[name])
             return Cell(
                 model=name, task=task.name, part=task.part, seed=task.seed, metric=task.metric, inputs=outcome.inputs,
                 asked=outcome.asked, values=tuple(map(float, outcome.values)),

@@ -7,6 +7,7 @@ as there, which configuration and split each one is; then on the Hub or in its c
 hf` on the exported folder.
 """
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -21,6 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.bench.cells import digest
 from surgery.errors import UserError
+from surgery.finite import explained, watching_logits
+from surgery.tokens import prompting
 
 FEWSHOT_SEED = 1234  # the command's
 TASKS = Path(__file__).parent / "tasks"
@@ -53,7 +56,10 @@ def evaluate(
     _quiet()
     name, metric = task.config.task, _metric(task)
     task.set_fewshot_seed(FEWSHOT_SEED)
-    with redirect_stderr(StringIO()):  # its bars; one at a time: ours
+    tokenizer = prompting(tokenizer)
+    if tokenizer.pad_token is None:  # the harness would give the caller's one
+        tokenizer = copy.deepcopy(tokenizer)
+    with explained(model), watching_logits(model), redirect_stderr(StringIO()):  # its bars; one at a time: ours
         # The same length limit as the command's: none is passed.
         asker = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
         samples = harness(asker, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)["samples"][name]

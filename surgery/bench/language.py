@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surgery.finite import checked, explained
+
 
 def sliding_rows(windows: Tensor) -> Tensor:
     """(windows, window) token ids of running text -> (strides - 1, 2 * stride)."""
@@ -25,5 +27,6 @@ def sliding_losses(model: PreTrainedModel, rows: Tensor, batch_size: int = 16) -
         for ids in rows.to(model.device).split(batch_size):
             keep = torch.arange(stride - 1, 2 * stride - 1, device=ids.device)
             log_p = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits.float().log_softmax(-1)
-            out.append(-log_p.gather(-1, ids[:, stride:, None]).squeeze(-1).mean(1).cpu())
+            with explained(model, ids):
+                out.append(checked(-log_p.gather(-1, ids[:, stride:, None]).squeeze(-1).mean(1).cpu(), "the losses"))
     return torch.cat(out).numpy()

@@ -12,6 +12,7 @@ from surgery.export import folder, hf, mamba_ssm, nemotron_h, patch
 from surgery.export.verify import Proof
 from surgery.plan import Plan
 from surgery.recipe import Recipe
+from surgery.tokens import prompting
 
 __all__ = ["FORMATS", "export"]
 
@@ -43,6 +44,6 @@ def export(
     if strange := set(options) - set(inspect.signature(written.write).parameters):
         raise UserError(f"an export as '{form}' has no option '{min(strange)}'")
     return folder.save(
-        form, written, hybrid, path, tokenizer=tokenizer, plan=plan, base=base, recipe=recipe, report=report, figures=figures,
-        **options,
+        form, written, hybrid, path, tokenizer=prompting(tokenizer), plan=plan, base=base, recipe=recipe, report=report,
+        figures=figures, **options,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from surgery.locate.ranking import Ranking, Score
 from surgery.probes.question import Question
 from surgery.site import Site
 from surgery.splice import adopt
+from surgery.tokens import opening
 
 SHORT = 6  # lines of a dictionary, in a figure
 MOST_LABELS = 150  # tokens; more labels than that cover each other
@@ -115,7 +116,7 @@ def example(
 ) -> tuple[list[str], dict[Site, Tensor]]:
     """The tokens of a question, and over them the mixing matrices (t, t) of heads."""
     base = adopt(base).eval()
-    ids = tokenizer(question.prompt)["input_ids"]
+    (ids,) = opening(tokenizer, [question.prompt])
     labels = [str(tokenizer.decode([token])).replace("\n", "\\n").strip(" ") for token in ids]
     return labels, mixing_matrices(base, anatomy(base), torch.tensor(ids, device=base.device), sites=sites)
 

@@ -21,12 +21,14 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from surgery.anatomy import anatomy
+from surgery.finite import checked, explained
 from surgery.locate.exact import question_of_row
 from surgery.locate.walk import fully_gated
 from surgery.plan import Start
 from surgery.probes.scoring import Encoded, padded
 from surgery.site import Site
 
+GRADIENTS = "the gradients by the heads' gates"
 STARTS = tuple(Start(sign=sign, tau=tau) for sign in (1, -1) for tau in (0.25, 0.5, 1.0, 2.0))
 
 
@@ -43,12 +45,13 @@ def attribute(gated: PreTrainedModel, encoded: Encoded) -> Tensor:
         keep, where = last.unique(return_inverse=True)
         logits = functional_call(gated, gates, (), {"input_ids": ids, "use_cache": False, "logits_to_keep": keep}).logits
         logits = logits[torch.arange(len(ids), device=ids.device), where]
-        losses = encoded.losses(logits)
+        with explained(gated, encoded.rows):
+            losses = encoded.losses(logits)
         gradients = torch.autograd.grad(losses.sum(), [gates[name] for name in names])
     per_row = -torch.stack(gradients, 1)  # rows, layers, heads
     # A question may own several rows (candidates of several tokens); its gradient is their sum.
     out = per_row.new_zeros(len(encoded.choices), *per_row.shape[1:])
-    return out.index_add(0, question_of_row(encoded).to(per_row.device), per_row).cpu()
+    return checked(out.index_add(0, question_of_row(encoded).to(per_row.device), per_row).cpu(), GRADIENTS)
 
 
 def attribute_starts(ungated: PreTrainedModel, encoded: Encoded, starts: Sequence[Start | None] = STARTS) -> Tensor:
@@ -98,10 +101,12 @@ def attribute_starts(ungated: PreTrainedModel, encoded: Encoded, starts: Sequenc
         keep, where = last.unique(return_inverse=True)
         logits = ungated(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
         logits = logits[torch.arange(len(ids), device=ids.device), where]
-        encoded.losses(logits).sum().backward()
+        with explained(ungated, encoded.rows):
+            losses = encoded.losses(logits)
+        losses.sum().backward()
     rows = torch.stack([found.to(per_row[0].device) for found in per_row], 2)  # starts, rows, layers, heads
     out = rows.new_zeros(len(rows), len(encoded.choices), *rows.shape[2:])
-    return out.index_add(1, question_of_row(encoded).to(rows.device), rows).cpu()
+    return checked(out.index_add(1, question_of_row(encoded).to(rows.device), rows).cpu(), GRADIENTS)
 
 
 def choose_starts(base: PreTrainedModel, layers: int, heads: int, batches: Sequence[Encoded]) -> dict[str, Start]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery import processes
 from surgery.anatomy import Anatomy
+from surgery.finite import explained, within
 from surgery.locate import walk
 from surgery.locate.ledger import Ledger, Tensors, digest
 from surgery.locate.replay import How
@@ -19,6 +20,7 @@ from surgery.probes.question import Question
 from surgery.probes.scoring import Encoded, padded
 from surgery.progress import Track
 from surgery.site import Site
+from surgery.tokens import opening
 
 KINDS = ("base", "ablate", "splice")  # of variants
 RELEVANT = 0.01  # nats that a head must gain (or cost) to be worth more questions
@@ -96,14 +98,16 @@ class Exact:
                 how=self.how, reference=self.reference, donors=donors,
             )  # fmt: skip
             names, correct, losses = [], [], []
-            for variant in variants:
-                head = [] if variant.site is None else [variant.site.layer, *(variant.site.heads or [-1])]
-                names.append([KINDS.index(variant.kind), *(head or [-1, -1])])
-                correct.append(encoded.correct(variant.logits).cpu())
-                losses.append(encoded.losses(variant.logits).cpu())
-                next(progress, None)
-                if not (heads or layers):
-                    break
+            with explained(self.base, encoded.rows):
+                for variant in variants:
+                    head = [] if variant.site is None else [variant.site.layer, *(variant.site.heads or [-1])]
+                    names.append([KINDS.index(variant.kind), *(head or [-1, -1])])
+                    with within(f"{variant.kind} {variant.site}" if variant.site else "the whole model"):
+                        correct.append(encoded.correct(variant.logits).cpu())
+                        losses.append(encoded.losses(variant.logits).cpu())
+                    next(progress, None)
+                    if not (heads or layers):
+                        break
             return {"variants": torch.tensor(names), "correct": torch.stack(correct), "losses": torch.stack(losses)}
 
         for number, tensors in self.ledger.every(numbers, what, measure).items():
@@ -149,7 +153,7 @@ def reference_batch(
     tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """The prompts of questions that are not asked, as a reference for mean and resample ablation: (ids, last)."""
-    return padded(tokenizer([question.prompt for question in questions])["input_ids"], device)
+    return padded(opening(tokenizer, [question.prompt for question in questions]), device)
 
 
 def question_of_row(encoded: Encoded) -> Tensor:

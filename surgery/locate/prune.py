@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.anatomy import Kind, anatomy
 from surgery.checkpoint import fingerprint
 from surgery.errors import UserError
+from surgery.finite import explained
 from surgery.locate.patching import silenced, without
 from surgery.probes.question import Probe, Question
 from surgery.probes.scoring import Result, answer, batches, padded
@@ -144,8 +145,9 @@ class Subject:
             keep, where = last.unique(return_inverse=True)
             with silenced(self.anatomy, silent, at):
                 logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[at[0], where]
-            correct[chosen] = encoded.correct(logits).cpu().numpy()
-            loss[chosen] = encoded.losses(logits).cpu().numpy()
+            with explained(self.model, encoded.rows):
+                correct[chosen] = encoded.correct(logits).cpu().numpy()
+                loss[chosen] = encoded.losses(logits).cpu().numpy()
         return Result(correct, loss)
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from surgery.anatomy import Anatomy, Mixer
 from surgery.errors import UserError
+from surgery.finite import checked
 from surgery.locate.patching import Shape, block_shapes, identity, replaced, tensor_of
 
 How = Literal["zero", "mean", "resample"]
@@ -132,6 +133,7 @@ class _Recorder:
         return returned
 
     def recorded(self, model: PreTrainedModel) -> Recorded:
+        checked(tensor_of(self.returned), f"the states that leave the {self.mixer.kind} mixer of layer {self.mixer.layer}")
         if len(self.projected) != 1 or not torch.equal(self.projected[0][1], tensor_of(self.returned)):
             family, mixer = model.config.model_type, type(self.mixer.module).__name__
             raise UserError(

@@ -24,17 +24,18 @@ from surgery.locate.matrices import mixing_matrices
 from surgery.locate.ranking import Role, Score
 from surgery.probes.question import Question
 from surgery.site import Site
+from surgery.tokens import opening
 
 
 def token_spans(tokenizer: PreTrainedTokenizerBase, question: Question) -> tuple[list[int], list[list[int]]]:
     """The prompt's token ids, and for every span of the question the positions of its tokens."""
-    encoded = tokenizer(question.prompt, return_offsets_mapping=True)
-    offsets = encoded["offset_mapping"]
+    (ids,) = opening(tokenizer, [question.prompt])
+    offsets = tokenizer(question.prompt, return_offsets_mapping=True)["offset_mapping"][: len(ids)]
     spans = [
         [i for i, (start, end) in enumerate(offsets) if start < stop and end > begin and end > start]
         for begin, stop in question.spans
     ]
-    return encoded["input_ids"], spans
+    return ids, spans
 
 
 def masses(

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.probes.question import Question
 from surgery.records import read_text
+from surgery.tokens import opening
 from surgery.world.text import document
 from surgery.world.words import Keys, key_words
 
@@ -75,7 +76,7 @@ class Needle:
         return Question(text, tuple(f" {number}" for number in numbers), answer, ((begin, begin + len(needle)),), 0)
 
     def _tokens(self, text: str) -> int:
-        return len(self.tokenizer(text)["input_ids"])
+        return len(opening(self.tokenizer, [text])[0])
 
     def _place(self, words: list[str]) -> int:
         """How many words stand before the needle: a number of whole sentences, or all."""

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.finite import checked, explained
 from surgery.records import read_text
 from surgery.world.text import document
 
@@ -48,5 +49,6 @@ class Perplexity:
             for ids in windows.to(model.device).split(batch_size):
                 log_p = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
                 nll = -log_p.gather(-1, ids[:, 1:, None]).squeeze(-1)
-                out.append(nll.mean(1).cpu())
+                with explained(model, ids):
+                    out.append(checked(nll.mean(1).cpu(), "the losses"))
         return torch.cat(out).numpy()

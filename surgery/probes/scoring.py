@@ -16,7 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.finite import checked, explained
 from surgery.probes.question import Completion, Question
+from surgery.tokens import divided, following, opening
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,10 @@ class Encoded:
     answers: Tensor  # (questions,)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """logits (rows, vocabulary) -> summed log-probabilities (questions, most choices), -inf where there is no candidate."""
+        """logits (rows, vocabulary) -> summed log-probabilities (questions, most choices), -inf where there is no candidate.
+        Raises NotFinite."""
         question, choice, row, token = self.terms.to(logits.device).unbind(1)
-        log_p = logits.float().log_softmax(-1)[row, token]
+        log_p = checked(logits.float().log_softmax(-1)[row, token], "the logits")
         width = int(self.choices.max())
         flat = log_p.new_zeros(len(self.choices) * width).index_add(0, question * width + choice, log_p)
         absent = torch.arange(width, device=logits.device) >= self.choices.to(logits.device)[:, None]
@@ -60,17 +63,17 @@ class Result:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]) -> Encoded:
-    """Tokenise prompts as the tokenizer would (special tokens included) and candidates as what follows."""
-    prompts = tokenizer([q.prompt for q in questions])["input_ids"]
-    texts = sorted({choice for q in questions for choice in q.choices})
-    tokens = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
+    """Tokenise prompts (special tokens included), and candidates as what follows them in the whole text (see tokens.py)."""
     rows: list[list[int]] = []
     terms: list[tuple[int, int, int, int]] = []
-    for q, (question, prompt) in enumerate(zip(questions, prompts, strict=True)):
+    pairs = [(q.prompt, choice) for q in questions for choice in q.choices]
+    following_ids = iter(zip(pairs, _tokens(tokenizer, pairs), strict=True))
+    for q, question in enumerate(questions):
         row_of: dict[tuple[int, ...], int] = {}
-        for c, choice in enumerate(question.choices):
-            if not (ids := tokens[choice]):
-                raise UserError(f"the candidate '{choice}' has no tokens")
+        for c in range(len(question.choices)):
+            (_, choice), (prompt, ids) = next(following_ids)
+            if not ids:
+                raise UserError(f"the candidate '{choice}' has no tokens of its own behind '{question.prompt[-20:]}'")
             for i, token in enumerate(ids):
                 prefix = tuple(ids[:i])
                 if prefix not in row_of:
@@ -79,6 +82,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]) ->
                 terms.append((q, c, row_of[prefix], token))
     choices = torch.tensor([len(q.choices) for q in questions])
     return Encoded(rows, torch.tensor(terms), choices, torch.tensor([q.answer for q in questions]))
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+    """For every (prompt, text) the tokens of both."""
+    split = [divided(*pair) for pair in pairs]
+    prompts = [*dict.fromkeys(prompt for prompt, _ in split)]
+    openings = dict(zip(prompts, opening(tokenizer, prompts), strict=True))
+    if not all(openings.values()):
+        raise UserError("a prompt is empty: there is nothing that a text could follow")
+    return [(openings[prompt], ids) for (prompt, _), ids in zip(split, following(tokenizer, split), strict=True)]
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -110,13 +123,14 @@ def batches(
 def answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], batch_size: int = 64
 ) -> Result:
-    """Ask a model."""
+    """Ask a model. Raises NotFinite where its logits are NaN or infinite."""
     correct, loss = np.zeros(len(questions), dtype=bool), np.zeros(len(questions))
     with torch.no_grad():  # in inference mode FSDP makes tensors with which it cannot train afterwards
         for chosen, encoded in batches(tokenizer, questions, batch_size):
             logits = _next_logits(model, encoded.rows, batch_size)
-            correct[chosen] = encoded.correct(logits).cpu().numpy()
-            loss[chosen] = encoded.losses(logits).cpu().numpy()
+            with explained(model, encoded.rows):
+                correct[chosen] = encoded.correct(logits).cpu().numpy()
+                loss[chosen] = encoded.losses(logits).cpu().numpy()
     return Result(correct, loss)
 
 
@@ -142,9 +156,9 @@ def _carriers(rows: list[list[int]]) -> list[int]:
     """For every row the index of one that starts with it and is not itself the start of a longer one: its own, mostly."""
     order = sorted(range(len(rows)), key=lambda i: rows[i])  # what starts with a row follows it directly
     carriers = list(range(len(rows)))
-    for row, following in reversed(list(pairwise(order))):
-        if rows[following][: len(rows[row])] == rows[row]:
-            carriers[row] = carriers[following]
+    for row, after in reversed(list(pairwise(order))):
+        if rows[after][: len(rows[row])] == rows[row]:
+            carriers[row] = carriers[after]
     return carriers
 
 
@@ -162,10 +176,11 @@ def complete(
     with torch.inference_mode():
         for begin in range(0, len(order), batch_size):
             chosen = order[begin : begin + batch_size]
-            prompts = tokenizer([completions[i].prompt for i in chosen])["input_ids"]
-            answers = tokenizer([completions[i].answer for i in chosen], add_special_tokens=False)["input_ids"]
+            pairs = [(completions[i].prompt, completions[i].answer) for i in chosen]
+            prompts, answers = zip(*_tokens(tokenizer, pairs), strict=True)
             if not all(answers):
-                raise UserError(f"the answer '{completions[chosen[answers.index([])]].answer}' has no tokens")
+                prompt, answer = pairs[answers.index([])]
+                raise UserError(f"the answer '{answer}' has no tokens of its own behind '{prompt[-20:]}'")
             rows = [[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, answers, strict=True)]
             ids, last = padded(rows, model.device)
             first = min(map(len, prompts)) - 1  # the first position that predicts a token of an answer
@@ -176,4 +191,6 @@ def complete(
                 wanted = torch.tensor(tokens, device=ids.device)
                 correct[i] = bool((predicting.argmax(-1) == wanted).all())
                 loss[i] = torch.nn.functional.cross_entropy(predicting, wanted).item()
+            with explained(model, rows):
+                checked(torch.from_numpy(loss[chosen]), "the logits")
     return Result(correct, loss)

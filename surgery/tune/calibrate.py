@@ -12,6 +12,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import nn
 
+from surgery.finite import NotFinite
 from surgery.recipe import Calibrate
 from surgery.tune.shards import whole
 from surgery.tune.state import Log
@@ -28,7 +29,8 @@ def calibrate(trained: Mapping[str, nn.Parameter], options: Calibrate, losses: C
         records.append({"stage": "calibrate", "step": len(records) + 1, **found, **tried})
         return found["loss"] if math.isfinite(found["loss"]) else math.inf
 
-    least = measure()
+    if not math.isfinite(least := measure()):
+        raise NotFinite("the losses of the model as it is")
     with whole(trained.values()):
         scales = {p: p.clone() for name, p in trained.items() if name.endswith(".graft.log_tau")}
         gates = {p: p.clone() for name, p in trained.items() if name.endswith(".graft.gate")}

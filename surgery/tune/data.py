@@ -1,11 +1,12 @@
 """Training sequences: dictionaries with many questions, probes' questions, world text, lettered questions.
 
-A sequence is a list of pieces, each with a flag that says whether its tokens are targets. Pieces are tokenised one by one, as
-the probes do, so that a value is the same tokens in training as in the probe.
+A sequence is a list of pieces, each with a flag that says whether its tokens are targets. Every piece is tokenised as what
+follows those before it (tokens.py), as the probes do, so that a value is the same tokens in training as in the probe.
 """
 
 import random
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.probes.kv import OPENING, ask, dictionary
 from surgery.probes.letters import lettered
 from surgery.probes.question import CompletionProbe, Probe
+from surgery.tokens import divided, following, opening
 from surgery.world.facts import facts
 from surgery.world.text import document
 from surgery.world.words import Keys
@@ -61,13 +63,14 @@ def text_pieces(rng: random.Random, end: str, sentences: int) -> list[Piece]:
 def collate(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[list[Piece]]) -> tuple[Tensor, Tensor]:
     """Token ids and targets, both (batch, longest), padded on the right; targets[i] is what position i has to predict.
 
-    The first piece of a sequence is tokenised with the tokenizer's special tokens, as a probe's prompt is.
+    The first piece of a sequence is tokenised with the special tokens that begin a text, as a probe's prompt is. White space at
+    the end of a piece that is no target goes to the next one, as in the probes.
     """
-    openings = iter(tokenizer([pieces[0][0] for pieces in sequences])["input_ids"])
-    rest = [text for pieces in sequences for text, _ in pieces[1:]]
-    others = iter(tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else ())
+    moved = [_moved(pieces) for pieces in sequences]
+    openings = iter(opening(tokenizer, [pieces[0][0] for pieces in moved]))
+    others = iter(following(tokenizer, [pair for pieces in moved for pair in _pairs(pieces)]))
     ids, targets = [], []
-    for pieces in sequences:
+    for pieces in moved:
         row: list[int] = []
         wanted: list[int] = []
         for i, (_, is_target) in enumerate(pieces):
@@ -77,6 +80,21 @@ def collate(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[list[Piece]]
         ids.append(row)
         targets.append([*wanted[1:], IGNORE])
     return padded(ids, 0), padded(targets, IGNORE)
+
+
+def _moved(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same text, without white space between a piece that is no target and the next one."""
+    texts, flags = [text for text, _ in pieces], [is_target for _, is_target in pieces]
+    for i in range(len(pieces) - 1):
+        if not flags[i]:
+            texts[i], texts[i + 1] = divided(texts[i], texts[i + 1])
+    return list(zip(texts, flags, strict=True))
+
+
+def _pairs(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
+    """Every piece but the first, with all that stands before it."""
+    befores = accumulate(text for text, _ in pieces)
+    return [(before, text) for before, (text, _) in zip(befores, pieces[1:], strict=False)]
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:

@@ -20,6 +20,7 @@ from transformers import get_cosine_schedule_with_warmup
 from transformers.integrations import unset_hf_deepspeed_config
 
 from surgery.errors import UserError
+from surgery.finite import broken_weight
 from surgery.progress import Track
 from surgery.recipe import Tune
 from surgery.tune.distil import Distillation
@@ -150,21 +151,31 @@ class Descent:
                 losses = {name: losses.get(name, 0) + value.detach() for name, value in found.items()}
                 if accelerator.sync_gradients:
                     figures = {name: value.item() for name, value in accelerator.reduce(losses, "mean").items()}
-                    self._check_finite(figures["loss"], "loss", what)
+                    self._check_finite(prepared, figures["loss"], "loss", what)
                 accelerator.backward(found["loss"] * len(parts))
                 if accelerator.sync_gradients:
                     _every_parameter_learns(learning, reached)
                     norm = accelerator.clip_grad_norm_(list(prepared.learning.values()), CLIP)
-                    self._check_finite(float(norm), "size of the gradient", what)
+                    self._check_finite(prepared, float(norm), "size of the gradient", what)
                 optimizer.step()
                 optimizer.zero_grad()
         for hook in hooks:
             hook.remove()
         return figures
 
-    def _check_finite(self, value: float, name: str, what: str) -> None:
-        if not math.isfinite(value):
-            raise UserError(f"{what}: the {name} is {value} at step {self.state.step + 1}; lower tune.learning_rate")
+    def _check_finite(self, prepared: Prepared, value: float, name: str, what: str) -> None:
+        if math.isfinite(value):
+            return
+        driven: Any = self.accelerator.unwrap_model(prepared.module)
+        both = driven.distillation  # student and teacher
+        stepped = any(record["stage"] != "calibrate" for record in self.state.log)
+        # What learns may have been ruined by a step; all else is as it came.
+        why = broken_weight(both, [f"student.{weight}" for weight in prepared.learning] if stepped else ())
+        why = why.replace("'student.", "'")
+        if not why and stepped:
+            why = "lower tune.learning_rate"
+        why = why or f"nothing was learnt yet, so the model overflows in {both.student.dtype}"
+        raise UserError(f"{what}: the {name} is {value} at step {self.state.step + 1}; {why}")
 
     def track(self, records: list[dict[str, Any]]) -> None:
         """Hand the last records of the log to the trackers."""

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.finite import checked, explained
 from surgery.probes.knowledge import Knowledge
 from surgery.probes.question import Question
 from surgery.probes.scoring import answer
@@ -64,7 +65,9 @@ class Guard:
         for ids, real in batches if len(self.text[0]) else ():
             asked = real[:, 1:]  # what follows the first token of a row
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1][asked]
-            total += F.cross_entropy(logits.float(), ids[:, 1:][asked], reduction="sum").item()
+            loss = F.cross_entropy(logits.float(), ids[:, 1:][asked], reduction="sum")
+            with explained(model):
+                total += checked(loss, "the losses of held-out text").item()
             tokens += int(asked.sum())
         return total, tokens
 

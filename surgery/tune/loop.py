@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.finite import explained, within
 from surgery.processes import state as processes
 from surgery.progress import say
 from surgery.recipe import Data, Tune
@@ -172,7 +173,8 @@ class Run:
         assert asked is not None
         prepared = self.descent.prepared(self.distillation, self.options.learning_rate)
         losses = self.portions.losses("calibrate", asked.examples, self.seed + PROBE_SEED)
-        records = calibrate(prepared.learning, asked, partial(prepared.module, losses))
+        with within(f"{self.description}, calibrate"), explained(self.model):
+            records = calibrate(prepared.learning, asked, partial(prepared.module, losses))
         self.descent.collect(prepared)
         self.state.log += records
         self.descent.track(records)

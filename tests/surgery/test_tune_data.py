@@ -267,7 +267,7 @@ def test_targets_are_the_values_asked_for(tiny):
 
 def test_a_sequence_begins_as_the_tokenizer_begins_a_prompt(words):
     ids, targets = collate(
-        words, [[("w3 w4", False), ("w5", True), ("w6", False), ("w7", True)], [("w8", False), ("w9", True)]]
+        words, [[("w3 w4", False), (" w5", True), (" w6", False), (" w7", True)], [("w8 ", False), ("w9", True)]]
     )
     assert ids.tolist() == [[0, 5, 6, 7, 8, 9], [0, 10, 11, 0, 0, 0]]
     assert targets.tolist() == [[IGNORE, IGNORE, 7, IGNORE, 9, IGNORE], [IGNORE, 11, IGNORE, IGNORE, IGNORE, IGNORE]]
