@@ -4,7 +4,6 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-
 from torch.overrides import TorchFunctionMode
 
 from surgery.anatomy import anatomy
