@@ -64,7 +64,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "pad_vocab_size_multiple": 8, "ssm_cfg": {}, "state_size": 16, "time_step_rank": 48, "torch_dtype": "float32",
             "transformers_version": "4.39.0.dev0", "vocab_size": 50280,
         },
-        {"d_inner": 64, "d_model": 32, "hidden_size": 32, "intermediate_size": 64, "n_layer": 2, "num_hidden_layers": 2,
+        {"d_inner": 32, "d_model": 16, "hidden_size": 16, "intermediate_size": 32, "n_layer": 2, "num_hidden_layers": 2,
          "state_size": 8, "time_step_rank": 2},
     ),
     "mistralai/Mamba-Codestral-7B-v0.1": (
@@ -106,7 +106,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "tie_word_embeddings": False, "time_step_rank": 256, "torch_dtype": "bfloat16",
             "transformers_version": "4.43.0.dev0", "vocab_size": 65024,
         },
-        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 2},
+        {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 2},
     ),
     "cartesia-ai/Llamba-3B": (
         LLAMBA,
@@ -115,7 +115,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "state-spaces/mamba-130m": (
         {**ORIGINAL, "d_model": 768, "n_layer": 24, "vocab_size": 50277, "ssm_cfg": {}, "pad_vocab_size_multiple": 8},
-        {"d_model": 32, "n_layer": 2},
+        {"d_model": 16, "n_layer": 2},
     ),
     "state-spaces/mamba2-130m": (
         {**ORIGINAL, "d_model": 768, "d_intermediate": 0, "n_layer": 24, "vocab_size": 50277, "ssm_cfg": {"layer": "Mamba2"},
