@@ -19,6 +19,8 @@ FIELDS = {
     *("d_model", "d_intermediate", "n_layer", "vocab_size", "ssm_cfg", "attn_layer_idx", "attn_cfg", "rms_norm"),
     *("residual_in_fp32", "fused_add_norm", "pad_vocab_size_multiple", "tie_embeddings"),
 }
+# What those who save with transformers' tools leave beside them: about the file, not the function.
+NOTES = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path"}
 # Fields of ssm_cfg, by mixer, that reach the transformers config or are checked to hold the one value that its class computes.
 SSM_FIELDS = {
     "Mamba1": {"layer", "d_state", "d_conv", "expand", "dt_rank", "bias", "conv_bias"},
@@ -32,6 +34,8 @@ HARMLESS = {
     "Mamba1": {"dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "use_fast_path"},
     "Mamba2": {"A_init_range", "conv_init", "dt_min", "dt_max", "dt_init_floor", "use_mem_eff_path", "sequence_parallel"},
 }
+# Arguments of a module and not of a model. null is what a dump of all of them holds.
+UNSET = {"layer_idx", "process_group", "device", "dtype"}
 # Arguments of mamba_ssm's MHA, the mixer of all layers in attn_layer_idx.
 ATTN_FIELDS = {
     *("causal", "num_heads", "num_heads_kv", "head_dim", "mlp_dim", "qkv_proj_bias", "out_proj_bias", "softmax_scale"),
@@ -50,13 +54,14 @@ def original_config(config: dict[str, Any]) -> MambaConfig | Mamba2Config:
 
     Raises UserError in one line, naming the field, for whatever the class of the config does not compute.
     """
-    unknown = sorted(set(config) - FIELDS)
+    unknown = sorted(set(config) - FIELDS - NOTES)
     if unknown:
         raise _refusal(unknown[0], f"{config[unknown[0]]!r} is not handled: the field is unknown")
     ssm = config.get("ssm_cfg") or {}
     if not isinstance(ssm, dict):
         raise _refusal("ssm_cfg", f"must be an object, not {ssm!r}")
     layer = ssm.get("layer", "Mamba1")
+    ssm = {name: value for name, value in ssm.items() if name not in UNSET or value is not None}
     if layer not in list(SSM_FIELDS):
         raise _refusal("ssm_cfg.layer", f"{layer!r} is not handled, only 'Mamba1' and 'Mamba2' are")
     unknown = sorted(set(ssm) - SSM_FIELDS[layer] - HARMLESS[layer])

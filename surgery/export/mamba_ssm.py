@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.export import patch
 from surgery.export.verify import OURS, Reader
+from surgery.families.inert import entry_of
 from surgery.hybrids.layer_graft import is_layer_graft
 from surgery.original import original_names
 from surgery.original_config import original_config
@@ -85,7 +86,7 @@ def _lost(config: Any, again: Any) -> str | None:
                 return f"in L{spec['layer']} the attention's {name} has no place in its configuration: {reprlib.repr(value)}"
     written = again.to_dict()
     for name, value in config.to_dict().items():
-        if name not in FREE and written.get(name) != value:
+        if name not in FREE and entry_of(name, config) is None and written.get(name) != value:
             return f"{name} has no place in its configuration: {value!r}"
     return None
 

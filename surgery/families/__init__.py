@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import UserError
+from surgery.families.inert import entry_of
 from surgery.plan import Plan
 
 Hybrid = Any  # a PreTrainedModel of a family's hybrid class; what its own attributes are is beyond mypy
@@ -59,12 +60,17 @@ COMMON = frozenset(
 
 
 def refuse_unhandled(config: PreTrainedConfig, defaults: PreTrainedConfig, handled: frozenset[str]) -> None:
-    """Raise UserError for the first field that is not in `handled` and not as in `defaults`."""
+    """Raise UserError for the first field that is not in `handled`, not as in `defaults`, and not inert (inert.py) at its
+    value."""
     usual = defaults.to_dict()
     for name, value in config.to_dict().items():
-        if name not in handled and (name not in usual or value != usual[name]):
+        if name in handled or (name in usual and value == usual[name]):
+            continue
+        entry = entry_of(name, config)
+        if entry is None or not entry.holds(value, config):
+            only = f", only {entry.only} is" if entry else ""
             family = defaults.model_type
-            raise UserError(f"the configuration's field '{name}' ({value!r}) is not handled by the {family} family")
+            raise UserError(f"the configuration's field '{name}' ({value!r}) is not handled by the {family} family{only}")
 
 
 @cache

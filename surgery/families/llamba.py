@@ -7,6 +7,8 @@ The dual graft of a head: with no time step to scale what is written,
 
 from typing import Any
 
+from surgery.errors import UserError
+from surgery.families import COMMON
 from surgery.families.mamba2 import Mamba2Family
 from surgery.hybrids.llamba import LlambaForCausalLM
 from surgery.plan import Plan
@@ -17,10 +19,16 @@ class LlambaFamily(Mamba2Family):
     gate_first = False
 
     def check(self, config: Any) -> None:
-        """The configuration refuses what it does not know by itself."""
+        """What its sections mlp_cfg and ssm_cfg may hold, the configuration knows by itself."""
+        super().check(config)
+        if config.norm_epsilon != 1e-5:  # the published code has 1e-5 within blocks, whatever it says
+            name, value = "norm_epsilon", config.norm_epsilon
+            raise UserError(f"the configuration's field '{name}' ({value!r}) is not handled by the llamba family, only 1e-5 is")
 
     def graft(self, config: Any, plan: Plan, site: Site) -> dict[str, Any]:
         return {**super().graft(config, plan, site), "time_step": False}
 
 
-FAMILY = LlambaFamily(LlambaForCausalLM, LlambaForCausalLM, frozenset())
+HANDLED = COMMON | {"d_model", "n_layer", "tie_embeddings", "norm_epsilon", "pad_vocab_size_multiple", "lm_head_bias"}
+HANDLED |= {"resid_dropout", "mlp_cfg", "ssm_cfg"}
+FAMILY = LlambaFamily(LlambaForCausalLM, LlambaForCausalLM, HANDLED)

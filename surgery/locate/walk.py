@@ -87,5 +87,5 @@ def _changes(
         if splicing:
             changed = y.clone()
             chosen = list(site.heads) or slice(None)
-            changed[..., chosen, :] = attended[..., chosen, :]
+            changed[..., chosen, :] = attended[..., chosen, :].to(y.dtype)  # in half precision, one may be in float32
             yield "splice", site, layer.replacement(mixer.finish(changed, gate))  # type: ignore[operator]

@@ -1,0 +1,250 @@
+"""The whole job, and every verb by itself, on the awkward patients of patients.py.
+
+The default suite takes every tokenizer in both half precisions, and every published model; the product of all is marked `slow`
+and needs SURGERY_ALL_PATIENTS, as it takes the better part of an hour.
+"""
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from surgery import adopt, load
+from surgery.bench import suites
+from surgery.bench.harness import TASKS
+from surgery.errors import UserError
+from surgery.export import export
+from surgery.original import original_config
+from surgery.plan import Plan
+from surgery.recipe import Bench, Data
+from surgery.splice import splice
+from tests.patients import DTYPES, LAYOUTS, PUBLISHED, TOKENIZERS, Patient, original, stock
+
+NAMES, WORDS = tuple(PUBLISHED), tuple(TOKENIZERS)
+ALL = [Patient(*choice) for choice in itertools.product(NAMES, DTYPES, LAYOUTS, WORDS)]
+# Every tokenizer with both half precisions, as float32 is in all other tests; the published models take turns.
+SOME = [
+    Patient(NAMES[(2 * i + j) % len(NAMES)], dtype, LAYOUTS[(i + j) % 2], words, spare=0 if (i, j) == (0, 0) else 37)
+    for i, words in enumerate(WORDS)
+    for j, dtype in enumerate(DTYPES[1:])
+]
+# Fewer of everything than by default, and nothing else.
+FEW = """
+locate: {examples: 4, options: {pairs: 4}}
+tune: {steps: 2, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
+bench: {pairs: [4], examples: 4, windows: 2, window: 32, contexts: [16]}
+"""
+whole_product = pytest.mark.skipif(
+    "SURGERY_ALL_PATIENTS" not in os.environ, reason="SURGERY_ALL_PATIENTS is not set: it takes the better part of an hour"
+)
+
+
+@pytest.fixture
+def admitted(tmp_path):
+    """Write a patient: its folder, and the settings that a user has to give with it."""
+
+    def admit(patient: Patient) -> tuple[Path, list[str]]:
+        patient.write(tmp_path / "patient")
+        words = patient.tokenizer_in(tmp_path / "patient")
+        apart = words != tmp_path / "patient"
+        return tmp_path / "patient", ["--set", f"tokenizer={words}"] if apart else []
+
+    return admit
+
+
+@pytest.fixture
+def blank(monkeypatch):
+    """Figures are laid out, and not painted, which takes half of a run."""
+
+    def savefig(self, file, **_):
+        if hasattr(file, "write"):
+            file.write(b"a picture")
+        else:
+            Path(file).write_bytes(b"a picture")
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+
+
+def finite(record) -> None:
+    """No number anywhere in a JSON file is infinite, or none: Python writes those by name."""
+    json.loads(record.read_text(), parse_constant=lambda name: pytest.fail(f"{record} holds {name}"))
+
+
+def whole_job(surgery, admitted, tmp_path, patient: Patient) -> None:
+    folder, _ = admitted(patient)
+    words = f"tokenizer: {folder}/tokenizer\n" if (folder / "tokenizer").exists() else ""
+    (tmp_path / "few.yaml").write_text(f"model: {folder}\n{words}{FEW}")
+    status, out, err = surgery("run", "few.yaml")
+    assert status == 0, err
+    assert "control_same_layer" in out
+    done = tmp_path / "runs" / "few"
+    report = json.loads((done / "report.json").read_text())
+    assert report["models"]["tuned"]["kv"]["4"]["n"] == 4
+    for name in ("ranking.json", "report.json"):
+        finite(done / name)
+    hybrid = load(done / "hybrid")
+    assert {str(p.dtype) for n, p in hybrid.model.named_parameters() if ".graft." not in n} == {f"torch.{patient.dtype}"}
+
+
+@pytest.mark.parametrize("patient", SOME, ids=str)
+def test_the_whole_job(surgery, admitted, tmp_path, blank, patient):
+    whole_job(surgery, admitted, tmp_path, patient)
+
+
+@pytest.mark.slow
+@whole_product
+@pytest.mark.parametrize("patient", ALL, ids=str)
+def test_the_whole_job_on_everyone(surgery, admitted, tmp_path, blank, patient):
+    whole_job(surgery, admitted, tmp_path, patient)
+
+
+def test_figures_of_tokens_that_no_font_has(surgery, admitted, tmp_path):
+    """The same with its figures painted."""
+    whole_job(surgery, admitted, tmp_path, Patient("a fine-tuned Mamba-2", "float32", "one file", "Llama 2"))
+
+
+STEP_BY_STEP = (
+    Patient("state-spaces/mamba2-130m", "float16", "one file", "GPT-NeoX"),
+    Patient("cartesia-ai/Llamba-3B", "bfloat16", "shards", "Llama 3"),
+    Patient("tiiuae/falcon-mamba-7b", "float16", "one file", "no special tokens"),
+)
+
+
+def step_by_step(surgery, admitted, tmp_path, patient: Patient) -> None:
+    folder, words = admitted(patient)
+    (tmp_path / "few.yaml").write_text(f"model: x\n{FEW}")
+    few = ["--recipe", "few.yaml"]
+
+    def call(*arguments):
+        status, out, err = surgery(*arguments)
+        assert status == 0, err
+        return out
+
+    call("locate", folder, *few, *words, "--out", "ranked")
+    finite(tmp_path / "ranked" / "ranking.json")
+    call("plan", "ranked/ranking.json", "--set", "plan.heads=2")
+    call("splice", folder, "ranked/plan.json", *words, "--out", "spliced")
+    call("tune", "spliced", *few, "--out", "tuned")
+    call("export", "tuned", "--as", "hf", "--out", "whole")
+    call("export", "tuned", "--as", "patch", "--out", "patch")
+    call("bench", folder, "spliced", "whole", "patch", *few, *words, "--out", "compared")
+    finite(tmp_path / "compared" / "report.json")
+    call("export", "patch", *words, "--as", "hf", "--out", "joined")
+    whole, joined = load(tmp_path / "whole").model, load(tmp_path / "joined").model
+    assert all(torch.equal(mine, yours) for mine, yours in zip(whole.parameters(), joined.parameters(), strict=True))
+    for name in ("whole", "patch"):
+        assert "Nothing was sent to someone/hybrid" in call("publish", name, "someone/hybrid", "--dry-run")
+
+
+@pytest.mark.parametrize("patient", STEP_BY_STEP, ids=str)
+def test_every_verb_by_itself(surgery, admitted, tmp_path, blank, patient):
+    step_by_step(surgery, admitted, tmp_path, patient)
+
+
+@pytest.mark.slow
+@whole_product
+@pytest.mark.parametrize("patient", SOME, ids=str)
+def test_every_verb_by_itself_on_more(surgery, admitted, tmp_path, blank, patient):
+    step_by_step(surgery, admitted, tmp_path, patient)
+
+
+def test_the_doctor_sees_no_patient(surgery):
+    """It asks what the machine can do, and nothing of a model."""
+    status, out, err = surgery("doctor", "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["verdicts"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_a_published_configuration_computes_what_transformers_does(tmp_path, name):
+    """Read in float64 by both, whose norms and residuals are in float32 all the same; and stored in any precision, it is loaded
+    in that."""
+    ids = torch.randint(1, 600, (2, 19), generator=torch.Generator().manual_seed(0))
+    for dtype, layout in zip(DTYPES, ("shards", "one file", "shards"), strict=True):
+        patient, folder = Patient(name, dtype, layout, "GPT-NeoX"), tmp_path / dtype
+        patient.write(folder)
+        words = str(patient.tokenizer_in(folder))
+        assert load(folder, tokenizer=words).model.dtype == getattr(torch, dtype)
+        base = load(folder, tokenizer=words, dtype="float64").model
+        theirs = base if original(name) else stock(folder).double()
+        mine = adopt(base)
+        torch.testing.assert_close(mine(ids).logits, theirs(ids).logits, rtol=0, atol=1e-4)
+        assert type(mine) is not type(theirs) or name.startswith("cartesia-ai")
+        assert mine(ids).logits.std() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("state-spaces/mamba-130m-hf", {"rms_norm": False}),
+        ("state-spaces/mamba-130m-hf", {"rms_norm": None}),
+        ("state-spaces/mamba-130m-hf", {"d_model": 768}),
+        ("state-spaces/mamba-130m-hf", {"n_layer": 24}),
+        ("state-spaces/mamba-130m-hf", {"ssm_cfg": {"dt_rank": 7}}),
+        ("state-spaces/mamba-130m-hf", {"fused_add_norm": "yes"}),
+        ("state-spaces/mamba-130m-hf", {"norm_before_gate": False}),  # it has no such norm
+        ("mistralai/Mamba-Codestral-7B-v0.1", {"rms_norm": False}),
+        ("mistralai/Mamba-Codestral-7B-v0.1", {"norm_before_gate": "always"}),
+        ("mistralai/Mamba-Codestral-7B-v0.1", {"d_intermediate": 64}),
+        ("mistralai/Mamba-Codestral-7B-v0.1", {"attn_layer_idx": [1]}),
+        ("AntonV/mamba2-130m-hf", {"tie_embeddings": False}),
+        ("a fine-tuned Mamba-2", {"sliding_window": 5}),
+        ("tiiuae/falcon-mamba-7b", {"num_attention_heads": 8}),
+        ("cartesia-ai/Llamba-3B", {"rope_theta": 500000.0}),
+        ("cartesia-ai/Llamba-3B", {"norm_epsilon": 1e-6}),
+        ("cartesia-ai/Llamba-3B", {"lm_head_prenorm": "layer"}),
+    ],
+    ids=str,
+)
+def test_a_field_that_would_compute_something_else_is_refused(tmp_path, name, change):
+    patient = Patient(name, "float32", "one file", "GPT-NeoX")
+    ((field, value),) = change.items()
+    (tmp_path / "config.json").write_text(json.dumps(patient.config() | change))
+    with pytest.raises(UserError) as caught:
+        load(tmp_path)
+    family = PUBLISHED[name][0]["model_type"]
+    assert str(caught.value).startswith(
+        f"the configuration's field '{field}' ({value!r}) is not handled by the {family} family"
+    )
+
+
+def test_what_an_original_folder_may_also_hold():
+    """Notes about the file, and arguments that were not given; not the same names with something in them."""
+    fields, sizes = PUBLISHED["state-spaces/mamba2-130m"]
+    plain = fields | sizes
+    notes = {"architectures": ["MambaLMHeadModel"], "torch_dtype": "float16", "transformers_version": "4.40.0"}
+    ssm = {"layer": "Mamba2", "layer_idx": None, "process_group": None, "device": None, "dtype": None}
+    assert original_config(plain | notes | {"ssm_cfg": ssm}).to_dict() == original_config(plain).to_dict()
+    with pytest.raises(UserError, match=r"ssm_cfg\.process_group 'world' is not handled"):
+        original_config(plain | {"ssm_cfg": ssm | {"process_group": "world"}})
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_bench_decides_as_lm_eval_does_on_the_exported_folder(admitted, tmp_path, words):
+    """Answer by answer, whatever the tokenizer makes of a prompt and its candidates."""
+    lm_eval = pytest.importorskip("lm_eval", reason="needs the extra 'eval' (lm-evaluation-harness)")
+    from lm_eval.tasks import TaskManager
+
+    folder, _ = admitted(Patient("AntonV/mamba2-130m-hf", "float32", "one file", words))
+    base, plan = load(folder), Plan(sites=("L1.H2",))
+    hybrid = splice(base.model, plan)
+    export(hybrid, tmp_path / "hybrid", tokenizer=base.tokenizer, plan=plan, base="a base")
+    manager = TaskManager(include_path=TASKS, include_defaults=False)
+    # The command wants a token that begins a text, to put before an empty prompt, of which there is none.
+    begin = "" if base.tokenizer.bos_token else ",prefix_token_id=0"
+    said = lm_eval.simple_evaluate(
+        "hf", f"pretrained={tmp_path / 'hybrid'}{begin}", ["surgery_kv_4", "surgery_mqar_8"], limit=30, batch_size=8,
+        device="cpu", bootstrap_iters=0, task_manager=manager,
+    )  # fmt: skip
+    options = Bench(suites=("retrieval",), pairs=(4, 8), examples=30, contexts=())
+    ours = {task.name: task for task in suites.tasks(options, base.tokenizer, Data(), 0)}
+    for task, name in (("surgery_kv_4", "kv.4"), ("surgery_mqar_8", "mqar.8")):
+        decided = ours[name].measure(hybrid).values.tolist()
+        assert decided == [sample["acc"] for sample in sorted(said["samples"][task], key=lambda sample: sample["doc_id"])]
+        assert len(decided) == 30
+        assert 0 < sum(decided) < 30
