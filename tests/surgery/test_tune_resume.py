@@ -17,7 +17,7 @@ from surgery.plan import Plan
 from surgery.recipe import Align, Calibrate, Data, Keep, Lesson, Lora, Tune
 from surgery.splice import splice
 from surgery.splice.splice import graft_parameters
-from surgery.tune import loop, state, tune
+from surgery.tune import keep, loop, state, tune
 from surgery.tune.distil import Distillation
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
@@ -134,6 +134,67 @@ def test_killed_again_and_again_it_ends_where_the_uninterrupted_run_does(name, b
     assert kills > 5
     assert any(name.startswith(".checkpoint") for name in stages)  # it did die while it wrote
     assert equal(load_file(result), wanted)
+
+
+RANDOM = ALL.model_copy(  # all that is random, and all that changes from step to step
+    update={
+        "lora": Lora(targets=("in_proj",), rank=2, dropout=0.3),
+        "accumulate": 2,
+        "checkpointing": True,
+        "save_every": 3,
+    }
+)
+
+
+def interrupted(patch, after):
+    """A run ends within the `after`-th of these things: a forward in training or for a measurement, a checkpoint written. Gives
+    the list to which their kinds are added as they happen; the first after a checkpoint between two stages begins a stage."""
+    kinds = []
+
+    def fatal(owner, name):
+        own = getattr(owner, name)
+
+        def function(*args, **kwargs):
+            result = own(*args, **kwargs)
+            kinds.append(f"{name} {args[1].stage} {args[1].step}" if name == "save" else name)
+            if len(kinds) == after:
+                raise KeyboardInterrupt
+            return result
+
+        patch.setattr(owner, name, function)
+
+    fatal(Distillation, "forward")
+    fatal(loop, "error")
+    fatal(loop, "gather")
+    fatal(keep.Guard, "measure")
+    fatal(state.Checkpoints, "save")
+    return kinds
+
+
+@pytest.mark.parametrize("change", [{"curriculum": 0.5}, {"repeat": 2, "align": None}], ids=["curriculum", "repeated batches"])
+def test_interrupted_at_a_border_of_stages_or_anywhere_it_ends_the_same(change, base, tokenizer, tmp_path):
+    options = RANDOM.model_copy(update=change)
+
+    def run(out, after=None):
+        hybrid = splice(base, Plan(sites=("L1.H3",), blend=0.5))
+        with pytest.MonkeyPatch.context() as patch:
+            kinds = interrupted(patch, after)
+            try:
+                log = tune(hybrid, tokenizer, options, out=out, resume=True)
+            except KeyboardInterrupt:
+                return kinds
+        return kinds, log, values(hybrid)
+
+    kinds, log, wanted = run(tmp_path / "whole")
+    borders = [i for i, kind in enumerate(kinds, 1) if kind.startswith("save") and kind.endswith(" 0")]
+    assert len(borders) == len({record["stage"] for record in log}) == 3 - (options.align is None)
+    # Behind the checkpoint, and behind the first thing that the next stage does; and now and then.
+    for after in sorted({*borders, *(border + 1 for border in borders[:-1]), *random.Random(1).sample(range(1, len(kinds)), 3)}):
+        out = tmp_path / f"{after}"
+        assert run(out, after) == kinds[:after]
+        _, again, resumed = run(out)
+        assert again == log, (after, kinds[after - 1])
+        assert equal(resumed, wanted), (after, kinds[after - 1])
 
 
 def test_interrupted_and_resumed_has_the_same_log(base, hybrid, tokenizer, tmp_path, monkeypatch):
