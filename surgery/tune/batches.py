@@ -6,6 +6,7 @@ short ones alternate as they were drawn; where all have one length, nothing chan
 """
 
 import random
+import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
@@ -19,9 +20,13 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.probes import make
-from surgery.recipe import Data, Tune
+from surgery.probes.knowledge import PARTS, Knowledge
+from surgery.processes import on_main
+from surgery.recipe import Bench, Data, Tune
+from surgery.records import read_text
 from surgery.tune.data import Piece, collate, kv_pieces, padded, probe_pieces
-from surgery.tune.sources import Reading, Source, open_source
+from surgery.tune.leaks import check_apart
+from surgery.tune.sources import HELD_OUT, Reading, Source, open_source
 
 BUFFER = 16  # steps whose documents are sorted by length together
 QUERIES = 8
@@ -56,14 +61,27 @@ def held_out_windows(
     return pad([sources[source].row(index) for source, index in drawn])
 
 
-def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data) -> None:
-    """Find out before the work begins whether the lessons and the text can be had, and whether the bench measures on others."""
-    measured = Path(data.held_out_text)
-    for text, source in zip(data.train_text, _sources(data, Reading(tokenizer, options.text_tokens, seed=0)), strict=True):
-        if text.source != "world" and Path(text.source).resolve() == measured.resolve():
-            raise UserError(f"{text.source} is to be trained on and measured on; data.held_out_text must be other text")
+def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: Bench | None = None) -> None:
+    """Find out before the work begins whether the lessons and the text can be had, and whether the bench measures on others:
+    their contents are compared."""
+    sources = _sources(data, Reading(tokenizer, options.text_tokens, seed=0))
+    for source in sources:
         source.row(0)
     _check_lessons(tokenizer, options, data)
+    rows = _rows_drawn(options) + (HELD_OUT * options.keep.windows if options.keep else 0)
+    trained = [(text.source, source.texts(rows)) for text, source in zip(data.train_text, sources, strict=True)]
+    trained += [(path, (read_text(path, "the text in"),)) for path in _lesson_sources(options, ("needle",))]
+    if data.held_out_text != "world" and (trained := [item for item in trained if item[0] != "world"]):
+        bench = bench or Bench()
+        on_main(partial(check_apart, data.held_out_text, trained, bench.windows * bench.window))
+    measured = _prompts(data.facts)
+    for source in _lesson_sources(options, ("knowledge", "letters")):
+        if shared := len(measured & _prompts(source)):
+            same = f"{source} holds {shared} of the {len(measured)} facts that are measured (data.facts)"
+            raise UserError(f"tune.lessons: {same}; give it another options.source")
+    if options.keep is not None:
+        for part in PARTS:
+            Knowledge(data.facts, part).questions(1, seed=0)
 
 
 class Lessons(Dataset[list[Piece]]):
@@ -106,10 +124,8 @@ class Rows(Dataset[list[int]]):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int):
         self.options = options
         self.sources = _sources(data, Reading(tokenizer, options.text_tokens, seed))
-        # Whole buffers, however many steps there are: a row depends on those that it is sorted with.
-        buffers = -(-options.steps // BUFFER)
         weights = [text.weight for text in data.train_text]
-        self.drawn = _draw(f"mixture {seed}", weights, buffers * BUFFER * options.text_batch_size)
+        self.drawn = _draw(f"mixture {seed}", weights, _rows_drawn(options))
         self._buffer: tuple[int, list[list[int]]] = (-1, [])
 
     def __len__(self) -> int:
@@ -129,6 +145,11 @@ class Rows(Dataset[list[int]]):
         order = sorted(range(every), key=lambda i: len(rows[i]))
         batches = sorted(sorted(order[first : first + size]) for first in range(0, every, size))
         return [rows[i] for batch in batches for i in batch]
+
+
+def _rows_drawn(options: Tune) -> int:
+    """Whole buffers, however many steps there are: a row depends on those that it is sorted with."""
+    return -(-options.steps // BUFFER) * BUFFER * options.text_batch_size
 
 
 def progress(options: Tune, step: int) -> float:
@@ -165,6 +186,16 @@ def _draw(key: str, weights: list[float], count: int) -> list[tuple[int, int]]:
         drawn.append((one, before[one]))
         before[one] += 1
     return drawn
+
+
+def _lesson_sources(options: Tune, probes: Sequence[str]) -> list[str]:
+    """The files that lessons of some probes read."""
+    read = [lesson.options.get("source", "world") for lesson in options.lessons if lesson.probe in probes]
+    return [source for source in dict.fromkeys(read) if source != "world"]
+
+
+def _prompts(facts: str) -> set[str]:
+    return {question.prompt for question in Knowledge(facts).questions(sys.maxsize, seed=0)}
 
 
 def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data) -> None:

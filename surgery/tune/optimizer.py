@@ -24,8 +24,8 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: fl
 
 
 def cosine_schedule(optimizer: Optimizer, warmup: int, steps: int) -> LambdaLR:
-    """The learning rate as a share of the whole: from 1 / warmup in the first step up to 1 in as many steps as warmup says, then
-    down to 0 along half a cosine, which is reached behind the last of all `steps`."""
+    """The learning rate as a share of the whole: 1 / warmup in the first step, 1 after `warmup` steps, then down along half a
+    cosine, which would reach 0 one step after the last of all `steps`."""
 
     def share(step: int) -> float:
         if step < warmup:

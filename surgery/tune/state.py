@@ -1,9 +1,9 @@
 """Checkpoints of tuning: where a run is, and all that it needs to go on as if nothing had happened.
 
-One folder each: `trained.safetensors` (and `best.safetensors`), `optimizer.pt` (optimiser, schedule), `state.json` (stage, step,
-log, and the settings that the run must have). No random states: every step begins with its own (descent.py). A folder gets its name only when it is
-complete, and loses its name before it is taken apart, so whenever the process ends, what is called checkpoint-N is whole. Of
-several processes, the main one reads and writes.
+One folder each: `trained.safetensors` (and `best.safetensors`), `optimizer.pt` (optimiser, schedule), `state.json` (stage,
+step, log, and the settings that the run must have). No random states: every step begins with its own (descent.py). A folder
+gets its name only when it is complete, and loses its name before it is taken apart, so whenever the process ends, what is
+called checkpoint-N is whole. Of several processes, the main one reads and writes.
 """
 
 import io

@@ -189,7 +189,9 @@ def test_interrupted_at_a_border_of_stages_or_anywhere_it_ends_the_same(change, 
     borders = [i for i, kind in enumerate(kinds, 1) if kind.startswith("save") and kind.endswith(" 0")]
     assert len(borders) == len({record["stage"] for record in log}) == 3 - (options.align is None)
     # Behind the checkpoint, and behind the first thing that the next stage does; and now and then.
-    for after in sorted({*borders, *(border + 1 for border in borders[:-1]), *random.Random(1).sample(range(1, len(kinds)), 3)}):
+    for after in sorted(
+        {*borders, *(border + 1 for border in borders[:-1]), *random.Random(1).sample(range(1, len(kinds)), 3)}
+    ):
         out = tmp_path / f"{after}"
         assert run(out, after) == kinds[:after]
         _, again, resumed = run(out)
