@@ -74,10 +74,10 @@ def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: 
     if data.held_out_text != "world" and (trained := [item for item in trained if item[0] != "world"]):
         bench = bench or Bench()
         on_main(partial(check_apart, data.held_out_text, trained, bench.windows * bench.window))
-    measured = _prompts(data.facts)
-    for source in _lesson_sources(options, ("knowledge", "letters")):
-        if shared := len(measured & _prompts(source)):
-            same = f"{source} holds {shared} of the {len(measured)} facts that are measured (data.facts)"
+    for path in _lesson_sources(options, ("knowledge", "letters")):
+        measured = _prompts(data.facts)
+        if shared := len(measured & _prompts(path)):
+            same = f"{path} holds {shared} of the {len(measured)} facts that are measured (data.facts)"
             raise UserError(f"tune.lessons: {same}; give it another options.source")
     if options.keep is not None:
         for part in PARTS:

@@ -142,6 +142,7 @@ RANDOM = ALL.model_copy(  # all that is random, and all that changes from step t
         "accumulate": 2,
         "checkpointing": True,
         "save_every": 3,
+        "calibrate": Calibrate(examples=2, tau=(2.0,), gate=(0.5,), evaluations=0),
     }
 )
 
@@ -188,10 +189,9 @@ def test_interrupted_at_a_border_of_stages_or_anywhere_it_ends_the_same(change, 
     kinds, log, wanted = run(tmp_path / "whole")
     borders = [i for i, kind in enumerate(kinds, 1) if kind.startswith("save") and kind.endswith(" 0")]
     assert len(borders) == len({record["stage"] for record in log}) == 3 - (options.align is None)
-    # Behind the checkpoint, and behind the first thing that the next stage does; and now and then.
-    for after in sorted(
-        {*borders, *(border + 1 for border in borders[:-1]), *random.Random(1).sample(range(1, len(kinds)), 3)}
-    ):
+    # Behind a checkpoint between two stages, behind the first thing that distil does, and somewhere else.
+    somewhere = random.Random(f"{change}").randrange(borders[-2], len(kinds))
+    for after in sorted({*borders[:-1], borders[-2] + 1, somewhere} if options.align else {borders[-2], somewhere}):
         out = tmp_path / f"{after}"
         assert run(out, after) == kinds[:after]
         _, again, resumed = run(out)
@@ -287,6 +287,17 @@ def test_a_checkpoint_of_another_run_is_refused(plan, change, line, base, hybrid
     with pytest.raises(UserError, match=line):
         tune(other, tokenizer, SHORT.model_copy(update={"steps": 1, **change}), out=tmp_path, resume=True)
     assert equal(grafts(other), before)
+
+
+def test_a_checkpoint_of_0_5_is_refused(hybrid, tokenizer, tmp_path, monkeypatch):
+    """Its steps were others."""
+    tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 1}), out=tmp_path)
+    written = tmp_path / "checkpoint-1" / "state.json"
+    content = json.loads(written.read_text())
+    del content["settings"]["version"]
+    written.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="with another version; run without --resume"):
+        tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 1}), out=tmp_path, resume=True)
 
 
 def test_a_run_that_begins_anew_does_not_meet_the_old_one(hybrid, tokenizer, tmp_path):
