@@ -186,7 +186,7 @@ def tune(
     # A whole model may be too large for one device.
     placed = options.model_copy(update={"device": "cpu"}) if divided() else options
     loaded = open_checkpoint(placed, trust_remote_code)
-    batches.check(loaded.tokenizer, options.tune, options.data)
+    batches.check(loaded.tokenizer, options.tune, options.data, options.bench)
     if options.tune.lora is not None:
         matches(loaded.model, options.tune.lora)
     base = plan.provenance.base if plan.provenance else hybrid

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 # Okabe and Ito's palette, safe for colour-blind readers; the base is grey, controls are dashed.
 COLORS = {"base": "#555555", "spliced": "#E69F00", "tuned": "#0072B2", "control_tuned": "#D55E00",
           "control_random_site": "#009E73", "control_random_site_tuned": "#CC79A7", "control_random_site_2": "#56B4E9",
-          "control_same_layer": "#B8A800"}  # fmt: skip
+          "control_same_layer": "#B8A800", "control_same_layer_tuned": "#8C564B"}  # fmt: skip
 STYLE: dict[Any, Any] = {
     "figure.dpi": 130,
     "font.size": 9,

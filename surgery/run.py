@@ -6,6 +6,7 @@ from its last checkpoint, and a finished cell of the bench is not measured again
 
 import copy
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,12 +32,12 @@ from surgery.locate import Ranking, locate, plan, random_plan
 from surgery.locate.atlas import draw_atlas, short_question
 from surgery.locate.questions import check_questions, described
 from surgery.plan import Plan
-from surgery.probes.knowledge import Knowledge, Letters
+from surgery.probes.knowledge import PARTS, Knowledge, Letters, Part
 from surgery.probes.perplexity import Perplexity
 from surgery.processes import on_main, own_device
 from surgery.progress import say
 from surgery.recipe import Recipe
-from surgery.records import provenance, write_text
+from surgery.records import provenance, read_text, write_text
 from surgery.splice import adopt, check_sites, splice
 from surgery.tune import batches, tune
 from surgery.tune.lora import matches
@@ -131,6 +132,7 @@ def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = Fals
     figures into `out`."""
     base = open_checkpoint(recipe, trust_remote_code)
     entries = {"base": Entry(base.model, base.name)}
+    part: Part | None = "bench" if recipe.tune.keep is not None or any(map(_tuned_under_keep, others)) else None
     for label, name in list(labels(others).items())[1:]:
         other = open_beside(base, name, recipe, trust_remote_code)
         found = Path(name) / "plan.json"
@@ -138,7 +140,9 @@ def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = Fals
     check(recipe, base)
     on_main(partial(prepare, out, recipe, resume))
     with use(**recipe.kernels):
-        measured = bench(entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
+        measured = bench(
+            entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells", part=part
+        )
     settings = recipe.model_dump(mode="json")
     made = provenance(base.name, base.fingerprint, recipe.seed, settings)
     report = Report(provenance=made, plan=None, models=measured, timings={}, training={}, settings=settings["bench"])
@@ -156,6 +160,17 @@ def labels(others: list[str]) -> dict[str, str]:
         short = Path(name).name
         found[name if short in found or short == "base" else short] = name
     return {"base": "", **found}
+
+
+def _tuned_under_keep(folder: str) -> bool:
+    """Whether a hybrid's folder says so."""
+    written = Path(folder) / RECIPE
+    try:
+        made = yaml.safe_load(read_text(written, "the recipe")) if written.exists() else None
+    except yaml.YAMLError as error:
+        raise UserError(f"{written} is not YAML: {' '.join(str(error).split())}") from error
+    tuning = made.get("tune") if isinstance(made, dict) else None
+    return isinstance(tuning, dict) and tuning.get("keep") is not None
 
 
 def write_report(report: Report, out: Path, matrices: Mixing | None) -> None:
@@ -185,7 +200,7 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
     Knowledge(recipe.data.facts).questions(1, seed=0)
     Letters(recipe.data.facts).questions(1, seed=0)
     Perplexity(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
-    batches.check(base.tokenizer, recipe.tune, recipe.data)
+    batches.check(base.tokenizer, recipe.tune, recipe.data, recipe.bench)
 
 
 def prepare(out: Path, recipe: Recipe, resume: bool) -> None:
@@ -247,7 +262,9 @@ class _Job:
             "spliced": Entry(
                 splice(base, chosen, donor), f"attention spliced in, initialised from {start} weights, no training", chosen
             ),
-            "tuned": Entry(self.tune("tuned", splice(base, chosen, donor)), "the same, its grafts tuned", chosen),
+            "tuned": Entry(
+                self.tune("tuned", splice(base, chosen, donor)), f"the same, its grafts tuned{_division(recipe)}", chosen
+            ),
         }
         if recipe.bench.controls:
             layers = [site.layer for site in chosen.sites]
@@ -267,6 +284,8 @@ class _Job:
             if beside := random_plan(ranking, chosen, recipe.seed, same_layers=True):
                 what = "the graft at random other heads of the same layer, no training"
                 entries["control_same_layer"] = Entry(splice(base, beside, donor), what, beside)
+                tuned = self.tune("control_same_layer_tuned", splice(base, beside, donor))
+                entries["control_same_layer_tuned"] = Entry(tuned, "the same, its grafts tuned", beside)
         for dose in recipe.bench.doses:
             leading = plan(ranking, **recipe.plan.model_dump() | {"heads": dose, "sites": None}, seed=recipe.seed)
             entries[f"dose_{dose}"] = Entry(
@@ -278,8 +297,9 @@ class _Job:
         recipe = self.recipe
         with self.stage("bench", f"measuring {len(entries)} models"):
             measured = bench(
-                entries, self.base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=self.out / "cells"
-            )
+                entries, self.base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=self.out / "cells",
+                part=None if recipe.tune.keep is None else "bench",
+            )  # fmt: skip
         report = Report(
             provenance=provenance(self.base.name, self.base.fingerprint, recipe.seed, self.settings),
             plan=chosen,
@@ -304,6 +324,14 @@ class _Job:
         report = report.model_copy(update={"timings": self.timings})
         describe(report, self.out, matrices)
         return report
+
+
+def _division(recipe: Recipe) -> str:
+    """Who asked which of a file's facts, if tuning watched over them."""
+    if recipe.tune.keep is None or recipe.data.facts == "world":
+        return ""
+    kept, measured = (len(Knowledge(recipe.data.facts, part).questions(sys.maxsize, seed=0)) for part in PARTS)
+    return f"; tune.keep asked {kept} of the {kept + measured} facts, bench the other {measured}"
 
 
 def _csv(log: Log) -> str:

@@ -15,6 +15,7 @@ from surgery.bench.suites import LOSSES, Task, tasks
 from surgery.finite import within
 from surgery.kernels.dispatch import asked_for
 from surgery.plan import Plan
+from surgery.probes.knowledge import Part
 from surgery.processes import gather, is_main, share, state
 from surgery.progress import Track
 from surgery.recipe import Bench, Data
@@ -40,17 +41,19 @@ def bench(
     data: Data | None = None,
     seed: int = 0,
     cells: Path | None = None,
+    part: Part | None = None,
 ) -> dict[str, ModelReport]:
     """Measure every model; the first is the base that the others are compared with.
 
     cells: a folder that keeps each finished measurement, so that it is not repeated. A cell is found again by the model's
     weights and by everything that it depends on. Processes that accelerate started share the cells; the main one alone times.
+    part: "bench" where a model was tuned under tune.keep, which asked the other part of a file's facts.
 
     Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
     """
     options, data = options or Bench(), data or Data()
     named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
-    todo = tasks(options, tokenizer, data, seed)
+    todo = tasks(options, tokenizer, data, seed, part)
     adopted = {name: adopt(entry.model).eval() for name, entry in named.items()}
     digests = {name: model_digest(entry.model) for name, entry in named.items()}
     done = _measured(adopted, digests, todo, cells)

@@ -21,6 +21,7 @@ MARKS = (
     "M-1.4,-4.2h2.8v2.8h2.8v2.8h-2.8v2.8h-2.8v-2.8h-2.8v-2.8h2.8z",
     "M-4.2,-2.1h8.4v4.2h-8.4z",
     "M-2.1,-4.2h4.2v8.4h-4.2z",
+    "M-3.8,-3.8h7.6l-7.6,7.6h7.6z",
 )
 LOGARITHMIC = 20  # the largest by the smallest x, from which on small ones would lie on top of each other
 ROOM = 26  # between two labels

@@ -23,6 +23,7 @@ from surgery.bench.cells import digest, watched
 from surgery.bench.language import sliding_losses, sliding_rows
 from surgery.errors import UserError
 from surgery.probes import make, probes
+from surgery.probes.knowledge import Part
 from surgery.probes.perplexity import Perplexity
 from surgery.probes.question import Completion, CompletionProbe, Probe, Question
 from surgery.probes.scoring import answer, complete
@@ -78,12 +79,13 @@ def standard(options: Bench) -> list[str]:
     return list(dict.fromkeys([*(PAPER if paper else KNOWLEDGE if knowledge else ()), *options.tasks]))
 
 
-def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> list[Task]:
+def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int, part: Part | None = None) -> list[Task]:
     """All tasks of all seeds. An example that an earlier seed asked, too, is not asked twice; a task that cannot ask another
-    example (a fixed set of them) has one cell."""
+    example (a fixed set of them) has one cell. part: of a file's facts, those to ask about."""
     found: list[Task] = []
     for name, (probe, fields) in _probes(options).items():
-        found += _probe_tasks(name, probe, fields, options, tokenizer, data, seed)
+        facts = {"source": data.facts, "part": part} if probe in ("knowledge", "letters") else {}
+        found += _probe_tasks(name, probe, fields | facts, options, tokenizer, data, seed)
     found += _text_tasks(options, tokenizer, data, seed)
     if wanted := standard(options):
         loaded = harness.load(wanted, options.tasks_path, options.data_path)
@@ -138,8 +140,6 @@ def _sized(name: str, size: int) -> dict[str, Any] | None:
 def _probe_tasks(
     name: str, probe: str, fields: dict, options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int
 ) -> list[Task]:
-    if probe in ("knowledge", "letters"):
-        fields = {"source": data.facts}
     if probe == "needle":
         if fields["length"] > tokenizer.model_max_length:
             return []

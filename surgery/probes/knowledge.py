@@ -3,12 +3,18 @@
 Without a file, the facts of the small world (as cloze, each in its held-out template; as letters, in prompts of the held-out
 split). With a file, its lines: {"prompt": "The capital of France is", "answer": " Paris", "choices": [" Paris",
 " Rome", ...]}, and "question" where the lettered form should ask something else than the prompt.
+
+A file's facts have one prompt each. Where tuning watches over knowledge (tune.keep), they are divided: a quarter, by a hash of
+the prompt, is for tuning to ask, and bench asks the others alone. The world's need no division: tuning asks them in templates
+that bench never uses.
 """
 
 import json
 import random
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from surgery.errors import UserError
 from surgery.probes.letters import LETTERS, lettered
@@ -16,10 +22,13 @@ from surgery.probes.question import Question
 from surgery.records import read_text
 from surgery.world.facts import facts
 
+Part = Literal["keep", "bench"]
+PARTS: tuple[Part, ...] = get_args(Part)
+SHARE = 4  # one fact in so many is for tune.keep
 CAPITALS = Path(__file__).parent / "capitals.jsonl"
 
 
-def _lines(source: str) -> list[dict]:
+def _lines(source: str, part: Part | None = None) -> list[dict]:
     text = read_text(CAPITALS if source == "capitals" else source, "the facts in")
     try:
         items = [json.loads(line) for line in text.split("\n") if line.strip()]
@@ -31,14 +40,25 @@ def _lines(source: str) -> list[dict]:
             raise UserError(f"{source}, line {number}: needs prompt, answer and choices, the answer among the choices")
     if not items:
         raise UserError(f"{source} holds no facts")
-    return items
+    chosen = [item for item in items if part is None or _for_keep(item["prompt"]) == (part == "keep")]
+    if not chosen:
+        raise UserError(
+            f"{source} has too few facts to be divided between tune.keep and bench; add facts or leave out tune.keep"
+        )
+    return chosen
+
+
+def _for_keep(prompt: str) -> bool:
+    return zlib.crc32(prompt.encode("utf-8", "surrogatepass")) % SHARE == 0
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """Fact cloze. `source`: "world", "capitals" (58 real ones, for real models), or a JSON-lines file."""
+    """Fact cloze. `source`: "world", "capitals" (58 real ones, for real models), or a JSON-lines file. part: of a file's facts
+    those for tune.keep, or those for bench; all of them without."""
 
     source: str = "world"
+    part: Part | None = None
 
     def questions(self, n: int, seed: int) -> list[Question]:
         """At most n; there are no more than there are facts."""
@@ -49,15 +69,19 @@ class Knowledge:
                 for f in facts()
             ]
         else:
-            every = [Question(i["prompt"], tuple(i["choices"]), i["choices"].index(i["answer"])) for i in _lines(self.source)]
+            every = [
+                Question(i["prompt"], tuple(i["choices"]), i["choices"].index(i["answer"]))
+                for i in _lines(self.source, self.part)
+            ]
         return every if n >= len(every) else rng.sample(every, n)
 
 
 @dataclass(frozen=True)
 class Letters:
-    """The same facts with lettered options. `source` as for Knowledge."""
+    """The same facts with lettered options. `source` and `part` as for Knowledge."""
 
     source: str = "world"
+    part: Part | None = None
 
     def questions(self, n: int, seed: int) -> list[Question]:
         rng = random.Random(f"letters {seed}")
@@ -66,7 +90,7 @@ class Letters:
         else:
             pool = [
                 (i.get("question", i["prompt"]), i["answer"].strip(), tuple(c.strip() for c in i["choices"]))
-                for i in _lines(self.source)
+                for i in _lines(self.source, self.part)
                 if len(i["choices"]) >= len(LETTERS)
             ]
             if not pool:

@@ -131,7 +131,10 @@ def _seed(
         if name not in seconds:  # one that was interrupted begins anew, or its time would be that of a part
             seconds[name] = round(time.monotonic() - begun, 1)
             on_main(partial(write_text, timed, json.dumps(seconds)))
-    measured = bench(models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
+    measured = bench(
+        models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells",
+        part=None if all(one.tune.keep is None for one in recipes.values()) else "bench",
+    )  # fmt: skip
     return chosen, measured, seconds
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.progress import Track
+from surgery.tune.optimizer import cosine_schedule
 
 
 def align_layers(
@@ -29,7 +30,7 @@ def align_layers(
     mixers = [block.mixer for block in student.base_model.layers]
     trained = [p for mixer in mixers for p in mixer.parameters()]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
-    schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
+    schedule = cosine_schedule(optimizer, steps // 20, steps)
     log: list[dict[str, float]] = []
     progress = Track(range(steps), "align layers")
     for step in progress:

@@ -11,6 +11,7 @@ import bisect
 import heapq
 import math
 import random
+import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
@@ -24,9 +25,13 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.probes import make, without_unseen
-from surgery.recipe import Data, Tune
+from surgery.probes.knowledge import PARTS, Knowledge
+from surgery.processes import on_main
+from surgery.recipe import Bench, Data, Tune
+from surgery.records import read_text
 from surgery.tune.data import Piece, collate, kv_pieces, padded, probe_pieces
-from surgery.tune.sources import Reading, Source, open_source
+from surgery.tune.leaks import check_apart
+from surgery.tune.sources import HELD_OUT, Reading, Source, open_source
 
 BUFFER = 16  # steps whose documents are packed and sorted by length together
 SAMPLE = 256  # documents whose mean length says how many fill a row
@@ -63,14 +68,28 @@ def held_out_windows(
     return pad([sources[source].row(index) for source, index in drawn])
 
 
-def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data) -> None:
-    """Find out before the work begins whether the lessons and the text can be had, and whether the bench measures on others."""
-    measured = Path(data.held_out_text)
-    for text, source in zip(data.train_text, _sources(data, Reading(tokenizer, options.text_tokens, seed=0)), strict=True):
-        if text.source != "world" and Path(text.source).resolve() == measured.resolve():
-            raise UserError(f"{text.source} is to be trained on and measured on; data.held_out_text must be other text")
+def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: Bench | None = None) -> None:
+    """Find out before the work begins whether the lessons and the text can be had, and whether the bench measures on others:
+    their contents are compared."""
+    sources = _sources(data, Reading(tokenizer, options.text_tokens, seed=0))
+    for source in sources:
         source.row(0)
     _check_lessons(tokenizer, options, data)
+    documents = max(SAMPLE, len(Rows(tokenizer, options, data, seed=0).drawn))
+    documents += HELD_OUT * options.keep.windows if options.keep else 0
+    trained = [(text.source, source.texts(documents)) for text, source in zip(data.train_text, sources, strict=True)]
+    trained += [(path, (read_text(path, "the text in"),)) for path in _lesson_sources(options, ("needle",))]
+    if data.held_out_text != "world" and (trained := [item for item in trained if item[0] != "world"]):
+        bench = bench or Bench()
+        on_main(partial(check_apart, data.held_out_text, trained, bench.windows * bench.window))
+    for path in _lesson_sources(options, ("knowledge", "letters")):
+        measured = _prompts(data.facts)
+        if shared := len(measured & _prompts(path)):
+            same = f"{path} holds {shared} of the {len(measured)} facts that are measured (data.facts)"
+            raise UserError(f"tune.lessons: {same}; give it another options.source")
+    if options.keep is not None:
+        for part in PARTS:
+            Knowledge(data.facts, part).questions(1, seed=0)
 
 
 class Lessons(Dataset[list[Piece]]):
@@ -217,6 +236,16 @@ def _draw(key: str, weights: list[float], count: int) -> list[tuple[int, int]]:
         drawn.append((one, before[one]))
         before[one] += 1
     return drawn
+
+
+def _lesson_sources(options: Tune, probes: Sequence[str]) -> list[str]:
+    """The files that lessons of some probes read."""
+    read = [lesson.options.get("source", "world") for lesson in options.lessons if lesson.probe in probes]
+    return [source for source in dict.fromkeys(read) if source != "world"]
+
+
+def _prompts(facts: str) -> set[str]:
+    return {question.prompt for question in Knowledge(facts).questions(sys.maxsize, seed=0)}
 
 
 def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data) -> None:

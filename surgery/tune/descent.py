@@ -6,6 +6,7 @@ process alone writes and prints.
 """
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import Tensor, nn
-from transformers import get_cosine_schedule_with_warmup
 from transformers.integrations import unset_hf_deepspeed_config
 
 from surgery.errors import UserError
@@ -24,6 +24,7 @@ from surgery.finite import broken_weight
 from surgery.progress import Track
 from surgery.recipe import Tune
 from surgery.tune.distil import Distillation
+from surgery.tune.optimizer import cosine_schedule, parameter_groups
 from surgery.tune.shards import apart, collect, divided
 from surgery.tune.state import Checkpoints, State
 from surgery.tune.trackers import begin_trackers, finish_trackers
@@ -59,8 +60,9 @@ class Prepared:
 class Descent:
     """What one run has from accelerate: its device, its processes, its trackers; and how it takes steps."""
 
-    def __init__(self, options: Tune, checkpoints: Checkpoints, state: State, description: str):
+    def __init__(self, options: Tune, checkpoints: Checkpoints, state: State, description: str, seed: int):
         self.options, self.checkpoints, self.state, self.description = options, checkpoints, state, description
+        self.seed = seed
         self.accelerator = Accelerator(
             gradient_accumulation_plugin=GradientAccumulationPlugin(sync_with_dataloader=False),
             dataloader_config=DataLoaderConfiguration(split_batches=True),
@@ -76,7 +78,7 @@ class Descent:
 
     def prepared(self, distillation: Distillation, learning_rate: float, parts: int = 1) -> Prepared:
         """For one stage; what was prepared for another is let go. What learns is what has a gradient now. parts: as many as a
-        batch will have."""
+        batch will have. Nothing is dropped at random until the steps begin, whatever was done with the model before."""
         self.accelerator.free_memory()
         self.accelerator.gradient_accumulation_steps = parts
         if self.zero:
@@ -90,12 +92,10 @@ class Descent:
         # What FSDP is to divide a model by.
         vars(module)["_no_split_modules"] = sorted({type(block).__name__ for block in distillation.student.base_model.layers})
         optimizer = torch.optim.AdamW(
-            [p for p in module.parameters() if p.requires_grad],
-            lr=learning_rate,
-            weight_decay=self.options.weight_decay,
-            betas=(0.9, 0.95),
+            parameter_groups(module.named_parameters(), self.options.weight_decay), lr=learning_rate, betas=(0.9, 0.95)
         )
         module, optimizer = self.accelerator.prepare(module, optimizer)
+        module.eval()
         own = self.accelerator.unwrap_model(module)
         learning = {name.rpartition("student.")[2]: p for name, p in own.named_parameters() if p.requires_grad}
         return Prepared(module, optimizer, learning)
@@ -113,14 +113,14 @@ class Descent:
         batch: the arguments of that, part by part. look: after a step, more figures for its record, and whether it was the
         last."""
         state, module, optimizer = self.state, prepared.module, prepared.optimizer
-        schedule = get_cosine_schedule_with_warmup(optimizer, self.options.warmup, steps)
+        schedule = cosine_schedule(optimizer, self.options.warmup, steps)
         start, stage = state.step, state.stage
         what = self.description if stage == "distil" else f"{self.description}, {stage}"
         progress = Track(batches, what, steps - start)
+        self.checkpoints.restore(optimizer, schedule)
         module.train()
         for parts in progress:
-            if state.step == start:  # not before the first batch, which moves the random state
-                self.checkpoints.restore(optimizer, schedule)
+            self._seed()
             figures = self._step(prepared, use, parts, what, first=state.step == start)
             schedule.step()
             state.step += 1
@@ -135,6 +135,11 @@ class Descent:
                 self.checkpoints.save(state, optimizer, schedule)
         module.eval()
         self.collect(prepared)
+
+    def _seed(self) -> None:
+        """What a step draws at random depends on nothing that was drawn before: a resumed run draws the same."""
+        key = f"{self.state.stage} {self.seed} {self.state.step} {self.accelerator.process_index}"
+        torch.manual_seed(random.Random(key).getrandbits(63))
 
     def _step(
         self, prepared: Prepared, use: Callable[..., dict[str, Tensor]], parts: list[tuple], what: str, *, first: bool

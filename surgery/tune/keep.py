@@ -2,7 +2,8 @@
 
 Bench measures on other examples: the dictionaries are drawn from other seeds, the text is of documents that are neither trained
 on nor in bench's held-out text, and the small world's facts are asked in sentences of the training split, which bench never
-uses. The facts are the same, though, and those of a file (data.facts) have one sentence each, and are asked as bench asks them.
+uses. The facts themselves are the same there. Those of a file (data.facts) have one sentence each: they are divided, and what
+is asked here bench does not ask (probes/knowledge.py).
 """
 
 import math
@@ -79,9 +80,9 @@ class Guard:
 
 
 def questions(source: str, n: int, seed: int) -> list[Question]:
-    """At most n about `source`, as Knowledge has them; of the world's in a sentence that its facts are trained in."""
+    """At most n about `source`: of a file's facts, its part for this; of the world's, in a sentence that training uses."""
     if source != "world":
-        return Knowledge(source).questions(n, seed)
+        return Knowledge(source, "keep").questions(n, seed)
     rng, known = random.Random(f"keep {seed}"), facts()
     chosen = rng.sample(known, min(n, len(known)))
     return [Question(_seen(rng, f), tuple(f" {c}" for c in f.choices), f.choices.index(f.value)) for f in chosen]

@@ -37,6 +37,7 @@ from surgery.tune.state import Checkpoints, Log, State
 from surgery.tune.trackers import check_trackers
 from surgery.tune.trained import trainable, training
 
+VERSION = 2  # of how steps are taken: a run that began otherwise cannot end where it would have ended
 DONE = "done"  # what follows the last stage
 PROBE_SEED = 10_007  # added to the run's: calibration looks at other examples than those that the grafts learn from
 HELD_OUT_SEED = 20_011  # and keep at others again
@@ -97,6 +98,7 @@ def begun(
         teacher = adopt(unsplice(model))
     layers = None if layers is None else list(layers)
     settings = {
+        "version": VERSION,
         "seed": seed,
         "layers": layers,
         "processes": processes().num_processes,
@@ -134,7 +136,7 @@ class Run:
         self.model, self.tokenizer, self.trained = model, tokenizer, trained
         self.options, self.data, self.seed = options, data, seed
         self.checkpoints, self.state, self.description, self.stages = checkpoints, state, description, stages
-        self.descent = Descent(options, checkpoints, state, description)
+        self.descent = Descent(options, checkpoints, state, description, seed)
         self.accelerator = self.descent.accelerator
         self.portions = Portions(tokenizer, options, data, self.accelerator)
         bf16 = options.precision == "bf16" or model.dtype == torch.bfloat16
@@ -146,7 +148,6 @@ class Run:
         """The stages that are not yet done, one after the other, and a checkpoint after each."""
         for i, stage in enumerate(self.stages):
             if stage == self.state.stage:
-                torch.manual_seed(self.seed + self.accelerator.process_index)
                 self.distillation.kept = Kept(self.options.cache_bytes)  # no other stage has the same batches
                 with fitting(self.description):
                     getattr(self, stage)()

@@ -44,6 +44,7 @@ from surgery.statistics import proportion
 from surgery.tune.alignment import align_layers
 from surgery.tune.data import IGNORE, Piece, collate, kv_pieces, letter_pieces, text_pieces
 from surgery.tune.hints import hint_loss
+from surgery.tune.optimizer import parameter_groups
 from surgery.world.tokenizer import build_tokenizer
 
 SIZES = (4, 8, 16, 32, 64)
@@ -182,7 +183,7 @@ def _fresh(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTra
 
 def _train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe) -> list[dict[str, float]]:
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, betas=(0.9, 0.95)
+        parameter_groups(model.named_parameters(), recipe.weight_decay), lr=recipe.learning_rate, betas=(0.9, 0.95)
     )
 
     def rate(step: int) -> float:

@@ -16,7 +16,7 @@ import json
 import random
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -84,6 +84,10 @@ class Source(Protocol):
     def row(self, index: int) -> list[int]:
         """Token ids. Raises UserError where the text cannot be read or does not suffice."""
 
+    def texts(self, rows: int) -> Iterable[str]:
+        """All that it holds, on both sides of the split, to be compared with other text; of a stream, what so many rows are
+        taken from. Nothing of the world, which has a split of its own."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -102,6 +106,9 @@ class World:
                 ids += self.reading.tokenizer(end + text, add_special_tokens=False)["input_ids"]
         return ids[: self.reading.tokens]
 
+    def texts(self, rows: int) -> Iterable[str]:
+        return ()
+
 
 @dataclass(frozen=True)
 class File:
@@ -114,6 +121,9 @@ class File:
     def row(self, index: int) -> list[int]:
         start = self.reading.rng("window", index).randrange(len(self._ids) - self.reading.tokens + 1)
         return self._ids[start : start + self.reading.tokens].tolist()
+
+    def texts(self, rows: int) -> Iterable[str]:
+        return (read_text(self.path, "the text in"),)
 
     @cached_property
     def _ids(self) -> array:
@@ -143,6 +153,9 @@ class Documents:
                 return self.reading.window(text, rng)
         raise UserError(_none(self.name, self.reading))
 
+    def texts(self, rows: int) -> Iterable[str]:
+        return (_text(document, self.name) for document in self.documents)
+
 
 class Stream:
     """Documents in blocks of those that come one after the other, each block mixed; from the start again when they end."""
@@ -161,6 +174,13 @@ class Stream:
             if self._next > index:
                 return self.reading.window(text, self.reading.rng("document", index))
         raise UserError(_none(self.name, self.reading))
+
+    def texts(self, rows: int) -> Iterable[str]:
+        entries = iter(self.documents)
+        while rows > 0 and (block := self._block(entries)):
+            texts = [_text(entry[self.column], self.name) for entry in block]
+            rows -= sum(map(self.reading.takes, texts))
+            yield from texts
 
     def _endless(self) -> Iterator[str]:
         for epoch in count():

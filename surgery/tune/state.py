@@ -1,9 +1,9 @@
 """Checkpoints of tuning: where a run is, and all that it needs to go on as if nothing had happened.
 
-One folder each: `trained.safetensors` (and `best.safetensors`), `optimizer.pt` (optimiser, schedule, the random states of
-every process), `state.json` (stage, step, log, and the settings that the run must have). A folder gets its name only when it is
-complete, and loses its name before it is taken apart, so whenever the process ends, what is called checkpoint-N is whole. Of
-several processes, the main one reads and writes.
+One folder each: `trained.safetensors` (and `best.safetensors`), `optimizer.pt` (optimiser, schedule), `state.json` (stage,
+step, log, and the settings that the run must have). No random states: every step begins with its own (descent.py). A folder
+gets its name only when it is complete, and loses its name before it is taken apart, so whenever the process ends, what is
+called checkpoint-N is whole. Of several processes, the main one reads and writes.
 """
 
 import io
@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from surgery.errors import UserError
-from surgery.processes import gather, on_main
-from surgery.processes import state as processes
+from surgery.processes import on_main
 from surgery.tune.shards import of_optimizer, to_optimizer
 
 Log = list[dict[str, Any]]
@@ -77,11 +76,9 @@ class Checkpoints:
         cannot be written."""
         if self.out is None:
             return
-        random = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None}
         training = {
             "optimizer": optimizer and of_optimizer(optimizer),
             "schedule": schedule and schedule.state_dict(),
-            "random": gather([random]),
         }
         on_main(partial(self._write, state, training))
 
@@ -111,18 +108,12 @@ class Checkpoints:
             _remove(folder)
 
     def restore(self, optimizer: Any, schedule: Any) -> None:
-        """Give optimiser, schedule and random states what the checkpoint holds of them. Once; at the beginning of a stage there
-        is nothing to restore."""
+        """Give optimiser and schedule what the checkpoint holds of them. Once; at the beginning of a stage there is nothing to
+        restore."""
         found, self._optimizer = self._optimizer, None
-        if found is None:
-            return
-        if found["optimizer"] is not None:
+        if found is not None and found["optimizer"] is not None:
             to_optimizer(found["optimizer"], optimizer)
             schedule.load_state_dict(found["schedule"])
-        random = found["random"][processes().process_index]
-        torch.set_rng_state(random["cpu"])
-        if random["cuda"] is not None:
-            torch.cuda.set_rng_state(random["cuda"])
 
     def tensors(self) -> dict[str, Tensor]:
         """A copy of what is trained, on the CPU."""

@@ -23,7 +23,7 @@ bench: {pairs: [4, 8], examples: 12, windows: 2, window: 32, contexts: [16, 32]}
 """
 MODELS = (
     "base", "spliced", "tuned", "control_tuned", "control_random_site", "control_random_site_tuned", "control_random_site_2",
-    "control_same_layer",
+    "control_same_layer", "control_same_layer_tuned",
 )  # fmt: skip
 
 
@@ -61,6 +61,9 @@ def test_run_does_everything(finished):
     assert "control_random_site_tuned" in out
     report = json.loads((done / "report.json").read_text())
     assert tuple(report["models"]) == MODELS
+    beside, tuned = (report["models"][f"control_same_layer{which}"]["plan"] for which in ("", "_tuned"))
+    assert beside["sites"] == tuned["sites"] != report["plan"]["sites"]
+    assert report["training"].keys() == {name for name in MODELS if name.endswith("tuned")}
     for name, model in report["models"].items():
         for size in ("4", "8"):
             assert model["kv"][size]["n"] == 12

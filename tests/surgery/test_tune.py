@@ -7,12 +7,14 @@ import torch
 
 from surgery.errors import UserError
 from surgery.plan import Plan
-from surgery.recipe import Data, Lesson, Tune
+from surgery.recipe import Align, Data, Lesson, Tune
 from surgery.splice import adopt, splice
 from surgery.splice.splice import graft_parameters
-from surgery.tune import tune
+from surgery.tune import descent, tune
+from surgery.tune.optimizer import cosine_schedule, parameter_groups
+from surgery.tune.trained import trainable
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.conftest import BASES, random_base
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
 SHORT = Tune(steps=6, batch_size=3, lessons=(LESSON,), text_batch_size=2, text_tokens=24, save_every=2)
@@ -91,3 +93,60 @@ def test_nothing_to_tune_is_refused(world_base, tokenizer):
         tune(adopt(world_base), tokenizer, SHORT)
     with pytest.raises(UserError, match="as teacher"):
         tune(adopt(world_base), tokenizer, SHORT, layers=[0])
+
+
+def test_the_first_step_steps_and_so_does_the_last(world_base, tokenizer, monkeypatch):
+    """Of every stage, from the share 1 / warmup on; at no step is the learning rate 0."""
+    rates, step = {}, descent.Descent._step
+
+    def noted(self, prepared, *args, **kwargs):
+        before = weights(prepared.module)
+        rates.setdefault(self.state.stage, []).append(prepared.optimizer.param_groups[0]["lr"])
+        losses = step(self, prepared, *args, **kwargs)
+        assert any(not torch.equal(p, before[name]) for name, p in weights(prepared.module).items())
+        return losses
+
+    monkeypatch.setattr(descent.Descent, "_step", noted)
+    hybrid = splice(world_base, Plan(sites=("L1.H3",)))
+    align = Align(steps=3, batches=1, learning_rate=0.4)
+    tune(hybrid, tokenizer, SHORT.model_copy(update={"align": align, "warmup": 4, "learning_rate": 0.4}))
+    assert rates["align"] == pytest.approx([0.1, 0.2, 0.3])  # fewer steps than the warm-up has
+    assert rates["distil"] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.2])
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 5), (1, 5), (3, 3), (10, 4)])
+def test_the_schedule_never_rests(warmup, steps):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2.0)
+    schedule, rates = cosine_schedule(optimizer, warmup, steps), []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert all(0 < rate <= 2 for rate in rates)
+    assert warmup > steps or max(rates) == 2
+    assert rates[0] == 2 / max(warmup, 1)
+
+
+@pytest.mark.parametrize("name", ["plain", "group per two heads, biases", "mamba, biases, untied", "falcon mamba", "llamba"])
+def test_matrices_alone_decay(name):
+    """Where there is no gradient, a step of AdamW is its weight decay."""
+    base = BASES[name]()
+    hybrid = splice(base, Plan(sites=("L1.H2,3",), blend=0.5))
+    control = trainable(copy.deepcopy(adopt(base)), [1])
+    for trained in (trainable(hybrid, None), control, dict(base.named_parameters())):
+        before = {parameter: p.detach().clone() for parameter, p in trained.items()}
+        for p in trained.values():
+            p.requires_grad_().grad = torch.zeros_like(p)
+        torch.optim.AdamW(parameter_groups(trained.items(), 0.5), lr=0.1).step()
+        for parameter, p in trained.items():
+            decays = parameter.endswith("weight") and p.ndim >= 2
+            torch.testing.assert_close(p, before[parameter] * (0.95 if decays else 1), rtol=1e-6, atol=0, msg=parameter)
+        assert {p.ndim for p in trained.values()} >= {1, 2}
+
+
+def test_one_group_where_there_is_nothing_for_the_other():
+    own = [("a.weight", torch.nn.Parameter(torch.ones(2, 2))), ("gate", torch.nn.Parameter(torch.ones(2)))]
+    frozen = ("b.weight", torch.nn.Parameter(torch.ones(2, 2), requires_grad=False))
+    assert [group["weight_decay"] for group in parameter_groups([*own, frozen], 0.3)] == [0.3, 0.0]
+    assert parameter_groups([own[0], frozen], 0.3) == [{"params": [own[0][1]], "weight_decay": 0.3}]
+    assert parameter_groups([own[1], frozen], 0.3) == [{"params": [own[1][1]], "weight_decay": 0.0}]

@@ -2,9 +2,12 @@
 
 import json
 import random
+import re
 import sys
+import textwrap
 from collections import Counter
-from itertools import pairwise
+from itertools import count, pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +16,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from surgery.bench.suites import bench_seed
 from surgery.errors import UserError
-from surgery.probes.knowledge import Knowledge
+from surgery.probes.knowledge import CAPITALS, Knowledge
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.needle import Needle
 from surgery.probes.perplexity import Perplexity
-from surgery.recipe import Data, Lesson, Text, Tune
+from surgery.recipe import Bench, Data, Lesson, Text, Tune
+from surgery.tune import leaks
 from surgery.tune.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders, packed, padding, progress
 from surgery.tune.data import IGNORE, collate, kv_pieces
+from surgery.tune.loop import HELD_OUT_SEED, PROBE_SEED
 from surgery.tune.sources import HELD_OUT, Reading, open_source
 from surgery.world.text import document
 
@@ -310,9 +316,11 @@ def test_questions_of_lessons_are_not_those_that_are_measured(tiny):
     lessons = Lessons(tiny.tokenizer, tune, 0)
     assert FIRST_SEED > 2**62
     assert len({lessons[i][0][0] for i in range(100)}) == 100
-    kv = Lessons(tiny.tokenizer, tune.model_copy(update={"lessons": (Lesson(options={"pairs": 8}),)}), 0)
-    measured = {q.prompt[:120] for seed in (0, 77, 10_000) for q in KVRetrieval(8).questions(200, seed)}
-    assert not measured & {kv[i][0][0][:120] for i in range(100)}
+    only_kv = tune.model_copy(update={"lessons": (Lesson(options={"pairs": 8}),)})
+    measured = {q.prompt[:120] for seed in (0, 77, bench_seed(0)) for q in KVRetrieval(8).questions(200, seed)}
+    for seed in (0, PROBE_SEED, HELD_OUT_SEED):  # what is learnt from, calibrated on, looked at by keep
+        kv = Lessons(tiny.tokenizer, only_kv, seed)
+        assert not measured & {kv[i][0][0][:120] for i in range(100)}
 
 
 @pytest.mark.parametrize(
@@ -386,8 +394,97 @@ def test_without_the_package_datasets_there_is_a_hint(words, tmp_path, monkeypat
 
 def test_what_is_measured_on_is_not_trained_on(words, folder):
     path = str(folder / "text.txt")
-    with pytest.raises(UserError, match="must be other text"):
+    with pytest.raises(UserError, match=r"100.0% of .*text.txt stands in .*text.txt, too; .* must be other text"):
         check(words, Tune(text_tokens=16), Data(train_text=path, held_out_text=path))
+
+
+def prose(seed, paragraphs):
+    """Paragraphs of 40 to 80 words that no other seed has."""
+    rng = random.Random(seed)
+    return [" ".join(f"w{rng.randrange(WORDS)}" for _ in range(rng.randint(40, 80))) + "." for _ in range(paragraphs)]
+
+
+OWN, HELD, LICENCE = prose(1, 300), prose(2, 60), " ".join(prose(3, 1))
+
+
+def as_json_lines(paragraphs):
+    return "".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(paragraphs))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "streaming"),
+    [
+        ("copy.txt", "\n\n".join(HELD), False),
+        ("lines.txt", "\n\n".join([*OWN, *HELD]).replace("\n", "\r\n"), False),
+        ("wrapped.txt", "\n".join(textwrap.wrap(" ".join([*OWN, *HELD]).upper(), 60)), False),
+        ("a_tenth.txt", "\n\n".join([*OWN, *random.Random(0).sample(HELD, 6)]), False),
+        ("what_is_measured.txt", "\n\n".join([*OWN, *HELD[:2]]), False),
+        ("documents.jsonl", as_json_lines([*random.Random(0).sample(HELD, 60), *OWN]), False),
+        ("whole.jsonl", as_json_lines(["\n\n".join(HELD), *OWN]), False),
+        ("words.jsonl", as_json_lines([*OWN, *" ".join(HELD).split()]), False),
+        ("streamed.jsonl", as_json_lines([*OWN, *HELD]), True),
+    ],
+)
+def test_a_copy_of_what_is_measured_on_is_not_trained_on(words, tmp_path, name, content, streaming):
+    """Under another name, in another format, in a mixture, in part."""
+    if streaming:
+        pytest.importorskip("datasets", reason="datasets is not installed")
+    held_out = write(tmp_path, "held.txt", "\n\n".join(HELD).encode())
+    copied = Text(source=write(tmp_path, name, content.encode()), weight=0.01, streaming=streaming)
+    own = Text(source=write(tmp_path, "own.txt", "\n\n".join(OWN).encode()))
+    data = Data(train_text=(own, Text(source="world"), copied), held_out_text=held_out)
+    with pytest.raises(UserError, match=rf"% of \S*held.txt stands in \S*{name}, too; data.held_out_text must") as refused:
+        check(words, Tune(text_tokens=16), data, Bench(windows=2, window=8))
+    assert "\n" not in str(refused.value)
+    check(words, Tune(text_tokens=16), data.model_copy(update={"train_text": (own, Text(source="world"))}))
+
+
+def test_what_many_texts_share_is_tolerated(words, tmp_path, capsys):
+    """A licence at both ends; a stream is read as far as training reads it."""
+    train = write(tmp_path, "train.txt", "\n\n".join([LICENCE, *OWN, LICENCE]).encode())
+    held_out = write(tmp_path, "held.txt", "\n\n".join([*HELD, LICENCE]).encode())
+    check(words, Tune(text_tokens=16), Data(train_text=train, held_out_text=held_out))
+    assert re.search(r"1\.\d% of \S*held.txt stands in \S*train.txt, too; up to 5% is tolerated", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("chunk", [leaks.CHUNK, 500, 131])
+def test_the_share_that_is_found_is_the_share_that_is_there(monkeypatch, chunk):
+    """Against a search for every stretch, however the texts are divided."""
+    monkeypatch.setattr(leaks, "CHUNK", chunk)
+    leaks._powers.cache_clear()
+    rng = random.Random(0)
+    text = "".join(rng.choice("abcd \n,é") for _ in range(2000))
+    other = text[100:900] + "".join(rng.choice("abcd") for _ in range(500)) + text[1500:1700].upper().replace(" ", "\r\n")
+    letters, others = (leaks._letters(one) for one in (text, other))
+    places = range(len(letters) - leaks.WINDOW + 1)
+    expected = sum(letters[i : i + leaks.WINDOW] in others for i in places) / len(places)
+    assert 0.3 < expected < 0.6
+    cuts = sorted(rng.sample(range(len(other)), 20))
+    divided = [other[a:b] for a, b in pairwise([0, *cuts, len(other)])]
+    for texts in ([other], divided, [*divided, ""]):
+        assert leaks.Text(text).share(texts) == expected
+    assert leaks.Text(text, 100).share([text[:300]]) == 1  # its measured part
+    assert leaks.Text("short").share([text]) == leaks.Text(text).share([]) == leaks.Text("").share(["a" * 99]) == 0
+    leaks._powers.cache_clear()
+
+
+def test_no_more_than_a_limit_is_read(monkeypatch, capsys):
+    monkeypatch.setattr(leaks, "LIMIT", 1000)
+    assert sum(map(len, leaks._limited("endless", (LICENCE for _ in count())))) == 1000
+    assert "endless: of more text than 1,000 characters the first are compared" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("probe", "file"), [("knowledge", "facts.jsonl"), ("letters", "facts.jsonl"), ("needle", "text.txt")])
+def test_lessons_read_no_copy_of_what_is_measured(tiny, tmp_path, probe, file):
+    facts = Path(CAPITALS).read_bytes().splitlines(keepends=True)
+    write(tmp_path, "facts.jsonl", b"".join(facts[:5]))
+    write(tmp_path, "text.txt", "\n".join(HELD).encode())
+    options = {"source": str(tmp_path / file)} | ({"length": 64} if probe == "needle" else {})
+    tune = Tune(lessons=(Lesson(probe=probe, options=options),))
+    held_out = write(tmp_path, "held.txt", "\n\n".join(HELD).encode())
+    with pytest.raises(UserError, match=r"text.txt, too" if probe == "needle" else "facts.jsonl holds 5 of the 58 facts"):
+        check(tiny.tokenizer, tune, Data(facts="capitals", held_out_text=held_out))
+    check(tiny.tokenizer, tune, Data())
 
 
 def test_too_little_to_hold_out_is_said(words, tmp_path):

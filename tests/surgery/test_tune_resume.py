@@ -17,7 +17,7 @@ from surgery.plan import Plan
 from surgery.recipe import Align, Calibrate, Data, Keep, Lesson, Lora, Tune
 from surgery.splice import splice
 from surgery.splice.splice import graft_parameters
-from surgery.tune import loop, state, tune
+from surgery.tune import keep, loop, state, tune
 from surgery.tune.distil import Distillation
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
@@ -136,6 +136,69 @@ def test_killed_again_and_again_it_ends_where_the_uninterrupted_run_does(name, b
     assert equal(load_file(result), wanted)
 
 
+RANDOM = ALL.model_copy(  # all that is random, and all that changes from step to step
+    update={
+        "lora": Lora(targets=("in_proj",), rank=2, dropout=0.3),
+        "accumulate": 2,
+        "checkpointing": True,
+        "save_every": 3,
+        "calibrate": Calibrate(examples=2, tau=(2.0,), gate=(0.5,), evaluations=0),
+    }
+)
+
+
+def interrupted(patch, after):
+    """A run ends within the `after`-th of these things: a forward in training or for a measurement, a checkpoint written. Gives
+    the list to which their kinds are added as they happen; the first after a checkpoint between two stages begins a stage."""
+    kinds = []
+
+    def fatal(owner, name):
+        own = getattr(owner, name)
+
+        def function(*args, **kwargs):
+            result = own(*args, **kwargs)
+            kinds.append(f"{name} {args[1].stage} {args[1].step}" if name == "save" else name)
+            if len(kinds) == after:
+                raise KeyboardInterrupt
+            return result
+
+        patch.setattr(owner, name, function)
+
+    fatal(Distillation, "forward")
+    fatal(loop, "error")
+    fatal(loop, "gather")
+    fatal(keep.Guard, "measure")
+    fatal(state.Checkpoints, "save")
+    return kinds
+
+
+@pytest.mark.parametrize("change", [{"curriculum": 0.5}, {"repeat": 2, "align": None}], ids=["curriculum", "repeated batches"])
+def test_interrupted_at_a_border_of_stages_or_anywhere_it_ends_the_same(change, base, tokenizer, tmp_path):
+    options = RANDOM.model_copy(update=change)
+
+    def run(out, after=None):
+        hybrid = splice(base, Plan(sites=("L1.H3",), blend=0.5))
+        with pytest.MonkeyPatch.context() as patch:
+            kinds = interrupted(patch, after)
+            try:
+                log = tune(hybrid, tokenizer, options, out=out, resume=True)
+            except KeyboardInterrupt:
+                return kinds
+        return kinds, log, values(hybrid)
+
+    kinds, log, wanted = run(tmp_path / "whole")
+    borders = [i for i, kind in enumerate(kinds, 1) if kind.startswith("save") and kind.endswith(" 0")]
+    assert len(borders) == len({record["stage"] for record in log}) == 3 - (options.align is None)
+    # Behind a checkpoint between two stages, behind the first thing that distil does, and somewhere else.
+    somewhere = random.Random(f"{change}").randrange(borders[-2], len(kinds))
+    for after in sorted({*borders[:-1], borders[-2] + 1, somewhere} if options.align else {borders[-2], somewhere}):
+        out = tmp_path / f"{after}"
+        assert run(out, after) == kinds[:after]
+        _, again, resumed = run(out)
+        assert again == log, (after, kinds[after - 1])
+        assert equal(resumed, wanted), (after, kinds[after - 1])
+
+
 def test_interrupted_and_resumed_has_the_same_log(base, hybrid, tokenizer, tmp_path, monkeypatch):
     whole = splice(base, Plan(sites=("L1.H3",), blend=0.5))
     log = tune(whole, tokenizer, SHORT)
@@ -224,6 +287,17 @@ def test_a_checkpoint_of_another_run_is_refused(plan, change, line, base, hybrid
     with pytest.raises(UserError, match=line):
         tune(other, tokenizer, SHORT.model_copy(update={"steps": 1, **change}), out=tmp_path, resume=True)
     assert equal(grafts(other), before)
+
+
+def test_a_checkpoint_of_0_5_is_refused(hybrid, tokenizer, tmp_path, monkeypatch):
+    """Its steps were others."""
+    tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 1}), out=tmp_path)
+    written = tmp_path / "checkpoint-1" / "state.json"
+    content = json.loads(written.read_text())
+    del content["settings"]["version"]
+    written.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="with another version; run without --resume"):
+        tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 1}), out=tmp_path, resume=True)
 
 
 def test_a_run_that_begins_anew_does_not_meet_the_old_one(hybrid, tokenizer, tmp_path):

@@ -1,6 +1,7 @@
 """Stages and cheap steps: what each may change, and that saving work changes no figure."""
 
 import copy
+import json
 import math
 from functools import partial
 
@@ -9,14 +10,16 @@ import torch
 import torch.nn.functional as F
 from transformers import MambaConfig, MambaForCausalLM
 
+from surgery.bench.cells import digest
+from surgery.bench.suites import tasks
 from surgery.errors import UserError
 from surgery.plan import Plan
-from surgery.probes.knowledge import Knowledge
-from surgery.recipe import Align, Calibrate, Data, Keep, Lesson, Tune
+from surgery.probes.knowledge import Knowledge, Letters
+from surgery.recipe import Align, Bench, Calibrate, Data, Keep, Lesson, Tune
 from surgery.splice import adopt, splice, unsplice
 from surgery.splice.splice import graft_parameters
 from surgery.tune import tune
-from surgery.tune.batches import loaders
+from surgery.tune.batches import check, loaders
 from surgery.tune.calibrate import calibrate
 from surgery.tune.data import IGNORE
 from surgery.tune.distil import Distillation, Kept
@@ -342,7 +345,26 @@ def test_keep_asks_about_the_world_in_other_words_than_bench():
     assert not {question.prompt for question in asked} & {question.prompt for question in measured}
     seen = {fact.prompt(i): fact for fact in facts() for i in range(4) if i != fact.held_out_template}
     assert all(question.choices[question.answer] == f" {seen[question.prompt].value}" for question in asked)
-    assert questions("capitals", 5, seed=0) == Knowledge("capitals").questions(5, seed=0)
+
+
+def test_keep_and_bench_divide_the_facts_of_a_file(tiny, tmp_path):
+    def asked(part):
+        return {task.name: {*task.identity.split()[1:]} for task in tasks(Bench(), tiny.tokenizer, data, 0, part)}
+
+    data = Data(facts="capitals")
+    kept, all_of_it = questions("capitals", 500, seed=0), Knowledge("capitals").questions(500, seed=0)
+    digests = {digest(repr(question)) for question in kept}
+    measured = asked("bench")["knowledge"]
+    assert not digests & measured
+    assert digests | measured == asked(None)["knowledge"] == {digest(repr(question)) for question in all_of_it}
+    assert len(kept) > 8
+    asked_by_letter = {question.prompt for question in Letters("capitals", "bench").questions(500, seed=0)}
+    assert not [question for question in kept if any(question.prompt in prompt for prompt in asked_by_letter)]
+    line = json.dumps({"prompt": "One is", "answer": " a", "choices": [" a", " b"]})
+    (tmp_path / "few.jsonl").write_text(line)
+    with pytest.raises(UserError, match=r"few.jsonl has too few facts to be divided between tune.keep and bench"):
+        check(tiny.tokenizer, Tune(keep=Keep()), Data(facts=str(tmp_path / "few.jsonl")))
+    check(tiny.tokenizer, Tune(), Data(facts=str(tmp_path / "few.jsonl")))
 
 
 @pytest.mark.parametrize(("figures", "allowed"), [((0.895, 10.05), True), ((0.88, 10.0), False), ((0.9, 10.2), False)])
