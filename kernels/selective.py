@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
+from surgery.kernels.functions import transformed
 from surgery.kernels.native import refuses, step_refuses
 from surgery.kernels.selective_chunked import run as run_chunked
 from surgery.kernels.selective_native import run as run_native
@@ -109,7 +110,7 @@ SELECTIVE_SCAN = Operation(
     "selective_scan",
     Backend("mamba_ssm", _mamba_ssm, lambda *args: _not_for_mamba_ssm(*args) or _from_zero(*args), probed=True),
     Backend("native", run_native, refuses, probed=True),
-    Backend("chunked", run_chunked),
+    Backend("chunked", run_chunked, transformed),
     Backend("stock", _stock, _from_zero, probed=True),
     Backend("reference", _reference),
     example=_example,

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from surgery.kernels.functions import without_autocast
+
 SEGMENT = 256  # tokens
 CPU_BLOCK, GPU_BLOCK = 2**19, 2**25  # numbers: of a processor's cache; enough to keep a GPU busy
 
@@ -31,6 +33,7 @@ def run(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
 
 class _ChunkedScan(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx, x, dt, A, B, C, initial):
         y, final = torch.empty_like(x), torch.empty_like(initial)
         starts = range(0, x.shape[1], SEGMENT)
@@ -50,6 +53,7 @@ class _ChunkedScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx, dy, dfinal):
         x, dt, A, B, C, entering = ctx.saved_tensors
         dx, ddt, dinitial = torch.empty_like(x), torch.empty_like(dt), torch.empty_like(dfinal)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from surgery.kernels.functions import without_autocast
 from surgery.kernels.native import STEP_ALONE, View, check, contiguous, fill, learns, load
 from surgery.kernels.native import run as run_in_threads
 
@@ -74,6 +75,7 @@ def _forward(x, dt, A, B, C, D, initial, *, keep: bool) -> tuple[Tensor, Tensor,
 
 class _NativeScan(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx, x, dt, A, B, C, D, initial):
         y, final, checkpoints = _forward(x, dt, A, B, C, D, initial, keep=True)
         ctx.save_for_backward(x, dt, A, B, C, D, checkpoints)
@@ -81,6 +83,7 @@ class _NativeScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx, dy, dfinal):
         x, dt, A, B, C, D, checkpoints = ctx.saved_tensors
         A, D, dfinal = contiguous(A, D, dfinal)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
+from surgery.kernels.functions import transformed
 from surgery.kernels.native import step_refuses
 from surgery.kernels.ssd_chunked import chunked_scan
 from surgery.kernels.ssd_native import refuses, run, step
@@ -84,7 +85,7 @@ SSD_SCAN = Operation(
     "ssd_scan",
     Backend("mamba_ssm", _mamba_ssm, not_for_cuda_package, probed=True),
     Backend("native", run, refuses, probed=True),
-    Backend("chunked", chunked_scan),
+    Backend("chunked", chunked_scan, transformed),
     Backend("stock", _stock, probed=True),  # where mamba_ssm is installed it breaks on a CPU
     Backend("reference", _reference),
     example=_example,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from surgery.kernels.functions import without_autocast
 from surgery.kernels.native import STEP_ALONE, View, check, contiguous, fill, learns, load, rows
 from surgery.kernels.native import refuses as not_here
 from surgery.kernels.native import run as run_in_threads
@@ -106,6 +107,7 @@ def _forward(x, dt, A, B, C, D, initial, *, keep: bool) -> tuple[Tensor, Tensor,
 
 class _NativeScan(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx, x, dt, A, B, C, D, initial):
         y, final, kept = _forward(x, dt, A, B, C, D, initial, keep=True)
         ctx.save_for_backward(x, dt, A, B, C, D, kept)
@@ -114,6 +116,7 @@ class _NativeScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx, dy, dfinal):
         x, dt, A, B, C, D, kept = ctx.saved_tensors
         (b, t, h, p), (g, n) = x.shape, B.shape[2:]

@@ -42,15 +42,15 @@ class DualGraft(Graft):
         return torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states)], dim=-1)
 
     def split(self, qk: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """qk (b, t, 2 * pairs * width) after the convolution and dt (b, t, h) -> q and k, (b, grafted heads, t, width, or one
-        more with the time step), such that q . k is the score, sign and scale included."""
+        """qk (b, t, 2 * pairs * width) after the convolution and dt (b, t, h), in float32 at least -> q and k, (b, grafted heads,
+        t, width, or one more with the time step), such that q . k is the score, sign and scale included."""
         b, t, _ = qk.shape
         q, k = qk.view(b, t, 2, len(self.pair_groups), self.width).permute(2, 0, 3, 1, 4)
         if self.pair_of_head != list(range(len(self.pair_groups))):
             q, k = q[:, self.pair_of_head], k[:, self.pair_of_head]
         q = self.sharpen(q)
         if self.time_step:  # one more dimension: 1 in the query, log dt in the key
-            write = dt[..., self.heads].float().clamp_min(1e-30).log().to(k.dtype)
+            write = dt[..., self.heads].clamp_min(1e-30).log().to(k.dtype)
             q, k = F.pad(q, (0, 1), value=1.0), torch.cat([k, write.transpose(1, 2)[..., None]], dim=-1)
         return q, k
 

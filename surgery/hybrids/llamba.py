@@ -36,7 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
 from surgery.hybrids.dual import DualMixer
 from surgery.hybrids.layer_graft import make_mixer, whole_block
-from surgery.hybrids.parts import RMSNorm, at
+from surgery.hybrids.parts import RMSNorm, at, time_step
 from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import ssd_matrix
 from surgery.kernels.ssd import ssd_scan, ssd_step
@@ -159,7 +159,7 @@ class LlambaMixer(DualMixer, nn.Module):
         xBC, qk = self.convolve(hidden_states, xBC, cache_params, attention_mask, clear=True)
         state = self.n_groups * self.ssm_state_size
         x, B, C = xBC.split([self.intermediate_size, state, state], dim=-1)
-        dt = F.softplus(dt.to(torch.promote_types(dt.dtype, torch.float32))).clamp_min(LEAST)
+        dt = time_step(dt).clamp_min(LEAST)
         B, C = (m.reshape(b, t, self.n_groups, self.ssm_state_size) for m in (B, C))
         return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk
 
@@ -191,7 +191,7 @@ class LlambaMixer(DualMixer, nn.Module):
 
     def finish(self, y: Tensor, gate: Tensor) -> Tensor:
         """Gate and output projection: (..., h, p) -> (..., d)."""
-        return self.out_proj((y.flatten(-2) * F.silu(gate)).to(self.out_proj.weight.dtype))
+        return self.out_proj((y.flatten(-2) * F.silu(gate)).to(gate.dtype))  # the activations': a quantised weight has another
 
 
 class LlambaBlock(GradientCheckpointingLayer):

@@ -1,16 +1,43 @@
 """What layer grafts and all that hybrids have in common both need."""
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 from transformers.models.mamba2.modeling_mamba2 import Mamba2RMSNorm
 
 from surgery.kernels.conv import causal_conv
+from surgery.kernels.functions import autocasts
 from surgery.kernels.norm import rms_norm
 
 
 class RMSNorm(Mamba2RMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def as_weight(x: Tensor, weight: Tensor) -> Tensor:
+    """x in the dtype of the weight that it meets.
+
+    As it is, though, where that is not the dtype of the computation: a quantised weight is stored in integers, and its module
+    takes what comes; and under autocast, which casts by itself, float16 would only flush small gradients to zero on their way
+    back.
+    """
+    return x if is_quantised(weight) or autocasts(x.device.type) else x.to(weight.dtype)
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """Whether a weight is not what its module multiplies by: int8, two 4-bit numbers to a byte, or float8 beside its scales."""
+    return not weight.is_floating_point() or weight.itemsize < 2
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def time_step(x: Tensor) -> Tensor:
+    """softplus, in float32 at least: float16 would have 0 for all x below -17, which has neither a logarithm nor a quotient."""
+    return F.softplus(at_least_float32(x))
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, cache: Cache | None, layer: int, silu: bool = False) -> Tensor:
