@@ -42,8 +42,8 @@ class DualGraft(Graft):
         return torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states)], dim=-1)
 
     def split(self, qk: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """qk (b, t, 2 * pairs * width) after the convolution and dt (b, t, h), in float32 at least -> q and k, (b, grafted heads,
-        t, width, or one more with the time step), such that q . k is the score, sign and scale included."""
+        """qk (b, t, 2 * pairs * width) after the convolution and dt (b, t, h), in float32 at least -> q and k, (b, grafted
+        heads, t, width, or one more with the time step), such that q . k is the score, sign and scale included."""
         b, t, _ = qk.shape
         q, k = qk.view(b, t, 2, len(self.pair_groups), self.width).permute(2, 0, 3, 1, 4)
         if self.pair_of_head != list(range(len(self.pair_groups))):
