@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 PLAIN = (Tensor, torch.nn.Parameter)
+Pass = TypeVar("Pass", bound=Callable[..., Any])
 
 
 def autocasts(device: str) -> bool:
@@ -22,7 +23,7 @@ def own_precision(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
 
 
-def without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+def without_autocast(run: Pass) -> Pass:
     """For both passes of a Function: run(ctx, *arguments), a tensor among them.
 
     Autocast is on in a forward pass and usually off in the backward pass of it, and may be the other way round. A backward pass
@@ -34,7 +35,7 @@ def without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
         with own_precision(next(m for m in arguments if isinstance(m, Tensor)).device.type):
             return run(ctx, *arguments)
 
-    return in_one_precision
+    return cast(Pass, in_one_precision)
 
 
 def transformed(*_: object) -> str | None:
