@@ -1,4 +1,4 @@
-"""What the autograd Functions here have in common: they choose their precision themselves, and torch.func cannot take them."""
+"""What the kernels here have in common: they choose their precision themselves, and torch.func cannot take them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +16,11 @@ Pass = TypeVar("Pass", bound=Callable[..., Any])
 def autocasts(device: str) -> bool:
     """Whether autocast is on for a type of device."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """Of what a scan of x gives: that of x, but float32 for float16, whose range a long sum soon goes beyond."""
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
 def own_precision(device: str) -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
-from surgery.kernels.functions import transformed
+from surgery.kernels.functions import result_dtype, transformed
 from surgery.kernels.native import refuses, step_refuses
 from surgery.kernels.selective_chunked import run as run_chunked
 from surgery.kernels.selective_native import run as run_native
@@ -42,8 +42,8 @@ def selective_scan(
     """Scan a sequence.
 
     x and dt (b, t, d), dt positive; A (d, n), negative; B and C (b, t, n); D (d,); initial_state (b, d, n). Returns y (b, t, d)
-    in the dtype of x, and the state after the last token (b, d, n), in float32 at least. Any strides will do; the mixer's own
-    (x and dt transposed, B and C parts of one projection) are read where they are.
+    in the dtype of x (for float16, ours give float32), and the state after the last token (b, d, n), in float32 at least. Any
+    strides will do; the mixer's own (x and dt transposed, B and C parts of one projection) are read where they are.
     """
     return SELECTIVE_SCAN(x, dt, A, B, C, D, initial_state, backend=backend)
 
@@ -141,7 +141,7 @@ def _step(state, x, dt, A, B, C, D):
     new = torch.exp(A.to(work) * dt[..., None]) * state.to(work) + (dt * wide)[..., None] * B[:, None]
     state.copy_(new)
     y = (new @ C[..., None])[..., 0]
-    return (y if D is None else y + D.to(work) * wide).to(x.dtype)
+    return (y if D is None else y + D.to(work) * wide).to(result_dtype(x))
 
 
 def _reference_step(state, x, dt, A, B, C, D):

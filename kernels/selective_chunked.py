@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.functions import without_autocast
+from surgery.kernels.functions import result_dtype, without_autocast
 
 SEGMENT = 256  # tokens
 CPU_BLOCK, GPU_BLOCK = 2**19, 2**25  # numbers: of a processor's cache; enough to keep a GPU busy
@@ -28,7 +28,7 @@ def run(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
     wide, dt, A, B, C = (m.to(work) for m in (x, dt, A, B, C))
     state = wide.new_zeros(x.shape[0], *A.shape) if initial_state is None else initial_state.to(work)
     y, state = _ChunkedScan.apply(wide, dt, A, B, C, state)
-    return (y if D is None else y + D.to(work) * wide).to(x.dtype), state
+    return (y if D is None else y + D.to(work) * wide).to(result_dtype(x)), state
 
 
 class _ChunkedScan(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.functions import without_autocast
+from surgery.kernels.functions import result_dtype, without_autocast
 from surgery.kernels.native import STEP_ALONE, View, check, contiguous, fill, learns, load
 from surgery.kernels.native import run as run_in_threads
 
@@ -38,7 +38,7 @@ def run(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
         y, state = _NativeScan.apply(*given)
     else:
         y, state, _ = _forward(*given, keep=False)
-    return y.to(x.dtype), state
+    return y.to(result_dtype(x)), state
 
 
 def step(state, x, dt, A, B, C, D) -> Tensor:
@@ -50,7 +50,7 @@ def step(state, x, dt, A, B, C, D) -> Tensor:
     y = torch.empty_like(wide, memory_format=torch.contiguous_format)
     views = {name: m[:, None] for name, m in (("x", wide), ("dt", dt.float()), ("B", B), ("C", C), ("y", y))}
     _call("scan_step", alone=state.numel() <= STEP_ALONE, **views, A=A, D=D, final=state)
-    return y.to(x.dtype)
+    return y.to(result_dtype(x))
 
 
 def _call(name: str, *, alone: bool = False, **tensors: Any) -> None:

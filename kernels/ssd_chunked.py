@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.functions import without_autocast
+from surgery.kernels.functions import result_dtype, without_autocast
 
 CHUNK = 32  # tokens, at least: twice that where there are few heads, whose larger matrices still fit a core's cache
 CHUNK_ON_GPU = 256  # there a chunk's matrices are small work, and every launch costs
@@ -127,7 +127,7 @@ class _Scan(torch.autograd.Function):
         state = x.new_zeros(size.b, size.h, size.p, size.n, dtype=size.work)
         if initial_state is not None:
             state += initial_state
-        y, saved = torch.empty_like(x, memory_format=torch.contiguous_format), []
+        y, saved = torch.empty_like(x, dtype=result_dtype(x), memory_format=torch.contiguous_format), []
         skip = None if D is None else D.to(size.work)[:, None]
         for part, c in size.segments(x.device):
             s = _Segment(size, c, x[:, part], dt[:, part], A, B[:, part], C[:, part])

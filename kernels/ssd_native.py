@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.functions import without_autocast
+from surgery.kernels.functions import result_dtype, without_autocast
 from surgery.kernels.native import STEP_ALONE, View, check, contiguous, fill, learns, load, rows
 from surgery.kernels.native import refuses as not_here
 from surgery.kernels.native import run as run_in_threads
@@ -45,7 +45,7 @@ def run(x, dt, A, B, C, D, initial_state, chunk_size) -> tuple[Tensor, Tensor]:
         y, state = _NativeScan.apply(*given)
     else:
         y, state, _ = _forward(*given, keep=False)
-    return y.to(x.dtype), state
+    return y.to(result_dtype(x)), state
 
 
 def _whole_groups(heads: int, groups: int) -> None:
@@ -64,7 +64,7 @@ def step(state, x, dt, A, B, C, D) -> Tensor:
     tensors = dict(zip(("x", "B", "C", "dt", "y"), (*wide, dt.float(), y), strict=True))
     views = {name: m.unsqueeze(1) for name, m in tensors.items()}  # a sequence of one token
     _call("scan_step", _scan(**views, A=A, D=D, final=state), b * h if state.numel() > STEP_ALONE else 1)
-    return y.to(x.dtype)
+    return y.to(result_dtype(x))
 
 
 def _scan(parts: int = 1, **tensors: Any) -> _Scan:

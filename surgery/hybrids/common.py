@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mamba2Output
 
 from surgery.hybrids.layer_graft import is_layer_graft, make_mixer, whole_block
-from surgery.hybrids.parts import RMSNorm, as_weight, at
+from surgery.hybrids.parts import RMSNorm, as_weight, at, normed
 from surgery.sources import write_sources
 
 # Keyword arguments that say where one sequence ends and the next begins within a row.
@@ -129,7 +129,7 @@ class HybridBlock(GradientCheckpointingLayer):
         residual = hidden_states.to(torch.float32) if self.residual_in_fp32 else hidden_states
         if self.norm is None:
             return self.mixer.block(residual, positions_to_keep=positions_to_keep, **kwargs)
-        mixed = self.mixer(self.norm(as_weight(hidden_states, self.norm.weight)), positions_to_keep=positions_to_keep, **kwargs)
+        mixed = self.mixer(normed(self.norm, hidden_states), positions_to_keep=positions_to_keep, **kwargs)
         return at(positions_to_keep, residual) + mixed
 
 

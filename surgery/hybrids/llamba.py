@@ -25,7 +25,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationMixin, PretrainedConfig
 from transformers import initialization as init
@@ -36,8 +35,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
 from surgery.hybrids.dual import DualMixer
 from surgery.hybrids.layer_graft import make_mixer, whole_block
-from surgery.hybrids.parts import RMSNorm, at, time_step
+from surgery.hybrids.parts import RMSNorm, at, gated, time_step
 from surgery.kernels.conv import SILU
+from surgery.kernels.functions import result_dtype
 from surgery.kernels.mixing import ssd_matrix
 from surgery.kernels.ssd import ssd_scan, ssd_step
 
@@ -180,7 +180,7 @@ class LlambaMixer(DualMixer, nn.Module):
             y, state = ssd_scan(write, dt, A, B, C, None, state, chunk_size=self.chunk_size)
             if cache_params is not None:
                 cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
-        return (y + D[:, None] * x).to(x.dtype)
+        return (y + D[:, None] * x).to(result_dtype(x))
 
     def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
         """The mixing matrices of all heads for one sequence (1, t, d): (h, rows, t). SSM heads: such that y = M x + D x.
@@ -191,7 +191,7 @@ class LlambaMixer(DualMixer, nn.Module):
 
     def finish(self, y: Tensor, gate: Tensor) -> Tensor:
         """Gate and output projection: (..., h, p) -> (..., d)."""
-        return self.out_proj((y.flatten(-2) * F.silu(gate)).to(gate.dtype))  # the activations': a quantised weight has another
+        return gated(self.out_proj, y.flatten(-2), gate)
 
 
 class LlambaBlock(GradientCheckpointingLayer):

@@ -39,7 +39,7 @@ from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMi
 from transformers.models.mamba.modeling_mamba import MambaMixer, apply_mask_to_padding_states
 
 from surgery.hybrids.common import Graft, HybridBackbone, HybridCausalLM, describe_layers
-from surgery.hybrids.parts import at, at_least_float32, convolved, is_quantised, seen_keys, time_step
+from surgery.hybrids.parts import at, at_least_float32, convolved, gated, is_quantised, seen_keys, time_step
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
 from surgery.kernels.functions import own_precision
@@ -190,7 +190,7 @@ class _HybridMixer:
             q, k = q.to(dtype), k.to(dtype)
         if cache_params is not None:
             k, v = seen_keys(cache_params, self.layer_idx, k, v)
-        return graft.attend(q, k, v, causal_mask).to(x.dtype) + self.D[graft.heads] * own
+        return graft.attend(q, k, v, causal_mask) + self.D[graft.heads] * own
 
     def queries(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (b, t, channels) -> the graft's q and k (b, pairs, t, width)."""
@@ -231,7 +231,7 @@ class _HybridMixer:
     def finish(self: Any, y: Tensor, gate: Tensor) -> Tensor:
         """Gate and output projection: (..., c) or (..., c, 1) -> (..., d)."""
         y = y.squeeze(-1) if y.dim() > gate.dim() else y
-        return self.out_proj((y * F.silu(gate)).to(gate.dtype))  # the activations': a quantised weight has another
+        return gated(self.out_proj, y, gate)
 
 
 class MambaHybridConfig(MambaConfig):
