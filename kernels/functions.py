@@ -46,8 +46,11 @@ def without_autocast(run: Pass) -> Pass:
 def transformed(*_: object) -> str | None:
     """Why nothing with a gradient of its own takes a call now, or None: torch.func and forward-mode derivatives need more of it
     than autograd does."""
-    if torch._C._are_functorch_transforms_active():
-        return "torch.func cannot transform it"
+    return "torch.func cannot transform it" if torch._C._are_functorch_transforms_active() else in_forward_mode()
+
+
+def in_forward_mode(*_: object) -> str | None:
+    """Why nothing without a forward-mode derivative takes a call now, or None."""
     return "it has no forward-mode derivative" if forward_ad._current_level >= 0 else None
 
 

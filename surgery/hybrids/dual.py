@@ -16,6 +16,7 @@ from surgery.hybrids.common import Graft
 from surgery.hybrids.parts import at, convolved, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
+from surgery.kernels.functions import own_precision
 from surgery.kernels.mixing import attention_matrix
 from surgery.kernels.native import learns
 
@@ -123,9 +124,10 @@ class DualMixer:
             return through(xBC, weight, bias), qk
         if cache_params is None and learns(qk, own.weight, own.bias):
             return through(xBC, weight, bias), through(qk, own.weight, own.bias)
-        if bias is not None:
-            bias = torch.cat([bias, own.bias])  # both follow use_conv_bias
-        both = through(torch.cat([xBC, qk], dim=-1), torch.cat([weight, own.weight]), bias)
+        with own_precision(xBC.device.type):  # autocast to bfloat16 takes no float16 here
+            weight = torch.cat([weight, own.weight])
+            bias = None if bias is None else torch.cat([bias, own.bias])  # both follow use_conv_bias
+        both = through(torch.cat([xBC, qk], dim=-1), weight, bias)
         return both.split([xBC.shape[-1], qk.shape[-1]], dim=-1)
 
     def mix(

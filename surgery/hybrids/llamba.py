@@ -35,7 +35,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
 from surgery.hybrids.dual import DualMixer
 from surgery.hybrids.layer_graft import make_mixer, whole_block
-from surgery.hybrids.parts import RMSNorm, at, gated, time_step
+from surgery.hybrids.parts import RMSNorm, at, gated, normed, time_step
 from surgery.kernels.conv import SILU
 from surgery.kernels.functions import result_dtype
 from surgery.kernels.mixing import ssd_matrix
@@ -209,9 +209,9 @@ class LlambaBlock(GradientCheckpointingLayer):
     def forward(self, hidden_states: Tensor, positions_to_keep: Tensor | None = None, **kwargs: Any) -> Tensor:
         if self.whole:
             return self.mixer.block(hidden_states, positions_to_keep=positions_to_keep, **kwargs)
-        mixed = self.mixer(self.input_layernorm(hidden_states), positions_to_keep=positions_to_keep, **kwargs)
+        mixed = self.mixer(normed(self.input_layernorm, hidden_states), positions_to_keep=positions_to_keep, **kwargs)
         hidden_states = at(positions_to_keep, hidden_states) + mixed
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + self.mlp(normed(self.post_attention_layernorm, hidden_states))
 
 
 class LlambaPreTrainedModel(PreTrainedModel):
