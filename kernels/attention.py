@@ -14,6 +14,7 @@ from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.flash_attention import BACKENDS as FLASH
+from surgery.kernels.functions import in_forward_mode
 from surgery.kernels.packing import Packing
 from surgery.kernels.triton_attention import attend, refuses
 
@@ -113,7 +114,7 @@ GRAFT_ATTENTION = Operation(
     "graft_attention",
     *FLASH,
     Backend("triton", attend, refuses, _declines, probed=True),
-    Backend("sdpa", _sdpa),
+    Backend("sdpa", _sdpa, in_forward_mode),
     Backend("reference", _reference),
     example=_example,
 )

@@ -12,6 +12,7 @@ real call that is compared with the reference. `surgery doctor` prints the outco
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
@@ -99,7 +100,13 @@ class Operation:
 
 @cache
 def _probe(operation: Operation, backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
-    """One small call of the backend beside the reference; what went wrong, or None."""
+    """One small call of the backend beside the reference; what went wrong, or None. In a thread of its own, where none of the
+    caller's modes is on (autocast, torch.func, a default device, FakeTensorMode): what is found out holds for the process."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_try, operation, backend, device, dtype).result()
+
+
+def _try(operation: Operation, backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         with torch.no_grad():
             args, again = operation.example(device, dtype), operation.example(device, dtype)

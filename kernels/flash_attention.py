@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend
+from surgery.kernels.functions import transformed
 from surgery.kernels.triton_attention import blocks
 
 # Columns of queries and values for which the kernels are compiled; others are computed as the next of them.
@@ -102,6 +103,8 @@ def _refuses(version: int, package: str, q: Tensor, k: Tensor, v: Tensor, mask: 
 def _objections(version: int, package: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[str]:
     if q.device.type != "cuda":
         yield "it needs a GPU"
+    if reason := transformed():
+        yield reason
     if not _installed(package):
         yield f"the package {package} is not installed"
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:

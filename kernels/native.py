@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.kernels.functions import transformed, unreadable
+
 # No -ffast-math: infinities and NaN keep their meaning, and sums the order in which they are written.
 FLAGS = "-O3 -std=gnu11 -fPIC -shared -fno-strict-aliasing -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
 FOLDER = Path(__file__).parent
@@ -109,11 +111,11 @@ def _places(kind: type[ctypes.Structure]) -> dict[str, tuple[int, bool]]:
 def refuses(*tensors: Tensor | None) -> str | None:
     """Why no kernel here takes these, or None."""
     given = [m for m in tensors if m is not None]
-    if any(m.device.type != "cpu" for m in given):
+    if not all(m.is_cpu for m in given):
         return "it runs on a CPU"
     if any(m.dtype == torch.float64 for m in given):
         return "it computes in float32"
-    return "it cannot be traced" if torch.compiler.is_compiling() or torch.jit.is_tracing() else None
+    return unreadable(*given) or transformed()
 
 
 def step_refuses(state: Tensor, *others: Tensor | None) -> str | None:

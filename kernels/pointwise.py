@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from surgery.kernels.functions import without_autocast
 from surgery.kernels.native import ALONE, View, check, contiguous, fill, learns, load, rows, run
 from surgery.kernels.native import refuses as not_here
 
@@ -76,6 +77,7 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, t: int, silu: b
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, t: int, silu: bool) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.silu = silu
@@ -83,6 +85,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple:
         x, weight, bias = ctx.saved_tensors
         (b, s, c), t, taps = x.shape, dy.shape[1], len(weight)
@@ -105,6 +108,7 @@ def _norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, group: int
 
 class _Norm(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, group: int) -> Tensor:
         ctx.save_for_backward(x, weight, gate)
         ctx.options = {"group": group, "epsilon": eps}
@@ -112,6 +116,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple:
         x, weight, gate = ctx.saved_tensors
         (dy,), (weight,) = rows(dy), contiguous(weight)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
+from surgery.kernels.functions import result_dtype, transformed
 from surgery.kernels.native import refuses, step_refuses
 from surgery.kernels.packing import Packing, check_no_state
 from surgery.kernels.selective_chunked import run as run_chunked
@@ -43,8 +44,8 @@ def selective_scan(
     """Scan a sequence.
 
     x and dt (b, t, d), dt positive; A (d, n), negative; B and C (b, t, n); D (d,); initial_state (b, d, n). Returns y (b, t, d)
-    in the dtype of x, and the state after the last token (b, d, n), in float32 at least. Any strides will do; the mixer's own
-    (x and dt transposed, B and C parts of one projection) are read where they are.
+    in the dtype of x (for float16, ours give float32), and the state after the last token (b, d, n), in float32 at least. Any
+    strides will do; the mixer's own (x and dt transposed, B and C parts of one projection) are read where they are.
 
     packing: of the tokens, where several documents share a row; every one begins from an empty state, and the states are those
     after each, (documents, d, n).
@@ -120,7 +121,7 @@ SELECTIVE_SCAN = Operation(
     "selective_scan",
     Backend("mamba_ssm", _mamba_ssm, lambda *args: _not_for_mamba_ssm(*args) or _from_zero(*args), probed=True),
     Backend("native", run_native, refuses, probed=True),
-    Backend("chunked", run_chunked),
+    Backend("chunked", run_chunked, transformed),
     Backend("stock", _stock, _from_zero, probed=True),
     Backend("reference", _reference),
     example=_example,
@@ -151,7 +152,7 @@ def _step(state, x, dt, A, B, C, D):
     new = torch.exp(A.to(work) * dt[..., None]) * state.to(work) + (dt * wide)[..., None] * B[:, None]
     state.copy_(new)
     y = (new @ C[..., None])[..., 0]
-    return (y if D is None else y + D.to(work) * wide).to(x.dtype)
+    return (y if D is None else y + D.to(work) * wide).to(result_dtype(x))
 
 
 def _reference_step(state, x, dt, A, B, C, D):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from surgery.kernels.functions import result_dtype, without_autocast
+
 SEGMENT = 256  # tokens
 CPU_BLOCK, GPU_BLOCK = 2**19, 2**25  # numbers: of a processor's cache; enough to keep a GPU busy
 
@@ -26,11 +28,12 @@ def run(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
     wide, dt, A, B, C = (m.to(work) for m in (x, dt, A, B, C))
     state = wide.new_zeros(x.shape[0], *A.shape) if initial_state is None else initial_state.to(work)
     y, state = _ChunkedScan.apply(wide, dt, A, B, C, state)
-    return (y if D is None else y + D.to(work) * wide).to(x.dtype), state
+    return (y if D is None else y + D.to(work) * wide).to(result_dtype(x)), state
 
 
 class _ChunkedScan(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx, x, dt, A, B, C, initial):
         y, final = torch.empty_like(x), torch.empty_like(initial)
         starts = range(0, x.shape[1], SEGMENT)
@@ -50,6 +53,7 @@ class _ChunkedScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx, dy, dfinal):
         x, dt, A, B, C, entering = ctx.saved_tensors
         dx, ddt, dinitial = torch.empty_like(x), torch.empty_like(dt), torch.empty_like(dfinal)

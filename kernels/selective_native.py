@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from surgery.kernels.functions import result_dtype, without_autocast
 from surgery.kernels.native import STEP_ALONE, View, check, contiguous, fill, learns, load
 from surgery.kernels.native import run as run_in_threads
 
@@ -37,7 +38,7 @@ def run(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
         y, state = _NativeScan.apply(*given)
     else:
         y, state, _ = _forward(*given, keep=False)
-    return y.to(x.dtype), state
+    return y.to(result_dtype(x)), state
 
 
 def step(state, x, dt, A, B, C, D) -> Tensor:
@@ -49,7 +50,7 @@ def step(state, x, dt, A, B, C, D) -> Tensor:
     y = torch.empty_like(wide, memory_format=torch.contiguous_format)
     views = {name: m[:, None] for name, m in (("x", wide), ("dt", dt.float()), ("B", B), ("C", C), ("y", y))}
     _call("scan_step", alone=state.numel() <= STEP_ALONE, **views, A=A, D=D, final=state)
-    return y.to(x.dtype)
+    return y.to(result_dtype(x))
 
 
 def _call(name: str, *, alone: bool = False, **tensors: Any) -> None:
@@ -74,6 +75,7 @@ def _forward(x, dt, A, B, C, D, initial, *, keep: bool) -> tuple[Tensor, Tensor,
 
 class _NativeScan(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx, x, dt, A, B, C, D, initial):
         y, final, checkpoints = _forward(x, dt, A, B, C, D, initial, keep=True)
         ctx.save_for_backward(x, dt, A, B, C, D, checkpoints)
@@ -81,6 +83,7 @@ class _NativeScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx, dy, dfinal):
         x, dt, A, B, C, D, checkpoints = ctx.saved_tensors
         A, D, dfinal = contiguous(A, D, dfinal)

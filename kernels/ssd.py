@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
+from surgery.kernels.functions import result_dtype, transformed
 from surgery.kernels.native import step_refuses
 from surgery.kernels.packing import Packing, check_no_state
 from surgery.kernels.ssd_chunked import chunked_scan
@@ -41,7 +42,7 @@ def ssd_scan(
     """Scan a sequence.
 
     x (b, t, h, p); dt (b, t, h), positive; A (h,), negative; B and C (b, t, g, n) with h a multiple of g; D (h,);
-    initial_state (b, h, p, n). Returns y (b, t, h, p) in the dtype of x (stock: in float32, as in
+    initial_state (b, h, p, n). Returns y (b, t, h, p) in the dtype of x (for float16, ours give float32; stock always, as in
     transformers), and the state after the last token (b, h, p, n), in float32 at least unless from the reference.
     `chunk_size` is the checkpoint's; only the stock backend uses it, since the result does not depend on it.
 
@@ -101,7 +102,7 @@ SSD_SCAN = Operation(
     "ssd_scan",
     Backend("mamba_ssm", _mamba_ssm, not_for_cuda_package, probed=True),
     Backend("native", run, refuses, probed=True),
-    Backend("chunked", chunked_scan),
+    Backend("chunked", chunked_scan, transformed),
     Backend("stock", _stock, probed=True),  # where mamba_ssm is installed it breaks on a CPU
     Backend("reference", _reference),
     example=_example,
@@ -134,7 +135,7 @@ def _step(state, x, dt, A, B, C, D):
     new = decay * state.to(work) + (dt[..., None] * x.to(work))[..., None] * B[:, :, None, :]
     state.copy_(new)
     y = (new @ C[..., None])[..., 0]
-    return (y if D is None else y + D.to(work)[:, None] * x).to(x.dtype)
+    return (y if D is None else y + D.to(work)[:, None] * x).to(result_dtype(x))
 
 
 def _reference_step(state, x, dt, A, B, C, D):

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from surgery.kernels.functions import result_dtype, without_autocast
+
 CHUNK = 32  # tokens, at least: twice that where there are few heads, whose larger matrices still fit a core's cache
 CHUNK_ON_GPU = 256  # there a chunk's matrices are small work, and every launch costs
 SEGMENT = 2**18  # numbers in the x of a segment, at most, unless a single chunk has more
@@ -119,12 +121,13 @@ class _Segment:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x, dt, A, B, C, D, initial_state):
         size, keep = _Sizes.of(x, B), any(ctx.needs_input_grad)
         state = x.new_zeros(size.b, size.h, size.p, size.n, dtype=size.work)
         if initial_state is not None:
             state += initial_state
-        y, saved = torch.empty_like(x, memory_format=torch.contiguous_format), []
+        y, saved = torch.empty_like(x, dtype=result_dtype(x), memory_format=torch.contiguous_format), []
         skip = None if D is None else D.to(size.work)[:, None]
         for part, c in size.segments(x.device):
             s = _Segment(size, c, x[:, part], dt[:, part], A, B[:, part], C[:, part])
@@ -145,6 +148,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dy, dstate):
         x, dt, A, B, C, D, *saved = ctx.saved_tensors
         size = _Sizes.of(x, B)

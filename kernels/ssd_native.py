@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from surgery.kernels.functions import result_dtype, without_autocast
 from surgery.kernels.native import STEP_ALONE, View, check, contiguous, fill, learns, load, rows
 from surgery.kernels.native import refuses as not_here
 from surgery.kernels.native import run as run_in_threads
@@ -44,7 +45,7 @@ def run(x, dt, A, B, C, D, initial_state, chunk_size) -> tuple[Tensor, Tensor]:
         y, state = _NativeScan.apply(*given)
     else:
         y, state, _ = _forward(*given, keep=False)
-    return y.to(x.dtype), state
+    return y.to(result_dtype(x)), state
 
 
 def _whole_groups(heads: int, groups: int) -> None:
@@ -63,7 +64,7 @@ def step(state, x, dt, A, B, C, D) -> Tensor:
     tensors = dict(zip(("x", "B", "C", "dt", "y"), (*wide, dt.float(), y), strict=True))
     views = {name: m.unsqueeze(1) for name, m in tensors.items()}  # a sequence of one token
     _call("scan_step", _scan(**views, A=A, D=D, final=state), b * h if state.numel() > STEP_ALONE else 1)
-    return y.to(x.dtype)
+    return y.to(result_dtype(x))
 
 
 def _scan(parts: int = 1, **tensors: Any) -> _Scan:
@@ -106,6 +107,7 @@ def _forward(x, dt, A, B, C, D, initial, *, keep: bool) -> tuple[Tensor, Tensor,
 
 class _NativeScan(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx, x, dt, A, B, C, D, initial):
         y, final, kept = _forward(x, dt, A, B, C, D, initial, keep=True)
         ctx.save_for_backward(x, dt, A, B, C, D, kept)
@@ -114,6 +116,7 @@ class _NativeScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx, dy, dfinal):
         x, dt, A, B, C, D, kept = ctx.saved_tensors
         (b, t, h, p), (g, n) = x.shape, B.shape[2:]

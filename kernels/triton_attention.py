@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from surgery.kernels.functions import transformed, without_autocast
 from surgery.kernels.triton_attention_kernels import backward_keys, backward_queries, forward, triton
 
 Tile = tuple[int, int, int, int]  # queries and keys of a program's block (BM, BN), warps, pipeline stages
@@ -40,6 +41,8 @@ def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str 
 def _objections(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[str]:
     if triton is None:
         yield "Triton is not installed"
+    if reason := transformed():
+        yield reason
     if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
         yield "it needs a GPU (or TRITON_INTERPRET=1 in the environment before Python starts)"
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
@@ -67,6 +70,7 @@ def blocks(w: int, dv: int, most: int = 256) -> tuple[int, int, int]:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         o, lse = _attend(q, k, v, mask)
         ctx.save_for_backward(q, k, v, mask, o, lse)
@@ -74,6 +78,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, o, lse = ctx.saved_tensors
         (b, pairs, t, w), s, dv = q.shape, k.shape[2], v.shape[3]

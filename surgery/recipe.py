@@ -152,7 +152,8 @@ class Tune(Record):
     on the base that learn beside the grafts. repeat: so many distinct batches, again and again; what the fixed weights make of
     them is kept, up to `cache_bytes`. checkpointing: states within blocks are computed again on the way back, which saves
     memory. weight_decay: of matrices and convolution filters alone. accumulate: a batch goes through in so many parts.
-    precision: bf16 computes in bfloat16 and keeps what is trained in float32, as is always done with a model in bfloat16.
+    precision: bf16 computes in bfloat16 and keeps what is trained in float32, as is always done with a model in bfloat16
+    or float16.
     trackers: where the log also goes, by accelerate (tensorboard, wandb, ...). Several processes divide every batch."""
 
     steps: int = Field(default=150, ge=0)

@@ -17,7 +17,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mam
 
 from surgery.hybrids.layer_graft import is_layer_graft, make_mixer, whole_block
 from surgery.hybrids.packed import PACKED, packing
-from surgery.hybrids.parts import RMSNorm, at
+from surgery.hybrids.parts import RMSNorm, as_weight, at, normed
 from surgery.sources import write_sources
 
 
@@ -121,7 +121,7 @@ class HybridBlock(GradientCheckpointingLayer):
         residual = hidden_states.to(torch.float32) if self.residual_in_fp32 else hidden_states
         if self.norm is None:
             return self.mixer.block(residual, positions_to_keep=positions_to_keep, **kwargs)
-        mixed = self.mixer(self.norm(hidden_states.to(self.norm.weight.dtype)), positions_to_keep=positions_to_keep, **kwargs)
+        mixed = self.mixer(normed(self.norm, hidden_states), positions_to_keep=positions_to_keep, **kwargs)
         return at(positions_to_keep, residual) + mixed
 
 
@@ -233,7 +233,7 @@ class HybridCausalLM:
             **{name: kwargs[name] for name in PACKED if name in kwargs},
         )
         hidden = slice_logits_to_keep(read.last_hidden_state, logits_to_keep)
-        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()
+        logits = self.lm_head(as_weight(hidden, self.lm_head.weight)).float()
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

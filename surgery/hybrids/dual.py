@@ -16,6 +16,7 @@ from surgery.hybrids.common import Graft
 from surgery.hybrids.parts import at, convolved, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
+from surgery.kernels.functions import own_precision
 from surgery.kernels.mixing import attention_matrix
 from surgery.kernels.native import learns
 from surgery.kernels.packing import Packing
@@ -43,15 +44,15 @@ class DualGraft(Graft):
         return torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states)], dim=-1)
 
     def split(self, qk: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """qk (b, t, 2 * pairs * width) after the convolution and dt (b, t, h) -> q and k, (b, grafted heads, t, width, or one
-        more with the time step), such that q . k is the score, sign and scale included."""
+        """qk (b, t, 2 * pairs * width) after the convolution and dt (b, t, h), in float32 at least -> q and k, (b, grafted
+        heads, t, width, or one more with the time step), such that q . k is the score, sign and scale included."""
         b, t, _ = qk.shape
         q, k = qk.view(b, t, 2, len(self.pair_groups), self.width).permute(2, 0, 3, 1, 4)
         if self.pair_of_head != list(range(len(self.pair_groups))):
             q, k = q[:, self.pair_of_head], k[:, self.pair_of_head]
         q = self.sharpen(q)
         if self.time_step:  # one more dimension: 1 in the query, log dt in the key
-            write = dt[..., self.heads].float().clamp_min(1e-30).log().to(k.dtype)
+            write = dt[..., self.heads].clamp_min(1e-30).log().to(k.dtype)
             q, k = F.pad(q, (0, 1), value=1.0), torch.cat([k, write.transpose(1, 2)[..., None]], dim=-1)
         return q, k
 
@@ -126,9 +127,10 @@ class DualMixer:
             return through(xBC, weight, bias), qk
         if cache_params is None and learns(qk, own.weight, own.bias):
             return through(xBC, weight, bias), through(qk, own.weight, own.bias)
-        if bias is not None:
-            bias = torch.cat([bias, own.bias])  # both follow use_conv_bias
-        both = through(torch.cat([xBC, qk], dim=-1), torch.cat([weight, own.weight]), bias)
+        with own_precision(xBC.device.type):  # autocast to bfloat16 takes no float16 here
+            weight = torch.cat([weight, own.weight])
+            bias = None if bias is None else torch.cat([bias, own.bias])  # both follow use_conv_bias
+        both = through(torch.cat([xBC, qk], dim=-1), weight, bias)
         return both.split([xBC.shape[-1], qk.shape[-1]], dim=-1)
 
     def mix(

@@ -23,7 +23,7 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
-from surgery.hybrids.parts import RMSNorm, at, convolved, seen_keys
+from surgery.hybrids.parts import RMSNorm, at, convolved, normed, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.mixing import attention_matrix
 from surgery.kernels.packing import Packing
@@ -232,9 +232,9 @@ class LayerGraftMixer(nn.Module):
         assert before is not None
         assert after is not None
         assert mlp is not None
-        mixed = self(before(hidden_states.to(before.weight.dtype)), positions_to_keep=positions_to_keep, **kwargs)
+        mixed = self(normed(before, hidden_states), positions_to_keep=positions_to_keep, **kwargs)
         hidden_states = at(positions_to_keep, hidden_states) + mixed
-        return hidden_states + mlp(after(hidden_states.to(after.weight.dtype)))
+        return hidden_states + mlp(normed(after, hidden_states))
 
     def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
         """The attention of all heads for one sequence (1, t, hidden): (H, rows, t)."""

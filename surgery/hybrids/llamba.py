@@ -25,7 +25,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationMixin, PretrainedConfig
 from transformers import initialization as init
@@ -36,8 +35,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
 from surgery.hybrids.dual import DualMixer
 from surgery.hybrids.layer_graft import make_mixer, whole_block
-from surgery.hybrids.parts import RMSNorm, at
+from surgery.hybrids.parts import RMSNorm, at, gated, normed, time_step
 from surgery.kernels.conv import SILU
+from surgery.kernels.functions import result_dtype
 from surgery.kernels.mixing import ssd_matrix
 from surgery.kernels.packing import Packing
 from surgery.kernels.ssd import ssd_scan, ssd_step
@@ -166,7 +166,7 @@ class LlambaMixer(DualMixer, nn.Module):
         xBC, qk = self.convolve(hidden_states, xBC, cache_params, attention_mask, packing, clear=True)
         state = self.n_groups * self.ssm_state_size
         x, B, C = xBC.split([self.intermediate_size, state, state], dim=-1)
-        dt = F.softplus(dt.to(torch.promote_types(dt.dtype, torch.float32))).clamp_min(LEAST)
+        dt = time_step(dt).clamp_min(LEAST)
         B, C = (m.reshape(b, t, self.n_groups, self.ssm_state_size) for m in (B, C))
         return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk
 
@@ -196,7 +196,7 @@ class LlambaMixer(DualMixer, nn.Module):
             y, state = ssd_scan(write, dt, A, B, C, None, state, packing=packing, chunk_size=self.chunk_size)
             if cache_params is not None:
                 cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
-        return (y + D[:, None] * x).to(x.dtype)
+        return (y + D[:, None] * x).to(result_dtype(x))
 
     def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
         """The mixing matrices of all heads for one sequence (1, t, d): (h, rows, t). SSM heads: such that y = M x + D x.
@@ -207,7 +207,7 @@ class LlambaMixer(DualMixer, nn.Module):
 
     def finish(self, y: Tensor, gate: Tensor) -> Tensor:
         """Gate and output projection: (..., h, p) -> (..., d)."""
-        return self.out_proj((y.flatten(-2) * F.silu(gate)).to(self.out_proj.weight.dtype))
+        return gated(self.out_proj, y.flatten(-2), gate)
 
 
 class LlambaBlock(GradientCheckpointingLayer):
@@ -225,9 +225,9 @@ class LlambaBlock(GradientCheckpointingLayer):
     def forward(self, hidden_states: Tensor, positions_to_keep: Tensor | None = None, **kwargs: Any) -> Tensor:
         if self.whole:
             return self.mixer.block(hidden_states, positions_to_keep=positions_to_keep, **kwargs)
-        mixed = self.mixer(self.input_layernorm(hidden_states), positions_to_keep=positions_to_keep, **kwargs)
+        mixed = self.mixer(normed(self.input_layernorm, hidden_states), positions_to_keep=positions_to_keep, **kwargs)
         hidden_states = at(positions_to_keep, hidden_states) + mixed
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + self.mlp(normed(self.post_attention_layernorm, hidden_states))
 
 
 class LlambaPreTrainedModel(PreTrainedModel):

@@ -39,14 +39,15 @@ from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMi
 from transformers.models.mamba.modeling_mamba import MambaMixer, apply_mask_to_padding_states
 
 from surgery.hybrids.common import Graft, HybridBackbone, HybridCausalLM, describe_layers
-from surgery.hybrids.parts import at, convolved, seen_keys
+from surgery.hybrids.parts import at, at_least_float32, convolved, gated, is_quantised, seen_keys, time_step
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
+from surgery.kernels.functions import own_precision
 from surgery.kernels.mixing import attention_matrix, selective_matrix
 from surgery.kernels.packing import Packing
 from surgery.kernels.selective import selective_scan, selective_step
 
-SMALLEST = 1e-30  # time step: softplus reaches 0
+SMALLEST = 1e-30  # time step: softplus reaches 0, in float32 too
 
 
 class ChannelGraft(Graft):
@@ -84,10 +85,12 @@ class ChannelGraft(Graft):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Packing | None) -> Tensor:
         """v (b, pairs, s, each, or twice that with the time step) -> (b, t, grafted channels)."""
-        y = graft_attention(q, k, v, mask)
         if self.time_step:
-            y, written = y.split(self.each, dim=-1)
+            with own_precision(v.device.type):  # autocast would go back to float16
+                y, written = at_least_float32(graft_attention(q, k, v, mask)).split(self.each, dim=-1)
             y = y / written.clamp_min(SMALLEST)
+        else:
+            y = graft_attention(q, k, v, mask)
         return self.channels(y * self.sign(y).transpose(0, 1))
 
 
@@ -120,8 +123,8 @@ class _HybridMixer:
         attention_mask: Tensor | None = None,
         packing: Packing | None = None,
     ) -> tuple[Tensor, ...]:
-        """u (b, t, d) -> x and dt, ready for use, (b, t, channels), B and C (b, t, n), gate z (b, t, channels). Updates the
-        cache's conv state."""
+        """u (b, t, d) -> x and dt, ready for use, (b, t, channels), dt in float32 at least, B and C (b, t, n), gate z
+        (b, t, channels). Updates the cache's conv state."""
         hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
         x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
         silu = self.activation in SILU
@@ -129,10 +132,13 @@ class _HybridMixer:
         x = apply_mask_to_padding_states(x if silu else self.act(x), attention_mask)
         sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
         dt, B, C = self.normalise(*self.x_proj(x).split(sizes, dim=-1))
-        dt = self.dt_proj.weight @ dt.transpose(1, 2)  # b channels t
-        if self.dt_proj.bias is not None:
-            dt = dt + self.dt_proj.bias.to(dt.dtype)[:, None]
-        return x, F.softplus(dt).transpose(1, 2), B, C, gate
+        if is_quantised(self.dt_proj.weight):
+            dt = self.dt_proj(dt).transpose(1, 2)
+        else:
+            dt = self.dt_proj.weight @ dt.transpose(1, 2)  # b channels t
+            if self.dt_proj.bias is not None:
+                dt = dt + self.dt_proj.bias.to(dt.dtype)[:, None]
+        return x, time_step(dt).transpose(1, 2), B, C, gate
 
     def normalise(self, dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What Falcon-Mamba does to them, and Mamba-1 does not."""
@@ -175,6 +181,7 @@ class _HybridMixer:
         A, D = -torch.exp(self.A_log.float()), self.D.float()
         if len(heads) < self.intermediate_size:
             A, D = A[heads], D[heads]
+        dt = dt.to(x.dtype)  # as in transformers
         state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
         if state is not None and x.shape[1] == 1:
             return selective_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
@@ -193,7 +200,10 @@ class _HybridMixer:
         v = graft.values(own)
         if graft.time_step:
             write = dt[..., graft.heads].clamp_min(SMALLEST)
-            v = torch.cat([graft.values(write * own), graft.values(write)], dim=-1)
+            # float16 has no room for time steps and what they multiply: many would be 0, and so would be divided by 0.
+            dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
+            v = torch.cat([graft.values(write * own), graft.values(write)], dim=-1).to(dtype)
+            q, k = q.to(dtype), k.to(dtype)
         if cache_params is not None:
             k, v = seen_keys(cache_params, self.layer_idx, k, v)
         return graft.attend(q, k, v, causal_mask) + self.D[graft.heads] * own
@@ -237,7 +247,7 @@ class _HybridMixer:
     def finish(self: Any, y: Tensor, gate: Tensor) -> Tensor:
         """Gate and output projection: (..., c) or (..., c, 1) -> (..., d)."""
         y = y.squeeze(-1) if y.dim() > gate.dim() else y
-        return self.out_proj((y * F.silu(gate)).to(self.out_proj.weight.dtype))
+        return gated(self.out_proj, y, gate)
 
 
 class MambaHybridConfig(MambaConfig):

@@ -18,13 +18,13 @@ log dt_s keeps the SSM's own choice of which tokens to write: a token with a sma
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, Mamba2Config, Mamba2ForCausalLM, Mamba2Model
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer, apply_mask_to_padding_states
 
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
 from surgery.hybrids.dual import DualMixer
+from surgery.hybrids.parts import time_step
 from surgery.kernels.mixing import ssd_matrix
 from surgery.kernels.norm import rms_norm
 from surgery.kernels.packing import Packing
@@ -67,15 +67,15 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         attention_mask: Tensor | None = None,
         packing: Packing | None = None,
     ) -> tuple:
-        """u (b, t, d) -> gate z (b, t, h * p), x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h) ready for use, and the
-        grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's conv state."""
+        """u (b, t, d) -> gate z (b, t, h * p), x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h) ready for use, in
+        float32 at least, and the grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's conv state."""
         b, t, _ = hidden_states.shape
         hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
         gate, xBC, dt = self.in_proj(hidden_states).split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
         xBC, qk = self.convolve(hidden_states, xBC, cache_params, attention_mask, packing)
         state = self.n_groups * self.ssm_state_size
         x, B, C = xBC.split([self.intermediate_size, state, state], dim=-1)
-        dt = F.softplus(dt + self.dt_bias.to(dt.dtype)).clamp(*self.time_step_limit)
+        dt = time_step(dt + self.dt_bias.to(dt.dtype)).clamp(*self.time_step_limit)
         B, C = (m.reshape(b, t, self.n_groups, self.ssm_state_size) for m in (B, C))
         return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk
 
@@ -97,6 +97,7 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
             if self.n_groups > 1:  # the remaining heads need not fill their groups evenly
                 of = [head // (self.num_heads // self.n_groups) for head in heads]
                 B, C = B[:, :, of], C[:, :, of]
+        dt = dt.to(x.dtype)  # as in transformers
         state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
         if state is not None and x.shape[1] == 1:
             return ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
@@ -116,7 +117,7 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         """Gate, norm and output projection: (..., h, p) -> (..., d)."""
         norm = self.norm
         y = rms_norm(y.flatten(-2), norm.weight, norm.variance_epsilon, gate, norm.group_size)
-        return self.out_proj(y.to(self.out_proj.weight.dtype))
+        return self.out_proj(y.to(gate.dtype))  # the activations': a quantised weight has another
 
 
 class Mamba2HybridModel(HybridBackbone, Mamba2Model):

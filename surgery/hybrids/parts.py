@@ -1,17 +1,68 @@
 """What layer grafts and all that hybrids have in common both need."""
 
-from torch import Tensor
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import Cache
 from transformers.models.mamba2.modeling_mamba2 import Mamba2RMSNorm
 
 from surgery.kernels.conv import causal_conv
+from surgery.kernels.functions import autocasts
 from surgery.kernels.norm import rms_norm
 from surgery.kernels.packing import Packing
+
+MOST = 256.0  # of what a projection in float16 is given
 
 
 class RMSNorm(Mamba2RMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def as_weight(x: Tensor, weight: Tensor) -> Tensor:
+    """x in the dtype of the weight that it meets.
+
+    As it is, though, where that is not the dtype of the computation: a quantised weight is stored in integers, and its module
+    takes what comes; and under autocast, which casts by itself, float16 would only flush small gradients to zero on their way
+    back.
+    """
+    return x if is_quantised(weight) or autocasts(x.device.type) else x.to(weight.dtype)
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """Whether a weight is not what its module multiplies by: int8, two 4-bit numbers to a byte, or float8 beside its scales."""
+    return not weight.is_floating_point() or weight.itemsize < 2
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """A block's norm of the stream x, in the dtype of the norm's weight. What a stream in float32 holds may be beyond float16's
+    range; behind the norm it is not."""
+    weight: Any = norm.weight
+    return as_weight(norm(x), weight) if weight.dtype == torch.float16 else norm(as_weight(x, weight))
+
+
+def gated(out_proj: nn.Module, y: Tensor, gate: Tensor) -> Tensor:
+    """out_proj(y silu(gate)), y and gate (..., c), in the dtype of the gate, or, for float16, in float32: there the product and
+    its projection may be beyond float16's range, so a token's own power of two is divided out before and multiplied after."""
+    if gate.dtype != torch.float16:
+        return out_proj((y * F.silu(gate)).to(gate.dtype))  # not the weight's dtype: a quantised one has integers
+    wide = y.float() * F.silu(gate.float())
+    largest = wide.detach().abs().amax(-1, keepdim=True)
+    scale = torch.exp2((largest / MOST).log2().ceil().clamp_min(0))
+    out = out_proj((wide / scale).to(gate.dtype)).float()
+    bias = getattr(out_proj, "bias", None)
+    return out * scale if bias is None else out * scale + bias * (1 - scale)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def time_step(x: Tensor) -> Tensor:
+    """softplus, in float32 at least: float16 would have 0 for all x below -17, which has neither a logarithm nor a quotient."""
+    return F.softplus(at_least_float32(x))
 
 
 def convolved(

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.families import Hybrid
 from surgery.hybrids.common import HybridCausalLM
-from surgery.hybrids.parts import at
+from surgery.hybrids.parts import as_weight, at
 from surgery.kernels.packing import packed
 from surgery.tune.data import IGNORE
 from surgery.tune.divergence import divergence
@@ -185,7 +185,7 @@ class Distillation(nn.Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self.student.lm_head
-        return head(hidden.to(head.weight.dtype)).float()
+        return head(as_weight(hidden, head.weight)).float()
 
 
 class Kept:

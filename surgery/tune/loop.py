@@ -139,7 +139,10 @@ class Run:
         self.descent = Descent(options, checkpoints, state, description, seed)
         self.accelerator = self.descent.accelerator
         self.portions = Portions(tokenizer, options, data, self.accelerator)
-        bf16 = options.precision == "bf16" or model.dtype == torch.bfloat16
+        # A base in float16 computes in bfloat16, too. Its range needs no scaling of the loss, whose state and skipped steps
+        # would have to be resumed and be alike in all processes, and it holds what float16 cannot (the built-in Mamba-1's
+        # products reach 3e5). On a CPU a step in float16 takes eight times as long.
+        bf16 = options.precision == "bf16" or model.dtype in (torch.bfloat16, torch.float16)
         self.distillation = Distillation(model, teacher, kl_weight=options.kl_weight, keep_bytes=options.cache_bytes, bf16=bf16)
         if not self.descent.sharded:  # a part of it goes there later
             self.distillation.to(self.accelerator.device)

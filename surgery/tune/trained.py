@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from surgery.errors import UserError
 from surgery.tune.lora import adapters
 
 
@@ -20,7 +21,8 @@ def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.
 def training(
     model: PreTrainedModel, trained: dict[str, nn.Parameter], teacher: PreTrainedModel | None = None
 ) -> Iterator[dict[str, nn.Parameter]]:
-    """Only these parameters have a gradient, and they are in float32 at least; afterwards all is as it was before."""
+    """Only these parameters have a gradient, and they are in float32 at least; afterwards all is as it was before. Raises
+    UserError at the end if what was trained does not fit into the dtype that it had."""
     requires_grad = {p: p.requires_grad for part in filter(None, (teacher, model)) for p in part.parameters()}
     dtypes = {name: p.dtype for name, p in trained.items()}
     try:
@@ -29,6 +31,10 @@ def training(
         for p in trained.values():
             p.data = p.data.to(torch.promote_types(p.dtype, torch.float32))
         yield trained
+        for name, p in trained.items():
+            if p.isfinite().all() and not p.to(dtypes[name]).isfinite().all():
+                kind = str(dtypes[name]).removeprefix("torch.")
+                raise UserError(f"'{name}' was tuned beyond the range of {kind}; take a base in bfloat16 (dtype: bfloat16)")
     finally:
         model.eval()
         for p, before in requires_grad.items():

@@ -1,0 +1,66 @@
+"""What the kernels here have in common: they choose their precision themselves, and torch.func cannot take them."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+PLAIN = (Tensor, torch.nn.Parameter)
+Pass = TypeVar("Pass", bound=Callable[..., Any])
+
+
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for a type of device."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """Of what a scan of x gives: that of x, but float32 for float16, whose range a long sum soon goes beyond."""
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
+
+
+def own_precision(device: str) -> AbstractContextManager[Any]:
+    """No autocast within, whether it is on for that type of device or not."""
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
+
+
+def without_autocast(run: Pass) -> Pass:
+    """For both passes of a Function: run(ctx, *arguments), a tensor among them.
+
+    Autocast is on in a forward pass and usually off in the backward pass of it, and may be the other way round. A backward pass
+    that computes something again has to do it in the precision of the first time.
+    """
+
+    @wraps(run)
+    def in_one_precision(ctx: Any, *arguments: Any) -> Any:
+        with own_precision(next(m for m in arguments if isinstance(m, Tensor)).device.type):
+            return run(ctx, *arguments)
+
+    return cast(Pass, in_one_precision)
+
+
+def transformed(*_: object) -> str | None:
+    """Why nothing with a gradient of its own takes a call now, or None: torch.func and forward-mode derivatives need more of it
+    than autograd does."""
+    return "torch.func cannot transform it" if torch._C._are_functorch_transforms_active() else in_forward_mode()
+
+
+def in_forward_mode(*_: object) -> str | None:
+    """Why nothing without a forward-mode derivative takes a call now, or None."""
+    return "it has no forward-mode derivative" if forward_ad._current_level >= 0 else None
+
+
+def unreadable(*tensors: Tensor | None) -> str | None:
+    """Why nothing that reads memory by its address takes these, or None: those of FakeTensorMode have none, and what other
+    subclasses of Tensor stand for does not lie there."""
+    if any(m is not None and type(m) not in PLAIN for m in tensors):
+        return "it takes plain tensors"
+    if torch._C._len_torch_dispatch_stack() and any(
+        torch._C._get_dispatch_mode(key) is not None for key in torch._C._TorchDispatchModeKey.__members__.values()
+    ):
+        return "it cannot be traced"
+    return "it cannot be traced" if torch.compiler.is_compiling() or torch.jit.is_tracing() else None
