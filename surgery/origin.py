@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import metadata_load, try_to_load_from_cache
 
-from surgery.names import called, on_hub
+from surgery.names import on_hub
 from surgery.records import Record
 
 __all__ = ["Origin", "on_hub", "origin"]
@@ -14,34 +14,36 @@ LICENCE = ("license", "license_name", "license_link")  # as cards of the Hub nam
 
 
 class Origin(Record):
-    """name: an id of the Hub, or a folder's name. hub: which of the two. place: of a folder on this machine, where it is as
-    seen from the folder that holds this record, so that both may move; not published. revision: the Hub's commit, where the
-    copy here says it. licence: those of LICENCE that the base's card states. (Versions up to 0.5.1 wrote the place as the name,
-    as it was given.)"""
+    """name: an id of the Hub, or where the folder is, seen from the folder that holds this record, so that both can be moved
+    together and be used from anywhere; published, the folder's name. hub: which of the two. revision: the Hub's commit, where
+    the copy here says it. licence: those of LICENCE that the base's card states."""
 
     name: str
     hub: bool
-    place: str | None = None
     revision: str | None
     licence: dict[str, str]
 
-    def seen_from(self, folder: Path) -> str:
-        """What load() takes, for a record in `folder`."""
-        beside = os.path.normpath(os.path.join(os.path.realpath(folder), self.place or self.name))
-        return beside if not self.hub and os.path.isdir(beside) else self.name
+    def place(self, folder: Path) -> str:
+        """The name as load() takes it; folder: of this record. Records before 0.6 name a place seen from where they were
+        written, which is tried as well."""
+        beside = folder.resolve() / self.name
+        if self.hub or (not beside.is_dir() and Path(self.name).is_dir()):
+            return self.name
+        return os.path.normpath(beside)
 
-    def published(self) -> "Origin":
-        return self.model_copy(update={"name": called(self.name), "place": None})
+    def published(self, folder: Path) -> "Origin":
+        """For others, to whom it is no matter where the base lies here. folder: of this record."""
+        return self if self.hub else self.model_copy(update={"name": Path(self.place(folder)).name})
 
 
-def origin(name: str, folder: Path) -> Origin:
-    """Of a base, for a record in `folder`: what can be read without a network; what is not here stays empty."""
-    place, revision, hub = Path(name), None, on_hub(name)
+def origin(name: str, record: Path) -> Origin:
+    """What can be read without a network; what is not here stays empty. record: the folder in which it is to be written."""
+    folder, revision, hub = Path(name), None, on_hub(name)
     if hub and isinstance(found := try_to_load_from_cache(name, "config.json"), str):
-        place = Path(found).parent
-        revision = place.name
-    card = place / "README.md"
+        folder = Path(found).parent
+        revision = folder.name
+    card = folder / "README.md"
     stated = (metadata_load(card) or {}) if card.is_file() else {}
-    licence = {key: str(stated[key]) for key in LICENCE if stated.get(key)}
-    beside = os.path.relpath(name, os.path.realpath(folder)) if not hub and place.is_dir() else None
-    return Origin(name=called(name), hub=hub, place=beside, revision=revision, licence=licence)
+    if not hub and Path(name).is_dir():
+        name = Path(os.path.relpath(Path(name).resolve(), record.resolve())).as_posix()
+    return Origin(name=name, hub=hub, revision=revision, licence={key: str(stated[key]) for key in LICENCE if stated.get(key)})

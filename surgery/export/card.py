@@ -26,7 +26,7 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
     name: what the folder will be loaded by, a path or an id. record: its export.json. use: how its format is loaded, with NAME
     for the name.
     """
-    plan, base = Plan.read(folder / "plan.json"), _called(record.base)
+    plan, base = Plan.read(folder / "plan.json"), record.base.published(folder).name
     parts = [
         f"---\n{_metadata(record)}\n---\n# {name.rsplit('/', 1)[-1]}\n",
         f"A hybrid of `{base}`: attention at **{markdown.places(plan)}**, {record.parameters:,} new parameters. "
@@ -87,11 +87,6 @@ LOADS = {
 
 def _ticks(count: int) -> range:
     return range(0, count, max(1, -(-count // 8)))
-
-
-def _called(base: Origin) -> str:
-    """The base's name for others: where it lay on this machine is nobody's business."""
-    return base.published().name
 
 
 def _metadata(record: Any) -> str:

@@ -90,7 +90,7 @@ def publish(
         raise UserError(f"'{repo}' is not a repository of the Hub: {_first(error)}") from error
     except LocalTokenNotFoundError as error:
         raise UserError("publishing needs a token of the Hub; run `hf auth login`, or set HF_TOKEN") from error
-    except (HfHubHTTPError, OSError) as error:
+    except (HfHubHTTPError, OSError, ValueError) as error:  # ValueError: the Hub refuses the card's licence, say
         raise UserError(f"cannot publish to {repo}: {_first(error)}; run the command again to continue") from error
     for name, content in contents.items():
         if name not in there or not _arrived(there[name], content):
@@ -108,9 +108,9 @@ def _contents(folder: Path, record: Exported, repo: str) -> dict[str, bytes | Pa
     digests = dict(record.files)
     if PATCH in contents:
         patch = Patch.read(folder / PATCH)
-        for_others = patch.model_copy(update={"base": patch.base.published()}).text().encode()
+        for_others = patch.model_copy(update={"base": patch.base.published(folder)}).text().encode()
         contents[PATCH], digests[PATCH] = for_others, hashlib.sha256(for_others).hexdigest()
-    sent = record.model_copy(update={"base": record.base.published(), "files": digests})
+    sent = record.model_copy(update={"base": record.base.published(folder), "files": digests})
     made_card = card(repo, folder, sent, FORMATS[record.format].USE)
     return contents | {RECORD: sent.text().encode(), CARD: made_card.encode()}
 

@@ -22,12 +22,12 @@ def is_patch(name: str) -> bool:
 
 
 def base_of(name: str) -> str:
-    """The name of a hybrid's base."""
+    """The name of a hybrid's base, as load() takes it: from anywhere, since the record is relative to the hybrid's folder."""
     folder = Path(name)
     if is_patch(name):
-        return Patch.read(folder / PATCH).base.seen_from(folder)
+        return Patch.read(folder / PATCH).base.place(folder)
     if (folder / RECORD).exists():
-        return Exported.read(folder / RECORD, unsealed="take").base.seen_from(folder)
+        return Exported.read(folder / RECORD, unsealed="take").base.place(folder)
     made = plan_of(folder).provenance
     return name if made is None else made.base
 
