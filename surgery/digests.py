@@ -3,8 +3,9 @@
 A model's digest is that of what it computes: its tensors, grafts included, and its configuration without what says nothing of
 the function. So a live hybrid, its exported folder (in one file or in shards), and its patch joined to the base have the same
 digest; adapters count merged, as they are exported. In another dtype it is another model. A base and the same base adopted
-are one. Exports as nemotron_h have other tensors, by other names: their record carries the digest of the hybrid that they were
-made from, and what is measured on such a folder itself has another.
+are one. An export as mamba_ssm, read back by our own classes, has the digest of the hybrid too. One as nemotron_h has other
+tensors, by other names: its record carries the digest of the hybrid that it was made from, whose report its card takes, and
+what is measured on the folder itself is of another model.
 """
 
 import hashlib

@@ -1,5 +1,5 @@
-"""Publishing: only what was verified, with the card that its report gives, in one commit, compared with what arrived. The Hub is
-fake."""
+"""Publishing: only what was verified, with the card that its report gives, in one commit, compared with what arrived. The Hub
+is fake."""
 
 import hashlib
 import json
@@ -101,8 +101,9 @@ def exported(tmp_path_factory):
     (place / "base" / CARD).write_text("---\nlicense: other\nlicense_name: toy\nlicense_link: LICENSE\n---\n# base\n")
     plan = Plan(sites=("L1.H3",))
     hybrid = splice(base, plan)
+    report = demo_report(hybrid, tokenizer)
     export(
-        hybrid, place / "hybrid", tokenizer=tokenizer, plan=plan, base=str(place / "base"), report=demo_report(hybrid, tokenizer),
+        hybrid, place / "hybrid", tokenizer=tokenizer, plan=plan, base=str(place / "base"), report=report,
         recipe=Recipe(model="x"),
     )  # fmt: skip
     return place / "hybrid"
