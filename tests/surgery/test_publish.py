@@ -13,10 +13,11 @@ from huggingface_hub import CommitOperationDelete
 from huggingface_hub.hf_api import RepoFile
 
 from surgery.bench import Report
-from surgery.digests import conditions
+from surgery.checkpoint import load
+from surgery.digests import conditions, model_digest
 from surgery.errors import UserError
 from surgery.export import export, publish
-from surgery.export.folder import CARD, RECORD, Exported, digests
+from surgery.export.folder import CARD, RECORD, Exported, check, digests
 from surgery.plan import Plan
 from surgery.recipe import Recipe
 from surgery.splice import splice
@@ -198,6 +199,28 @@ def test_a_later_export_leaves_nothing_of_the_earlier_one_in_force(hub, folder, 
         "adapter_config.json", "model.safetensors", "pytorch_model.bin", "recipe.yaml", "report.json", "retrieval.png"
     )  # fmt: skip
     assert done.others == ("docs/model.safetensors", "face.png", "later.txt")
+
+
+def test_what_is_published_names_the_base_and_not_its_place(hub, folder, tmp_path):
+    """A patch: its record says which base it belongs to, and the export's record says what the patch's is."""
+    tokenizer, plan = build_tokenizer(), Plan(sites=("L1.H3",))
+    base = random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+    base.save_pretrained(tmp_path / "alice" / "toy")
+    tokenizer.save_pretrained(tmp_path / "alice" / "toy")
+    place = str(tmp_path / "alice" / "toy")
+    export(splice(base, plan), tmp_path / "patch", form="patch", tokenizer=tokenizer, plan=plan, base=place)
+    assert Exported.read(tmp_path / "patch" / RECORD).base.name == "../alice/toy"
+    done = publish.publish(tmp_path / "patch", REPO)
+    arrived = hub.commits[int(done.commit, 16)]
+    (tmp_path / "got").mkdir()
+    for name, data in arrived.items():
+        assert b"alice" not in data, name
+        (tmp_path / "got" / name).write_bytes(data)
+    assert check(tmp_path / "got").base.name == "toy"
+    with pytest.raises(UserError, match=r"is a patch on .*toy, which is not here"):
+        load(tmp_path / "got")
+    joined = load(tmp_path / "got", base=place)
+    assert model_digest(joined.model) == check(tmp_path / "got").digest
 
 
 def test_the_model_of_someone_else_is_not_replaced_unasked(hub, folder, surgery):
