@@ -112,9 +112,9 @@ def plan_of(folder: str | Path) -> Plan:
 def _load_patch(name: str, folder: Path, base: str | None) -> tuple[PreTrainedModel, Path]:
     """The hybrid, and the folder of its base."""
     made_for = Patch.read(folder / RECORD).base
-    if base is None and not on_hub(made_for.name) and not Path(made_for.name).is_dir():
-        raise UserError(f"{name} is a patch on {made_for.name}, which is not here: say where its base is (--base)")
-    place, revision = (made_for.name, made_for.revision) if base is None else (base, None)
+    place, revision = (made_for.place(folder), made_for.revision) if base is None else (base, None)
+    if base is None and not made_for.hub and not Path(place).is_dir():
+        raise UserError(f"{name} is a patch on {place}, which is not here: say where its base is (--base)")
     return join(load_base(place, revision), folder), _folder(place, revision)
 
 

@@ -189,7 +189,7 @@ def tune(
     batches.check(loaded.tokenizer, options.tune, options.data, options.bench)
     if options.tune.lora is not None:
         matches(loaded.model, options.tune.lora)
-    base = plan.provenance.base if plan.provenance else hybrid
+    base = base_of(hybrid)
     teacher = None
     if not holds_base(hybrid):
         teacher = surgery.adopt(open_checkpoint(placed.model_copy(update={"model": base}), trust_remote_code).model)
@@ -234,11 +234,11 @@ def export(
     """Write a hybrid, or a patch and its base, in another form, and verify it."""
     if form not in FORMATS:
         raise surgery.UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
-    plan, papers = plan_of(hybrid), papers_of(hybrid)
-    if report is not None:
-        papers |= {"report": report_on(plan, report), "figures": report.parent}
-    joined = is_patch(hybrid)
+    plan, joined = plan_of(hybrid), is_patch(hybrid)
     loaded = open_checkpoint(_recipe(None, settings, model=hybrid), trust_remote_code, base if joined else None)
+    papers = papers_of(hybrid, loaded.model)
+    if report is not None:
+        papers |= {"report": report_on(loaded.model, plan, report), "figures": report.parent}
     named = base_of(hybrid) if base is None or (joined and form != "patch") else base
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     surgery.export(loaded.model, out, form=form, tokenizer=loaded.tokenizer, plan=plan, base=named, **papers, **options)
@@ -250,17 +250,23 @@ def publish(
     folder: Path, repo: Annotated[str, typer.Argument(help="Where to, e.g. name/model.")],
     private: Annotated[bool, typer.Option("--private", help="Make a repository that only you can see.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Send nothing; print what would be sent.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model there that is no export of this toolkit.")
+    ] = False,
 ) -> None:  # fmt: skip
-    """Send a verified export to the Hub with its card, and compare what arrived."""
-    done = send(folder, repo, private=private, dry_run=dry_run)
+    """Send a verified export to the Hub with its card, in one commit, and compare what arrived. What an earlier export there
+    had and this one has not is deleted; other files stay."""
+    done = send(folder, repo, private=private, dry_run=dry_run, overwrite=overwrite)
     _print(done.proof.line())
     _table(["file", "bytes"], [[name, f"{size:,}"] for name, size in done.files.items()])
     if done.url is None:
         _print(f"{done.card}\nNothing was sent to {repo}: {sum(done.files.values()):,} bytes and this card would be.")
         return
+    if done.deleted:
+        _print(f"Deleted there, of what stood there before: {', '.join(done.deleted)}.")
     if done.others:
         _print(f"The repository also holds {', '.join(done.others)}, which this export knows nothing of.")
-    _print(f"Sent and compared: {done.url}")
+    _print(f"Sent and compared: {done.url} (commit {done.commit})")
 
 
 @app.command()

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from surgery.names import called, public
 from surgery.records import Provenance, Record
 from surgery.site import Site, SiteText
 
@@ -105,3 +106,11 @@ class Plan(Record):
     def donor_layer(self, layer: int) -> int:
         """The number of the donor's layer that one layer starts from."""
         return self.donor_layers.get(str(Site(layer)), layer)
+
+
+def published(plan: Plan) -> Plan:
+    """The plan as a record of what was done, for others to read: a donor stands by its name, wherever it lay."""
+    changes: dict[str, Any] = {"donor": plan.donor and called(plan.donor)}
+    if (made := plan.provenance) is not None:
+        changes["provenance"] = made.model_copy(update={"base": called(made.base), "recipe": public(made.recipe)})
+    return plan.model_copy(update=changes)

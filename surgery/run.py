@@ -5,13 +5,16 @@ from its last checkpoint, and a finished cell of the bench is not measured again
 """
 
 import copy
+import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -24,14 +27,16 @@ from surgery.bench.plots import draw
 from surgery.bench.report import Report
 from surgery.bench.suites import standard
 from surgery.checkpoint import Checkpoint, load
+from surgery.digests import conditions
 from surgery.errors import UserError
 from surgery.export import export
 from surgery.families import family_of
 from surgery.kernels.dispatch import Operation, asked_for, use
 from surgery.locate import Ranking, locate, plan, random_plan
 from surgery.locate.atlas import draw_atlas, short_question
-from surgery.locate.questions import check_questions, described
-from surgery.plan import Plan
+from surgery.locate.questions import ask_all, check_questions, described, questions_digest
+from surgery.names import called, on_hub, public
+from surgery.plan import Plan, published
 from surgery.probes.knowledge import PARTS, Knowledge, Letters, Part
 from surgery.probes.perplexity import Perplexity
 from surgery.processes import on_main, own_device
@@ -100,16 +105,22 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: b
 
 def located(recipe: Recipe, base: Checkpoint, out: Path, *, resume: bool = False, figures: bool = True) -> Ranking:
     """Locate, and write ranking.json into `out`, with `figures` also atlas.png and mixing.png. What is measured is kept in
-    out/locate until then: with `resume`, nothing of it is measured again, and a ranking that is there is only read. Of several
-    processes, the main one writes."""
-    path, kept, settings = out / RANKING, out / "locate", recipe.model_dump(mode="json")
+    out/locate until then: with `resume`, nothing of it is measured again, and a ranking that is there is only read, if it is of
+    these weights and questions, by the same kernels and code. Of several processes, the main one writes.
+
+    Raises UserError for a ranking, or a part of one, that is not as it was measured."""
+    path, kept, settings = out / RANKING, out / "locate", public(recipe.model_dump(mode="json"))
 
     def there() -> Ranking | None:
         if not resume:
             shutil.rmtree(kept, ignore_errors=True)
-        found = Ranking.read(path) if resume and path.exists() else None
-        same = found and (found.provenance.recipe, found.provenance.base_fingerprint) == (settings, base.fingerprint)
-        return found if same else None
+        if not resume or not path.exists():
+            return None
+        earlier = Ranking.read(path, unsealed="refuse")
+        if (other := _outdated(earlier, recipe, base, settings)) is not None:
+            say(f"{path} is of another {other}: locating again")
+            return None
+        return earlier
 
     if (done := on_main(there)) is not None:
         return done
@@ -127,23 +138,37 @@ def located(recipe: Recipe, base: Checkpoint, out: Path, *, resume: bool = False
     return ranking
 
 
+def _outdated(ranking: Ranking, recipe: Recipe, base: Checkpoint, settings: dict[str, Any]) -> str | None:
+    """What a ranking depends on that is not the same now; None if all of it is."""
+    if ranking.provenance.recipe != settings:
+        return "recipe"
+    now = conditions(base.model, base.tokenizer)
+    if ranking.conditions is None or (other := ranking.conditions.differs(now)) is not None:
+        return other if ranking.conditions is not None else "version"
+    options = recipe.locate.model_dump(exclude={"probe", "options", "exact", "confirm", "layers"})
+    asked_now = ask_all(
+        base.tokenizer, recipe.locate.probe, recipe.locate.options, seed=recipe.seed, device=base.model.device, **options
+    )
+    return None if ranking.questions == questions_digest(asked_now) else "set of questions"
+
+
 def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
     """Bench the recipe's model against `others` on the same examples. Writes report.json, report.md, report.html and
     figures into `out`."""
     base = open_checkpoint(recipe, trust_remote_code)
-    entries = {"base": Entry(base.model, base.name)}
+    entries = {"base": Entry(base.model, called(base.name))}
     part: Part | None = "bench" if recipe.tune.keep is not None or any(map(_tuned_under_keep, others)) else None
     for label, name in list(labels(others).items())[1:]:
         other = open_beside(base, name, recipe, trust_remote_code)
         found = Path(name) / "plan.json"
-        entries[label] = Entry(other.model, name, Plan.read(found) if found.exists() else None)
+        entries[label] = Entry(other.model, called(name), Plan.read(found) if found.exists() else None)
     check(recipe, base)
     on_main(partial(prepare, out, recipe, resume))
     with use(**recipe.kernels):
         measured = bench(
             entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells", part=part
         )
-    settings = recipe.model_dump(mode="json")
+    settings = public(recipe.model_dump(mode="json"))
     made = provenance(base.name, base.fingerprint, recipe.seed, settings)
     report = Report(provenance=made, plan=None, models=measured, timings={}, training={}, settings=settings["bench"])
     example = short_question(base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
@@ -152,14 +177,16 @@ def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = Fals
 
 
 def labels(others: list[str]) -> dict[str, str]:
-    """What a comparison calls its models -> their names: the base, then each by its folder, in full where two share that."""
-    found: dict[str, str] = {}
+    """What a comparison calls its models -> their names: the base, then each by its folder; where two share that, the second by
+    the folder above it as well, or with a number."""
+    labelled: dict[str, str] = {"base": ""}
     for name in others:
-        if Path(name) in map(Path, found.values()):
+        if Path(name) in map(Path, list(labelled.values())[1:]):
             raise UserError(f"{name} is there twice; give each model once")
-        short = Path(name).name
-        found[name if short in found or short == "base" else short] = name
-    return {"base": "", **found}
+        place = Path(name if on_hub(name) else os.path.abspath(name))
+        candidates = chain((place.name, "/".join(place.parts[-2:])), (f"{place.name}_{i}" for i in count(2)))
+        labelled[next(label for label in candidates if label not in labelled)] = name
+    return labelled
 
 
 def _tuned_under_keep(folder: str) -> bool:
@@ -184,6 +211,9 @@ def write_report(report: Report, out: Path, matrices: Mixing | None) -> None:
 def describe(report: Report, out: Path, matrices: Mixing | None) -> None:
     """The report itself, without its figures."""
     ranking = Ranking.read(out / RANKING) if (out / RANKING).exists() else None
+    weights = next(iter(report.models.values())).conditions
+    if ranking is not None and ranking.conditions and weights and ranking.conditions.model != weights.model:
+        ranking = None  # of another model, whose atlas this is not
     write_text(out / "report.md", markdown.render(report))
     write_text(out / "report.html", html.render(report, ranking, matrices))
     report.write(out / "report.json")
@@ -217,7 +247,7 @@ def prepare(out: Path, recipe: Recipe, resume: bool) -> None:
 class _Job:
     def __init__(self, recipe: Recipe, out: Path, base: Checkpoint, resume: bool):
         self.recipe, self.out, self.base, self.resume = recipe, out, base, resume
-        self.settings = recipe.model_dump(mode="json")
+        self.settings = public(recipe.model_dump(mode="json"))
         self.timings: dict[str, float] = {}
         self.training: dict[str, dict[str, float]] = {}
         self.donor: PreTrainedModel | None = None
@@ -302,11 +332,11 @@ class _Job:
             )  # fmt: skip
         report = Report(
             provenance=provenance(self.base.name, self.base.fingerprint, recipe.seed, self.settings),
-            plan=chosen,
+            plan=published(chosen),
             models=measured,
             timings=self.timings,
             training=self.training,
-            settings=recipe.bench.model_dump(mode="json"),
+            settings=self.settings["bench"],
         )
         return on_main(partial(self.write, report, ranking, chosen, entries))
 

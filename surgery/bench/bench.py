@@ -4,20 +4,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.bench.cells import Cell, check_same, kept, model_digest, values
+from surgery.bench.cells import Cell, check_same, kept, values
 from surgery.bench.report import Cost, ModelReport, Perplexity, Speed
 from surgery.bench.speed import Timed, decode_cost, speed
 from surgery.bench.suites import LOSSES, Task, tasks
+from surgery.digests import Conditions, conditions
 from surgery.finite import within
-from surgery.kernels.dispatch import asked_for
-from surgery.plan import Plan
+from surgery.plan import Plan, published
 from surgery.probes.knowledge import Part
 from surgery.processes import gather, is_main, share, state
-from surgery.progress import Track
+from surgery.progress import Track, say
 from surgery.recipe import Bench, Data
 from surgery.records import KERNEL_PACKAGES, PACKAGES, environment
 from surgery.splice import adopt
@@ -45,8 +46,8 @@ def bench(
 ) -> dict[str, ModelReport]:
     """Measure every model; the first is the base that the others are compared with.
 
-    cells: a folder that keeps each finished measurement, so that it is not repeated. A cell is found again by the model's
-    weights and by everything that it depends on. Processes that accelerate started share the cells; the main one alone times.
+    cells: a folder that keeps each finished measurement, so that it is not repeated. A cell is found again by what it depends
+    on: the questions, and the Conditions. Processes that accelerate started share the cells; the main one alone times.
     part: "bench" where a model was tuned under tune.keep, which asked the other part of a file's facts.
 
     Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
@@ -55,9 +56,11 @@ def bench(
     named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
     todo = tasks(options, tokenizer, data, seed, part)
     adopted = {name: adopt(entry.model).eval() for name, entry in named.items()}
-    digests = {name: model_digest(entry.model) for name, entry in named.items()}
-    done = _measured(adopted, digests, todo, cells)
-    timed = _timed(adopted, digests, options, tokenizer.model_max_length, cells)
+    under = {name: conditions(model, tokenizer) for name, model in adopted.items()}
+    if len({each.dtype for each in under.values()}) > 1:
+        say(f"the models are in several dtypes: {', '.join(f'{name} in {each.dtype}' for name, each in under.items())}")
+    done = _measured(adopted, under, todo, cells)
+    timed = _timed(adopted, under, options, tokenizer.model_max_length, cells)
     first = next(iter(named))
     pairs: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
     for name, by_task in done.items():
@@ -69,6 +72,7 @@ def bench(
     return {
         name: _report(
             entry,
+            under[name],
             done[name],
             {task: mean(model - base) for (n, task), (base, model) in pairs.items() if n == name},
             {task: said for (n, task), said in found.items() if n == name},
@@ -80,7 +84,7 @@ def bench(
 
 
 def _measured(
-    models: dict[str, PreTrainedModel], digests: dict[str, str], todo: list[Task], folder: Path | None
+    models: dict[str, PreTrainedModel], under: dict[str, Conditions], todo: list[Task], folder: Path | None
 ) -> dict[str, dict[str, list[Cell]]]:
     """By model and task, one cell a seed, or a part of a group. Each process measures its share."""
     jobs = [(name, task) for name in models for task in todo]
@@ -97,7 +101,8 @@ def _measured(
                 asked=outcome.asked, values=tuple(map(float, outcome.values)),
             )  # fmt: skip
 
-        cell = kept(folder, f"{digests[name]} {task.identity}", Cell, measure)
+        key = under[name].model_dump() | {"settings of generation": _generation(models[name]), **task.key()}
+        cell = kept(folder, key, Cell, measure)
         mine.append(cell.model_copy(update={"model": name, "seed": task.seed}))  # kept under another name, perhaps
     every = {(cell.model, cell.task, cell.part, cell.seed): cell for cell in gather(mine)}
     done: dict[str, dict[str, list[Cell]]] = {name: {} for name in models}
@@ -107,7 +112,7 @@ def _measured(
 
 
 def _timed(
-    models: dict[str, PreTrainedModel], digests: dict[str, str], options: Bench, longest: int, folder: Path | None
+    models: dict[str, PreTrainedModel], under: dict[str, Conditions], options: Bench, longest: int, folder: Path | None
 ) -> list[Timed]:
     """What tokens cost, measured by the first process while the others wait."""
     contexts = [context for context in options.contexts if context <= longest]
@@ -117,13 +122,23 @@ def _timed(
     if "speed" in options.suites:
         jobs += [(f"speed {c} {b}", partial(speed, models, c, b)) for c in contexts for b in options.batches]
     here = environment((*PACKAGES, *KERNEL_PACKAGES))  # a time belongs to where it was taken
-    common = f"{here.machine} {here.threads} {here.packages} {asked_for()} {[*digests.values()]}"
+    packages = {name: here.packages[name] for name in (*PACKAGES, *KERNEL_PACKAGES)}
+    common = {
+        "machine": here.machine, "number of threads": here.threads, "packages": packages,
+        "models": [each.model_dump() for each in under.values()],
+    }  # fmt: skip
     found: list[Timed] = []
     if is_main():
         for what, measure in Track(jobs, "timing"):
-            found.append(kept(folder, f"{what} {common}", Timed, measure))
+            found.append(kept(folder, {"cell": what, **common}, Timed, measure))
     state().wait_for_everyone()
     return found
+
+
+def _generation(model: PreTrainedModel) -> dict[str, Any]:
+    """What decides how a model writes, beside its weights: where it stops, above all."""
+    settings = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
+    return {name: value for name, value in settings.items() if name not in ("transformers_version", "_from_model_config")}
 
 
 def _result(task: str, measured: np.ndarray) -> Proportion | Estimate | Perplexity:
@@ -133,7 +148,7 @@ def _result(task: str, measured: np.ndarray) -> Proportion | Estimate | Perplexi
 
 
 def _report(
-    entry: Entry, cells: dict[str, list[Cell]], change: dict[str, Estimate], said: dict[str, Evidence],
+    entry: Entry, under: Conditions, cells: dict[str, list[Cell]], change: dict[str, Estimate], said: dict[str, Evidence],
     cost: tuple[Cost, ...], fast: tuple[Speed, ...],
 ) -> ModelReport:  # fmt: skip
     results = {task: _result(task, values(measured)) for task, measured in cells.items()}
@@ -145,6 +160,6 @@ def _report(
         if len({cell.seed for cell in several}) > 1
     }
     return ModelReport.model_validate(
-        {"description": entry.description, "plan": entry.plan, "kv": kv, **own, "tasks": results, "cost": cost, "speed": fast,
-         "change": change, "evidence": said, "seeds": seeds}
+        {"description": entry.description, "plan": entry.plan and published(entry.plan), "conditions": under, "kv": kv, **own,
+         "tasks": results, "cost": cost, "speed": fast, "change": change, "evidence": said, "seeds": seeds}
     )  # fmt: skip

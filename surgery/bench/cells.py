@@ -3,6 +3,9 @@ file of its own, so that whatever ends a run early costs the cells that were bei
 
 What was asked is kept beside the results: a digest for every example, and one of all token rows that entered the model, taken
 at its door. Two models are compared only where both agree, so that no model is given easier examples, or a hint, unnoticed.
+
+A file's name is a digest of all that its content depends on, which also stands in it, under a seal. What depends on anything
+else is not found, and is measured anew; a file that is not what its name says, or was edited, is refused by its name.
 """
 
 import hashlib
@@ -13,22 +16,26 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.records import Record, toolkit
-
-Kept = TypeVar("Kept", bound=Record)
-# What a config says about a file and not about the function.
-UNRELATED = ("_name_or_path", "transformers_version", "architectures", "auto_map", "dtype")
+from surgery.records import Sealed
 
 
-class Cell(Record):
+class Kept(Sealed):
+    """What is measured at once. key: all that it depends on, by name; filled in when it is kept."""
+
+    schema_version: int = 2
+    key: dict[str, Any] = {}
+
+
+Found = TypeVar("Found", bound=Kept)
+
+
+class Cell(Kept):
     """values: one an example. asked: a digest of each example. inputs: a digest of what entered the model. part: of a group of
     the harness, which of its tasks."""
 
-    schema_version: int = 1
     model: str
     task: str
     part: str
@@ -44,25 +51,24 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def model_digest(model: PreTrainedModel) -> str:
-    """What distinguishes one model from another: its configuration and its parameters, grafts included."""
-    config = {key: value for key, value in model.config.to_dict().items() if key not in UNRELATED}
-    total = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        total.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        total.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
+def kept(folder: Path | None, key: dict[str, Any], kind: type[Found], measure: Callable[[], Found]) -> Found:
+    """The cell (or what else is measured at once) from `folder` if it was finished there, else measured now and kept.
 
-
-def kept(folder: Path | None, identity: str, kind: type[Kept], measure: Callable[[], Kept]) -> Kept:
-    """The cell (or what else is measured at once) from `folder` if this version of the package finished it there, else measured
-    now and kept."""
+    key: JSON values. Raises UserError for a file that is not what its name says.
+    """
     if folder is None:
         return measure()
-    path = folder / f"{hashlib.sha256(f'{toolkit()} {identity}'.encode()).hexdigest()[:32]}.json"
+    key = json.loads(json.dumps(key, default=str))
+    path = folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
     if path.exists():
-        return kind.read(path)
-    found = measure()
+        try:
+            found = kind.read(path, unsealed="refuse")
+        except UserError as error:
+            raise UserError(f"{error} (delete it, and it is measured again)") from error
+        if other := next((name for name in {**key, **found.key} if key.get(name) != found.key.get(name)), None):
+            raise UserError(f"{path} is not what its name says: it was measured with another {other}; delete it")
+        return found
+    found = measure().model_copy(update={"key": key})
     found.write(path)
     return found
 

@@ -70,6 +70,7 @@ def render(report: Report) -> str:
         parts.append("![Retrieval against dictionary size](retrieval.png)\n")
     parts += _doses(report)
     parts += _cost(report)
+    parts += _weights(report)
     packages = ", ".join(f"{name} {version}" for name, version in provenance.packages.items())
     timings = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in report.timings.items())
     counts = sorted({_count(result) for result in base.results().values()})
@@ -187,6 +188,20 @@ def _cost(report: Report) -> list[str]:
         header = ["model", "tokens", "batch", "prefill", "one more token", "cache", "memory of the prefill"]
         parts.append(f"## Speed and memory\n\n{table(header, body)}\n\n![Speed](speed.png)\n")
     return parts
+
+
+def _weights(report: Report) -> list[str]:
+    """Which weights were measured, and with what."""
+    under = {name: model.conditions for name, model in report.models.items() if model.conditions is not None}
+    if not under:
+        return []
+    body = [[name, f"`{each.model[:16]}`", each.dtype, each.device] for name, each in under.items()]
+    first = next(iter(under.values()))
+    kernels = ", ".join(f"{operation} by {backend}" for operation, backend in first.kernels.items())
+    return [
+        f"## Weights\n\n{table(['model', 'digest', 'dtype', 'device'], body)}\n\nKernels: {kernels}. Tokenizer "
+        f"`{first.tokenizer[:16]}`, the toolkit's code `{first.code[:16]}`.\n"
+    ]
 
 
 def _family(task: str) -> str:

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from surgery.digests import Conditions
 from surgery.plan import Plan
-from surgery.records import Provenance, Record
+from surgery.records import Provenance, Record, Sealed
 from surgery.statistics import Estimate, Evidence, Proportion
 
 
@@ -35,13 +36,15 @@ class Speed(Record):
 
 
 class ModelReport(Record):
-    """One model's results, as far as the suites measured them. kv: by number of pairs. tasks: everything that has no field of
+    """One model's results, as far as the suites measured them. conditions: which weights, and with what they were measured
+    (versions up to 0.5.1 did not say). kv: by number of pairs. tasks: everything that has no field of
     its own, by its name: an accuracy, an Estimate where an example's score is not just right or wrong, or a Perplexity. change:
     the paired difference to the base on the same examples (accuracies, and "perplexity" and "sliding" as the difference of the
     mean loss in nats). evidence: what the differences say. seeds: where there are several, the mean of each one."""
 
     description: str
     plan: Plan | None
+    conditions: Conditions | None = None
     kv: dict[str, Proportion] = {}
     knowledge: Proportion | None = None
     letters: Proportion | None = None
@@ -65,9 +68,11 @@ def value(result: Proportion | Estimate | Perplexity) -> float:
     return result.accuracy if isinstance(result, Proportion) else result.value
 
 
-class Report(Record):
+class Report(Sealed):
     """models: by name, the base first. plan: the graft's. timings: seconds by stage. training: the last losses of each tuned
     model."""
+
+    schema_version: int = 2
 
     provenance: Provenance
     plan: Plan | None
@@ -75,3 +80,8 @@ class Report(Record):
     timings: dict[str, float]
     training: dict[str, dict[str, float]]
     settings: dict[str, Any]
+
+    def row_of(self, digest: str) -> str | None:
+        """What the report calls the model with this digest; None if it measured no such weights."""
+        measured = ((name, model.conditions) for name, model in self.models.items())
+        return next((name for name, under in measured if under is not None and under.model == digest), None)

@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from surgery.bench.cells import Kept
 from surgery.bench.report import Cost, Speed
 from surgery.doctor.timing import peak_bytes
-from surgery.records import Record
 
 ROUNDS, TOKENS = 3, 8
 
 
-class Timed(Record):
+class Timed(Kept):
     """What one context cost, of all models in their order."""
 
-    schema_version: int = 1
     costs: tuple[Cost, ...] = ()
     speeds: tuple[Speed, ...] = ()
 

@@ -28,6 +28,7 @@ from surgery.probes.perplexity import Perplexity
 from surgery.probes.question import Completion, CompletionProbe, Probe, Question
 from surgery.probes.scoring import answer, complete
 from surgery.recipe import Bench, Data
+from surgery.records import package_version
 
 KNOWLEDGE = ("winogrande", "openbookqa", "piqa", "hellaswag", "arc_challenge", "arc_easy")
 PAPER = ("mmlu", "gsm8k", "bbh", "dream", *KNOWLEDGE)
@@ -49,14 +50,19 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Task:
-    """One cell for every model. identity: all that the outcome depends on beside the model. part: which task of a group of the
-    harness, as the examples of all are the group's."""
+    """One cell for every model. identity: all that the outcome depends on beside the model and the Conditions. part: which task
+    of a group of the harness, as the examples of all are the group's. harness: the version of lm_eval, if that asks."""
 
     name: str
     seed: int
     identity: str
     measure: Callable[[PreTrainedModel], Outcome]
     part: str = ""
+    harness: str | None = None
+
+    def key(self) -> dict[str, Any]:
+        """What the outcome depends on, for its cell."""
+        return {"task": self.name, "part": self.part, "questions": digest(self.identity), "lm_eval": self.harness}
 
     @property
     def metric(self) -> Literal["accuracy", "loss"]:
@@ -199,4 +205,5 @@ def _standard_task(name: str, task: Any, options: Bench, tokenizer: PreTrainedTo
         values, asked = harness.evaluate(model, tokenizer, task, options.batch_size, options.task_examples)
         return Outcome(values, asked, digest(" ".join(asked)))
 
-    return Task(name, 0, f"{name} {harness.identity(task)} {options.task_examples}", measure, task.config.task)
+    identity = f"{name} {harness.identity(task)} {options.task_examples}"
+    return Task(name, 0, identity, measure, task.config.task, package_version("lm_eval"))

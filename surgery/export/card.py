@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from surgery import plots
 from surgery.bench import markdown
 from surgery.bench.report import Report
+from surgery.errors import UserError
 from surgery.families import family_of
 from surgery.origin import Origin
 from surgery.plan import Plan
@@ -25,7 +26,7 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
     name: what the folder will be loaded by, a path or an id. record: its export.json. use: how its format is loaded, with NAME
     for the name.
     """
-    plan, base = Plan.read(folder / "plan.json"), _called(record.base)
+    plan, base = Plan.read(folder / "plan.json"), record.base.published(folder).name
     parts = [
         f"---\n{_metadata(record)}\n---\n# {name.rsplit('/', 1)[-1]}\n",
         f"A hybrid of `{base}`: attention at **{markdown.places(plan)}**, {record.parameters:,} new parameters. "
@@ -35,8 +36,10 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
         f"{LOADS[record.format]}\n" if record.format in LOADS else "",
         f"Verified against the live model when it was written: {record.proof.line()}.\n",
     ]
-    report = Report.read(folder / "report.json") if (folder / "report.json").exists() else None
-    parts.append("## Measured\n\n" + (_measured(report) if report else "Nothing was measured: no report came with it.\n"))
+    measured = folder / "report.json"
+    report = Report.read(measured, unsealed="refuse") if measured.exists() else None
+    figures = _measured(report, record) if report else "Nothing was measured: no report came with it.\n"
+    parts.append(f"## Measured\n\n{figures}")
     parts.append(f"## Limits\n\n{_limits(report, record.base)}\n")
     recipe = ", the recipe `recipe.yaml`" if (folder / "recipe.yaml").exists() else ""
     parts.append(
@@ -86,11 +89,6 @@ def _ticks(count: int) -> range:
     return range(0, count, max(1, -(-count // 8)))
 
 
-def _called(base: Origin) -> str:
-    """The base's name for others: where it lay on this machine is nobody's business."""
-    return base.name if base.hub else Path(base.name).name
-
-
 def _metadata(record: Any) -> str:
     about = ModelCardData(
         base_model=record.base.name if record.base.hub else None,  # the Hub accepts ids only
@@ -114,9 +112,13 @@ def _how(plan: Plan, base_unchanged: bool) -> str:
     return f"It takes the place of the SSM's mixing alone; queries and keys start as {start}{kept}."
 
 
-def _measured(report: Report) -> str:
-    """The table, its controls, and the differences to the base with their intervals."""
-    parts, made = [markdown.results(report)], report.provenance
+def _measured(report: Report, record: Any) -> str:
+    """The table, its controls, and the differences to the base with their intervals. Raises UserError for a report that did not
+    measure these weights."""
+    row, made = record.digest and report.row_of(record.digest), report.provenance
+    if row is None:
+        raise UserError("report.json did not measure the weights that export.json names")
+    parts = [markdown.results(report), f"The weights of this export are the row **{row}**, measured in {record.dtype}.\n"]
     if changed := [(name, model.change) for name, model in report.models.items() if model.change]:
         tasks = list(changed[0][1])
         header = ["model", *(task.replace("kv.", "KV ").replace("perplexity", "loss (nats)") for task in tasks)]

@@ -26,14 +26,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.bench.plots import draw_retrieval
 from surgery.bench.report import Report
 from surgery.checkpoint import fingerprint
+from surgery.digests import dtypes, model_digest
 from surgery.errors import UserError
 from surgery.export import card
 from surgery.export.verify import Proof, Reader, prove
+from surgery.names import public
 from surgery.origin import Origin, origin
-from surgery.plan import Plan
+from surgery.plan import Plan, published
 from surgery.progress import say
 from surgery.recipe import Recipe
-from surgery.records import Environment, environment
+from surgery.records import Environment, Sealed, environment
 from surgery.splice.splice import graft_parameters
 
 RECORD, CARD = "export.json", "README.md"
@@ -55,17 +57,22 @@ class Format(Protocol):
         """
 
 
-class Exported(Environment):
+class Exported(Sealed, Environment):
     """export.json: what a folder is and how it was verified.
 
-    parameters: how many numbers the grafts hold. base_unchanged: whether every tensor of the base is in the hybrid as it was,
-    by the fingerprint in the plan; a layer graft has removed some. files: sha256 of everything in the folder but this record
+    digest, dtype: of the live model (digests.py), and so of what its reader loads; of an export as nemotron_h or mamba_ssm, of
+    the hybrid that it was made from. Versions up to 0.5.1 wrote none. parameters: how many numbers the grafts hold.
+    base_unchanged: whether every tensor of the base is in the hybrid as it was, by the fingerprint in the plan; a layer graft
+    has removed some. files: sha256 of everything in the folder but this record
     and the card, which is made from the other files and can be made again.
     """
 
+    schema_version: int = 2
     format: str
     model_type: str
     base: Origin
+    digest: str | None = None
+    dtype: str | None = None
     parameters: int
     base_unchanged: bool
     proof: Proof
@@ -97,12 +104,16 @@ def save(
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=_hidden(path, "new-")))
         lock = _lock(temporary)
+        digest = model_digest(hybrid)
+        if report is not None:
+            check_report(report, digest, dtypes(hybrid))
         try:
             form.write(hybrid, temporary, tokenizer=tokenizer, plan=plan, base=base, **options)
             _papers(temporary, hybrid, plan, recipe, report, figures)
             proof = prove(form.READER, hybrid, tokenizer, temporary)
             record = Exported(
-                **environment().model_dump(), format=name, model_type=hybrid.config.model_type, base=origin(base),
+                **environment().model_dump(), format=name, model_type=hybrid.config.model_type, base=origin(base, temporary),
+                digest=digest, dtype=dtypes(hybrid),
                 parameters=sum(p.numel() for p in graft_parameters(hybrid).values()),
                 base_unchanged=plan.provenance is not None and fingerprint(hybrid) == plan.provenance.base_fingerprint,
                 proof=proof, files=digests(temporary),
@@ -138,7 +149,7 @@ def check(folder: Path) -> Exported:
     """The record of an export whose files are those that were verified. Raises UserError, naming the first that is not."""
     if not (folder / RECORD).exists():
         raise UserError(f"{folder} was not verified: it holds no {RECORD}; make it with `surgery export`")
-    record = Exported.read(folder / RECORD)
+    record = Exported.read(folder / RECORD, unsealed="refuse")
     found = digests(folder)
     for file in sorted(record.files | found):
         if found.get(file) != record.files.get(file):
@@ -149,13 +160,25 @@ def check(folder: Path) -> Exported:
     return record
 
 
+def check_report(report: Report, digest: str, dtype: str) -> None:
+    """Raise UserError unless a report measured the weights with this digest: a card states no other model's figures."""
+    if report.row_of(digest) is not None:
+        return
+    measured = [model.conditions for model in report.models.values()]
+    if not any(measured):
+        raise UserError("the report does not say which weights it measured: it is of version 0.5.1 or earlier; bench them anew")
+    others = sorted({each.dtype for each in measured if each is not None} - {dtype})
+    hint = f" (they are in {dtype}, and it measured {' and '.join(others)})" if others else ""
+    raise UserError(f"the report measured other weights than these{hint}: bench what is to be exported")
+
+
 def _papers(
     folder: Path, hybrid: PreTrainedModel, plan: Plan, recipe: Recipe | None, report: Report | None, figures: Path | None
 ) -> None:
     """What travels with the weights in every format."""
-    plan.write(folder / "plan.json")
+    published(plan).write(folder / "plan.json")
     if recipe is not None:
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(public(recipe.model_dump(mode="json")), sort_keys=False))
     if report is not None:
         report.write(folder / "report.json")
         if next(iter(report.models.values())).kv:

@@ -15,7 +15,7 @@ from surgery.errors import UserError
 from surgery.export.verify import OURS, Reader
 from surgery.families.dual import OWN
 from surgery.origin import origin
-from surgery.plan import Plan
+from surgery.plan import Plan, published
 from surgery.records import environment
 from surgery.splice.patch import RECORD, WEIGHTS, Patch
 from surgery.splice.splice import check_base
@@ -46,8 +46,8 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
     config, fields = original.config.to_dict(), hybrid.config.to_dict()
     Patch(
         **environment().model_dump(),
-        base=origin(base),
-        plan=plan,
+        base=origin(base, folder),
+        plan=published(plan),
         dtype=str(hybrid.dtype).removeprefix("torch."),
         grafts=fields["grafts"],
         config={name: value for name, value in fields.items() if name not in BOOKKEEPING and config.get(name) != value},

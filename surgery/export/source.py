@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from surgery.bench.report import Report
 from surgery.checkpoint import plan_of
+from surgery.digests import dtypes, model_digest
 from surgery.errors import UserError
-from surgery.export.folder import RECORD, Exported, check
+from surgery.export.folder import RECORD, Exported, check, check_report
 from surgery.plan import Plan
 from surgery.progress import say
 from surgery.recipe import read_recipe
@@ -19,12 +22,12 @@ def is_patch(name: str) -> bool:
 
 
 def base_of(name: str) -> str:
-    """The name of a hybrid's base."""
+    """The name of a hybrid's base, as load() takes it: from anywhere, since the record is relative to the hybrid's folder."""
     folder = Path(name)
     if is_patch(name):
-        return Patch.read(folder / PATCH).base.name
+        return Patch.read(folder / PATCH).base.place(folder)
     if (folder / RECORD).exists():
-        return Exported.read(folder / RECORD).base.name
+        return Exported.read(folder / RECORD, unsealed="take").base.place(folder)
     made = plan_of(folder).provenance
     return name if made is None else made.base
 
@@ -36,12 +39,15 @@ def holds_base(name: str) -> bool:
     plan = plan_of(folder)
     if plan.kind == "layer" or plan.provenance is None or not (folder / RECORD).exists():
         return plan.kind != "layer"
-    return Exported.read(folder / RECORD).base_unchanged
+    return Exported.read(folder / RECORD, unsealed="take").base_unchanged
 
 
-def papers_of(name: str) -> dict[str, Any]:
+def papers_of(name: str, model: PreTrainedModel) -> dict[str, Any]:
     """Recipe, report and figures that go with the same weights in another form; nothing, and a line that says so, if the folder
-    is no longer what was verified: they may then be about another model."""
+    is no longer what was verified: they may then be about another model. Nor do report and figures go with another dtype.
+
+    model: what was loaded from there.
+    """
     folder = Path(name)
     found: dict[str, Any] = {}
     if not (folder / RECORD).exists():
@@ -54,15 +60,23 @@ def papers_of(name: str) -> dict[str, Any]:
     if (folder / "recipe.yaml").exists():
         found["recipe"] = read_recipe(folder / "recipe.yaml")
     if (folder / "report.json").exists():
-        found["report"] = Report.read(folder / "report.json")
+        report = Report.read(folder / "report.json", unsealed="refuse")
+        try:
+            check_report(report, model_digest(model), dtypes(model))
+        except UserError as error:
+            say(f"report and figures stay behind: {error}")
+            return found
+        found["report"] = report
     return found | {"figures": folder}
 
 
-def report_on(plan: Plan, path: Path) -> Report:
-    """A report of bench about the hybrid of a plan. Raises UserError if it is about other models."""
-    report = Report.read(path)
+def report_on(model: PreTrainedModel, plan: Plan, path: Path) -> Report:
+    """A report of bench about a hybrid. Raises UserError if it measured other weights, or is not as it was written."""
+    report = Report.read(path, unsealed="refuse")
     if plan.provenance is not None and plan.provenance.base_fingerprint != report.provenance.base_fingerprint:
         raise UserError(f"{path} is a report on another base, {report.provenance.base}")
-    if plan not in [model.plan for model in report.models.values()]:
-        raise UserError(f"{path} measured no hybrid of this plan")
+    try:
+        check_report(report, model_digest(model), dtypes(model))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     return report

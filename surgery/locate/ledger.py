@@ -1,8 +1,9 @@
 """What was measured batch by batch: shared between processes, and kept in files until the ranking is written.
 
 A file holds the tensors of one batch. Its name is a digest of all that they depend on (the weights, the tokens of the batch,
-what was ablated and how), so that whoever finds it can take it for what he would measure himself, whatever number of processes
-made it, and one that is of something else is not found.
+what was ablated and how, kernels and code), so that whoever finds it can take it for what he would measure himself, whatever
+number of processes made it, and one that is of something else is not found. A seal in the file, over name and tensors, tells
+one that was renamed or edited.
 """
 
 import hashlib
@@ -13,13 +14,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from surgery import processes
+from surgery.answers import described
 from surgery.errors import UserError
 from surgery.probes.scoring import Encoded
+from surgery.records import sweep
 
 Tensors = dict[str, Tensor]
 What = Callable[[int], Any]  # of a batch's number: what its tensors depend on (JSON)
@@ -49,10 +52,7 @@ class Ledger:
             return measure(number)
         path = self.folder / f"{_sha([self.key, what(number)])}.safetensors"
         if path.exists():
-            try:
-                return load_file(path)
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"cannot read {path}: {error}; run without --resume") from error
+            return _read(path)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in measure(number).items()}
         _save(tensors, path)
         return tensors
@@ -73,13 +73,29 @@ def _sha(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def _seal(tensors: Tensors, path: Path) -> dict[str, str]:
+    return {"seal": _sha([path.name, {name: described(tensor) for name, tensor in tensors.items()}])}
+
+
+def _read(path: Path) -> Tensors:
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors, seal = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {path}: {error}; run without --resume") from error
+    if seal != _seal(tensors, path):
+        raise UserError(f"{path} is not what its name says: its content does not fit its seal; run without --resume")
+    return tensors
+
+
 def _save(tensors: Tensors, path: Path) -> None:
     """A reader sees the whole file or none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(descriptor)
-        save_file(tensors, temporary)
+        save_file(tensors, temporary, metadata=_seal(tensors, path))
         os.replace(temporary, path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error

@@ -13,13 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.anatomy import Anatomy, anatomy
 from surgery.checkpoint import fingerprint
+from surgery.digests import conditions
 from surgery.errors import UserError
 from surgery.families import families
 from surgery.locate import roles
 from surgery.locate.exact import Exact
 from surgery.locate.ledger import Ledger
 from surgery.locate.prefilter import Prefilter, prefilter
-from surgery.locate.questions import Asked, ask
+from surgery.locate.questions import Asked, ask_all, questions_digest
 from surgery.locate.ranking import Ranking, Score, gain
 from surgery.locate.replay import How
 from surgery.locate.stability import EXACT, ScoreName, Scores, stability
@@ -74,17 +75,12 @@ def locate(
     graftable = _graftable(base)
     base = adopt(base).eval()
     found = anatomy(base)
-    wanted: list[tuple[str, Mapping[str, Any] | None, int]] = [(probe, options, seed + i) for i in range(seeds)]
-    wanted += [(other["probe"], other.get("options"), seed) for other in also]
-    asked, *others = (
-        ask(
-            tokenizer, one, its_options, examples=examples, seed=its_seed, batch_size=batch_size, ablation=ablation,
-            device=base.device,
-        )
-        for one, its_options, its_seed in wanted
+    asked, *others = rounds = ask_all(
+        tokenizer, probe, options, seeds=seeds, also=also, seed=seed, examples=examples, batch_size=batch_size,
+        ablation=ablation, device=base.device,
     )  # fmt: skip
-    weights = fingerprint(base)
-    ledger = Ledger(kept, weights, recipe)
+    under = conditions(base, tokenizer)
+    ledger = Ledger(kept, under.model_dump(), recipe)
     filtered, values = prefilter(base, found, asked.groups, ledger) if graftable else (None, None)
     search = _Search(base, found, filtered, ledger, ablation, exact, confirm)
     measured, leading, drawn = search.first(asked, values, layers)
@@ -118,7 +114,9 @@ def locate(
         repeats = [search.again(other, [*best, *control]) for other in others]
         compared = stability(sites, [first, *repeats], search.score, control)
     return Ranking(
-        provenance=provenance(name, weights, seed, recipe),
+        provenance=provenance(name, fingerprint(base), seed, recipe),
+        conditions=under,
+        questions=questions_digest(rounds),
         probe={
             "name": asked.name, "options": asked.options, "examples": len(asked.questions), "seed": seed,
             "threads": torch.get_num_threads(), "ablation": ablation, "confirm": confirm,

@@ -1,7 +1,8 @@
 """What locate and prune ask: the questions of any choice probe."""
 
 import dataclasses
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +70,28 @@ def ask(
         reference = reference_batch(tokenizer, others, device)
     made = {field.name: getattr(probe, field.name) for field in dataclasses.fields(probe) if field.repr}
     return Asked(name, made, seed, questions, list(batches(tokenizer, questions, batch_size)), reference)
+
+
+def ask_all(
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    seeds: int = 1,
+    also: Sequence[Mapping[str, Any]] = (),
+    seed: int,
+    **how: Any,
+) -> list[Asked]:
+    """What a ranking and its repetitions ask: a probe's questions for each of `seeds` seeds, and those of other probes. how:
+    the rest as in ask()."""
+    wanted: list[tuple[str, Mapping[str, Any] | None, int]] = [(name, options, seed + i) for i in range(seeds)]
+    wanted += [(other["probe"], other.get("options"), seed) for other in also]
+    return [ask(tokenizer, one, its, seed=its_seed, **how) for one, its, its_seed in wanted]
+
+
+def questions_digest(asked: Sequence[Asked]) -> str:
+    """sha256 of all the questions, in order."""
+    return hashlib.sha256(repr([each.questions for each in asked]).encode()).hexdigest()
 
 
 def check_questions(tokenizer: PreTrainedTokenizerBase, options: Locate, seed: int) -> None:

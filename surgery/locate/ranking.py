@@ -6,10 +6,11 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from surgery.anatomy import Kind
+from surgery.digests import Conditions
 from surgery.errors import UserError
 from surgery.locate.stability import Stability
 from surgery.plan import Plan, Start
-from surgery.records import Provenance, Record, first_line
+from surgery.records import Provenance, Record, Sealed, first_line
 from surgery.site import Site, SiteText
 from surgery.statistics import Estimate
 
@@ -41,12 +42,15 @@ class Score(Record):
     role: Role | None = None
 
 
-class Ranking(Record):
+class Ranking(Sealed):
     """Heads, best place for a graft first (or, in a family without grafts, the one whose ablation costs most), and whole layers
     in order. drawn: heads that were measured exactly not because they led but at random, as a control of what did not lead.
-    stability: whether other questions rank the same heads first, if that was asked."""
+    stability: whether other questions rank the same heads first, if that was asked. conditions, questions: which weights were
+    ranked, with what, and a digest of what they were asked (versions up to 0.5.1 did not say)."""
 
     provenance: Provenance
+    conditions: Conditions | None = None
+    questions: str | None = None
     probe: dict[str, Any]
     base_accuracy: Estimate
     base_loss: Estimate

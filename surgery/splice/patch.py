@@ -36,6 +36,7 @@ class Patch(Environment):
     "dtype shape sha256" of every tensor of the base, tied ones once. weights: sha256 of patch.safetensors.
     """
 
+    schema_version: int = 2
     base: Origin
     plan: Plan
     dtype: str

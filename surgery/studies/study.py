@@ -9,6 +9,7 @@ from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.checkpoint import Checkpoint
+from surgery.digests import Conditions
 from surgery.errors import UserError
 from surgery.locate import Ranking, locate
 from surgery.locate.prune import Outcome, Subject, minimal_model, shorten
@@ -17,7 +18,7 @@ from surgery.locate.ranking import Role, Score
 from surgery.probes.knowledge import Knowledge
 from surgery.probes.question import Probe
 from surgery.recipe import Recipe
-from surgery.records import Provenance, Record
+from surgery.records import Provenance, Record, Sealed
 from surgery.site import Site, SiteText
 from surgery.splice import adopt
 from surgery.statistics import Estimate, Proportion
@@ -38,10 +39,13 @@ class Found(Record):
     rows: tuple[Row, ...]
 
 
-class Findings(Found):
-    """What a study measured, and where that comes from."""
+class Findings(Sealed, Found):
+    """What a study measured, and where that comes from. conditions: of the recipe's model; other: the digest of a second one
+    (versions up to 0.5.1 said neither)."""
 
     provenance: Provenance
+    conditions: Conditions | None = None
+    other: str | None = None
     study: str
 
     def table(self) -> tuple[list[str], list[list[str]]]:

@@ -9,6 +9,7 @@ import torch
 from surgery.bench import bench, cells, markdown, suites
 from surgery.bench.report import Perplexity, Report
 from surgery.bench.suites import tasks
+from surgery.digests import model_digest
 from surgery.errors import UserError
 from surgery.plan import Plan
 from surgery.probes import probes
@@ -132,8 +133,8 @@ def test_other_examples_are_other_cells(pair, words, tmp_path):
 def test_a_model_of_other_settings_is_another_model(pair):
     changed = random_base(vocab_size=pair["base"].config.vocab_size, time_step_limit=(0.0, 0.05))
     assert all(torch.equal(a, b) for a, b in zip(changed.parameters(), pair["base"].parameters(), strict=True))
-    assert cells.model_digest(changed) != cells.model_digest(pair["base"])
-    assert cells.model_digest(pair["base"]) != cells.model_digest(pair["hybrid"])
+    assert model_digest(changed) != model_digest(pair["base"])
+    assert model_digest(pair["base"]) != model_digest(pair["hybrid"])
 
 
 def test_retrieval_is_the_published_protocol(tiny):
@@ -185,7 +186,7 @@ def test_a_planted_improvement_is_refused(pair, words, monkeypatch, tmp_path):
     for path in tmp_path.iterdir():
         cell = json.loads(path.read_text())
         if (cell.get("model"), cell.get("task")) == ("hybrid", "kv.6"):
-            path.write_text(json.dumps(cell | {"asked": ["0" * 16, *cell["asked"][1:]]}))
+            cells.Cell(**cell | {"asked": ["0" * 16, *cell["asked"][1:]]}).write(path)  # with a seal that fits
     with pytest.raises(UserError, match=r"not asked the same in kv\.6: example 0 differs"):
         bench(pair, words, options, cells=tmp_path)
 

@@ -228,7 +228,7 @@ def test_a_layer_from_a_donor(surgery, folder, finished, tmp_path):
     hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "spliced")
     donor = AutoModelForCausalLM.from_pretrained(folder / "llama").model.layers[1]
     assert torch.equal(hybrid.backbone.layers[1].mixer.graft.q_proj.weight, donor.self_attn.q_proj.weight)
-    assert "`" + str(folder / "llama") + "`" in (tmp_path / "spliced" / "README.md").read_text()
+    assert "`llama`" in (tmp_path / "spliced" / "README.md").read_text()  # and not where it lies
     status, _, err = surgery("tune", "spliced", *quick, "--set", "tune.steps=2", "--out", "tuned")
     assert status == 0, err
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")

@@ -29,7 +29,7 @@ def test_a_recipe_runs(recipe, surgery, tmp_path, monkeypatch):
     assert all(0 <= figure.ci95[0] <= figure.ci95[1] <= 1 for row in findings.rows for figure in row.figures.values())
     assert (tmp_path / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
     # Findings that are there are not made again; another recipe's are not taken for this one's.
-    (tmp_path / "out" / "findings.json").write_text(findings.model_copy(update={"summary": "read"}).model_dump_json())
+    findings.model_copy(update={"summary": "read"}).write(tmp_path / "out" / "findings.json")
     assert "read" in surgery("run", recipe, *FEW, *more, "--out", "out", "--resume")[1]
     assert surgery("run", recipe, *FEW, *more, "--set", "seed=7", "--out", "out", "--resume")[0] == 2
 
