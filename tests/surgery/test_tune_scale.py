@@ -386,7 +386,7 @@ def test_a_rehearsal_changes_nothing_and_counts_what_is_trained(make, tokenizer)
     assert cost.weights == pytest.approx(whole + cost.gradients, abs=whole / 100)  # the block is the teacher's, but its graft
     assert cost.seconds > 0
     assert found.steps == ALL.steps
-    windows = [real for _, real in islice(loaders(tokenizer, ALL.model_copy(update={"steps": 16}), Data(), 0, 0)[1], 16)]
+    windows = [real for _, real, _ in islice(loaders(tokenizer, ALL.model_copy(update={"steps": 16}), Data(), 0, 0)[1], 16)]
     assert found.padding == pytest.approx(1 - sum(real.sum() for real in windows) / sum(real.numel() for real in windows))
 
 
