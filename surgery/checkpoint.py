@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from surgery.errors import UserError
 from surgery.families import families, family_of
-from surgery.origin import on_hub
 from surgery.original import is_original, load_original
 from surgery.plan import Plan
 from surgery.splice.patch import RECORD, Patch, join
@@ -111,9 +110,9 @@ def plan_of(folder: str | Path) -> Plan:
 def _load_patch(name: str, folder: Path, base: str | None) -> tuple[PreTrainedModel, Path]:
     """The hybrid, and the folder of its base."""
     made_for = Patch.read(folder / RECORD).base
-    if base is None and not on_hub(made_for.name) and not Path(made_for.name).is_dir():
-        raise UserError(f"{name} is a patch on {made_for.name}, which is not here: say where its base is (--base)")
-    place, revision = (made_for.name, made_for.revision) if base is None else (base, None)
+    place, revision = (made_for.place(folder), made_for.revision) if base is None else (base, None)
+    if base is None and not made_for.hub and not Path(place).is_dir():
+        raise UserError(f"{name} is a patch on {place}, which is not here: say where its base is (--base)")
     return join(load_base(place, revision), folder), _folder(place, revision)
 
 
@@ -168,14 +167,16 @@ def _dtype(name: str) -> torch.dtype | None:
     return found
 
 
-def fingerprint(model: PreTrainedModel) -> str:
+def fingerprint(model: PreTrainedModel, dtype: str = "auto") -> str:
     """sha256 over name, dtype, shape and bytes of every base tensor, tied ones once. Grafts do not count: a hybrid has the
-    fingerprint of its base."""
+    fingerprint of its base. dtype: as load() takes it; the fingerprint is then that of the model loaded so."""
+    seen_as = _dtype(dtype)
     total = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if ".graft." in name:
             continue
         tensor = parameter.detach().cpu().contiguous()
+        tensor = tensor if seen_as is None or not tensor.is_floating_point() else tensor.to(seen_as)
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()

@@ -1,5 +1,6 @@
 """Where a base comes from, as far as this machine knows: for records and cards."""
 
+import os
 from pathlib import Path
 
 from huggingface_hub import metadata_load, try_to_load_from_cache
@@ -10,13 +11,22 @@ LICENCE = ("license", "license_name", "license_link")  # as cards of the Hub nam
 
 
 class Origin(Record):
-    """name: as load() takes it. hub: whether that is an id of the Hub. revision: the Hub's commit, where the copy here says it.
-    licence: those of LICENCE that the base's card states."""
+    """name: an id of the Hub, or where the folder is, seen from the folder that holds this record, so that both can be moved
+    together and be used from anywhere. hub: which of the two. revision: the Hub's commit, where the copy here says it. licence:
+    those of LICENCE that the base's card states."""
 
     name: str
     hub: bool
     revision: str | None
     licence: dict[str, str]
+
+    def place(self, folder: Path) -> str:
+        """The name as load() takes it; folder: of this record. Records before 0.6 name a place seen from where they were
+        written, which is tried as well."""
+        beside = folder.resolve() / self.name
+        if self.hub or (not beside.is_dir() and Path(self.name).is_dir()):
+            return self.name
+        return os.path.normpath(beside)
 
 
 def on_hub(name: str) -> bool:
@@ -24,12 +34,14 @@ def on_hub(name: str) -> bool:
     return not (name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name.split("/", maxsplit=1)[0]).is_dir())
 
 
-def origin(name: str) -> Origin:
-    """What can be read without a network; what is not here stays empty."""
+def origin(name: str, record: Path) -> Origin:
+    """What can be read without a network; what is not here stays empty. record: the folder in which it is to be written."""
     folder, revision, hub = Path(name), None, on_hub(name)
     if hub and isinstance(found := try_to_load_from_cache(name, "config.json"), str):
         folder = Path(found).parent
         revision = folder.name
     card = folder / "README.md"
     stated = (metadata_load(card) or {}) if card.is_file() else {}
+    if not hub and Path(name).is_dir():
+        name = Path(os.path.relpath(Path(name).resolve(), record.resolve())).as_posix()
     return Origin(name=name, hub=hub, revision=revision, licence={key: str(stated[key]) for key in LICENCE if stated.get(key)})

@@ -102,7 +102,7 @@ def save(
             _papers(temporary, hybrid, plan, recipe, report, figures)
             proof = prove(form.READER, hybrid, tokenizer, temporary)
             record = Exported(
-                **environment().model_dump(), format=name, model_type=hybrid.config.model_type, base=origin(base),
+                **environment().model_dump(), format=name, model_type=hybrid.config.model_type, base=origin(base, temporary),
                 parameters=sum(p.numel() for p in graft_parameters(hybrid).values()),
                 base_unchanged=plan.provenance is not None and fingerprint(hybrid) == plan.provenance.base_fingerprint,
                 proof=proof, files=digests(temporary),

@@ -35,7 +35,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
     original = load_base(base)
     if getattr(original.config, "grafts", None):
         raise UserError(f"{base} holds grafts: it is no base that a patch could be made for; say which is (--base)")
-    check_base(plan, fingerprint(original))
+    check_base(plan, fingerprint(original, plan.dtype))
     before, after = tensors(original), tensors(hybrid)
     changed = {}
     for name, tensor in after.items():
@@ -46,7 +46,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
     config, fields = original.config.to_dict(), hybrid.config.to_dict()
     Patch(
         **environment().model_dump(),
-        base=origin(base),
+        base=origin(base, folder),
         plan=plan,
         dtype=str(hybrid.dtype).removeprefix("torch."),
         grafts=fields["grafts"],

@@ -7,6 +7,7 @@ from surgery.bench.report import Report
 from surgery.checkpoint import plan_of
 from surgery.errors import UserError
 from surgery.export.folder import RECORD, Exported, check
+from surgery.origin import on_hub
 from surgery.plan import Plan
 from surgery.progress import say
 from surgery.recipe import read_recipe
@@ -19,14 +20,21 @@ def is_patch(name: str) -> bool:
 
 
 def base_of(name: str) -> str:
-    """The name of a hybrid's base."""
+    """The name of a hybrid's base, as load() takes it: from anywhere, since the record is relative to the hybrid's folder."""
     folder = Path(name)
     if is_patch(name):
-        return Patch.read(folder / PATCH).base.name
+        return Patch.read(folder / PATCH).base.place(folder)
     if (folder / RECORD).exists():
-        return Exported.read(folder / RECORD).base.name
+        return Exported.read(folder / RECORD).base.place(folder)
     made = plan_of(folder).provenance
     return name if made is None else made.base
+
+
+def there(base: str, hybrid: str) -> str:
+    """The name of a base that has to be loaded. Raises UserError if it is a folder that is not there."""
+    if on_hub(base) or Path(base).is_dir():
+        return base
+    raise UserError(f"the base of {hybrid} is not here ({base}): say where it is (--base)")
 
 
 def holds_base(name: str) -> bool:

@@ -23,7 +23,7 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
-from surgery.hybrids.parts import RMSNorm, at, convolved, seen_keys
+from surgery.hybrids.parts import RMSNorm, at, convolved, fetching, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.mixing import attention_matrix
 
@@ -204,6 +204,7 @@ class LayerGraftMixer(nn.Module):
     o_proj = property(lambda self: self.graft.o_proj)
     head_dim = property(lambda self: self.graft.head_dim)
 
+    @fetching("graft.qkv_conv")
     def forward(
         self,
         hidden_states: Tensor,
@@ -230,6 +231,7 @@ class LayerGraftMixer(nn.Module):
         hidden_states = at(positions_to_keep, hidden_states) + mixed
         return hidden_states + mlp(after(hidden_states.to(after.weight.dtype)))
 
+    @fetching("graft.qkv_conv")
     def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
         """The attention of all heads for one sequence (1, t, hidden): (H, rows, t)."""
         q, k, _ = self.graft.project(hidden_states)

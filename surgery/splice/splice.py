@@ -67,7 +67,8 @@ def check_sites(base: PreTrainedModel, sites: Iterable[Site]) -> None:
 def check_base(plan: Plan, fingerprint: str) -> None:
     """Raise UserError if the plan was made for another base."""
     if plan.provenance is not None and plan.provenance.base_fingerprint != fingerprint:
-        raise UserError(f"the plan was made for another base ({plan.provenance.base}): the fingerprints differ")
+        opened = f"{plan.provenance.base}, dtype {plan.dtype}"
+        raise UserError(f"the plan was made for another base, or in another dtype ({opened}): the fingerprints differ")
 
 
 def adopt(base: PreTrainedModel) -> PreTrainedModel:
