@@ -11,10 +11,13 @@ from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.answers import described
 from surgery.errors import UserError
 from surgery.families import families, family_of
+from surgery.origin import on_hub
 from surgery.original import is_original, load_original
 from surgery.plan import Plan
+from surgery.quantised import converted, scales
 from surgery.splice.patch import RECORD, Patch, join
 
 # The tokenizer of the state-spaces models, which their folders do not hold.
@@ -68,7 +71,7 @@ def load(
     try:
         if (folder / RECORD).exists():
             model, beside = _load_patch(name, folder, base)
-            model = model if wanted is None else model.to(wanted)
+            model = model if wanted is None else converted(model, wanted, name)
         elif base is not None:
             raise UserError(f"{name} is not a patch, and takes no base")
         elif is_original(config := _json(folder / "config.json")):
@@ -172,6 +175,8 @@ def fingerprint(model: PreTrainedModel, dtype: str = "auto") -> str:
     fingerprint of its base. dtype: as load() takes it; the fingerprint is then that of the model loaded so."""
     seen_as = _dtype(dtype)
     total = hashlib.sha256()
+    for name, scale in sorted(scales(model).items()):
+        total.update(f"{name} {described(scale)} ".encode())
     for name, parameter in sorted(model.named_parameters()):
         if ".graft." in name:
             continue

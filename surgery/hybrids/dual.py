@@ -19,7 +19,6 @@ from surgery.kernels.conv import SILU
 from surgery.kernels.mixing import attention_matrix
 from surgery.kernels.native import learns
 
-
 READ = ("conv1d", "norm", "graft", "graft.qk_conv")  # modules of a mixer whose tensors are read without calling them
 
 

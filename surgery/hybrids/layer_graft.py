@@ -191,13 +191,15 @@ def _frequencies(rope: dict[str, Any] | None) -> tuple[list[float], float]:
 
 
 class LayerGraftMixer(nn.Module):
-    """What stands in the place of a block's mixer. removed: the base's tensors that it replaces, by their names in the base."""
+    """What stands in the place of a block's mixer. removed: the base's tensors that it replaces, by their names in the base;
+    removed_modules: likewise its quantised modules, whose tensors mean nothing without them."""
 
     def __init__(self, config: Any, spec: dict[str, Any]):
         super().__init__()
         self.layer_idx: int = spec["layer"]
         self.graft = LayerGraft(config.hidden_size, spec)
         self.removed: dict[str, Tensor] = {}
+        self.removed_modules: dict[str, nn.Module] = {}
 
     # As in any attention of transformers, for those who look for its heads.
     q_proj = property(lambda self: self.graft.q_proj)

@@ -192,7 +192,7 @@ class LlambaMixer(DualMixer, nn.Module):
 
     def finish(self, y: Tensor, gate: Tensor) -> Tensor:
         """Gate and output projection: (..., h, p) -> (..., d)."""
-        return self.out_proj((y.flatten(-2) * F.silu(gate)).to(self.out_proj.weight.dtype))
+        return self.out_proj((y.flatten(-2) * F.silu(gate)).to(gate.dtype))
 
 
 class LlambaBlock(GradientCheckpointingLayer):

@@ -125,9 +125,12 @@ class _HybridMixer:
         x = apply_mask_to_padding_states(x if silu else self.act(x), attention_mask)
         sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
         dt, B, C = self.normalise(*self.x_proj(x).split(sizes, dim=-1))
-        dt = self.dt_proj.weight @ dt.transpose(1, 2)  # b channels t
-        if self.dt_proj.bias is not None:
-            dt = dt + self.dt_proj.bias.to(dt.dtype)[:, None]
+        if self.dt_proj.weight.is_floating_point():
+            dt = self.dt_proj.weight @ dt.transpose(1, 2)  # b channels t
+            if self.dt_proj.bias is not None:
+                dt = dt + self.dt_proj.bias.to(dt.dtype)[:, None]
+        else:  # quantised: no other than the module itself knows its weight
+            dt = self.dt_proj(dt).transpose(1, 2)
         return x, F.softplus(dt).transpose(1, 2), B, C, gate
 
     def normalise(self, dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,7 +228,7 @@ class _HybridMixer:
     def finish(self: Any, y: Tensor, gate: Tensor) -> Tensor:
         """Gate and output projection: (..., c) or (..., c, 1) -> (..., d)."""
         y = y.squeeze(-1) if y.dim() > gate.dim() else y
-        return self.out_proj((y * F.silu(gate)).to(self.out_proj.weight.dtype))
+        return self.out_proj((y * F.silu(gate)).to(gate.dtype))
 
 
 class MambaHybridConfig(MambaConfig):

@@ -102,7 +102,7 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         """Gate, norm and output projection: (..., h, p) -> (..., d)."""
         norm = self.norm
         y = rms_norm(y.flatten(-2), norm.weight, norm.variance_epsilon, gate, norm.group_size)
-        return self.out_proj(y.to(self.out_proj.weight.dtype))
+        return self.out_proj(y.to(gate.dtype))
 
 
 class Mamba2HybridModel(HybridBackbone, Mamba2Model):

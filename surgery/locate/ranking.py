@@ -83,7 +83,8 @@ def plan(
     seed: int = 0,
 ) -> Plan:
     """The plan that grafts the `heads` leading heads of a ranking (or, of the kind "layer", its `layers` leading layers), or
-    `sites` where they are given, as Sites or as their text ("L1.H3,5"). The rest as in Plan. Raises UserError for what does not fit together."""
+    `sites` where they are given, also as text ("L1.H3,5"). The rest as in Plan. Raises UserError for what does not fit
+    together."""
     measured, wanted = (ranking.layers, layers) if kind == "layer" else (ranking.heads, heads)
     if sites is None:
         if not 1 <= wanted <= len(measured):
@@ -92,13 +93,15 @@ def plan(
         if gain(leading[0])[0] < 2:  # ordered by ablation
             raise UserError("the ranking is of a model that cannot be spliced: its family has no file in surgery/families/")
         sites = tuple(score.site for score in leading[:wanted])
-    sites = split_sites(sites)
-    fields: dict[str, Any] = {"kind": kind, "sites": sites, "width": width, "seed": seed, "provenance": ranking.provenance}
+    chosen: tuple[Site, ...] = split_sites(sites)
+    if not chosen:
+        raise UserError("plan.sites is empty; leave it out to plan the leading ones")
+    fields: dict[str, Any] = {"kind": kind, "sites": chosen, "width": width, "seed": seed, "provenance": ranking.provenance}
     fields |= {"donor": donor, "donor_heads": donor_heads or {}, "donor_layers": donor_layers or {}, "mlp": mlp}
     fields |= {"shared": shared, "blend": blend}
     if kind == "head" and donor is None:
         found = {str(score.site): score.start for score in ranking.heads}
-        fields["starts"] = {str(head): start for site in sites for head in site.each() if (start := found.get(str(head)))}
+        fields["starts"] = {str(head): start for site in chosen for head in site.each() if (start := found.get(str(head)))}
     try:
         return Plan(**fields)
     except ValidationError as error:
