@@ -1,4 +1,4 @@
-"""Models whose weights accelerate keeps on the CPU or the disk and fetches for every call: the same bits, as stock ones have."""
+"""Models whose weights accelerate keeps on the CPU or the disk and fetches for every call: the same bits as before."""
 
 import subprocess
 import sys
