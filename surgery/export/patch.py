@@ -38,7 +38,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
         raise UserError(f"{base} holds grafts: it is no base that a patch could be made for; say which is (--base)")
     if is_quantised(hybrid) and not is_quantised(original):
         raise UserError(
-            f"{base} is not quantised, as the hybrid's base is: save that with save_pretrained and name it (--base)"
+            f"{base} is not quantised, and the hybrid's base is: save that with save_pretrained, and name its folder (--base)"
         )
     check_base(plan, fingerprint(original, plan.dtype))
     before, after = tensors(original), tensors(hybrid)

@@ -167,10 +167,9 @@ def test_tuned_and_exported(folders, tmp_path, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_step_by_step_without_a_word_about_precision(surgery, folders, tmp_path, bits):
+def test_step_by_step_without_a_word_about_precision(surgery, folders, tmp_path):
     """The folder's configuration says how it is quantised; the command line needs to know nothing."""
-    base = stored(folders, tmp_path / "base", bits)
+    base = stored(folders, tmp_path / "base", 4)
     quick = ("--set", "locate.examples=2", "--set", "locate.options.pairs=2", "--set", "locate.confirm=0.1")
     for arguments in (("locate", base, *quick, "--out", "located"), ("plan", "located/ranking.json")):
         status, _, err = surgery(*arguments)
