@@ -153,7 +153,7 @@ def plan(ranking: Path, out: Out = None, settings: Settings = None) -> None:
     seed is the ranking's, unless it is set."""
     ranked = Ranking.read(ranking)
     options = _recipe(None, settings, model=ranked.provenance.base)
-    seed = options.seed if "seed" in options.model_fields_set else ranked.provenance.seed
+    seed = options.seed if "seed" in options.model_fields_set else None  # the ranking's
     chosen = surgery.plan(ranked, **options.plan.model_dump(), seed=seed)
     out = out or ranking.with_name("plan.json")
     chosen.write(out)

@@ -80,11 +80,11 @@ def plan(
     width: int | None = None,
     shared: bool = False,
     blend: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> Plan:
     """The plan that grafts the `heads` leading heads of a ranking (or, of the kind "layer", its `layers` leading layers), or
-    `sites` where they are given, also as text ("L1.H3,5"). The rest as in Plan. Raises UserError for what does not fit
-    together."""
+    `sites` where they are given, also as text ("L1.H3,5"). seed: the ranking's, unless given. The rest as in Plan. Raises
+    UserError for what does not fit together."""
     measured, wanted = (ranking.layers, layers) if kind == "layer" else (ranking.heads, heads)
     if sites is None:
         if not 1 <= wanted <= len(measured):
@@ -96,9 +96,9 @@ def plan(
     chosen: tuple[Site, ...] = split_sites(sites)
     if not chosen:
         raise UserError("plan.sites is empty; leave it out to plan the leading ones")
-    fields: dict[str, Any] = {"kind": kind, "sites": chosen, "width": width, "seed": seed, "provenance": ranking.provenance}
+    fields: dict[str, Any] = {"kind": kind, "sites": chosen, "width": width, "provenance": ranking.provenance}
     fields |= {"donor": donor, "donor_heads": donor_heads or {}, "donor_layers": donor_layers or {}, "mlp": mlp}
-    fields |= {"shared": shared, "blend": blend}
+    fields |= {"shared": shared, "blend": blend, "seed": ranking.provenance.seed if seed is None else seed}
     if kind == "head" and donor is None:
         found = {str(score.site): score.start for score in ranking.heads}
         fields["starts"] = {str(head): start for site in chosen for head in site.each() if (start := found.get(str(head)))}

@@ -134,6 +134,11 @@ def remove(base: PreTrainedModel, hybrid: PreTrainedModel, layer: int) -> None:
 def share(source: PreTrainedModel, target: PreTrainedModel, lacking: str) -> None:
     """Let `target` use the parameters of `source`, wherever both have them, and its quantised modules. lacking: what to say of
     a parameter that only `target` has."""
+    if any(p.is_meta for p in source.parameters()):
+        raise UserError(
+            "accelerate has offloaded weights of this model to the CPU or the disk; load it whole on the CPU, splice and export"
+            " it there, and load the export with a device_map"
+        )
     exact(source)
     names = {name for name, _ in target.named_modules()}
     for name, module in _quantised(source).items():

@@ -104,6 +104,7 @@ def test_a_dtype_is_said_once(surgery, base, tmp_path, monkeypatch):
     assert Plan.read("other.json").seed == 8
     ranked = Ranking.read(ranking)
     assert plan_of_ranking(ranked, sites="L0.H3,5").sites == plan_of_ranking(ranked, sites=[TWO[0]]).sites == TWO
+    assert plan_of_ranking(ranked, sites="L1.H0").seed == 7
     with pytest.raises(UserError, match=r"plan\.sites is empty"):
         plan_of_ranking(ranked, sites=())
 

@@ -8,6 +8,7 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
+from surgery.errors import UserError
 from surgery.hybrids.layer_graft import layer_spec
 from surgery.hybrids.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.plan import Plan
@@ -73,6 +74,13 @@ def test_mixing_matrices_and_halves_of_an_offloaded_model():
         before = (mixer.matrices(hidden), *mixer.halves(hidden))
         offloaded(model, None, "cpu")
         assert same(before, (mixer.matrices(hidden), *mixer.halves(hidden)))
+
+
+@pytest.mark.parametrize("plan", [None, KINDS["heads"]], ids=["adopt", "splice"])
+def test_an_offloaded_base_is_refused_with_what_to_do(plan):
+    base = offloaded(BASES["plain"](), None, "cpu")
+    with pytest.raises(UserError, match="splice and export it there, and load the export with a device_map"):
+        splice(base, plan)
 
 
 def test_an_exported_folder_on_a_device_map(tmp_path):
