@@ -12,6 +12,7 @@ Importing the package also makes `AutoModelForCausalLM` load hybrids.
 """
 
 import surgery.families
+import surgery.quiet
 from surgery.bench import Report, bench
 from surgery.checkpoint import Checkpoint, load
 from surgery.errors import UserError

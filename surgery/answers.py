@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 LENGTHS = (1, 6, 17, 40)
@@ -24,9 +24,35 @@ NEW = 64  # greedy tokens
 
 
 def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All that a model's folder holds, by name: parameters, tied ones once, and the buffers that are saved."""
+    """All that a model's folder holds, by name: parameters, tied ones once, the buffers that are saved, and what quantised
+    modules save beside their weights."""
+    settle(model)
     saved = model.state_dict()
-    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    own, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
+    beside = {name: tensor for name, tensor in saved.items() if name not in own | buffers}  # scales of quantised weights
+    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved} | beside
+
+
+def in_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself, in float32; of a quantised one, whatever is not quantised."""
+    if not getattr(model, "is_quantized", False):
+        return model.float()
+    settle(model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    return model
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Undo what bitsandbytes' modules do to themselves in a forward, and keep them from more: biases change their dtype, and on
+    CPUs with bfloat16 instructions, the scales of 4-bit weights are rounded for good."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and not module.weight.is_floating_point():
+            if module.bias is not None:
+                module.bias.data = module.bias.data.to(model.dtype)
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def described(tensor: Tensor) -> str:
@@ -74,7 +100,7 @@ def asked(lines: str, new: int = NEW) -> tuple[dict[str, Tensor], dict[str, str]
     user: dict[str, Any] = {}
     exec(lines, user)
     digests = {name: described(tensor) for name, tensor in tensors(user["model"]).items()}
-    return answers(user["model"].float(), len(user["tokenizer"]), new), digests
+    return answers(in_float32(user["model"]), len(user["tokenizer"]), new), digests
 
 
 def main(place: str, *names_and_lines: str) -> None:

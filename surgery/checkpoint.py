@@ -11,11 +11,13 @@ from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.answers import described
 from surgery.errors import UserError
 from surgery.families import families, family_of
-from surgery.origin import on_hub
+from surgery.names import on_hub
 from surgery.original import is_original, load_original
 from surgery.plan import Plan
+from surgery.quantised import converted, scales
 from surgery.splice.patch import RECORD, Patch, join
 from surgery.tokens import prompting
 
@@ -70,7 +72,7 @@ def load(
     try:
         if (folder / RECORD).exists():
             model, beside = _load_patch(name, folder, base)
-            model = model if wanted is None else model.to(wanted)
+            model = model if wanted is None else converted(model, wanted, name)
         elif base is not None:
             raise UserError(f"{name} is not a patch, and takes no base")
         elif is_original(config := _json(folder / "config.json")):
@@ -169,14 +171,18 @@ def _dtype(name: str) -> torch.dtype | None:
     return found
 
 
-def fingerprint(model: PreTrainedModel) -> str:
+def fingerprint(model: PreTrainedModel, dtype: str = "auto") -> str:
     """sha256 over name, dtype, shape and bytes of every base tensor, tied ones once. Grafts do not count: a hybrid has the
-    fingerprint of its base."""
+    fingerprint of its base. dtype: as load() takes it; the fingerprint is then that of the model loaded so."""
+    seen_as = _dtype(dtype)
     total = hashlib.sha256()
+    for name, scale in sorted(scales(model).items()):
+        total.update(f"{name} {described(scale)} ".encode())
     for name, parameter in sorted(model.named_parameters()):
         if ".graft." in name:
             continue
         tensor = parameter.detach().cpu().contiguous()
+        tensor = tensor if seen_as is None or not tensor.is_floating_point() else tensor.to(seen_as)
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()

@@ -24,7 +24,7 @@ from surgery.doctor import GROUPS, Benchmark, Diagnosis, benchmark, cell_rows, d
 from surgery.doctor.rehearsal import Rehearsal, rehearse
 from surgery.export import FORMATS
 from surgery.export.publish import publish as send
-from surgery.export.source import base_of, holds_base, is_patch, papers_of, report_on
+from surgery.export.source import base_of, holds_base, is_patch, papers_of, report_on, there
 from surgery.kernels.dispatch import KernelError, ask
 from surgery.locate import Ranking
 from surgery.locate.locate import check_locatable
@@ -34,7 +34,7 @@ from surgery.plan import Plan
 from surgery.probes.knowledge import Knowledge
 from surgery.processes import is_main, on_main
 from surgery.recipe import Recipe, read_recipe
-from surgery.run import compare, labels, located, open_checkpoint, open_donor, prepare
+from surgery.run import compare, in_dtype_of, labels, located, open_checkpoint, open_donor, prepare
 from surgery.splice.splice import check_base
 from surgery.studies.conduct import FIGURE, FINDINGS, conduct
 from surgery.tune import batches
@@ -149,10 +149,12 @@ def prune(
 
 @app.command()
 def plan(ranking: Path, out: Out = None, settings: Settings = None) -> None:
-    """Decide which heads become attention: plan.json beside the ranking. Settings: plan.heads=2, plan.sites=[L1.H3], ..."""
+    """Decide which heads become attention: plan.json beside the ranking. Settings: plan.heads=2, plan.sites=L1.H3,6, ... The
+    seed is the ranking's, unless it is set."""
     ranked = Ranking.read(ranking)
     options = _recipe(None, settings, model=ranked.provenance.base)
-    chosen = surgery.plan(ranked, **options.plan.model_dump(), seed=options.seed)
+    seed = options.seed if "seed" in options.model_fields_set else None  # the ranking's
+    chosen = surgery.plan(ranked, **options.plan.model_dump(), seed=seed)
     out = out or ranking.with_name("plan.json")
     chosen.write(out)
     _print(f"attention at {', '.join(map(str, chosen.sites))}: {out}")
@@ -165,7 +167,7 @@ def splice(
 ) -> None:  # fmt: skip
     """Put a plan's grafts into a model: a hybrid folder, untrained."""
     chosen = Plan.read(plan)
-    base = open_checkpoint(_recipe(None, settings, model=model), trust_remote_code)
+    base = open_checkpoint(in_dtype_of(chosen, _recipe(None, settings, model=model)), trust_remote_code)
     check_base(chosen, base.fingerprint)
     hybrid = surgery.splice(base.model, chosen, open_donor(chosen, trust_remote_code))
     surgery.export(hybrid, out, tokenizer=base.tokenizer, plan=chosen, base=base.name)
@@ -176,6 +178,7 @@ def splice(
 def tune(
     hybrid: ModelArgument, out: Annotated[Path, typer.Option("--out")], recipe: RecipeOption = None, settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is trained and what it costs; write nothing.")] = False,
+    base: Annotated[str | None, typer.Option("--base", help="Its base, if not where the hybrid says.")] = None,
     resume: Resume = False, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Tune a hybrid's grafts: a tuned hybrid folder. Checkpoints lie in <out>-tuning. Processes started by `accelerate launch`
@@ -185,14 +188,19 @@ def tune(
     plan = plan_of(hybrid)
     # A whole model may be too large for one device.
     placed = options.model_copy(update={"device": "cpu"}) if divided() else options
-    loaded = open_checkpoint(placed, trust_remote_code)
+    joined = is_patch(hybrid)
+    loaded = open_checkpoint(placed, trust_remote_code, base if joined else None)
     batches.check(loaded.tokenizer, options.tune, options.data, options.bench)
     if options.tune.lora is not None:
         matches(loaded.model, options.tune.lora)
-    base = base_of(hybrid)
+    named = base_of(hybrid) if base is None else base
     teacher = None
     if not holds_base(hybrid):
-        teacher = surgery.adopt(open_checkpoint(placed.model_copy(update={"model": base}), trust_remote_code).model)
+        opened = in_dtype_of(plan, placed.model_copy(update={"model": there(named, hybrid)}))
+        original = open_checkpoint(opened, trust_remote_code)
+        if opened.dtype == plan.dtype:
+            check_base(plan, original.fingerprint)
+        teacher = surgery.adopt(original.model)
     if dry_run:
         _rehearsed(rehearse(
             loaded.model, loaded.tokenizer, options.tune, data=options.data, seed=options.seed, teacher=teacher
@@ -210,7 +218,7 @@ def tune(
         out=work,
         resume=resume,
     )
-    on_main(partial(surgery.export, loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=base, recipe=options))
+    on_main(partial(surgery.export, loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=named, recipe=options))
     for stage in dict.fromkeys(record["stage"] for record in log):
         records = [record for record in log if record["stage"] == stage]
         what = "retrieval" if "retrieval" in records[0] else "loss"
@@ -240,6 +248,8 @@ def export(
     if report is not None:
         papers |= {"report": report_on(loaded.model, plan, report), "figures": report.parent}
     named = base_of(hybrid) if base is None or (joined and form != "patch") else base
+    if form == "patch":
+        there(named, hybrid)
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     surgery.export(loaded.model, out, form=form, tokenizer=loaded.tokenizer, plan=plan, base=named, **papers, **options)
     _print(f"{form}: {out}")

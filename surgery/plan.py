@@ -6,7 +6,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from surgery.names import called, public
 from surgery.records import Provenance, Record
-from surgery.site import Site, SiteText
+from surgery.site import Site, SitesText, SiteText
 
 
 class Start(Record):
@@ -35,7 +35,7 @@ class Plan(Record):
     """
 
     kind: Literal["head", "layer"] = "head"
-    sites: tuple[SiteText, ...]
+    sites: SitesText
     starts: dict[str, Start] = {}
     init: Literal["dual", "donor", "random"] = "dual"
     donor: str | None = None
@@ -93,6 +93,12 @@ class Plan(Record):
         if wide := [site for site in self.donor_heads.values() if len(site.heads) != 1]:
             raise ValueError(f"donor_heads: {wide[0]} is not one head")
         return self
+
+    @property
+    def dtype(self) -> str:
+        """In what the base was opened for the ranking, as it was said there: "auto" (as stored) or a torch name."""
+        recipe = self.provenance and self.provenance.recipe
+        return (recipe or {}).get("dtype", "auto")
 
     def start(self, layer: int, head: int) -> Start:
         """The start of one head."""

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from surgery.errors import UserError
 from surgery.records import Record, first_line, read_text
-from surgery.site import SiteText
+from surgery.site import SitesText, SiteText
 
 
 class Text(Record):
@@ -71,7 +71,7 @@ class PlanOptions(Record):
     kind: Literal["head", "layer"] = "head"
     heads: int = Field(default=1, ge=1)
     layers: int = Field(default=1, ge=1)
-    sites: tuple[SiteText, ...] | None = None
+    sites: SitesText | None = None
     donor: str | None = None
     donor_heads: dict[str, SiteText] = {}
     donor_layers: dict[str, int] = {}

@@ -41,7 +41,7 @@ from surgery.probes.knowledge import PARTS, Knowledge, Letters, Part
 from surgery.probes.perplexity import Perplexity
 from surgery.processes import on_main, own_device
 from surgery.progress import say
-from surgery.recipe import Recipe
+from surgery.recipe import Recipe, changed
 from surgery.records import provenance, read_text, write_text
 from surgery.splice import adopt, check_sites, splice
 from surgery.tune import batches, tune
@@ -69,6 +69,11 @@ def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False, base: str |
         for operation in map(Operation.registry.__getitem__, asked_for()):
             operation.choose(*operation.example(found.model.device, found.model.dtype))
     return found
+
+
+def in_dtype_of(plan: Plan, recipe: Recipe) -> Recipe:
+    """The recipe, opening its model as the plan's ranking did: a dtype is said once, unless the recipe says one itself."""
+    return recipe if "dtype" in recipe.model_fields_set else recipe.model_copy(update={"dtype": plan.dtype})
 
 
 def open_beside(base: Checkpoint, name: str, recipe: Recipe, trust_remote_code: bool = False) -> Checkpoint:
@@ -155,13 +160,12 @@ def _outdated(ranking: Ranking, recipe: Recipe, base: Checkpoint, settings: dict
 def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
     """Bench the recipe's model against `others` on the same examples. Writes report.json, report.md, report.html and
     figures into `out`."""
-    base = open_checkpoint(recipe, trust_remote_code)
+    recipe, base, beside = open_compared(recipe, others, trust_remote_code)
     entries = {"base": Entry(base.model, called(base.name))}
     part: Part | None = "bench" if recipe.tune.keep is not None or any(map(_tuned_under_keep, others)) else None
-    for label, name in list(labels(others).items())[1:]:
-        other = open_beside(base, name, recipe, trust_remote_code)
-        found = Path(name) / "plan.json"
-        entries[label] = Entry(other.model, called(name), Plan.read(found) if found.exists() else None)
+    for label, other in beside.items():
+        found = Path(other.name) / "plan.json"
+        entries[label] = Entry(other.model, called(other.name), Plan.read(found) if found.exists() else None)
     check(recipe, base)
     on_main(partial(prepare, out, recipe, resume))
     with use(**recipe.kernels):
@@ -174,6 +178,22 @@ def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = Fals
     example = short_question(base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
     on_main(lambda: write_report(report, out, mixing(entries, base.tokenizer, example, made)))
     return report
+
+
+def open_compared(
+    recipe: Recipe, others: list[str], trust_remote_code: bool = False
+) -> tuple[Recipe, Checkpoint, dict[str, Checkpoint]]:
+    """The recipe's model and, by label, the others; and the recipe that opened them. Precision alone changes answers, so unless
+    the recipe says a dtype, models that are stored in several are all opened in that of the first of the others."""
+    base = open_checkpoint(recipe, trust_remote_code)
+    named = list(labels(others).items())[1:]
+    beside = {label: open_beside(base, name, recipe, trust_remote_code) for label, name in named}
+    dtypes = [str(found.model.dtype).removeprefix("torch.") for found in (*beside.values(), base)]
+    if "dtype" in recipe.model_fields_set or len(set(dtypes)) == 1:
+        return recipe, base, beside
+    say(f"the models are stored in {' and '.join(sorted(set(dtypes)))}; all are compared in {dtypes[0]}, unless dtype is set")
+    del base, beside  # or all would be held twice
+    return open_compared(changed(recipe, dtype=dtypes[0]), others, trust_remote_code)
 
 
 def labels(others: list[str]) -> dict[str, str]:

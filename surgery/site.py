@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer
 
@@ -30,11 +30,33 @@ class Site:
 
     @classmethod
     def parse(cls, text: str) -> "Site":
-        match = re.fullmatch(r"L(\d+)(?:\.H(\d+(?:,\d+)*))?", text.strip())
+        match = re.fullmatch(r"L(\d+)(?:\.H(\d+(?:\s*,\s*\d+)*))?", text.strip(), flags=re.ASCII)
         if match is None:
             raise UserError(f"'{text}' is not a site; write L17, L17.H3 or L36.H1565,1906")
         layer, heads = match.groups()
         return cls(int(layer), tuple(map(int, heads.split(","))) if heads else ())
+
+
+def split_sites(given: Any) -> Any:
+    """The sites of a list as users write one: "L0.H3,5", "L0.H3,5, L1.H2", or a sequence of such texts and of Sites. A number
+    is one more head of the site before it: YAML divides [L0.H3,5] at its comma. None stays None.
+
+    Raises UserError, naming it, for what is no site.
+    """
+    if given is None:
+        return None
+    parts = given if isinstance(given, list | tuple) else [given]
+    sites: list[Site] = []
+    for part in parts:
+        if isinstance(part, str) and not part.strip().isdecimal():
+            sites += [Site.parse(text) for text in re.split(r"\s*,\s*(?=L)|\s+(?=L)", part.strip())]
+        elif isinstance(part, Site):
+            sites.append(part)
+        elif isinstance(part, int | str) and not isinstance(part, bool) and sites and sites[-1].heads:
+            sites[-1] = Site(sites[-1].layer, (*sites[-1].heads, int(part)))
+        else:
+            raise UserError(f"'{part}' is not a site; write L17, L17.H3 or L36.H1565,1906")
+    return tuple(sites)
 
 
 # A Site as it appears in JSON and YAML: its text.
@@ -43,3 +65,5 @@ SiteText = Annotated[
     BeforeValidator(lambda value: Site.parse(value) if isinstance(value, str) else value),
     PlainSerializer(str, return_type=str),
 ]
+# A list of sites, in every way in which users write one.
+SitesText = Annotated[tuple[SiteText, ...], BeforeValidator(split_sites)]

@@ -11,6 +11,7 @@ from surgery.errors import UserError
 from surgery.export import folder, hf, mamba_ssm, nemotron_h, patch
 from surgery.export.verify import Proof
 from surgery.plan import Plan
+from surgery.quantised import is_quantised
 from surgery.recipe import Recipe
 from surgery.tokens import prompting
 
@@ -40,6 +41,11 @@ def export(
     """
     if form not in FORMATS:
         raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
+    if is_quantised(hybrid) and form not in ("hf", "patch"):
+        raise UserError(
+            f"a quantised base cannot be written as '{form}', whose weights are floating-point numbers; splice and export with "
+            "the base as it was before"
+        )
     written = FORMATS[form]
     if strange := set(options) - set(inspect.signature(written.write).parameters):
         raise UserError(f"an export as '{form}' has no option '{min(strange)}'")

@@ -16,6 +16,7 @@ from surgery.export.verify import OURS, Reader
 from surgery.families.dual import OWN
 from surgery.origin import origin
 from surgery.plan import Plan, published
+from surgery.quantised import is_quantised
 from surgery.records import environment
 from surgery.splice.patch import RECORD, WEIGHTS, Patch
 from surgery.splice.splice import check_base
@@ -35,11 +36,17 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
     original = load_base(base)
     if getattr(original.config, "grafts", None):
         raise UserError(f"{base} holds grafts: it is no base that a patch could be made for; say which is (--base)")
-    check_base(plan, fingerprint(original))
+    if is_quantised(hybrid) and not is_quantised(original):
+        raise UserError(
+            f"{base} is not quantised, and the hybrid's base is: save that with save_pretrained, and name its folder (--base)"
+        )
+    check_base(plan, fingerprint(original, plan.dtype))
     before, after = tensors(original), tensors(hybrid)
     changed = {}
     for name, tensor in after.items():
-        kept = before[name].to(hybrid.dtype) if name in before else None
+        kept = before.get(name)
+        if kept is not None and not is_quantised(original):
+            kept = kept.to(hybrid.dtype)
         if kept is None or not _same(kept, tensor):
             changed[name] = tensor.detach().cpu().contiguous().clone()
     save_file(changed, folder / WEIGHTS, metadata={"format": "pt"})

@@ -10,6 +10,7 @@ from surgery.checkpoint import plan_of
 from surgery.digests import dtypes, model_digest
 from surgery.errors import UserError
 from surgery.export.folder import RECORD, Exported, check, check_report
+from surgery.names import on_hub
 from surgery.plan import Plan
 from surgery.progress import say
 from surgery.recipe import read_recipe
@@ -30,6 +31,13 @@ def base_of(name: str) -> str:
         return Exported.read(folder / RECORD, unsealed="take").base.place(folder)
     made = plan_of(folder).provenance
     return name if made is None else made.base
+
+
+def there(base: str, hybrid: str) -> str:
+    """The name of a base that has to be loaded. Raises UserError if it is a folder that is not there."""
+    if on_hub(base) or Path(base).is_dir():
+        return base
+    raise UserError(f"the base of {hybrid} is not here ({base}): say where it is (--base)")
 
 
 def holds_base(name: str) -> bool:

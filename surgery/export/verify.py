@@ -6,6 +6,7 @@ for bit, and logits within a tolerance. What is compared is an export, and no ke
 carry, differ by more (up to 7e-5), so both sides run the ones in Python.
 """
 
+import copy
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from surgery.answers import LENGTHS, NEW, answers, described, tensors
 from surgery.errors import UserError
 from surgery.families import family_of
 from surgery.kernels.dispatch import use
+from surgery.quantised import is_quantised
 from surgery.records import Record
 
 CLOSE = 1e-4  # logits in float32
@@ -148,6 +150,8 @@ def in_float32(hybrid: PreTrainedModel) -> PreTrainedModel:
     wanted = (torch.device("cpu"), torch.float32)
     if all((p.device, p.dtype) == wanted for p in hybrid.parameters()) and not hasattr(hybrid, "hf_device_map"):
         return hybrid
+    if is_quantised(hybrid):
+        return script.in_float32(copy.deepcopy(hybrid))
     copied = family_of(hybrid.config).empty(hybrid.config, None, hybrid.config.grafts)
     state = {name: tensor.detach().to(*wanted) for name, tensor in hybrid.state_dict().items()}
     copied.load_state_dict(state, assign=True)

@@ -23,7 +23,7 @@ class DualFamily:
     donor_heads = False
 
     def __init__(self, base: type, hybrid: type, handled: frozenset[str]):
-        self.base, self.hybrid, self.handled = base, hybrid, handled | {"grafts", "auto_map"}
+        self.base, self.hybrid, self.handled = base, hybrid, handled | {"grafts", "auto_map", "quantization_config"}
         self.base_config, self.hybrid_config = base.config_class, hybrid.config_class  # type: ignore[attr-defined]
         self.model_type, self.hybrid_type = self.base_config.model_type, self.hybrid_config.model_type
 

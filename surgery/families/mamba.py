@@ -9,6 +9,7 @@ from surgery.families import COMMON
 from surgery.families.dual import DualFamily, common_spec, generator, start_gate, widen
 from surgery.hybrids.mamba import MambaHybridForCausalLM
 from surgery.plan import Plan, Start
+from surgery.quantised import dense
 from surgery.site import Site
 
 HANDLED = COMMON | {"intermediate_size", "time_step_scale", "time_step_init_scheme", "use_mambapy", "use_associative_scan"}
@@ -33,7 +34,7 @@ class ChannelFamily(DualFamily):
         zero keys, which add exactly nothing to the scores."""
         graft, n = mixer.graft, mixer.ssm_state_size
         random = generator(plan, mixer.layer_idx)
-        _, B, C = mixer.x_proj.weight.split([mixer.time_step_rank, n, n])
+        _, B, C = dense(mixer.x_proj).split([mixer.time_step_rank, n, n])
         firsts = [graft.heads[places[0]] for places in graft.pairs]
         with torch.no_grad():
             graft.log_tau.copy_(torch.tensor([plan.start(mixer.layer_idx, channel).tau for channel in firsts]).log())

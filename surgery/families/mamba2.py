@@ -9,6 +9,7 @@ from surgery.families import COMMON
 from surgery.families.dual import DualFamily, common_spec, generator, start_gate, widen
 from surgery.hybrids.mamba2 import Mamba2HybridForCausalLM, Mamba2HybridMixer
 from surgery.plan import Plan
+from surgery.quantised import dense
 from surgery.site import Site
 
 
@@ -43,7 +44,7 @@ class Mamba2Family(DualFamily):
             graft.log_tau.copy_(torch.tensor([plan.start(mixer.layer_idx, head).tau for head in graft.heads]).log())
             start_gate(graft, plan)
             for name, part, proj in (("q", slice(0, half), graft.q_proj), ("k", slice(half, 2 * half), graft.k_proj)):
-                base_rows = mixer.in_proj.weight[first:][rows[name]]
+                base_rows = dense(mixer.in_proj)[first:][rows[name]]
                 spread = base_rows.std().item() if name == "q" else 0.0
                 fill(proj.weight, base_rows, spread)
                 assert graft.qk_conv is not None  # the dual start has a convolution

@@ -250,5 +250,7 @@ class HybridCausalLM:
         return inputs
 
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(self, "is_quantized", False):  # transformers 5.23 cannot save again what it read as integers, otherwise
+            kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         write_sources(save_directory, type(self))

@@ -13,13 +13,15 @@ from transformers import Cache
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
 from surgery.hybrids.common import Graft
-from surgery.hybrids.parts import at, convolved, seen_keys
+from surgery.hybrids.parts import at, convolved, fetching, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
 from surgery.kernels.functions import own_precision
 from surgery.kernels.mixing import attention_matrix
 from surgery.kernels.native import learns
 from surgery.kernels.packing import Packing
+
+READ = ("conv1d", "norm", "graft", "graft.qk_conv")  # modules of a mixer whose tensors are read without calling them
 
 
 class DualGraft(Graft):
@@ -82,6 +84,7 @@ class DualMixer:
         self.graft = DualGraft.of(config, layer_idx)
         self.ssm_heads = Graft.scanned(self.graft, self.num_heads)
 
+    @fetching(*READ)
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -174,6 +177,7 @@ class DualMixer:
             k, v = seen_keys(cache_params, self.layer_idx, k, v)
         return self.graft.attend(q, k, v, causal_mask) + self.D[self.graft.heads][:, None] * x
 
+    @fetching("", *READ)
     def halves(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For locate: every head's SSM mixing (b, t, h, p), the grafted heads' attention (b, t, grafted heads, p), both with
         their D skip, and the gate that `finish` takes."""

@@ -23,7 +23,7 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
-from surgery.hybrids.parts import RMSNorm, at, convolved, normed, seen_keys
+from surgery.hybrids.parts import RMSNorm, at, convolved, fetching, normed, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.mixing import attention_matrix
 from surgery.kernels.packing import Packing
@@ -195,19 +195,22 @@ def _frequencies(rope: dict[str, Any] | None) -> tuple[list[float], float]:
 
 
 class LayerGraftMixer(nn.Module):
-    """What stands in the place of a block's mixer. removed: the base's tensors that it replaces, by their names in the base."""
+    """What stands in the place of a block's mixer. removed: the base's tensors that it replaces, by their names in the base;
+    removed_modules: likewise its quantised modules, whose tensors mean nothing without them."""
 
     def __init__(self, config: Any, spec: dict[str, Any]):
         super().__init__()
         self.layer_idx: int = spec["layer"]
         self.graft = LayerGraft(config.hidden_size, spec)
         self.removed: dict[str, Tensor] = {}
+        self.removed_modules: dict[str, nn.Module] = {}
 
     # As in any attention of transformers, for those who look for its heads.
     q_proj = property(lambda self: self.graft.q_proj)
     o_proj = property(lambda self: self.graft.o_proj)
     head_dim = property(lambda self: self.graft.head_dim)
 
+    @fetching("graft.qkv_conv")
     def forward(
         self,
         hidden_states: Tensor,
@@ -236,6 +239,7 @@ class LayerGraftMixer(nn.Module):
         hidden_states = at(positions_to_keep, hidden_states) + mixed
         return hidden_states + mlp(normed(after, hidden_states))
 
+    @fetching("graft.qkv_conv")
     def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
         """The attention of all heads for one sequence (1, t, hidden): (H, rows, t)."""
         q, k, _ = self.graft.project(hidden_states)

@@ -33,9 +33,9 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
-from surgery.hybrids.dual import DualMixer
+from surgery.hybrids.dual import READ, DualMixer
 from surgery.hybrids.layer_graft import make_mixer, whole_block
-from surgery.hybrids.parts import RMSNorm, at, gated, normed, time_step
+from surgery.hybrids.parts import RMSNorm, at, fetching, gated, normed, time_step
 from surgery.kernels.conv import SILU
 from surgery.kernels.functions import result_dtype
 from surgery.kernels.mixing import ssd_matrix
@@ -198,6 +198,7 @@ class LlambaMixer(DualMixer, nn.Module):
                 cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
         return (y + D[:, None] * x).to(result_dtype(x))
 
+    @fetching("", *READ)
     def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
         """The mixing matrices of all heads for one sequence (1, t, d): (h, rows, t). SSM heads: such that y = M x + D x.
         Grafted heads: their attention (where a blend gate is open, the mixture)."""

@@ -39,7 +39,7 @@ from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMi
 from transformers.models.mamba.modeling_mamba import MambaMixer, apply_mask_to_padding_states
 
 from surgery.hybrids.common import Graft, HybridBackbone, HybridCausalLM, describe_layers
-from surgery.hybrids.parts import at, at_least_float32, convolved, gated, is_quantised, seen_keys, time_step
+from surgery.hybrids.parts import at, at_least_float32, convolved, fetching, gated, is_quantised, seen_keys, time_step
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
 from surgery.kernels.functions import own_precision
@@ -47,6 +47,7 @@ from surgery.kernels.mixing import attention_matrix, selective_matrix
 from surgery.kernels.packing import Packing
 from surgery.kernels.selective import selective_scan, selective_step
 
+READ = ("conv1d", "dt_proj", "graft")  # modules of a mixer whose tensors are read without calling them
 SMALLEST = 1e-30  # time step: softplus reaches 0, in float32 too
 
 
@@ -102,6 +103,7 @@ class _HybridMixer:
         self.graft = ChannelGraft.of(config, layer_idx)
         self.ssm_heads = Graft.scanned(self.graft, self.intermediate_size)
 
+    @fetching(*READ)
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -215,6 +217,7 @@ class _HybridMixer:
 
     normalise_qk: Any = None
 
+    @fetching("", *READ)
     def halves(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For locate: every channel's SSM mixing (b, t, c, 1), the grafted ones' attention (b, t, grafted channels, 1), both
         with their D skip, and the gate that `finish` takes."""
@@ -222,6 +225,7 @@ class _HybridMixer:
         y = self.scan(x, dt, B, C, self.ssm_heads, None)
         return y[..., None], self.attend(x, dt)[..., None], gate
 
+    @fetching("", *READ)
     def matrices(self: Any, hidden_states: Tensor, rows: Tensor | None = None, channels: Any = None) -> Tensor:
         """The mixing matrices of `channels` (of all, unless given) for one sequence (1, t, d): (channels, rows, t). SSM
         channels: time step included, D not. Grafted ones: their attention (where a blend gate is open, the mixture)."""

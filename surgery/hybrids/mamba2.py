@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Cache, Mamba2Config, 
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer, apply_mask_to_padding_states
 
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
-from surgery.hybrids.dual import DualMixer
-from surgery.hybrids.parts import time_step
+from surgery.hybrids.dual import READ, DualMixer
+from surgery.hybrids.parts import fetching, time_step
 from surgery.kernels.mixing import ssd_matrix
 from surgery.kernels.norm import rms_norm
 from surgery.kernels.packing import Packing
@@ -106,6 +106,7 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
             cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
         return y
 
+    @fetching("", *READ)
     def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
         """The mixing matrices of all heads for one sequence (1, t, d): (h, rows, t). SSM heads: time step included, D not.
         Grafted heads: their attention (where a blend gate is open, the mixture)."""

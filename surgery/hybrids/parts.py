@@ -1,5 +1,7 @@
 """What layer grafts and all that hybrids have in common both need."""
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -14,6 +16,33 @@ from surgery.kernels.norm import rms_norm
 from surgery.kernels.packing import Packing
 
 MOST = 256.0  # of what a projection in float16 is given
+
+
+def fetching(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a method of a module that reads tensors of its submodules `names` ("conv1d", "graft.qk_conv"; "": its own)
+    without calling them. Where accelerate keeps those on the CPU or the disk (a device_map that does not fit), only a call
+    fetches them: here their hooks are told of the method instead. transformers' force_accelerate_hooks does so for children
+    alone. Each name whose module is not there is passed over."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def fetched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            hooked = []
+            for name in names:
+                module = self
+                for part in filter(None, name.split(".")):
+                    module = getattr(module, part, None)
+                if (hook := getattr(module, "_hf_hook", None)) is not None:
+                    hook.pre_forward(module)
+                    hooked.append((module, hook))
+            output = method(self, *args, **kwargs)
+            for module, hook in reversed(hooked):
+                hook.post_forward(module, None)
+            return output
+
+        return fetched
+
+    return decorate
 
 
 class RMSNorm(Mamba2RMSNorm):

@@ -1,6 +1,7 @@
 """The ranking: scores of all sites, and the plans that follow from it."""
 
 import random
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -11,7 +12,7 @@ from surgery.errors import UserError
 from surgery.locate.stability import Stability
 from surgery.plan import Plan, Start
 from surgery.records import Provenance, Record, Sealed, first_line
-from surgery.site import Site, SiteText
+from surgery.site import Site, SiteText, split_sites
 from surgery.statistics import Estimate
 
 Role = Literal["gather", "aggregate"]
@@ -75,7 +76,7 @@ def plan(
     *,
     kind: Literal["head", "layer"] = "head",
     layers: int = 1,
-    sites: tuple[Site, ...] | None = None,
+    sites: str | Sequence[Site | str] | None = None,
     donor: str | None = None,
     donor_heads: dict[str, Site] | None = None,
     donor_layers: dict[str, int] | None = None,
@@ -83,10 +84,11 @@ def plan(
     width: int | None = None,
     shared: bool = False,
     blend: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> Plan:
     """The plan that grafts the `heads` leading heads of a ranking (or, of the kind "layer", its `layers` leading layers), or
-    `sites` where they are given. The rest as in Plan. Raises UserError for what does not fit together."""
+    `sites` where they are given, also as text ("L1.H3,5"). seed: the ranking's, unless given. The rest as in Plan. Raises
+    UserError for what does not fit together."""
     measured, wanted = (ranking.layers, layers) if kind == "layer" else (ranking.heads, heads)
     if sites is None:
         if not 1 <= wanted <= len(measured):
@@ -95,12 +97,15 @@ def plan(
         if gain(leading[0])[0] < 2:  # ordered by ablation
             raise UserError("the ranking is of a model that cannot be spliced: its family has no file in surgery/families/")
         sites = tuple(score.site for score in leading[:wanted])
-    fields: dict[str, Any] = {"kind": kind, "sites": sites, "width": width, "seed": seed, "provenance": ranking.provenance}
+    chosen: tuple[Site, ...] = split_sites(sites)
+    if not chosen:
+        raise UserError("plan.sites is empty; leave it out to plan the leading ones")
+    fields: dict[str, Any] = {"kind": kind, "sites": chosen, "width": width, "provenance": ranking.provenance}
     fields |= {"donor": donor, "donor_heads": donor_heads or {}, "donor_layers": donor_layers or {}, "mlp": mlp}
-    fields |= {"shared": shared, "blend": blend}
+    fields |= {"shared": shared, "blend": blend, "seed": ranking.provenance.seed if seed is None else seed}
     if kind == "head" and donor is None:
         found = {str(score.site): score.start for score in ranking.heads}
-        fields["starts"] = {str(head): start for site in sites for head in site.each() if (start := found.get(str(head)))}
+        fields["starts"] = {str(head): start for site in chosen for head in site.each() if (start := found.get(str(head)))}
     try:
         return Plan(**fields)
     except ValidationError as error:

@@ -20,6 +20,7 @@ from surgery.anatomy import Anatomy, Mixer
 from surgery.errors import UserError
 from surgery.finite import checked
 from surgery.locate.patching import Shape, block_shapes, identity, replaced, tensor_of
+from surgery.quantised import holds_integers
 
 How = Literal["zero", "mean", "resample"]
 
@@ -227,6 +228,8 @@ class Layer:
             after = torch.zeros_like(before) if how == "zero" else self._instead(i, columns, how)
             if len(mine) < mixer.heads and any(other.feeds and other is not mixer for other in self._touched(heads)):
                 change[i] = Edit(columns, after)  # the mixer's other heads read an ablated one
+            elif holds_integers(mixer.out):  # it rounds what it reads, so no part of its output can be computed apart
+                change[i] = Edit(columns, after).applied(mixer.out)(self._columns[i])
             else:
                 change[i] = self._outputs[i] + F.linear(after - before, mixer.out.weight[:, columns])
         return change

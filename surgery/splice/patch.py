@@ -22,8 +22,9 @@ from surgery.families.dual import OWN
 from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.origin import Origin
 from surgery.plan import Plan
+from surgery.quantised import converted, is_quantised, note
 from surgery.records import Environment
-from surgery.splice.splice import grafted_mixer, removed, share
+from surgery.splice.splice import grafted_mixer, remove, share
 
 RECORD, WEIGHTS = "patch.json", "patch.safetensors"
 
@@ -78,7 +79,9 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
             raise UserError(f"{folder / RECORD} changes '{name}' of the configuration, which is no field of the base's")
         setattr(config, name, value)
     hybrid = family.empty(config, None, patch.grafts)
-    share(base.to(getattr(torch, patch.dtype)), hybrid, "the base lacks the tensor '{}'")
+    share(converted(base, getattr(torch, patch.dtype), patch.base.name), hybrid, "the base lacks the tensor '{}'")
+    if is_quantised(base):
+        note(base, hybrid, [name for name, _ in hybrid.named_modules() if name.endswith(".graft")])
     wanted = hybrid.state_dict()
     lacking = [name for name, tensor in wanted.items() if tensor.is_meta and name not in weights]
     for name in (*lacking, *sorted(set(weights) - set(wanted))):
@@ -88,7 +91,7 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     for graft in patch.grafts:
         mixer = grafted_mixer(hybrid, graft["layer"])
         if isinstance(mixer, LayerGraftMixer):
-            mixer.removed = removed(base, hybrid, graft["layer"])
+            remove(base, hybrid, graft["layer"])
     return hybrid
 
 

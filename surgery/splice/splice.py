@@ -13,6 +13,7 @@ from surgery.errors import UserError
 from surgery.families import Hybrid, families, family_of
 from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.plan import Plan
+from surgery.quantised import exact, holds_integers, is_quantised, note
 from surgery.site import Site
 from surgery.splice.donor import DonorHead, DonorLayer
 from surgery.splice.start import check_donor, fill_heads, fill_layer, head_starts, layer_start
@@ -41,13 +42,15 @@ def splice(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | No
             plan = plan.model_copy(update={"width": width})
     hybrid = family.empty(base.config, plan, [start.spec for start in layers.values()])
     share(base, hybrid, "the base lacks the tensor '{}'")
+    if is_quantised(base):
+        note(base, hybrid, [name for name, _ in hybrid.named_modules() if name.endswith(".graft")])
     for site in plan.sites if plan else ():
         assert plan is not None
         mixer, like = grafted_mixer(hybrid, site.layer), grafted_mixer(base, site.layer).out_proj.weight
         mixer.graft.to_empty(device=like.device)
-        mixer.graft.to(like.dtype)
+        mixer.graft.to(like.dtype if like.is_floating_point() else base.dtype)
         if plan.kind == "layer":
-            mixer.removed = removed(base, hybrid, site.layer)
+            remove(base, hybrid, site.layer)
             fill_layer(mixer.graft, layers[site.layer], plan)
         elif heads:
             fill_heads(mixer, plan, heads)
@@ -67,7 +70,8 @@ def check_sites(base: PreTrainedModel, sites: Iterable[Site]) -> None:
 def check_base(plan: Plan, fingerprint: str) -> None:
     """Raise UserError if the plan was made for another base."""
     if plan.provenance is not None and plan.provenance.base_fingerprint != fingerprint:
-        raise UserError(f"the plan was made for another base ({plan.provenance.base}): the fingerprints differ")
+        opened = f"{plan.provenance.base}, dtype {plan.dtype}"
+        raise UserError(f"the plan was made for another base, or in another dtype ({opened}): the fingerprints differ")
 
 
 def adopt(base: PreTrainedModel) -> PreTrainedModel:
@@ -84,6 +88,8 @@ def unsplice(hybrid: PreTrainedModel) -> PreTrainedModel:
     """
     base = family_of(hybrid.config).empty_base(hybrid.config)
     share(hybrid, base, "the folder of a hybrid does not hold what a layer graft replaced ('{}'); load the base instead")
+    if is_quantised(hybrid):
+        note(hybrid, base, [])
     return base
 
 
@@ -107,14 +113,37 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return found | vars(model).get("unadapted", {})  # tune/lora.py
 
 
-def removed(base: PreTrainedModel, hybrid: PreTrainedModel, layer: int) -> dict[str, Tensor]:
-    """The base's tensors in a layer that the hybrid has no place for."""
+def _quantised(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules that hold integers, by name, also those that layer grafts replaced."""
+    found = {name: module for name, module in model.named_modules() if holds_integers(module)}
+    for module in model.modules():
+        if isinstance(module, LayerGraftMixer):
+            found |= module.removed_modules
+    return found
+
+
+def remove(base: PreTrainedModel, hybrid: PreTrainedModel, layer: int) -> None:
+    """Let the graft of a layer keep what the base has in that layer and the hybrid has no place for."""
+    mixer, here = grafted_mixer(hybrid, layer), f".layers.{layer}."
     kept = {name for name, _ in (*hybrid.named_parameters(), *hybrid.named_buffers())}
-    return {name: tensor for name, tensor in _tensors(base).items() if f".layers.{layer}." in name and name not in kept}
+    mixer.removed = {name: tensor for name, tensor in _tensors(base).items() if here in name and name not in kept}
+    names = {name for name, _ in hybrid.named_modules()}
+    mixer.removed_modules = {n: module for n, module in _quantised(base).items() if here in n and n not in names}
 
 
 def share(source: PreTrainedModel, target: PreTrainedModel, lacking: str) -> None:
-    """Let `target` use the parameters of `source`, wherever both have them. lacking: what to say of one that only it has."""
+    """Let `target` use the parameters of `source`, wherever both have them, and its quantised modules. lacking: what to say of
+    a parameter that only `target` has."""
+    if any(p.is_meta for p in source.parameters()):
+        raise UserError(
+            "accelerate has offloaded weights of this model to the CPU or the disk; load it whole on the CPU, splice and export"
+            " it there, and load the export with a device_map"
+        )
+    exact(source)
+    names = {name for name, _ in target.named_modules()}
+    for name, module in _quantised(source).items():
+        if name in names:
+            target.set_submodule(name, module)
     tensors = _tensors(source)
     trainable = {name: tensor.requires_grad for name, tensor in tensors.items()}
     wanted = {name: tensors[name] for name in target.state_dict() if name in tensors}

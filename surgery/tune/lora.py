@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.processes import is_main
 from surgery.progress import say
+from surgery.quantised import holds_integers
 from surgery.recipe import Lora
 from surgery.records import write_text
 from surgery.splice.splice import graft_parameters
@@ -132,6 +133,11 @@ def matches(model: PreTrainedModel, options: Lora) -> list[Match]:
                 raise UserError(f"{refused} is a dead end: the model reads the weight of {name} and never calls it{choice}")
             if name not in able:
                 raise UserError(f"{refused} matches {name}, a {type(modules[name]).__name__}; adapters are for Linear{choice}")
+            if holds_integers(modules[name]):
+                raise UserError(
+                    f"{refused} matches {name}, which is quantised, and adapters are merged in the end; leave out tune.lora, "
+                    "or take a base that is not quantised"
+                )
             if name in found:
                 raise UserError(f"{refused} matches {name}, and so does '{found[name].target}'")
             found[name] = Match(target, name, rank)

@@ -12,9 +12,11 @@ from surgery.tune.lora import adapters
 
 
 def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.Parameter]:
-    """The parameters that tuning changes, by name: those of grafts, or of the mixers of `layers`, and those of adapters."""
+    """The parameters that tuning changes, by name: those of grafts, or of the mixers of `layers` (but no integers of quantised
+    ones), and those of adapters."""
     parts = [".graft."] if layers is None else [f".layers.{layer}.mixer." for layer in layers]
-    return {name: p for name, p in model.named_parameters() if any(part in name for part in parts)} | adapters(model)
+    own = {name: p for name, p in model.named_parameters() if any(part in name for part in parts) and p.is_floating_point()}
+    return own | adapters(model)
 
 
 @contextmanager

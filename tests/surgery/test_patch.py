@@ -216,7 +216,8 @@ def test_verbs_take_a_patch(place, surgery, tmp_path):
 
 @pytest.fixture
 def changed(place, tmp_path):
-    """A copy of the patch with other fields in its record, or with other weights."""
+    """A copy of the patch with other fields in its record, or with other weights; its base lies beside it as it did."""
+    (tmp_path / "base").symlink_to(place / "base")
 
     def change(content=None, **fields):
         folder = tmp_path / "changed"

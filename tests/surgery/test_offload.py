@@ -1,0 +1,107 @@
+"""Models whose weights accelerate keeps on the CPU or the disk and fetches for every call: the same bits as before."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from transformers import AutoModelForCausalLM
+
+from surgery.errors import UserError
+from surgery.hybrids.layer_graft import layer_spec
+from surgery.hybrids.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
+from surgery.plan import Plan
+from surgery.splice import adopt, splice
+from tests.conftest import BASES
+
+IDS = torch.randint(1, 99, (2, 9), generator=torch.Generator().manual_seed(1))
+KINDS = {
+    "adopted": None,
+    "heads": Plan(sites=("L0.H1", "L1.H3,5")),
+    "gated": Plan(sites=("L1.H3,5",), blend=0.5),
+    "layer": Plan(kind="layer", sites=("L1",)),
+}
+FAMILIES = ("plain", "mamba", "falcon mamba", "llamba")
+# Every layer on another place than the one before it; what follows the last block stays.
+SPREAD = {"backbone.embeddings": "cpu", "backbone.layers.0": "disk", "backbone.layers.1": "cpu", "backbone.layers.2": "disk",
+          "backbone.norm_f": "cpu", "lm_head": "cpu"}  # fmt: skip
+
+
+@torch.no_grad()
+def answers(model):
+    """Logits, and tokens from a cache."""
+    return model(IDS).logits, model.generate(IDS, max_new_tokens=3, do_sample=False)
+
+
+def offloaded(model, place, how):
+    if how == "cpu":
+        cpu_offload(model, execution_device="cpu", offload_buffers=True)
+    else:
+        disk_offload(model, str(place), execution_device="cpu", offload_buffers=True)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    return model
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("how", ["cpu", "disk"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_offloaded_is_the_same_model(family, how, tmp_path):
+    for kind, plan in KINDS.items():
+        model = adopt(BASES[family]()) if plan is None else splice(BASES[family](), plan)
+        before = answers(model)
+        assert same(before, answers(offloaded(model, tmp_path / kind, how))), kind
+
+
+def test_a_layer_graft_with_a_convolution():
+    torch.manual_seed(0)
+    spec = layer_spec(1, 4, 16, conv=4, bias=["qkv_conv"])
+    config = Mamba2HybridConfig(**BASES["plain"]().config.to_dict() | {"grafts": [spec]})
+    model = Mamba2HybridForCausalLM(config).eval()
+    before = answers(model)
+    assert same(before, answers(offloaded(model, None, "cpu")))
+
+
+def test_mixing_matrices_and_halves_of_an_offloaded_model():
+    """What locate calls beside forward reads the mixer's own tensors, too."""
+    hidden = torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(0))
+    model = splice(BASES["plain"](), KINDS["gated"])
+    mixer = model.backbone.layers[1].mixer
+    with torch.no_grad():
+        before = (mixer.matrices(hidden), *mixer.halves(hidden))
+        offloaded(model, None, "cpu")
+        assert same(before, (mixer.matrices(hidden), *mixer.halves(hidden)))
+
+
+@pytest.mark.parametrize("plan", [None, KINDS["heads"]], ids=["adopt", "splice"])
+def test_an_offloaded_base_is_refused_with_what_to_do(plan):
+    base = offloaded(BASES["plain"](), None, "cpu")
+    with pytest.raises(UserError, match="splice and export it there, and load the export with a device_map"):
+        splice(base, plan)
+
+
+def test_an_exported_folder_on_a_device_map(tmp_path):
+    """Loaded by a device_map that names CPU and disk, by the folder's own code where this package is not installed."""
+    hybrid = splice(BASES["plain"](), KINDS["heads"])
+    hybrid.save_pretrained(tmp_path / "hybrid")
+    spread = {"device_map": SPREAD, "offload_folder": str(tmp_path / "offload")}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid", **spread)
+    assert loaded.backbone.layers[0].mixer.conv1d.weight.is_meta
+    assert same(answers(hybrid), answers(loaded))
+    torch.save(answers(hybrid), tmp_path / "answers")
+    script = f"""
+import sys, torch
+sys.modules["surgery"] = None
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "hybrid")!r}, trust_remote_code=True, **{spread!r})
+ids, (logits, tokens) = torch.tensor({IDS.tolist()!r}), torch.load({str(tmp_path / "answers")!r})
+assert model.backbone.layers[0].mixer.conv1d.weight.is_meta and "transformers_modules" in type(model).__module__
+with torch.no_grad():
+    assert torch.allclose(model(ids).logits, logits, atol=1e-4)  # other kernels
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), tokens)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,103 @@
+"""Models with quantised projections compute what the dequantised weights say: with modules made here, and bitsandbytes'."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from surgery.splice import adopt, splice
+from tests.conftest import BASES
+from tests.surgery.test_half import HEADS, LAYER
+
+FAMILIES = ("plain", "mamba, biases, untied", "falcon mamba", "llamba")
+
+
+class Quantised(nn.Module):
+    """A Linear whose weight is stored in one byte a number, with a scale a row."""
+
+    def __init__(self, linear: nn.Linear, stored: torch.dtype):
+        super().__init__()
+        weight = linear.weight.detach().float()
+        self.scale = weight.abs().amax(1, keepdim=True).clamp_min(1e-9) / 100
+        weight = weight / self.scale
+        self.weight = nn.Parameter((weight.round() if stored == torch.int8 else weight).to(stored), requires_grad=False)
+        self.bias = linear.bias
+
+    def dequantised(self) -> Tensor:
+        return self.weight.float() * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        return nn.functional.linear(x, self.dequantised().to(x.dtype), self.bias)
+
+
+def quantise(model, stored):
+    """All of the model's projections and its head, in place; and a copy with the weights that they stand for."""
+    exact = copy.deepcopy(model).float()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            narrow = Quantised(module, stored)
+            model.set_submodule(name, narrow)
+            exact.get_submodule(name).weight = nn.Parameter(narrow.dequantised())
+    return model, exact
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [
+        (torch.float32, torch.int8),
+        (torch.bfloat16, torch.int8),
+        (torch.float16, torch.int8),
+        (torch.bfloat16, torch.float8_e4m3fn),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("plan", [None, HEADS, LAYER], ids=["adopted", "heads", "layer"])
+@pytest.mark.parametrize("base", FAMILIES)
+@torch.no_grad()
+def test_a_quantised_model_is_its_dequantised_one(base, plan, dtype, stored, tokens):
+    base = BASES[base]()
+    model, exact = quantise((adopt(base) if plan is None else splice(base, plan)).to(dtype), stored)
+    wanted, found = exact(tokens).logits, model(tokens).logits
+    bound = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    assert (found - wanted).norm() / wanted.norm() < bound
+    cached = model(tokens[:, :20], use_cache=True)
+    step = model(tokens[:, 20:21], cache_params=cached.cache_params, use_cache=True).logits[:, 0]
+    assert (step - wanted[:, 20]).norm() / wanted[:, 20].norm() < 2 * bound
+
+
+# bitsandbytes cuts a matrix into pieces of 64 columns, and its 4-bit product on a CPU takes rows by 32.
+WIDE = {
+    "plain": {"num_heads": 16, "head_dim": 8},
+    "mamba": {"hidden_size": 64, "time_step_rank": 64, "state_size": 32},
+    "falcon mamba": {"hidden_size": 64, "time_step_rank": 64, "state_size": 32},
+}
+WAYS = {"8 bits": {"load_in_8bit": True}, "4 bits": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("base", WIDE)
+@torch.no_grad()
+def test_bitsandbytes(base, dtype, way, tokens, tmp_path):
+    """As near to the float model as transformers' own in so many bits; its Mamba-1 does not run in any."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    stock = BASES[base](**WIDE[base])
+    models = {"stock": stock, "adopted": adopt(stock), "hybrid": splice(stock, HEADS)}
+    errors, agreements = {}, {}
+    for name, model in models.items():
+        if (base, name) == ("mamba", "stock"):
+            continue
+        exact = model(tokens).logits
+        model.save_pretrained(tmp_path / name)
+        quantisation = BitsAndBytesConfig(**WAYS[way])
+        narrow = AutoModelForCausalLM.from_pretrained(tmp_path / name, quantization_config=quantisation, dtype=dtype)
+        found = narrow(tokens).logits
+        errors[name] = ((found - exact).norm() / exact.norm()).item()
+        agreements[name] = (found.argmax(-1) == exact.argmax(-1)).float().mean().item()
+    reference = errors.get("stock", {"8 bits": 0.04, "4 bits": 0.35}[way])
+    for name in ("adopted", "hybrid"):
+        assert errors[name] < 1.3 * reference
+        assert agreements[name] > agreements.get("stock", 0.95) - 0.06
