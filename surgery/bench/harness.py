@@ -56,6 +56,8 @@ def evaluate(
     _quiet()
     name, metric = task.config.task, _metric(task)
     task.set_fewshot_seed(FEWSHOT_SEED)
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise UserError(f"the task {name}: lm-evaluation-harness needs a tokenizer with a BOS or an EOS token")
     tokenizer = prompting(tokenizer)
     if tokenizer.pad_token is None:  # the harness would give the caller's one
         tokenizer = copy.deepcopy(tokenizer)

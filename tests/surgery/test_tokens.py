@@ -323,3 +323,5 @@ def test_the_harness_gives_no_pad_token_to_the_caller_s_tokenizer():
     (task,) = harness.load(["surgery_kv_4"])["surgery_kv_4"]
     harness.evaluate(random_base(vocab_size=len(tokenizer), num_hidden_layers=1), tokenizer, task, 4, 2)
     assert tokenizer.pad_token is None
+    with pytest.raises(UserError, match="needs a tokenizer with a BOS or an EOS token"):
+        harness.evaluate(random_base(), kit("characters"), task, 4, 2)
