@@ -19,7 +19,7 @@ from surgery.progress import Track
 from surgery.recipe import Bench, Data
 from surgery.records import KERNEL_PACKAGES, PACKAGES, environment
 from surgery.splice import adopt
-from surgery.statistics import Estimate, Evidence, Proportion, decisions, evidence, mean, proportion
+from surgery.statistics import Estimate, Evidence, Proportion, decisions, difference, evidence, mean, proportion
 
 
 @dataclass
@@ -66,7 +66,7 @@ def bench(
         name: _report(
             entry,
             done[name],
-            {task: mean(model - base) for (n, task), (base, model) in pairs.items() if n == name},
+            {task: difference(base, model) for (n, task), (base, model) in pairs.items() if n == name},
             {task: said for (n, task), said in found.items() if n == name},
             tuple(one.costs[i] for one in timed if one.costs),
             tuple(one.speeds[i] for one in timed if one.speeds),
