@@ -25,6 +25,8 @@ from surgery.locate.ranking import Role, Score
 from surgery.probes.question import Question
 from surgery.site import Site
 
+COST = 0.001  # nats; where a base is all but certain of its answers, far less than that is beyond chance
+
 
 def token_spans(tokenizer: PreTrainedTokenizerBase, question: Question) -> tuple[list[int], list[list[int]]]:
     """The prompt's token ids, and for every span of the question the positions of its tokens."""
@@ -81,8 +83,8 @@ def masses(
 def role(score: Score, low: Mapping[str, float], chance: float, typical_pair_mass: float) -> Role | None:
     """What a head does for retrieval, as the paper means it: a head that the model can do without has no role.
 
-    aggregate: ablating the head costs loss, its query picks out the answer's span by more than chance (1 by the number of
-    spans), and splicing it gains accuracy, where that was measured.
+    aggregate: ablating the head costs loss (beyond chance, and at least COST), its query picks out the answer's span by more
+    than chance (1 by the number of spans), and splicing it gains accuracy, where that was measured.
     gather: ablating it costs loss, a span's end draws on its span by more than in the typical (median) head, and no gain from
     splicing shows, not even in the head's own 95% interval. Where a family has no grafts, what is no aggregate head may be one.
 
@@ -93,7 +95,7 @@ def role(score: Score, low: Mapping[str, float], chance: float, typical_pair_mas
     them is ablated, and have no role; splice_gain and splice_loss, by which heads are ranked and planned, find them all the
     same.
     """
-    if not low["ablation_loss"] > 0:
+    if not low["ablation_loss"] > 0 or score.ablation_loss is None or score.ablation_loss.value < COST:
         return None
     if low["answer_mass"] > chance and (score.splice_gain is None or low["splice_gain"] > 0):
         return "aggregate"
