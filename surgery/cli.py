@@ -101,12 +101,13 @@ def locate(
     check_questions(base.tokenizer, options.locate, options.seed)
     on_main(partial(prepare, out, options, resume))
     ranking = located(options, base, out, resume=resume)
-    names = ("splice_gain", "splice_loss", "attribution", "ablation_drop", "ablation_loss", "answer_mass")
-    fields = [f for f in names if any(getattr(s, f) is not None for s in ranking.heads[:10])]
+    scores = ("splice_gain", "splice_loss", "attribution", "ablation_drop", "ablation_loss", "answer_mass")
+    fields = [f for f in scores if any(getattr(s, f) is not None for s in ranking.heads[:10])]
     if "splice_gain" in fields and "ablation_drop" in fields:
         fields.remove("ablation_drop")  # too wide a table
     body = [[str(s.site), s.kind or "", s.role or "", *(str(getattr(s, f) or "") for f in fields)] for s in ranking.heads[:10]]
-    _table(["site", "kind", "role", *(f.replace("_", " ") for f in fields)], body)
+    names = ("attribution (a slope)" if f == "attribution" else f.replace("_", " ") for f in fields)
+    _table(["site", "kind", "role", *names], body)
     if ranking.stability is not None:
         _table(*ranking.stability.table())
         _print(ranking.stability.summary())

@@ -1,20 +1,33 @@
-"""Intervals and tests. Everything here is a thin choice among scipy's methods, made once."""
+"""Intervals and tests, each chosen once, by what it covers. tests/surgery/test_statistics.py repeats the simulations.
+
+What is printed as a 95% interval is over examples, each for itself, and covers at least 93% for 50 examples or more:
+
+- an accuracy: Clopper and Pearson's exact interval. Wilson's covers 84% to 92% where about .2 errors are expected among all.
+- a difference of two models' decisions on the same examples: Bonett and Price's adjusted Wald interval (J. Educ. Behav. Stat.
+  37, 2012), which adds one example to either kind of disagreement. It has a width where nothing disagreed. In 1,506 cases (n,
+  disagreement, its split, accuracy) it covered 93.5% or more; Agresti and Min's 86%, Tango's 92.9%, Newcombe's 93.3%, which is
+  half as wide again where nothing disagreed. scipy has none of them.
+- a mean of other numbers (losses, shares): Student's t interval, which holds under heavy but even tails, lengthened towards the
+  longer tail as Hall's correction for skewness asks (J. R. Stat. Soc. B 54, 1992). Where one value in twenty decides the mean,
+  or the tail is longer than a lognormal's of sigma 1, 50 examples are not enough: 85% and 92% there.
+- a rank correlation: see `correlation`.
+"""
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from scipy import stats
 
 from surgery.records import Record
 
-RESAMPLES = 2000
 LEVEL, POWER = 0.05, 0.8
+CHUNK = 4096  # columns at once: a Mamba-1 has thousands of heads
 Key = TypeVar("Key")
 
 
 class Estimate(Record):
-    """A mean with its 95% interval over n examples."""
+    """A mean with its 95% interval over n examples. A single example has no interval: both ends are the value."""
 
     value: float
     ci95: tuple[float, float]
@@ -25,7 +38,7 @@ class Estimate(Record):
 
 
 class Proportion(Record):
-    """An accuracy with its 95% interval (Wilson) over n examples."""
+    """An accuracy with its 95% interval (Clopper and Pearson's) over n examples."""
 
     accuracy: float
     ci95: tuple[float, float]
@@ -38,10 +51,11 @@ class Proportion(Record):
 class Evidence(Record):
     """Whether a model differs from its base on the same n examples.
 
-    p: two-sided, by McNemar's exact test for decisions, by the paired t-test for other numbers. p_holm: the same, corrected by
-    Holm's method for all comparisons that were made together. differs: p_holm is below 5%. detectable: the
-    smallest true difference that would be found in four of five such measurements, correction included (in the unit of the
-    values: a share of right decisions, or nats); None where n is too small to say.
+    p: two-sided, by McNemar's exact test for decisions, by the paired t-test for other numbers (corrected for skewness as their
+    interval is). p_holm: the same, corrected by Holm's method for all comparisons that were made together. differs: p_holm is
+    below 5%; the difference's own 95% interval, which knows nothing of the other comparisons, then leaves out 0 as well, but
+    not the other way round. detectable: the smallest true difference that would be found in four of five such measurements,
+    correction included (in the unit of the values: a share of right decisions, or nats); None where n is too small to say.
     """
 
     p: float
@@ -51,70 +65,143 @@ class Evidence(Record):
     n: int
 
 
+class Intervals(NamedTuple):
+    """Of columns, each an array (columns,): the mean, both ends, and over how many examples; NaN for a column without any."""
+
+    value: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    n: np.ndarray
+
+
 def proportion(correct: np.ndarray) -> Proportion:
     """From per-example decisions."""
     hits, n = int(correct.sum()), len(correct)
-    interval = stats.binomtest(hits, n).proportion_ci(method="wilson")
+    interval = stats.binomtest(hits, n).proportion_ci(method="exact")
     return Proportion(accuracy=hits / n, ci95=(float(interval.low), float(interval.high)), n=n)
 
 
-def mean(values: np.ndarray, seed: int = 0) -> Estimate:
-    """The mean of per-example values with a percentile bootstrap interval over examples.
+def accuracy(correct: np.ndarray) -> Estimate:
+    """`proportion`, where a record holds an Estimate."""
+    share = proportion(correct)
+    return Estimate(value=share.accuracy, ci95=share.ci95, n=share.n)
 
-    For a difference of two models on the same examples, pass the differences: the interval is then paired.
+
+def mean(values: np.ndarray, *, decisions: bool = False) -> Estimate:
+    """The mean of per-example values with its interval; NaN if any is.
+
+    For a difference of two models on the same examples, pass the differences: the interval is then paired. decisions: they are
+    differences of decisions, each -1, 0 or 1.
     """
     values = np.asarray(values, dtype=float)
-    centre = float(values.mean())
-    if len(values) < 2 or np.ptp(values) == 0:
-        return Estimate(value=centre, ci95=(centre, centre), n=len(values))
-    interval = stats.bootstrap(
-        (values,), np.mean, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(seed), vectorized=True
-    ).confidence_interval
-    return Estimate(value=centre, ci95=(float(interval.low), float(interval.high)), n=len(values))
+    (estimate,) = means(values[:, None], decisions=decisions)
+    if estimate is None or estimate.n < len(values):
+        return Estimate(value=np.nan, ci95=(np.nan, np.nan), n=len(values))
+    return estimate
 
 
-def means(values: np.ndarray, seed: int = 0) -> list[Estimate | None]:
-    """For every column of `values` (examples, sites) the mean with its interval over examples: what `mean` gives, but all
-    columns share the draws, since a Mamba-1 has thousands of heads. A NaN was not measured; None for a column that holds
-    nothing else."""
+def means(
+    values: np.ndarray, *, decisions: bool = False, within: tuple[float, float] = (-np.inf, np.inf)
+) -> list[Estimate | None]:
+    """What `mean` gives for every column of `values` (examples, sites). A NaN was not measured; None for a column that holds
+    nothing else, which costs next to nothing. within: the least and the largest value that there can be."""
+    value, low, high, n = intervals(values, decisions=decisions)
+    columns = (column.tolist() for column in (value, np.maximum(low, within[0]), np.minimum(high, within[1]), n))
+    return [Estimate(value=value, ci95=(low, high), n=n) if n else None for value, low, high, n in zip(*columns, strict=True)]
+
+
+def difference(base: np.ndarray, model: np.ndarray) -> Estimate:
+    """The mean of model - base, value by value, of decisions or of other numbers."""
+    base, model = np.asarray(base, dtype=float), np.asarray(model, dtype=float)
+    return mean(model - base, decisions=decisions(base) and decisions(model))
+
+
+def intervals(values: np.ndarray, *, decisions: bool = False, level: float = LEVEL) -> Intervals:
+    """The mean of every column of `values` (examples, columns), NaN where there is no value, and the interval that misses it
+    with probability `level`. decisions: as in `mean`. For many columns at once, divide `level` by their number (Bonferroni)."""
     values = np.asarray(values, dtype=float)
-    n, sites = values.shape
-    partial = np.isnan(values)
-    if n < 2:
-        return [None if missing.all() else mean(column) for column, missing in zip(values.T, partial.T, strict=True)]
-    drawn = np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
-    counts = np.zeros((RESAMPLES, n), dtype=np.float64)
-    np.add.at(counts, (np.arange(RESAMPLES)[:, None], drawn), 1)
-    out: list[Estimate | None] = []
-    for start in range(0, sites, 1024):
-        part = values[:, start : start + 1024]
-        bounds = np.percentile(counts @ part / n, (2.5, 97.5), axis=0)
-        for column, missing, low, high in zip(part.T, partial.T[start:], *bounds, strict=False):
-            if missing.any():
-                out.append(None if missing.all() else mean(column[~missing]))
-                continue
-            centre = float(column.mean())
-            interval = (centre, centre) if np.ptp(column) == 0 else (float(low), float(high))
-            out.append(Estimate(value=centre, ci95=interval, n=n))
+    value, low, high = np.full((3, values.shape[1]), np.nan)
+    out = Intervals(value, low, high, np.zeros(values.shape[1], dtype=int))
+    measured = np.flatnonzero(~np.isnan(values).all(0))
+    for start in range(0, len(measured), CHUNK):
+        columns = measured[start : start + CHUNK]
+        part = values[:, columns]
+        n = (~np.isnan(part)).sum(0)
+        gained, lost = (part > 0).sum(0), (part < 0).sum(0)
+        found = _bonett_price(gained, lost, n, level) if decisions else _student_hall(part, n, level)
+        for whole, piece in zip(out, (*found, n), strict=True):
+            whole[columns] = piece
     return out
 
 
-def correlation(one: np.ndarray, other: np.ndarray, seed: int = 0) -> Estimate | None:
-    """Spearman's rank correlation with a percentile bootstrap interval over the pairs; None for fewer than three, or where one
-    side is constant."""
-    if len(one) < 3 or np.ptp(one) == 0 or np.ptp(other) == 0:
+def _bonett_price(gained: np.ndarray, lost: np.ndarray, n: np.ndarray, level: float) -> tuple[np.ndarray, ...]:
+    """(mean, low, high) from how many of n examples only the model, or only the base, got right."""
+    up, down = (gained + 1) / (n + 2), (lost + 1) / (n + 2)
+    margin = stats.norm.isf(level / 2) * np.sqrt((up + down - (up - down) ** 2) / (n + 2))
+    return (gained - lost) / n, np.maximum(up - down - margin, -1), np.minimum(up - down + margin, 1)
+
+
+def _student_hall(values: np.ndarray, n: np.ndarray, level: float) -> tuple[np.ndarray, ...]:
+    """(mean, low, high) of columns with n values each; a column that does not vary has no width."""
+    centre, error, asymmetry = _moments(values, n)
+    t = stats.t.isf(level / 2, np.maximum(n - 1, 1))
+    low = centre - error * np.maximum(t, _unskewed(t, asymmetry))
+    high = centre + error * np.maximum(t, -_unskewed(-t, asymmetry))
+    return centre, low, high
+
+
+def _moments(values: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of columns with n values each: the mean, its standard error, and the skewness by the root of n."""
+    first = np.take_along_axis(values, (~np.isnan(values)).argmax(0)[None], 0)[0]  # equal values differ from it by exactly 0
+    away = np.where(np.isnan(values), 0, values - first)
+    shift = away.sum(0) / n
+    away = np.where(np.isnan(values), 0, away - shift)
+    spread = np.sqrt((away**2).sum(0) / np.maximum(n - 1, 1))
+    scale = (n - 1.0) * (n - 2) * spread**3
+    skewness = np.divide(n * (away**3).sum(0), scale, out=np.zeros(len(n)), where=scale > 0)
+    return first + shift, spread / np.sqrt(n), skewness / np.sqrt(n)
+
+
+def _skewed(t: np.ndarray, asymmetry: np.ndarray) -> np.ndarray:
+    """Hall's transformation of Student's statistic: its distribution is the t distribution's up to terms in 1 / n."""
+    return t + asymmetry * t**2 / 3 + asymmetry**2 * t**3 / 27 + asymmetry / 6
+
+
+def _unskewed(t: np.ndarray, asymmetry: np.ndarray) -> np.ndarray:
+    """Its inverse."""
+    flat = np.abs(asymmetry) < 1e-9
+    bend = np.where(flat, 1, asymmetry)
+    return np.where(flat, t, 3 / bend * (np.cbrt(1 + bend * (t - bend / 6)) - 1))
+
+
+def correlation(one: np.ndarray, other: np.ndarray) -> Estimate | None:
+    """Spearman's rank correlation with its interval over the pairs; None for fewer than four, or where one side is constant.
+
+    The interval is the wider, at each end, of Bonett and Wright's (Psychometrika 65, 2000), which holds for few pairs, and of
+    one from the statistic's influence values, which holds where the pairs agree almost everywhere. Of normal pairs with
+    correlations up to .997 it covered 95% or more, from 5 pairs on.
+    """
+    n = len(one)
+    if n < 4 or np.ptp(one) == 0 or np.ptp(other) == 0:
         return None
+    x, y = ((stats.rankdata(v) - (n + 1) / 2) / n for v in (one, other))
+    rho = float(np.clip((x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()), -1, 1))
+    t = stats.t.isf(LEVEL / 2, n - 2)
+    influence = (12 * (x * y + _mean_above(x, y) + _mean_above(y, x))).std(ddof=1) / np.sqrt(n)
+    least = 6 / (n * (n**2 - 1))  # half of what the smallest disagreement takes from 1
+    inside = np.clip(rho, least - 1, 1 - least)
+    margin = t * np.sqrt((1 + inside**2 / 2) / (n - 3))
+    low = min(rho - t * influence, np.tanh(np.arctanh(inside) - margin) if rho > least - 1 else -1)
+    high = max(rho + t * influence, np.tanh(np.arctanh(inside) + margin) if rho < 1 - least else 1)
+    return Estimate(value=rho, ci95=(max(-1.0, float(low)), min(1.0, float(high))), n=n)
 
-    def spearman(x: np.ndarray, y: np.ndarray, axis: int = -1) -> np.ndarray:
-        x, y = (ranks - ranks.mean(axis, keepdims=True) for ranks in (stats.rankdata(v, axis=axis) for v in (x, y)))
-        scale = np.sqrt((x**2).sum(axis) * (y**2).sum(axis))
-        return (x * y).sum(axis) / np.where(scale > 0, scale, 1)  # a resample of equal values agrees with nothing
 
-    interval = stats.bootstrap(
-        (one, other), spearman, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile",
-        batch=max(1, 10**6 // len(one)), rng=np.random.default_rng(seed),
-    ).confidence_interval  # fmt: skip
-    return Estimate(value=float(spearman(one, other)), ci95=(float(interval.low), float(interval.high)), n=len(one))
+def _mean_above(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """For every x, the sum of y over the pairs whose x is larger (a tie counts half), by the number of pairs."""
+    order = np.argsort(x, kind="stable")
+    total = np.concatenate([[0], y[order].cumsum()])
+    first, behind = (total[np.searchsorted(x[order], x, side)] for side in ("left", "right"))
+    return (total[-1] - (first + behind) / 2) / len(x)
 
 
 def evidence(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> dict[Key, Evidence]:
@@ -148,21 +235,23 @@ def decisions(values: np.ndarray) -> bool:
 
 
 def _p_value(base: np.ndarray, model: np.ndarray) -> float:
-    difference = model - base
-    if len(difference) < 2 or not difference.any():
+    change = model - base
+    if len(change) < 2 or not change.any():
         return 1.0
     if decisions(base) and decisions(model):  # McNemar: are the examples that only one of the two gets right evenly split?
-        return float(stats.binomtest(int((difference > 0).sum()), int(np.count_nonzero(difference))).pvalue)
-    return float(stats.ttest_1samp(difference, 0).pvalue)
+        return float(stats.binomtest(int((change > 0).sum()), int(np.count_nonzero(change))).pvalue)
+    (centre,), (error,), asymmetry = _moments(change[:, None], np.array([len(change)]))
+    if error == 0:
+        return 0.0
+    t = np.array([centre / error])
+    return float(2 * stats.t.sf(np.minimum(abs(t), abs(_skewed(t, asymmetry))), len(change) - 1)[0])  # as their interval
 
 
 def _detectable(base: np.ndarray, model: np.ndarray, level: float) -> float | None:
     n = len(base)
     if n < 2:
         return None
-    difference = np.asarray(model, dtype=float) - np.asarray(base, dtype=float)
-    if decisions(base) and decisions(model):  # Laplace's rule: no disagreement among n is not none at all
-        spread = np.sqrt((np.count_nonzero(difference) + 1) / (n + 2))
-    else:
-        spread = difference.std(ddof=1)
+    change = np.asarray(model, dtype=float) - np.asarray(base, dtype=float)
+    laplace = np.sqrt((np.count_nonzero(change) + 1) / (n + 2))  # no disagreement among n is not none at all
+    spread = laplace if decisions(base) and decisions(model) else change.std(ddof=1)
     return float((stats.norm.isf(level / 2) + stats.norm.isf(1 - POWER)) * spread / np.sqrt(n))

@@ -21,7 +21,7 @@ SCORES = {
     "ablation_loss": "ablated: loss gained, nats",
     "splice_gain": "spliced: accuracy gained",
     "splice_loss": "spliced: loss saved, nats",
-    "attribution": "splice attribution, nats",
+    "attribution": "splice attribution (ranks heads), nats per unit of gate",
     "answer_mass": "query picks out the answer's span",
     "pair_mass": "span's end draws on its span",
 }
@@ -112,7 +112,7 @@ def atlas(ranking: Ranking, plan: Plan | None) -> Atlas:
 def _map(scores: tuple[Score, ...], name: str, title: str, unit: str) -> Map:
     found = [getattr(score, name) for score in scores]
     values = np.array([np.nan if one is None else one.value for one in found])
-    diverging = unit == "nats"
+    diverging = unit.startswith("nats")
     high = max(float(np.nanmax(np.abs(values))), 1e-9)
     low = -high if diverging else 0.0
     palette = matplotlib.colormaps["RdBu" if diverging else "viridis"]

@@ -22,7 +22,7 @@ from surgery.progress import Track, say
 from surgery.recipe import Bench, Data
 from surgery.records import KERNEL_PACKAGES, PACKAGES, environment
 from surgery.splice import adopt
-from surgery.statistics import Estimate, Evidence, Proportion, decisions, evidence, mean, proportion
+from surgery.statistics import Estimate, Evidence, Proportion, decisions, difference, evidence, mean, proportion
 
 
 @dataclass
@@ -74,7 +74,7 @@ def bench(
             entry,
             under[name],
             done[name],
-            {task: mean(model - base) for (n, task), (base, model) in pairs.items() if n == name},
+            {task: difference(base, model) for (n, task), (base, model) in pairs.items() if n == name},
             {task: said for (n, task), said in found.items() if n == name},
             tuple(one.costs[i] for one in timed if one.costs),
             tuple(one.speeds[i] for one in timed if one.speeds),

@@ -102,6 +102,8 @@ def _subject(report: Report, name: str, bounds: dict[bool, float]) -> Subject:
         verdict = "unknown" if said is None or said.detectable is None else "none"
         if said is not None and said.differs:
             verdict = words.split()[0]
+        elif words.startswith("perhaps"):
+            verdict = "unknown"
         shown = bar(change, bounds[task in LOSSES], verdict)
         found.append(
             Difference(

@@ -84,10 +84,13 @@ def render(report: Report) -> str:
 
 
 def verdict(task: str, change: Estimate, said: Evidence) -> str:
-    """What a difference says, in words."""
+    """What a difference says, in words. Perhaps: its own interval leaves out 0, which among all comparisons may be chance."""
     loss = task in ("perplexity", "sliding")
+    direction = "better" if (change.value < 0) == loss else "worse"
     if said.differs:
-        return f"{'better' if (change.value < 0) == loss else 'worse'} (p = {said.p_holm:.2g})"
+        return f"{direction} (p = {said.p_holm:.2g})"
+    if change.ci95[0] > 0 or change.ci95[1] < 0:
+        return f"perhaps {direction} (p = {said.p:.2g} by itself, {said.p_holm:.2g} among all comparisons)"
     if said.detectable is None:
         return "no difference seen, of too few examples to say more"
     if said.detectable <= CERTAIN:
@@ -108,8 +111,10 @@ def _verdicts(changed: dict[str, ModelReport]) -> list[str]:
         "## What the differences say\n\n"
         f"{table(['model', 'task', 'difference to the base', 'verdict'], body)}\n\n"
         f"Verdicts at 5% for all {len(body)} comparisons together (Holm), by McNemar's exact test for right and wrong answers "
-        "and the paired t-test for losses and scores. What n was enough to see, it would find in four of five measurements. A "
-        "difference of the loss by .02 nats is one of the perplexity by 2%.\n"
+        "and the paired t-test, corrected for skewness, for losses and scores. An interval is its own comparison's alone: of "
+        "twenty without any true difference, about one leaves out 0. Where one does and the verdict does not hold for all "
+        "comparisons together, the verdict is 'perhaps'. What n was enough to see, it would find in four of five measurements. "
+        "A difference of the loss by .02 nats is one of the perplexity by 2%.\n"
     ]
 
 

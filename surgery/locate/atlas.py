@@ -29,7 +29,7 @@ MOST_LABELS = 150  # tokens; more labels than that cover each other
 MAPS = (
     ("ablation_loss", "Ablated: loss gained", "nats"),
     ("splice_loss", "Spliced: loss saved", "nats"),
-    ("attribution", "Splice attribution", "nats"),
+    ("attribution", "Splice attribution (ranks heads)", "nats per unit of gate"),
     ("answer_mass", "Query picks out the answer's span", "share among spans"),
     ("pair_mass", "Span's end draws on its span", "share of weight"),
 )
@@ -60,7 +60,7 @@ def draw_scores(ranking: Ranking, path: Path) -> None:
             for score in ranking.heads:
                 if (estimate := getattr(score, field)) is not None:
                     grid[score.site.layer, score.site.heads[0]] = estimate.value
-            if unit == "nats":
+            if unit.startswith("nats"):
                 bound = max(np.nanmax(np.abs(grid)), 1e-9)
                 image = axis.imshow(grid, cmap="RdBu", norm=TwoSlopeNorm(0, -bound, bound), aspect="auto")
             else:

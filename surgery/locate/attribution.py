@@ -1,9 +1,11 @@
-"""Splice attribution: the first-order splice gain of every head from one forward and one backward.
+"""Splice attribution ranks all heads for splicing from one forward and one backward.
 
 Put a blend gate g_h between every head's SSM output and its dual graft's, y_h = (1 - g_h) ssm_h + g_h attn_h, all gates 0, so
-that the model is the base. The gradient of the probe's loss by g_h is the rate at which the loss changes when the head turns
-into attention. The gates here have one value per head *and example*, so that the same backward gives every example's own
-gradient, from which the interval over examples follows.
+that the model is the base. The gradient of the probe's loss by g_h is the rate at which the loss changes when the head begins
+to turn into attention: a slope at gate 0, in nats per unit of gate. Its order is that of the exact gains (rank correlation .996
+over tiny-mamba2's heads); its size is not: at the head where it is 12.7, splicing saves 1.4 nats, which is all there is. The
+gates here have one value per head *and example*, so that the same backward gives every example's own gradient, from which the
+interval over examples follows.
 
 The dual start leaves a sign and a scale open (plan.Start). Attribution also chooses them: for every head the start whose
 attribution is largest. Where only starts differ, the gates need not be there at all (attribute_starts).
@@ -29,6 +31,10 @@ from surgery.probes.scoring import Encoded, padded
 from surgery.site import Site
 
 GRADIENTS = "the gradients by the heads' gates"
+# The largest scale leads where the softmax is as good as an argmax: attribution rises up to about tau = 2 and is flat from
+# there (tiny-mamba2's L0.H5: 4.4, 10.9, 13.9, 14.3 up to 2, and 14.3 at 4 and 16; the exact gain is 1.625 at each from 1 on).
+# There the edge of the grid is the foot of a plateau, and sharper starts retrieve no more (both heads spliced, 64 pairs: .704,
+# .721, .720, .713 at tau 1, 2, 4, 16).
 STARTS = tuple(Start(sign=sign, tau=tau) for sign in (1, -1) for tau in (0.25, 0.5, 1.0, 2.0))
 
 

@@ -27,11 +27,13 @@ from surgery.locate.stability import EXACT, ScoreName, Scores, stability
 from surgery.records import provenance
 from surgery.site import Site
 from surgery.splice import adopt
-from surgery.statistics import mean, means
+from surgery.statistics import LEVEL, accuracy, intervals, mean, means
 
 ROLE_EXAMPLES = 32  # mixing matrices vary little between dictionaries
 ROLE_HEADS = 2048  # of more heads, matrices are written out for those alone that were measured exactly
 LEADING = 10  # confirmed heads that are measured on all examples, and also ablated, for their roles
+DECISIONS = ("ablation_drop", "splice_gain")  # scores that are differences of right and wrong answers
+SHARES = ("answer_mass", "pair_mass")
 DRAWN = 8  # heads that did not lead, measured as a control
 
 
@@ -92,7 +94,12 @@ def locate(
     columns = measured.effects(sites) | {"answer_mass": answer_mass[_at(sites)], "pair_mass": pair_mass[_at(sites)]}
     if values is not None:
         columns["attribution"] = values[_at(sites)]
-    estimates: dict[str, list[Any]] = {field: means(column) for field, column in columns.items()}
+    estimates = _estimates(columns)
+    # A role is a claim about one head among all, so it stands on intervals that are corrected for their number (Bonferroni).
+    corrected = {
+        field: intervals(columns[field], decisions=field in DECISIONS, level=LEVEL / len(sites)).low
+        for field in ("ablation_loss", "splice_gain", *SHARES)
+    }
     every = [
         Score(
             site=site,
@@ -105,7 +112,11 @@ def locate(
     known = pair_mass.mean(0)
     typical = float(np.nanmedian(known)) if np.isfinite(known).any() else math.inf
     chance = float(np.mean([1 / max(1, len(question.spans)) for question in shown]))
-    every = [score.model_copy(update={"role": roles.role(score, chance, typical)}) for score in every]
+    lows = [{field: float(low[i]) for field, low in corrected.items()} for i in range(len(sites))]
+    every = [
+        score.model_copy(update={"role": roles.role(score, low, chance, typical)})
+        for score, low in zip(every, lows, strict=True)
+    ]
     compared = None
     if others:
         first = search.scores(asked, measured, values)
@@ -121,7 +132,7 @@ def locate(
             "name": asked.name, "options": asked.options, "examples": len(asked.questions), "seed": seed,
             "threads": torch.get_num_threads(), "ablation": ablation, "confirm": confirm,
         },
-        base_accuracy=mean(measured.correct["base", None]),
+        base_accuracy=accuracy(measured.correct["base", None]),
         base_loss=mean(measured.losses["base", None]),
         heads=tuple(sorted(every, key=gain, reverse=True)),
         layers=_layer_scores(found, measured, values),
@@ -246,12 +257,20 @@ def _at(sites: Sequence[Site]) -> tuple[slice, list[int], list[int]]:
     return slice(None), [site.layer for site in sites], [site.heads[0] for site in sites]
 
 
+def _estimates(columns: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
+    """Score's fields, site by site, from the values of every example (examples, sites)."""
+    return {
+        field: means(column, decisions=field in DECISIONS, **({"within": (0, 1)} if field in SHARES else {}))
+        for field, column in columns.items()
+    }
+
+
 def _layer_scores(found: Anatomy, measured: Exact, values: np.ndarray | None) -> tuple[Score, ...]:
     sites = [Site(layer) for layer in found.layers()]
     columns = measured.effects(sites)
     if values is not None:
         columns["attribution"] = values[:, found.layers()].sum(-1)
-    estimates: dict[str, list[Any]] = {field: means(column) for field, column in columns.items()}
+    estimates = _estimates(columns)
     scores = []
     for i, site in enumerate(sites):
         kinds = {mixer.kind for mixer in found.at(site.layer)}

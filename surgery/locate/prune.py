@@ -32,7 +32,7 @@ from surgery.probes.scoring import Result, answer, batches, padded
 from surgery.progress import Track
 from surgery.records import Provenance, Record, provenance
 from surgery.site import Site, SiteText
-from surgery.statistics import Estimate, Proportion, mean, proportion
+from surgery.statistics import Estimate, Proportion, difference, mean, proportion
 
 COLLAPSE = 0.5  # of what the whole model has above chance
 
@@ -123,7 +123,7 @@ class Subject:
         for name, questions in self.questions.items():
             result = ask(questions)
             whole = self.whole.setdefault(name, result)
-            drop = mean(whole.correct.astype(float) - result.correct)
+            drop = difference(result.correct, whole.correct)
             measured[name] = Measured(accuracy=proportion(result.correct), loss=mean(result.loss), drop=drop)
         return measured
 

@@ -19,12 +19,14 @@ Role = Literal["gather", "aggregate"]
 
 
 class Score(Record):
-    """What a site does to the probe; accuracies are fractions, losses nats, all paired over the same examples.
+    """What a site does to the probe; accuracies are fractions, losses nats, all paired over the same examples. Each has its own
+    95% interval: of 100 heads that do nothing, about 5 have one that leaves out 0. role alone is corrected for that (roles.py).
 
     kind: of the head's mixer. start: the sign and scale with which its graft was measured.
     ablation_drop and ablation_loss: accuracy lost, loss gained when the site is ablated (how: the ranking's probe says).
-    splice_gain and splice_loss: accuracy gained, loss *saved* when the site becomes its untrained dual graft. attribution: the
-    first-order estimate of splice_loss. answer_mass and pair_mass: see roles.py.
+    splice_gain and splice_loss: accuracy gained, loss *saved* when the site becomes its untrained dual graft. attribution:
+    the slope of that loss where a gate begins to open to the graft, in nats per unit of gate. It ranks heads; it is no estimate
+    of splice_loss, which it can exceed many times over. answer_mass and pair_mass: see roles.py.
 
     None: not measured (see locate), or nothing of the kind: a family without grafts has no splice and no attribution, and some
     mixers' matrices cannot be had.

@@ -12,7 +12,7 @@ that token, and the summary may sit anywhere from the pair's second token to its
 Weight is the absolute value of the head's mixing matrix (of an SSM head, time step included, D not; see matrices.py).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from surgery.locate.ranking import Role, Score
 from surgery.probes.question import Question
 from surgery.site import Site
 from surgery.tokens import opening
+
+COST = 0.001  # nats; where a base is all but certain of its answers, far less than that is beyond chance
 
 
 def token_spans(tokenizer: PreTrainedTokenizerBase, question: Question) -> tuple[list[int], list[list[int]]]:
@@ -79,18 +81,25 @@ def masses(
     return answer, pair
 
 
-def role(score: Score, chance: float, typical_pair_mass: float) -> Role | None:
-    """aggregate: splicing gains accuracy, and of the pairs the head's query picks out the answer's (more than by chance: 1 by
-    the number of pairs).
-    gather: ablating costs loss, splicing gains nothing, and a pair's end draws on its pair more than in the typical (median)
-    head. Where a family has no grafts, what ablating costs stands in for what splicing gains. Neither: None. Every comparison
-    is beyond the 95% interval."""
-    if score.ablation_loss is None or score.pair_mass is None:
+def role(score: Score, low: Mapping[str, float], chance: float, typical_pair_mass: float) -> Role | None:
+    """What a head does for retrieval, as the paper means it: a head that the model can do without has no role.
+
+    aggregate: ablating the head costs loss (beyond chance, and at least COST), its query picks out the answer's span by more
+    than chance (1 by the number of spans), and splicing it gains accuracy, where that was measured.
+    gather: ablating it costs loss, a span's end draws on its span by more than in the typical (median) head, and no gain from
+    splicing shows, not even in the head's own 95% interval. Where a family has no grafts, what is no aggregate head may be one.
+
+    low: Score's field -> the lower end of its interval, corrected for the number of heads (NaN: not measured), so that the
+    chance that any head of the model has a role by accident is at most 5%.
+
+    None does not mean that a head is no place for a graft. Aggregate heads that stand in for each other cost little when one of
+    them is ablated, and have no role; splice_gain and splice_loss, by which heads are ranked and planned, find them all the
+    same.
+    """
+    if not low["ablation_loss"] > 0 or score.ablation_loss is None or score.ablation_loss.value < COST:
         return None
-    costs = score.ablation_loss.ci95[0] > 0
-    gains = costs if score.splice_gain is None else score.splice_gain.ci95[0] > 0
-    if gains and score.answer_mass is not None and score.answer_mass.ci95[0] > chance:
+    if low["answer_mass"] > chance and (score.splice_gain is None or low["splice_gain"] > 0):
         return "aggregate"
-    if costs and (score.splice_gain is None or not gains) and score.pair_mass.ci95[0] > typical_pair_mass:
+    if low["pair_mass"] > typical_pair_mass and (score.splice_gain is None or score.splice_gain.ci95[0] <= 0):
         return "gather"
     return None

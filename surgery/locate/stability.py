@@ -1,7 +1,7 @@
 """Do other questions rank the same heads first? The ranking is repeated with the questions of other seeds and probes.
 
-Between every two rankings: Spearman's rank correlation over the heads that both measured, with a bootstrap interval over heads,
-and how many of the leading heads they share. Within each: which of the five best heads by exact measurement the ten best by
+Between every two rankings: Spearman's rank correlation over the heads that both measured, with its interval over heads, and how
+many of the leading heads they share. Within each: which of the five best heads by exact measurement the ten best by
 attribution lack (the prefilter's misses). And as a test on questions that did not choose them: what the first ranking's leading
 heads are worth on the others' questions, beside heads drawn at random.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from surgery.locate.questions import described
 from surgery.records import Record
 from surgery.site import Site, SiteText
-from surgery.statistics import Estimate, correlation, mean
+from surgery.statistics import Estimate, accuracy, correlation, mean
 
 ScoreName = Literal["splice_loss", "ablation_loss", "attribution"]
 
@@ -46,7 +46,8 @@ class Agreement(Record):
 
 class Stability(Record):
     """score: what ranks. repeats: the rankings, the first of which is the one reported. leading, drawn: the mean score of the
-    first ranking's leading five heads, and of heads drawn at random, on the other rankings' questions (nats)."""
+    first ranking's leading five heads, and of heads drawn at random, on the other rankings' questions (nats; of attribution,
+    the slope, which ranks heads and is no gain)."""
 
     score: ScoreName
     repeats: tuple[Repeat, ...]
@@ -66,8 +67,9 @@ class Stability(Record):
     def summary(self) -> str:
         """What else there is to say, in a sentence or two."""
         drawn = f", heads drawn at random {self.drawn}" if self.drawn else ""
-        what = {"splice_loss": "save", "ablation_loss": "cost when ablated", "attribution": "save, as attributed,"}[self.score]
-        said = f"On the other rankings' questions the first one's leading {EXACT} heads {what} {self.leading} nats{drawn}."
+        what = {"splice_loss": "save", "ablation_loss": "cost when ablated", "attribution": "have a slope of"}[self.score]
+        unit = "nats per unit of gate" if self.score == "attribution" else "nats"
+        said = f"On the other rankings' questions the first one's leading {EXACT} heads {what} {self.leading} {unit}{drawn}."
         misses = [len(one.missed) for one in self.repeats if one.missed is not None]
         if misses:
             said += (
@@ -121,7 +123,7 @@ def _repeat(sites: Sequence[Site], one: Scores, score: ScoreName) -> Repeat:
         passed = set(one.leading("attribution", PREFILTERED))
         missed = tuple(sites[i] for i in one.leading(score, EXACT) if i not in passed)
     return Repeat(
-        probe=one.probe, seed=one.seed, base_accuracy=mean(one.correct),
+        probe=one.probe, seed=one.seed, base_accuracy=accuracy(one.correct),
         leading=tuple(sites[i] for i in one.leading(score, max(TOPS))), missed=missed,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from surgery.probes.scoring import answer
 from surgery.progress import Track
 from surgery.records import Record
 from surgery.site import Site, SiteText
-from surgery.statistics import Estimate, Proportion, mean, proportion
+from surgery.statistics import Estimate, Proportion, difference, proportion
 
 CONTROL = "as many heads at random"
 
@@ -78,6 +78,6 @@ def kv_sweep(
                 correct = answer(model, tokenizer, questions[size], batch_size).correct
                 whole_correct = base.setdefault(size, correct)
                 accuracy[size] = proportion(correct)
-                drop[size] = mean(whole_correct.astype(float) - correct)
+                drop[size] = difference(correct, whole_correct)
         curves.append(Curve(what=what, silent=tuple(heads), accuracy=accuracy, drop=drop))
     return tuple(curves)

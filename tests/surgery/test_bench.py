@@ -217,8 +217,12 @@ def test_the_report_in_words(finished, pair):
         ("perplexity", 0.0, {"detectable": 0.019}, "no difference seen, and n = 9 was enough to see 2%"),
         ("kv.8", 0.0, {"detectable": 0.043}, "no difference seen, but n = 9 shows only differences of 4.3 points or more"),
         ("kv.8", 0.0, {"detectable": None}, "no difference seen, of too few examples to say more"),
+        ("kv.8", 0.02, {"p_holm": 0.3}, "perhaps better (p = 0.01 by itself, 0.3 among all comparisons)"),
+        ("perplexity", 0.02, {"p_holm": 0.3}, "perhaps worse (p = 0.01 by itself, 0.3 among all comparisons)"),
+        ("kv.8", -0.02, {"p_holm": 0.3}, "perhaps worse (p = 0.01 by itself, 0.3 among all comparisons)"),
     ],
 )
 def test_verdicts(task, change, fields, words):
     said = Evidence(**{"p": 0.01, "p_holm": 0.01, "differs": False, "detectable": 0.0, "n": 9} | fields)
-    assert markdown.verdict(task, Estimate(value=change, ci95=(0, 0), n=9), said) == words
+    interval = (change / 2, 2 * change) if "p_holm" in fields else (0, 0)
+    assert markdown.verdict(task, Estimate(value=change, ci95=tuple(sorted(interval)), n=9), said) == words

@@ -15,13 +15,14 @@ from surgery.locate.attribution import STARTS, attribute, attribute_starts, choo
 from surgery.locate.exact import Exact, reference_batch
 from surgery.locate.locate import LEADING
 from surgery.locate.matrices import mixing_matrices
-from surgery.locate.roles import masses
+from surgery.locate.ranking import Score
+from surgery.locate.roles import masses, role
 from surgery.plan import Plan, Start
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import batches, encode, padded
 from surgery.site import Site
 from surgery.splice import adopt, splice
-from surgery.statistics import mean, means
+from surgery.statistics import Estimate, mean, means
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import VARIANTS, random_base
 from tests.surgery.test_anatomy import build
@@ -213,6 +214,58 @@ def test_a_hybrid_is_ranked_by_ablation(world_base, tokenizer):
         plan(ranking)
 
 
+def estimate(low):
+    return Estimate(value=low + 0.1, ci95=(low, low + 0.2), n=32)
+
+
+@pytest.mark.parametrize(
+    ("cost", "answer", "pair", "gain", "expected"),
+    [
+        (0.1, 0.5, 0.1, 0.1, "aggregate"),
+        (-0.1, 0.5, 0.1, 0.1, None),  # L0.H4 of the demo: splicing gains, ablating helps; others stand in for it
+        (0.1, 0.2, 0.1, 0.1, None),  # looks everywhere
+        (0.1, 0.5, 0.1, -0.1, None),
+        (0.1, 0.2, 0.9, -0.1, "gather"),
+        (-0.1, 0.2, 0.9, -0.1, None),
+        (0.1, 0.2, 0.9, 0.001, None),  # a gain that its own interval shows, and the corrected one does not: neither
+        (0.1, 0.5, 0.9, 0.001, None),
+        (0.1, 0.5, 0.9, None, "aggregate"),  # nothing can be spliced
+        (0.1, 0.2, 0.9, None, "gather"),
+        (np.nan, 0.5, 0.9, 0.1, None),  # not ablated
+        (0.1, np.nan, np.nan, 0.1, None),  # of a matrix that cannot be had
+    ],
+)
+def test_a_head_has_a_role_if_it_is_missed(cost, answer, pair, gain, expected):
+    """chance .25, the typical head's pair mass .4; the corrected ends lie .01 below the heads' own."""
+    low = {
+        "ablation_loss": cost,
+        "answer_mass": answer,
+        "pair_mass": pair,
+        "splice_gain": np.nan if gain is None else gain - 0.01,
+    }
+    score = Score(
+        site=Site(0, (4,)),
+        ablation_loss=None if np.isnan(cost) else estimate(cost),
+        splice_gain=None if gain is None else estimate(gain),
+    )
+    assert role(score, low, 0.25, 0.4) == expected
+    next_to_nothing = Estimate(value=2e-5, ci95=(1e-5, 3e-5), n=32)
+    assert role(score.model_copy(update={"ablation_loss": next_to_nothing}), low, 0.25, 0.4) is None
+
+
+def test_roles_stand_on_intervals_that_are_corrected_for_the_number_of_heads(world_base, tokenizer, monkeypatch):
+    """A head's own interval, as it is shown, is shorter than that on which its role stands."""
+    lows = []
+    monkeypatch.setitem(role.__globals__, "role", lambda score, low, *_: lows.append((score, low)))
+    locate(world_base, tokenizer, options={"pairs": 4}, examples=24, layers=False)
+    assert len(lows) == 24
+    for score, low in lows:
+        for field in ("ablation_loss", "splice_gain"):
+            own = getattr(score, field)
+            assert low[field] < own.ci95[0] < own.value
+        assert low["answer_mass"] < score.answer_mass.ci95[0]
+
+
 def test_many_means_equal_single_ones():
     values = np.random.default_rng(0).normal(size=(20, 5))
     values[:, 3], values[4, 4] = 0.5, np.nan
@@ -220,7 +273,9 @@ def test_many_means_equal_single_ones():
     for column, estimate in zip(values.T[:4], found[:4], strict=True):
         single = mean(column)
         np.testing.assert_allclose([estimate.value, *estimate.ci95], [single.value, *single.ci95], rtol=1e-9, atol=1e-12)
-    assert found[4] == mean(np.delete(values[:, 4], 4))  # measured on fewer
+    fewer = mean(np.delete(values[:, 4], 4))
+    assert found[4].n == fewer.n == 19
+    np.testing.assert_allclose([found[4].value, *found[4].ci95], [fewer.value, *fewer.ci95], rtol=1e-12)
     values[:, 4] = np.nan
     assert means(values)[4] is None
     assert means(values[:1, :1])[0] == mean(values[:1, 0])

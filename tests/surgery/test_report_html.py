@@ -24,7 +24,7 @@ from surgery.plan import Plan
 from surgery.records import provenance
 from surgery.site import Site
 from surgery.splice import adopt, splice
-from surgery.statistics import evidence, mean, proportion
+from surgery.statistics import difference, evidence, mean, proportion
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, random_base
 
@@ -72,7 +72,7 @@ def model_report(entry, first, seed):
             Speed(context=64, batch=1, prefill_milliseconds=3, decode_milliseconds=1, cache_bytes=64, peak_bytes=2**20),
             Speed(context=4096, batch=1, prefill_milliseconds=9, decode_milliseconds=1, cache_bytes=64, peak_bytes=2**22),
         ),
-        change={task: mean(b - a) for task, (a, b) in pairs.items()}, evidence=evidence(pairs),
+        change={task: difference(a, b) for task, (a, b) in pairs.items()}, evidence=evidence(pairs),
     )  # fmt: skip
     return report, answers
 
@@ -128,6 +128,7 @@ def test_everything_is_in_it_and_nothing_else_is_asked_for(page, measured):
     assert page.count('<figure class="mixing"') == sum(len(panel.models) for panel in matrices.panels) == 4
     assert page.count("<script>") == 1  # what a name says stays text
     assert EVIL in text
+    assert "Splice attribution (ranks heads) nats per unit of gate" in re.sub(r"\s+", " ", text)
     # Nothing to load: no address but in what was escaped, no file, no style from elsewhere.
     assert not re.findall(r"<(?:link|iframe|object|embed|base)\b|@import|url\(|\bfetch\(|XMLHttpRequest", page)
     assert all(source.startswith("data:") for source in re.findall(r"<[^>]*\s(?:src|href)=[\"']?([^\"'>\s]+)", page))
@@ -164,6 +165,19 @@ def test_the_atlas_lays_many_heads_out(measured, monkeypatch):
     assert len({(cell.x, cell.y) for cell in laid.cells}) == len(laid.cells) == 20
     assert {laid.heads[cell.head].site for cell in laid.cells if cell.grafted} <= {"L1.H2", "L1.H5"}
     assert max(cell.x for cell in laid.cells) == laid.gutter + 2 * laid.cell
+
+
+def test_what_leaves_out_0_by_itself_alone_is_not_decided(measured):
+    """A verdict never stands beside an interval that says otherwise, without a word about it."""
+    report = measured[0]
+    model = report.models["spliced"]
+    said = model.evidence["kv.6"].model_copy(update={"p": 0.02, "p_holm": 0.4, "differs": False})
+    change = model.change["kv.6"].model_copy(update={"value": 0.05, "ci95": (0.01, 0.09)})
+    altered = {"evidence": {**model.evidence, "kv.6": said}, "change": {**model.change, "kv.6": change}}
+    models = {**report.models, "spliced": model.model_copy(update=altered)}
+    page = html.render(report.model_copy(update={"models": models}))
+    assert '<span class="sign unknown" aria-hidden="true">?</span> perhaps better (p = 0.02 by itself, 0.4 among all' in page
+    assert re.search(r"Of \d+ comparisons with the base:[^.]* \d+ not decided", page)
 
 
 def test_matrices_are_those_of_the_models(measured, entries, words):
