@@ -24,12 +24,10 @@ class Origin(Record):
     licence: dict[str, str]
 
     def place(self, folder: Path) -> str:
-        """The name as load() takes it; folder: of this record. Records before 0.6 name a place seen from where they were
-        written, which is tried as well."""
-        beside = folder.resolve() / self.name
-        if self.hub or (not beside.is_dir() and Path(self.name).is_dir()):
-            return self.name
-        return os.path.normpath(beside)
+        """The name as load() takes it; folder: of this record. What is not there stays as it is: records before 0.6 name a
+        place seen from where they were written."""
+        beside = Path(os.path.normpath(folder.resolve() / self.name))
+        return str(beside) if not self.hub and beside.is_dir() else self.name
 
     def published(self, folder: Path) -> "Origin":
         """For others, to whom it is no matter where the base lies here. folder: of this record."""
