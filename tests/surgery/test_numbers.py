@@ -356,9 +356,9 @@ def test_no_record_and_no_export_says_where_its_maker_keeps_things(surgery, plac
     home = tmp_path / "alice"
     (home / "deep").mkdir(parents=True)
     shutil.copytree(place / "base", home / "deep" / "base")
-    (home / "deep" / "text.txt").write_text(TOKENIZER.decode([9] * 50) + " the held out text . " * 60)
-    (home / "deep" / "other.txt").write_text(" some other text to learn from . " * 60)
-    (home / "deep" / "facts.jsonl").write_text((Path(package.__file__).parent / "probes" / "capitals.jsonl").read_text())
+    for name, start in (("text.txt", 0), ("other.txt", 1)):
+        text = "".join(TOKENIZER.decode([9 + i * i % (150 + start)]) + " " for i in range(start, 400))
+        (home / "deep" / name).write_text(text)
     base = str(home / "deep" / "base")
     few = Tune(steps=1, batch_size=2, text_batch_size=1, text_tokens=24)
     options = QUICK.model_copy(update={"controls": False})

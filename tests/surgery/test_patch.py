@@ -182,8 +182,7 @@ def test_the_command_puts_both_together_wherever_the_base_is(place, surgery, tmp
     shutil.copytree(place / "base", tmp_path / "elsewhere")
     status, out, err = surgery("export", "mailed", "--as", "hf", "--out", "whole")
     assert (status, out) == (2, "")
-    gone = tmp_path.resolve() / "mailed" / "gone"
-    assert err == f"surgery: mailed is a patch on {gone}, which is not here: say where its base is (--base)\n"
+    assert err == "surgery: mailed is a patch on ./gone, which is not here: say where its base is (--base)\n"
     assert not (tmp_path / "whole").exists()
     status, out, err = surgery("export", "mailed", "--as", "hf", "--base", "elsewhere", "--out", "whole")
     assert status == 0, err
