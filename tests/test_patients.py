@@ -133,7 +133,8 @@ def step_by_step(surgery, admitted, tmp_path, patient: Patient) -> None:
     call("export", "tuned", "--as", "patch", "--out", "patch")
     call("bench", folder, "spliced", "whole", "patch", *few, *words, "--out", "compared")
     finite(tmp_path / "compared" / "report.json")
-    call("export", "patch", *words, "--as", "hf", "--out", "joined")
+    call("export", "patch", "--as", "hf", "--out", "joined")  # its tokenizer goes along where its base has none
+    assert load(tmp_path / "joined").tokenizer.get_vocab() == load(tmp_path / "whole").tokenizer.get_vocab()
     whole, joined = load(tmp_path / "whole").model, load(tmp_path / "joined").model
     assert all(torch.equal(mine, yours) for mine, yours in zip(whole.parameters(), joined.parameters(), strict=True))
     for name in ("whole", "patch"):
@@ -157,6 +158,12 @@ def test_the_doctor_sees_no_patient(surgery):
     status, out, err = surgery("doctor", "--json")
     assert (status, err) == (0, "")
     assert json.loads(out)["verdicts"]
+
+
+def test_a_model_without_a_tokenizer_is_told_how_to_give_one(admitted):
+    folder, _ = admitted(Patient("cartesia-ai/Llamba-3B", "float32", "one file", "Llama 3"))
+    with pytest.raises(UserError, match=rf"^{folder} holds no tokenizer: say where one is"):
+        load(folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
