@@ -24,6 +24,9 @@ from surgery.tokens import prompting
 # The tokenizer of the state-spaces models, which their folders do not hold.
 ORIGINAL_TOKENIZER = "EleutherAI/gpt-neox-20b"
 
+# What a folder that holds a tokenizer holds, some of it at least.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
 # What of a Hub repository is fetched; the card says under which licence it is.
 PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.py", "README.md"]
 
@@ -55,9 +58,9 @@ def load(
 
     name: a Hub id (at its newest revision unless another is given), a Hugging Face folder, an original state-spaces folder, or
     a patch, which is joined to its base; base: where that is, if not under the name that the patch records. tokenizer: where to
-    take the tokenizer from if not from the same place (of a patch: its base). dtype: "auto" (as stored) or a torch name;
-    tensors are converted one by one, so that a model is never held twice. Weights are read from safetensors, or from pickles
-    that hold nothing but tensors.
+    take the tokenizer from if not from the same place (of a patch without: its base). dtype: "auto" (as stored) or a torch
+    name; tensors are converted one by one, so that a model is never held twice. Weights are read from safetensors, or from
+    pickles that hold nothing but tensors.
 
     device: a torch device, or "balanced": the layers are spread over all accelerators, for a model that is larger than one (on
     the CPU where there is none). accelerate's hooks then carry what flows from layer to layer, and belong to this very model: a
@@ -72,6 +75,7 @@ def load(
     try:
         if (folder / RECORD).exists():
             model, beside = _load_patch(name, folder, base)
+            beside = folder if _holds_tokenizer(folder) else beside
             model = model if wanted is None else converted(model, wanted, name)
         elif base is not None:
             raise UserError(f"{name} is not a patch, and takes no base")
@@ -120,10 +124,26 @@ def _load_patch(name: str, folder: Path, base: str | None) -> tuple[PreTrainedMo
     return join(load_base(place, revision), folder), _folder(place, revision)
 
 
+def brings_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether load(name) gives this tokenizer without being told."""
+    try:
+        own = AutoTokenizer.from_pretrained(_tokenizer(_folder(name)))
+    except Exception:  # there is none (published Llambas), or it cannot be had
+        return False
+    return own.get_vocab() == tokenizer.get_vocab()
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
+
+
 def _tokenizer(folder: Path) -> Path | str:
     """Where the tokenizer of a model's folder is."""
-    original = is_original(_json(folder / "config.json")) and not (folder / "tokenizer.json").exists()
-    return ORIGINAL_TOKENIZER if original else folder
+    if _holds_tokenizer(folder):
+        return folder
+    if is_original(_json(folder / "config.json")):
+        return ORIGINAL_TOKENIZER
+    raise UserError(f"{folder} holds no tokenizer: say where one is (tokenizer: in a recipe, or --set tokenizer=...)")
 
 
 def _load_transformers(folder: Path, dtype: torch.dtype | None, device: str, trust_remote_code: bool) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.answers import described, tensors
-from surgery.checkpoint import fingerprint, load_base
+from surgery.checkpoint import brings_tokenizer, fingerprint, load_base
 from surgery.errors import UserError
 from surgery.export.verify import OURS, Reader
 from surgery.families.dual import OWN
@@ -32,7 +32,7 @@ BOOKKEEPING = {*OWN, "transformers_version", "dtype", "torch_dtype", "name_or_pa
 
 
 def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase, plan: Plan, base: str) -> None:
-    """The tokenizer is the base's."""
+    """The tokenizer goes along where the base does not bring it."""
     original = load_base(base)
     if getattr(original.config, "grafts", None):
         raise UserError(f"{base} holds grafts: it is no base that a patch could be made for; say which is (--base)")
@@ -50,6 +50,8 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
         if kept is None or not _same(kept, tensor):
             changed[name] = tensor.detach().cpu().contiguous().clone()
     save_file(changed, folder / WEIGHTS, metadata={"format": "pt"})
+    if not brings_tokenizer(base, tokenizer):
+        tokenizer.save_pretrained(folder)
     config, fields = original.config.to_dict(), hybrid.config.to_dict()
     Patch(
         **environment().model_dump(),
