@@ -308,7 +308,7 @@ def test_bench_decides_as_the_harness_s_command_does(name, tmp_path, monkeypatch
         assert ours[task].measure(hybrid).values.tolist() == [sample["acc"] for sample in theirs]
     (task,) = harness.load(["surgery_kv_4"])["surgery_kv_4"]
     assert harness.evaluate(hybrid, tokenizer, task, 4, 10)[0].tolist() == [s["acc"] for s in said["surgery_kv_4"]]
-    encoded = encode(tokenizer, make("kv", pairs=4).questions(10, suites.bench_seed(0)))
+    encoded = encode(tokenizer, make("kv", pairs=4, keys="lessons").questions(10, suites.bench_seed(0)))
     with torch.inference_mode():
         logits = torch.stack([hybrid(torch.tensor([row])).logits[0, -1] for row in encoded.rows])
     scores = [[value for ((value, _),) in sample["resps"]] for sample in said["surgery_kv_4"]]
