@@ -4,6 +4,7 @@ What is promised of the base alone is checked against the thousand examples on i
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -13,6 +14,12 @@ def main(path: str) -> int:
 
     def kv(name: str, pairs: int) -> float:
         return models[name]["kv"][str(pairs)]["accuracy"]
+
+    def unseen(name: str, pairs: int) -> float:
+        return models[name]["tasks"][f"kv_unseen.{pairs}"]["accuracy"]
+
+    def gain(accuracy: Callable[[str, int], float]) -> float:
+        return accuracy("tuned", 64) - accuracy("base", 64)
 
     def knowledge_lost(name: str) -> float:
         return models["base"]["knowledge"]["accuracy"] - models[name]["knowledge"]["accuracy"]
@@ -32,7 +39,8 @@ def main(path: str) -> int:
         "spliced, untrained: KV 32 rises by at least .15": kv("spliced", 32) - kv("base", 32) >= 0.15,
         "spliced, untrained: above the random site, outside the intervals": located["ci95"][0] > elsewhere["ci95"][1],
         "tuned: KV 64 at least .90": kv("tuned", 64) >= 0.90,
-        "control_tuned: KV 64 at most .60": kv("control_tuned", 64) <= 0.60,
+        **{f"{name}: KV 64 at most .60": kv(name, 64) <= 0.60 for name in ("control_tuned", "control_same_layer_tuned")},
+        "tuned: with unseen keys at least three quarters of the gain": gain(unseen) >= 0.75 * gain(kv),
         **{f"{name}: knowledge falls by at most .01": knowledge_lost(name) <= 0.01 for name in ("spliced", "tuned")},
         **{f"{name}: perplexity rises by at most 2%": perplexity_ratio(name) <= 1.02 for name in ("spliced", "tuned")},
         "at least 500 examples a cell": all(

@@ -73,7 +73,7 @@ def render(report: Report, ranking: Ranking | None = None, mixing: Mixing | None
         loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     shown: dict[str, Any] = {
-        "report": report, "base": base[0], "looks": seen, "symbols": SYMBOLS,
+        "report": report, "base": base[0], "explanation": markdown.EXPLANATION, "looks": seen, "symbols": SYMBOLS,
         "hybrids": [s for s in subjects if _hybrid(s.name)],
         "controls": [s for s in subjects if s.name.startswith("control")],
         "closest": _closest(report), "results": markdown.rows(report), "subjects": subjects,
