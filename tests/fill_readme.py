@@ -114,7 +114,7 @@ def seeds() -> str:
         recipe = made.recipe or {}
         last = recipe["seed"] + len({row.what.rpartition(" ")[2] for row in found.rows}) - 1
         parts.append(f"""`{made.base}`, seeds {recipe["seed"]} to {last}, {recipe["bench"]["examples"]} examples a cell, \
-{made.threads} thread:
+{made.threads} thread, version {made.toolkit}:
 
 {rows}""")
     return "\n\n".join(parts) + "\n\n![Tuned on every seed anew](recipes/seeds.png)"

@@ -31,10 +31,10 @@ RECORDS = [
 
 @pytest.mark.parametrize(("kind", "record", "recipe"), RECORDS, ids=[recipe for _, _, recipe in RECORDS])
 def test_a_record_is_of_its_recipe(kind, record, recipe):
-    from surgery.recipe import read_recipe
+    from surgery.recipe import Recipe, read_recipe
 
-    said = read_recipe(ROOT / "recipes" / f"{recipe}.yaml").model_dump(mode="json")
-    assert kind.read(record).provenance.recipe == said
+    # A key that is newer than a record had no other value than its default then.
+    assert Recipe.model_validate(kind.read(record).provenance.recipe) == read_recipe(ROOT / "recipes" / f"{recipe}.yaml")
 
 
 @pytest.fixture
