@@ -42,7 +42,7 @@ from surgery.hybrids.common import Graft, HybridBackbone, HybridCausalLM, descri
 from surgery.hybrids.parts import at, at_least_float32, convolved, fetching, gated, is_quantised, seen_keys, time_step
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
-from surgery.kernels.functions import own_precision
+from surgery.kernels.functions import own_precision, result_dtype
 from surgery.kernels.mixing import attention_matrix, selective_matrix
 from surgery.kernels.packing import Packing
 from surgery.kernels.selective import selective_scan, selective_step
@@ -163,7 +163,7 @@ class _HybridMixer:
         elif heads:
             y = self.scan(x[..., heads], dt[..., heads], B, C, heads, cache_params, packing)
         else:
-            y = x[..., :0]
+            y = x[..., :0].to(result_dtype(x))
         if self.graft is None:
             return y
         attended = self.attend(x, dt, cache_params, packing or causal_mask)
