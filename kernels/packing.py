@@ -112,7 +112,7 @@ def _sizes(lengths: list[int]) -> list[int]:
     return sizes
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: list[Tensor]) -> Tensor:
     """One behind the other, as they are: autocast to bfloat16 takes no float16 here."""
     with own_precision(parts[0].device.type):
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -39,7 +39,7 @@ from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMi
 from transformers.models.mamba.modeling_mamba import MambaMixer, apply_mask_to_padding_states
 
 from surgery.hybrids.common import Graft, HybridBackbone, HybridCausalLM, describe_layers
-from surgery.hybrids.parts import at, at_least_float32, convolved, fetching, gated, is_quantised, seen_keys, time_step
+from surgery.hybrids.parts import at, at_least_float32, convolved, fetching, gated, is_quantised_weight, seen_keys, time_step
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
 from surgery.kernels.functions import own_precision, result_dtype
@@ -134,7 +134,7 @@ class _HybridMixer:
         x = apply_mask_to_padding_states(x if silu else self.act(x), attention_mask)
         sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
         dt, B, C = self.normalise(*self.x_proj(x).split(sizes, dim=-1))
-        if is_quantised(self.dt_proj.weight):
+        if is_quantised_weight(self.dt_proj.weight):
             dt = self.dt_proj(dt).transpose(1, 2)
         else:
             dt = self.dt_proj.weight @ dt.transpose(1, 2)  # b channels t

@@ -57,10 +57,10 @@ def as_weight(x: Tensor, weight: Tensor) -> Tensor:
     takes what comes; and under autocast, which casts by itself, float16 would only flush small gradients to zero on their way
     back.
     """
-    return x if is_quantised(weight) or autocasts(x.device.type) else x.to(weight.dtype)
+    return x if is_quantised_weight(weight) or autocasts(x.device.type) else x.to(weight.dtype)
 
 
-def is_quantised(weight: Tensor) -> bool:
+def is_quantised_weight(weight: Tensor) -> bool:
     """Whether a weight is not what its module multiplies by: int8, two 4-bit numbers to a byte, or float8 beside its scales."""
     return not weight.is_floating_point() or weight.itemsize < 2
 

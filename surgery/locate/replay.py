@@ -22,7 +22,7 @@ from surgery.errors import UserError
 from surgery.finite import checked
 from surgery.hybrids.parts import bias_of, multiplied, project_in_float16
 from surgery.locate.patching import Shape, block_shapes, identity, replaced, tensor_of
-from surgery.quantised import holds_integers
+from surgery.quantised import has_quantised_weight
 
 How = Literal["zero", "mean", "resample"]
 
@@ -148,7 +148,8 @@ class _Recorder:
                 f"cannot ablate heads of a {family} model: what its {mixer} returns is not what its output projection returns; "
                 "see surgery/anatomy.py"
             )
-        columns, project = self.projected[0][0], self.mixer.out
+        columns = self.projected[0][0]
+        project: Callable[[Tensor], Tensor] = self.mixer.out
         if columns.dtype != returned.dtype:
             columns, project = columns.float() * scale, partial(project_in_float16, self.mixer.out)
         return Recorded(self.entering, columns, returned, Shape.of(self.returned), project)
@@ -250,7 +251,7 @@ class Layer:
             after = torch.zeros_like(before) if how == "zero" else self._instead(i, columns, how)
             if len(mine) < mixer.heads and any(other.feeds and other is not mixer for other in self._touched(heads)):
                 change[i] = Edit(columns, after)  # the mixer's other heads read an ablated one
-            elif holds_integers(mixer.out):  # it rounds what it reads, so no part of its output can be computed apart
+            elif has_quantised_weight(mixer.out):  # it rounds what it reads, so no part of its output can be computed apart
                 change[i] = Edit(columns, after).applied(self._recorded[i].project)(self._columns[i])
             else:
                 change[i] = self._outputs[i] + F.linear(after - before, mixer.out.weight[:, columns].to(before.dtype))
