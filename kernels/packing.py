@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from surgery.kernels.functions import own_precision
+
 PADDING = 0.25  # of the longest document of a group: a shorter one by more than that goes to another group
 FEW = 16  # tokens of padding that a call more would not save
 
@@ -54,7 +56,7 @@ class Packing:
     def scan(self, run: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """The same where `run` gives a state after the last token as well, (documents, ...), which padding may not change."""
         parts = [run(*map(group.unpack, tensors)) for group in self.groups]
-        states = torch.cat([state for _, state in parts])
+        states = _joined([state for _, state in parts])
         return self._pack([y for y, _ in parts]), states.index_select(0, self.ranks.to(states.device))
 
     def positions(self) -> Tensor:
@@ -62,10 +64,9 @@ class Packing:
         return self.apply(lambda tokens: torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), self.places)
 
     def _pack(self, parts: Sequence[Tensor]) -> Tensor:
-        rows = [part.flatten(0, 1) for part in parts]
-        found = rows[0] if len(rows) == 1 else torch.cat(rows)
-        found = found.index_select(0, self.places.flatten().to(found.device)).unflatten(0, self.places.shape)
-        return found if self.outside is None else found.masked_fill_(_like(self.outside, found), 0)
+        rows = _joined([part.flatten(0, 1) for part in parts])
+        packed_again = rows.index_select(0, self.places.flatten().to(rows.device)).unflatten(0, self.places.shape)
+        return packed_again if self.outside is None else packed_again.masked_fill_(_like(self.outside, packed_again), 0)
 
 
 def packed(numbers: Tensor, device: torch.device | None = None, *, alike: bool = True) -> Packing:
@@ -109,6 +110,12 @@ def _sizes(lengths: list[int]) -> list[int]:
             longest = length
         sizes[-1] += 1
     return sizes
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One behind the other, as they are: autocast to bfloat16 takes no float16 here."""
+    with own_precision(parts[0].device.type):
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _like(mask: Tensor, m: Tensor) -> Tensor:

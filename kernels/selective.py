@@ -55,7 +55,7 @@ def selective_scan(
         return packing.scan(lambda x, dt, B, C: selective_scan(x, dt, A, B, C, D, backend=backend), x, dt, B, C)
     if not x.numel():
         state = x.new_zeros(len(x), *A.shape, dtype=torch.promote_types(x.dtype, torch.float32))
-        return x, state if initial_state is None else initial_state
+        return x.to(result_dtype(x)), state if initial_state is None else initial_state
     return SELECTIVE_SCAN(x, dt, A, B, C, D, initial_state, backend=backend)
 
 

@@ -54,7 +54,7 @@ def ssd_scan(
         options: dict[str, Any] = {"chunk_size": chunk_size, "backend": backend}
         return packing.scan(lambda x, dt, B, C: ssd_scan(x, dt, A, B, C, D, **options), x, dt, B, C)
     if not x.numel():
-        return x, _empty_state(x, B) if initial_state is None else initial_state
+        return x.to(result_dtype(x)), _empty_state(x, B) if initial_state is None else initial_state
     return SSD_SCAN(x, dt, A, B, C, D, initial_state, chunk_size, backend=backend)
 
 

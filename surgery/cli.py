@@ -191,7 +191,7 @@ def tune(
     placed = options.model_copy(update={"device": "cpu"}) if divided() else options
     joined = is_patch(hybrid)
     loaded = open_checkpoint(placed, trust_remote_code, base if joined else None)
-    batches.check(loaded.tokenizer, options.tune, options.data, options.bench)
+    batches.check(loaded.tokenizer, options.tune, options.data, options.bench, options.seed)
     if options.tune.lora is not None:
         matches(loaded.model, options.tune.lora)
     named = base_of(hybrid) if base is None else base

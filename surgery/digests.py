@@ -19,6 +19,7 @@ from accelerate.utils import align_module_device
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.answers import settle
 from surgery.families import families
 from surgery.kernels.dispatch import Operation
 from surgery.records import OPTIONAL, Record, code_digest, environment
@@ -84,7 +85,8 @@ def conditions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, diges
 
 
 def model_digest(model: PreTrainedModel) -> str:
-    """sha256 of configuration and tensors (names, dtypes, shapes and bytes), tied ones once."""
+    """sha256 of configuration and tensors (names, dtypes, shapes and bytes), tied ones once. A quantised model is settled."""
+    settle(model)
     total = hashlib.sha256(json.dumps(_function(model.config), sort_keys=True, default=str).encode())
     for name, tensor in _tensors(model):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -124,6 +126,9 @@ def _function(config: Any) -> dict[str, Any]:
     family = families().get(config.model_type)
     left = UNRELATED if family is None else UNRELATED_HERE
     fields = {name: value for name, value in config.to_dict().items() if name not in left and value is not None}
+    if isinstance(quantisation := fields.get("quantization_config"), dict):
+        # Which modules are not quantised is seen from their tensors; a hybrid names more of them than its base.
+        fields["quantization_config"] = {name: v for name, v in quantisation.items() if name != "llm_int8_skip_modules"}
     if family is not None:
         fields["model_type"] = family.model_type  # an adopted base has the hybrid's
         fields["grafts"] = sorted(fields.get("grafts", ()), key=lambda spec: spec["layer"])

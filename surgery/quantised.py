@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from surgery.answers import settle
 from surgery.errors import UserError
+from surgery.hybrids.parts import is_quantised_weight
 
 # What transformers notes about a quantised model, for those who save it or move it.
 NOTES = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_8bit", "is_loaded_in_4bit")
@@ -21,9 +22,9 @@ def is_quantised(model: nn.Module) -> bool:
     return bool(getattr(model, "is_quantized", False))
 
 
-def holds_integers(module: nn.Module) -> bool:
-    """Whether this is a linear module whose weight is quantised."""
-    return isinstance(module, nn.Linear) and not module.weight.is_floating_point()
+def has_quantised_weight(module: nn.Module) -> bool:
+    """Whether this is a linear module whose weight is not what it multiplies by: integers, or float8 beside its scales."""
+    return isinstance(module, nn.Linear) and is_quantised_weight(module.weight)
 
 
 def dense(module: nn.Linear) -> Tensor:
@@ -32,7 +33,7 @@ def dense(module: nn.Linear) -> Tensor:
     Raises UserError if they are of another method than bitsandbytes.
     """
     weight: Any = module.weight
-    if not holds_integers(module):
+    if not has_quantised_weight(module):
         return weight
     if type(weight).__name__ not in ("Int8Params", "Params4bit"):
         raise UserError(f"a base quantised as {type(module).__name__} cannot be grafted; use bitsandbytes, or floating point")

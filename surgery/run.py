@@ -25,7 +25,7 @@ from surgery.bench.bench import Entry
 from surgery.bench.mixing import Mixing, mixing
 from surgery.bench.plots import draw
 from surgery.bench.report import Report
-from surgery.bench.suites import standard
+from surgery.bench.suites import check_probes, standard
 from surgery.checkpoint import Checkpoint, load
 from surgery.digests import conditions
 from surgery.errors import UserError
@@ -162,7 +162,9 @@ def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = Fals
     figures into `out`."""
     recipe, base, beside = open_compared(recipe, others, trust_remote_code)
     entries = {"base": Entry(base.model, called(base.name))}
-    part: Part | None = "bench" if recipe.tune.keep is not None or any(map(_tuned_under_keep, others)) else None
+    part: Part | None = (
+        "bench" if recipe.tune.keep is not None or any(map(_tuned_under_keep, (recipe.model, *others))) else None
+    )
     for label, other in beside.items():
         found = Path(other.name) / "plan.json"
         entries[label] = Entry(other.model, called(other.name), Plan.read(found) if found.exists() else None)
@@ -245,12 +247,13 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
         raise UserError(f"bench.doses counts heads, and plan.kind is {recipe.plan.kind}")
     if wanted := standard(recipe.bench):
         harness.load(wanted, recipe.bench.tasks_path, recipe.bench.data_path)
+    check_probes(recipe.bench, base.tokenizer)
     check_questions(base.tokenizer, recipe.locate, recipe.seed)
     check_sites(base.model, recipe.plan.sites or ())
     Knowledge(recipe.data.facts).questions(1, seed=0)
     Letters(recipe.data.facts).questions(1, seed=0)
     Perplexity(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
-    batches.check(base.tokenizer, recipe.tune, recipe.data, recipe.bench)
+    batches.check(base.tokenizer, recipe.tune, recipe.data, recipe.bench, recipe.seed)
 
 
 def prepare(out: Path, recipe: Recipe, resume: bool) -> None:

@@ -135,7 +135,8 @@ def _try_barriers(tokenizer: PreTrainedTokenizerBase) -> bool:
     pairs = [(prompt, text) for prompt in PROMPTS for text in TEXTS]
     for prompt, text in pairs:
         tail = _tail(prompt)
-        one, other, whole, part = tokenizer([prompt, tail, prompt + text, tail + text], add_special_tokens=False)["input_ids"]
-        if whole[len(one) :] != part[len(other) :]:
+        texts = [prompt, prompt + text, tail, tail + text]
+        of_prompt, of_both, of_tail, of_tail_and_text = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if of_both[len(of_prompt) :] != of_tail_and_text[len(of_tail) :]:
             return False
     return True

@@ -99,6 +99,15 @@ def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: 
     return found
 
 
+def check_probes(options: Bench, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError for a probe that cannot be asked in the sizes of `options`."""
+    for name, (probe, fields) in _probes(options).items():
+        try:
+            make(probe, tokenizer=tokenizer, **fields)
+        except UserError as error:
+            raise UserError(f"bench, {name}: {error}") from error
+
+
 def bench_seed(seed: int) -> int:
     """Other examples than those that locate ranked heads with."""
     return seed + 10_000

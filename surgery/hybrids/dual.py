@@ -16,7 +16,7 @@ from surgery.hybrids.common import Graft
 from surgery.hybrids.parts import at, convolved, fetching, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
-from surgery.kernels.functions import own_precision
+from surgery.kernels.functions import own_precision, result_dtype
 from surgery.kernels.mixing import attention_matrix
 from surgery.kernels.native import learns
 from surgery.kernels.packing import Packing
@@ -154,7 +154,7 @@ class DualMixer:
         elif heads:
             y = self.scan(x[:, :, heads], B, C, dt[..., heads], heads, cache_params, packing)
         else:
-            y = x[:, :, :0]
+            y = x[:, :, :0].to(result_dtype(x))
         if self.graft is None:
             return y
         assert qk is not None  # project makes it wherever there is a graft

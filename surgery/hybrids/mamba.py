@@ -39,10 +39,10 @@ from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMi
 from transformers.models.mamba.modeling_mamba import MambaMixer, apply_mask_to_padding_states
 
 from surgery.hybrids.common import Graft, HybridBackbone, HybridCausalLM, describe_layers
-from surgery.hybrids.parts import at, at_least_float32, convolved, fetching, gated, is_quantised, seen_keys, time_step
+from surgery.hybrids.parts import at, at_least_float32, convolved, fetching, gated, is_quantised_weight, seen_keys, time_step
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
-from surgery.kernels.functions import own_precision
+from surgery.kernels.functions import own_precision, result_dtype
 from surgery.kernels.mixing import attention_matrix, selective_matrix
 from surgery.kernels.packing import Packing
 from surgery.kernels.selective import selective_scan, selective_step
@@ -134,7 +134,7 @@ class _HybridMixer:
         x = apply_mask_to_padding_states(x if silu else self.act(x), attention_mask)
         sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
         dt, B, C = self.normalise(*self.x_proj(x).split(sizes, dim=-1))
-        if is_quantised(self.dt_proj.weight):
+        if is_quantised_weight(self.dt_proj.weight):
             dt = self.dt_proj(dt).transpose(1, 2)
         else:
             dt = self.dt_proj.weight @ dt.transpose(1, 2)  # b channels t
@@ -163,7 +163,7 @@ class _HybridMixer:
         elif heads:
             y = self.scan(x[..., heads], dt[..., heads], B, C, heads, cache_params, packing)
         else:
-            y = x[..., :0]
+            y = x[..., :0].to(result_dtype(x))
         if self.graft is None:
             return y
         attended = self.attend(x, dt, cache_params, packing or causal_mask)

@@ -57,10 +57,10 @@ def as_weight(x: Tensor, weight: Tensor) -> Tensor:
     takes what comes; and under autocast, which casts by itself, float16 would only flush small gradients to zero on their way
     back.
     """
-    return x if is_quantised(weight) or autocasts(x.device.type) else x.to(weight.dtype)
+    return x if is_quantised_weight(weight) or autocasts(x.device.type) else x.to(weight.dtype)
 
 
-def is_quantised(weight: Tensor) -> bool:
+def is_quantised_weight(weight: Tensor) -> bool:
     """Whether a weight is not what its module multiplies by: int8, two 4-bit numbers to a byte, or float8 beside its scales."""
     return not weight.is_floating_point() or weight.itemsize < 2
 
@@ -77,12 +77,29 @@ def gated(out_proj: nn.Module, y: Tensor, gate: Tensor) -> Tensor:
     its projection may be beyond float16's range, so a token's own power of two is divided out before and multiplied after."""
     if gate.dtype != torch.float16:
         return out_proj((y * F.silu(gate)).to(gate.dtype))  # not the weight's dtype: a quantised one has integers
-    wide = y.float() * F.silu(gate.float())
-    largest = wide.detach().abs().amax(-1, keepdim=True)
+    return project_in_float16(out_proj, y.float() * F.silu(gate.float()))
+
+
+def project_in_float16(out_proj: nn.Module, x: Tensor) -> Tensor:
+    """What a projection that computes in float16 gives for x (..., c) in float32, in float32."""
+    largest = x.detach().abs().amax(-1, keepdim=True)
     scale = torch.exp2((largest / MOST).log2().ceil().clamp_min(0))
-    out = out_proj((wide / scale).to(gate.dtype)).float()
-    bias = getattr(out_proj, "bias", None)
-    return out * scale if bias is None else out * scale + bias * (1 - scale)
+    return multiplied(out_proj((x / scale).half()), scale, bias_of(out_proj))
+
+
+def multiplied(out: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """What a projection gives for scale * x, in float32, from what it gives for x (..., d). scale (..., 1)."""
+    return out.float() * scale if bias is None else out.float() * scale + bias * (1 - scale)
+
+
+def bias_of(module: nn.Module) -> Tensor | None:
+    """A module's bias, also where accelerate keeps it on the CPU or the disk."""
+    return None if getattr(module, "bias", None) is None else _fetched_bias(module)
+
+
+@fetching("")
+def _fetched_bias(module: Any) -> Tensor:
+    return module.bias
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ positions any more, so there each row's last token is enough. One layer's tensor
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,8 +20,9 @@ from transformers import PreTrainedModel
 from surgery.anatomy import Anatomy, Mixer
 from surgery.errors import UserError
 from surgery.finite import checked
+from surgery.hybrids.parts import bias_of, multiplied, project_in_float16
 from surgery.locate.patching import Shape, block_shapes, identity, replaced, tensor_of
-from surgery.quantised import holds_integers
+from surgery.quantised import has_quantised_weight
 
 How = Literal["zero", "mean", "resample"]
 
@@ -49,12 +51,15 @@ Change = dict[int, Tensor | Edit]
 
 @dataclass(frozen=True)
 class Recorded:
-    """What went on in one mixer: the states that entered it, what its output projection read, and what it returned."""
+    """What went on in one mixer: the states that entered it, what its output projection read, and what it returned. In float16
+    this project's mixers divide what the projection reads by a power of two, and multiply what it gives (hybrids/parts.py):
+    here it stands undivided, in float32. project: from columns to the output."""
 
     entering: Tensor
     columns: Tensor
     output: Tensor
     shape: Shape
+    project: Callable[[Tensor], Tensor]
 
 
 class _Walk:
@@ -135,14 +140,32 @@ class _Recorder:
 
     def recorded(self, model: PreTrainedModel) -> Recorded:
         checked(tensor_of(self.returned), f"the states that leave the {self.mixer.kind} mixer of layer {self.mixer.layer}")
-        if len(self.projected) != 1 or not torch.equal(self.projected[0][1], tensor_of(self.returned)):
+        returned = tensor_of(self.returned)
+        scale = _scale(self.mixer.out, self.projected[0][1], returned) if len(self.projected) == 1 else None
+        if scale is None:
             family, mixer = model.config.model_type, type(self.mixer.module).__name__
             raise UserError(
                 f"cannot ablate heads of a {family} model: what its {mixer} returns is not what its output projection returns; "
                 "see surgery/anatomy.py"
             )
-        ((columns, output),) = self.projected
-        return Recorded(self.entering, columns, output, Shape.of(self.returned))
+        columns = self.projected[0][0]
+        project: Callable[[Tensor], Tensor] = self.mixer.out
+        if columns.dtype != returned.dtype:
+            columns, project = columns.float() * scale, partial(project_in_float16, self.mixer.out)
+        return Recorded(self.entering, columns, returned, Shape.of(self.returned), project)
+
+
+def _scale(out: nn.Linear, projected: Tensor, returned: Tensor) -> Tensor | None:
+    """By what power of two a mixer has multiplied each token's output projection, (..., 1); None if it did anything else."""
+    if projected.shape != returned.shape:
+        return None
+    if projected.dtype == returned.dtype:
+        return torch.ones_like(projected[..., :1]) if torch.equal(projected, returned) else None
+    bias = bias_of(out)
+    before, after = (m.float() if bias is None else m.float() - bias for m in (projected, returned))
+    ratio = after.abs().amax(-1, keepdim=True) / before.abs().amax(-1, keepdim=True)
+    scale = ratio.log2().round().exp2().nan_to_num(1.0)  # 0 / 0: nothing was projected
+    return scale if torch.equal(multiplied(projected, scale, bias), returned) else None
 
 
 class Replay:
@@ -228,10 +251,10 @@ class Layer:
             after = torch.zeros_like(before) if how == "zero" else self._instead(i, columns, how)
             if len(mine) < mixer.heads and any(other.feeds and other is not mixer for other in self._touched(heads)):
                 change[i] = Edit(columns, after)  # the mixer's other heads read an ablated one
-            elif holds_integers(mixer.out):  # it rounds what it reads, so no part of its output can be computed apart
-                change[i] = Edit(columns, after).applied(mixer.out)(self._columns[i])
+            elif has_quantised_weight(mixer.out):  # it rounds what it reads, so no part of its output can be computed apart
+                change[i] = Edit(columns, after).applied(self._recorded[i].project)(self._columns[i])
             else:
-                change[i] = self._outputs[i] + F.linear(after - before, mixer.out.weight[:, columns])
+                change[i] = self._outputs[i] + F.linear(after - before, mixer.out.weight[:, columns].to(before.dtype))
         return change
 
     def _touched(self, heads: Sequence[int] | None) -> list[Mixer]:

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.families import Hybrid, families, family_of
 from surgery.hybrids.layer_graft import LayerGraftMixer
+from surgery.hybrids.parts import is_quantised_weight
 from surgery.plan import Plan
-from surgery.quantised import exact, holds_integers, is_quantised, note
+from surgery.quantised import exact, has_quantised_weight, is_quantised, note
 from surgery.site import Site
 from surgery.splice.donor import DonorHead, DonorLayer
 from surgery.splice.start import check_donor, fill_heads, fill_layer, head_starts, layer_start
@@ -48,7 +49,7 @@ def splice(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | No
         assert plan is not None
         mixer, like = grafted_mixer(hybrid, site.layer), grafted_mixer(base, site.layer).out_proj.weight
         mixer.graft.to_empty(device=like.device)
-        mixer.graft.to(like.dtype if like.is_floating_point() else base.dtype)
+        mixer.graft.to(base.dtype if is_quantised_weight(like) else like.dtype)
         if plan.kind == "layer":
             remove(base, hybrid, site.layer)
             fill_layer(mixer.graft, layers[site.layer], plan)
@@ -114,8 +115,8 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _quantised(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The modules that hold integers, by name, also those that layer grafts replaced."""
-    found = {name: module for name, module in model.named_modules() if holds_integers(module)}
+    """The modules whose weights are quantised, by name, also those that layer grafts replaced."""
+    found = {name: module for name, module in model.named_modules() if has_quantised_weight(module)}
     for module in model.modules():
         if isinstance(module, LayerGraftMixer):
             found |= module.removed_modules

@@ -68,14 +68,15 @@ def held_out_windows(
     return pad([sources[source].row(index) for source, index in drawn])
 
 
-def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: Bench | None = None) -> None:
+def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: Bench | None = None, seed: int = 0) -> None:
     """Find out before the work begins whether the lessons and the text can be had, and whether the bench measures on others:
-    their contents are compared."""
-    sources = _sources(data, Reading(tokenizer, options.text_tokens, seed=0))
+    their contents are compared. bench: how much it measures; seed: the run's, which says how many documents are read."""
+    rows = Rows(tokenizer, options, data, seed)
+    sources = rows.sources
     for source in sources:
         source.row(0)
     _check_lessons(tokenizer, options, data)
-    documents = max(SAMPLE, len(Rows(tokenizer, options, data, seed=0).drawn))
+    documents = max(SAMPLE, len(rows.drawn))
     documents += HELD_OUT * options.keep.windows if options.keep else 0
     trained = [(text.source, source.texts(documents)) for text, source in zip(data.train_text, sources, strict=True)]
     trained += [(path, (read_text(path, "the text in"),)) for path in _lesson_sources(options, ("needle",))]
@@ -136,8 +137,8 @@ class Rows(Dataset[list[list[int]]]):
         buffers = -(-options.steps // BUFFER)
         mixture, weights = f"mixture {seed}", [text.weight for text in data.train_text]
         first = [self._length(*drawn) for drawn in _draw(mixture, weights, SAMPLE)]
-        self.each = math.ceil(BUFFER * options.text_batch_size * options.text_tokens / max(1, sum(first) / SAMPLE))
-        self.drawn = _draw(mixture, weights, buffers * self.each)
+        self.per_buffer = math.ceil(BUFFER * options.text_batch_size * options.text_tokens / max(1, sum(first) / SAMPLE))
+        self.drawn = _draw(mixture, weights, buffers * self.per_buffer)
         self._buffer: tuple[int, list[list[list[int]]]] = (-1, [])
 
     def __len__(self) -> int:
@@ -152,8 +153,8 @@ class Rows(Dataset[list[list[int]]]):
 
     def _read(self, buffer: int) -> list[list[list[int]]]:
         size, tokens = self.options.text_batch_size, self.options.text_tokens
-        some = self.drawn[buffer * self.each : (buffer + 1) * self.each]
-        documents = [self.sources[source].row(index) for source, index in some]
+        drawn = self.drawn[buffer * self.per_buffer : (buffer + 1) * self.per_buffer]
+        documents = [self.sources[source].row(index) for source, index in drawn]
         rows = packed([len(document) for document in documents], BUFFER * size, tokens)
         order = sorted(range(len(rows)), key=lambda i: sum(len(documents[j]) for j in rows[i]))
         batches = sorted(sorted(order[first : first + size]) for first in range(0, len(rows), size))
@@ -232,9 +233,9 @@ def _draw(key: str, weights: list[float], count: int) -> list[tuple[int, int]]:
     chosen = random.Random(key).choices(range(len(weights)), weights, k=count)
     before = [0] * len(weights)
     drawn = []
-    for one in chosen:
-        drawn.append((one, before[one]))
-        before[one] += 1
+    for choice in chosen:
+        drawn.append((choice, before[choice]))
+        before[choice] += 1
     return drawn
 
 

@@ -42,11 +42,11 @@ def check_apart(held_out: str, sources: Iterable[tuple[str, Iterable[str]]], mea
     for name, texts in sources:
         sought = sought or Text(read_text(held_out, "the text in"), PER_TOKEN * measured)
         share = sought.share(_limited(name, texts))
-        found = f"{100 * share:.1f}% of {held_out} stands in {name}, too"
+        overlap = f"{100 * share:.1f}% of {held_out} stands in {name}, too"
         if share > TOLERATED:
-            raise UserError(f"{found}; data.held_out_text must be other text than what is trained on")
+            raise UserError(f"{overlap}; data.held_out_text must be other text than what is trained on")
         if share > WORTH_SAYING:
-            say(f"{found}; up to {100 * TOLERATED:.0f}% is tolerated")
+            say(f"{overlap}; up to {100 * TOLERATED:.0f}% is tolerated")
 
 
 class Text:
@@ -72,8 +72,8 @@ class Text:
             likely = hashes[self._filter[_head(hashes)]]
             place = np.minimum(np.searchsorted(self._hashes, likely), len(self._hashes) - 1)
             seen[place[self._hashes[place] == likely]] = True
-        found = seen[self._which]
-        return float(max(part.mean() for part in (found, found[: self._first]) if len(part)))
+        hits = seen[self._which]
+        return float(max(part.mean() for part in (hits, hits[: self._first]) if len(part)))
 
 
 def _limited(name: str, texts: Iterable[str]) -> Iterator[str]:

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.processes import is_main
 from surgery.progress import say
-from surgery.quantised import holds_integers
+from surgery.quantised import has_quantised_weight
 from surgery.recipe import Lora
 from surgery.records import write_text
 from surgery.splice.splice import graft_parameters
@@ -133,7 +133,7 @@ def matches(model: PreTrainedModel, options: Lora) -> list[Match]:
                 raise UserError(f"{refused} is a dead end: the model reads the weight of {name} and never calls it{choice}")
             if name not in able:
                 raise UserError(f"{refused} matches {name}, a {type(modules[name]).__name__}; adapters are for Linear{choice}")
-            if holds_integers(modules[name]):
+            if has_quantised_weight(modules[name]):
                 raise UserError(
                     f"{refused} matches {name}, which is quantised, and adapters are merged in the end; leave out tune.lora, "
                     "or take a base that is not quantised"

@@ -27,5 +27,5 @@ def key_words(keys: Keys, count: int) -> tuple[str, ...]:
     `count`."""
     chosen = {"all": KEYS, "lessons": KEYS[::2], "unseen": KEYS[1::2]}[keys]
     if count > len(chosen):
-        raise UserError(f"{count} different words are needed, and there are {len(chosen)} (keys: {keys})")
+        raise UserError(f"{count} different words are needed, and keys '{keys}' are {len(chosen)}; take a smaller size")
     return chosen

@@ -6,14 +6,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import Tensor
 from transformers import FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM, Trainer, TrainingArguments
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from surgery.anatomy import anatomy
 from surgery.doctor.rehearsal import rehearse
 from surgery.errors import UserError
 from surgery.kernels.dispatch import use
 from surgery.locate.attribution import attribute_starts
+from surgery.locate.replay import Replay
 from surgery.locate.walk import fully_gated
 from surgery.plan import Plan
 from surgery.probes.kv import KVRetrieval
@@ -126,6 +129,32 @@ def test_products_beyond_float16(config, kind, padded):
         assert not copy.deepcopy(base).half()(**padded).logits.isfinite().all()
     for model in (adopt(base), splice(base, WHOLE)):
         assert relative(logits(model, padded, torch.float16), logits(model, padded, torch.float64)) < 5e-2
+
+
+@pytest.mark.parametrize("how", ["zero", "mean"])
+@pytest.mark.parametrize("family", ["mamba", "llamba"])
+def test_heads_are_ablated_where_products_are_beyond_float16(family, how, tokenizer):
+    """There a mixer's output projection reads divided numbers, and what it gives is multiplied again."""
+    base = BASES[family]()
+    with torch.no_grad():
+        base.backbone.layers[0].mixer.in_proj.weight.mul_(30)
+    torch.manual_seed(0)
+    ids, other = torch.randint(1, 99, (2, 3, 12))
+    last = torch.full((3,), 11)
+    lost = {}
+    for dtype in (torch.float32, torch.float16):
+        model = adopt(copy.deepcopy(base).to(dtype))
+        layer = next(Replay(model, anatomy(model), ids, last, reference=(other, last)).layers())
+        lost[dtype] = layer.ablated(range(layer.mixers[0].heads // 2), how) - layer.base
+    assert relative(lost[torch.float16], lost[torch.float32].double()) < 5e-2
+
+
+def test_a_bias_that_accelerate_keeps_elsewhere():
+    model = splice(random_selective(MambaConfig, MambaForCausalLM, use_bias=True).half(), WHOLE)
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        assert torch.equal(cpu_offload(model, execution_device="cpu", offload_buffers=True)(ids).logits, before)
 
 
 @half

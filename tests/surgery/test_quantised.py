@@ -17,6 +17,7 @@ from transformers import (
 import surgery as package
 from surgery.anatomy import anatomy
 from surgery.checkpoint import fingerprint
+from surgery.digests import model_digest
 from surgery.errors import UserError
 from surgery.export import export
 from surgery.locate.patching import replaced
@@ -110,6 +111,27 @@ def test_half_precision_around_the_integers(folders):
     hybrid = splice(base, HEADS)
     assert {p.dtype for p in graft_parameters(hybrid).values()} == {torch.bfloat16}
     assert logits(hybrid).isfinite().all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_base_has_one_digest_adopted_and_after_a_forward(folders, bits):
+    base = quantised(folders / "mamba", bits, torch.bfloat16)
+    before, adopted = model_digest(base), adopt(base)
+    logits(adopted)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits(adopted)
+    assert model_digest(adopted) == model_digest(base) == before != model_digest(splice(base, HEADS))
+
+
+def test_packed_in_float16_under_autocast_to_bfloat16(folders):
+    """What integers give has the dtype of what they are given: float16 among bfloat16."""
+    hybrid = splice(quantised(folders / "mamba", 8, torch.float16), HEADS)
+    documents = torch.tensor([[*range(40), *range(5)]])
+    ids = torch.arange(1, 46)[None]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        together = hybrid(ids, position_ids=documents).logits
+        alone = hybrid(ids[:, 40:]).logits
+    assert (together[:, 40:] - alone).abs().max() < 0.05
 
 
 def test_fingerprints_tell_scales_apart(folders):

@@ -1,14 +1,18 @@
 """Models with quantised projections compute what the dequantised weights say: with modules made here, and bitsandbytes'."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from surgery.errors import UserError
+from surgery.plan import Plan
 from surgery.splice import adopt, splice
-from tests.conftest import BASES
+from tests.conftest import BASES, random_base
 from tests.surgery.test_half import HEADS, LAYER
 
 FAMILIES = ("plain", "mamba, biases, untied", "falcon mamba", "llamba")
@@ -101,3 +105,25 @@ def test_bitsandbytes(base, dtype, way, tokens, tmp_path):
     for name in ("adopted", "hybrid"):
         assert errors[name] < 1.3 * reference
         assert agreements[name] > agreements.get("stock", 0.95) - 0.06
+
+
+def test_weights_in_float8_stay_with_their_modules():
+    """float8 is floating point, and yet means nothing without its scales."""
+    base = random_base(num_hidden_layers=2)
+
+    class Float8(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight.to(x.dtype) * self.weight_scale_inv)
+
+    for block in base.backbone.layers:
+        wide = block.mixer.in_proj
+        narrow = block.mixer.in_proj = Float8(wide.in_features, wide.out_features, bias=False)
+        narrow.weight = nn.Parameter((100 * wide.weight).to(torch.float8_e4m3fn), requires_grad=False)
+        narrow.weight_scale_inv = nn.Parameter(torch.tensor(0.01), requires_grad=False)
+    base.is_quantized, base.hf_quantizer = True, SimpleNamespace(modules_to_not_convert=[])
+    base.config.quantization_config = {"quant_method": "fp8"}
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(adopt(base)(ids).logits, base(ids).logits, rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match="quantised as Float8 cannot be grafted; use bitsandbytes"):
+        splice(base, Plan(sites=("L1.H3",)))

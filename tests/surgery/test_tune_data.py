@@ -154,9 +154,9 @@ def test_rows_are_full_of_the_documents_that_were_drawn(words, folder):
     assert len(rows) == 256
     for buffer in range(4):
         found = Counter(len(document) for i in range(64) for document in rows[64 * buffer + i])
-        some = lengths[buffer * rows.each :][: found.total()]
+        some = lengths[buffer * rows.per_buffer :][: found.total()]
         assert found == Counter(some)  # the first that were drawn
-        assert found.total() > 0.8 * rows.each
+        assert found.total() > 0.8 * rows.per_buffer
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=60), st.integers(1, 12))

@@ -9,7 +9,8 @@ from surgery.errors import UserError
 from surgery.locate.questions import choice_probe
 from surgery.probes import make, without_unseen
 from surgery.probes.kv import KVRetrieval
-from surgery.recipe import Bench, Data, Lesson, Tune
+from surgery.recipe import Bench, Data, Lesson, Recipe, Tune
+from surgery.run import check
 from surgery.tune import batches
 from surgery.tune.data import kv_pieces
 from surgery.world.words import KEYS, key_words
@@ -82,9 +83,11 @@ def test_lessons_may_not_ask_for_what_is_for_bench_alone(tokenizer):
             batches.check(tokenizer, Tune(lessons=(lesson,)), Data())
 
 
-def test_more_pairs_than_there_are_keys_are_refused():
-    with pytest.raises(UserError, match="65 different words are needed, and there are 64"):
+def test_more_pairs_than_there_are_keys_are_refused(tiny):
+    with pytest.raises(UserError, match="65 different words are needed, and keys 'unseen' are 64"):
         KVRetrieval(65, keys="unseen")
+    with pytest.raises(UserError, match=r"bench, kv\.100: 100 different words are needed"):  # before the work begins
+        check(Recipe(model="tiny", bench=Bench(pairs=(100,))), tiny)
 
 
 def test_the_published_protocol_draws_from_all_words():
