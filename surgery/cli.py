@@ -111,7 +111,8 @@ def locate(
     if ranking.stability is not None:
         _table(*ranking.stability.table())
         _print(ranking.stability.summary())
-    _print(f"Layers: {anatomy(base.model).kinds()}. Base accuracy {ranking.base_accuracy}.")
+    accuracy = str(ranking.base_accuracy).replace("+", "")  # signs are for differences
+    _print(f"Layers: {anatomy(base.model).kinds()}. Base accuracy {accuracy}.")
     _print(f"Ranking: {out / 'ranking.json'}, maps: {out / 'atlas.png'}")
 
 

@@ -135,7 +135,8 @@ def first_line(error: pydantic.ValidationError) -> str:
     detail = error.errors()[0]
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        return f"unknown key '{where}'"
+        name, colon, value = str(detail["loc"][-1]).partition(":")  # YAML reads {every:4} as the key "every:4"
+        return f"unknown key '{where}'" + (f"; a space belongs after the colon: '{name}: {value}'" if colon else "")
     message = detail["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
 

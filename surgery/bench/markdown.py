@@ -63,7 +63,7 @@ def render(report: Report) -> str:
     if changed:
         tasks = list(next(iter(changed.values())).change)
         body = [[name, *(str(model.change[task]) for task in tasks)] for name, model in changed.items()]
-        header = ["model", *(_unit(task) for task in tasks)]
+        header = ["model", *(unit(task) for task in tasks)]
         parts.append(f"## Paired difference to the base, same examples, 95% intervals\n\n{table(header, body)}\n")
     parts += _verdicts(changed)
     if base.kv:
@@ -219,7 +219,8 @@ def _cell(model: ModelReport, task: str) -> str:
     return f"{value(model.results()[task]):.3f}"
 
 
-def _unit(task: str) -> str:
+def unit(task: str) -> str:
+    """What differences of a task are in, for the head of a column."""
     return {"perplexity": "loss (nats)", "sliding": "sliding loss (nats)"}.get(task, heading(task))
 
 

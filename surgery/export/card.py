@@ -121,7 +121,7 @@ def _measured(report: Report, record: Any) -> str:
     parts = [markdown.results(report), f"The weights of this export are the row **{row}**, measured in {record.dtype}.\n"]
     if changed := [(name, model.change) for name, model in report.models.items() if model.change]:
         tasks = list(changed[0][1])
-        header = ["model", *(task.replace("kv.", "KV ").replace("perplexity", "loss (nats)") for task in tasks)]
+        header = ["model", *map(markdown.unit, tasks)]
         rows = [
             [name, *(f"{d[t].value:+.3f} [{d[t].ci95[0]:+.3f}, {d[t].ci95[1]:+.3f}]" for t in tasks)] for name, d in changed
         ]

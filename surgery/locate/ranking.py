@@ -109,9 +109,24 @@ def plan(
         found = {str(score.site): score.start for score in ranking.heads}
         fields["starts"] = {str(head): start for site in chosen for head in site.each() if (start := found.get(str(head)))}
     try:
-        return Plan(**fields)
+        made = Plan(**fields)
     except ValidationError as error:
         raise UserError(f"plan: {first_line(error)}") from error
+    _check_sites(ranking, made)
+    return made
+
+
+def _check_sites(ranking: Ranking, chosen: Plan) -> None:
+    """Refuse sites that the ranked model does not have: splice would, but it has to load the model first."""
+    heads = {score.site for score in ranking.heads}
+    layers = {site.layer for site in heads} | {score.site.layer for score in ranking.layers}
+    for site in chosen.sites:
+        strays = [head for head in site.each() if head not in heads]
+        if site.layer not in layers:
+            raise UserError(f"plan: the ranked model has no site {site}: its layers are {min(layers)} to {max(layers)}")
+        if strays:
+            count = sum(head.layer == site.layer for head in heads)
+            raise UserError(f"plan: the ranked model has no site {strays[0]}: layer {site.layer} has {count} heads, from 0")
 
 
 def random_plan(ranking: Ranking, chosen: Plan, seed: int, *, same_layers: bool = False) -> Plan | None:

@@ -237,6 +237,15 @@ def test_a_layer_from_a_donor(surgery, folder, finished, tmp_path):
     assert (status, err) == (2, "surgery: plan: sites: L1.H2 names heads; a layer graft takes a whole layer, e.g. L1\n")
 
 
+@pytest.mark.parametrize(
+    ("site", "complaint"), [("L7.H0", "no site L7.H0: its layers are 0 to"), ("L0.H1,99", "no site L0.H99: layer 0 has")]
+)
+def test_a_plan_refuses_sites_that_the_ranked_model_does_not_have(surgery, finished, site, complaint):
+    status, _, err = surgery("plan", finished[0] / "ranking.json", "--set", f"plan.sites={site}", "--out", "wrong.json")
+    assert status == 2
+    assert complaint in err
+
+
 def test_prune_finds_the_minimal_model(surgery, tiny, tmp_path):
     """All retrieval of the built-in base sits in its first layer."""
     asked = ("--set", "locate.examples=40", "--set", "locate.options.pairs=8")
