@@ -19,6 +19,7 @@ from accelerate.utils import align_module_device
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.answers import settle
 from surgery.families import families
 from surgery.kernels.dispatch import Operation
 from surgery.records import OPTIONAL, Record, code_digest, environment
@@ -85,6 +86,7 @@ def conditions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, diges
 
 def model_digest(model: PreTrainedModel) -> str:
     """sha256 of configuration and tensors (names, dtypes, shapes and bytes), tied ones once."""
+    settle(model)
     total = hashlib.sha256(json.dumps(_function(model.config), sort_keys=True, default=str).encode())
     for name, tensor in _tensors(model):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -94,6 +96,7 @@ def model_digest(model: PreTrainedModel) -> str:
 
 def dtypes(model: PreTrainedModel) -> str:
     """ "float32", or the dtypes of a model that holds several: "bfloat16, float32"."""
+    settle(model)
     return ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
 
 
