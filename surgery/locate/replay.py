@@ -136,6 +136,11 @@ class _Recorder:
     def recorded(self, model: PreTrainedModel) -> Recorded:
         checked(tensor_of(self.returned), f"the states that leave the {self.mixer.kind} mixer of layer {self.mixer.layer}")
         if len(self.projected) != 1 or not torch.equal(self.projected[0][1], tensor_of(self.returned)):
+            if self.projected and self.projected[0][1].dtype == torch.float16 != tensor_of(self.returned).dtype:
+                raise UserError(  # hybrids/parts.py gives out_proj a scaled input there, so no column is a part of the output
+                    f"cannot ablate heads in float16: products in layer {self.mixer.layer} are too large for it; "
+                    "set dtype=bfloat16"
+                )
             family, mixer = model.config.model_type, type(self.mixer.module).__name__
             raise UserError(
                 f"cannot ablate heads of a {family} model: what its {mixer} returns is not what its output projection returns; "

@@ -13,7 +13,7 @@ from surgery.tune.lora import adapters
 
 
 def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.Parameter]:
-    """The parameters that tuning changes, by name: those of grafts, or of the mixers of `layers`, and those of adapters; nothing
+    """What tuning changes, by name: parameters of grafts, or of the mixers of `layers`, and those of adapters. Nothing
     of quantised modules: integers do not learn, and bitsandbytes changes the dtype of their biases in every forward."""
     parts = [".graft."] if layers is None else [f".layers.{layer}.mixer." for layer in layers]
     fixed = {id(p) for module in model.modules() if holds_integers(module) for p in module.parameters(recurse=False)}
