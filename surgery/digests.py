@@ -96,6 +96,7 @@ def model_digest(model: PreTrainedModel) -> str:
 
 def dtypes(model: PreTrainedModel) -> str:
     """ "float32", or the dtypes of a model that holds several: "bfloat16, float32"."""
+    settle(model)
     return ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
 
 
@@ -139,8 +140,9 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """By name, sorted: what a folder of the model holds, tied parameters once, and also what accelerate has put on a disk."""
     once = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(once)
+    known = set(getattr(model, "all_tied_weights_keys", None) or ())  # what accelerate has put away shares no tensor any more
     for name, tensor in sorted(model.state_dict().items()):
-        if name in tied or not isinstance(tensor, Tensor):
+        if name in tied or not isinstance(tensor, Tensor) or (tensor.is_meta and name in known):
             continue
         if tensor.is_meta:
             owner, _, leaf = name.rpartition(".")

@@ -77,7 +77,8 @@ class ChannelGraft(Graft):
     def values(self, m: Tensor) -> Tensor:
         """m (b, t, grafted channels) -> (b, pairs, t, each)."""
         rows = [F.pad(m[..., places], (0, self.each - len(places))) for places in self.pairs]
-        return torch.stack(rows, dim=1)
+        with own_precision(m.device.type):  # autocast to bfloat16 takes no float16 here
+            return torch.stack(rows, dim=1)
 
     def channels(self, v: Tensor) -> Tensor:
         """v (b, t, pairs, each) -> (b, t, grafted channels), the inverse of `values`."""

@@ -170,14 +170,14 @@ def packed(lengths: Sequence[int], count: int, most: int) -> list[list[int]]:
     rows in the order of their first. lengths: of at least `count` documents, none longer than a row."""
 
     def spread(number: int) -> list[list[int]] | None:
-        """The longest first, each into the emptiest row; None where one does not fit."""
-        filled = [(0, row) for row in range(count)]
+        """The longest first, each into the emptiest row; None where one does not fit. A document may be empty, a row not."""
+        filled = [(0, 0, row) for row in range(count)]
         rows: list[list[int]] = [[] for _ in filled]
         for i in sorted(range(number), key=lambda i: -lengths[i]):
-            tokens, row = heapq.heappop(filled)
+            tokens, documents, row = heapq.heappop(filled)
             if tokens + lengths[i] > most:
                 return None
-            heapq.heappush(filled, (tokens + lengths[i], row))
+            heapq.heappush(filled, (tokens + lengths[i], documents + 1, row))
             rows[row].append(i)
         return rows
 

@@ -8,15 +8,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
+from surgery.quantised import holds_integers
 from surgery.tune.lora import adapters
 
 
 def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.Parameter]:
-    """The parameters that tuning changes, by name: those of grafts, or of the mixers of `layers` (but no integers of quantised
-    ones), and those of adapters."""
+    """What tuning changes, by name: parameters of grafts, or of the mixers of `layers`, and those of adapters. Nothing
+    of quantised modules: integers do not learn, and bitsandbytes changes the dtype of their biases in every forward."""
     parts = [".graft."] if layers is None else [f".layers.{layer}.mixer." for layer in layers]
-    own = {name: p for name, p in model.named_parameters() if any(part in name for part in parts) and p.is_floating_point()}
-    return own | adapters(model)
+    fixed = {id(p) for module in model.modules() if holds_integers(module) for p in module.parameters(recurse=False)}
+    named = {name: p for name, p in model.named_parameters() if any(part in name for part in parts)}
+    return {name: p for name, p in named.items() if p.is_floating_point() and id(p) not in fixed} | adapters(model)
 
 
 @contextmanager
@@ -27,6 +29,9 @@ def training(
     UserError at the end if what was trained does not fit into the dtype that it had."""
     requires_grad = {p: p.requires_grad for part in filter(None, (teacher, model)) for p in part.parameters()}
     dtypes = {name: p.dtype for name, p in trained.items()}
+    # A forward in another dtype rounds the biases of bitsandbytes' modules, in place.
+    narrow = [module for part in filter(None, (teacher, model)) for module in part.modules() if holds_integers(module)]
+    biases = [(module.bias, module.bias.data) for module in narrow if module.bias is not None]
     try:
         for p in requires_grad:
             p.requires_grad_(any(p is own for own in trained.values()))
@@ -39,6 +44,8 @@ def training(
                 raise UserError(f"'{name}' was tuned beyond the range of {kind}; take a base in bfloat16 (dtype: bfloat16)")
     finally:
         model.eval()
+        for bias, data in biases:
+            bias.data = data
         for p, before in requires_grad.items():
             p.requires_grad_(before)
             p.grad = None

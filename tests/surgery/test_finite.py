@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from surgery.bench import bench
 from surgery.bench.language import sliding_losses
 from surgery.errors import UserError
-from surgery.finite import NotFinite, broken_weight, checked, explained, within
+from surgery.finite import NotFinite, broken_weight, checked, explained, watching_logits, within
 from surgery.locate import locate
 from surgery.locate.prune import Subject
 from surgery.plan import Plan
@@ -201,6 +201,22 @@ def test_tuning_still_blames_the_learning_rate(base, tokenizer):
     hybrid = splice(base, Plan(sites=("L1.H2,3",)))
     with pytest.raises(UserError, match=r"at step [2-9]; lower tune\.learning_rate"):
         tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 9, "warmup": 0, "learning_rate": 1e30}), data=Data())
+
+
+@torch.no_grad()
+def test_logits_are_watched_as_long_as_was_asked(base):
+    """-inf beside others is a mask. Afterwards the model is the caller's again."""
+    ids = torch.arange(5)[None]
+    for value in (-math.inf, math.nan):
+        hook = masking(base, value)
+        if value == -math.inf:
+            with watching_logits(base):
+                base(ids)
+        else:
+            with pytest.raises(NotFinite, match=r"^the logits are not finite$"), watching_logits(base):
+                base(ids)
+        assert not base(ids).logits.isfinite().all()
+        hook.remove()
 
 
 def test_what_is_said():

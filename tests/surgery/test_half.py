@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from surgery.anatomy import anatomy
 from surgery.doctor.rehearsal import rehearse
 from surgery.errors import UserError
 from surgery.kernels.dispatch import use
+from surgery.locate import locate
 from surgery.locate.attribution import attribute_starts
 from surgery.locate.replay import Replay
 from surgery.locate.walk import fully_gated
@@ -177,6 +179,20 @@ def test_attribution_has_the_same_order(name, dtype, tokenizer):
     )
     assert narrow.isfinite().all()
     assert np.corrcoef(exact.argsort().argsort(), narrow.float().argsort().argsort())[0, 1] > 0.95
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ablation_of_products_beyond_float16(dtype, tokenizer):
+    base = random_selective(MambaConfig, MambaForCausalLM, vocab_size=-(-len(tokenizer) // 16) * 16, num_hidden_layers=1)
+    with torch.no_grad():
+        base.backbone.layers[0].mixer.D.mul_(1e3)
+        base.backbone.layers[0].mixer.in_proj.weight.mul_(30)
+    located = partial(locate, base.to(dtype), tokenizer, options={"pairs": 4}, examples=2, exact=False, layers=False)
+    if dtype == torch.bfloat16:
+        assert located().heads
+    else:
+        with pytest.raises(UserError, match=r"^cannot ablate heads in float16: .* layer 0 .*; set dtype=bfloat16$"):
+            located()
 
 
 # --- tuning

@@ -249,6 +249,8 @@ def test_a_head_has_a_role_if_it_is_missed(cost, answer, pair, gain, expected):
         splice_gain=None if gain is None else estimate(gain),
     )
     assert role(score, low, 0.25, 0.4) == expected
+    if score.ablation_loss is not None:  # it costs, but not beyond chance, corrected for the number of heads
+        assert role(score, low | {"ablation_loss": -0.001}, 0.25, 0.4) is None
     next_to_nothing = Estimate(value=2e-5, ci95=(1e-5, 3e-5), n=32)
     assert role(score.model_copy(update={"ablation_loss": next_to_nothing}), low, 0.25, 0.4) is None
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from surgery.digests import conditions, model_digest, tokenizer_digest
 from surgery.errors import UserError
 from surgery.export import export
 from surgery.export.folder import RECORD, Exported
-from surgery.locate import Ranking
+from surgery.locate import Ranking, locate
 from surgery.locate.ledger import Ledger
 from surgery.names import called, public
 from surgery.plan import Plan
@@ -113,6 +114,29 @@ def test_a_tokenizer_is_its_tokens_and_not_what_it_did_last():
     other = build_tokenizer()
     other.add_tokens(["mamba"])
     assert tokenizer_digest(other) != before
+    other = build_tokenizer()
+    other.eos_token = "."  # what documents end with
+    assert tokenizer_digest(other) != before
+
+
+def test_a_tokenizer_without_a_tokenizer_json_is_the_file_that_it_reads(tmp_path):
+    """One written in Python, as SentencePiece's: pieces of one vocabulary may be scored in two ways."""
+    vocabulary = tmp_path / "tokenizer.model"
+    read = SimpleNamespace(
+        special_tokens_map={}, model_max_length=9, get_vocab=lambda: {"a": 0, "b": 1}, vocab_file=str(vocabulary)
+    )
+    digests = []
+    for content in (b"a b", b"b a", b"a b"):
+        vocabulary.write_bytes(content)
+        digests.append(tokenizer_digest(read))
+    assert digests[0] == digests[2] != digests[1]
+    read.add_bos_token = True
+    assert tokenizer_digest(read) != digests[2]
+
+
+def test_conditions_name_what_computes(base):
+    """Not what only reads or draws: another peft changes no answer."""
+    assert {*conditions(base, TOKENIZER).packages} == {"torch", "transformers"}
 
 
 def test_the_code_counts(monkeypatch, tmp_path):
@@ -209,6 +233,13 @@ def test_a_ranking_is_resumed_only_for_the_same_weights(surgery, place, tmp_path
     assert surgery("locate", "hybrid", *ASKED, "--out", "out", "--resume")[0] == 0
     assert Path("out/ranking.json").read_bytes() == before
 
+    Path("out/recipe.yaml").unlink()  # which would be enough to refuse
+    other = ("--set", "locate={options: {pairs: 4}, examples: 4, layers: false, ablation: mean}")
+    status, _, err = surgery("locate", "hybrid", *other, "--out", "out", "--resume")
+    assert status == 0, err
+    assert "out/ranking.json is of another recipe: locating again" in err
+    Path("out/recipe.yaml").unlink()
+
     for change in ({"base_accuracy": {"value": 1.0, "ci95": [1.0, 1.0], "n": 4}}, {"seal": None}):  # falsified; of 0.5.1
         Path("out/ranking.json").write_text(json.dumps(json.loads(before) | change))
         status, out, err = surgery("locate", "hybrid", *ASKED, "--out", "out", "--resume")
@@ -226,6 +257,37 @@ def test_a_ranking_is_resumed_only_for_the_same_weights(surgery, place, tmp_path
             "is of another set of questions: locating again"
             in surgery("locate", "hybrid", *asked, "--out", "out", "--resume")[2]
         )
+
+
+def test_without_resume_nothing_that_was_kept_is_met(place, tmp_path, monkeypatch):
+    """What a damaged part's complaint advises."""
+    recipe, base, met = Recipe(model=str(place / "base")), package.load(place / "base"), []
+
+    def locate(*_, kept, **__):
+        met.append(kept.exists())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RUN, "locate", locate)
+    for resume in (True, False):
+        (tmp_path / "locate").mkdir(exist_ok=True)
+        with pytest.raises(KeyboardInterrupt):
+            RUN.located(recipe, base, tmp_path, resume=resume)
+    assert met == [True, False]
+
+
+def test_a_report_shows_no_atlas_of_another_model(place, tmp_path, monkeypatch):
+    base = adopt(package.load(place / "base").model)
+    made, shown = provenance("base", "f", 0), []
+    measured = ModelReport(description="", plan=None, conditions=conditions(base, TOKENIZER))
+    report = Report(provenance=made, plan=None, models={"base": measured}, timings={}, training={}, settings={})
+    ranking = locate(base, TOKENIZER, options={"pairs": 4}, examples=2, exact=False, layers=False)
+    monkeypatch.setattr(RUN.markdown, "render", lambda _: "")
+    monkeypatch.setattr(RUN.html, "render", lambda _, atlas, __: shown.append(atlas) or "")
+    other = ranking.conditions.model_copy(update={"model": "another"})
+    for found in (ranking, ranking.model_copy(update={"conditions": other})):
+        found.write(tmp_path / "ranking.json")
+        RUN.describe(report, tmp_path, None)
+    assert shown == [ranking, None]
 
 
 def test_a_part_of_a_ranking_is_what_its_name_says(tmp_path):

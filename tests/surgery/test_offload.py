@@ -8,6 +8,7 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
+from surgery.digests import model_digest
 from surgery.errors import UserError
 from surgery.hybrids.layer_graft import layer_spec
 from surgery.hybrids.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
@@ -54,6 +55,15 @@ def test_offloaded_is_the_same_model(family, how, tmp_path):
         model = adopt(BASES[family]()) if plan is None else splice(BASES[family](), plan)
         before = answers(model)
         assert same(before, answers(offloaded(model, tmp_path / kind, how))), kind
+        assert {p.device.type for p in model.parameters()} == {"meta"}  # what was fetched is put away again
+
+
+@pytest.mark.parametrize("how", ["cpu", "disk"])
+def test_offloaded_it_has_the_digest_that_it_had(how, tmp_path):
+    """Or a report measured on it would be another model's."""
+    model = splice(BASES["plain"](), KINDS["heads"])
+    before = model_digest(model)
+    assert model_digest(offloaded(model, tmp_path, how)) == before
 
 
 def test_a_layer_graft_with_a_convolution():

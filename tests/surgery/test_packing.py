@@ -117,6 +117,16 @@ def test_rows_of_one_document_take_the_way_that_they_took(model, ids):
     assert packing(hidden[:, :1], None, torch.tensor([[3], [0]]), None, None, {"seq_idx": torch.tensor([[0], [1]])}) is None
 
 
+def test_a_mask_may_reach_back_to_what_the_cache_holds():
+    """Its last columns are those of the tokens given; documents among these cannot go on from a cache, padded or not."""
+    hidden, mask = torch.zeros(1, 8, 1), torch.ones(1, 18, dtype=torch.long)
+    mask[:, :8] = 0
+    one, two = torch.arange(8)[None] + 2, torch.arange(8)[None] % 4
+    assert packing(hidden, mask, one, DynamicCache(), True, {}) is None
+    with pytest.raises(ValueError, match="cannot be continued from a cache"):
+        packing(hidden, mask, two, DynamicCache(), True, {})
+
+
 @over(("mamba2, mlp: layer", "mamba: shared pairs, two layers, one complete", *ONE_A_FAMILY))
 def test_nan_stays_in_its_document(model, ids):
     states = model.get_input_embeddings()(ids).detach()

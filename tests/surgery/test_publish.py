@@ -256,6 +256,19 @@ def test_what_arrived_wrong_is_named(hub, folder, name):
         publish.publish(folder, REPO)
 
 
+def test_what_stays_of_an_earlier_export_is_named(hub, folder, monkeypatch):
+    """A Hub that took the commit and not its deletions: from_pretrained may still load the old weights."""
+    hub.commits.append({**hub.files, "config.json": b"{}", "pytorch_model.bin": b"old"})
+    commit = hub.create_commit
+
+    def kept(repo, operations, **named):
+        return commit(repo, [each for each in operations if not isinstance(each, CommitOperationDelete)], **named)
+
+    monkeypatch.setattr(hub, "create_commit", kept)
+    with pytest.raises(UserError, match=r"someone/hybrid still holds 'pytorch_model\.bin' of an earlier export"):
+        publish.publish(folder, REPO, overwrite=True)
+
+
 def _edit(path, old, new):
     text = path.read_text()
     assert old in text

@@ -17,7 +17,7 @@ from transformers import (
 import surgery as package
 from surgery.anatomy import anatomy
 from surgery.checkpoint import fingerprint
-from surgery.digests import model_digest
+from surgery.digests import dtypes, model_digest
 from surgery.errors import UserError
 from surgery.export import export
 from surgery.locate.patching import replaced
@@ -187,6 +187,31 @@ def test_tuned_and_exported(folders, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"in_proj, which is quantised.*leave out tune\.lora"):
         matches(hybrid, Lora(targets=("in_proj",)))
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_forward_leaves_the_digest_as_it_was(folders, bits):
+    """bitsandbytes turns biases into the dtype of what it was given last: a report would be of another model."""
+    base = quantised(folders / "mamba2", bits, torch.bfloat16)
+    before = model_digest(base), dtypes(base)
+    with torch.no_grad():
+        base.backbone.layers[0].mixer.in_proj(torch.ones(1, 64))
+    assert base.backbone.layers[0].mixer.in_proj.bias.dtype == torch.float32
+    assert (model_digest(base), dtypes(base)) == before
+
+
+@pytest.mark.parametrize("family", ["mamba2", "falcon"])
+def test_8_bits_in_float16_are_tuned(folders, family):
+    """The most usual of all: a graft in the first layer, and the control, whose quantised modules learn nothing."""
+    base = quantised(folders / family, 8, torch.float16)
+    options = Tune(steps=2, batch_size=2, text_batch_size=1, text_tokens=16, lessons=({"options": {"pairs": 2}},))
+    for hybrid, layers in ((splice(base, Plan(sites=("L0.H3",))), None), (copy.deepcopy(adopt(base)), [0])):
+        before = {name: p.clone() for name, p in hybrid.named_parameters()}
+        log = tune(hybrid, build_tokenizer(), options, layers=layers, teacher=adopt(base))
+        assert len(log) == 2
+        changed = {name for name, p in hybrid.named_parameters() if not torch.equal(p, before[name])}
+        assert changed
+        assert not [name for name in changed if "_proj." in name and ".graft." not in name]
 
 
 def test_step_by_step_without_a_word_about_precision(surgery, folders, tmp_path):

@@ -191,6 +191,16 @@ def test_what_n_can_see_is_seen_four_times_of_five():
     assert seen / runs == pytest.approx(power, abs=0.06)
 
 
+def test_what_is_detectable_counts_the_comparisons():
+    """Of ten made together, each needs a difference as large as one alone does at a tenth of the level."""
+    rng = np.random.default_rng(0)
+    pair = (rng.random(300) < 0.5).astype(float), (rng.random(300) < 0.5).astype(float)
+    alone, together = evidence({0: pair})[0], evidence(dict.fromkeys(range(10), pair))[0]
+    power = stats.norm.isf(0.2)
+    ratio = (stats.norm.isf(LEVEL / 20) + power) / (stats.norm.isf(LEVEL / 2) + power)
+    assert together.detectable / alone.detectable == pytest.approx(ratio)
+
+
 def test_copies_that_agree_everywhere():
     said = evidence({"kv": (np.ones(400), np.ones(400))})["kv"]
     assert (said.p, said.differs) == (1, False)

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from surgery import tokens
@@ -232,6 +232,30 @@ def test_of_which_tokenizers_the_whole_is_taken():
         "characters",
         "llama, pieces of several words",
     }
+
+
+def test_a_tokenizer_that_learns_a_word_is_looked_at_again():
+    """Here one that joins two words, over the place where prompts are cut."""
+    tokenizer = build_tokenizer()
+    pairs = [("a b c is", " 31"), ("The 'anchor' key is", " 7")]
+    assert tokens._is_local(tokenizer)
+    tokens.following(tokenizer, pairs)
+    tokenizer.add_tokens(["key is"])
+    assert not tokens._is_local(tokenizer)
+    for (prompt, text), ids in zip(pairs, tokens.following(tokenizer, pairs), strict=True):
+        behind = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        assert ids == tokenizer(prompt + text, add_special_tokens=False)["input_ids"][behind:]
+
+
+def test_a_tokenizer_that_cuts_by_what_stands_far_before_gets_the_whole():
+    """No entry of its vocabulary crosses a space; but where it cuts depends on where the text begins."""
+    vocabulary = {character: i for i, character in enumerate(map(chr, range(32, 127)))} | {"\n": 95, "31": 96}
+    joining = Tokenizer(models.BPE(vocab=vocabulary, merges=[("3", "1")], unk_token="?"))
+    assert tokens._is_local(PreTrainedTokenizerFast(tokenizer_object=joining))
+    joining.pre_tokenizer = pre_tokenizers.Split(Regex(r"\A(?m:.{13})"), "isolated")  # a tail is 12 characters and "31"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=joining)
+    assert not tokens._is_local(tokenizer)
+    assert tokens.following(tokenizer, [(tokens.PROMPTS[0], "31")]) == [[96]]
 
 
 def test_of_a_text_in_the_prompt_s_last_token_nothing_is_left():

@@ -97,10 +97,11 @@ def test_nothing_to_tune_is_refused(world_base, tokenizer):
 
 def test_the_first_step_steps_and_so_does_the_last(world_base, tokenizer, monkeypatch):
     """Of every stage, from the share 1 / warmup on; at no step is the learning rate 0."""
-    rates, step = {}, descent.Descent._step
+    rates, seeds, step = {}, [], descent.Descent._step
 
     def noted(self, prepared, *args, **kwargs):
         before = weights(prepared.module)
+        seeds.append(torch.initial_seed())
         rates.setdefault(self.state.stage, []).append(prepared.optimizer.param_groups[0]["lr"])
         losses = step(self, prepared, *args, **kwargs)
         assert any(not torch.equal(p, before[name]) for name, p in weights(prepared.module).items())
@@ -110,6 +111,7 @@ def test_the_first_step_steps_and_so_does_the_last(world_base, tokenizer, monkey
     hybrid = splice(world_base, Plan(sites=("L1.H3",)))
     align = Align(steps=3, batches=1, learning_rate=0.4)
     tune(hybrid, tokenizer, SHORT.model_copy(update={"align": align, "warmup": 4, "learning_rate": 0.4}))
+    assert len({*seeds}) == 9  # each drops others at random
     assert rates["align"] == pytest.approx([0.1, 0.2, 0.3])  # fewer steps than the warm-up has
     assert rates["distil"] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.2])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -160,6 +160,7 @@ def test_rows_are_full_of_the_documents_that_were_drawn(words, folder):
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=60), st.integers(1, 12))
+@example([0, 0], 2)
 def test_a_row_takes_what_fits(lengths, count):
     count = min(count, len(lengths))
     rows = packed(lengths, count, 20)
