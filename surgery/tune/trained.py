@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.quantised import holds_integers
+from surgery.quantised import has_quantised_weight
 from surgery.tune.lora import adapters
 
 
@@ -16,7 +16,7 @@ def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.
     """What tuning changes, by name: parameters of grafts, or of the mixers of `layers`, and those of adapters. Nothing
     of quantised modules: integers do not learn, and bitsandbytes changes the dtype of their biases in every forward."""
     parts = [".graft."] if layers is None else [f".layers.{layer}.mixer." for layer in layers]
-    fixed = {id(p) for module in model.modules() if holds_integers(module) for p in module.parameters(recurse=False)}
+    fixed = {id(p) for module in model.modules() if has_quantised_weight(module) for p in module.parameters(recurse=False)}
     named = {name: p for name, p in model.named_parameters() if any(part in name for part in parts)}
     return {name: p for name, p in named.items() if p.is_floating_point() and id(p) not in fixed} | adapters(model)
 
@@ -30,7 +30,7 @@ def training(
     requires_grad = {p: p.requires_grad for part in filter(None, (teacher, model)) for p in part.parameters()}
     dtypes = {name: p.dtype for name, p in trained.items()}
     # A forward in another dtype rounds the biases of bitsandbytes' modules, in place.
-    narrow = [module for part in filter(None, (teacher, model)) for module in part.modules() if holds_integers(module)]
+    narrow = [module for part in filter(None, (teacher, model)) for module in part.modules() if has_quantised_weight(module)]
     biases = [(module.bias, module.bias.data) for module in narrow if module.bias is not None]
     try:
         for p in requires_grad:
