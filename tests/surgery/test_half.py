@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from transformers import FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM, Trainer, TrainingArguments
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -325,6 +326,7 @@ def trained_by_trainer(model, folder):
     options = {"max_steps": 2, "per_device_train_batch_size": 4, "report_to": "none", "logging_steps": 1, "save_strategy": "no"}
     trainer = Trainer(model, TrainingArguments(str(folder), bf16=True, use_cpu=True, disable_tqdm=True, **options), None, rows)
     trainer.train()
+    AcceleratorState._reset_state()  # the Trainer's precision would be that of every later Accelerator
     return [record["loss"] for record in trainer.state.log_history if "loss" in record]
 
 
