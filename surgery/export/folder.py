@@ -16,6 +16,8 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,7 +110,8 @@ def save(
         if report is not None:
             check_report(report, digest, dtypes(hybrid))
         try:
-            form.write(hybrid, temporary, tokenizer=tokenizer, plan=plan, base=base, **options)
+            with _tokenizers_errors():
+                form.write(hybrid, temporary, tokenizer=tokenizer, plan=plan, base=base, **options)
             _papers(temporary, hybrid, plan, recipe, report, figures)
             proof = prove(form.READER, hybrid, tokenizer, temporary)
             record = Exported(
@@ -132,6 +135,17 @@ def save(
             shutil.rmtree(temporary, ignore_errors=True)
     say(proof.line())
     return proof
+
+
+@contextmanager
+def _tokenizers_errors() -> Iterator[None]:
+    """What the tokenizers library cannot write becomes an OSError: it raises a bare Exception then."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(str(error)) from error
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -10,12 +10,22 @@ import torch
 from accelerate import cpu_offload
 from accelerate.state import AcceleratorState
 from torch import Tensor
-from transformers import FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from surgery.anatomy import anatomy
 from surgery.doctor.rehearsal import rehearse
 from surgery.errors import UserError
+from surgery.hybrids.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.kernels.dispatch import use
 from surgery.locate import locate
 from surgery.locate.attribution import attribute_starts
@@ -344,5 +354,7 @@ def test_trainer_in_bfloat16_of_an_exported_folder(tmp_path):
     splice(random_base(), HEADS).save_pretrained(tmp_path / "hybrid")
     kind = get_class_from_dynamic_module("mamba2.Mamba2HybridForCausalLM", str(tmp_path / "hybrid"))
     assert not kind.__module__.startswith("surgery.")
+    AutoConfig.register(Mamba2HybridConfig.model_type, Mamba2HybridConfig, exist_ok=True)  # the folder's code put its own there
+    AutoModelForCausalLM.register(Mamba2HybridConfig, Mamba2HybridForCausalLM, exist_ok=True)
     losses = trained_by_trainer(kind.from_pretrained(tmp_path / "hybrid"), tmp_path)
     assert all(math.isfinite(loss) for loss in losses)
