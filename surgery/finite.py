@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
@@ -89,8 +90,7 @@ def _first_output(model: nn.Module, rows: Sequence[Sequence[int]] | Tensor | Non
     run it."""
     if rows is None or state().num_processes > 1:
         return ""
-    longest = max(map(len, rows))
-    filled = [[*row, *[0] * (longest - len(row))] for row in (rows.tolist() if isinstance(rows, Tensor) else rows)]
+    ids = pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
     first: list[str] = []
 
     def note(module: nn.Module, _: Any, returned: Any) -> None:
@@ -102,7 +102,7 @@ def _first_output(model: nn.Module, rows: Sequence[Sequence[int]] | Tensor | Non
     handles = [module.register_forward_hook(note) for module in names]
     try:
         device = next((p.device for p in model.parameters() if not p.is_meta), None)
-        model(input_ids=torch.tensor(filled, device=device), use_cache=False)
+        model(input_ids=ids.to(device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

@@ -8,8 +8,6 @@ from huggingface_hub import metadata_load, try_to_load_from_cache
 from surgery.names import on_hub
 from surgery.records import Record
 
-__all__ = ["Origin", "on_hub", "origin"]
-
 LICENCE = ("license", "license_name", "license_link")  # as cards of the Hub name them
 
 

@@ -204,7 +204,7 @@ class _HybridMixer:
         if graft.time_step:
             write = dt[..., graft.heads].clamp_min(SMALLEST)
             # float16 has no room for time steps and what they multiply: many would be 0, and so would be divided by 0.
-            dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
+            dtype = result_dtype(x)
             v = torch.cat([graft.values(write * own), graft.values(write)], dim=-1).to(dtype)
             q, k = q.to(dtype), k.to(dtype)
         if cache_params is not None:

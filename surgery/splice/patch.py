@@ -22,7 +22,7 @@ from surgery.families.dual import OWN
 from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.origin import Origin
 from surgery.plan import Plan
-from surgery.quantised import converted, is_quantised, note
+from surgery.quantised import converted
 from surgery.records import Environment
 from surgery.splice.splice import grafted_mixer, remove, share
 
@@ -80,8 +80,6 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
         setattr(config, name, value)
     hybrid = family.empty(config, None, patch.grafts)
     share(converted(base, getattr(torch, patch.dtype), patch.base.name), hybrid, "the base lacks the tensor '{}'")
-    if is_quantised(base):
-        note(base, hybrid, [name for name, _ in hybrid.named_modules() if name.endswith(".graft")])
     wanted = hybrid.state_dict()
     lacking = [name for name, tensor in wanted.items() if tensor.is_meta and name not in weights]
     for name in (*lacking, *sorted(set(weights) - set(wanted))):

@@ -43,8 +43,6 @@ def splice(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | No
             plan = plan.model_copy(update={"width": width})
     hybrid = family.empty(base.config, plan, [start.spec for start in layers.values()])
     share(base, hybrid, "the base lacks the tensor '{}'")
-    if is_quantised(base):
-        note(base, hybrid, [name for name, _ in hybrid.named_modules() if name.endswith(".graft")])
     for site in plan.sites if plan else ():
         assert plan is not None
         mixer, like = grafted_mixer(hybrid, site.layer), grafted_mixer(base, site.layer).out_proj.weight
@@ -89,8 +87,6 @@ def unsplice(hybrid: PreTrainedModel) -> PreTrainedModel:
     """
     base = family_of(hybrid.config).empty_base(hybrid.config)
     share(hybrid, base, "the folder of a hybrid does not hold what a layer graft replaced ('{}'); load the base instead")
-    if is_quantised(hybrid):
-        note(hybrid, base, [])
     return base
 
 
@@ -156,5 +152,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel, lacking: str) -> Non
     for name in [name for name, _ in target.named_buffers() if name in tensors]:  # also those that state_dict leaves out
         owner, _, leaf = name.rpartition(".")
         target.get_submodule(owner)._buffers[leaf] = tensors[name]
+    if is_quantised(source):
+        note(source, target, [name for name, _ in target.named_modules() if name.endswith(".graft")])
     target.generation_config = source.generation_config
     target.train(source.training)
