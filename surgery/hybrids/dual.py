@@ -20,6 +20,7 @@ from surgery.kernels.functions import own_precision, result_dtype
 from surgery.kernels.mixing import attention_matrix
 from surgery.kernels.native import learns
 from surgery.kernels.packing import Packing
+from surgery.kernels.ssd import ssd_scan, ssd_step
 
 READ = ("conv1d", "norm", "graft", "graft.qk_conv")  # modules of a mixer whose tensors are read without calling them
 
@@ -159,6 +160,31 @@ class DualMixer:
             return y
         assert qk is not None  # project makes it wherever there is a graft
         return self.graft.blend(y, self.attend(x, dt, qk, cache_params, packing or causal_mask))
+
+    def run_ssd(
+        self: Any,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        heads: list[int],
+        cache_params: Cache | None,
+        packing: Packing | None,
+    ) -> Tensor:
+        """The SSD scan of `heads`, or its single step where the cache holds a state, which it then updates: (b, t, heads, p).
+        x (b, t, len(heads), p), dt (b, t, len(heads)), A and D (len(heads),), B and C (b, t, g, n) of all groups."""
+        if len(heads) < self.num_heads and self.n_groups > 1:  # the remaining heads need not fill their groups evenly
+            of = [head // (self.num_heads // self.n_groups) for head in heads]
+            B, C = B[:, :, of], C[:, :, of]
+        state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
+        if state is not None and x.shape[1] == 1:
+            return ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
+        y, state = ssd_scan(x, dt, A, B, C, D, state, packing=packing, chunk_size=self.chunk_size)
+        if cache_params is not None:
+            cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
+        return y
 
     def attend(
         self: Any,

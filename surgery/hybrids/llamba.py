@@ -40,7 +40,6 @@ from surgery.kernels.conv import SILU
 from surgery.kernels.functions import result_dtype
 from surgery.kernels.mixing import ssd_matrix
 from surgery.kernels.packing import Packing
-from surgery.kernels.ssd import ssd_scan, ssd_step
 
 MLP = {"intermediate_size": 14336, "bias": False, "act_fn": "silu"}
 SSM = {"d_state": 64, "n_v_heads": 32, "n_qk_heads": 32, "expand": 1, "d_conv": 4, "chunk_size": 128, "activation": "identity",
@@ -184,18 +183,9 @@ class LlambaMixer(DualMixer, nn.Module):
         D: Tensor = self.D
         if len(heads) < self.num_heads:
             D = D[heads]
-            if self.n_groups > 1:  # the remaining heads need not fill their groups evenly
-                of = [head // (self.num_heads // self.n_groups) for head in heads]
-                B, C = B[:, :, of], C[:, :, of]
         # In float32 at least: x / dt would be rounded coarsely in bfloat16 and overflow in float16.
         A, B, C, write = dt.new_full((len(heads),), -1.0), B.to(dt.dtype), C.to(dt.dtype), x.to(dt.dtype) / dt[..., None]
-        state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
-        if state is not None and x.shape[1] == 1:
-            y = ssd_step(state, write[:, 0], dt[:, 0], A, B[:, 0], C[:, 0])[:, None]
-        else:
-            y, state = ssd_scan(write, dt, A, B, C, None, state, packing=packing, chunk_size=self.chunk_size)
-            if cache_params is not None:
-                cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
+        y = self.run_ssd(write, dt, A, B, C, None, heads, cache_params, packing)
         return (y + D[:, None] * x).to(result_dtype(x))
 
     @fetching("", *READ)

@@ -28,7 +28,6 @@ from surgery.hybrids.parts import fetching, time_step
 from surgery.kernels.mixing import ssd_matrix
 from surgery.kernels.norm import rms_norm
 from surgery.kernels.packing import Packing
-from surgery.kernels.ssd import ssd_scan, ssd_step
 
 
 class Mamba2HybridConfig(Mamba2Config):
@@ -94,17 +93,7 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         D: Tensor = self.D
         if len(heads) < self.num_heads:
             A, D = A[heads], D[heads]
-            if self.n_groups > 1:  # the remaining heads need not fill their groups evenly
-                of = [head // (self.num_heads // self.n_groups) for head in heads]
-                B, C = B[:, :, of], C[:, :, of]
-        dt = dt.to(x.dtype)  # as in transformers
-        state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
-        if state is not None and x.shape[1] == 1:
-            return ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
-        y, state = ssd_scan(x, dt, A, B, C, D, state, packing=packing, chunk_size=self.chunk_size)
-        if cache_params is not None:
-            cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
-        return y
+        return self.run_ssd(x, dt.to(x.dtype), A, B, C, D, heads, cache_params, packing)  # dt as in transformers
 
     @fetching("", *READ)
     def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:

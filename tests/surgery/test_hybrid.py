@@ -133,7 +133,7 @@ def test_dual_graft_is_the_formula(tokens, sign, time_step):
 
 def test_grafted_heads_are_not_scanned(monkeypatch, tokens):
     seen = []
-    import surgery.hybrids.mamba2 as module
+    import surgery.hybrids.dual as module
 
     original = module.ssd_scan
     monkeypatch.setattr(module, "ssd_scan", lambda x, *rest, **named: (seen.append(x.shape[2]), original(x, *rest, **named))[1])
