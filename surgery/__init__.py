@@ -12,18 +12,21 @@ Importing the package also makes `AutoModelForCausalLM` load hybrids.
 """
 
 import surgery.families
-import surgery.quiet
-from surgery.bench import Report, bench
-from surgery.checkpoint import Checkpoint, load
+import surgery.runtime.quiet
 from surgery.errors import UserError
-from surgery.export import export
-from surgery.locate import Ranking, locate, plan
-from surgery.plan import Plan
-from surgery.recipe import Recipe, read_recipe
-from surgery.run import run
-from surgery.site import Site
-from surgery.splice import adopt, splice, unsplice
-from surgery.tune import tune
+from surgery.evaluation.bench import bench
+from surgery.evaluation.report import Report
+from surgery.exporting.export import export
+from surgery.jobs.run import run
+from surgery.loading.checkpoint import Checkpoint, load
+from surgery.locating.locate import locate
+from surgery.locating.planning import plan
+from surgery.locating.ranking import Ranking
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe, read_recipe
+from surgery.records.site import Site
+from surgery.splicing.splice import adopt, splice, unsplice
+from surgery.tuning.loop import tune
 
 surgery.families.families()  # registers the hybrid classes with transformers
 

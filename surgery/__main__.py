@@ -1,5 +1,5 @@
 """`python -m surgery` (and `accelerate launch -m surgery`) is the command `surgery`."""
 
-from surgery.cli import main
+from surgery.cli.app import main
 
 main()

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from scipy import stats
 
-from surgery.records import Record
+from surgery.records.record import Record
 
 LEVEL, POWER = 0.05, 0.8
 CHUNK = 4096  # columns at once: a Mamba-1 has thousands of heads

@@ -110,9 +110,9 @@ PROVED = 8  # greedy tokens, of a test that exports for other reasons
 def read_back_here():
     """A test that exports for other reasons pays no fresh process: the same lines load the folder in this one, and the same
     comparison follows, with fewer tokens. Tests of the proof itself ask for `fresh_process`."""
-    from surgery.answers import asked
-    from surgery.export import verify
+    from surgery.exporting import verify
     from surgery.kernels.dispatch import use
+    from surgery.models.answers import asked
 
     ask = verify.ask
 
@@ -129,8 +129,8 @@ def read_back_here():
 @pytest.fixture
 def fresh_process(monkeypatch, read_back_here):
     """Exports are proved as they are outside the tests."""
-    from surgery import answers
-    from surgery.export import verify
+    from surgery.exporting import verify
+    from surgery.models import answers
 
     monkeypatch.setattr(verify, "ask", read_back_here)
     monkeypatch.setattr(verify, "NEW", answers.NEW)
@@ -139,7 +139,7 @@ def fresh_process(monkeypatch, read_back_here):
 @pytest.fixture
 def surgery(monkeypatch, capsys, tmp_path):
     """Call the command in an empty working directory: (status, standard output, standard error)."""
-    from surgery import cli
+    from surgery.cli import app as cli
 
     monkeypatch.chdir(tmp_path)
 

@@ -9,8 +9,10 @@ to runs/NAME).
 
 from pathlib import Path
 
-from surgery.bench import Report, markdown
-from surgery.doctor import Benchmark, cell_rows, describe
+from surgery.doctor.benchmark import Benchmark
+from surgery.doctor.tables import cell_rows, describe
+from surgery.evaluation import markdown
+from surgery.evaluation.report import Report
 from surgery.studies import Findings, studies
 
 ROOT = Path(__file__).parent.parent

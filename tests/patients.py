@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from surgery.hybrids.llamba import LlambaForCausalLM
-from surgery.original import original_config
+from surgery.loading.original import original_config
 from surgery.world.tokenizer import _corpus
 
 # What transformers writes of the initialisation and of kernels, into Mamba-1's configurations.

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.original import is_original, load_original, original_config
+from surgery.loading.original import is_original, load_original, original_config
 
 REAL_130M: dict[str, Any] = {
     "d_model": 768,

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import surgery
-from surgery.anatomy import anatomy
 from surgery.errors import UserError
 from surgery.hybrids.mamba import MambaHybridForCausalLM
 from surgery.hybrids.mamba2 import Mamba2HybridForCausalLM
-from surgery.original import load_original, original_config
+from surgery.loading.original import load_original, original_config
+from surgery.models.anatomy import anatomy
 from surgery.world.tokenizer import build_tokenizer
 from tests import test_original as mamba2
 from tests import test_original_mamba as mamba1

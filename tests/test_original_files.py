@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 from transformers import MambaForCausalLM
 
-from surgery.original import load_original
+from surgery.loading.original import load_original
 from tests.test_original import IDS, Evil, refused, state_of, write
 from tests.test_original_mamba import TINY, stock
 

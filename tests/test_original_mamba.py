@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from surgery.errors import UserError
-from surgery.original import is_original, load_original, original_config
+from surgery.loading.original import is_original, load_original, original_config
 from tests import test_original as mamba2
 from tests.test_original import (
     agrees,

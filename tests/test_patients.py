@@ -14,14 +14,14 @@ import torch
 from matplotlib.figure import Figure
 
 from surgery import adopt, load
-from surgery.bench import suites
-from surgery.bench.harness import TASKS
 from surgery.errors import UserError
-from surgery.export import export
-from surgery.original import original_config
-from surgery.plan import Plan
-from surgery.recipe import Bench, Data
-from surgery.splice import splice
+from surgery.evaluation import suites
+from surgery.evaluation.harness import TASKS
+from surgery.exporting.export import export
+from surgery.loading.original import original_config
+from surgery.records.plan import Plan
+from surgery.records.recipe import Bench, Data
+from surgery.splicing.splice import splice
 from tests.patients import DTYPES, LAYOUTS, PUBLISHED, TOKENIZERS, Patient, original, stock
 
 NAMES, WORDS = tuple(PUBLISHED), tuple(TOKENIZERS)

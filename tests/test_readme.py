@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from surgery.bench import Report
+from surgery.evaluation.report import Report
 from surgery.studies import Findings
 from tests import fill_readme
 from tests.conftest import ROOT
@@ -31,8 +31,8 @@ RECORDS = [
 
 @pytest.mark.parametrize(("kind", "record", "recipe"), RECORDS, ids=[recipe for _, _, recipe in RECORDS])
 def test_a_record_is_of_its_recipe(kind, record, recipe):
-    from surgery.names import public
-    from surgery.recipe import Recipe, read_recipe
+    from surgery.records.names import public
+    from surgery.records.recipe import Recipe, read_recipe
 
     # A key that is newer than a record had no other value than its default then. Records name no places.
     measured = Recipe.model_validate(public(kind.read(record).provenance.recipe))

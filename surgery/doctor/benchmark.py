@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from surgery.doctor import locating, models, tuning
+from surgery.doctor import locating_benchmark as locating
+from surgery.doctor import models
+from surgery.doctor import tuning_benchmark as tuning
 from surgery.doctor.timing import Runs, milliseconds, peak_bytes
 from surgery.errors import UserError
 from surgery.kernels.attention import GRAFT_ATTENTION
@@ -23,10 +25,10 @@ from surgery.kernels.divergence import KL_DIVERGENCE
 from surgery.kernels.norm import RMS_NORM
 from surgery.kernels.selective import SELECTIVE_SCAN, SELECTIVE_STEP
 from surgery.kernels.ssd import SSD_SCAN, SSD_STEP
-from surgery.plan import Plan
-from surgery.progress import Track
-from surgery.records import KERNEL_PACKAGES, PACKAGES, Environment, Record, environment
-from surgery.splice import adopt, splice
+from surgery.records.plan import Plan
+from surgery.records.record import KERNEL_PACKAGES, PACKAGES, Environment, Record, environment
+from surgery.runtime.progress import Track
+from surgery.splicing.splice import adopt, splice
 
 
 class Cell(Record):

@@ -3,7 +3,7 @@
 import torch
 
 from surgery.kernels.dispatch import Operation
-from surgery.records import KERNEL_PACKAGES, PACKAGES, Environment, Record, environment
+from surgery.records.record import KERNEL_PACKAGES, PACKAGES, Environment, Record, environment
 
 DTYPES = (torch.float32, torch.bfloat16)
 

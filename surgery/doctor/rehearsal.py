@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.doctor.timing import peak_bytes
-from surgery.processes import gather
-from surgery.recipe import Data, Tune
-from surgery.tune.batches import BUFFER, loaders, padding
-from surgery.tune.loop import Run, begun
+from surgery.records.recipe import Data, Tune
+from surgery.runtime.processes import gather
+from surgery.tuning.batches import BUFFER, loaders, padding
+from surgery.tuning.loop import Run, begun
 
 STEPS = 3  # the first is not counted: memory is asked for and kernels are compiled in it
 

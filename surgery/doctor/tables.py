@@ -2,7 +2,7 @@
 
 from surgery.doctor.benchmark import GROUPS, Benchmark
 from surgery.doctor.diagnosis import Diagnosis
-from surgery.records import Environment
+from surgery.records.record import Environment
 
 Table = tuple[list[str], list[list[str]]]
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.families.inert import entry_of
-from surgery.plan import Plan
+from surgery.records.plan import Plan
 
 Hybrid = Any  # a PreTrainedModel of a family's hybrid class; what its own attributes are is beyond mypy
 

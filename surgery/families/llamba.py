@@ -11,8 +11,8 @@ from surgery.errors import UserError
 from surgery.families import COMMON
 from surgery.families.mamba2 import Mamba2Family
 from surgery.hybrids.llamba import LlambaForCausalLM
-from surgery.plan import Plan
-from surgery.site import Site
+from surgery.records.plan import Plan
+from surgery.records.site import Site
 
 
 class LlambaFamily(Mamba2Family):

@@ -6,11 +6,11 @@ import torch
 from transformers import MambaForCausalLM
 
 from surgery.families import COMMON
-from surgery.families.dual import DualFamily, common_spec, generator, start_gate, widen
+from surgery.families.dual_start import DualFamily, common_spec, generator, start_gate, widen
 from surgery.hybrids.mamba import MambaHybridForCausalLM
-from surgery.plan import Plan, Start
-from surgery.quantised import dense
-from surgery.site import Site
+from surgery.models.quantised import dense
+from surgery.records.plan import Plan, Start
+from surgery.records.site import Site
 
 HANDLED = COMMON | {"intermediate_size", "time_step_scale", "time_step_init_scheme", "use_mambapy", "use_associative_scan"}
 

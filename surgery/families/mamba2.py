@@ -6,11 +6,11 @@ import torch
 from transformers import Mamba2ForCausalLM
 
 from surgery.families import COMMON
-from surgery.families.dual import DualFamily, common_spec, generator, start_gate, widen
+from surgery.families.dual_start import DualFamily, common_spec, generator, start_gate, widen
 from surgery.hybrids.mamba2 import Mamba2HybridForCausalLM, Mamba2HybridMixer
-from surgery.plan import Plan
-from surgery.quantised import dense
-from surgery.site import Site
+from surgery.models.quantised import dense
+from surgery.records.plan import Plan
+from surgery.records.site import Site
 
 
 class Mamba2Family(DualFamily):

@@ -18,7 +18,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mam
 from surgery.hybrids.layer_graft import is_layer_graft, make_mixer, whole_block
 from surgery.hybrids.packed import PACKED, packing
 from surgery.hybrids.parts import RMSNorm, as_weight, at, normed
-from surgery.sources import write_sources
+from surgery.hybrids.sources import write_sources
 
 
 def describe_layers(config: Any, module: str, name: str) -> None:

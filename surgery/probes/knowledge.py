@@ -19,7 +19,7 @@ from typing import Literal, get_args
 from surgery.errors import UserError
 from surgery.probes.letters import LETTERS, lettered
 from surgery.probes.question import Question
-from surgery.records import read_text
+from surgery.records.record import read_text
 from surgery.world.facts import facts
 
 Part = Literal["keep", "bench"]

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.models.tokens import opening
 from surgery.probes.question import Question
-from surgery.records import read_text
-from surgery.tokens import opening
+from surgery.records.record import read_text
 from surgery.world.text import document
 from surgery.world.words import Keys, key_words
 

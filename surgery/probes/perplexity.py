@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.finite import checked, explained
-from surgery.records import read_text
+from surgery.models.finite import checked, explained
+from surgery.records.record import read_text
 from surgery.world.text import document
 
 

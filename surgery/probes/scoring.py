@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.finite import checked, explained
+from surgery.models.finite import checked, explained
+from surgery.models.tokens import divided, following, opening
 from surgery.probes.question import Completion, Question
-from surgery.tokens import divided, following, opening
 
 
 @dataclass(frozen=True)

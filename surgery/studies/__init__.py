@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 
 from surgery.errors import UserError
-from surgery.records import first_line
+from surgery.records.record import first_line
 from surgery.studies.study import Findings, Study, Subjects
 
 __all__ = ["Findings", "Study", "Subjects", "make", "studies"]

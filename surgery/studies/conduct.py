@@ -3,14 +3,15 @@
 from functools import partial
 from pathlib import Path
 
-from surgery.digests import conditions, model_digest
 from surgery.errors import UserError
+from surgery.jobs.opening import open_beside, open_checkpoint
+from surgery.jobs.preparing import prepare
 from surgery.kernels.dispatch import use
-from surgery.names import public
-from surgery.processes import on_main
-from surgery.recipe import Recipe
-from surgery.records import provenance
-from surgery.run import open_beside, open_checkpoint, prepare
+from surgery.loading.digests import conditions, model_digest
+from surgery.records.names import public
+from surgery.records.recipe import Recipe
+from surgery.records.record import provenance
+from surgery.runtime.processes import on_main
 from surgery.studies import make
 from surgery.studies.study import Findings, Subjects
 

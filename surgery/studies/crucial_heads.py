@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from surgery.locate.prune import keep_only
-from surgery.site import Site
+from surgery.locating.prune import keep_only
+from surgery.records.site import Site
 from surgery.studies.figures import draw_bars
 from surgery.studies.study import Findings, Found, OfHeads, Subjects, change, rows
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import ClassVar
 
-from surgery.locate.prune import leave_one_out
+from surgery.locating.prune import leave_one_out
 from surgery.studies.figures import draw_bars
 from surgery.studies.study import Findings, Found, Study, Subjects, change, rows
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from surgery.errors import UserError
-from surgery.locate.prune import last_rows
+from surgery.locating.prune import last_rows
 from surgery.studies.figures import draw_bars
 from surgery.studies.study import Findings, Found, Study, Subjects, change, rows
 

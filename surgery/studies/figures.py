@@ -5,10 +5,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from surgery import plots
-from surgery.locate.atlas import example, paint
+from surgery.locating.atlas import example, paint
 from surgery.probes.kv import KVRetrieval
-from surgery.site import Site
+from surgery.records.site import Site
+from surgery.runtime import plotting as plots
 from surgery.statistics import Proportion
 from surgery.studies.study import Findings, Subjects
 

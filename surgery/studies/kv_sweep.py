@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from surgery.locate.sweep import CONTROL, kv_sweep
+from surgery.locating.sweep import CONTROL, kv_sweep
 from surgery.studies.figures import draw_curves
 from surgery.studies.study import Findings, Found, OfHeads, Row, Subjects
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import ClassVar
 
-from surgery.locate.prune import minimal_model, shorten
+from surgery.locating.prune import minimal_model, shorten
 from surgery.studies.figures import draw_bars
 from surgery.studies.study import Findings, Found, Study, Subjects, change, rows
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import ClassVar
 
-from surgery.locate.ranking import Ranking
-from surgery.locate.replacement import replacement_sweep
+from surgery.locating.ranking import Ranking
+from surgery.locating.replacement import replacement_sweep
 from surgery.studies.figures import draw_bars
 from surgery.studies.study import Findings, Found, Study, Subjects, change, rows
 

@@ -17,21 +17,21 @@ import matplotlib.pyplot as plt
 from pydantic import Field
 from transformers import PreTrainedModel
 
-from surgery import plots
-from surgery.bench import bench
-from surgery.bench.report import ModelReport, value
 from surgery.errors import UserError
-from surgery.locate import plan
-from surgery.plan import Plan
-from surgery.processes import on_main
-from surgery.recipe import Recipe, changed
-from surgery.records import write_text
-from surgery.run import located
-from surgery.splice import adopt, splice
+from surgery.evaluation.bench import bench
+from surgery.evaluation.report import ModelReport, value
+from surgery.jobs.locating_stage import located
+from surgery.locating.planning import plan
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe, changed
+from surgery.records.record import write_text
+from surgery.runtime import plotting as plots
+from surgery.runtime.processes import on_main
+from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, Proportion
 from surgery.studies.figures import LINES
 from surgery.studies.study import Findings, Found, Row, Study, Subjects
-from surgery.tune import tune
+from surgery.tuning.loop import tune
 
 KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
 CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}

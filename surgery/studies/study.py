@@ -8,19 +8,19 @@ from typing import Any, ClassVar
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.checkpoint import Checkpoint
-from surgery.digests import Conditions
 from surgery.errors import UserError
-from surgery.locate import Ranking, locate
-from surgery.locate.prune import Outcome, Subject, minimal_model, shorten
-from surgery.locate.questions import choice_probe
-from surgery.locate.ranking import Role, Score
+from surgery.loading.checkpoint import Checkpoint
+from surgery.loading.digests import Conditions
+from surgery.locating.locate import locate
+from surgery.locating.prune import Outcome, Subject, minimal_model, shorten
+from surgery.locating.questions import choice_probe
+from surgery.locating.ranking import Ranking, Role, Score
 from surgery.probes.knowledge import Knowledge
 from surgery.probes.question import Probe
-from surgery.recipe import Recipe
-from surgery.records import Provenance, Record, Sealed
-from surgery.site import Site, SiteText
-from surgery.splice import adopt
+from surgery.records.recipe import Recipe
+from surgery.records.record import Provenance, Record, Sealed
+from surgery.records.site import Site, SiteText
+from surgery.splicing.splice import adopt
 from surgery.statistics import Estimate, Proportion
 
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from surgery.anatomy import anatomy
 from surgery.errors import UserError
-from surgery.site import Site
-from surgery.splice import adopt
+from surgery.models.anatomy import anatomy
+from surgery.records.site import Site
+from surgery.splicing.splice import adopt
 from tests.conftest import random_base
 
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from surgery.bench import bench, cells, markdown, suites
-from surgery.bench.report import Perplexity, Report
-from surgery.bench.suites import tasks
-from surgery.digests import model_digest
 from surgery.errors import UserError
-from surgery.plan import Plan
+from surgery.evaluation import cells, markdown, suites
+from surgery.evaluation.bench import bench
+from surgery.evaluation.report import Perplexity, Report
+from surgery.evaluation.suites import tasks
+from surgery.loading.digests import model_digest
 from surgery.probes import probes
 from surgery.probes.kv import KVRetrieval
-from surgery.recipe import Bench, Data
-from surgery.splice import splice
+from surgery.records.plan import Plan
+from surgery.records.recipe import Bench, Data
+from surgery.splicing.splice import splice
 from surgery.statistics import Estimate, Evidence
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, random_base
@@ -84,7 +85,7 @@ def test_processes_share_the_cells_and_a_finished_one_is_not_measured_again(pair
     def refuse(*_):
         raise AssertionError("a finished cell was measured again")
 
-    module = __import__("surgery.bench.bench", fromlist=["share"])
+    module = __import__("surgery.evaluation.bench", fromlist=["share"])
     for process in (0, 1):
         with monkeypatch.context() as patched:
             patched.setattr(module, "share", lambda jobs, process=process: jobs[process::2])

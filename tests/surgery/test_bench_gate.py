@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from surgery.bench import Report
-from surgery.bench.gate import requirement
 from surgery.errors import UserError
+from surgery.evaluation.gate import requirement
+from surgery.evaluation.report import Report
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, random_base
 

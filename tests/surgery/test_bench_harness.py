@@ -11,14 +11,15 @@ pytest.importorskip("lm_eval", reason="needs the extra 'eval' (lm-evaluation-har
 from lm_eval import evaluator
 from lm_eval.tasks import TaskManager
 
-from surgery.bench import bench, harness, suites
-from surgery.bench.cells import Cell
 from surgery.errors import UserError
-from surgery.export import export
-from surgery.plan import Plan
+from surgery.evaluation import harness, suites
+from surgery.evaluation.bench import bench
+from surgery.evaluation.cells import Cell
+from surgery.exporting.export import export
 from surgery.probes import make, probes
-from surgery.recipe import Bench, Data
-from surgery.splice import splice
+from surgery.records.plan import Plan
+from surgery.records.recipe import Bench, Data
+from surgery.splicing.splice import splice
 
 FORMS = {
     "local_choice": """

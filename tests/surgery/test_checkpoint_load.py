@@ -12,9 +12,9 @@ import torch
 from transformers import Mamba2ForCausalLM, MambaForCausalLM
 
 import surgery
-from surgery import checkpoint
-from surgery.checkpoint import fingerprint, load
 from surgery.errors import UserError
+from surgery.loading import checkpoint
+from surgery.loading.checkpoint import fingerprint, load
 from surgery.world.tokenizer import build_tokenizer
 from tests import test_original as mamba2
 from tests import test_original_mamba as mamba1

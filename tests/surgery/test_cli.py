@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from surgery import cli
+from surgery.cli import app as cli
 from surgery.kernels import dispatch
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, random_base

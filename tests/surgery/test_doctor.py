@@ -7,14 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from surgery.doctor import GROUPS, Benchmark, Diagnosis, benchmark, diagnose, models
-from surgery.doctor.benchmark import cases, kernel_case, measure
+from surgery.doctor import models
+from surgery.doctor.benchmark import GROUPS, Benchmark, benchmark, cases, kernel_case, measure
+from surgery.doctor.diagnosis import Diagnosis, diagnose
 from surgery.doctor.models import ssd_inputs
 from surgery.doctor.timing import milliseconds, peak_bytes
 from surgery.errors import UserError
 from surgery.kernels.dispatch import OPERATIONS, Operation
 from surgery.kernels.ssd import SSD_SCAN
-from surgery.records import environment
+from surgery.records.record import environment
 
 CPU = torch.device("cpu")
 

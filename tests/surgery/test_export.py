@@ -14,15 +14,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surgery
-from surgery.answers import LENGTHS, NEW
 from surgery.errors import UserError
-from surgery.export import card, export, folder, hf, patch
-from surgery.export.verify import CLOSE, Proof
-from surgery.plan import Plan
-from surgery.recipe import Recipe
-from surgery.records import provenance
-from surgery.splice import splice
-from surgery.splice.splice import graft_parameters
+from surgery.exporting import card, folder, hf, patch
+from surgery.exporting.export import export
+from surgery.exporting.verify import CLOSE, Proof
+from surgery.models.answers import LENGTHS, NEW
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe
+from surgery.records.record import provenance
+from surgery.splicing.splice import graft_parameters, splice
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
 
@@ -62,7 +62,7 @@ def test_export_loads_everywhere_and_carries_its_papers(hybrid, tokenizer, token
     assert "No licence of the base is known here" in card
     assert folder.check(tmp_path / "out").proof == proof
     loaded = surgery.load(tmp_path / "out")
-    assert loaded.fingerprint == surgery.checkpoint.fingerprint(random_base(vocab_size=hybrid.config.vocab_size))
+    assert loaded.fingerprint == surgery.loading.checkpoint.fingerprint(random_base(vocab_size=hybrid.config.vocab_size))
 
 
 def test_large_weights_are_divided(hybrid, tokenizer, tokens, tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_code_in_a_folder_runs_only_when_asked_for(hybrid, tokenizer, tokens, tm
 
 def test_the_card_says_of_the_base_only_what_is_so(hybrid, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "prove", lambda *_: PROOF)
-    mark = surgery.checkpoint.fingerprint(random_base(vocab_size=hybrid.config.vocab_size))
+    mark = surgery.loading.checkpoint.fingerprint(random_base(vocab_size=hybrid.config.vocab_size))
     plan = PLAN.model_copy(update={"provenance": provenance("b", mark, 0)})
     for unchanged in (True, False):
         export(hybrid, tmp_path / "out", tokenizer=tokenizer, plan=plan, base="b")

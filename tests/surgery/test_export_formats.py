@@ -11,16 +11,17 @@ import torch
 from transformers import AutoTokenizer, NemotronHForCausalLM, SmolLM3Config
 
 import surgery
-from surgery.answers import LENGTHS, answers, described, tensors
 from surgery.errors import UserError
-from surgery.export import FORMATS, mamba_ssm, nemotron_h
-from surgery.export.folder import Exported
-from surgery.export.verify import CLOSE, compare, difference
+from surgery.exporting import mamba_ssm, nemotron_h
+from surgery.exporting.export import FORMATS
+from surgery.exporting.folder import Exported
+from surgery.exporting.verify import CLOSE, compare, difference
 from surgery.families import family_of
 from surgery.hybrids.layer_graft import layer_spec
-from surgery.original import load_original
-from surgery.plan import Plan
-from surgery.splice import adopt, splice
+from surgery.loading.original import load_original
+from surgery.models.answers import LENGTHS, answers, described, tensors
+from surgery.records.plan import Plan
+from surgery.splicing.splice import adopt, splice
 from surgery.world.tokenizer import build_tokenizer
 from tests import test_original as original2
 from tests import test_original_mamba as original1

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgery.export import nemotron_h
-from surgery.plan import Plan
-from surgery.splice import splice
+from surgery.exporting import nemotron_h
+from surgery.records.plan import Plan
+from surgery.splicing.splice import splice
 
 TWO = Plan(kind="layer", sites=("L0", "L2"), width=32)
 SOURCE = Path(os.environ.get("LLAMA_CPP", "nowhere"))

@@ -15,14 +15,14 @@ import pytest
 import torch
 from transformers import FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM, SmolLM3Config
 
-from surgery.answers import LENGTHS, answers, described, tensors
-from surgery.checkpoint import load_base
 from surgery.errors import UserError
-from surgery.export import FORMATS, export, folder, hf, patch, verify
-from surgery.export.verify import CLOSE, OURS, compare, difference, in_float32
-from surgery.plan import Plan
-from surgery.splice import splice
-from surgery.splice.splice import graft_parameters
+from surgery.exporting import folder, hf, patch, verify
+from surgery.exporting.export import FORMATS, export
+from surgery.exporting.verify import CLOSE, OURS, compare, difference, in_float32
+from surgery.loading.checkpoint import load_base
+from surgery.models.answers import LENGTHS, answers, described, tensors
+from surgery.records.plan import Plan
+from surgery.splicing.splice import graft_parameters, splice
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base, random_llamba, random_selective
 from tests.surgery.test_layer_graft import random_donor

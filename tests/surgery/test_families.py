@@ -7,12 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from surgery import families as package
-from surgery.anatomy import anatomy
 from surgery.errors import UserError
 from surgery.families import families, family_of
-from surgery.locate import locate, plan
-from surgery.plan import Plan
-from surgery.splice import adopt, splice, unsplice
+from surgery.locating.locate import locate
+from surgery.locating.planning import plan
+from surgery.models.anatomy import anatomy
+from surgery.records.plan import Plan
+from surgery.splicing.splice import adopt, splice, unsplice
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, random_selective
 from tests.surgery.outside import OutsideConfig, OutsideForCausalLM

@@ -7,19 +7,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from surgery.bench import bench
-from surgery.bench.language import sliding_losses
 from surgery.errors import UserError
-from surgery.finite import NotFinite, broken_weight, checked, explained, watching_logits, within
-from surgery.locate import locate
-from surgery.locate.prune import Subject
-from surgery.plan import Plan
+from surgery.evaluation.bench import bench
+from surgery.evaluation.language import sliding_losses
+from surgery.locating.locate import locate
+from surgery.locating.prune import Subject
+from surgery.models.finite import NotFinite, broken_weight, checked, explained, watching_logits, within
 from surgery.probes import make
 from surgery.probes.perplexity import Perplexity
 from surgery.probes.scoring import answer, complete
-from surgery.recipe import Bench, Calibrate, Data, Keep, Lesson, Tune
-from surgery.splice import splice
-from surgery.tune import tune
+from surgery.records.plan import Plan
+from surgery.records.recipe import Bench, Calibrate, Data, Keep, Lesson, Tune
+from surgery.splicing.splice import splice
+from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
 
@@ -138,7 +138,7 @@ def test_locate_in_a_family_without_grafts(tokenizer, layer):
 
 def test_locate_says_which_head_is_broken(base, tokenizer, monkeypatch):
     """A head whose splice overflows, in a model that is well."""
-    from surgery.locate import walk
+    from surgery.locating import walk
 
     variants = walk.variants
 
@@ -169,7 +169,7 @@ def test_bench_names_model_and_task(broken, base, tokenizer, tmp_path):
 
 def test_standard_tasks(broken, tokenizer):
     pytest.importorskip("lm_eval", reason="needs the extra 'eval' (lm-evaluation-harness)")
-    from surgery.bench import harness
+    from surgery.evaluation import harness
 
     for name in ("surgery_kv_4", "surgery_copying_8"):
         (task,) = harness.load([name])[name]

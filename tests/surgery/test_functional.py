@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad, jacrev, vmap
 
-from surgery.splice import splice
-from surgery.splice.splice import graft_parameters
+from surgery.splicing.splice import graft_parameters, splice
 from tests.conftest import BASES
 from tests.surgery.test_half import HEADS
 

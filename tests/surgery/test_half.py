@@ -22,23 +22,23 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from surgery.anatomy import anatomy
 from surgery.doctor.rehearsal import rehearse
 from surgery.errors import UserError
 from surgery.hybrids.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.kernels.dispatch import use
-from surgery.locate import locate
-from surgery.locate.attribution import attribute_starts
-from surgery.locate.replay import Replay
-from surgery.locate.walk import fully_gated
-from surgery.plan import Plan
+from surgery.locating.attribution import attribute_starts
+from surgery.locating.locate import locate
+from surgery.locating.replay import Replay
+from surgery.locating.walk import fully_gated
+from surgery.models.anatomy import anatomy
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import encode
-from surgery.recipe import Align, Calibrate, Keep, Lesson, Lora, Tune
-from surgery.splice import adopt, splice
-from surgery.splice.splice import graft_parameters
-from surgery.tune import loop, tune
-from surgery.tune.trained import trainable, training
+from surgery.records.plan import Plan
+from surgery.records.recipe import Align, Calibrate, Keep, Lesson, Lora, Tune
+from surgery.splicing.splice import adopt, graft_parameters, splice
+from surgery.tuning import loop
+from surgery.tuning.loop import tune
+from surgery.tuning.trained import trainable, training
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, random_base, random_selective
 

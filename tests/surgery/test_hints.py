@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from surgery.site import Site
-from surgery.tune.data import IGNORE, collate, kv_pieces
-from surgery.tune.hints import hint_loss
+from surgery.pretraining.hints import hint_loss
+from surgery.records.site import Site
+from surgery.tuning.data import IGNORE, collate, kv_pieces
 from surgery.world.tokenizer import build_tokenizer
 
 

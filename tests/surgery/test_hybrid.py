@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from surgery.errors import UserError
 from surgery.hybrids.mamba2 import Mamba2HybridForCausalLM
+from surgery.hybrids.sources import IMPORT, write_sources
 from surgery.kernels.dispatch import OPERATIONS, use
-from surgery.plan import Plan, Start
-from surgery.site import Site
-from surgery.sources import IMPORT, write_sources
-from surgery.splice import adopt, splice, unsplice
-from surgery.splice.splice import graft_parameters
+from surgery.records.plan import Plan, Start
+from surgery.records.site import Site
+from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from tests.conftest import BASES, random_base
 
 STOCK = {name: "stock" for name in OPERATIONS if name != "graft_attention"}

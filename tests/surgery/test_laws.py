@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from surgery.splice import splice, unsplice
-from surgery.splice.splice import graft_parameters
+from surgery.splicing.splice import graft_parameters, splice, unsplice
 from tests.conftest import BASES
 from tests.surgery.test_hybrid import PLANS
 from tests.surgery.test_layer_graft import HYBRIDS

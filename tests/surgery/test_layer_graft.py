@@ -20,16 +20,15 @@ from transformers import (
 )
 from transformers.masking_utils import create_causal_mask
 
-from surgery.anatomy import anatomy
 from surgery.errors import UserError
 from surgery.hybrids.common import positions
 from surgery.hybrids.layer_graft import layer_spec
 from surgery.hybrids.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.kernels.attention import graft_attention
-from surgery.plan import Plan
-from surgery.site import Site
-from surgery.splice import adopt, splice, unsplice
-from surgery.splice.splice import graft_parameters
+from surgery.models.anatomy import anatomy
+from surgery.records.plan import Plan
+from surgery.records.site import Site
+from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from tests.conftest import BASES, random_base
 
 LLAMA3 = {

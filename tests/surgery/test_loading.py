@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import surgery as package
-from surgery.checkpoint import fingerprint
 from surgery.errors import UserError
-from surgery.export.source import base_of
-from surgery.locate import Ranking
-from surgery.locate.ranking import plan as plan_of_ranking
-from surgery.origin import Origin
-from surgery.plan import Plan
-from surgery.recipe import Recipe, read_recipe
-from surgery.run import open_compared
-from surgery.site import Site
+from surgery.exporting.source import base_of
+from surgery.jobs.opening import open_compared
+from surgery.loading.checkpoint import fingerprint
+from surgery.loading.origin import Origin
+from surgery.locating.planning import plan as plan_of_ranking
+from surgery.locating.ranking import Ranking
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe, read_recipe
+from surgery.records.site import Site
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, random_base
 

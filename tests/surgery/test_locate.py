@@ -7,21 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-from surgery.anatomy import anatomy
 from surgery.errors import UserError
-from surgery.locate import Ranking, locate, plan, random_plan, walk
-from surgery.locate.atlas import draw_atlas, draw_mixing
-from surgery.locate.attribution import STARTS, attribute, attribute_starts, choose_starts
-from surgery.locate.exact import Exact, reference_batch
-from surgery.locate.locate import LEADING
-from surgery.locate.matrices import mixing_matrices
-from surgery.locate.ranking import Score
-from surgery.locate.roles import masses, role
-from surgery.plan import Plan, Start
+from surgery.locating import walk
+from surgery.locating.atlas import draw_atlas, draw_mixing
+from surgery.locating.attribution import STARTS, attribute, attribute_starts, choose_starts
+from surgery.locating.exact import Exact, reference_batch
+from surgery.locating.locate import LEADING, locate
+from surgery.locating.matrices import mixing_matrices
+from surgery.locating.planning import plan, random_plan
+from surgery.locating.ranking import Ranking, Score
+from surgery.locating.roles import masses, role
+from surgery.models.anatomy import anatomy
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import batches, encode, padded
-from surgery.site import Site
-from surgery.splice import adopt, splice
+from surgery.records.plan import Plan, Start
+from surgery.records.site import Site
+from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, mean, means
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import VARIANTS, random_base

@@ -5,14 +5,14 @@ import torch
 from peft import PeftModel
 
 from surgery.errors import UserError
-from surgery.export import export
-from surgery.plan import Plan
-from surgery.recipe import Align, Calibrate, Lesson, Lora, Tune, read_recipe
-from surgery.splice import adopt, splice, unsplice
-from surgery.splice.splice import graft_parameters
-from surgery.tune import lora, tune
-from surgery.tune.distil import Distillation
-from surgery.tune.lora import adapted, adapters
+from surgery.exporting.export import export
+from surgery.records.plan import Plan
+from surgery.records.recipe import Align, Calibrate, Lesson, Lora, Tune, read_recipe
+from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
+from surgery.tuning import lora
+from surgery.tuning.distil import Distillation
+from surgery.tuning.loop import tune
+from surgery.tuning.lora import adapted, adapters
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from surgery.anatomy import anatomy
-from surgery.locate.matrices import mixing_matrices
-from surgery.site import Site
-from surgery.splice import adopt
+from surgery.locating.matrices import mixing_matrices
+from surgery.models.anatomy import anatomy
+from surgery.records.site import Site
+from surgery.splicing.splice import adopt
 from tests.conftest import random_base
 from tests.surgery.test_anatomy import ARCHITECTURES, build
 from tests.surgery.test_replay import draw, untouched

@@ -12,25 +12,26 @@ import pytest
 import torch
 
 import surgery as package
-from surgery.bench import Report, bench, cells, suites
-from surgery.bench.report import ModelReport
-from surgery.digests import conditions, model_digest, tokenizer_digest
 from surgery.errors import UserError
-from surgery.export import export
-from surgery.export.folder import RECORD, Exported
-from surgery.locate import Ranking, locate
-from surgery.locate.ledger import Ledger
-from surgery.names import called, public
-from surgery.plan import Plan
-from surgery.recipe import Bench, Lora, Recipe, Tune
-from surgery.records import code_digest, environment, provenance, write_text
-from surgery.splice import adopt, splice
-from surgery.splice.splice import graft_parameters
-from surgery.tune.lora import adapted, adapters
+from surgery.evaluation import cells, suites
+from surgery.evaluation.bench import bench
+from surgery.evaluation.report import ModelReport, Report
+from surgery.exporting.export import export
+from surgery.exporting.folder import RECORD, Exported
+from surgery.loading.digests import conditions, model_digest, tokenizer_digest
+from surgery.locating.ledger import Ledger
+from surgery.locating.locate import locate
+from surgery.locating.ranking import Ranking
+from surgery.records.names import called, public
+from surgery.records.plan import Plan
+from surgery.records.recipe import Bench, Lora, Recipe, Tune
+from surgery.records.record import code_digest, environment, provenance, write_text
+from surgery.splicing.splice import adopt, graft_parameters, splice
+from surgery.tuning.lora import adapted, adapters
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
 
-RUN, BENCH = (importlib.import_module(name) for name in ("surgery.run", "surgery.bench.bench"))
+RUN, BENCH = (importlib.import_module(name) for name in ("surgery.run", "surgery.evaluation.bench"))
 TOKENIZER = build_tokenizer()
 SIZE = -(-len(TOKENIZER) // 16) * 16
 HEADS, LAYER = Plan(sites=("L1.H3", "L2.H0,5")), Plan(kind="layer", sites=("L1",), seed=3)
@@ -141,7 +142,7 @@ def test_conditions_name_what_computes(base):
 
 def test_the_code_counts(monkeypatch, tmp_path):
     """An edited checkout of one version is other code; so is an edited kernel."""
-    from surgery import records
+    from surgery.records import record as records
 
     root = tmp_path / "surgery"
     shutil.copytree(Path(records.__file__).parent, root, ignore=shutil.ignore_patterns("__pycache__"))

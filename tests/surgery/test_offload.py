@@ -8,12 +8,12 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
-from surgery.digests import model_digest
 from surgery.errors import UserError
 from surgery.hybrids.layer_graft import layer_spec
 from surgery.hybrids.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
-from surgery.plan import Plan
-from surgery.splice import adopt, splice
+from surgery.loading.digests import model_digest
+from surgery.records.plan import Plan
+from surgery.splicing.splice import adopt, splice
 from tests.conftest import BASES
 
 IDS = torch.randint(1, 99, (2, 9), generator=torch.Generator().manual_seed(1))

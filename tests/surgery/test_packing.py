@@ -7,11 +7,11 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Dynam
 
 from surgery.hybrids.packed import packing
 from surgery.kernels.dispatch import use
-from surgery.splice import adopt, splice
-from surgery.tune.align import error, gather
-from surgery.tune.data import IGNORE
-from surgery.tune.distil import Distillation
-from surgery.tune.trained import trainable, training
+from surgery.splicing.splice import adopt, splice
+from surgery.tuning.align import error, gather
+from surgery.tuning.data import IGNORE
+from surgery.tuning.distil import Distillation
+from surgery.tuning.trained import trainable, training
 from tests.conftest import BASES, random_base
 from tests.surgery.test_hybrid import PLANS
 from tests.surgery.test_laws import LAYERS, MODELS, UNTOUCHED, over

@@ -14,16 +14,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM
 
 import surgery as package
-from surgery.answers import tensors
-from surgery.checkpoint import load_base
 from surgery.errors import UserError
-from surgery.export import patch
-from surgery.plan import Plan
-from surgery.recipe import Lora
-from surgery.splice import splice, unsplice
-from surgery.splice.patch import RECORD, WEIGHTS, Patch, check_tensors, join
-from surgery.splice.splice import graft_parameters
-from surgery.tune.lora import adapted, adapters
+from surgery.exporting import patch
+from surgery.loading.checkpoint import load_base
+from surgery.models.answers import tensors
+from surgery.records.plan import Plan
+from surgery.records.recipe import Lora
+from surgery.splicing.patch import RECORD, WEIGHTS, Patch, check_tensors, join
+from surgery.splicing.splice import graft_parameters, splice, unsplice
+from surgery.tuning.lora import adapted, adapters
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base, random_llamba, random_selective
 

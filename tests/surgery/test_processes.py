@@ -11,11 +11,13 @@ import torch
 from accelerate import debug_launcher
 from accelerate.state import AcceleratorState
 
-from surgery import cli, processes
+from surgery.cli import app as cli
 from surgery.errors import UserError
-from surgery.locate import exact, prefilter
-from surgery.recipe import read_recipe
-from surgery.run import located, open_checkpoint
+from surgery.jobs.locating_stage import located
+from surgery.jobs.opening import open_checkpoint
+from surgery.locating import exact, prefilter
+from surgery.records.recipe import read_recipe
+from surgery.runtime import processes
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from surgery.anatomy import anatomy
 from surgery.errors import UserError
-from surgery.locate import prune
-from surgery.locate.prune import Pruning, Subject
+from surgery.locating import prune
+from surgery.locating.prune import Pruning, Subject
+from surgery.models.anatomy import anatomy
 from surgery.probes.knowledge import Knowledge
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import answer, batches, padded
-from surgery.site import Site
-from surgery.splice import adopt
+from surgery.records.site import Site
+from surgery.splicing.splice import adopt
 from surgery.world.tokenizer import build_tokenizer
 from tests.surgery.test_anatomy import build
 from tests.surgery.test_replay import untouched

@@ -12,15 +12,16 @@ import pytest
 from huggingface_hub import CommitOperationDelete
 from huggingface_hub.hf_api import RepoFile
 
-from surgery.bench import Report
-from surgery.checkpoint import load
-from surgery.digests import conditions, model_digest
 from surgery.errors import UserError
-from surgery.export import export, publish
-from surgery.export.folder import CARD, RECORD, Exported, check, digests
-from surgery.plan import Plan
-from surgery.recipe import Recipe
-from surgery.splice import splice
+from surgery.evaluation.report import Report
+from surgery.exporting import publish
+from surgery.exporting.export import export
+from surgery.exporting.folder import CARD, RECORD, Exported, check, digests
+from surgery.loading.checkpoint import load
+from surgery.loading.digests import conditions, model_digest
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe
+from surgery.splicing.splice import splice
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, random_base
 

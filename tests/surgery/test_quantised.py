@@ -15,22 +15,21 @@ from transformers import (
 )
 
 import surgery as package
-from surgery.anatomy import anatomy
-from surgery.checkpoint import fingerprint
-from surgery.digests import dtypes, model_digest
 from surgery.errors import UserError
-from surgery.export import export
-from surgery.export.verify import CLOSE
-from surgery.locate.patching import replaced
-from surgery.locate.replay import Replay
-from surgery.plan import Plan
-from surgery.quantised import dense, exact
-from surgery.recipe import Lora, Tune
-from surgery.records import provenance
-from surgery.splice import adopt, splice, unsplice
-from surgery.splice.splice import graft_parameters
-from surgery.tune import tune
-from surgery.tune.lora import matches
+from surgery.exporting.export import export
+from surgery.exporting.verify import CLOSE
+from surgery.loading.checkpoint import fingerprint
+from surgery.loading.digests import dtypes, model_digest
+from surgery.locating.patching import replaced
+from surgery.locating.replay import Replay
+from surgery.models.anatomy import anatomy
+from surgery.models.quantised import dense, exact
+from surgery.records.plan import Plan
+from surgery.records.recipe import Lora, Tune
+from surgery.records.record import provenance
+from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
+from surgery.tuning.loop import tune
+from surgery.tuning.lora import matches
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base, random_llamba, random_selective
 

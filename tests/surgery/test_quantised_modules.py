@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from surgery.errors import UserError
-from surgery.plan import Plan
-from surgery.splice import adopt, splice
+from surgery.records.plan import Plan
+from surgery.splicing.splice import adopt, splice
 from tests.conftest import BASES, random_base
 from tests.surgery.test_half import HEADS, LAYER
 

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surgery.errors import UserError
-from surgery.plan import Plan, Start
-from surgery.recipe import read_recipe
-from surgery.records import Provenance, provenance, write_text
-from surgery.site import Site
+from surgery.records.plan import Plan, Start
+from surgery.records.recipe import read_recipe
+from surgery.records.record import Provenance, provenance, write_text
+from surgery.records.site import Site
 from tests.conftest import ROOT
 
 sites = st.builds(Site, st.integers(0, 99), st.lists(st.integers(0, 9999), max_size=5).map(tuple))
@@ -76,7 +76,7 @@ def test_provenance_names_versions_and_seed():
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid(path):
     if "architecture:" in path.read_text():
-        from surgery.tune.pretrain import read_pretrain_recipe
+        from surgery.pretraining.pretrain import read_pretrain_recipe
 
         read_pretrain_recipe(path)
     else:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from surgery.anatomy import anatomy
 from surgery.errors import UserError
-from surgery.locate.patching import silenced, without
-from surgery.locate.replay import Replay
-from surgery.site import Site
+from surgery.locating.patching import silenced, without
+from surgery.locating.replay import Replay
+from surgery.models.anatomy import anatomy
+from surgery.records.site import Site
 from tests.surgery.test_anatomy import ARCHITECTURES, build
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}  # in float64, which every test here computes in

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from surgery.anatomy import anatomy
-from surgery.bench import html
-from surgery.bench.bench import Entry
-from surgery.bench.charts import Point, Series, chart, looks
-from surgery.bench.mixing import Mixing, mixing
-from surgery.bench.report import Cost, ModelReport, Perplexity, Report, Speed
 from surgery.errors import UserError
-from surgery.locate.atlas import short_question
-from surgery.locate.matrices import mixing_matrices
-from surgery.locate.ranking import Ranking, Score
-from surgery.plan import Plan
-from surgery.records import provenance
-from surgery.site import Site
-from surgery.splice import adopt, splice
+from surgery.evaluation import html
+from surgery.evaluation.bench import Entry
+from surgery.evaluation.charts import Point, Series, chart, looks
+from surgery.evaluation.head_matrices import Mixing, mixing
+from surgery.evaluation.report import Cost, ModelReport, Perplexity, Report, Speed
+from surgery.locating.atlas import short_question
+from surgery.locating.matrices import mixing_matrices
+from surgery.locating.ranking import Ranking, Score
+from surgery.models.anatomy import anatomy
+from surgery.records.plan import Plan
+from surgery.records.record import provenance
+from surgery.records.site import Site
+from surgery.splicing.splice import adopt, splice
 from surgery.statistics import difference, evidence, mean, proportion
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, random_base

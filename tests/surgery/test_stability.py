@@ -5,15 +5,15 @@ import pytest
 from scipy import stats
 
 from surgery.errors import UserError
-from surgery.locate import Ranking, locate
-from surgery.locate.attribution import attribute
-from surgery.locate.locate import DRAWN, LEADING
-from surgery.locate.stability import Scores, stability
-from surgery.locate.walk import fully_gated
+from surgery.locating.attribution import attribute
+from surgery.locating.locate import DRAWN, LEADING, locate
+from surgery.locating.ranking import Ranking
+from surgery.locating.stability import Scores, stability
+from surgery.locating.walk import fully_gated
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import encode
-from surgery.site import Site
-from surgery.splice import adopt
+from surgery.records.site import Site
+from surgery.splicing.splice import adopt
 from surgery.statistics import correlation
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base

@@ -2,11 +2,11 @@
 
 import pytest
 
-from surgery.bench import suites
 from surgery.errors import UserError
-from surgery.recipe import read_recipe
+from surgery.evaluation import suites
+from surgery.records.recipe import read_recipe
 from surgery.studies import Findings, make, studies
-from surgery.tune.loop import Run
+from surgery.tuning.loop import Run
 from tests.conftest import ROOT
 
 RECIPES = sorted((ROOT / "recipes" / "paper").glob("*.yaml"))

@@ -5,17 +5,17 @@ import copy
 import pytest
 import torch
 
-from surgery.anatomy import anatomy
 from surgery.errors import UserError
-from surgery.locate.prune import Subject
-from surgery.locate.replacement import replacement_sweep
-from surgery.locate.sweep import CONTROL, kv_sweep
-from surgery.plan import Plan
+from surgery.locating.prune import Subject
+from surgery.locating.replacement import replacement_sweep
+from surgery.locating.sweep import CONTROL, kv_sweep
+from surgery.models.anatomy import anatomy
 from surgery.probes.knowledge import Knowledge
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import answer
-from surgery.site import Site
-from surgery.splice import adopt, splice
+from surgery.records.plan import Plan
+from surgery.records.site import Site
+from surgery.splicing.splice import adopt, splice
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_llamba
 from tests.surgery.test_layer_graft import random_donor

@@ -9,20 +9,20 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from surgery import tokens
-from surgery.bench import suites
 from surgery.errors import UserError
-from surgery.export import export
-from surgery.locate.roles import token_spans
-from surgery.plan import Plan
+from surgery.evaluation import suites
+from surgery.exporting.export import export
+from surgery.locating.roles import token_spans
+from surgery.models import tokens
 from surgery.probes import make
 from surgery.probes.perplexity import Perplexity
 from surgery.probes.question import Completion, Question
 from surgery.probes.scoring import complete, encode
-from surgery.recipe import Bench, Data
-from surgery.splice import splice
-from surgery.tune.data import IGNORE, collate, kv_pieces, letter_pieces, probe_pieces
-from surgery.tune.sources import Reading, World
+from surgery.records.plan import Plan
+from surgery.records.recipe import Bench, Data
+from surgery.splicing.splice import splice
+from surgery.tuning.data import IGNORE, collate, kv_pieces, letter_pieces, probe_pieces
+from surgery.tuning.sources import Reading, World
 from surgery.world.text import document
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, random_base
@@ -314,7 +314,7 @@ def test_bench_decides_as_the_harness_s_command_does(name, tmp_path, monkeypatch
     evaluator = pytest.importorskip("lm_eval.evaluator", reason="needs the extra 'eval' (lm-evaluation-harness)")
     from lm_eval.tasks import TaskManager
 
-    from surgery.bench import harness
+    from surgery.evaluation import harness
 
     tokenizer, plan = kit(name), Plan(sites=("L0.H3",))
     base = random_base(vocab_size=len(tokenizer) + 11, num_hidden_layers=1)
@@ -341,7 +341,7 @@ def test_bench_decides_as_the_harness_s_command_does(name, tmp_path, monkeypatch
 
 def test_the_harness_gives_no_pad_token_to_the_caller_s_tokenizer():
     pytest.importorskip("lm_eval", reason="needs the extra 'eval' (lm-evaluation-harness)")
-    from surgery.bench import harness
+    from surgery.evaluation import harness
 
     tokenizer = unigram()
     (task,) = harness.load(["surgery_kv_4"])["surgery_kv_4"]

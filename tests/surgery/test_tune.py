@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from surgery.errors import UserError
-from surgery.plan import Plan
-from surgery.recipe import Align, Data, Lesson, Tune
-from surgery.splice import adopt, splice
-from surgery.splice.splice import graft_parameters
-from surgery.tune import descent, tune
-from surgery.tune.optimizer import cosine_schedule, parameter_groups
-from surgery.tune.trained import trainable
+from surgery.records.plan import Plan
+from surgery.records.recipe import Align, Data, Lesson, Tune
+from surgery.splicing.splice import adopt, graft_parameters, splice
+from surgery.tuning import descent
+from surgery.tuning.loop import tune
+from surgery.tuning.optimizer import cosine_schedule, parameter_groups
+from surgery.tuning.trained import trainable
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, random_base
 

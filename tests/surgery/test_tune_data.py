@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from surgery.bench.suites import bench_seed
 from surgery.errors import UserError
+from surgery.evaluation.suites import bench_seed
 from surgery.probes.knowledge import CAPITALS, Knowledge
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.needle import Needle
 from surgery.probes.perplexity import Perplexity
-from surgery.recipe import Bench, Data, Lesson, Text, Tune
-from surgery.tune import leaks
-from surgery.tune.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders, packed, padding, progress
-from surgery.tune.data import IGNORE, collate, kv_pieces
-from surgery.tune.loop import HELD_OUT_SEED, PROBE_SEED
-from surgery.tune.sources import HELD_OUT, Reading, open_source
+from surgery.records.recipe import Bench, Data, Lesson, Text, Tune
+from surgery.tuning import leaks
+from surgery.tuning.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders, packed, padding, progress
+from surgery.tuning.data import IGNORE, collate, kv_pieces
+from surgery.tuning.loop import HELD_OUT_SEED, PROBE_SEED
+from surgery.tuning.sources import HELD_OUT, Reading, open_source
 from surgery.world.text import document
 
 WORDS = 400  # a document of the folders below is one of these words, again and again

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgery.errors import UserError
-from surgery.plan import Plan
-from surgery.recipe import Align, Calibrate, Data, Keep, Lesson, Lora, Tune
-from surgery.splice import splice
-from surgery.splice.splice import graft_parameters
-from surgery.tune import keep, loop, state, tune
-from surgery.tune.distil import Distillation
+from surgery.records.plan import Plan
+from surgery.records.recipe import Align, Calibrate, Data, Keep, Lesson, Lora, Tune
+from surgery.splicing.splice import graft_parameters, splice
+from surgery.tuning import keep, loop, state
+from surgery.tuning.distil import Distillation
+from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
 

@@ -20,15 +20,15 @@ from transformers import AutoModelForCausalLM
 
 from surgery.doctor.rehearsal import rehearse
 from surgery.errors import UserError
-from surgery.export import export
-from surgery.plan import Plan
-from surgery.processes import on_main
-from surgery.recipe import Align, Calibrate, Data, Keep, Lesson, Lora, Tune
-from surgery.splice import adopt, splice, unsplice
-from surgery.splice.splice import graft_parameters
-from surgery.tune import descent, state, trackers, tune
-from surgery.tune.batches import loaders
-from surgery.tune.distil import Distillation
+from surgery.exporting.export import export
+from surgery.records.plan import Plan
+from surgery.records.recipe import Align, Calibrate, Data, Keep, Lesson, Lora, Tune
+from surgery.runtime.processes import on_main
+from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
+from surgery.tuning import descent, state, trackers
+from surgery.tuning.batches import loaders
+from surgery.tuning.distil import Distillation
+from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
 

@@ -10,22 +10,21 @@ import torch
 import torch.nn.functional as F
 from transformers import MambaConfig, MambaForCausalLM
 
-from surgery.bench.cells import digest
-from surgery.bench.suites import tasks
 from surgery.errors import UserError
-from surgery.plan import Plan
+from surgery.evaluation.cells import digest
+from surgery.evaluation.suites import tasks
 from surgery.probes.knowledge import Knowledge, Letters
-from surgery.recipe import Align, Bench, Calibrate, Data, Keep, Lesson, Tune
-from surgery.splice import adopt, splice, unsplice
-from surgery.splice.splice import graft_parameters
-from surgery.tune import tune
-from surgery.tune.batches import check, loaders
-from surgery.tune.calibrate import calibrate
-from surgery.tune.data import IGNORE
-from surgery.tune.distil import Distillation, Kept
-from surgery.tune.keep import Guard, questions
-from surgery.tune.portions import Portions
-from surgery.tune.trained import trainable, training
+from surgery.records.plan import Plan
+from surgery.records.recipe import Align, Bench, Calibrate, Data, Keep, Lesson, Tune
+from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
+from surgery.tuning.batches import check, loaders
+from surgery.tuning.calibrate import calibrate
+from surgery.tuning.data import IGNORE
+from surgery.tuning.distil import Distillation, Kept
+from surgery.tuning.keep import Guard, questions
+from surgery.tuning.loop import tune
+from surgery.tuning.portions import Portions
+from surgery.tuning.trained import trainable, training
 from surgery.world.facts import facts
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base, random_llamba, random_selective

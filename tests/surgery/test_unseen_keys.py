@@ -4,15 +4,15 @@ import random
 
 import pytest
 
-from surgery.bench import suites
 from surgery.errors import UserError
-from surgery.locate.questions import choice_probe
+from surgery.evaluation import suites
+from surgery.jobs.preparing import check
+from surgery.locating.questions import choice_probe
 from surgery.probes import make, without_unseen
 from surgery.probes.kv import KVRetrieval
-from surgery.recipe import Bench, Data, Lesson, Recipe, Tune
-from surgery.run import check
-from surgery.tune import batches
-from surgery.tune.data import kv_pieces
+from surgery.records.recipe import Bench, Data, Lesson, Recipe, Tune
+from surgery.tuning import batches
+from surgery.tuning.data import kv_pieces
 from surgery.world.words import KEYS, key_words
 
 LESSONS, UNSEEN = set(key_words("lessons", 64)), set(key_words("unseen", 64))

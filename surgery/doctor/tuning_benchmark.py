@@ -1,0 +1,91 @@
+"""What a step of tuning costs: of a graft, by this project, and of all weights, by transformers' Trainer on the stock model.
+
+Both see the same batch, retrieval lessons and as long text, without padding. Our step holds the model to its teacher on the
+text, which is one more forward than the Trainer's. The grafts lie in the first layer, as in the demo: nothing below them is
+saved. Weights are random: what is computed does not depend on them. Memory is that of a step in the middle of a run, so the
+state of the optimizers, which is the larger for the Trainer, does not count.
+"""
+
+import copy
+import random
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from surgery.doctor import models
+from surgery.doctor.timing import Runs
+from surgery.records.plan import Plan
+from surgery.splicing.splice import adopt, splice
+from surgery.tuning.data import IGNORE, collate, kv_pieces
+from surgery.tuning.distil import Distillation
+from surgery.tuning.trained import trainable
+from surgery.world.tokenizer import build_tokenizer
+
+LESSONS, TEXTS, PAIRS, QUERIES = 16, 6, 32, 8
+RATE = 1e-4
+
+
+@cache
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and targets of lessons, and ids of text, all of the same length."""
+    lessons = [kv_pieces(random.Random(f"doctor {i}"), PAIRS, QUERIES) for i in range(LESSONS)]
+    ids, targets = collate(build_tokenizer(), lessons)
+    return ids, targets, torch.randint(1, 1600, (TEXTS, ids.shape[1]), generator=torch.Generator().manual_seed(0))
+
+
+def graft_against_trainer(device: torch.device) -> Callable[[], Runs]:
+    """Each takes a step and returns the loss."""
+
+    def make() -> Runs:
+        stock = models.BASES["tiny-mamba2"]().to(device)
+        ids, targets, text = (part.to(device) for part in batch())
+        trainer = _trainer_step(copy.deepcopy(stock), ids, targets, text)
+        return {"graft": _graft_step(stock, ids, targets, text), "trainer": trainer}
+
+    return make
+
+
+def _graft_step(stock: PreTrainedModel, ids: Tensor, targets: Tensor, text: Tensor) -> Callable[[], Tensor]:
+    hybrid = splice(stock, Plan.model_validate({"sites": ("L0.H3,5",), "blend": 0.1}))
+    trained = list(trainable(hybrid, None).values())
+    for p in hybrid.parameters():
+        p.requires_grad_(any(p is q for q in trained))
+    module = Distillation(hybrid, adopt(stock)).train()
+    optimizer = torch.optim.AdamW(trained, lr=RATE)
+
+    def step() -> Tensor:
+        loss = module(ids, targets, (text, torch.ones_like(text, dtype=torch.bool)))["loss"]
+        return _descend(loss, trained, optimizer)
+
+    return step
+
+
+def _trainer_step(stock: PreTrainedModel, ids: Tensor, targets: Tensor, text: Tensor) -> Callable[[], Tensor]:
+    asked = torch.full_like(ids, IGNORE)
+    asked[:, 1:] = targets[:, :-1]  # the stock model shifts them itself
+    inputs: dict[str, Any] = {"input_ids": torch.cat([ids, text]), "labels": torch.cat([asked, text])}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(folder, learning_rate=RATE, report_to="none", use_cpu=ids.device.type == "cpu")
+        trainer = Trainer(stock.train(), arguments)
+    trainer.current_gradient_accumulation_steps = 1  # what train() would set
+    optimizer = trainer.create_optimizer()
+
+    def step() -> Tensor:
+        loss = trainer.training_step(stock, inputs)  # with its backward
+        return _descend(loss, list(stock.parameters()), optimizer)
+
+    return step
+
+
+def _descend(loss: Tensor, trained: list[Any], optimizer: torch.optim.Optimizer) -> Tensor:
+    if loss.requires_grad:
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(trained, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()

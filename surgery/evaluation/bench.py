@@ -1,0 +1,165 @@
+"""Measure models side by side: the same examples for all, paired differences to the first."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.evaluation.cells import Cell, check_same, kept, values
+from surgery.evaluation.report import Cost, ModelReport, Perplexity, Speed
+from surgery.evaluation.speed import Timed, decode_cost, speed
+from surgery.evaluation.suites import LOSSES, Task, tasks
+from surgery.loading.digests import Conditions, conditions
+from surgery.models.finite import within
+from surgery.probes.knowledge import Part
+from surgery.records.plan import Plan, published
+from surgery.records.recipe import Bench, Data
+from surgery.records.record import KERNEL_PACKAGES, PACKAGES, environment
+from surgery.runtime.processes import gather, is_main, share, state
+from surgery.runtime.progress import Track, say
+from surgery.splicing.splice import adopt
+from surgery.statistics import Estimate, Evidence, Proportion, decisions, difference, evidence, mean, proportion
+
+
+@dataclass
+class Entry:
+    """A model to measure, and how to call it in the report."""
+
+    model: PreTrainedModel
+    description: str
+    plan: Plan | None = None
+
+
+def bench(
+    entries: Mapping[str, Entry | PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    options: Bench | None = None,
+    *,
+    data: Data | None = None,
+    seed: int = 0,
+    cells: Path | None = None,
+    part: Part | None = None,
+) -> dict[str, ModelReport]:
+    """Measure every model; the first is the base that the others are compared with.
+
+    cells: a folder that keeps each finished measurement, so that it is not repeated. A cell is found again by what it depends
+    on: the questions, and the Conditions. Processes that accelerate started share the cells; the main one alone times.
+    part: "bench" where a model was tuned under tune.keep, which asked the other part of a file's facts.
+
+    Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
+    """
+    options, data = options or Bench(), data or Data()
+    named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
+    todo = tasks(options, tokenizer, data, seed, part)
+    adopted = {name: adopt(entry.model).eval() for name, entry in named.items()}
+    under = {name: conditions(model, tokenizer) for name, model in adopted.items()}
+    if len({each.dtype for each in under.values()}) > 1:
+        say(f"the models are in several dtypes: {', '.join(f'{name} in {each.dtype}' for name, each in under.items())}")
+    done = _measured(adopted, under, todo, cells)
+    timed = _timed(adopted, under, options, tokenizer.model_max_length, cells)
+    first = next(iter(named))
+    pairs: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
+    for name, by_task in done.items():
+        for task, measured in by_task.items():
+            if name != first:
+                check_same(done[first][task], measured)
+                pairs[name, task] = (values(done[first][task]), values(measured))
+    found = evidence(pairs)
+    return {
+        name: _report(
+            entry,
+            under[name],
+            done[name],
+            {task: difference(base, model) for (n, task), (base, model) in pairs.items() if n == name},
+            {task: said for (n, task), said in found.items() if n == name},
+            tuple(one.costs[i] for one in timed if one.costs),
+            tuple(one.speeds[i] for one in timed if one.speeds),
+        )
+        for i, (name, entry) in enumerate(named.items())
+    }
+
+
+def _measured(
+    models: dict[str, PreTrainedModel], under: dict[str, Conditions], todo: list[Task], folder: Path | None
+) -> dict[str, dict[str, list[Cell]]]:
+    """By model and task, one cell a seed, or a part of a group. Each process measures its share."""
+    jobs = [(name, task) for name in models for task in todo]
+    progress = Track(share(jobs), "bench")
+    mine: list[Cell] = []
+    for name, task in progress:
+        progress.note = f"{name} {task.name}"
+
+        def measure(name: str = name, task: Task = task) -> Cell:
+            with within(f"{name}, {task.name}"):
+                outcome = task.measure(models[name])
+            return Cell(
+                model=name, task=task.name, part=task.part, seed=task.seed, metric=task.metric, inputs=outcome.inputs,
+                asked=outcome.asked, values=tuple(map(float, outcome.values)),
+            )  # fmt: skip
+
+        key = under[name].model_dump() | {"settings of generation": _generation(models[name]), **task.key()}
+        cell = kept(folder, key, Cell, measure)
+        mine.append(cell.model_copy(update={"model": name, "seed": task.seed}))  # kept under another name, perhaps
+    every = {(cell.model, cell.task, cell.part, cell.seed): cell for cell in gather(mine)}
+    done: dict[str, dict[str, list[Cell]]] = {name: {} for name in models}
+    for name, task in jobs:
+        done[name].setdefault(task.name, []).append(every[name, task.name, task.part, task.seed])
+    return done
+
+
+def _timed(
+    models: dict[str, PreTrainedModel], under: dict[str, Conditions], options: Bench, longest: int, folder: Path | None
+) -> list[Timed]:
+    """What tokens cost, measured by the first process while the others wait."""
+    contexts = [context for context in options.contexts if context <= longest]
+    jobs: list[tuple[str, Callable[[], Timed]]] = []
+    if "quick" in options.suites:
+        jobs += [(f"cost {context}", partial(decode_cost, models, context)) for context in contexts]
+    if "speed" in options.suites:
+        jobs += [(f"speed {c} {b}", partial(speed, models, c, b)) for c in contexts for b in options.batches]
+    here = environment((*PACKAGES, *KERNEL_PACKAGES))  # a time belongs to where it was taken
+    packages = {name: here.packages[name] for name in (*PACKAGES, *KERNEL_PACKAGES)}
+    common = {
+        "machine": here.machine, "number of threads": here.threads, "packages": packages,
+        "models": [each.model_dump() for each in under.values()],
+    }  # fmt: skip
+    found: list[Timed] = []
+    if is_main():
+        for what, measure in Track(jobs, "timing"):
+            found.append(kept(folder, {"cell": what, **common}, Timed, measure))
+    state().wait_for_everyone()
+    return found
+
+
+def _generation(model: PreTrainedModel) -> dict[str, Any]:
+    """What decides how a model writes, beside its weights: where it stops, above all."""
+    settings = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
+    return {name: value for name, value in settings.items() if name not in ("transformers_version", "_from_model_config")}
+
+
+def _result(task: str, measured: np.ndarray) -> Proportion | Estimate | Perplexity:
+    if task in LOSSES:
+        return Perplexity(value=float(np.exp(measured.mean())), loss=mean(measured))
+    return proportion(measured) if decisions(measured) else mean(measured)
+
+
+def _report(
+    entry: Entry, under: Conditions, cells: dict[str, list[Cell]], change: dict[str, Estimate], said: dict[str, Evidence],
+    cost: tuple[Cost, ...], fast: tuple[Speed, ...],
+) -> ModelReport:  # fmt: skip
+    results = {task: _result(task, values(measured)) for task, measured in cells.items()}
+    kv = {task.removeprefix("kv."): results.pop(task) for task in [*results] if task.startswith("kv.")}
+    own = {name: results.pop(name) for name in ("knowledge", "letters", "perplexity") if name in results}
+    seeds = {
+        task: tuple(float(values([cell]).mean()) for cell in several)
+        for task, several in cells.items()
+        if len({cell.seed for cell in several}) > 1
+    }
+    return ModelReport.model_validate(
+        {"description": entry.description, "plan": entry.plan and published(entry.plan), "conditions": under, "kv": kv, **own,
+         "tasks": results, "cost": cost, "speed": fast, "change": change, "evidence": said, "seeds": seeds}
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""Standard tasks, run by lm-evaluation-harness in this process on the live model.
+
+A task is looked for in a folder of the user's (`bench.tasks_path`: YAML files, whose `data_files` may be local), then among
+ours (`surgery/bench/tasks`), then among the harness's own. A data set is looked for in another folder of the user's
+(`bench.data_path`) under its Hub id, `cais/mmlu/`: a repository as it is on the Hub, or other files with a README.md that says,
+as there, which configuration and split each one is; then on the Hub or in its cache. The numbers are those of `lm_eval --model
+hf` on the exported folder.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from functools import cache
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.evaluation.cells import digest
+from surgery.models.finite import explained, watching_logits
+from surgery.models.tokens import prompting
+
+FEWSHOT_SEED = 1234  # the command's
+TASKS = Path(__file__).parent / "tasks"
+
+
+def load(names: list[str], tasks_path: str | None = None, data_path: str | None = None) -> dict[str, list[Any]]:
+    """Name -> the harness's tasks that it stands for: one, or those of a group or a tag, whose examples are pooled. Raises
+    UserError for what cannot be loaded."""
+    if find_spec("lm_eval") is None:
+        raise UserError(f"the task {names[0]} needs lm-evaluation-harness: pip install 'mamba-surgery[eval]'")
+    for option, path in (("tasks_path", tasks_path), ("data_path", data_path)):
+        if path is not None and not Path(path).is_dir():
+            raise UserError(f"bench.{option}: no such folder: {path}")
+    return {name: _load(name, tasks_path, data_path) for name in names}
+
+
+def identity(task: Any) -> str:
+    """A digest of what a task asks: its definition and its data, those of the examples before a question included."""
+    shots = list(task.fewshot_docs()) if task.config.num_fewshot else []
+    return digest(f"{task.dump_config()} {list(task.eval_docs)} {shots}")
+
+
+def evaluate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Any, batch_size: int, limit: int | None
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Per example of a task: the score, and a digest of what was asked. limit: examples at most."""
+    from lm_eval import evaluate as harness
+    from lm_eval.models.huggingface import HFLM
+
+    _quiet()
+    name, metric = task.config.task, _metric(task)
+    task.set_fewshot_seed(FEWSHOT_SEED)
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise UserError(f"the task {name}: lm-evaluation-harness needs a tokenizer with a BOS or an EOS token")
+    tokenizer = prompting(tokenizer)
+    if tokenizer.pad_token is None:  # the harness would give the caller's one
+        tokenizer = copy.deepcopy(tokenizer)
+    with explained(model), watching_logits(model), redirect_stderr(StringIO()):  # its bars; one at a time: ours
+        # The same length limit as the command's: none is passed.
+        asker = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+        samples = harness(asker, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)["samples"][name]
+    first = samples[0]["filter"]  # a task with several ways to read an answer lists the samples once for each
+    samples = [sample for sample in samples if sample["filter"] == first]
+    asked = (digest(f"{sample['doc_hash']} {sample['arguments']} {sample['target_hash']}") for sample in samples)
+    return np.array([float(sample[metric]) for sample in samples]), tuple(asked)
+
+
+@cache
+def _load(name: str, tasks_path: str | None, data_path: str | None) -> list[Any]:
+    manager = _manager(tasks_path, False)
+    if not _holds(manager, name):
+        manager = _manager(tasks_path, True)
+    if name not in manager.all_tasks:
+        raise UserError(f"no task is named '{name}', in lm-evaluation-harness or in {tasks_path or 'bench.tasks_path'}")
+    try:
+        with redirect_stderr(StringIO()), _local(data_path):
+            found = manager.load([name])
+    except Exception as error:  # whatever its code or its data raise
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot load the task '{name}': {message}") from error
+    for group in found.get("groups", {}).values():
+        if not all(entry.weight_by_size for entry in group.aggregate_metric_list or ()):
+            raise UserError(f"the group '{group.name}' counts its tasks alike, whatever their size; name the tasks instead")
+    for task in found["tasks"].values():
+        _metric(task)
+        if task.config.num_fewshot is None:
+            task.set_config(key="num_fewshot", value=0)
+    return list(found["tasks"].values())
+
+
+@contextmanager
+def _local(data_path: str | None) -> Iterator[None]:
+    """The harness asks `datasets` for data by name: while this lasts, a folder of that name in `data_path` is read instead."""
+    import datasets
+
+    given = datasets.load_dataset
+
+    def load_dataset(path: str, *args: Any, **kwargs: Any) -> Any:
+        if data_path is None or not (folder := Path(data_path, path).resolve()).is_dir():
+            return given(path, *args, **kwargs)
+        # What datasets (5.2) once made of a folder it takes for what any folder of that name holds, so that each has a cache.
+        files = [(str(file), file.stat().st_mtime_ns) for file in sorted(folder.rglob("*"))]
+        cache = Path(datasets.config.HF_DATASETS_CACHE, f"folder-{digest(str(files))}")
+        return given(str(folder), *args, cache_dir=str(cache), **kwargs)
+
+    datasets.load_dataset = load_dataset
+    try:
+        yield
+    finally:
+        datasets.load_dataset = given
+
+
+def _holds(manager: Any, name: str) -> bool:
+    """Whether it knows a name and, if that is a group's, all that this refers to."""
+    if (entry := manager.task_index.get(name)) is None:
+        return False
+    members = entry.cfg.get("task") if entry.kind.name == "GROUP" else ()
+    if not isinstance(members, list):
+        return True
+    return all(_holds(manager, one if isinstance(one, str) else one.get("group") or one.get("task")) for one in members)
+
+
+@cache
+def _manager(tasks_path: str | None, own: bool) -> Any:
+    """own: with the harness's tasks, thousands of files that take a while to read."""
+    from lm_eval.tasks import TaskManager
+
+    _quiet()
+    return TaskManager(include_path=[TASKS, *([Path(tasks_path).resolve()] if tasks_path else [])], include_defaults=own)
+
+
+def _metric(task: Any) -> str:
+    """The metric whose mean is reported: the accuracy where there is one."""
+    from lm_eval.api.registry import get_aggregation
+
+    if task.OUTPUT_TYPE == "loglikelihood_rolling":
+        raise UserError(f"the task '{task.config.task}' scores running text; the suite 'language' does that")
+    metrics = task.aggregation()
+    name = "acc" if "acc" in metrics else next(iter(metrics))
+    if metrics[name] is not get_aggregation("mean"):
+        raise UserError(f"the task '{task.config.task}' is scored as a whole ({name}), not by a mean over examples")
+    return name
+
+
+def _quiet() -> None:
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -1,0 +1,228 @@
+"""The report as tables that a newcomer understands: for the terminal, report.md and the model card."""
+
+from surgery.evaluation.report import ModelReport, Report, value
+from surgery.records.plan import Plan
+from surgery.statistics import Estimate, Evidence, Proportion
+
+EXPLANATION = """\
+KV n: accuracy of key-value retrieval from a dictionary of n pairs (chance 1/n); unseen keys: of words that no lesson of tuning
+holds. Knowledge: facts asked as cloze. Letters: the same facts as multiple choice. Perplexity: on held-out text. Brackets: 95%
+intervals over examples."""
+UNSEEN = "kv_unseen"
+CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
+
+
+def rows(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Header and one row a model. Probes of several sizes have tables of their own, key-value retrieval its columns here, with
+    keys that no lesson holds at the largest size."""
+    results = [*report.models[next(iter(report.models))].results()]
+    largest = [task for task in results if _family(task) == UNSEEN][-1:]
+    tasks = [task for task in results if _family(task) == "kv"] + largest
+    tasks += [task for task in results if _family(task) == task]
+    header = ["model", *map(heading, tasks)]
+    return header, [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
+
+
+def heading(task: str) -> str:
+    """A task's name in a table."""
+    if _family(task) == UNSEEN:
+        return f"KV {task.removeprefix(f'{UNSEEN}.')}, unseen keys"
+    return task.replace("kv.", "KV ")
+
+
+def table(header: list[str], body: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "|".join("---" for _ in header) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body)])
+
+
+def places(plan: Plan) -> str:
+    """Where a plan's grafts are, counted where there are too many to name."""
+    named = ", ".join(map(str, plan.sites))
+    if len(named) <= 60:
+        return named
+    return ", ".join(f"{len(site.heads)} heads of L{site.layer}" if site.heads else str(site) for site in plan.sites)
+
+
+def results(report: Report) -> str:
+    """The main table and what its rows are."""
+    described = "\n".join(
+        f"- **{name}**: {model.description}" + (f" ({places(model.plan)})" if model.plan else "")
+        for name, model in report.models.items()
+    )
+    quick = report.models[next(iter(report.models))].perplexity
+    parts = [table(*rows(report)), *([EXPLANATION] if quick else []), described]
+    return "\n\n".join(parts) + "\n"
+
+
+def render(report: Report) -> str:
+    """report.md."""
+    provenance = report.provenance
+    base = report.models[next(iter(report.models))]
+    parts = [f"# {provenance.base}: base and hybrid compared\n", results(report), *_swept(report)]
+    changed = {name: model for name, model in report.models.items() if model.change}
+    if changed:
+        tasks = list(next(iter(changed.values())).change)
+        body = [[name, *(str(model.change[task]) for task in tasks)] for name, model in changed.items()]
+        header = ["model", *(unit(task) for task in tasks)]
+        parts.append(f"## Paired difference to the base, same examples, 95% intervals\n\n{table(header, body)}\n")
+    parts += _verdicts(changed)
+    if base.kv:
+        parts.append("![Retrieval against dictionary size](retrieval.png)\n")
+    parts += _doses(report)
+    parts += _cost(report)
+    parts += _weights(report)
+    packages = ", ".join(f"{name} {version}" for name, version in provenance.packages.items())
+    timings = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in report.timings.items())
+    counts = sorted({_count(result) for result in base.results().values()})
+    examples = f"{' to '.join(str(n) for n in {counts[0]: 0, counts[-1]: 0})} examples a cell; " if counts else ""
+    parts.append(
+        f"## Provenance\n\nMade {provenance.created} by mamba-surgery {provenance.toolkit} on {provenance.machine} "
+        f"({provenance.threads} threads); seed {provenance.seed}; {examples}{packages}. Base fingerprint "
+        f"`{provenance.base_fingerprint[:16]}`.\n" + (f"\nTime: {timings}.\n" if timings else "")
+    )
+    return "\n".join(parts)
+
+
+def verdict(task: str, change: Estimate, said: Evidence) -> str:
+    """What a difference says, in words. Perhaps: its own interval leaves out 0, which among all comparisons may be chance."""
+    loss = task in ("perplexity", "sliding")
+    direction = "better" if (change.value < 0) == loss else "worse"
+    if said.differs:
+        return f"{direction} (p = {said.p_holm:.2g})"
+    if change.ci95[0] > 0 or change.ci95[1] < 0:
+        return f"perhaps {direction} (p = {said.p:.2g} by itself, {said.p_holm:.2g} among all comparisons)"
+    if said.detectable is None:
+        return "no difference seen, of too few examples to say more"
+    if said.detectable <= CERTAIN:
+        return f"no difference seen, and n = {said.n} was enough to see {'2%' if loss else '2 points'}"
+    least = f"{100 * said.detectable:.1f}{'%' if loss else ' points'}"
+    return f"no difference seen, but n = {said.n} shows only differences of {least} or more"
+
+
+def _verdicts(changed: dict[str, ModelReport]) -> list[str]:
+    body = [
+        [name, heading(task), str(model.change[task]), verdict(task, model.change[task], said)]
+        for name, model in changed.items()
+        for task, said in model.evidence.items()
+    ]
+    if not body:
+        return []
+    return [
+        "## What the differences say\n\n"
+        f"{table(['model', 'task', 'difference to the base', 'verdict'], body)}\n\n"
+        f"Verdicts at 5% for all {len(body)} comparisons together (Holm), by McNemar's exact test for right and wrong answers "
+        "and the paired t-test, corrected for skewness, for losses and scores. An interval is its own comparison's alone: of "
+        "twenty without any true difference, about one leaves out 0. Where one does and the verdict does not hold for all "
+        "comparisons together, the verdict is 'perhaps'. What n was enough to see, it would find in four of five measurements. "
+        "A difference of the loss by .02 nats is one of the perplexity by 2%.\n"
+    ]
+
+
+def _swept(report: Report) -> list[str]:
+    """A table for every probe of several sizes."""
+    families: dict[str, list[str]] = {}
+    for task in report.models[next(iter(report.models))].tasks:
+        if (family := _family(task)) != task:
+            families.setdefault(family, []).append(task)
+    parts = []
+    for family, tasks in families.items():
+        if family == UNSEEN and len(tasks) == 1:
+            continue  # it has its column in the main table
+        body = [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
+        sizes = [task.removeprefix(f"{family}.").replace(".", " at ") for task in tasks]
+        header = ["tokens at depth", *(f"{size}%" for size in sizes)] if family == "needle" else ["size", *sizes]
+        parts.append(f"## {family.replace('_', ' ')}\n\n{table(header, body)}\n")
+    return parts
+
+
+def _doses(report: Report) -> list[str]:
+    """Accuracy against the number of grafted heads."""
+    doses = dosed(report)
+    if len(doses) < 2:
+        return []
+    sizes = list(next(iter(report.models.values())).kv)
+    body = [[str(dose), *(str(model.kv[size]) for size in sizes)] for dose, model in doses.items()]
+    header = ["grafted heads", *(f"KV {size}" for size in sizes)]
+    title = "## Dose and response: the leading heads spliced, no training"
+    return [f"{title}\n\n{table(header, body)}\n\n![Dose and response](dose.png)\n"]
+
+
+def dosed(report: Report) -> dict[int, ModelReport]:
+    """Number of grafted heads -> model, where a run measured several; the base is the dose 0."""
+    found = {
+        sum(len(site.heads) for site in model.plan.sites): model
+        for name, model in report.models.items()
+        if name.startswith("dose_") and model.plan
+    }
+    return {0: next(iter(report.models.values())), **found} if found else {}
+
+
+def _cost(report: Report) -> list[str]:
+    """What decoding costs, beside what was gained for it."""
+    first, *others = report.models.values()
+    parts = []
+    if first.cost:
+        body = [
+            [name, *(f"{c.milliseconds:.2f} ms, {c.cache_bytes / 1024:.0f} KiB" for c in model.cost)]
+            for name, model in report.models.items()
+        ]
+        header = ["model", *(f"{cost.context} tokens" for cost in first.cost)]
+        parts.append(f"## Cost: time per decoded token and cache, batch 1\n\n{table(header, body)}\n\n![Cost](cost.png)\n")
+    if first.cost and first.kv and others:
+        size, longest = list(first.kv)[-1], first.cost[-1]
+        body = [
+            [
+                name,
+                str(model.change[f"kv.{size}"]),
+                f"{(model.cost[-1].cache_bytes - longest.cache_bytes) / 1024:+.1f} KiB",
+                f"{model.cost[-1].milliseconds - longest.milliseconds:+.2f} ms",
+            ]
+            for name, model in list(report.models.items())[1:]
+        ]
+        header = ["model", f"KV {size}", f"cache at {longest.context} tokens", "time per token there"]
+        parts.append(f"## Gain and cost, against the base\n\n{table(header, body)}\n")
+    if first.speed:
+        body = [
+            [
+                name, str(s.context), str(s.batch), f"{s.prefill_milliseconds:.1f} ms", f"{s.decode_milliseconds:.2f} ms",
+                f"{s.cache_bytes / 1024:.0f} KiB", f"{s.peak_bytes / 2**20:.1f} MiB",
+            ]
+            for name, model in report.models.items()
+            for s in model.speed
+        ]  # fmt: skip
+        header = ["model", "tokens", "batch", "prefill", "one more token", "cache", "memory of the prefill"]
+        parts.append(f"## Speed and memory\n\n{table(header, body)}\n\n![Speed](speed.png)\n")
+    return parts
+
+
+def _weights(report: Report) -> list[str]:
+    """Which weights were measured, and with what."""
+    under = {name: model.conditions for name, model in report.models.items() if model.conditions is not None}
+    if not under:
+        return []
+    body = [[name, f"`{each.model[:16]}`", each.dtype, each.device] for name, each in under.items()]
+    first = next(iter(under.values()))
+    kernels = ", ".join(f"{operation} by {backend}" for operation, backend in first.kernels.items())
+    return [
+        f"## Weights\n\n{table(['model', 'digest', 'dtype', 'device'], body)}\n\nKernels: {kernels}. Tokenizer "
+        f"`{first.tokenizer[:16]}`, the toolkit's code `{first.code[:16]}`.\n"
+    ]
+
+
+def _family(task: str) -> str:
+    """The probe of a task that is one of its sizes; a harness's task is its own."""
+    family, dot, size = task.partition(".")
+    return family if dot and size.replace(".", "").isdigit() else task
+
+
+def _cell(model: ModelReport, task: str) -> str:
+    return f"{value(model.results()[task]):.3f}"
+
+
+def unit(task: str) -> str:
+    """What differences of a task are in, for the head of a column."""
+    return {"perplexity": "loss (nats)", "sliding": "sliding loss (nats)"}.get(task, heading(task))
+
+
+def _count(result) -> int:
+    return result.n if isinstance(result, Proportion | Estimate) else result.loss.n

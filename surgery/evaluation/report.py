@@ -1,0 +1,87 @@
+"""report.json, as records. Every figure in a report was measured by bench.py in the run that wrote it."""
+
+from typing import Any
+
+from surgery.loading.digests import Conditions
+from surgery.records.plan import Plan
+from surgery.records.record import Provenance, Record, Sealed
+from surgery.statistics import Estimate, Evidence, Proportion
+
+
+class Perplexity(Record):
+    """value: perplexity; loss: mean nats per token over windows, with its interval."""
+
+    value: float
+    loss: Estimate
+
+
+class Cost(Record):
+    """Decoding one token after `context` tokens, batch 1: the median time, and the bytes that the cache holds."""
+
+    context: int
+    milliseconds: float
+    cache_bytes: int
+
+
+class Speed(Record):
+    """A batch of `batch` prompts of `context` tokens: median times of the whole prefill and of one more token each, the bytes
+    that their cache holds, and the most memory that the prefill holds at once beyond weights and inputs."""
+
+    context: int
+    batch: int
+    prefill_milliseconds: float
+    decode_milliseconds: float
+    cache_bytes: int
+    peak_bytes: int
+
+
+class ModelReport(Record):
+    """One model's results, as far as the suites measured them. conditions: which weights, and with what they were measured
+    (versions up to 0.5.1 did not say). kv: by number of pairs. tasks: everything that has no field of
+    its own, by its name: an accuracy, an Estimate where an example's score is not just right or wrong, or a Perplexity. change:
+    the paired difference to the base on the same examples (accuracies, and "perplexity" and "sliding" as the difference of the
+    mean loss in nats). evidence: what the differences say. seeds: where there are several, the mean of each one."""
+
+    description: str
+    plan: Plan | None
+    conditions: Conditions | None = None
+    kv: dict[str, Proportion] = {}
+    knowledge: Proportion | None = None
+    letters: Proportion | None = None
+    perplexity: Perplexity | None = None
+    tasks: dict[str, Proportion | Estimate | Perplexity] = {}
+    cost: tuple[Cost, ...] = ()
+    speed: tuple[Speed, ...] = ()
+    change: dict[str, Estimate] = {}
+    evidence: dict[str, Evidence] = {}
+    seeds: dict[str, tuple[float, ...]] = {}
+
+    def results(self) -> dict[str, Proportion | Estimate | Perplexity]:
+        """Everything that was measured example by example, by the task's name."""
+        named = {"knowledge": self.knowledge, "letters": self.letters, "perplexity": self.perplexity}
+        own = {name: result for name, result in named.items() if result is not None}
+        return {f"kv.{size}": result for size, result in self.kv.items()} | own | self.tasks
+
+
+def value(result: Proportion | Estimate | Perplexity) -> float:
+    """The one number of a result: an accuracy, a mean score, a perplexity."""
+    return result.accuracy if isinstance(result, Proportion) else result.value
+
+
+class Report(Sealed):
+    """models: by name, the base first. plan: the graft's. timings: seconds by stage. training: the last losses of each tuned
+    model."""
+
+    schema_version: int = 2
+
+    provenance: Provenance
+    plan: Plan | None
+    models: dict[str, ModelReport]
+    timings: dict[str, float]
+    training: dict[str, dict[str, float]]
+    settings: dict[str, Any]
+
+    def row_of(self, digest: str) -> str | None:
+        """What the report calls the model with this digest; None if it measured no such weights."""
+        measured = ((name, model.conditions) for name, model in self.models.items())
+        return next((name for name, under in measured if under is not None and under.model == digest), None)

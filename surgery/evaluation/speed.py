@@ -1,0 +1,108 @@
+"""What a token costs: time, cache and memory against context length and batch.
+
+Models are timed in turn within each round, so that a disturbance of the machine hits all of them, and medians are taken: one
+context (and batch) of all models is what is measured, and kept, at once.
+"""
+
+import inspect
+import time
+from collections.abc import Mapping
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from surgery.doctor.timing import peak_bytes
+from surgery.evaluation.cells import Kept
+from surgery.evaluation.report import Cost, Speed
+
+ROUNDS, TOKENS = 3, 8
+
+
+class Timed(Kept):
+    """What one context cost, of all models in their order."""
+
+    costs: tuple[Cost, ...] = ()
+    speeds: tuple[Speed, ...] = ()
+
+
+def decode_cost(models: Mapping[str, PreTrainedModel], context: int) -> Timed:
+    """Batch 1. Context: tokens in the cache when the timed token is decoded."""
+    caches = {name: _prefilled(model, context, 1) for name, model in models.items()}
+    sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
+    times = _decoding(models, caches, 1)
+    return Timed(costs=tuple(Cost(context=context, milliseconds=times[name], cache_bytes=sizes[name]) for name in models))
+
+
+def speed(models: Mapping[str, PreTrainedModel], context: int, batch: int) -> Timed:
+    """A batch of prompts of `context` tokens."""
+    caches: dict[str, Cache] = {}
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(ROUNDS):
+        for name, model in models.items():
+            _wait(model)
+            start = time.perf_counter()
+            caches[name] = _prefilled(model, context, batch)
+            _wait(model)
+            times[name].append(time.perf_counter() - start)
+    sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
+    decoding = _decoding(models, caches, batch)
+    caches.clear()
+    peaks = {name: peak_bytes(partial(_prefilled, model, context, batch), model.device) for name, model in models.items()}
+    return Timed(
+        speeds=tuple(
+            Speed(
+                context=context, batch=batch, prefill_milliseconds=1e3 * median(times[name]),
+                decode_milliseconds=decoding[name], cache_bytes=sizes[name], peak_bytes=peaks[name],
+            )
+            for name in models
+        )
+    )  # fmt: skip
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes of all tensors that a cache holds: conv and recurrent states, keys and values."""
+    total = 0
+    for layer in cache.layers:
+        states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+        for tensor in (*states, getattr(layer, "keys", None), getattr(layer, "values", None)):
+            if tensor is not None:
+                total += tensor.numel() * tensor.element_size()
+    return total
+
+
+@torch.inference_mode()
+def _prefilled(model: PreTrainedModel, context: int, batch: int) -> Cache:
+    ids = (torch.arange(context, device=model.device)[None] % model.config.vocab_size).expand(batch, -1)
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids, use_cache=True, logits_to_keep=1, **_cached(model, cache))
+    return cache
+
+
+@torch.inference_mode()
+def _decoding(models: Mapping[str, PreTrainedModel], caches: dict[str, Cache], batch: int) -> dict[str, float]:
+    """Median milliseconds of a decoded token, after one that is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(ROUNDS):
+        for name, model in models.items():
+            token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+            for _ in range(TOKENS + (turn == 0)):
+                _wait(model)
+                start = time.perf_counter()
+                model(input_ids=token, use_cache=True, **_cached(model, caches[name]))
+                _wait(model)
+                times[name].append(time.perf_counter() - start)
+    return {name: 1e3 * median(measured[1:]) for name, measured in times.items()}
+
+
+def _cached(model: PreTrainedModel, cache: Cache) -> dict[str, Any]:
+    """A state-space model and a Transformer have another name for it."""
+    name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+    return {name: cache}
+
+
+def _wait(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

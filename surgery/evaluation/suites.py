@@ -1,0 +1,218 @@
+"""Suites: what `bench.suites` names, as tasks that each give one number an example.
+
+quick       key-value retrieval (`bench.pairs`, and `bench.unseen_pairs` with keys that no lesson holds), knowledge and letters,
+            perplexity, cost
+retrieval   every probe of the project over its sizes, the needle over lengths and depths
+language    perplexity by a sliding window
+knowledge   the paper's six knowledge tasks
+paper       MMLU, GSM8K, BBH, DREAM, those six, and key-value retrieval at the paper's sizes
+speed       prefill, decoding, memory and cache against context (speed.py)
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.evaluation import harness
+from surgery.evaluation.cells import digest, watched
+from surgery.evaluation.language import sliding_losses, sliding_rows
+from surgery.probes import make, probes
+from surgery.probes.knowledge import Part
+from surgery.probes.perplexity import Perplexity
+from surgery.probes.question import Completion, CompletionProbe, Probe, Question
+from surgery.probes.scoring import answer, complete
+from surgery.records.recipe import Bench, Data
+from surgery.records.record import package_version
+
+KNOWLEDGE = ("winogrande", "openbookqa", "piqa", "hellaswag", "arc_challenge", "arc_easy")
+PAPER = ("mmlu", "gsm8k", "bbh", "dream", *KNOWLEDGE)
+PAPER_PAIRS = tuple(range(10, 51, 5))
+LOSSES = ("perplexity", "sliding")
+# Whether greedy decoding would write the answer, in one forward, where the candidates are so many and so long that scoring each
+# of them would take a hundred times as long. Chance is 0.
+WRITTEN = ("phonebook",)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """values: one an example; asked: a digest of each; inputs: of what entered the model."""
+
+    values: np.ndarray
+    asked: tuple[str, ...]
+    inputs: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """One cell for every model. identity: all that the outcome depends on beside the model and the Conditions. part: which task
+    of a group of the harness, as the examples of all are the group's. harness: the version of lm_eval, if that asks."""
+
+    name: str
+    seed: int
+    identity: str
+    measure: Callable[[PreTrainedModel], Outcome]
+    part: str = ""
+    harness: str | None = None
+
+    def key(self) -> dict[str, Any]:
+        """What the outcome depends on, for its cell."""
+        return {"task": self.name, "part": self.part, "questions": digest(self.identity), "lm_eval": self.harness}
+
+    @property
+    def metric(self) -> Literal["accuracy", "loss"]:
+        return "loss" if self.name in LOSSES else "accuracy"
+
+
+def names(options: Bench) -> list[str]:
+    """The tasks of the suites, in the order of the report. Known without a model."""
+    found = list(_probes(options))
+    if "quick" in options.suites:
+        found.append("perplexity")
+    if "language" in options.suites:
+        found.append("sliding")
+    return [*found, *standard(options)]
+
+
+def standard(options: Bench) -> list[str]:
+    """The tasks that lm-evaluation-harness runs."""
+    paper, knowledge = "paper" in options.suites, "knowledge" in options.suites
+    return list(dict.fromkeys([*(PAPER if paper else KNOWLEDGE if knowledge else ()), *options.tasks]))
+
+
+def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int, part: Part | None = None) -> list[Task]:
+    """All tasks of all seeds. An example that an earlier seed asked, too, is not asked twice; a task that cannot ask another
+    example (a fixed set of them) has one cell. part: of a file's facts, those to ask about."""
+    found: list[Task] = []
+    for name, (probe, fields) in _probes(options).items():
+        facts = {"source": data.facts, "part": part} if probe in ("knowledge", "letters") else {}
+        found += _probe_tasks(name, probe, fields | facts, options, tokenizer, data, seed)
+    found += _text_tasks(options, tokenizer, data, seed)
+    if wanted := standard(options):
+        loaded = harness.load(wanted, options.tasks_path, options.data_path)
+        found += [_standard_task(name, task, options, tokenizer) for name in wanted for task in loaded[name]]
+    return found
+
+
+def check_probes(options: Bench, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError for a probe that cannot be asked in the sizes of `options`."""
+    for name, (probe, fields) in _probes(options).items():
+        try:
+            make(probe, tokenizer=tokenizer, **fields)
+        except UserError as error:
+            raise UserError(f"bench, {name}: {error}") from error
+
+
+def bench_seed(seed: int) -> int:
+    """Other examples than those that locate ranked heads with."""
+    return seed + 10_000
+
+
+def examples(probe: Probe | CompletionProbe, written: bool, n: int, seed: int) -> list[Question] | list[Completion]:
+    """What a probe asks. written: of the answer to a question only whether the model would write it."""
+    if isinstance(probe, CompletionProbe):
+        return probe.completions(n, seed)
+    questions = probe.questions(n, seed)
+    return [Completion(q.prompt, q.choices[q.answer]) for q in questions] if written else questions
+
+
+def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Task -> the probe and its options."""
+    pairs = [*(options.pairs if {"quick", "retrieval"} & {*options.suites} else ())]
+    pairs += [size for size in PAPER_PAIRS if "paper" in options.suites and size not in pairs]
+    found: dict[str, tuple[str, dict[str, Any]]] = {f"kv.{size}": ("kv", {"pairs": size, "keys": "lessons"}) for size in pairs}
+    if {"quick", "retrieval"} & {*options.suites}:
+        unseen = options.pairs[-1:] if options.unseen_pairs is None else options.unseen_pairs
+        found |= {f"kv_unseen.{size}": ("kv", {"pairs": size, "keys": "unseen"}) for size in unseen}
+    if "retrieval" in options.suites:
+        for name in sorted({*probes()} - {"kv", "knowledge", "letters", "needle"}):
+            found |= {f"{name}.{size}": (name, fields) for size in options.pairs if (fields := _sized(name, size))}
+        for length in options.contexts:
+            for depth in options.depths:
+                found[f"needle.{length}.{round(100 * depth)}"] = ("needle", {"length": length, "depth": depth})
+    if "quick" in options.suites:
+        found |= {name: (name, {}) for name in ("knowledge", "letters")}
+    return found
+
+
+def _sized(name: str, size: int) -> dict[str, Any] | None:
+    """A probe's options for a size, its first option: the number of what is to be remembered. None if it takes no such size.
+    What else has no default is four times as large (a text among whose words the content words stand)."""
+    needed = [field for field in dataclasses.fields(probes()[name]) if field.default is dataclasses.MISSING]
+    fields: dict[str, Any] = {field.name: size if i == 0 else 4 * size for i, field in enumerate(needed)}
+    try:
+        make(name, **fields)
+    except UserError:
+        return None
+    return fields
+
+
+def _probe_tasks(
+    name: str, probe: str, fields: dict, options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int
+) -> list[Task]:
+    if probe == "needle":
+        if fields["length"] > tokenizer.model_max_length:
+            return []
+        fields = fields | {"source": data.held_out_text}
+    asks = make(probe, tokenizer=tokenizer, **fields)
+    found: list[Task] = []
+    known: set = set()
+    for s in range(seed, seed + options.seeds):
+        made = examples(asks, probe in WRITTEN, options.examples, bench_seed(s))
+        fresh = [one for one in made if one not in known]
+        known |= {*made}
+        if fresh:
+            asked = tuple(digest(repr(one)) for one in fresh)
+            ask = complete if isinstance(fresh[0], Completion) else answer
+
+            def measure(
+                model: PreTrainedModel, fresh: list = fresh, asked: tuple[str, ...] = asked, ask: Callable = ask
+            ) -> Outcome:
+                with watched(model) as inputs:
+                    correct = ask(model, tokenizer, fresh, options.batch_size).correct
+                return Outcome(correct.astype(float), asked, inputs())
+
+            found.append(Task(name, s, f"{name} {' '.join(asked)}", measure))
+    return found
+
+
+def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> list[Task]:
+    text = Perplexity(data.held_out_text, options.windows, options.window)
+    wanted: list[tuple[str, Callable, Callable]] = []
+    if "quick" in options.suites:
+        wanted.append(("perplexity", lambda windows: windows, text.losses))
+    if "language" in options.suites:
+        wanted.append(("sliding", sliding_rows, sliding_losses))
+    found: list[Task] = []
+    for name, rows_of, losses in wanted:
+        known: set[str] = set()
+        for s in range(seed, seed + options.seeds):
+            rows = rows_of(text.token_windows(tokenizer, bench_seed(s)))
+            asked = tuple(digest(str(row)) for row in rows.tolist())
+            if {*asked} <= known:  # a text file is the same for every seed
+                continue
+            known |= {*asked}
+
+            def measure(
+                model: PreTrainedModel, rows: Tensor = rows, asked: tuple[str, ...] = asked, losses: Callable = losses
+            ) -> Outcome:
+                with watched(model) as inputs:
+                    values = losses(model, rows)
+                return Outcome(values, asked, inputs())
+
+            found.append(Task(name, s, f"{name} {' '.join(asked)}", measure))
+    return found
+
+
+def _standard_task(name: str, task: Any, options: Bench, tokenizer: PreTrainedTokenizerBase) -> Task:
+    def measure(model: PreTrainedModel) -> Outcome:
+        values, asked = harness.evaluate(model, tokenizer, task, options.batch_size, options.task_examples)
+        return Outcome(values, asked, digest(" ".join(asked)))
+
+    identity = f"{name} {harness.identity(task)} {options.task_examples}"
+    return Task(name, 0, identity, measure, task.config.task, package_version("lm_eval"))

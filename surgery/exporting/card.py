@@ -1,0 +1,155 @@
+"""The model card: what was done, what was measured, how to load it. It is made from an export's other files and from nothing
+else, so that it can be made again and compared."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from huggingface_hub import ModelCardData
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.evaluation import markdown
+from surgery.evaluation.report import Report
+from surgery.families import family_of
+from surgery.loading.origin import Origin
+from surgery.records.plan import Plan
+from surgery.runtime import plotting as plots
+
+COLUMNS = 128  # of the map; more heads than that (the channels of a Mamba-1) share columns
+
+
+def card(name: str, folder: Path, record: Any, use: str) -> str:
+    """Markdown with Hugging Face's metadata in front.
+
+    name: what the folder will be loaded by, a path or an id. record: its export.json. use: how its format is loaded, with NAME
+    for the name.
+    """
+    plan, base = Plan.read(folder / "plan.json"), record.base.published(folder).name
+    parts = [
+        f"---\n{_metadata(record)}\n---\n# {name.rsplit('/', 1)[-1]}\n",
+        f"A hybrid of `{base}`: attention at **{markdown.places(plan)}**, {record.parameters:,} new parameters. "
+        f"{_how(plan, record.base_unchanged)}\n",
+        "![Where attention went in](sites.png)\n",
+        f"```python\n{use.replace('NAME', name)}\n```\n",
+        f"{LOADS[record.format]}\n" if record.format in LOADS else "",
+        f"Verified against the live model when it was written: {record.proof.line()}.\n",
+    ]
+    measured = folder / "report.json"
+    report = Report.read(measured, unsealed="refuse") if measured.exists() else None
+    figures = _measured(report, record) if report else "Nothing was measured: no report came with it.\n"
+    parts.append(f"## Measured\n\n{figures}")
+    parts.append(f"## Limits\n\n{_limits(report, record.base)}\n")
+    recipe = ", the recipe `recipe.yaml`" if (folder / "recipe.yaml").exists() else ""
+    parts.append(
+        f"## Provenance\n\nMade {record.created[:10]} by mamba-surgery {record.toolkit}. The plan is `plan.json`{recipe}; "
+        "`export.json` holds the digests of all files.\n"
+    )
+    return "\n".join(part for part in parts if part)
+
+
+def draw_sites(hybrid: PreTrainedModel, plan: Plan, path: Path) -> None:
+    """The layer x head map of where attention went in, as PNG."""
+    layers, heads = family_of(hybrid.config).shape(hybrid.config)
+    columns = min(heads, COLUMNS)
+    grid = np.zeros((layers, columns))
+    for site in plan.sites:
+        for head in site.heads or range(heads):
+            grid[site.layer, head * columns // heads] += 1
+    sizes = np.bincount([head * columns // heads for head in range(heads)], minlength=columns)
+    with plt.rc_context(plots.STYLE):
+        figure, axis = plt.subplots(figsize=(min(1.6 + 0.22 * columns, 8), min(1.2 + 0.22 * layers, 7)))
+        shown = np.where(grid > 0, 0.45 + 0.55 * grid / sizes, 0)  # a single channel of a column is still seen
+        extent = (-0.5, heads - 0.5, layers - 0.5, -0.5)
+        axis.imshow(shown, cmap="Blues", vmin=0, vmax=1.2, aspect="auto", extent=extent, interpolation="nearest")
+        axis.set_xticks(_ticks(heads))
+        axis.set_yticks(_ticks(layers))
+        if columns == heads <= 64:  # a frame around every head
+            axis.set_xticks(np.arange(heads + 1) - 0.5, minor=True)
+            axis.set_yticks(np.arange(layers + 1) - 0.5, minor=True)
+            axis.grid(which="minor", color="#cccccc", lw=0.5)
+            axis.tick_params(which="minor", length=0)
+        title = f"Attention instead of the mixer in {len(plan.sites)} of {layers} layers"
+        if plan.kind == "head":
+            title = f"Attention at {sum(len(site.heads) for site in plan.sites):,} of {layers * heads:,} heads"
+            if columns < heads:
+                title += f"; {-(-heads // columns)} heads a column, the darker the more"
+        axis.set(xlabel="head", ylabel="layer", title=title)
+        plots.save(figure, path)
+
+
+LOADS = {
+    "hf": "`trust_remote_code` is needed where mamba-surgery is not installed; the code is in this folder.",
+    "patch": "It needs mamba-surgery and the base, and refuses any other base by the name of the first tensor that differs.",
+}
+
+
+def _ticks(count: int) -> range:
+    return range(0, count, max(1, -(-count // 8)))
+
+
+def _metadata(record: Any) -> str:
+    about = ModelCardData(
+        base_model=record.base.name if record.base.hub else None,  # the Hub accepts ids only
+        base_model_relation=("adapter" if record.format == "patch" else "finetune") if record.base.hub else None,
+        library_name="mamba-surgery" if record.format == "patch" else "transformers",
+        pipeline_tag="text-generation",
+        tags=[record.model_type.removesuffix("_hybrid"), "hybrid", "retrieval", "mamba-surgery"],
+        **record.base.licence,
+    )
+    return about.to_yaml()
+
+
+def _how(plan: Plan, base_unchanged: bool) -> str:
+    """What was done, by the plan's kind of graft and where it started."""
+    if plan.kind == "layer":
+        source = f"with the weights of `{plan.donor}`" if plan.init == "donor" else "initialised at random"
+        mlp = ", its MLP and norms included" if plan.mlp else ""
+        return f"There the SSM's whole mixer gave way to attention {source}{mlp}."
+    start = f"heads of `{plan.donor}`" if plan.init == "donor" else "the heads' own C and B (the dual graft)"
+    kept = ", and every weight of the base is unchanged" if base_unchanged else ""
+    return f"It takes the place of the SSM's mixing alone; queries and keys start as {start}{kept}."
+
+
+def _measured(report: Report, record: Any) -> str:
+    """The table, its controls, and the differences to the base with their intervals. Raises UserError for a report that did not
+    measure these weights."""
+    row, made = record.digest and report.row_of(record.digest), report.provenance
+    if row is None:
+        raise UserError("report.json did not measure the weights that export.json names")
+    parts = [markdown.results(report), f"The weights of this export are the row **{row}**, measured in {record.dtype}.\n"]
+    if changed := [(name, model.change) for name, model in report.models.items() if model.change]:
+        tasks = list(changed[0][1])
+        header = ["model", *map(markdown.unit, tasks)]
+        rows = [
+            [name, *(f"{d[t].value:+.3f} [{d[t].ci95[0]:+.3f}, {d[t].ci95[1]:+.3f}]" for t in tasks)] for name, d in changed
+        ]
+        parts.append(f"Difference to the base on the same examples, with 95% intervals:\n\n{markdown.table(header, rows)}\n")
+    if next(iter(report.models.values())).kv:
+        parts.append("![Retrieval against dictionary size](retrieval.png)\n")
+    parts.append(f"Measured {made.created[:10]} on {made.machine}, seed {made.seed}; all of it is in `report.json`.\n")
+    return "\n".join(parts)
+
+
+def _limits(report: Report | None, base: Origin) -> str:
+    lines = ["Nothing is known of it beyond what is stated above; what the base is unfit for, it is unfit for."]
+    if report is not None:
+        if sizes := next(iter(report.models.values())).kv:
+            examples = next(iter(sizes.values())).n
+            lines.append(
+                f"Retrieval was measured on synthetic dictionaries of at most {max(map(int, sizes))} pairs, {examples} "
+                "examples a cell."
+            )
+        controls = [name for name in report.models if name.startswith("control")]
+        lines.append(
+            "Rows named control show what the same tuning does without a graft and what a graft does at random heads: a gain "
+            "counts only as far as it exceeds theirs."
+            if controls
+            else "No control was measured: a gain over the base may come from the tuning alone."
+        )
+    if base.licence:
+        lines.append(f"The licence is the base's ({', '.join(base.licence.values())}).")
+    else:
+        lines.append("No licence of the base is known here: ask its makers before you use or share this.")
+    return " ".join(lines)

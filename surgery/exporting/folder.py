@@ -1,0 +1,263 @@
+"""How every export becomes a folder: written beside its destination, read back in a fresh process and compared with the live
+model, described, and only then moved into place.
+
+Killed at any moment it leaves, under the name that was asked for, the previous folder or the new one. Linux exchanges two
+folders in one step (renameat2). Where a file system or another system cannot, there are two renames, and a process killed
+between them leaves both folders whole under hidden names and nothing under the right one; the next export there puts the
+previous one back before it begins, and removes whatever a killed one left half written. Against a power cut, which may lose
+what the system had not yet put on the disk, nothing is done.
+"""
+
+import ctypes
+import errno
+import fcntl
+import glob
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.evaluation.plots import draw_retrieval
+from surgery.evaluation.report import Report
+from surgery.exporting import card
+from surgery.exporting.verify import Proof, Reader, prove
+from surgery.loading.checkpoint import fingerprint
+from surgery.loading.digests import dtypes, model_digest
+from surgery.loading.origin import Origin, origin
+from surgery.records.names import public
+from surgery.records.plan import Plan, published
+from surgery.records.recipe import Recipe
+from surgery.records.record import Environment, Sealed, environment
+from surgery.runtime.progress import say
+from surgery.splicing.splice import graft_parameters
+
+RECORD, CARD = "export.json", "README.md"
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+
+
+class Format(Protocol):
+    """A module of this folder that writes hybrids in one form. It is listed in FORMATS of __init__.py."""
+
+    USE: str  # three lines of Python that load the folder NAME
+    READER: Reader  # what proves it
+
+    def write(
+        self, hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase, plan: Plan, base: str
+    ) -> None:
+        """Write weights, configuration and tokenizer. Raises UserError where the form cannot hold the hybrid exactly.
+
+        base: the name of the base, as load() takes it. A format may take options of its own, by keyword.
+        """
+
+
+class Exported(Sealed, Environment):
+    """export.json: what a folder is and how it was verified.
+
+    digest, dtype: of the live model (digests.py), and so of what its reader loads; of an export as nemotron_h or mamba_ssm, of
+    the hybrid that it was made from. Versions up to 0.5.1 wrote none. parameters: how many numbers the grafts hold.
+    base_unchanged: whether every tensor of the base is in the hybrid as it was, by the fingerprint in the plan; a layer graft
+    has removed some. files: sha256 of everything in the folder but this record
+    and the card, which is made from the other files and can be made again.
+    """
+
+    schema_version: int = 2
+    format: str
+    model_type: str
+    base: Origin
+    digest: str | None = None
+    dtype: str | None = None
+    parameters: int
+    base_unchanged: bool
+    proof: Proof
+    files: dict[str, str]
+
+
+def save(
+    name: str,
+    form: Format,
+    hybrid: PreTrainedModel,
+    path: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    plan: Plan,
+    base: str,
+    recipe: Recipe | None = None,
+    report: Report | None = None,
+    figures: Path | None = None,
+    **options: Any,
+) -> Proof:
+    """Write the folder in the format `name`, prove it, say so, and return the proof. An existing folder at `path` is replaced
+    if it is an earlier export. Raises UserError, and leaves nothing behind, if writing or proving fails."""
+    path = Path(path)
+    temporary: Path | None = None
+    try:
+        recover(path)
+        if path.exists() and not (path.is_dir() and ((path / "plan.json").exists() or not any(path.iterdir()))):
+            raise UserError(f"{path} exists and is not an earlier export; choose another place")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=_hidden(path, "new-")))
+        lock = _lock(temporary)
+        digest = model_digest(hybrid)
+        if report is not None:
+            check_report(report, digest, dtypes(hybrid))
+        try:
+            with _tokenizers_errors():
+                form.write(hybrid, temporary, tokenizer=tokenizer, plan=plan, base=base, **options)
+            _papers(temporary, hybrid, plan, recipe, report, figures)
+            proof = prove(form.READER, hybrid, tokenizer, temporary)
+            record = Exported(
+                **environment().model_dump(), format=name, model_type=hybrid.config.model_type, base=origin(base, temporary),
+                digest=digest, dtype=dtypes(hybrid),
+                parameters=sum(p.numel() for p in graft_parameters(hybrid).values()),
+                base_unchanged=plan.provenance is not None and fingerprint(hybrid) == plan.provenance.base_fingerprint,
+                proof=proof, files=digests(temporary),
+            )  # fmt: skip
+            record.write(temporary / RECORD)
+            (temporary / CARD).write_text(card.card(path.name, temporary, record, form.USE))
+            for place in (temporary, *temporary.rglob("*")):
+                place.chmod(0o755 if place.is_dir() else 0o644)  # safetensors writes for the owner only
+            replace(temporary, path)
+        finally:
+            os.close(lock)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {path}: {_reason(error)}") from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+    say(proof.line())
+    return proof
+
+
+@contextmanager
+def _tokenizers_errors() -> Iterator[None]:
+    """What the tokenizers library cannot write becomes an OSError: it raises a bare Exception then."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(str(error)) from error
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """sha256 of every file of an export but its record and its card, by name."""
+    found = {}
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder).as_posix()
+        if name not in (RECORD, CARD) and not file.is_dir():
+            with file.open("rb") as opened:
+                found[name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return found
+
+
+def check(folder: Path) -> Exported:
+    """The record of an export whose files are those that were verified. Raises UserError, naming the first that is not."""
+    if not (folder / RECORD).exists():
+        raise UserError(f"{folder} was not verified: it holds no {RECORD}; make it with `surgery export`")
+    record = Exported.read(folder / RECORD, unsealed="refuse")
+    found = digests(folder)
+    for file in sorted(record.files | found):
+        if found.get(file) != record.files.get(file):
+            what = "is missing" if file not in found else "was added" if file not in record.files else "was changed"
+            raise UserError(f"{folder} is not as it was verified: '{file}' {what}")
+    if not record.proof.difference <= record.proof.tolerance:
+        raise UserError(f"{folder} was not verified: its logits differ by {record.proof.difference:g}")
+    return record
+
+
+def check_report(report: Report, digest: str, dtype: str) -> None:
+    """Raise UserError unless a report measured the weights with this digest: a card states no other model's figures."""
+    if report.row_of(digest) is not None:
+        return
+    measured = [model.conditions for model in report.models.values()]
+    if not any(measured):
+        raise UserError("the report does not say which weights it measured: it is of version 0.5.1 or earlier; bench them anew")
+    others = sorted({each.dtype for each in measured if each is not None} - {dtype})
+    hint = f" (they are in {dtype}, and it measured {' and '.join(others)})" if others else ""
+    raise UserError(f"the report measured other weights than these{hint}: bench what is to be exported")
+
+
+def _papers(
+    folder: Path, hybrid: PreTrainedModel, plan: Plan, recipe: Recipe | None, report: Report | None, figures: Path | None
+) -> None:
+    """What travels with the weights in every format."""
+    published(plan).write(folder / "plan.json")
+    if recipe is not None:
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(public(recipe.model_dump(mode="json")), sort_keys=False))
+    if report is not None:
+        report.write(folder / "report.json")
+        if next(iter(report.models.values())).kv:
+            draw_retrieval(report, folder / "retrieval.png")
+    card.draw_sites(hybrid, plan, folder / "sites.png")
+    for name in ("atlas.png", "report.html"):
+        if figures is not None and (figures / name).exists():
+            shutil.copy(figures / name, folder / name)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Put the folder `source` at `target`, in one step if the system can. What was there is gone afterwards."""
+    aside = target.with_name(_hidden(target, "old"))
+    if not target.exists():
+        os.rename(source, target)
+    elif _exchange(source, target):
+        shutil.rmtree(source, ignore_errors=True)
+    else:
+        os.rename(target, aside)
+        os.rename(source, target)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def recover(path: Path) -> None:
+    """Clear up after exports to `path` that were killed, and put a folder back that one of them had moved aside."""
+    aside = path.with_name(_hidden(path, "old"))
+    if aside.exists() and not path.exists():
+        os.rename(aside, path)
+    shutil.rmtree(aside, ignore_errors=True)
+    for left in path.parent.glob(glob.escape(_hidden(path, "new-")) + "*"):
+        try:
+            os.close(_lock(left))  # one that is still being written is locked
+        except OSError:
+            continue
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _hidden(path: Path, kind: str) -> str:
+    return f".{path.name}-{kind}"
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor that holds the folder's lock until it is closed or the process ends. Raises OSError if another holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two folders in one step; False where that does not exist."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number))
+
+
+def _reason(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split())

@@ -1,0 +1,37 @@
+"""The complete Hugging Face folder: weights, tokenizer, generation settings, and the modeling code for where this package is
+not installed."""
+
+import copy
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.exporting.verify import Reader
+from surgery.records.plan import Plan
+
+USE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("NAME", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("NAME", trust_remote_code=True)"""
+READER = Reader("transformers", USE)
+
+
+def write(
+    hybrid: PreTrainedModel,
+    folder: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    plan: Plan,
+    base: str,
+    max_shard_size: str = "5GB",
+) -> None:
+    """max_shard_size: weights beyond it are divided into several files of at most this size ("500MB", "5GB")."""
+    try:
+        hybrid.save_pretrained(folder, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise UserError(f"cannot write the weights: {' '.join(str(error).split())}") from error
+    if tokenizer._auto_class is None:  # a stock class: what code its settings name has not run here, and never is to
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.init_kwargs = {name: value for name, value in tokenizer.init_kwargs.items() if name != "auto_map"}
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,75 @@
+"""The patch: what the hybrid adds to its base or changes in it, in one safetensors and one JSON. splice/patch.py puts base and
+patch together again."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.exporting.verify import OURS, Reader
+from surgery.families.dual_start import OWN
+from surgery.loading.checkpoint import brings_tokenizer, fingerprint, load_base
+from surgery.loading.origin import origin
+from surgery.models.answers import described, tensors
+from surgery.models.quantised import is_quantised
+from surgery.records.plan import Plan, published
+from surgery.records.record import environment
+from surgery.splicing.patch import RECORD, WEIGHTS, Patch
+from surgery.splicing.splice import check_base
+
+USE = """\
+import surgery
+hybrid = surgery.load("NAME")
+model, tokenizer = hybrid.model, hybrid.tokenizer"""
+READER = Reader(OURS, USE)
+
+# Fields of a configuration that differ though the model does not.
+BOOKKEEPING = {*OWN, "transformers_version", "dtype", "torch_dtype", "name_or_path", "_name_or_path"}
+
+
+def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase, plan: Plan, base: str) -> None:
+    """The tokenizer goes along where the base does not bring it."""
+    original = load_base(base)
+    if getattr(original.config, "grafts", None):
+        raise UserError(f"{base} holds grafts: it is no base that a patch could be made for; say which is (--base)")
+    if is_quantised(hybrid) and not is_quantised(original):
+        raise UserError(
+            f"{base} is not quantised, and the hybrid's base is: save that with save_pretrained, and name its folder (--base)"
+        )
+    check_base(plan, fingerprint(original, plan.dtype))
+    before, after = tensors(original), tensors(hybrid)
+    changed = {}
+    for name, tensor in after.items():
+        kept = before.get(name)
+        if kept is not None and not is_quantised(original):
+            kept = kept.to(hybrid.dtype)
+        if kept is None or not _same(kept, tensor):
+            changed[name] = tensor.detach().cpu().contiguous().clone()
+    save_file(changed, folder / WEIGHTS, metadata={"format": "pt"})
+    if not brings_tokenizer(base, tokenizer):
+        tokenizer.save_pretrained(folder)
+    config, fields = original.config.to_dict(), hybrid.config.to_dict()
+    Patch(
+        **environment().model_dump(),
+        base=origin(base, folder),
+        plan=published(plan),
+        dtype=str(hybrid.dtype).removeprefix("torch."),
+        grafts=fields["grafts"],
+        config={name: value for name, value in fields.items() if name not in BOOKKEEPING and config.get(name) != value},
+        removed=tuple(name for name in before if name not in after),
+        base_tensors={name: described(tensor) for name, tensor in before.items()},
+        weights=hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
+    ).write(folder / RECORD)
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Bit for bit."""
+    if first is second:
+        return True
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return torch.equal(*(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)))

@@ -1,0 +1,90 @@
+"""What the folder of a hybrid says of itself, for exporting it in another form."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.evaluation.report import Report
+from surgery.exporting.folder import RECORD, Exported, check, check_report
+from surgery.loading.checkpoint import plan_of
+from surgery.loading.digests import dtypes, model_digest
+from surgery.records.names import on_hub
+from surgery.records.plan import Plan
+from surgery.records.recipe import read_recipe
+from surgery.runtime.progress import say
+from surgery.splicing.patch import RECORD as PATCH
+from surgery.splicing.patch import Patch
+
+
+def is_patch(name: str) -> bool:
+    return (Path(name) / PATCH).exists()
+
+
+def base_of(name: str) -> str:
+    """The name of a hybrid's base, as load() takes it: from anywhere, since the record is relative to the hybrid's folder."""
+    folder = Path(name)
+    if is_patch(name):
+        return Patch.read(folder / PATCH).base.place(folder)
+    if (folder / RECORD).exists():
+        return Exported.read(folder / RECORD, unsealed="take").base.place(folder)
+    made = plan_of(folder).provenance
+    return name if made is None else made.base
+
+
+def there(base: str, hybrid: str) -> str:
+    """The name of a base that has to be loaded. Raises UserError if it is a folder that is not there."""
+    if on_hub(base) or Path(base).is_dir():
+        return base
+    raise UserError(f"the base of {hybrid} is not here ({base}): say where it is (--base)")
+
+
+def holds_base(name: str) -> bool:
+    """Whether the base's tensors are all in a hybrid's folder, as they were: not where a layer graft replaced some of them, or
+    where adapters were merged into them. Where it does not say, it is one without adapters."""
+    folder = Path(name)
+    plan = plan_of(folder)
+    if plan.kind == "layer" or plan.provenance is None or not (folder / RECORD).exists():
+        return plan.kind != "layer"
+    return Exported.read(folder / RECORD, unsealed="take").base_unchanged
+
+
+def papers_of(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    """Recipe, report and figures that go with the same weights in another form; nothing, and a line that says so, if the folder
+    is no longer what was verified: they may then be about another model. Nor do report and figures go with another dtype.
+
+    model: what was loaded from there.
+    """
+    folder = Path(name)
+    found: dict[str, Any] = {}
+    if not (folder / RECORD).exists():
+        return {}
+    try:
+        check(folder)
+    except UserError as error:
+        say(f"recipe and report stay behind: {error}")
+        return {}
+    if (folder / "recipe.yaml").exists():
+        found["recipe"] = read_recipe(folder / "recipe.yaml")
+    if (folder / "report.json").exists():
+        report = Report.read(folder / "report.json", unsealed="refuse")
+        try:
+            check_report(report, model_digest(model), dtypes(model))
+        except UserError as error:
+            say(f"report and figures stay behind: {error}")
+            return found
+        found["report"] = report
+    return found | {"figures": folder}
+
+
+def report_on(model: PreTrainedModel, plan: Plan, path: Path) -> Report:
+    """A report of bench about a hybrid. Raises UserError if it measured other weights, or is not as it was written."""
+    report = Report.read(path, unsealed="refuse")
+    if plan.provenance is not None and plan.provenance.base_fingerprint != report.provenance.base_fingerprint:
+        raise UserError(f"{path} is a report on another base, {report.provenance.base}")
+    try:
+        check_report(report, model_digest(model), dtypes(model))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return report

@@ -1,0 +1,93 @@
+"""What all families with a dual graft share: how a base's configuration becomes a hybrid's, and back."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from surgery.errors import UserError
+from surgery.families import refuse_unhandled
+from surgery.records.plan import Plan
+from surgery.records.site import Site
+
+# Fields that a hybrid's configuration has and its base's has not, or has with another value.
+OWN = ("model_type", "architectures", "grafts", "layer_types", "auto_map")
+
+
+class DualFamily:
+    """A family whose hybrid is a class of surgery/hybrids/. Subclasses say where heads are and how a graft starts."""
+
+    donor_heads = False
+
+    def __init__(self, base: type, hybrid: type, handled: frozenset[str]):
+        self.base, self.hybrid, self.handled = base, hybrid, handled | {"grafts", "auto_map", "quantization_config"}
+        self.base_config, self.hybrid_config = base.config_class, hybrid.config_class  # type: ignore[attr-defined]
+        self.model_type, self.hybrid_type = self.base_config.model_type, self.hybrid_config.model_type
+
+    def check(self, config: PreTrainedConfig) -> None:
+        refuse_unhandled(config, self.base_config(), self.handled)
+
+    def adopted(self, model: Any) -> bool:
+        return isinstance(model, self.hybrid)
+
+    def shape(self, config: Any) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def graft(self, config: Any, plan: Plan, site: Site) -> dict[str, Any]:
+        """The entry of the hybrid configuration's `grafts` for the grafted heads of one layer."""
+        raise NotImplementedError
+
+    def initialise(self, mixer: Any, plan: Plan) -> None:
+        raise NotImplementedError
+
+    def empty(self, config: PreTrainedConfig, plan: Plan | None, layers: Sequence[dict[str, Any]] = ()) -> Any:
+        grafts = list(layers)
+        if plan is not None and plan.kind == "head":
+            grafts += [self.graft(config, plan, site) for site in plan.sites]
+        with torch.device("meta"):
+            return self.hybrid(self.hybrid_config(**_fields(config), grafts=grafts))
+
+    def empty_base(self, config: PreTrainedConfig) -> Any:
+        with torch.device("meta"):
+            return self.base(self.base_config(**_fields(config)))
+
+
+def common_spec(plan: Plan, site: Site, state_size: int) -> dict[str, Any]:
+    """What the entry of every family holds."""
+    width = plan.width or max(32, state_size)
+    if width < state_size and plan.init == "dual":
+        raise UserError(f"a dual graft needs a width of at least the state size, {state_size}; the plan says {width}")
+    return {
+        "kind": "head",
+        "layer": site.layer,
+        "heads": list(site.heads),
+        "width": width,
+        "time_step": plan.time_step,
+        "blend": plan.blend,
+    }
+
+
+def widen(target: Tensor, base: Tensor, groups: list[int], extra: float, generator: torch.Generator) -> None:
+    """Fill `target` (pairs * width, ...) from `base` (groups, n, ...): each pair from its group; the dimensions beyond n are
+    normal with standard deviation `extra`."""
+    view = target.view(len(groups), -1, *target.shape[1:])
+    view.copy_(torch.randn(view.shape, generator=generator) * extra)
+    view[:, : base.shape[1]] = base[groups]
+
+
+def start_gate(graft: Any, plan: Plan) -> None:
+    if graft.gate is not None:
+        assert plan.blend is not None  # or there would be no gate
+        graft.gate.fill_(plan.blend)
+
+
+def generator(plan: Plan, layer: int) -> torch.Generator:
+    """Of the random numbers that a layer's graft starts with."""
+    return torch.Generator().manual_seed(plan.seed * 1009 + layer)
+
+
+def _fields(config: PreTrainedConfig) -> dict[str, Any]:
+    return {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in OWN}

@@ -1,0 +1,1 @@
+"""Whole jobs from one recipe: the main job, a comparison, and the folders that they leave."""

@@ -1,0 +1,84 @@
+"""Opens the models that a job works on, on the device, in the dtype and with the kernels that its recipe says."""
+
+import os
+from itertools import chain, count
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.kernels.dispatch import Operation, asked_for, use
+from surgery.loading.checkpoint import Checkpoint, load
+from surgery.records.names import on_hub
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe, changed
+from surgery.runtime.processes import own_device
+from surgery.runtime.progress import say
+
+
+def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False, base: str | None = None) -> Checkpoint:
+    """Load the recipe's model onto its device, and see that the kernels which were asked for can serve it. base: of a patch, if
+    not where it says."""
+    device = recipe.device
+    if device == "auto":
+        device = own_device() or ("cuda" if torch.cuda.is_available() else "cpu")
+    found = load(
+        recipe.model,
+        tokenizer=recipe.tokenizer,
+        dtype=recipe.dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        base=base,
+    )
+    with use(**recipe.kernels):
+        for operation in map(Operation.registry.__getitem__, asked_for()):
+            operation.choose(*operation.example(found.model.device, found.model.dtype))
+    return found
+
+
+def in_dtype_of(plan: Plan, recipe: Recipe) -> Recipe:
+    """The recipe, opening its model as the plan's ranking did: a dtype is said once, unless the recipe says one itself."""
+    return recipe if "dtype" in recipe.model_fields_set else recipe.model_copy(update={"dtype": plan.dtype})
+
+
+def open_beside(base: Checkpoint, name: str, recipe: Recipe, trust_remote_code: bool = False) -> Checkpoint:
+    """Another model, to be asked what `base` is asked. Raises UserError if its tokenizer is another."""
+    other = open_checkpoint(recipe.model_copy(update={"model": name}), trust_remote_code)
+    if other.tokenizer.get_vocab() != base.tokenizer.get_vocab():
+        raise UserError(f"{name} has another tokenizer than {base.name}; their examples would not be the same")
+    return other
+
+
+def open_donor(plan: Plan, trust_remote_code: bool = False) -> PreTrainedModel | None:
+    """The model that a plan's grafts start from, if it names one."""
+    return None if plan.donor is None else load(plan.donor, trust_remote_code=trust_remote_code).model
+
+
+def open_compared(
+    recipe: Recipe, others: list[str], trust_remote_code: bool = False
+) -> tuple[Recipe, Checkpoint, dict[str, Checkpoint]]:
+    """The recipe's model and, by label, the others; and the recipe that opened them. Precision alone changes answers, so unless
+    the recipe says a dtype, models that are stored in several are all opened in that of the first of the others."""
+    base = open_checkpoint(recipe, trust_remote_code)
+    named = list(labels(others).items())[1:]
+    beside = {label: open_beside(base, name, recipe, trust_remote_code) for label, name in named}
+    dtypes = [str(found.model.dtype).removeprefix("torch.") for found in (*beside.values(), base)]
+    if "dtype" in recipe.model_fields_set or len(set(dtypes)) == 1:
+        return recipe, base, beside
+    say(f"the models are stored in {' and '.join(sorted(set(dtypes)))}; all are compared in {dtypes[0]}, unless dtype is set")
+    del base, beside  # or all would be held twice
+    return open_compared(changed(recipe, dtype=dtypes[0]), others, trust_remote_code)
+
+
+def labels(others: list[str]) -> dict[str, str]:
+    """What a comparison calls its models -> their names: the base, then each by its folder; where two share that, the second by
+    the folder above it as well, or with a number."""
+    labelled: dict[str, str] = {"base": ""}
+    for name in others:
+        if Path(name) in map(Path, list(labelled.values())[1:]):
+            raise UserError(f"{name} is there twice; give each model once")
+        place = Path(name if on_hub(name) else os.path.abspath(name))
+        candidates = chain((place.name, "/".join(place.parts[-2:])), (f"{place.name}_{i}" for i in count(2)))
+        labelled[next(label for label in candidates if label not in labelled)] = name
+    return labelled

@@ -1,0 +1,1 @@
+"""Reads checkpoints: Hugging Face folders, original state-spaces folders, hybrids and patches; and their digests."""

@@ -1,0 +1,235 @@
+"""Loading models (Hub ids, folders, original state-spaces folders, patches) and telling them apart by fingerprint."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import dispatch_model, infer_auto_device_map
+from accelerate.utils import get_balanced_memory
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.families import families, family_of
+from surgery.loading.original import is_original, load_original
+from surgery.models.answers import described
+from surgery.models.quantised import converted, scales
+from surgery.models.tokens import prompting
+from surgery.records.names import on_hub
+from surgery.records.plan import Plan
+from surgery.splicing.patch import RECORD, Patch, join
+
+# The tokenizer of the state-spaces models, which their folders do not hold.
+ORIGINAL_TOKENIZER = "EleutherAI/gpt-neox-20b"
+
+# What a folder that holds a tokenizer holds, some of it at least.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
+# What of a Hub repository is fetched; the card says under which licence it is.
+PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.py", "README.md"]
+
+# The one value of `device` that is no device: accelerate's device_map of that name. A recipe's device "auto" is something else.
+BALANCED = "balanced"
+
+
+@dataclass
+class Checkpoint:
+    """A model in eval mode, its tokenizer, and what identifies it."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: str
+
+
+def load(
+    name: str | Path,
+    *,
+    tokenizer: str | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    base: str | None = None,
+    revision: str | None = None,
+) -> Checkpoint:
+    """Load a base or a hybrid.
+
+    name: a Hub id (at its newest revision unless another is given), a Hugging Face folder, an original state-spaces folder, or
+    a patch, which is joined to its base; base: where that is, if not under the name that the patch records. tokenizer: where to
+    take the tokenizer from if not from the same place (of a patch without: its base). dtype: "auto" (as stored) or a torch
+    name; tensors are converted one by one, so that a model is never held twice. Weights are read from safetensors, or from
+    pickles that hold nothing but tensors.
+
+    device: a torch device, or "balanced": the layers are spread over all accelerators, for a model that is larger than one (on
+    the CPU where there is none). accelerate's hooks then carry what flows from layer to layer, and belong to this very model: a
+    splice of it, or adopt(), makes another one without them, which runs only if all its layers lie on one device.
+
+    Raises UserError in one line for anything that cannot be loaded exactly, or onto its devices.
+    """
+    name = str(name)
+    folder = _folder(name, revision)
+    wanted = _dtype(dtype)
+    model: Any
+    try:
+        if (folder / RECORD).exists():
+            model, beside = _load_patch(name, folder, base)
+            beside = folder if _holds_tokenizer(folder) else beside
+            model = model if wanted is None else converted(model, wanted, name)
+        elif base is not None:
+            raise UserError(f"{name} is not a patch, and takes no base")
+        elif is_original(config := _json(folder / "config.json")):
+            model, beside = load_original(folder, config, wanted), folder
+        else:
+            model, beside = _load_transformers(folder, wanted, device, trust_remote_code), folder
+        if device == BALANCED and not hasattr(model, "hf_device_map"):
+            dispatch_model(model, _device_map(name, model))
+        words = prompting(AutoTokenizer.from_pretrained(tokenizer or _tokenizer(beside), trust_remote_code=trust_remote_code))
+        model = model.eval() if device == BALANCED else model.eval().to(device)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a damaged file raises, the user gets one line
+        raise UserError(f"cannot load {name}: {_one_line(error)}") from error
+    return Checkpoint(name, model, words, fingerprint(model))
+
+
+def load_base(name: str, revision: str | None = None) -> PreTrainedModel:
+    """The model alone, as its folder gives it, on the CPU. Raises UserError as load() does."""
+    folder = _folder(name, revision)
+    if (folder / RECORD).exists():
+        raise UserError(f"{name} is a patch; the base of a patch is a whole model")
+    try:
+        if is_original(config := _json(folder / "config.json")):
+            return load_original(folder, config)
+        return _load_transformers(folder, None, "cpu", trust_remote_code=False)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"cannot load {name}: {_one_line(error)}") from error
+
+
+def plan_of(folder: str | Path) -> Plan:
+    """The plan of a hybrid's folder or patch. Raises UserError if it holds none."""
+    patch = Path(folder) / RECORD
+    return Patch.read(patch).plan if patch.exists() else Plan.read(Path(folder) / "plan.json")
+
+
+def _load_patch(name: str, folder: Path, base: str | None) -> tuple[PreTrainedModel, Path]:
+    """The hybrid, and the folder of its base."""
+    made_for = Patch.read(folder / RECORD).base
+    place, revision = (made_for.place(folder), made_for.revision) if base is None else (base, None)
+    if base is None and not made_for.hub and not Path(place).is_dir():
+        raise UserError(f"{name} is a patch on {place}, which is not here: say where its base is (--base)")
+    return join(load_base(place, revision), folder), _folder(place, revision)
+
+
+def brings_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether load(name) gives this tokenizer without being told."""
+    try:
+        own = AutoTokenizer.from_pretrained(_tokenizer(_folder(name)))
+    except Exception:  # there is none (published Llambas), or it cannot be had
+        return False
+    return own.get_vocab() == tokenizer.get_vocab()
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
+
+
+def _tokenizer(folder: Path) -> Path | str:
+    """Where the tokenizer of a model's folder is."""
+    if _holds_tokenizer(folder):
+        return folder
+    if is_original(_json(folder / "config.json")):
+        return ORIGINAL_TOKENIZER
+    raise UserError(f"{folder} holds no tokenizer: say where one is (tokenizer: in a recipe, or --set tokenizer=...)")
+
+
+def _load_transformers(folder: Path, dtype: torch.dtype | None, device: str, trust_remote_code: bool) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if config.model_type in families():  # another one cannot be grafted, but located in, measured, or a donor
+        family_of(config).check(config)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype or "auto",
+        device_map=BALANCED if device == BALANCED else None,
+        use_safetensors=True,
+        output_loading_info=True,
+        trust_remote_code=trust_remote_code,
+    )
+    model, report = loaded  # a pair because of output_loading_info, which transformers' annotations do not know
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if report.get(kind):
+            raise UserError(f"cannot load {folder}: {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[0]}")
+    _refuse_offload(str(folder), getattr(model, "hf_device_map", {}))
+    return model
+
+
+def _device_map(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    """What transformers' device_map="balanced" would be, for a model that it did not load."""
+    whole = list(model._no_split_modules or [])
+    memory = get_balanced_memory(model, no_split_module_classes=whole)
+    device_map = infer_auto_device_map(model, memory, no_split_module_classes=whole)
+    _refuse_offload(name, device_map)
+    return device_map
+
+
+def _refuse_offload(name: str, device_map: dict[str, Any]) -> None:
+    """accelerate puts on the CPU or the disk what does not fit, and fetches it for every step: far too slow to be meant, and
+    its tensors hold no values to fingerprint or to splice."""
+    devices = {str(device) for device in device_map.values()}
+    if "disk" in devices or ("cpu" in devices and len(devices) > 1):
+        raise UserError(f"{name} does not fit on the devices of this machine")
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    """None: as stored."""
+    found = None if name == "auto" else getattr(torch, name, name)
+    if found not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise UserError(f"dtype must be auto, float32, bfloat16, float16 or float64, not '{name}'")
+    return found
+
+
+def fingerprint(model: PreTrainedModel, dtype: str = "auto") -> str:
+    """sha256 over name, dtype, shape and bytes of every base tensor, tied ones once. Grafts do not count: a hybrid has the
+    fingerprint of its base. dtype: as load() takes it; the fingerprint is then that of the model loaded so."""
+    seen_as = _dtype(dtype)
+    total = hashlib.sha256()
+    for name, scale in sorted(scales(model).items()):
+        total.update(f"{name} {described(scale)} ".encode())
+    for name, parameter in sorted(model.named_parameters()):
+        if ".graft." in name:
+            continue
+        tensor = parameter.detach().cpu().contiguous()
+        tensor = tensor if seen_as is None or not tensor.is_floating_point() else tensor.to(seen_as)
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def _folder(name: str, revision: str | None = None) -> Path:
+    """The local folder of a model: itself, or the Hub's snapshot."""
+    if Path(name).is_dir():
+        return Path(name)
+    if not on_hub(name):
+        raise UserError(f"no such folder: {name}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+    except Exception as error:
+        raise UserError(f"no such folder, and not to be had from the Hub: {name} ({_one_line(error)})") from error
+
+
+def _json(path: Path) -> dict:
+    if not path.exists():
+        raise UserError(f"{path.parent} is not a model folder: it holds no config.json")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

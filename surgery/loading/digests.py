@@ -1,0 +1,158 @@
+"""What tells one model, and one tokenizer, from another: digests that are the same wherever a model is alive or reloaded.
+
+A model's digest is that of what it computes: its tensors, grafts included, and its configuration without what says nothing of
+the function. So a live hybrid, its exported folder (in one file or in shards), and its patch joined to the base have the same
+digest; adapters count merged, as they are exported. In another dtype it is another model. A base and the same base adopted
+are one. An export as mamba_ssm, read back by our own classes, has the digest of the hybrid too. One as nemotron_h has other
+tensors, by other names: its record carries the digest of the hybrid that it was made from, whose report its card takes, and
+what is measured on the folder itself is of another model.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import align_module_device
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.families import families
+from surgery.kernels.dispatch import Operation
+from surgery.models.answers import settle
+from surgery.records.record import OPTIONAL, Record, code_digest, environment
+
+# What a configuration says about a file, generation, or the classes around the model, and not about its function.
+UNRELATED = frozenset(
+    """
+    _name_or_path name_or_path transformers_version architectures auto_map dtype torch_dtype bos_token_id eos_token_id
+    pad_token_id use_cache return_dict output_hidden_states output_attentions initializer_range
+    """.split()
+)
+# The same of the families here: what only training from scratch looks at, and what follows from the grafts.
+UNRELATED_HERE = UNRELATED | frozenset(
+    """
+    layer_types surgery rescale_prenorm_residual time_step_min time_step_max time_step_floor time_step_scale
+    time_step_init_scheme use_mambapy use_associative_scan
+    """.split()
+)
+
+
+class Conditions(Record):
+    """On what and with what something was measured. Two measurements are of the same thing where all of it agrees.
+
+    model, tokenizer: digests. dtype: of the model's tensors; several where they differ. device: "cpu", or a GPU's name.
+    kernels: by operation, the backend that serves on this device in this dtype. packages: versions of what computes. code: a
+    digest of this toolkit's own source files.
+    """
+
+    model: str
+    tokenizer: str
+    dtype: str
+    device: str
+    kernels: dict[str, str]
+    packages: dict[str, str]
+    code: str
+
+    def differs(self, other: "Conditions") -> str | None:
+        """The name of the first field that is not the same; None if all are."""
+        return next((name for name in type(self).model_fields if getattr(self, name) != getattr(other, name)), None)
+
+
+def conditions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, digest: str | None = None) -> Conditions:
+    """Those of a measurement that begins now, with the kernels that are asked for now. digest: the model's, if it is known.
+
+    Raises KernelError if a backend that was asked for cannot serve.
+    """
+    packages = environment().packages
+    used = ("torch", "transformers", *(name for name in (OPTIONAL["bitsandbytes"],) if hasattr(model, "hf_quantizer")))
+    kernels = {
+        name: operation.choose(*operation.example(model.device, model.dtype)).name
+        for name, operation in sorted(Operation.registry.items())
+        if name != "kl_divergence"  # of tuning
+    }
+    return Conditions(
+        model=digest or model_digest(model),
+        tokenizer=tokenizer_digest(tokenizer),
+        dtype=dtypes(model),
+        device=_device(model),
+        kernels=kernels,
+        packages={name: packages[name] for name in used if name in packages},
+        code=code_digest(),
+    )
+
+
+def model_digest(model: PreTrainedModel) -> str:
+    """sha256 of configuration and tensors (names, dtypes, shapes and bytes), tied ones once. A quantised model is settled."""
+    settle(model)
+    total = hashlib.sha256(json.dumps(_function(model.config), sort_keys=True, default=str).encode())
+    for name, tensor in _tensors(model):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def dtypes(model: PreTrainedModel) -> str:
+    """ "float32", or the dtypes of a model that holds several: "bfloat16, float32"."""
+    settle(model)
+    return ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 of all that decides which tokens a text becomes, and what they become again. A chat template does not."""
+    settings = {
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "longest": tokenizer.model_max_length,
+        **{name: getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces")},
+    }
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        # Truncation and padding are those of the last call.
+        content = {name: part for name, part in json.loads(backend.to_str()).items() if name not in ("truncation", "padding")}
+    else:
+        content = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab(), "file": _file(tokenizer)}
+    return hashlib.sha256(json.dumps([settings, content], sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _file(tokenizer: Any) -> str | None:
+    """A digest of the file that a tokenizer in Python reads (a SentencePiece model)."""
+    name = getattr(tokenizer, "vocab_file", None)
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest() if name and Path(name).is_file() else None
+
+
+def _function(config: Any) -> dict[str, Any]:
+    """The fields that the model's function depends on."""
+    family = families().get(config.model_type)
+    left = UNRELATED if family is None else UNRELATED_HERE
+    fields = {name: value for name, value in config.to_dict().items() if name not in left and value is not None}
+    if isinstance(quantisation := fields.get("quantization_config"), dict):
+        # Which modules are not quantised is seen from their tensors; a hybrid names more of them than its base.
+        fields["quantization_config"] = {name: v for name, v in quantisation.items() if name != "llm_int8_skip_modules"}
+    if family is not None:
+        fields["model_type"] = family.model_type  # an adopted base has the hybrid's
+        fields["grafts"] = sorted(fields.get("grafts", ()), key=lambda spec: spec["layer"])
+    return fields
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """By name, sorted: what a folder of the model holds, tied parameters once, and also what accelerate has put on a disk."""
+    once = dict(model.named_parameters())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(once)
+    known = set(getattr(model, "all_tied_weights_keys", None) or ())  # what accelerate has put away shares no tensor any more
+    for name, tensor in sorted(model.state_dict().items()):
+        if name in tied or not isinstance(tensor, Tensor) or (tensor.is_meta and name in known):
+            continue
+        if tensor.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            with align_module_device(module):
+                yield name, getattr(module, leaf)
+        else:
+            yield name, tensor
+
+
+def _device(model: PreTrainedModel) -> str:
+    kinds = {p.device for p in model.parameters()}
+    return ", ".join(sorted({torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type for kind in kinds}))

@@ -1,0 +1,174 @@
+"""Exact measurements of sites over all the questions, collected from the walks through their batches."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.locating import walk
+from surgery.locating.ledger import Ledger, Tensors, digest
+from surgery.locating.replay import How
+from surgery.models.anatomy import Anatomy
+from surgery.models.finite import explained, within
+from surgery.models.tokens import opening
+from surgery.probes.question import Question
+from surgery.probes.scoring import Encoded, padded
+from surgery.records.site import Site
+from surgery.runtime import processes
+from surgery.runtime.progress import Track
+
+KINDS = ("base", "ablate", "splice")  # of variants
+RELEVANT = 0.01  # nats that a head must gain (or cost) to be worth more questions
+
+
+class Exact:
+    """What ablating and splicing sites does to every question. `base` and `gated` as for walk.variants.
+
+    ledger: where batches are kept; it has to know the weights of `base`, and the starts of `gated`.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        gated: PreTrainedModel | None,
+        found: Anatomy,
+        groups: Sequence[tuple[list[int], Encoded]],
+        *,
+        how: How = "zero",
+        reference: tuple[Tensor, Tensor] | None = None,
+        ledger: Ledger | None = None,
+    ):
+        self.base, self.gated, self.found, self.groups = base, gated, found, groups
+        self.how, self.reference = how, reference
+        compared = None if reference is None else [part.tolist() for part in reference]
+        self.ledger = (ledger or Ledger()).under(how, compared)
+        examples = sum(len(chosen) for chosen, _ in groups)
+        # Of every question; NaN where it was not asked.
+        self.correct: dict[tuple[str, Site | None], np.ndarray] = defaultdict(lambda: np.full(examples, np.nan))
+        self.losses: dict[tuple[str, Site | None], np.ndarray] = defaultdict(lambda: np.full(examples, np.nan))
+
+    def measure(
+        self,
+        heads: Collection[Site] | None,
+        *,
+        layers: bool,
+        kinds: Sequence[str] = ("ablate", "splice"),
+        leading: int | None = None,
+    ) -> None:
+        """Measure heads (None: all), and whole layers; with neither, the base alone.
+
+        leading: how many heads matter. After 2, 4, 8, ... batches those that are beyond hope of being among the best so many,
+        or of RELEVANT nats (by kinds[0]), are given up, so that their scores stand on fewer questions, and so is the worse half
+        of the heads, as long as twice `leading` are left (successive halving). At these points all processes have the same
+        before them, so that scores do not depend on how many there are.
+        """
+        every = set(self.found.sites() if heads is None else heads)
+        sites = len(every) + (len(self.found.layers()) if layers else 0)
+        per_batch = 1 + sites * len([kind for kind in kinds if kind == "ablate" or self.gated is not None])
+        progress = iter(Track(range(len(processes.share(self.groups)) * per_batch), "locate"))
+        for begin, end in pairwise(_stops(len(self.groups), leading is not None)):
+            if begin:
+                assert leading is not None
+                every = every - self._hopeless(sorted(every), kinds[0], leading)
+            self._measure(range(begin, end), every, layers, kinds, progress)
+        for _ in progress:  # what was given up, or found measured
+            pass
+
+    def _measure(
+        self, numbers: Iterable[int], heads: Collection[Site], layers: bool, kinds: Sequence[str], progress: Iterator[int]
+    ) -> None:
+        """The same heads on some of the batches."""
+        asked = [layers, [str(site) for site in sorted(heads)], list(kinds)]
+
+        def what(number: int) -> Any:
+            chosen, encoded = self.groups[number]
+            return ["exact", *asked, chosen if self.reference is not None else None, digest(encoded)]
+
+        def measure(number: int) -> Tensors:
+            chosen, encoded = self.groups[number]
+            ids, last = padded(encoded.rows, self.base.device)
+            donors = None if self.reference is None else _donors(chosen, encoded, len(self.reference[0]))
+            variants = walk.variants(
+                self.base, self.gated, ids, last, found=self.found, layers=layers, heads=heads, kinds=kinds,
+                how=self.how, reference=self.reference, donors=donors,
+            )  # fmt: skip
+            names, correct, losses = [], [], []
+            with explained(self.base, encoded.rows):
+                for variant in variants:
+                    head = [] if variant.site is None else [variant.site.layer, *(variant.site.heads or [-1])]
+                    names.append([KINDS.index(variant.kind), *(head or [-1, -1])])
+                    with within(f"{variant.kind} {variant.site}" if variant.site else "the whole model"):
+                        correct.append(encoded.correct(variant.logits).cpu())
+                        losses.append(encoded.losses(variant.logits).cpu())
+                    next(progress, None)
+                    if not (heads or layers):
+                        break
+            return {"variants": torch.tensor(names), "correct": torch.stack(correct), "losses": torch.stack(losses)}
+
+        for number, tensors in self.ledger.every(numbers, what, measure).items():
+            chosen, _ = self.groups[number]
+            columns = (tensors["correct"].numpy(), tensors["losses"].numpy())
+            for (kind, layer, head), correct, losses in zip(tensors["variants"].tolist(), *columns, strict=True):
+                site = None if layer < 0 else Site(layer, () if head < 0 else (head,))
+                self.correct[KINDS[kind], site][chosen] = correct
+                self.losses[KINDS[kind], site][chosen] = losses
+
+    def _hopeless(self, heads: Sequence[Site], kind: str, leading: int) -> set[Site]:
+        """The heads whose 99% interval is below that of at least `leading` others, or below RELEVANT, and the worse half of
+        all, as long as twice `leading` are left."""
+        if not heads:
+            return set()
+        values = self.effects(heads)["splice_loss" if kind == "splice" else "ablation_loss"]
+        values = values[~np.isnan(values).any(1)]
+        centre, margin = values.mean(0), 2.58 * values.std(0) / len(values) ** 0.5
+        bound = max(RELEVANT, np.sort(centre - margin)[-leading]) if len(heads) > leading else RELEVANT
+        hopeless = {head for head, most in zip(heads, centre + margin, strict=True) if most < bound}
+        staying = max(2 * leading, -(-len(heads) // 2))
+        return hopeless | {heads[i] for i in (-centre).argsort(kind="stable")[staying:]}
+
+    def effects(self, sites: Sequence[Site]) -> dict[str, np.ndarray]:
+        """Score's field -> (examples, sites), NaN where a site was not measured. Accuracies and nats, lost or gained."""
+        base = {"correct": self.correct["base", None], "losses": self.losses["base", None]}
+
+        def change(what: str, kind: str, sign: int) -> np.ndarray:
+            table = getattr(self, what)
+            missing = np.full(len(base[what]), np.nan)
+            columns = [sign * (table[kind, site] - base[what]) if (kind, site) in table else missing for site in sites]
+            return np.stack(columns, 1)
+
+        return {
+            "ablation_drop": change("correct", "ablate", -1),
+            "ablation_loss": change("losses", "ablate", 1),
+            "splice_gain": change("correct", "splice", 1),
+            "splice_loss": change("losses", "splice", -1),
+        }
+
+
+def reference_batch(
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The prompts of questions that are not asked, as a reference for mean and resample ablation: (ids, last)."""
+    return padded(opening(tokenizer, [question.prompt for question in questions]), device)
+
+
+def question_of_row(encoded: Encoded) -> Tensor:
+    """(rows,): which question a row belongs to; one with candidates of several tokens owns several."""
+    out = torch.empty(len(encoded.rows), dtype=torch.long)
+    out[encoded.terms[:, 2]] = encoded.terms[:, 0]
+    return out
+
+
+def _stops(batches: int, deciding: bool) -> list[int]:
+    """0, the numbers of batches after which there is something to decide, and all of them."""
+    powers = [1 << i for i in range(1, batches.bit_length()) if 1 << i < batches] if deciding else []
+    return [0, *powers, batches]
+
+
+def _donors(chosen: list[int], encoded: Encoded, references: int) -> Tensor:
+    """The reference row of every row: the same for a question however the batches are cut."""
+    return torch.tensor(chosen)[question_of_row(encoded)] % references

@@ -1,0 +1,113 @@
+"""Changing what modules do for a while. Whatever happens meanwhile, an interrupt included, all is as before afterwards."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgery.models.anatomy import Anatomy
+from surgery.records.site import Site
+
+
+@contextmanager
+def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Give modules other forwards."""
+    own = {module: module.__dict__.get("forward") for module in forwards}  # accelerate's hooks put one there, too
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward
+        yield
+    finally:
+        for module, before in own.items():
+            if before is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = before
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a module returns: a tensor (rest None), or a tuple of one and whatever else."""
+
+    rest: tuple[Any, ...] | None
+
+    @classmethod
+    def of(cls, returned: Any) -> "Shape":
+        if not isinstance(returned, tuple):
+            return cls(None)
+        return cls(tuple(None if isinstance(item, Tensor) else item for item in returned[1:]))  # attention weights: not kept
+
+    def around(self, tensor: Tensor) -> Any:
+        """The tensor as the module would return it."""
+        return tensor if self.rest is None else (tensor, *self.rest)
+
+
+def tensor_of(returned: Any) -> Tensor:
+    """The hidden states in what a block or a mixer returned."""
+    return returned[0] if isinstance(returned, tuple) else returned
+
+
+@torch.inference_mode()
+def block_shapes(model: PreTrainedModel, anatomy: Anatomy) -> list[Shape]:
+    """What every block returns, from a forward of two tokens."""
+    found: dict[nn.Module, Shape] = {}
+
+    def note(block: nn.Module, _: Any, returned: Any) -> None:
+        found[block] = Shape.of(returned)
+
+    handles = [block.register_forward_hook(note) for block in anatomy.blocks]
+    try:
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [found[block] for block in anatomy.blocks]
+
+
+def identity(shape: Shape) -> Callable[..., Any]:
+    """The forward of a block that is not there."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return shape.around(args[0] if args else kwargs["hidden_states"])
+
+    return forward
+
+
+@contextmanager
+def without(model: PreTrainedModel, anatomy: Anatomy, layers: Collection[int]) -> Iterator[None]:
+    """The model without some of its layers, mixers and MLPs: they pass on what enters them."""
+    shapes = block_shapes(model, anatomy)
+    with replaced({anatomy.blocks[layer]: identity(shapes[layer]) for layer in layers}):
+        yield
+
+
+@contextmanager
+def silenced(anatomy: Anatomy, sites: Collection[Site], at: tuple[Tensor, Tensor] | None = None) -> Iterator[None]:
+    """The model with the heads of `sites` at zero: the columns that their mixers' output projections read from them, at every
+    position or only `at` the given ones (rows, positions). Every mixer is a module of its own here, as in transformers."""
+    dead: dict[nn.Linear, list[slice]] = {}
+    for site in sites:
+        for head in site.each():
+            mixer = anatomy.mixer_of(head)
+            dead.setdefault(mixer.out, []).append(mixer.columns(head.heads[0]))
+
+    def silence(out: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        assert isinstance(out, nn.Linear)
+        columns = args[0].clone()
+        for head in dead[out]:
+            if at is None:
+                columns[..., head] = 0
+            else:
+                columns[(*at, head)] = 0
+        return (columns, *args[1:])
+
+    handles = [out.register_forward_pre_hook(silence) for out in dead]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

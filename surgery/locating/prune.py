@@ -1,0 +1,245 @@
+"""How little of a model is enough for retrieval, and what else that little can do (arXiv 2504.18574, sections 3 and 4).
+
+Each cut is measured on a retrieval probe and on a knowledge probe; where the first collapses and the second does not, the cut
+went through retrieval alone.
+
+1. Layers are dropped from the end until retrieval collapses. What was left before that is the *minimal model*.
+2. From the minimal model every layer is left out in turn.
+3. In the layers of given gather and aggregate heads, only those are kept, only the gather heads, only the aggregate heads, or
+   none.
+4. In a hybrid: who aggregates, attention or SSM? The paper masks the last row of every attention matrix, so that the query
+   position draws on no other position. Here what all mixers of one kind give at each row's last position is put to zero, which
+   also takes what the position would have drawn from itself; the residual stream, the MLPs and the other kind stay. It goes the
+   same for attention and for SSMs, whose rows cannot be masked without masking their state. A candidate of several tokens is
+   scored in rows of its own, each without mixing at its own last position.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.loading.checkpoint import fingerprint
+from surgery.locating.patching import silenced, without
+from surgery.models.anatomy import Kind, anatomy
+from surgery.models.finite import explained
+from surgery.probes.question import Probe, Question
+from surgery.probes.scoring import Result, answer, batches, padded
+from surgery.records.record import Provenance, Record, provenance
+from surgery.records.site import Site, SiteText
+from surgery.runtime.progress import Track
+from surgery.statistics import Estimate, Proportion, difference, mean, proportion
+
+COLLAPSE = 0.5  # of what the whole model has above chance
+
+
+class Measured(Record):
+    """A probe's accuracy and loss (nats), and the accuracy lost against the whole model on the same examples."""
+
+    accuracy: Proportion
+    loss: Estimate
+    drop: Estimate
+
+
+class Outcome(Record):
+    """A cut and what is left. dropped: layers without mixer and MLP. silent: heads at zero, everywhere or (last_only) at each
+    row's last position. replaced: layers that come from a donor (replacement.py)."""
+
+    what: str
+    dropped: tuple[int, ...] = ()
+    silent: tuple[SiteText, ...] = ()
+    last_only: bool = False
+    replaced: tuple[int, ...] = ()
+    retrieval: Measured
+    knowledge: Measured
+
+
+class Pruning(Record):
+    """base: the whole model. shortened: one layer less each time, until the last one collapsed. minimal: how many layers the
+    minimal model has. left_out: it without each of its layers, in order. kept: "both", "gather", "aggregate", "neither" are
+    kept, if heads were given. last_row: by the kind whose mixing is missing there, in a hybrid."""
+
+    provenance: Provenance
+    probes: dict[str, Any]
+    kinds: str
+    base: Outcome
+    shortened: tuple[Outcome, ...]
+    minimal: int
+    left_out: tuple[Outcome, ...]
+    kept: dict[str, Outcome] = {}
+    last_row: dict[Kind, Outcome] = {}
+
+
+class Subject:
+    """A model in eval mode and the questions that it is asked after every cut."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        retrieval: Probe,
+        knowledge: Probe,
+        *,
+        examples: int = 256,
+        batch_size: int = 64,
+        seed: int = 0,
+    ):
+        if examples < 2:
+            raise UserError("pruning needs at least 2 examples")
+        self.model, self.tokenizer, self.batch_size = model.eval(), tokenizer, batch_size
+        self.anatomy = anatomy(model)
+        self.questions = {"retrieval": retrieval.questions(examples, seed), "knowledge": knowledge.questions(examples, seed)}
+        self.whole: dict[str, Result] = {}
+        self.base = self.cut("whole")
+
+    def cut(
+        self, what: str, *, dropped: Collection[int] = (), silent: Collection[Site] = (), last_only: bool = False
+    ) -> Outcome:
+        """Measure the model without layers and with silent heads."""
+        self.anatomy.check([*(Site(layer) for layer in dropped), *silent])
+        silent = sorted(head for site in silent for head in (site.each() or self._heads(site.layer)))
+        with ExitStack() as stack:
+            stack.enter_context(without(self.model, self.anatomy, dropped))
+            if not last_only:
+                stack.enter_context(silenced(self.anatomy, silent))
+                measured = self.ask(self.model)
+            else:
+                measured = self._measured(lambda questions: self._answer_without_last_row(questions, silent))
+        return Outcome(
+            what=what, dropped=tuple(sorted(dropped)), silent=tuple(silent), last_only=last_only,
+            retrieval=measured["retrieval"], knowledge=measured["knowledge"],
+        )  # fmt: skip
+
+    def ask(self, model: PreTrainedModel) -> dict[str, Measured]:
+        """Measure another model (or this one as it now is) on the same questions."""
+        return self._measured(lambda questions: answer(model, self.tokenizer, questions, self.batch_size))
+
+    def _measured(self, ask: Callable[[Sequence[Question]], Result]) -> dict[str, Measured]:
+        measured = {}
+        for name, questions in self.questions.items():
+            result = ask(questions)
+            whole = self.whole.setdefault(name, result)
+            drop = difference(result.correct, whole.correct)
+            measured[name] = Measured(accuracy=proportion(result.correct), loss=mean(result.loss), drop=drop)
+        return measured
+
+    def collapsed(self, outcome: Outcome) -> bool:
+        """Whether retrieval has lost COLLAPSE of what the whole model has above chance."""
+        chance = float(np.mean([1 / len(question.choices) for question in self.questions["retrieval"]]))
+        whole = self.base.retrieval.accuracy.accuracy
+        return outcome.retrieval.accuracy.accuracy < chance + (1 - COLLAPSE) * (whole - chance)
+
+    def _heads(self, layer: int) -> list[Site]:
+        return [Site(layer, (head,)) for head in range(self.anatomy.heads(layer))]
+
+    @torch.inference_mode()
+    def _answer_without_last_row(self, questions: Sequence[Question], silent: Collection[Site]) -> Result:
+        correct, loss = np.zeros(len(questions), dtype=bool), np.zeros(len(questions))
+        for chosen, encoded in batches(self.tokenizer, questions, self.batch_size):
+            ids, last = padded(encoded.rows, self.model.device)
+            at = torch.arange(len(ids), device=ids.device), last
+            keep, where = last.unique(return_inverse=True)
+            with silenced(self.anatomy, silent, at):
+                logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[at[0], where]
+            with explained(self.model, encoded.rows):
+                correct[chosen] = encoded.correct(logits).cpu().numpy()
+                loss[chosen] = encoded.losses(logits).cpu().numpy()
+        return Result(correct, loss)
+
+
+def prune(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    retrieval: Probe,
+    knowledge: Probe,
+    *,
+    gather: Collection[Site] = (),
+    aggregate: Collection[Site] = (),
+    examples: int = 256,
+    batch_size: int = 64,
+    seed: int = 0,
+    name: str = "base",
+    recipe: dict[str, Any] | None = None,
+) -> Pruning:
+    """Make all the cuts that apply to a model. gather, aggregate: the critical heads, if they are known."""
+    subject = Subject(model, tokenizer, retrieval, knowledge, examples=examples, batch_size=batch_size, seed=seed)
+    shortened = shorten(subject)
+    minimal = minimal_model(subject, shortened)
+    return Pruning(
+        provenance=provenance(name, fingerprint(model), seed, recipe),
+        probes={"retrieval": repr(retrieval), "knowledge": repr(knowledge), "examples": examples, "seed": seed},
+        kinds=subject.anatomy.kinds(),
+        base=subject.base,
+        shortened=shortened,
+        minimal=minimal,
+        left_out=leave_one_out(subject, minimal),
+        kept=keep_only(subject, gather, aggregate, minimal) if gather or aggregate else {},
+        last_row=last_rows(subject),
+    )
+
+
+def shorten(subject: Subject) -> tuple[Outcome, ...]:
+    """Drop one layer after the other from the end, until retrieval collapses."""
+    layers, outcomes = len(subject.anatomy.blocks), []
+    if subject.collapsed(subject.base):
+        raise UserError("the model does not retrieve: it is at chance before any layer is dropped")
+    for left in Track(range(layers - 1, -1, -1), "dropping layers"):
+        outcomes.append(subject.cut(f"first {left} layers", dropped=range(left, layers)))
+        if subject.collapsed(outcomes[-1]):
+            break
+    return tuple(outcomes)
+
+
+def minimal_model(subject: Subject, shortened: Sequence[Outcome]) -> int:
+    """How many layers the minimal model has."""
+    standing = [outcome for outcome in shortened if not subject.collapsed(outcome)]
+    return len(subject.anatomy.blocks) - max((len(outcome.dropped) for outcome in standing), default=0)
+
+
+def leave_one_out(subject: Subject, minimal: int) -> tuple[Outcome, ...]:
+    """The minimal model without each of its layers."""
+    behind = range(minimal, len(subject.anatomy.blocks))
+    cuts = Track(range(minimal), "leaving layers out")
+    return tuple(subject.cut(f"minimal model without layer {layer}", dropped=[layer, *behind]) for layer in cuts)
+
+
+def keep_only(
+    subject: Subject, gather: Collection[Site], aggregate: Collection[Site], minimal: int | None = None
+) -> dict[str, Outcome]:
+    """In the layers of the given heads, silence all heads but the given ones, those of one role, or all. minimal: in the model
+    of that many layers, which must hold them (default: in the whole)."""
+    layers = len(subject.anatomy.blocks)
+    minimal = layers if minimal is None else minimal
+    subject.anatomy.check([*gather, *aggregate])
+    roles = {"gather": heads_of(gather), "aggregate": heads_of(aggregate)}
+    concerned = sorted({site.layer for heads in roles.values() for site in heads})
+    minimal = max(minimal, *(layer + 1 for layer in concerned))
+    every = {head for layer in concerned for head in subject._heads(layer)}
+    outcomes = {}
+    for what, kept in {"both": [*roles], "gather": ["gather"], "aggregate": ["aggregate"], "neither": []}.items():
+        left = {head for role in kept for head in roles[role]}
+        outcomes[what] = subject.cut(f"{what} kept", dropped=range(minimal, layers), silent=every - left)
+    return outcomes
+
+
+def last_rows(subject: Subject) -> dict[Kind, Outcome]:
+    """The whole hybrid without the mixing of each kind at the last position; nothing for a model of one kind."""
+    by_kind: dict[Kind, list[Site]] = {}
+    for site in subject.anatomy.sites():
+        by_kind.setdefault(subject.anatomy.mixer_of(site).kind, []).append(site)
+    if len(by_kind) < 2:
+        return {}
+    return {
+        kind: subject.cut(f"no {kind} at the last position", silent=sites, last_only=True) for kind, sites in by_kind.items()
+    }
+
+
+def heads_of(sites: Collection[Site]) -> set[Site]:
+    """The single heads of sites. Raises UserError for a whole layer."""
+    if layer := next((site for site in sites if not site.heads), None):
+        raise UserError(f"{layer} is a layer; name its heads, e.g. {layer}.H0")
+    return {head for site in sites for head in site.each()}

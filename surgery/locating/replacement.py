@@ -1,0 +1,31 @@
+"""Every layer in turn from a donor, without training: where does attention help? (arXiv 2504.18574, hybrid replacement.)
+
+A layer that has been aligned with the donor's (Llamba's, from Llama) can be swapped for it: mixer, norms and MLP. Where
+retrieval rises, the donor's attention does what the SSM in its place could not.
+"""
+
+from collections.abc import Iterable
+
+from transformers import PreTrainedModel
+
+from surgery.locating.prune import Outcome, Subject
+from surgery.records.plan import Plan
+from surgery.records.site import Site
+from surgery.runtime.progress import Track
+from surgery.splicing.splice import splice
+
+
+def replacement_sweep(
+    subject: Subject, donor: PreTrainedModel, *, mlp: bool = True, layers: Iterable[int] | None = None
+) -> tuple[Outcome, ...]:
+    """The subject's model with each of `layers` (default: all) from the donor's layer of the same number; with mlp, its MLP and
+    norms too. Raises UserError if a layer of the donor does not fit."""
+    chosen = subject.anatomy.layers() if layers is None else list(layers)
+    subject.anatomy.check(Site(layer) for layer in chosen)
+    outcomes = []
+    for layer in Track(chosen, "replacing layers"):
+        plan = Plan(kind="layer", sites=(Site(layer),), donor="the donor", mlp=mlp)
+        hybrid = splice(subject.model, plan, donor).eval()
+        found, what = subject.ask(hybrid), f"layer {layer} from the donor"
+        outcomes.append(Outcome(what=what, replaced=(layer,), retrieval=found["retrieval"], knowledge=found["knowledge"]))
+    return tuple(outcomes)

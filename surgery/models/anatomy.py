@@ -1,0 +1,181 @@
+"""Where the mixers and heads of a model are: Mambas, Transformers, hybrids of both, and this project's own classes.
+
+For every mixer, SSM or attention, a head owns the columns [h * width, (h + 1) * width) of what the mixer's output projection
+reads. To ablate a head is to replace those columns; nothing else about a family needs to be known to analyse it. What does
+need to be known stands in SLOTS: a model of another layout is one more line there.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.records.site import Site
+
+Kind = Literal["ssm", "attention"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a block may hold a mixer: `path`, from the block; `outs`, what its output projection may be called.
+
+    kind None: to be told from its projections. feeds: the block's other mixer reads what this one wrote.
+    """
+
+    path: str
+    kind: Kind | None
+    outs: tuple[str, ...]
+    feeds: bool = False
+
+
+# A block may hold several. SSMs first: where a block holds both kinds, its SSM heads are counted first.
+SLOTS = (
+    Slot("mamba", "ssm", ("out_proj",)),  # Bamba, Falcon-H1, GraniteMoeHybrid, Jamba, Zamba2
+    Slot("mamba_decoder.mamba", "ssm", ("out_proj",)),  # Zamba2's hybrid layers: attention, then an SSM that reads it
+    Slot("linear_attn", "ssm", ("out_proj",)),  # Qwen3-Next's gated DeltaNet
+    Slot("mixer", None, ("out_proj", "o_proj")),  # Mamba-1 and -2, Falcon-Mamba, NemotronH, and this project's classes
+    Slot("temporal_block", None, ("linear_out", "o_proj")),  # RecurrentGemma
+    Slot("shared_transformer.self_attn", "attention", ("o_proj",), feeds=True),
+    Slot("self_attn", "attention", ("o_proj", "dense", "out_proj")),  # Llama and all that have its layout, Phi, OPT
+    Slot("attention", "attention", ("dense",)),  # GPT-NeoX
+    Slot("self_attention", "attention", ("dense",)),  # Falcon
+)
+BLOCKS = ("layers", "h", "decoder.layers")  # where the blocks may be, from the model without its head
+WIDTHS: dict[Kind, tuple[str, ...]] = {"ssm": ("head_v_dim", "head_dim"), "attention": ("v_head_dim", "head_dim", "head_size")}
+NO_MIXER = ("down_proj", "experts")  # what a module in a slot has if it mixes channels only (NemotronH's MLP and MoE blocks)
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A layer's sequence-mixing module. `out`: its output projection, which reads heads * width columns. `first`: the number of
+    its first head within the layer. `feeds`: as in Slot.
+
+    A head of width 1 is a channel (Mamba-1, Falcon-Mamba, Jamba, and RecurrentGemma, whose recurrence is one per channel: the
+    blocks of its gates share weights, not a mixing matrix).
+    """
+
+    layer: int
+    kind: Kind
+    module: nn.Module
+    out: nn.Linear
+    heads: int
+    width: int
+    first: int = 0
+    feeds: bool = False
+
+    def columns(self, head: int) -> slice:
+        """What a head, numbered within the layer, owns of the output projection's input."""
+        start = (head - self.first) * self.width
+        return slice(start, start + self.width)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The blocks in order, and their mixers, by layer and then by first head. A block may have no mixer, or several."""
+
+    blocks: tuple[nn.Module, ...]
+    mixers: tuple[Mixer, ...]
+
+    def at(self, layer: int) -> tuple[Mixer, ...]:
+        """The mixers of a layer."""
+        return tuple(mixer for mixer in self.mixers if mixer.layer == layer)
+
+    def heads(self, layer: int) -> int:
+        """How many heads a layer has, of both kinds."""
+        return sum(mixer.heads for mixer in self.at(layer))
+
+    def sites(self) -> list[Site]:
+        """All heads, in order."""
+        return [Site(layer, (head,)) for layer in self.layers() for head in range(self.heads(layer))]
+
+    def layers(self) -> list[int]:
+        """The layers that have a mixer."""
+        return sorted({mixer.layer for mixer in self.mixers})
+
+    def mixer_of(self, site: Site) -> Mixer:
+        """The mixer of a site of one head. Raises UserError if the model lacks it."""
+        (head,) = site.heads
+        for mixer in self.at(site.layer):
+            if mixer.first <= head < mixer.first + mixer.heads:
+                return mixer
+        raise UserError(f"the model has no site {site}: {self._shape(site.layer)}")
+
+    def check(self, sites: Iterable[Site]) -> None:
+        """Raise UserError for the first site that the model lacks."""
+        for site in sites:
+            if site.layer >= len(self.blocks) or max(site.heads, default=0) >= self.heads(site.layer):
+                raise UserError(f"the model has no site {site}: {self._shape(site.layer)}")
+
+    def kinds(self) -> str:
+        """Which layers are what, e.g. "0-3 ssm, 4 attention, 5 ssm and attention"."""
+        names = [" and ".join(mixer.kind for mixer in self.at(layer)) or "no mixer" for layer in range(len(self.blocks))]
+        runs = [(name, [layer for layer, _ in run]) for name, run in groupby(enumerate(names), key=lambda pair: pair[1])]
+        return ", ".join(f"{run[0]}-{run[-1]} {name}" if len(run) > 1 else f"{run[0]} {name}" for name, run in runs)
+
+    def _shape(self, layer: int) -> str:
+        if layer >= len(self.blocks):
+            return f"it has layers 0-{len(self.blocks) - 1}"
+        heads = self.heads(layer)
+        return f"layer {layer} has heads 0-{heads - 1}" if heads else f"layer {layer} has no heads"
+
+
+def anatomy(model: PreTrainedModel) -> Anatomy:
+    """Find a model's blocks, mixers and heads. Raises UserError if its layout is not one of SLOTS'."""
+    blocks = _blocks(model)
+    mixers: list[Mixer] = []
+    for layer, block in enumerate(blocks):
+        held = [(slot, module) for slot in SLOTS if (module := _descend(block, slot.path)) is not None]
+        if not held:
+            names = ", ".join(slot.path for slot in SLOTS)
+            raise _unknown(model, f"layer {layer} ({type(block).__name__}) holds no mixer under any of {names}")
+        first = 0
+        for slot, module in held:
+            mixer = _mixer(model, layer, slot, module, first)
+            if mixer is not None:
+                mixers.append(mixer)
+                first += mixer.heads
+    if not mixers:
+        raise _unknown(model, "no layer has a mixer")
+    return Anatomy(blocks, tuple(mixers))
+
+
+def _blocks(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise _unknown(model, "it has an encoder")
+    for path in BLOCKS:
+        found = _descend(model.base_model, path)
+        if isinstance(found, nn.ModuleList) and len(found):
+            return tuple(found)
+    raise _unknown(model, f"its blocks are under none of {', '.join(BLOCKS)}")
+
+
+def _mixer(model: PreTrainedModel, layer: int, slot: Slot, module: nn.Module, first: int) -> Mixer | None:
+    out = next((found for name in slot.outs if (found := getattr(module, name, None)) is not None), None)
+    if out is None and any(hasattr(module, name) for name in NO_MIXER):
+        return None
+    where = f"layer {layer}'s {type(module).__name__}"
+    if not isinstance(out, nn.Linear):
+        raise _unknown(model, f"{where} has no linear output projection named {' or '.join(slot.outs)}")
+    kind: Kind = slot.kind or ("attention" if hasattr(module, "q_proj") else "ssm")
+    width = next((int(found) for name in WIDTHS[kind] if (found := getattr(module, name, None))), None)
+    if width is None:
+        width = 1 if kind == "ssm" else out.in_features // model.config.num_attention_heads
+    if out.in_features % width:
+        raise _unknown(model, f"{where} has heads of {width} columns, but its projection reads {out.in_features}")
+    return Mixer(layer, kind, module, out, out.in_features // width, width, first, slot.feeds)
+
+
+def _descend(module: nn.Module, path: str) -> Any:
+    """The submodule at a dotted path, or None."""
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _unknown(model: PreTrainedModel, why: str) -> UserError:
+    return UserError(f"cannot analyse a {model.config.model_type} model: {why}; layouts are listed in surgery/anatomy.py")

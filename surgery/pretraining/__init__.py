@@ -1,0 +1,1 @@
+"""Trains the built-in reference models on the small world."""

@@ -1,0 +1,1 @@
+"""What travels between the parts: frozen, strict, JSON or YAML."""

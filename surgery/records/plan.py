@@ -1,0 +1,122 @@
+"""The plan: the frozen record of sites, graft kind and initialisation. It is the only thing that splice obeys."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from surgery.records.names import called, public
+from surgery.records.record import Provenance, Record
+from surgery.records.site import Site, SitesText, SiteText
+
+
+class Start(Record):
+    """What the dual start leaves open for a head: the sign of its scores (kept for good) and their scale (trained)."""
+
+    sign: Literal[1, -1] = 1
+    tau: float = Field(default=1.0, gt=0)
+
+
+class Plan(Record):
+    """Where attention goes and how it starts.
+
+    kind: `head`, attention inside the SSM's mixer, or `layer`, attention instead of it. init: `dual`, from the SSM head's own
+    weights; `donor`, from a donor's; `random`. A head starts dual and a layer from its donor or at random, unless it says
+    otherwise. donor: the donor's name or path.
+
+    For heads: sites: heads, one site a layer. starts: by head ("L1.H3"); a head that is not named starts with sign 1 and scale
+    1. time_step: add log dt to the scores; not with a donor, whose scores know no time step, unless asked for. width: of
+    queries and keys; None means the state size, and at least 32, or a donor's. shared: one query-key pair per B/C group instead
+    of one per head. blend: None puts attention in place of the SSM; a number from 0 to 1 keeps both under a learned gate that
+    starts there (at 0 the hybrid equals the base exactly). donor_heads: head -> the donor's ("L1.H3" -> "L7.H10"), the same
+    address where none is named.
+
+    For layers: sites: layers ("L3"). donor_layers: layer -> number of the donor's layer ("L3" -> 7), the same where none is
+    named. mlp: the donor's MLP and norms come too. width: of a head without a donor, 64 where that divides the hidden size.
+    """
+
+    kind: Literal["head", "layer"] = "head"
+    sites: SitesText
+    starts: dict[str, Start] = {}
+    init: Literal["dual", "donor", "random"] = "dual"
+    donor: str | None = None
+    donor_heads: dict[str, SiteText] = {}
+    donor_layers: dict[str, Annotated[int, Field(ge=0)]] = {}
+    mlp: bool = False
+    time_step: bool = True
+    width: int | None = Field(default=None, ge=1)
+    shared: bool = False
+    blend: float | None = Field(default=None, ge=0, le=1)
+    seed: int = 0
+    provenance: Provenance | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        usual = "donor" if fields.get("donor") else "random" if fields.get("kind") == "layer" else "dual"
+        init = fields.get("init", usual)
+        return {"init": init, "time_step": init == "dual"} | fields
+
+    @field_validator("sites")
+    @classmethod
+    def _merge(cls, sites: tuple[Site, ...], info: ValidationInfo) -> tuple[Site, ...]:
+        """One site a layer, in order; `L1.H3` and `L1.H6` become `L1.H3,6`."""
+        layers: dict[int, tuple[int, ...]] = {}
+        for site in sites:
+            if site.heads and info.data.get("kind") == "layer":
+                raise ValueError(f"{site} names heads; a layer graft takes a whole layer, e.g. L{site.layer}")
+            if not site.heads and info.data.get("kind") == "head":
+                raise ValueError(f"{site} names no heads; a head graft needs them, e.g. {site}.H0")
+            layers[site.layer] = (*layers.get(site.layer, ()), *site.heads)
+        return tuple(Site(layer, heads) for layer, heads in sorted(layers.items()))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        """Refuse what would not be obeyed."""
+        starts = {"head": ("dual", "donor"), "layer": ("donor", "random")}[self.kind]
+        if self.init not in starts:
+            raise ValueError(f"init: a {self.kind} graft starts {' or '.join(starts)}, not {self.init}")
+        donor, layer = self.init == "donor", self.kind == "layer"
+        for name, allowed in {
+            "donor": donor, "donor_heads": donor and not layer, "donor_layers": donor and layer, "mlp": donor and layer,
+            "starts": not layer, "blend": not layer, "shared": not layer and not donor, "time_step": not layer,
+            "width": not (layer and donor),
+        }.items():  # fmt: skip
+            value = getattr(self, name)
+            if not (allowed or value is None or value is False or value == {}):
+                raise ValueError(f"{name}: means nothing for a {self.kind} graft that starts {self.init}")
+        planned = {str(head) for site in self.sites for head in (site.each() or (site,))}
+        for name, named in (("donor_heads", self.donor_heads), ("donor_layers", self.donor_layers)):
+            if strays := sorted(set(named) - planned):
+                raise ValueError(f"{name}: {strays[0]} is not among the sites")
+        if wide := [site for site in self.donor_heads.values() if len(site.heads) != 1]:
+            raise ValueError(f"donor_heads: {wide[0]} is not one head")
+        return self
+
+    @property
+    def dtype(self) -> str:
+        """In what the base was opened for the ranking, as it was said there: "auto" (as stored) or a torch name."""
+        recipe = self.provenance and self.provenance.recipe
+        return (recipe or {}).get("dtype", "auto")
+
+    def start(self, layer: int, head: int) -> Start:
+        """The start of one head."""
+        return self.starts.get(str(Site(layer, (head,))), Start())
+
+    def donor_head(self, layer: int, head: int) -> Site:
+        """The donor's head that one head starts from."""
+        site = Site(layer, (head,))
+        return self.donor_heads.get(str(site), site)
+
+    def donor_layer(self, layer: int) -> int:
+        """The number of the donor's layer that one layer starts from."""
+        return self.donor_layers.get(str(Site(layer)), layer)
+
+
+def published(plan: Plan) -> Plan:
+    """The plan as a record of what was done, for others to read: a donor stands by its name, wherever it lay."""
+    changes: dict[str, Any] = {"donor": plan.donor and called(plan.donor)}
+    if (made := plan.provenance) is not None:
+        changes["provenance"] = made.model_copy(update={"base": called(made.base), "recipe": public(made.recipe)})
+    return plan.model_copy(update=changes)

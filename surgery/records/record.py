@@ -1,0 +1,202 @@
+"""What every JSON file of the toolkit has in common: strictness, provenance, atomic writing, and a seal on measurements."""
+
+import glob
+import hashlib
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import pydantic
+import torch
+
+from surgery.errors import UserError
+from surgery.records.names import called, public
+
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "scipy", "tokenizers", "peft")
+# Optional ones, named where they are in use: module -> distribution.
+OPTIONAL = {"lm_eval": "lm_eval", "bitsandbytes": "bitsandbytes", "datasets": "datasets", "sentencepiece": "sentencepiece"}
+ABANDONED = 600  # seconds
+KERNEL_PACKAGES = ("triton", "mamba-ssm", "causal-conv1d", "flash-attn", "kernels")  # optional, and only of use on GPUs
+
+
+class Record(pydantic.BaseModel):
+    """A frozen record that refuses unknown keys."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read a JSON file. Raises UserError with one line if it is missing or does not fit."""
+        return cls._parsed(read_text(path), path)
+
+    @classmethod
+    def _parsed(cls, text: str, path: str | Path) -> Self:
+        try:
+            return cls.model_validate_json(text)
+        except pydantic.ValidationError as error:
+            raise UserError(f"{path}: {first_line(error)}") from error
+
+    def text(self) -> str:
+        """What its file holds."""
+        return self.model_dump_json(indent=2) + "\n"
+
+    def write(self, path: str | Path) -> None:
+        write_text(path, self.text())
+
+
+class Sealed(Record):
+    """A measurement: its file carries a digest of its own content, so that one which was changed by hand or by a damaged disk
+    is not taken for what was measured. It is no signature: who makes the seal anew is not found out.
+
+    seal: sha256 of the file's JSON without this field (keys sorted, no blanks). Only in files; a record in memory has none.
+    """
+
+    seal: str | None = None
+
+    @classmethod
+    def read(cls, path: str | Path, *, unsealed: Literal["refuse", "say", "take"] = "say") -> Self:
+        """As Record.read, and UserError if the seal does not fit. unsealed: what to do with a file without a seal, as versions
+        up to 0.5.1 wrote them: refuse it as evidence, say so where it is only shown, or take it as it is."""
+        text = read_text(path)
+        found = cls._parsed(text, path)
+        if found.seal is None and unsealed == "refuse":
+            raise UserError(f"{path} has no seal: it is of version 0.5.1 or earlier, or was edited; make it again")
+        if found.seal is None and unsealed == "say":
+            from surgery.runtime.progress import say
+
+            say(f"{path} is unsealed: whether it is as it was measured is not known")
+        if found.seal not in (None, _seal(text)):
+            raise UserError(f"{path} is not as it was written: its content does not fit its seal; make it again")
+        return found.model_copy(update={"seal": None})
+
+    def text(self) -> str:
+        content = self.model_dump_json(indent=2, exclude={"seal"})
+        return f'{content.removesuffix("}").rstrip()},\n  "seal": "{_seal(content)}"\n}}\n'
+
+
+def _seal(text: str) -> str:
+    content = {name: value for name, value in json.loads(text).items() if name != "seal"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+class Environment(Record):
+    """When, with what and on what something was made or measured. packages: the versions of those in use. code: a digest of
+    this toolkit's own source files, which a version number does not tell apart in a checkout."""
+
+    schema_version: int = 1
+    toolkit: str
+    code: str | None = None
+    created: str
+    packages: dict[str, str]
+    machine: str
+    threads: int
+
+
+class Provenance(Environment):
+    """Where a file comes from. base, recipe: no places on the machine that made it; what lay there stands by its name."""
+
+    seed: int
+    base: str
+    base_fingerprint: str
+    recipe: dict[str, Any] | None = None
+
+
+def environment(packages: tuple[str, ...] = PACKAGES) -> Environment:
+    """The environment of something that is made now. packages: named whether they are in use or not."""
+    used = [distribution for module, distribution in OPTIONAL.items() if module in sys.modules]
+    return Environment(
+        toolkit=toolkit(),
+        code=code_digest(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        packages={"python": platform.python_version(), **{name: package_version(name) for name in (*packages, *used)}},
+        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+        + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
+        threads=torch.get_num_threads(),
+    )
+
+
+def provenance(base: str, fingerprint: str, seed: int, recipe: dict[str, Any] | None = None) -> Provenance:
+    """The provenance of something that is made now."""
+    return Provenance(
+        **environment().model_dump(), seed=seed, base=called(base), base_fingerprint=fingerprint, recipe=public(recipe)
+    )
+
+
+def first_line(error: pydantic.ValidationError) -> str:
+    """The first complaint of a validation error in one line, naming the key."""
+    detail = error.errors()[0]
+    where = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        name, colon, value = str(detail["loc"][-1]).partition(":")  # YAML reads {every:4} as the key "every:4"
+        return f"unknown key '{where}'" + (f"; a space belongs after the colon: '{name}: {value}'" if colon else "")
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
+
+
+def read_text(path: str | Path, what: str = "") -> str:
+    """A UTF-8 file; `what` says what it is to hold ("the recipe"). Raises UserError with one line if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {f'{what} {path}'.strip()}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {f'{what} {path}'.strip()}: not UTF-8 at byte {error.start}") from error
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part."""
+    path, temporary = Path(path), None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp's default is for secrets
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def sweep(path: Path) -> None:
+    """Remove what killed writers of a file have left beside it: as old as this, nobody is writing it any more."""
+    for left in path.parent.glob(glob.escape(f".{path.name}.") + "*"):
+        try:
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                left.unlink()
+        except OSError:  # another process was faster
+            continue
+
+
+def toolkit() -> str:
+    """The version of this package."""
+    return package_version("mamba-surgery")
+
+
+@cache
+def code_digest() -> str:
+    """sha256 over the names and the content of this package's source files, the kernels' C included."""
+    root, total = Path(__file__).parent.parent, hashlib.sha256()
+    folders = os.walk(root, followlinks=True)  # kernels/ is a symbolic link
+    files = [Path(folder, name) for folder, _, names in folders for name in names if name.endswith((".py", ".c", ".h"))]
+    for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
+        data = file.read_bytes()
+        total.update(f"{file.relative_to(root).as_posix()} {len(data)} ".encode() + data)
+    return total.hexdigest()
+
+
+def package_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,1 @@
+"""Splice: put a plan's grafts into a base, and take them out again."""

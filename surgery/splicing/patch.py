@@ -1,0 +1,104 @@
+"""A patch: all that surgery changed in a base, small enough for a mail. This is what joins it to the base again.
+
+patch.safetensors holds the tensors that the hybrid has and the base has not, or not with these values; patch.json says what
+else differs, and which base it belongs to, tensor by tensor. A digest is of the tensor as the base's folder gives it, so a copy
+in another precision is another base.
+"""
+
+import copy
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.families import family_of
+from surgery.families.dual_start import OWN
+from surgery.hybrids.layer_graft import LayerGraftMixer
+from surgery.loading.origin import Origin
+from surgery.models.answers import described, tensors
+from surgery.models.quantised import converted
+from surgery.records.plan import Plan
+from surgery.records.record import Environment
+from surgery.splicing.splice import grafted_mixer, remove, share
+
+RECORD, WEIGHTS = "patch.json", "patch.safetensors"
+
+
+class Patch(Environment):
+    """patch.json.
+
+    dtype: of the hybrid; the base's tensors are converted to it. grafts: of the hybrid's configuration. config: its other
+    fields that differ from the base's. removed: the base's tensors that the hybrid has no place for. base_tensors: by name,
+    "dtype shape sha256" of every tensor of the base, tied ones once. weights: sha256 of patch.safetensors.
+    """
+
+    schema_version: int = 2
+    base: Origin
+    plan: Plan
+    dtype: str
+    grafts: list[dict[str, Any]]
+    config: dict[str, Any]
+    removed: tuple[str, ...]
+    base_tensors: dict[str, str]
+    weights: str
+
+
+def check_tensors(patch: Patch, base: PreTrainedModel) -> None:
+    """Raise UserError, by its name, for the first tensor of the base that is not the one which the patch was made for."""
+    found, refused = tensors(base), f"this is not the base that the patch was made for ({patch.base.name})"
+    for name, expected in patch.base_tensors.items():
+        if name not in found:
+            raise UserError(f"{refused}: the tensor '{name}' is missing")
+        actual = described(found.pop(name))
+        for part, (wanted, there) in enumerate(zip(expected.split(" "), actual.split(" "), strict=True)):
+            if wanted != there and part == 0:
+                raise UserError(f"{refused}: '{name}' is {there}, not {wanted}; a copy in another precision will not do")
+            if wanted != there:
+                raise UserError(f"{refused}: the tensor '{name}' differs{f': {there}, not {wanted}' if part == 1 else ''}")
+    if found:
+        raise UserError(f"{refused}: it has a tensor '{min(found)}', which the patch does not know")
+
+
+def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The hybrid of a base, as its folder gives it, and a patch. It uses the base's own tensors.
+
+    Raises UserError if the patch is damaged or belongs to another base.
+    """
+    patch = Patch.read(folder / RECORD)
+    weights = _weights(folder, patch.weights)
+    check_tensors(patch, base)
+    family = family_of(base.config)
+    config = copy.deepcopy(base.config)
+    for name, value in patch.config.items():
+        if name in OWN or name not in base.config.to_dict():  # nothing here may name code
+            raise UserError(f"{folder / RECORD} changes '{name}' of the configuration, which is no field of the base's")
+        setattr(config, name, value)
+    hybrid = family.empty(config, None, patch.grafts)
+    share(converted(base, getattr(torch, patch.dtype), patch.base.name), hybrid, "the base lacks the tensor '{}'")
+    wanted = hybrid.state_dict()
+    lacking = [name for name, tensor in wanted.items() if tensor.is_meta and name not in weights]
+    for name in (*lacking, *sorted(set(weights) - set(wanted))):
+        what = "lacks the tensor" if name in lacking else "holds a tensor that the hybrid has no place for,"
+        raise UserError(f"{folder / WEIGHTS} {what} '{name}'")
+    hybrid.load_state_dict(weights, strict=False, assign=True)
+    for graft in patch.grafts:
+        mixer = grafted_mixer(hybrid, graft["layer"])
+        if isinstance(mixer, LayerGraftMixer):
+            remove(base, hybrid, graft["layer"])
+    return hybrid
+
+
+def _weights(folder: Path, digest: str) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    try:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                raise UserError(f"{path} is damaged: it is not the file that {RECORD} describes")
+        return load_file(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error

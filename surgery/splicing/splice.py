@@ -1,0 +1,158 @@
+"""splice, unsplice, and adopt (a splice of nothing).
+
+The base's tensors are shared, never copied and never written: a hybrid costs the memory of its grafts, and unsplice is exact.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.families import Hybrid, families, family_of
+from surgery.hybrids.layer_graft import LayerGraftMixer
+from surgery.hybrids.parts import is_quantised_weight
+from surgery.models.quantised import exact, has_quantised_weight, is_quantised, note
+from surgery.records.plan import Plan
+from surgery.records.site import Site
+from surgery.splicing.donor import DonorHead, DonorLayer
+from surgery.splicing.start import check_donor, fill_heads, fill_layer, head_starts, layer_start
+
+
+def splice(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | None = None) -> PreTrainedModel:
+    """The hybrid of `base` and `plan`: the base's own parameters, and grafts with their first weights.
+
+    `base` is a stock model or an adopted one. donor: the model that the plan's grafts start from, if it names one; its weights
+    are copied. Raises UserError if the plan names a site that the base or the donor lacks, or if what the donor has there does
+    not fit.
+    """
+    family = family_of(base.config)
+    family.check(base.config)
+    if getattr(base.config, "grafts", None):
+        raise UserError("the model already holds grafts; unsplice it first")
+    check_sites(base, plan.sites if plan else ())
+    layers: dict[int, DonorLayer] = {}
+    heads: dict[Site, DonorHead] = {}
+    if plan is not None:
+        check_donor(base, plan, donor)
+        if plan.kind == "layer":
+            layers = {site.layer: layer_start(base, plan, donor, site.layer) for site in plan.sites}
+        elif donor is not None:
+            heads, width = head_starts(base, plan, donor)
+            plan = plan.model_copy(update={"width": width})
+    hybrid = family.empty(base.config, plan, [start.spec for start in layers.values()])
+    share(base, hybrid, "the base lacks the tensor '{}'")
+    for site in plan.sites if plan else ():
+        assert plan is not None
+        mixer, like = grafted_mixer(hybrid, site.layer), grafted_mixer(base, site.layer).out_proj.weight
+        mixer.graft.to_empty(device=like.device)
+        mixer.graft.to(base.dtype if is_quantised_weight(like) else like.dtype)
+        if plan.kind == "layer":
+            remove(base, hybrid, site.layer)
+            fill_layer(mixer.graft, layers[site.layer], plan)
+        elif heads:
+            fill_heads(mixer, plan, heads)
+        else:
+            family.initialise(mixer, plan)
+    return hybrid
+
+
+def check_sites(base: PreTrainedModel, sites: Iterable[Site]) -> None:
+    """Raise UserError for the first site that the model lacks."""
+    layers, heads = family_of(base.config).shape(base.config)
+    for site in sites:
+        if site.layer >= layers or max(site.heads, default=0) >= heads:
+            raise UserError(f"the model has no site {site}: it has layers 0-{layers - 1} with heads 0-{heads - 1}")
+
+
+def check_base(plan: Plan, fingerprint: str) -> None:
+    """Raise UserError if the plan was made for another base."""
+    if plan.provenance is not None and plan.provenance.base_fingerprint != fingerprint:
+        opened = f"{plan.provenance.base}, dtype {plan.dtype}"
+        raise UserError(f"the plan was made for another base, or in another dtype ({opened}): the fingerprints differ")
+
+
+def adopt(base: PreTrainedModel) -> PreTrainedModel:
+    """The base in the hybrid's class, nothing spliced: the same function, served by this project's kernels. A model of no
+    family here stays as it is: it can be measured, and located in."""
+    family = families().get(base.config.model_type)
+    return base if family is None or family.adopted(base) else splice(base, None)
+
+
+def unsplice(hybrid: PreTrainedModel) -> PreTrainedModel:
+    """The stock model that the hybrid was made from, with the same parameters.
+
+    Raises UserError if a layer graft replaced some of them and the hybrid was loaded from a folder, which does not hold them.
+    """
+    base = family_of(hybrid.config).empty_base(hybrid.config)
+    share(hybrid, base, "the folder of a hybrid does not hold what a layer graft replaced ('{}'); load the base instead")
+    return base
+
+
+def grafted_mixer(hybrid: Hybrid, layer: int) -> Any:
+    """The mixer of a layer."""
+    return hybrid.backbone.layers[layer].mixer
+
+
+def graft_parameters(hybrid: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The parameters that splice added, by name."""
+    return {name: p for name, p in hybrid.named_parameters() if ".graft." in name}
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and buffers by name, as they are without what layer grafts replaced and adapters changed."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found |= dict(model.named_buffers(remove_duplicate=False))
+    for module in model.modules():
+        if isinstance(module, LayerGraftMixer):
+            found |= module.removed
+    return found | vars(model).get("unadapted", {})  # tune/lora.py
+
+
+def _quantised(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules whose weights are quantised, by name, also those that layer grafts replaced."""
+    found = {name: module for name, module in model.named_modules() if has_quantised_weight(module)}
+    for module in model.modules():
+        if isinstance(module, LayerGraftMixer):
+            found |= module.removed_modules
+    return found
+
+
+def remove(base: PreTrainedModel, hybrid: PreTrainedModel, layer: int) -> None:
+    """Let the graft of a layer keep what the base has in that layer and the hybrid has no place for."""
+    mixer, here = grafted_mixer(hybrid, layer), f".layers.{layer}."
+    kept = {name for name, _ in (*hybrid.named_parameters(), *hybrid.named_buffers())}
+    mixer.removed = {name: tensor for name, tensor in _tensors(base).items() if here in name and name not in kept}
+    names = {name for name, _ in hybrid.named_modules()}
+    mixer.removed_modules = {n: module for n, module in _quantised(base).items() if here in n and n not in names}
+
+
+def share(source: PreTrainedModel, target: PreTrainedModel, lacking: str) -> None:
+    """Let `target` use the parameters of `source`, wherever both have them, and its quantised modules. lacking: what to say of
+    a parameter that only `target` has."""
+    if any(p.is_meta for p in source.parameters()):
+        raise UserError(
+            "accelerate has offloaded weights of this model to the CPU or the disk; load it whole on the CPU, splice and export"
+            " it there, and load the export with a device_map"
+        )
+    exact(source)
+    names = {name for name, _ in target.named_modules()}
+    for name, module in _quantised(source).items():
+        if name in names:
+            target.set_submodule(name, module)
+    tensors = _tensors(source)
+    trainable = {name: tensor.requires_grad for name, tensor in tensors.items()}
+    wanted = {name: tensors[name] for name in target.state_dict() if name in tensors}
+    missing, _ = target.load_state_dict(wanted, strict=False, assign=True)
+    if unshared := [name for name in missing if ".graft." not in name]:
+        raise UserError(lacking.format(unshared[0]))
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(trainable[name])
+    for name in [name for name, _ in target.named_buffers() if name in tensors]:  # also those that state_dict leaves out
+        owner, _, leaf = name.rpartition(".")
+        target.get_submodule(owner)._buffers[leaf] = tensors[name]
+    if is_quantised(source):
+        note(source, target, [name for name, _ in target.named_modules() if name.endswith(".graft")])
+    target.generation_config = source.generation_config
+    target.train(source.training)

@@ -1,0 +1,1 @@
+"""Tune: data, stages, the loop, adapters."""

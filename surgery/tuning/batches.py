@@ -1,0 +1,268 @@
+"""What a step of tuning sees: a batch of lessons and a batch of text, both from the seed and the step alone.
+
+Documents shorter than a row share rows, without seeing each other (surgery/hybrids/packed.py), so that a step always sees about
+as many tokens of text. As many are drawn for the rows of `BUFFER` steps as fill them by the mean length of the first ones that
+are drawn at all; those that do not fit are passed over. Rows of similar length then make a batch, so that little of it is
+padding, and the batches come in the order of the first document of each, so that long and short ones alternate as they were
+drawn. Where all documents are as long as a row, each has its own, and nothing changes place.
+"""
+
+import bisect
+import heapq
+import math
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+from transformers import PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.probes import make, without_unseen
+from surgery.probes.knowledge import PARTS, Knowledge
+from surgery.records.recipe import Bench, Data, Tune
+from surgery.records.record import read_text
+from surgery.runtime.processes import on_main
+from surgery.tuning.data import Piece, collate, kv_pieces, padded, probe_pieces
+from surgery.tuning.leaks import check_apart
+from surgery.tuning.sources import HELD_OUT, Reading, Source, open_source
+
+BUFFER = 16  # steps whose documents are packed and sorted by length together
+SAMPLE = 256  # documents whose mean length says how many fill a row
+QUERIES = 8
+SHORTEST = 0.25  # of text_tokens, where the curriculum begins
+FIRST_SEED = 1 << 63  # of the questions in lessons: seeds of recipes, which locate and bench use, are far below it
+
+
+def loaders(
+    tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int, start: int
+) -> tuple[DataLoader, DataLoader]:
+    """Batches from step `start` on: lessons as (ids, targets), both (b, t), and text as (ids, real, position_ids), all (b, t):
+    real is False on padding, and positions begin again with every document; or None where `text_batch_size` is 0. Raises
+    UserError in one line for data that cannot be used."""
+    _check_lessons(tokenizer, options, data)
+    steps, size = options.steps, options.batch_size
+    lessons = Lessons(tokenizer, options, seed)
+    lesson_loader = DataLoader(
+        Subset(lessons, range(start * size, steps * size)), batch_size=size, collate_fn=partial(collate, tokenizer)
+    )
+    if not (size := options.text_batch_size):
+        nothing: Any = range(start * options.batch_size, steps * options.batch_size)  # as many batches, to be divided alike
+        return lesson_loader, DataLoader(nothing, batch_size=options.batch_size, collate_fn=_nothing)
+    rows = Rows(tokenizer, options, data, seed)
+    return lesson_loader, DataLoader(Subset(rows, range(start * size, steps * size)), batch_size=size, collate_fn=together)
+
+
+def held_out_windows(
+    tokenizer: PreTrainedTokenizerBase, data: Data, options: Tune, count: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """`count` rows of text that training never sees, mixed as it mixes them: (ids, real), both (count, longest)."""
+    sources = _sources(data, Reading(tokenizer, options.text_tokens, seed, held_out=True))
+    drawn = _draw(f"held-out mixture {seed}", [text.weight for text in data.train_text], count)
+    return pad([sources[source].row(index) for source, index in drawn])
+
+
+def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: Bench | None = None, seed: int = 0) -> None:
+    """Find out before the work begins whether the lessons and the text can be had, and whether the bench measures on others:
+    their contents are compared. bench: how much it measures; seed: the run's, which says how many documents are read."""
+    rows = Rows(tokenizer, options, data, seed)
+    sources = rows.sources
+    for source in sources:
+        source.row(0)
+    _check_lessons(tokenizer, options, data)
+    documents = max(SAMPLE, len(rows.drawn))
+    documents += HELD_OUT * options.keep.windows if options.keep else 0
+    trained = [(text.source, source.texts(documents)) for text, source in zip(data.train_text, sources, strict=True)]
+    trained += [(path, (read_text(path, "the text in"),)) for path in _lesson_sources(options, ("needle",))]
+    if data.held_out_text != "world" and (trained := [item for item in trained if item[0] != "world"]):
+        bench = bench or Bench()
+        on_main(partial(check_apart, data.held_out_text, trained, bench.windows * bench.window))
+    for path in _lesson_sources(options, ("knowledge", "letters")):
+        measured = _prompts(data.facts)
+        if shared := len(measured & _prompts(path)):
+            same = f"{path} holds {shared} of the {len(measured)} facts that are measured (data.facts)"
+            raise UserError(f"tune.lessons: {same}; give it another options.source")
+    if options.keep is not None:
+        for part in PARTS:
+            Knowledge(data.facts, part).questions(1, seed=0)
+
+
+class Lessons(Dataset[list[Piece]]):
+    """`steps` batches of sequences; those of a batch are of one lesson, and of one draw of its ranges."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, seed: int):
+        self.tokenizer, self.options, self.seed = tokenizer, options, seed
+        chosen = _draw(f"lesson {seed}", [lesson.weight for lesson in options.lessons], options.steps)
+        self.chosen = [options.lessons[lesson] for lesson, _ in chosen]
+
+    def __len__(self) -> int:
+        return self.options.steps * self.options.batch_size
+
+    def __getitem__(self, index: int) -> list[Piece]:
+        step = index // self.options.batch_size
+        lesson, drawn = self.chosen[step], self.drawn(step)
+        if lesson.probe == "kv":
+            rng = random.Random(f"dictionary {self.seed} {index}")
+            return kv_pieces(rng, drawn["pairs"], lesson.queries or QUERIES)
+        seed = FIRST_SEED + random.Random(f"question {self.seed} {index}").getrandbits(63)
+        return probe_pieces(make(lesson.probe, tokenizer=self.tokenizer, **without_unseen(lesson.probe, drawn)), seed)
+
+    def drawn(self, step: int) -> dict[str, Any]:
+        """The options of a step's lesson, a number for every range."""
+        rng = random.Random(f"size {self.seed} {step}")
+        part = progress(self.options, step)
+
+        def draw(value: Any) -> Any:
+            if not isinstance(value, tuple):
+                return value
+            low, high = value
+            return rng.randint(low, low + round((high - low) * part))
+
+        return {name: draw(value) for name, value in self.chosen[step].options.items()}
+
+
+class Rows(Dataset[list[list[int]]]):
+    """`steps` batches of rows of text, each of one document or of several, those of a batch of similar length."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int):
+        self.options = options
+        self.sources = _sources(data, Reading(tokenizer, options.text_tokens, seed))
+        # Whole buffers, however many steps there are: a row depends on those that it is packed and sorted with.
+        buffers = -(-options.steps // BUFFER)
+        mixture, weights = f"mixture {seed}", [text.weight for text in data.train_text]
+        first = [self._length(*drawn) for drawn in _draw(mixture, weights, SAMPLE)]
+        self.per_buffer = math.ceil(BUFFER * options.text_batch_size * options.text_tokens / max(1, sum(first) / SAMPLE))
+        self.drawn = _draw(mixture, weights, buffers * self.per_buffer)
+        self._buffer: tuple[int, list[list[list[int]]]] = (-1, [])
+
+    def __len__(self) -> int:
+        return self.options.steps * self.options.text_batch_size
+
+    def __getitem__(self, index: int) -> list[list[int]]:
+        buffer, place = divmod(index, BUFFER * self.options.text_batch_size)
+        if buffer != self._buffer[0]:
+            self._buffer = (buffer, self._read(buffer))
+        part = SHORTEST + (1 - SHORTEST) * progress(self.options, index // self.options.text_batch_size)
+        return _cut(self._buffer[1][place], max(2, round(part * self.options.text_tokens)))
+
+    def _read(self, buffer: int) -> list[list[list[int]]]:
+        size, tokens = self.options.text_batch_size, self.options.text_tokens
+        drawn = self.drawn[buffer * self.per_buffer : (buffer + 1) * self.per_buffer]
+        documents = [self.sources[source].row(index) for source, index in drawn]
+        rows = packed([len(document) for document in documents], BUFFER * size, tokens)
+        order = sorted(range(len(rows)), key=lambda i: sum(len(documents[j]) for j in rows[i]))
+        batches = sorted(sorted(order[first : first + size]) for first in range(0, len(rows), size))
+        return [[documents[j] for j in rows[i]] for batch in batches for i in batch]
+
+    def _length(self, source: int, index: int) -> int:
+        whole = self.sources[source].whole
+        return self.options.text_tokens if whole else len(self.sources[source].row(index))
+
+
+def packed(lengths: Sequence[int], count: int, most: int) -> list[list[int]]:
+    """The first documents, as many as fit, in `count` rows of at most `most` tokens, by number: each row's in order, and the
+    rows in the order of their first. lengths: of at least `count` documents, none longer than a row."""
+
+    def spread(number: int) -> list[list[int]] | None:
+        """The longest first, each into the emptiest row; None where one does not fit. A document may be empty, a row not."""
+        filled = [(0, 0, row) for row in range(count)]
+        rows: list[list[int]] = [[] for _ in filled]
+        for i in sorted(range(number), key=lambda i: -lengths[i]):
+            tokens, documents, row = heapq.heappop(filled)
+            if tokens + lengths[i] > most:
+                return None
+            heapq.heappush(filled, (tokens + lengths[i], documents + 1, row))
+            rows[row].append(i)
+        return rows
+
+    # All up to the first that does not fit, and none of those behind it: otherwise the long ones, or the short ones, lose.
+    fits = bisect.bisect_left(range(count + 1, len(lengths) + 1), True, key=lambda number: spread(number) is None) + count
+    return sorted(sorted(row) for row in spread(fits) or ())
+
+
+def progress(options: Tune, step: int) -> float:
+    """How far the curriculum is at a step, from 0 to 1."""
+    return min(1.0, step / (options.curriculum * options.steps)) if options.curriculum else 1.0
+
+
+def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids, padded with 0 on the right, and which of them are real: (rows, longest) each."""
+    ids = padded(rows, 0)
+    return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+
+
+def together(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of documents as `pad` gives rows, and every token's position in its document; padding counts on."""
+    ids, real = pad([[token for document in row for token in document] for row in rows])
+    places = [[place for document in row for place in range(len(document))] for row in rows]
+    ends = torch.tensor([len(row[-1]) for row in rows]) - real.sum(1)
+    return ids, real, torch.where(real, padded(places, 0), torch.arange(ids.shape[1]) + ends[:, None])
+
+
+def padding(text: Iterable[tuple[Tensor, ...]]) -> float:
+    """The share of padding in batches of text."""
+    filled, all_of_it = torch.tensor([[real.sum(), real.numel()] for _, real, *_ in text]).sum(0).tolist()
+    return 1 - filled / all_of_it
+
+
+def _cut(row: Sequence[list[int]], most: int) -> list[list[int]]:
+    """The first tokens of a row."""
+    cut: list[list[int]] = []
+    for document in row:
+        if left := most - sum(map(len, cut)):
+            cut.append(document[:left])
+    return cut
+
+
+def _nothing(_: list[int]) -> None:
+    return None
+
+
+def _sources(data: Data, reading: Reading) -> list[Source]:
+    return [open_source(text, reading) for text in data.train_text]
+
+
+def _draw(key: str, weights: list[float], count: int) -> list[tuple[int, int]]:
+    """`count` times one of the weights, and how often it was drawn before. The first of more draws are the same."""
+    chosen = random.Random(key).choices(range(len(weights)), weights, k=count)
+    before = [0] * len(weights)
+    drawn = []
+    for choice in chosen:
+        drawn.append((choice, before[choice]))
+        before[choice] += 1
+    return drawn
+
+
+def _lesson_sources(options: Tune, probes: Sequence[str]) -> list[str]:
+    """The files that lessons of some probes read."""
+    read = [lesson.options.get("source", "world") for lesson in options.lessons if lesson.probe in probes]
+    return [source for source in dict.fromkeys(read) if source != "world"]
+
+
+def _prompts(facts: str) -> set[str]:
+    return {question.prompt for question in Knowledge(facts).questions(sys.maxsize, seed=0)}
+
+
+def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data) -> None:
+    """Ask every lesson's probe at all combinations of the ends of its ranges, and see that it asks about nothing measured."""
+    measured = {Path(getattr(data, key)).resolve(): f"data.{key}" for key in ("held_out_text", "facts")}
+    for lesson in options.lessons:
+        if lesson.queries is not None and lesson.probe != "kv":
+            raise UserError(f"tune.lessons: queries are for kv; the probe '{lesson.probe}' asks one question")
+        lesson_options = without_unseen(lesson.probe, lesson.options)
+        if (keys := lesson_options.get("keys", "lessons")) != "lessons":
+            raise UserError(f"tune.lessons: keys are 'lessons', not {keys!r}; the others are for bench alone")
+        ends = [value if isinstance(value, tuple) else (value,) for value in lesson_options.values()]
+        for values in product(*ends):
+            probe: Any = make(lesson.probe, tokenizer=tokenizer, **dict(zip(lesson_options, values, strict=True)))
+            source = getattr(probe, "source", None)
+            if source and (key := measured.get(Path(source).resolve())):
+                where = f"'{source}', which is measured on ({key})"
+                raise UserError(f"tune.lessons: '{lesson.probe}' reads {where}; give it another options.source")
+            probe_pieces(probe, FIRST_SEED)

@@ -1,0 +1,103 @@
+"""Training sequences: dictionaries with many questions, probes' questions, world text, lettered questions.
+
+A sequence is a list of pieces, each with a flag that says whether its tokens are targets. Every piece is tokenised as what
+follows those before it (tokens.py), as the probes do, so that a value is the same tokens in training as in the probe.
+"""
+
+import random
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from surgery.models.tokens import divided, following, opening
+from surgery.probes.kv import OPENING, ask, dictionary
+from surgery.probes.letters import lettered
+from surgery.probes.question import CompletionProbe, Probe
+from surgery.world.facts import facts
+from surgery.world.text import document
+from surgery.world.words import Keys
+
+Piece = tuple[str, bool]
+IGNORE = -100
+
+
+def kv_pieces(rng: random.Random, pairs: int, queries: int, keys: Keys = "lessons") -> list[Piece]:
+    """A dictionary followed by at most `queries` questions about it; the values asked for are the targets.
+
+    No key is asked for twice: the second answer could be copied from the first, which is not what the probe measures.
+    """
+    entries = dictionary(rng, pairs, keys)
+    head = OPENING + "".join(f"{key}:{value}\n" for key, value in entries.items())
+    pieces: list[Piece] = []
+    for i, key in enumerate(rng.sample(list(entries), min(queries, pairs))):
+        pieces += [((head if i == 0 else "\n") + ask(key), False), (entries[key], True)]
+    return pieces
+
+
+def probe_pieces(probe: Probe | CompletionProbe, seed: int) -> list[Piece]:
+    """One question of a probe, or one of its completions; the right answer is the target."""
+    if isinstance(probe, CompletionProbe):
+        asked = probe.completions(1, seed)[0]
+        return [(asked.prompt, False), (asked.answer, True)]
+    question = probe.questions(1, seed)[0]
+    return [(question.prompt, False), (question.choices[question.answer], True)]
+
+
+def letter_pieces(rng: random.Random, questions: int) -> list[Piece]:
+    """Lettered questions, their prompts from the training split; the letters are the targets."""
+    pieces: list[Piece] = []
+    for i, fact in enumerate(rng.choices(facts(), k=questions)):
+        question = lettered(rng, fact.question, fact.value, fact.choices, held_out=False)
+        pieces += [("\n" * (i > 0) + question.prompt, False), (question.choices[question.answer], True)]
+    return pieces
+
+
+def text_pieces(rng: random.Random, end: str, sentences: int) -> list[Piece]:
+    """A training document, all of it a target."""
+    return [(end + document(rng, held_out=False, sentences=sentences), True)]
+
+
+def collate(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[list[Piece]]) -> tuple[Tensor, Tensor]:
+    """Token ids and targets, both (batch, longest), padded on the right; targets[i] is what position i has to predict.
+
+    The first piece of a sequence is tokenised with the special tokens that begin a text, as a probe's prompt is. White space at
+    the end of a piece that is no target goes to the next one, as in the probes.
+    """
+    moved = [_moved(pieces) for pieces in sequences]
+    openings = iter(opening(tokenizer, [pieces[0][0] for pieces in moved]))
+    others = iter(following(tokenizer, [pair for pieces in moved for pair in _pairs(pieces)]))
+    ids, targets = [], []
+    for pieces in moved:
+        row: list[int] = []
+        wanted: list[int] = []
+        for i, (_, is_target) in enumerate(pieces):
+            tokens = next(others if i else openings)
+            row += tokens
+            wanted += tokens if is_target else [IGNORE] * len(tokens)
+        ids.append(row)
+        targets.append([*wanted[1:], IGNORE])
+    return padded(ids, 0), padded(targets, IGNORE)
+
+
+def _moved(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same text, without white space between a piece that is no target and the next one."""
+    texts, flags = [text for text, _ in pieces], [is_target for _, is_target in pieces]
+    for i in range(len(pieces) - 1):
+        if not flags[i]:
+            texts[i], texts[i + 1] = divided(texts[i], texts[i + 1])
+    return list(zip(texts, flags, strict=True))
+
+
+def _pairs(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
+    """Every piece but the first, with all that stands before it."""
+    befores = accumulate(text for text, _ in pieces)
+    return [(before, text) for before, (text, _) in zip(befores, pieces[1:], strict=False)]
+
+
+def padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
+    """(rows, longest), filled up on the right."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])

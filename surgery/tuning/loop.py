@@ -1,0 +1,246 @@
+"""Brief fine-tuning with accelerate, in stages: align, calibrate, distil.
+
+align: each graft alone learns to do what the base does in its place (align.py). calibrate: tau and gate by a search without
+gradients (calibrate.py). distil: end to end, cross-entropy on retrieval and KL to the frozen base on text (distil.py). The
+grafts alone are trained, and adapters where a recipe asks for them (lora.py), so nothing below the first of them needs a
+backward pass, and the base's tensors do not change: merged adapters go into copies. The control of every claim runs through
+the same loop: the same data and steps with the base's own layers trained instead.
+
+Everything depends on the settings and the seed alone, so an interrupted run that is resumed ends where it would have ended.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.models.finite import explained, within
+from surgery.records.recipe import Data, Tune
+from surgery.runtime.processes import state as processes
+from surgery.runtime.progress import say
+from surgery.splicing.splice import adopt, unsplice
+from surgery.tuning.align import error, gather, without_gates
+from surgery.tuning.calibrate import calibrate
+from surgery.tuning.descent import Descent, Look, Prepared, fitting
+from surgery.tuning.distil import Distillation, Kept
+from surgery.tuning.keep import Guard
+from surgery.tuning.lora import adapted, resting
+from surgery.tuning.portions import Portions
+from surgery.tuning.state import Checkpoints, Log, State
+from surgery.tuning.trackers import check_trackers
+from surgery.tuning.trained import trainable, training
+
+VERSION = 2  # of how steps are taken: a run that began otherwise cannot end where it would have ended
+DONE = "done"  # what follows the last stage
+PROBE_SEED = 10_007  # added to the run's: calibration looks at other examples than those that the grafts learn from
+HELD_OUT_SEED = 20_011  # and keep at others again
+
+
+def tune(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Tune | None = None,
+    *,
+    data: Data | None = None,
+    seed: int = 0,
+    layers: Iterable[int] | None = None,
+    teacher: PreTrainedModel | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+    description: str = "tune",
+) -> Log:
+    """Train `model` in place and return the log: one record per step, {"stage", "step", "loss", ...}, losses in nats; of distil
+    also "retrieval" and "kl", and, where the recipe asks for it, "knowledge" and "perplexity".
+
+    model: a hybrid, whose grafts are trained, or anything with `layers`, whose mixers are trained (the control, which has
+    nothing to align or to calibrate; give it its own copy of the weights). teacher: what text is held to; by default the base
+    of the hybrid, whose weights it shares: give the true one for a reloaded hybrid that has adapters merged into it. out: a
+    folder for checkpoints every `options.save_every` steps; with `resume`, the newest one there is continued.
+    """
+    beginning = begun(
+        model, tokenizer, options or Tune(), data=data, seed=seed, layers=layers, teacher=teacher, out=out, resume=resume,
+        description=description,
+    )  # fmt: skip
+    with beginning as run:
+        run.all()
+    return run.state.log
+
+
+@contextmanager
+def begun(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Tune,
+    *,
+    data: Data | None = None,
+    seed: int = 0,
+    layers: Iterable[int] | None = None,
+    teacher: PreTrainedModel | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+    description: str = "tune",
+) -> Iterator["Run"]:
+    """A run of tune that has taken no step yet, or, resumed, none after its newest checkpoint; arguments as for tune."""
+    data = data or Data()
+    check_trackers(options)
+    if layers is None and not model.config.grafts:
+        raise UserError("there is nothing to tune: the model holds no grafts")
+    if teacher is None:
+        if layers is not None:
+            raise UserError("tuning a model's own layers needs the unchanged base as teacher")
+        teacher = adopt(unsplice(model))
+    layers = None if layers is None else list(layers)
+    settings = {
+        "version": VERSION,
+        "seed": seed,
+        "layers": layers,
+        "processes": processes().num_processes,
+        "tune": options.model_dump(mode="json", exclude={"save_every", "trackers"}),
+        "data": data.model_dump(mode="json"),
+    }
+    adapting = adapted(model, options.lora, seed=seed, out=out if layers is None else None)
+    with adapting, training(model, trainable(model, layers), teacher) as trained:
+        checkpoints = Checkpoints(out, trained, settings)
+        stages = ["distil"] if options.steps else []
+        if layers is None:
+            stages = [stage for stage in ("align", "calibrate") if getattr(options, stage) is not None] + stages
+        state = checkpoints.begin(State([*stages, DONE][0]), resume=resume)
+        yield Run(model, tokenizer, teacher, trained, options, data, seed, checkpoints, state, description, stages)
+
+
+class Run:
+    """One call of tune, or a process's part in it. Its methods are the stages; what they leave behind is `state` and the
+    trained parameters."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        teacher: PreTrainedModel,
+        trained: dict[str, nn.Parameter],
+        options: Tune,
+        data: Data,
+        seed: int,
+        checkpoints: Checkpoints,
+        state: State,
+        description: str,
+        stages: list[str],
+    ):
+        self.model, self.tokenizer, self.trained = model, tokenizer, trained
+        self.options, self.data, self.seed = options, data, seed
+        self.checkpoints, self.state, self.description, self.stages = checkpoints, state, description, stages
+        self.descent = Descent(options, checkpoints, state, description, seed)
+        self.accelerator = self.descent.accelerator
+        self.portions = Portions(tokenizer, options, data, self.accelerator)
+        # A base in float16 computes in bfloat16, too. Its range needs no scaling of the loss, whose state and skipped steps
+        # would have to be resumed and be alike in all processes, and it holds what float16 cannot (the built-in Mamba-1's
+        # products reach 3e5). On a CPU a step in float16 takes eight times as long.
+        bf16 = options.precision == "bf16" or model.dtype in (torch.bfloat16, torch.float16)
+        self.distillation = Distillation(model, teacher, kl_weight=options.kl_weight, keep_bytes=options.cache_bytes, bf16=bf16)
+        if not self.descent.sharded:  # a part of it goes there later
+            self.distillation.to(self.accelerator.device)
+
+    def all(self) -> None:
+        """The stages that are not yet done, one after the other, and a checkpoint after each."""
+        for i, stage in enumerate(self.stages):
+            if stage == self.state.stage:
+                self.distillation.kept = Kept(self.options.cache_bytes)  # no other stage has the same batches
+                with fitting(self.description):
+                    getattr(self, stage)()
+                self.state.stage, self.state.step = [*self.stages, DONE][i + 1], 0
+                self.checkpoints.save(self.state)
+        self.settle()
+        self.descent.finish()
+
+    def align(self) -> None:
+        """Every graft learns to do what the base does in its place."""
+        asked = self.options.align
+        assert asked is not None
+        with resting(self.model), without_gates(self.model):
+            prepared = self.descent.prepared(self.distillation, asked.learning_rate)
+            some = self.portions.some(asked.batches, self.seed)
+            with torch.no_grad():
+                states = prepared.module(gather, some, self.options.cache_bytes, self.accelerator)
+            steps = ([(states[step % len(states)],)] for step in range(self.state.step, asked.steps))
+            self.descent.descend(prepared, error, steps, asked.steps)
+
+    def calibrate(self) -> None:
+        """Set tau and gate."""
+        asked = self.options.calibrate
+        assert asked is not None
+        prepared = self.descent.prepared(self.distillation, self.options.learning_rate)
+        losses = self.portions.losses("calibrate", asked.examples, self.seed + PROBE_SEED)
+        with within(f"{self.description}, calibrate"), explained(self.model):
+            records = calibrate(prepared.learning, asked, partial(prepared.module, losses))
+        self.descent.collect(prepared)
+        self.state.log += records
+        self.descent.track(records)
+
+    def distil(self, look: Look | None = None) -> None:
+        """Train end to end. look: at every step, instead of at what is to be kept."""
+        with self._checkpointing():
+            prepared = self.descent.prepared(self.distillation, self.options.learning_rate, self.options.accumulate)
+            steps = self.portions.steps(self.seed, self.state.step)
+            look = look or self._keeping(prepared)
+            self.descent.descend(prepared, Distillation.__call__, steps, self.options.steps, look)
+
+    @contextmanager
+    def _checkpointing(self) -> Iterator[None]:
+        """The states within the student's blocks are computed again on the way back, if that is asked for."""
+        blocks: Any = self.model.base_model.layers if self.options.checkpointing else ()
+        for block in blocks:
+            block.gradient_checkpointing = True
+            block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.gradient_checkpointing = False
+
+    def settle(self) -> None:
+        """At the end, the best weights, where the recipe asks to keep them."""
+        if self.options.keep is not None and self.state.stage == DONE:
+            if self.state.best is None:
+                say(
+                    f"{self.description}: at no step were knowledge and perplexity within tune.keep; these are the last weights"
+                )
+            else:
+                self.checkpoints.put(self.checkpoints.best)
+
+    def _keeping(self, prepared: Prepared) -> Look | None:
+        """What looks after a step whether the model is still within the bounds, and remembers its best weights."""
+        bounds, state, module = self.options.keep, self.state, prepared.module
+        if bounds is None:
+            return None
+        seed = self.seed + HELD_OUT_SEED
+        guard = Guard(self.tokenizer, bounds, self.data, self.options, seed, divided=not self.descent.sharded)
+        losses = self.portions.losses("keep", bounds.examples, seed)
+        base = module(guard.measure, True)
+
+        def look(step: int) -> tuple[dict[str, float], bool]:
+            if step % bounds.every and step != self.options.steps:
+                return {}, False
+            module.eval()
+            figures, held_out = module(guard.measure), module(losses)["retrieval"]
+            module.train()
+            within = guard.allows(figures, base)
+            if within and (state.best is None or held_out < state.best["retrieval"]):
+                state.best = {"step": step, "retrieval": held_out, **figures}
+                self.descent.collect(prepared)
+                self.checkpoints.best = self.checkpoints.tensors()
+            last = not within and state.best is not None
+            if last:
+                compared = ", ".join(f"{name} {figures[name]:.4g}, the base's {base[name]:.4g}" for name in base)
+                say(f"{self.description}: step {step} is beyond tune.keep ({compared}); the steps end")
+            return {**figures, "held_out": held_out}, last
+
+        if state.step == 0:
+            look(0)
+        return look

@@ -1,0 +1,229 @@
+"""LoRA and its relatives on the base, beside the grafts: adapters by peft, for as long as a model is tuned.
+
+peft passes over much in silence. Here, a target that matches nothing is an error, and so is a module whose weight is read but
+which is never called (Mamba's conv1d, Mamba-1's dt_proj): an adapter there would learn nothing, and merging it would change
+the model all the same. Grafts are trained whole. What was adapted is said in a table.
+
+At the end the adapters are merged into copies of the weights, because the base's own are shared with the base itself, which is
+the teacher: nothing ever writes to them.
+"""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict
+from peft.tuners.lora import LoraModel
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.models.quantised import has_quantised_weight
+from surgery.records.recipe import Lora
+from surgery.records.record import write_text
+from surgery.runtime.processes import is_main
+from surgery.runtime.progress import say
+from surgery.splicing.splice import graft_parameters
+
+NAME = "default"  # peft's, of the only adapter
+PREFIX = "base_model.model."  # of the names in a file of peft's
+FOLDER, WEIGHTS, TABLE = "adapter", "adapter_model.safetensors", "lora.txt"
+
+
+@dataclass(frozen=True)
+class Match:
+    """A module that a target names, to be adapted with so much rank."""
+
+    target: str
+    module: str
+    rank: int
+
+
+@contextmanager
+def adapted(model: PreTrainedModel, options: Lora | None, *, seed: int = 0, out: Path | None = None) -> Iterator[None]:
+    """`model` with adapters, which are parameters of it in float32 at least, named `.lora_`. At the end they are merged, and
+    unsplice still finds what was there; if something is raised within, the model is as it was. Without options nothing happens.
+
+    out: a folder for the table of what was adapted, and at the end for adapter/: adapters and grafts in peft's form, to be put
+    on the untuned hybrid. Raises UserError for a target that matches nothing, or nothing that an adapter could change.
+    """
+    if options is None:
+        yield
+        return
+    found = matches(model, options)
+    config = _config(options, found)
+    learning = {p: p.requires_grad for p in model.parameters()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        LoraModel(model, config, NAME)
+    for p, before in learning.items():
+        p.requires_grad_(before)  # peft froze them, the base's own, too
+    layers: dict[str, Any] = {match.module: model.get_submodule(match.module) for match in found}
+    try:
+        for p in adapters(model).values():
+            p.data = p.data.to(torch.promote_types(p.dtype, torch.float32))
+        lines = table(model, options, found)
+        for line in lines:
+            say(line)
+        yield
+        if out is not None and is_main():
+            write_text(out / TABLE, "\n".join(lines) + "\n")
+            _save(model, config, out)
+        own = _merge(layers)
+        # Those that were there first: a second tuning adapts what the first one merged.
+        vars(model)["unadapted"] = own | vars(model).get("unadapted", {})
+    finally:
+        for name, layer in layers.items():
+            model.set_submodule(name, layer.get_base_layer())
+        del model.peft_config
+
+
+def adapters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The parameters of adapters, by name."""
+    return {name: p for name, p in model.named_parameters() if ".lora_" in name}
+
+
+@contextmanager
+def resting(model: PreTrainedModel) -> Iterator[None]:
+    """Adapters do not learn meanwhile."""
+    own = {p: p.requires_grad for p in adapters(model).values()}
+    try:
+        for p in own:
+            p.requires_grad_(False)
+        yield
+    finally:
+        for p, before in own.items():
+            p.requires_grad_(before)
+
+
+def matches(model: PreTrainedModel, options: Lora) -> list[Match]:
+    """What the targets name, in the model's order. Raises UserError for a target that names nothing, or something else than a
+    linear module of the base's blocks that is called."""
+    targets = options.targets if isinstance(options.targets, dict) else dict.fromkeys(options.targets, options.rank)
+    modules: dict[str, Any] = dict(model.named_modules())
+    blocks = next(name for name, module in modules.items() if module is model.base_model.layers) + "."
+    called = _called(model)
+    able = [
+        name
+        for name, module in modules.items()
+        if name.startswith(blocks) and ".graft." not in name and isinstance(module, nn.Linear) and name in called
+    ]
+    found: dict[str, Match] = {}
+    for target, rank in targets.items():
+        named = [name for name in modules if f".{name}".endswith(f".{target}")]
+        own = [name for name in named if name.startswith(blocks) and ".graft." not in name]
+        refused = f"tune.lora.targets: '{target}'"
+        choice = f"; there are {', '.join(sorted({name.rpartition('.')[2] for name in able}))}"
+        if not named:
+            raise UserError(f"{refused} matches no module{choice}")
+        if not own:
+            where = "is in grafts alone, which are trained whole" if ".graft." in named[0] else "is outside of the blocks"
+            raise UserError(f"{refused} {where}{choice}")
+        for name in own:
+            if name not in called:
+                raise UserError(f"{refused} is a dead end: the model reads the weight of {name} and never calls it{choice}")
+            if name not in able:
+                raise UserError(f"{refused} matches {name}, a {type(modules[name]).__name__}; adapters are for Linear{choice}")
+            if has_quantised_weight(modules[name]):
+                raise UserError(
+                    f"{refused} matches {name}, which is quantised, and adapters are merged in the end; leave out tune.lora, "
+                    "or take a base that is not quantised"
+                )
+            if name in found:
+                raise UserError(f"{refused} matches {name}, and so does '{found[name].target}'")
+            found[name] = Match(target, name, rank)
+    return [found[name] for name in modules if name in found]
+
+
+def table(model: PreTrainedModel, options: Lora, found: list[Match]) -> list[str]:
+    """What each target matched, and how many numbers that trains: of an adapted model."""
+    groups: dict[tuple[str, ...], dict[str, int]] = {}
+    for match in found:
+        layer: Any = model.get_submodule(match.module)
+        shape = " x ".join(map(str, layer.weight.shape))
+        alike = (match.target, re.sub(r"\.\d+\.", ".*.", match.module), shape, str(match.rank))
+        count = sum(p.numel() for name, p in layer.named_parameters() if name.startswith("lora_"))
+        groups.setdefault(alike, {})[match.module] = count
+    total = sum(sum(counts.values()) for counts in groups.values())
+    rows = [("target", "matched", "modules", "weight", "rank", "trainable")]
+    for (target, where, shape, rank), counts in groups.items():
+        only = where if len(counts) > 1 else next(iter(counts))
+        rows.append((target, only, str(len(counts)), shape, rank, f"{sum(counts.values()):,}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [f"{options.kind}: {total:,} trainable numbers in {len(found)} modules", *lines]
+
+
+def _called(model: PreTrainedModel) -> set[str]:
+    """The names of the modules that a forward calls."""
+    called: set[str] = set()
+    hooks = [module.register_forward_hook(lambda *_, name=name: called.add(name)) for name, module in model.named_modules()]
+    try:
+        model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return called
+
+
+def _config(options: Lora, found: list[Match]) -> LoraConfig:
+    """peft's, which names every module in full: what it matches is what was checked."""
+    return LoraConfig(
+        r=options.rank,
+        target_modules=[match.module for match in found],
+        rank_pattern={match.module: match.rank for match in found if match.rank != options.rank},
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # it may be no whole number
+        lora_dropout=options.dropout,
+        use_rslora=options.kind == "rslora",
+        use_dora=options.kind == "dora",
+    )
+
+
+def _merge(layers: dict[str, Any]) -> dict[str, nn.Parameter]:
+    """Add the adapters to copies of the weights, and return the weights by their names in the model without adapters."""
+    bases = {name: layer.get_base_layer() for name, layer in layers.items()}
+    own = {name: base.weight for name, base in bases.items()}
+    try:
+        for name, layer in layers.items():
+            # safe_merge gives the parameter a new tensor, so a parameter of its own is all that it needs.
+            bases[name].weight = nn.Parameter(own[name].detach(), own[name].requires_grad)
+            layer.merge(safe_merge=True)
+    except ValueError as error:
+        for name, base in bases.items():
+            base.weight = own[name]
+        raise UserError("the adapters are not finite and were not merged; lower tune.learning_rate") from error
+    return {f"{name}.weight": weight for name, weight in own.items()}
+
+
+def _save(model: PreTrainedModel, config: LoraConfig, out: Path) -> None:
+    """adapter/: adapter_config.json, adapter_model.safetensors."""
+    tensors = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False) | graft_parameters(model)
+    grafts = [name for name, _ in model.named_modules() if name.endswith(".graft")]
+    whole = LoraConfig(
+        **config.to_dict() | {"modules_to_save": grafts, "base_model_name_or_path": model.name_or_path, "inference_mode": True}
+    )
+    target, aside = out / FOLDER, out / f".{FOLDER}-old"
+    temporary = Path(tempfile.mkdtemp(dir=out, prefix=f".{FOLDER}-"))
+    try:
+        whole.save_pretrained(str(temporary))
+        file = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(file, temporary / WEIGHTS, metadata={"format": "pt"})
+        (temporary / WEIGHTS).chmod(0o644)  # both are made for the owner only
+        temporary.chmod(0o755)
+        if target.exists():
+            os.replace(target, aside)
+        os.replace(temporary, target)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {target}: {' '.join(str(error).split())}") from error
+    finally:
+        for left in (temporary, aside):
+            shutil.rmtree(left, ignore_errors=True)

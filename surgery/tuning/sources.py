@@ -1,0 +1,287 @@
+"""Where the text comes from that tuning holds a model to: the small world, a text file, documents of a JSON-lines file or of a
+dataset (loaded or streamed).
+
+A source gives rows of token ids. Row i depends on the source, the seed and i alone, so any process can make any row, and a
+resumed run sees what the uninterrupted one would have seen. A stream is read in order for that: to reach row i it passes over
+those before it, without tokenising them.
+
+A source's row is one document, or a random window of one that is longer than a row. The world's generated documents, which have
+no context to confuse, and a plain text file, which is one document, give whole windows. What is shorter, batches.py packs.
+
+A sixteenth of every source is held out, for those who watch over training: documents by a hash of their text, so that a
+copy of a document is on the same side as the document, and the end of a text file.
+"""
+
+import json
+import random
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.records.recipe import Text
+from surgery.records.record import read_text
+from surgery.world.text import document
+
+HELD_OUT = 16  # one in so many
+TRIES = 1000  # documents drawn in search of one that can be used
+STRETCH = 32  # characters per token of a row that are tokenised, at most, of a long document
+BLOCK = 1000  # documents of a stream that are mixed with one another
+BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows are made: of at most `tokens` tokens, from training documents or from held-out ones."""
+
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    tokens: int
+    seed: int
+    held_out: bool = False
+
+    @property
+    def side(self) -> str:
+        return "held out" if self.held_out else "to train on"
+
+    def takes(self, text: str) -> bool:
+        """Whether a document is on this side of the split, and has any text that can be tokenised."""
+        try:
+            digest = zlib.crc32(text.encode())
+        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold
+            return False
+        return (digest % HELD_OUT == 0) == self.held_out and not text.isspace() and text != ""
+
+    def rng(self, what: str, index: int) -> random.Random:
+        return random.Random(f"{'held-out ' * self.held_out}{what} {self.seed} {index}")
+
+    def window(self, text: str, rng: random.Random) -> list[int]:
+        """The ids of a document as the tokenizer gives them, or a random window of them if there are more than fit."""
+        longest = STRETCH * self.tokens
+        if len(text) > longest:
+            start = rng.randrange(len(text) - longest + 1)
+            stretch = text[start : start + longest]
+            text = stretch.partition(" ")[2].rpartition(" ")[0] or stretch  # whole words
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self.tokenizer(text)["input_ids"]
+        begin = rng.randrange(max(1, len(ids) - self.tokens + 1))
+        return ids[begin : begin + self.tokens]
+
+
+class Source(Protocol):
+    """whole: whether every row is as long as can be."""
+
+    whole: ClassVar[bool]
+
+    def row(self, index: int) -> list[int]:
+        """Token ids. Raises UserError where the text cannot be read or does not suffice."""
+
+    def texts(self, rows: int) -> Iterable[str]:
+        """All that it holds, on both sides of the split, to be compared with other text; of a stream, what so many rows are
+        taken from. Nothing of the world, which has a split of its own."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Training documents of the small world, each behind an end-of-text token, cut to whole windows."""
+
+    whole: ClassVar[bool] = True
+    reading: Reading
+
+    def row(self, index: int) -> list[int]:
+        rng = self.reading.rng("window", index)
+        ids: list[int] = []
+        while len(ids) < self.reading.tokens:
+            text = document(rng, held_out=False)  # the world's own held-out documents are for the bench
+            if self.reading.takes(text):
+                end = self.reading.tokenizer.eos_token or ""
+                ids += self.reading.tokenizer(end + text, add_special_tokens=False)["input_ids"]
+        return ids[: self.reading.tokens]
+
+    def texts(self, rows: int) -> Iterable[str]:
+        return ()
+
+
+@dataclass(frozen=True)
+class File:
+    """Random places of a text file."""
+
+    whole: ClassVar[bool] = True
+    path: str
+    reading: Reading
+
+    def row(self, index: int) -> list[int]:
+        start = self.reading.rng("window", index).randrange(len(self._ids) - self.reading.tokens + 1)
+        return self._ids[start : start + self.reading.tokens].tolist()
+
+    def texts(self, rows: int) -> Iterable[str]:
+        return (read_text(self.path, "the text in"),)
+
+    @cached_property
+    def _ids(self) -> array:
+        ids = self.reading.tokenizer(read_text(self.path, "the text in"), add_special_tokens=False)["input_ids"]
+        border = len(ids) - len(ids) // HELD_OUT
+        part = array("i", ids[border:] if self.reading.held_out else ids[:border])
+        if len(part) < self.reading.tokens:
+            found = f"{len(part)} tokens {self.reading.side}, of {len(ids)}"
+            raise UserError(f"{self.path} has {found}; a window needs {self.reading.tokens}")
+        return part
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents that can be reached by their number, drawn at random."""
+
+    whole: ClassVar[bool] = False
+    name: str
+    documents: Sequence[Any]
+    reading: Reading
+
+    def row(self, index: int) -> list[int]:
+        rng = self.reading.rng("document", index)
+        for _ in range(TRIES):
+            text = _text(self.documents[rng.randrange(len(self.documents))], self.name)
+            if self.reading.takes(text):
+                return self.reading.window(text, rng)
+        raise UserError(_none(self.name, self.reading))
+
+    def texts(self, rows: int) -> Iterable[str]:
+        return (_text(document, self.name) for document in self.documents)
+
+
+class Stream:
+    """Documents in blocks of those that come one after the other, each block mixed; from the start again when they end."""
+
+    whole: ClassVar[bool] = False
+
+    def __init__(self, name: str, documents: Any, column: str, reading: Reading):
+        self.name, self.documents, self.column, self.reading = name, documents, column, reading
+        self._next, self._texts = 0, self._endless()
+
+    def row(self, index: int) -> list[int]:
+        if index < self._next:
+            self._next, self._texts = 0, self._endless()
+        for text in self._texts:
+            self._next += 1
+            if self._next > index:
+                return self.reading.window(text, self.reading.rng("document", index))
+        raise UserError(_none(self.name, self.reading))
+
+    def texts(self, rows: int) -> Iterable[str]:
+        entries = iter(self.documents)
+        while rows > 0 and (block := self._block(entries)):
+            texts = [_text(entry[self.column], self.name) for entry in block]
+            rows -= sum(map(self.reading.takes, texts))
+            yield from texts
+
+    def _endless(self) -> Iterator[str]:
+        for epoch in count():
+            entries, taken = iter(self.documents), 0
+            while block := self._block(entries):
+                texts = [_text(entry[self.column], self.name) for entry in block]
+                texts = [text for text in texts if self.reading.takes(text)]
+                taken += len(texts)
+                self.reading.rng(f"block {epoch}", taken).shuffle(texts)
+                yield from texts
+            if not taken:
+                return
+
+    def _block(self, entries: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+        with _in_one_line(self.name):
+            return list(islice(entries, BLOCK))
+
+
+def open_source(text: Text, reading: Reading) -> Source:
+    """Raises UserError in one line where there is nothing to read."""
+    path = Path(text.source)
+    if text.source == "world":
+        _has_no(text, "column", "subset", "split", "streaming")
+        return World(reading)
+    if path.suffix not in BUILDERS and (path.is_file() or path.suffix == ".txt"):
+        _has_no(text, "column", "subset", "split", "streaming")
+        return File(text.source, reading)
+    if path.suffix == ".jsonl" and not text.streaming:
+        _has_no(text, "subset", "split")
+        return Documents(text.source, _json_lines(text), reading)
+    return _dataset(text, reading)
+
+
+def _has_no(text: Text, *options: str) -> None:
+    """An option that would be ignored is a mistake."""
+    for option in options:
+        if (value := getattr(text, option)) != Text.model_fields[option].default:
+            raise UserError(f"data.train_text: '{text.source}' has no {option}, but {value!r} is given")
+
+
+def _json_lines(text: Text) -> list[Any]:
+    documents = []
+    for number, line in enumerate(read_text(text.source, "the documents in").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{text.source}, line {number}, is not JSON: {error}") from error
+        if not isinstance(entry, dict):
+            raise UserError(f"{text.source}, line {number}: needs an object with a column '{text.column}'")
+        _has_column(text, list(entry), f"line {number}")
+        documents.append(entry[text.column])
+    if not documents:
+        raise UserError(f"{text.source} holds no documents")
+    return documents
+
+
+def _dataset(text: Text, reading: Reading) -> Source:
+    """With Hugging Face's datasets, which runs no code that comes with a dataset."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"to read {text.source}, install the package datasets: pip install 'mamba-surgery[data]'") from error
+    where: dict[str, Any] = {"path": text.source, "name": text.subset}
+    if (path := Path(text.source)).suffix in BUILDERS:
+        _has_no(text, "subset")
+        where = {"path": BUILDERS[path.suffix], "data_files": text.source}
+        if not path.is_file():
+            raise UserError(f"cannot read the documents in {text.source}: no such file")
+    with _in_one_line(text.source):
+        found = datasets.load_dataset(**where, split=text.split, streaming=text.streaming)
+        first = next(iter(found), None)
+    if first is None:
+        raise UserError(f"{text.source} holds no documents (split '{text.split}')")
+    _has_column(text, list(first), f"split '{text.split}'")
+    if text.streaming:
+        return Stream(text.source, found.select_columns([text.column]), text.column, reading)
+    return Documents(text.source, found[text.column], reading)
+
+
+@contextmanager
+def _in_one_line(name: str) -> Iterator[None]:
+    """Whatever the network, the file system and a dozen formats can do wrong."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"cannot load the dataset {name}: {reason}") from error
+
+
+def _has_column(text: Text, columns: list[str], where: str) -> None:
+    if text.column not in columns:
+        raise UserError(f"{text.source} ({where}) has no column '{text.column}'; it has {', '.join(columns) or 'none'}")
+
+
+def _text(value: Any, name: str) -> str:
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{name}: a document is to be text, not {type(value).__name__}")
+    return value or ""
+
+
+def _none(name: str, reading: Reading) -> str:
+    return f"{name} holds no text {reading.side}: one document in {HELD_OUT} is held out, and empty ones are passed over"

@@ -1,0 +1,33 @@
+"""Trackers (TensorBoard, Weights & Biases, ...) through accelerate: every record of the log goes to those asked for."""
+
+import json
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import LoggerType
+
+from surgery.errors import UserError
+from surgery.records.recipe import Tune
+
+
+def check_trackers(options: Tune) -> None:
+    """Raise UserError for a tracker that does not exist or is not installed: accelerate passes over the latter in silence."""
+    for name in options.trackers:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise UserError(f"tune.trackers: there is no '{name}'; there are {', '.join(LOGGER_TYPE_TO_CLASS)}")
+        if name in LoggerType.list() and name not in map(str, get_available_trackers()):
+            raise UserError(f"tune.trackers: '{name}' is not installed: pip install {name.replace('_', '-')}")
+
+
+def begin_trackers(accelerator: Accelerator, options: Tune, project: str) -> None:
+    """Only numbers and words can be noted as settings, so the rest of them is JSON."""
+    if options.trackers:
+        settings = options.model_dump(mode="json")
+        plain = {name: value if isinstance(value, int | float | str) else json.dumps(value) for name, value in settings.items()}
+        accelerator.init_trackers(project, config=plain)
+
+
+def finish_trackers(accelerator: Accelerator) -> None:
+    """Not by accelerate's end_training, which also ends the processes' connection."""
+    for tracker in accelerator.trackers:
+        tracker.finish()

@@ -1,0 +1,53 @@
+"""Which parameters tuning changes, and what is done to them meanwhile."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.models.quantised import has_quantised_weight
+from surgery.tuning.lora import adapters
+
+
+def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.Parameter]:
+    """What tuning changes, by name: parameters of grafts, or of the mixers of `layers`, and those of adapters. Nothing
+    of quantised modules: integers do not learn, and bitsandbytes changes the dtype of their biases in every forward."""
+    parts = [".graft."] if layers is None else [f".layers.{layer}.mixer." for layer in layers]
+    fixed = {id(p) for module in model.modules() if has_quantised_weight(module) for p in module.parameters(recurse=False)}
+    named = {name: p for name, p in model.named_parameters() if any(part in name for part in parts)}
+    return {name: p for name, p in named.items() if p.is_floating_point() and id(p) not in fixed} | adapters(model)
+
+
+@contextmanager
+def training(
+    model: PreTrainedModel, trained: dict[str, nn.Parameter], teacher: PreTrainedModel | None = None
+) -> Iterator[dict[str, nn.Parameter]]:
+    """Only these parameters have a gradient, and they are in float32 at least; afterwards all is as it was before. Raises
+    UserError at the end if what was trained does not fit into the dtype that it had."""
+    requires_grad = {p: p.requires_grad for part in filter(None, (teacher, model)) for p in part.parameters()}
+    dtypes = {name: p.dtype for name, p in trained.items()}
+    # A forward in another dtype rounds the biases of bitsandbytes' modules, in place.
+    narrow = [module for part in filter(None, (teacher, model)) for module in part.modules() if has_quantised_weight(module)]
+    biases = [(module.bias, module.bias.data) for module in narrow if module.bias is not None]
+    try:
+        for p in requires_grad:
+            p.requires_grad_(any(p is own for own in trained.values()))
+        for p in trained.values():
+            p.data = p.data.to(torch.promote_types(p.dtype, torch.float32))
+        yield trained
+        for name, p in trained.items():
+            if p.isfinite().all() and not p.to(dtypes[name]).isfinite().all():
+                kind = str(dtypes[name]).removeprefix("torch.")
+                raise UserError(f"'{name}' was tuned beyond the range of {kind}; take a base in bfloat16 (dtype: bfloat16)")
+    finally:
+        model.eval()
+        for bias, data in biases:
+            bias.data = data
+        for p, before in requires_grad.items():
+            p.requires_grad_(before)
+            p.grad = None
+        for name, p in trained.items():
+            p.data = p.data.to(dtypes[name])
