@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -10,49 +11,83 @@ from surgery.evaluation.bench import Entry, bench
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.jobs.opening import open_compared
-from surgery.jobs.preparing import RECIPE, check, prepare
-from surgery.jobs.report_folder import write_report
+from surgery.jobs.output_folder import RECIPE, begin, check_folder
+from surgery.jobs.preparing import check
+from surgery.jobs.report_folder import REPORT, write_report
 from surgery.kernels.dispatch import use
+from surgery.loading.digests import Conditions, conditions
 from surgery.locating.atlas import short_question
-from surgery.probes.knowledge import Part
+from surgery.probes.knowledge import part_for_bench
 from surgery.records.names import called, public
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, read_text
+from surgery.splicing.splice import adopt
 from surgery.runtime.processes import on_main
+from surgery.runtime.progress import busy, say
 
 
-def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
-    """Bench the recipe's model against `others` on the same examples. Writes report.json, report.md, report.html and
-    figures into `out`."""
-    recipe, base, beside = open_compared(recipe, others, trust_remote_code)
+def compare(
+    recipe: Recipe,
+    others: list[str],
+    out: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+) -> Report:
+    """Bench the recipe's model against `others` on the same examples. Writes report.json, report.md, report.html and figures
+    into `out`.
+
+    resume: go on with an earlier comparison there; a cell of the same model and questions is not measured again. overwrite:
+    remove it first. Raises UserError, and writes nothing, where one is there and neither is given.
+    """
+    check_folder(out, "bench", resume=resume, overwrite=overwrite)
+    with busy("opening the models"):
+        recipe, base, beside = open_compared(recipe, others, trust_remote_code)
+    part = part_for_bench([recipe.tune.keep, *map(_keep_of, (recipe.model, *others))])
     entries = {"base": Entry(base.model, called(base.name))}
-    part: Part | None = (
-        "bench" if recipe.tune.keep is not None or any(map(_tuned_under_keep, (recipe.model, *others))) else None
-    )
     for label, other in beside.items():
-        found = Path(other.name) / "plan.json"
-        entries[label] = Entry(other.model, called(other.name), Plan.read(found) if found.exists() else None)
+        plan = Path(other.name) / "plan.json"
+        entries[label] = Entry(other.model, called(other.name), Plan.read(plan) if plan.exists() else None)
     check(recipe, base)
-    on_main(partial(prepare, out, recipe, resume))
+    on_main(partial(begin, out, "bench", recipe, resume=resume, overwrite=overwrite))
+    settings = public(recipe.model_dump(mode="json"))
     with use(**recipe.kernels):
+        if resume:
+            with busy("reading the weights"):
+                now = {name: conditions(adopt(entry.model), base.tokenizer) for name, entry in entries.items()}
+            if (earlier := on_main(partial(_finished, out, settings, now))) is not None:
+                say(f"nothing has changed, and everything is finished: this is the result in {out}")
+                return earlier
         measured = bench(
             entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells", part=part
         )
-    settings = public(recipe.model_dump(mode="json"))
-    made = provenance(base.name, base.fingerprint, recipe.seed, settings)
-    report = Report(provenance=made, plan=None, models=measured, timings={}, training={}, settings=settings["bench"])
-    example = short_question(base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
-    on_main(lambda: write_report(report, out, mixing(entries, base.tokenizer, example, made)))
+    origin = provenance(base.name, base.fingerprint, recipe.seed, settings)
+    report = Report(provenance=origin, plan=None, models=measured, timings={}, training={}, settings=settings["bench"])
+    with busy("drawing the report"):
+        example = short_question(base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
+        on_main(lambda: write_report(report, out, mixing(entries, base.tokenizer, example, origin)))
     return report
 
 
-def _tuned_under_keep(folder: str) -> bool:
-    """Whether a hybrid's folder says so."""
+def _finished(out: Path, settings: dict[str, Any], now: dict[str, Conditions]) -> Report | None:
+    """The report in the folder, if it is of the same settings and models."""
+    try:
+        report = Report.read(out / REPORT, unsealed="refuse") if (out / REPORT).exists() else None
+    except UserError:  # damaged, or of another version
+        return None
+    if report is None or report.provenance.recipe != settings:
+        return None
+    return report if {name: model.conditions for name, model in report.models.items()} == now else None
+
+
+def _keep_of(folder: str) -> Any:
+    """What tune.keep was where a hybrid in a folder was tuned, by its recipe there; None where it was not set."""
     written = Path(folder) / RECIPE
     try:
-        made = yaml.safe_load(read_text(written, "the recipe")) if written.exists() else None
+        recipe = yaml.safe_load(read_text(written, "the recipe")) if written.exists() else None
     except yaml.YAMLError as error:
         raise UserError(f"{written} is not YAML: {' '.join(str(error).split())}") from error
-    tuning = made.get("tune") if isinstance(made, dict) else None
-    return isinstance(tuning, dict) and tuning.get("keep") is not None
+    tuning = recipe.get("tune") if isinstance(recipe, dict) else None
+    return tuning.get("keep") if isinstance(tuning, dict) else None

@@ -10,6 +10,8 @@ from surgery.jobs.locating_stage import RANKING
 from surgery.locating.ranking import Ranking
 from surgery.records.record import write_text
 
+REPORT = "report.json"
+
 
 def write_report(report: Report, out: Path, matrices: Mixing | None) -> None:
     """report.json, report.md, report.html (with the atlas of a ranking that lies there) and their figures."""
@@ -27,4 +29,4 @@ def describe(report: Report, out: Path, matrices: Mixing | None) -> None:
         ranking = None  # of another model, whose atlas this is not
     write_text(out / "report.md", markdown.render(report))
     write_text(out / "report.html", html.render(report, ranking, matrices))
-    report.write(out / "report.json")
+    report.write(out / REPORT)

@@ -1,9 +1,11 @@
 """locate(base): score every layer and head, exactly and by splice attribution."""
 
+import json
 import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from surgery.families import families
 from surgery.loading.checkpoint import fingerprint
 from surgery.loading.digests import conditions
 from surgery.locating import roles
+from surgery.locating.budget import affordable, look_at_base
 from surgery.locating.exact import Exact
 from surgery.locating.ledger import Ledger
 from surgery.locating.prefilter import Prefilter, prefilter
@@ -24,10 +27,10 @@ from surgery.locating.ranking import Ranking, Score, gain
 from surgery.locating.replay import How
 from surgery.locating.stability import EXACT, ScoreName, Scores, stability
 from surgery.models.anatomy import Anatomy, anatomy
-from surgery.records.record import provenance
+from surgery.records.record import provenance, read_text, write_text
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt
-from surgery.statistics import LEVEL, accuracy, intervals, mean, means
+from surgery.statistics import LEVEL, intervals, mean, means
 
 ROLE_EXAMPLES = 32  # mixing matrices vary little between dictionaries
 ROLE_HEADS = 2048  # of more heads, matrices are written out for those alone that were measured exactly
@@ -44,13 +47,14 @@ def locate(
     probe: str = "kv",
     options: Mapping[str, Any] | None = None,
     examples: int = 256,
-    exact: bool = True,
+    exact: bool | None = None,
     confirm: float | None = None,
     layers: bool = True,
     ablation: How = "zero",
     batch_size: int = 32,
     seeds: int = 1,
     also: Sequence[Mapping[str, Any]] = (),
+    budget: float = 600.0,
     seed: int = 0,
     name: str = "base",
     recipe: dict[str, Any] | None = None,
@@ -61,8 +65,9 @@ def locate(
     A base of a family with grafts is spliced and ablated; any other model whose layout is known (anatomy.py), hybrids among
     them, is ablated.
 
-    exact: measure heads by ablating and splicing them (a head costs the layers above it); without, attribution alone (one
-    forward and one backward). confirm: the share of heads, the leading ones by attribution, that are measured exactly; a few
+    exact: measure heads by ablating and splicing them (a head costs the layers above it); False: attribution alone (one
+    forward and one backward); None: exactly, unless that would take longer than `budget` seconds (budget.py) or `confirm` is
+    given. confirm: the share of heads, the leading ones by attribution, that are measured exactly; a few
     others, drawn at random, stand beside them. Those that cannot be among the LEADING ones are given up on the way, and only
     these are ablated as well as spliced. In a family without grafts there is no attribution: the heads of the layers whose
     ablation costs most lead. layers: measure whole layers too.
@@ -82,7 +87,13 @@ def locate(
         ablation=ablation, device=base.device,
     )  # fmt: skip
     under = conditions(base, tokenizer)
-    ledger = Ledger(kept, under.model_dump(), recipe)
+    ledger = Ledger(kept, under.model_dump())
+    first_look = Exact(base, None, found, asked.groups, how=ablation, reference=asked.reference, ledger=ledger)
+    base_accuracy, chance_answer = look_at_base(first_look, asked)
+    if exact is None:
+        exact = confirm is not None or not graftable or affordable(
+            first_look, found, rounds, kinds=2, layers=layers, budget=budget, keep=partial(_decided, kept)
+        )  # fmt: skip
     filtered, values = prefilter(base, found, asked.groups, ledger) if graftable else (None, None)
     search = _Search(base, found, filtered, ledger, ablation, exact, confirm)
     measured, leading, drawn = search.first(asked, values, layers)
@@ -130,9 +141,10 @@ def locate(
         questions=questions_digest(rounds),
         probe={
             "name": asked.name, "options": asked.options, "examples": len(asked.questions), "seed": seed,
-            "threads": torch.get_num_threads(), "ablation": ablation, "confirm": confirm,
+            "threads": torch.get_num_threads(), "ablation": ablation, "exact": exact, "confirm": confirm,
         },
-        base_accuracy=accuracy(measured.correct["base", None]),
+        base_accuracy=base_accuracy,
+        chance=chance_answer,
         base_loss=mean(measured.losses["base", None]),
         heads=tuple(sorted(every, key=gain, reverse=True)),
         layers=_layer_scores(found, measured, values),
@@ -141,9 +153,20 @@ def locate(
     )  # fmt: skip
 
 
-def check_locatable(base: PreTrainedModel, exact: bool = True) -> None:
+def _decided(kept: Path | None, exact: bool) -> bool:
+    """The decision of an interrupted run in the folder `kept`; else this one, which is written there."""
+    if kept is None:
+        return exact
+    decision = kept / "exact.json"
+    if decision.exists():
+        return json.loads(read_text(decision)) is True
+    write_text(decision, json.dumps(exact))
+    return exact
+
+
+def check_locatable(base: PreTrainedModel, exact: bool | None = None) -> None:
     """Raise UserError if locate has nothing to measure in such a model."""
-    if not exact and not _graftable(base):
+    if exact is False and not _graftable(base):
         raise UserError(
             f"a {base.config.model_type} model can only be ablated, so there is no attribution: locate needs exact=true"
         )

@@ -8,7 +8,7 @@ from surgery.models.anatomy import Kind
 from surgery.records.plan import Start
 from surgery.records.record import Provenance, Record, Sealed
 from surgery.records.site import SiteText
-from surgery.statistics import Estimate
+from surgery.statistics import Accuracy, Estimate
 
 Role = Literal["gather", "aggregate"]
 
@@ -43,14 +43,16 @@ class Score(Record):
 class Ranking(Sealed):
     """Heads, best place for a graft first (or, in a family without grafts, the one whose ablation costs most), and whole layers
     in order. drawn: heads that were measured exactly not because they led but at random, as a control of what did not lead.
-    stability: whether other questions rank the same heads first, if that was asked. conditions, questions: which weights were
-    ranked, with what, and a digest of what they were asked (versions up to 0.5.1 did not say)."""
+    base_accuracy: of the base on the questions; chance: that of guessing. stability: whether other questions rank the same
+    heads first, if that was asked. conditions, questions: which weights were ranked, with what, and a digest of what they were
+    asked. Versions up to 0.5.1 did not say the last two, versions up to 0.6 no chance."""
 
     provenance: Provenance
     conditions: Conditions | None = None
     questions: str | None = None
     probe: dict[str, Any]
-    base_accuracy: Estimate
+    base_accuracy: Accuracy
+    chance: float | None = None
     base_loss: Estimate
     heads: tuple[Score, ...]
     layers: tuple[Score, ...]

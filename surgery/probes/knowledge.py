@@ -12,6 +12,7 @@ that bench never uses.
 import json
 import random
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -24,6 +25,12 @@ from surgery.world.facts import facts
 
 Part = Literal["keep", "bench"]
 PARTS: tuple[Part, ...] = get_args(Part)
+
+
+def part_for_bench(keeps: Iterable[object]) -> Part | None:
+    """The part of a file's facts that bench asks: its own where a model was tuned under tune.keep, which asked the other; else
+    all (None). keeps: tune.keep of every model that was tuned, None where it was not set."""
+    return "bench" if any(keep is not None for keep in keeps) else None
 SHARE = 4  # one fact in so many is for tune.keep
 CAPITALS = Path(__file__).parent / "capitals.jsonl"
 

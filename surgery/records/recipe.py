@@ -50,13 +50,15 @@ class ProbeChoice(Record):
 
 
 class Locate(ProbeChoice):
-    """probe, options: such that the base is neither perfect nor at chance. exact: measure heads exactly, not only by
-    attribution; confirm: only this share of them, the leading ones; layers: whole layers, too. ablation: what comes instead of
-    an ablated head (nothing, its mean, or its values on another example). seeds, also: repeat the ranking with the questions of
-    so many seeds in all, and of other probes, and say how well the rankings agree."""
+    """probe, options: such that the base is neither perfect nor at chance. exact: measure heads exactly (true) or
+    only by attribution (false); where it is not said, exactly if that takes at most `budget` seconds. confirm: measure exactly
+    only this share of them, the leading ones; layers: whole layers, too. ablation: what comes instead of an ablated head
+    (nothing, its mean, or its values on another example). seeds, also: repeat the ranking with the questions of so many seeds
+    in all, and of other probes, and say how well the rankings agree."""
 
     examples: int = Field(default=256, ge=2)
-    exact: bool = True
+    exact: bool | None = None
+    budget: float = Field(default=600.0, ge=0)
     confirm: float | None = Field(default=None, gt=0, le=1)
     layers: bool = True
     ablation: Literal["zero", "mean", "resample"] = "zero"

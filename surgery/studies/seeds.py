@@ -21,7 +21,9 @@ from surgery.errors import UserError
 from surgery.evaluation.bench import bench
 from surgery.evaluation.report import ModelReport, value
 from surgery.jobs.locating_stage import located
+from surgery.jobs.tuning_stage import SECONDS, tuned
 from surgery.locating.planning import plan
+from surgery.probes.knowledge import part_for_bench
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
 from surgery.records.record import write_text
@@ -31,7 +33,6 @@ from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, Proportion
 from surgery.studies.figures import LINES
 from surgery.studies.study import Findings, Found, Row, Study, Subjects
-from surgery.tuning.loop import tune
 
 KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
 CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
@@ -116,26 +117,32 @@ def _seed(
     ranking = located(recipe, base, out, resume=subjects.resume, figures=False)
     chosen = plan(ranking, **recipe.plan.model_dump(), seed=recipe.seed)
     models: dict[str, PreTrainedModel] = {BASE: base.model}
-    timed = out / "seconds.json"
-    kept = on_main(lambda: timed.read_text() if subjects.resume and timed.exists() else "{}")
-    seconds: dict[str, float] = json.loads(kept)
-    for name, tuned in {**recipes, CONTROL: recipe}.items():
+    seconds: dict[str, float] = {}
+    for name, own in {**recipes, CONTROL: recipe}.items():
         layers = [site.layer for site in chosen.sites] if name == CONTROL else None
         model = splice(base.model, chosen) if layers is None else copy.deepcopy(adopt(base.model))
-        begun = time.monotonic()
-        tune(
-            model, base.tokenizer, tuned.tune, data=recipe.data, seed=recipe.seed, layers=layers, teacher=adopt(base.model),
-            out=out / "tuning" / name, resume=name in seconds, description=f"seed {recipe.seed}, {name}",
+        folder, start = out / "tuning" / name, time.monotonic()
+        # One that was interrupted begins anew, or its time would be that of a part.
+        resume = subjects.resume and on_main((folder / SECONDS).exists)
+        tuned(
+            model, base, own, folder, plan=chosen if layers is None else None, layers=layers, teacher=adopt(base.model),
+            resume=resume, description=f"seed {recipe.seed}, {name}",
         )  # fmt: skip
         models[name] = model
-        if name not in seconds:  # one that was interrupted begins anew, or its time would be that of a part
-            seconds[name] = round(time.monotonic() - begun, 1)
-            on_main(partial(write_text, timed, json.dumps(seconds)))
+        seconds[name] = on_main(partial(_kept_seconds, folder / SECONDS, round(time.monotonic() - start, 1)))
     measured = bench(
         models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells",
-        part=None if all(one.tune.keep is None for one in recipes.values()) else "bench",
+        part=part_for_bench(own.tune.keep for own in recipes.values()),
     )  # fmt: skip
     return chosen, measured, seconds
+
+
+def _kept_seconds(path: Path, seconds: float) -> float:
+    """How long a tuning took, by its file if it was finished before."""
+    if path.exists():
+        return json.loads(path.read_text())
+    write_text(path, json.dumps(seconds))
+    return seconds
 
 
 def _figures(found: ModelReport) -> dict[str, Proportion | Estimate]:

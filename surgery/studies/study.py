@@ -109,8 +109,10 @@ class Subjects:
         return self.rank(self.checkpoint)
 
     def rank(self, checkpoint: Checkpoint) -> Ranking:
+        options = self.recipe.locate.model_dump()
+        options["exact"] = options["exact"] is not False  # roles need ablations, however long they take
         return locate(
-            checkpoint.model, checkpoint.tokenizer, **self.recipe.locate.model_dump(), seed=self.recipe.seed,
+            checkpoint.model, checkpoint.tokenizer, **options, seed=self.recipe.seed,
             name=checkpoint.name, recipe=self.recipe.model_dump(mode="json"),
         )  # fmt: skip
 
