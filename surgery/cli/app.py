@@ -401,7 +401,7 @@ def _rehearsed(found: Rehearsal) -> None:
     _table(*found.cost_rows())
     _print(
         "Measured here: the time of a step, and the memory that it takes beyond the weights. Computed from sizes: weights, "
-        "gradients and optimizer; activations are what remains. The stages before the steps, and keep, come on top."
+        "gradients and optimizer; activations are what remains. The stages before the steps, and early stopping, come on top."
     )
     if found.padding is not None:
         _print(f"Padding: {found.padding:.1%} of the text.")

@@ -71,7 +71,8 @@ def rehearse(
 ) -> Rehearsal:
     """Take a few steps of `distil` and put everything back; nothing is written. Of several processes, each measures itself."""
     data, steps = data or Data(), options.steps
-    short: dict[str, Any] = {"steps": STEPS, "align": None, "calibrate": None, "keep": None, "repeat": None, "trackers": ()}
+    short: dict[str, Any] = {"steps": STEPS, "report_to": ()}
+    short |= dict.fromkeys(("align", "calibrate", "early_stopping", "repeat"))
     whole = options.model_copy(update={"curriculum": 0.0, **short})
     with begun(model, tokenizer, whole, data=data, seed=seed, teacher=teacher) as run:
         start = run.checkpoints.tensors()

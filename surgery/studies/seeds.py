@@ -133,7 +133,7 @@ def _seed(
             on_main(partial(write_text, timed, json.dumps(seconds)))
     measured = bench(
         models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells",
-        part=None if all(one.tune.keep is None for one in recipes.values()) else "bench",
+        part=None if all(one.tune.early_stopping is None for one in recipes.values()) else "bench",
     )  # fmt: skip
     return chosen, measured, seconds
 
