@@ -1,7 +1,7 @@
 """Standard tasks, run by lm-evaluation-harness in this process on the live model.
 
 A task is looked for in a folder of the user's (`bench.tasks_path`: YAML files, whose `data_files` may be local), then among
-ours (`surgery/bench/tasks`), then among the harness's own. A data set is looked for in another folder of the user's
+ours (`surgery/evaluation/tasks`), then among the harness's own. A data set is looked for in another folder of the user's
 (`bench.data_path`) under its Hub id, `cais/mmlu/`: a repository as it is on the Hub, or other files with a README.md that says,
 as there, which configuration and split each one is; then on the Hub or in its cache. The numbers are those of `lm_eval --model
 hf` on the exported folder.
@@ -22,11 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.evaluation.cells import digest
+from surgery.evaluation.folders import TASKS
 from surgery.models.finite import explained, watching_logits
 from surgery.models.tokens import prompting
 
 FEWSHOT_SEED = 1234  # the command's
-TASKS = Path(__file__).parent / "tasks"
 
 
 def load(names: list[str], tasks_path: str | None = None, data_path: str | None = None) -> dict[str, list[Any]]:
