@@ -23,6 +23,7 @@ from surgery.cli.splice import splice
 from surgery.cli.tune import tune
 from surgery.errors import UserError
 from surgery.runtime.processes import is_main
+from surgery.runtime.quiet import hush_transformers
 
 # In the order of --help: the pipeline first.
 VERBS = (run, locate, prune, plan, splice, tune, export, publish, bench, report_schema, tasks_path, doctor, pretrain)
@@ -39,11 +40,7 @@ for verb in VERBS:
 
 def main() -> None:
     """Entry point. A UserError ends with its one line on standard error and status 2."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # transformers' notes on GPU kernels that are missing are not for our users
-    logging.disable_progress_bar()  # one bar at a time: ours
-
+    hush_transformers()
     try:
         copy_context().run(app)  # in a context of its own, so that the backends it asks for are not asked for afterwards
     except _user_errors() as error:
