@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from surgery.locating.planning import plan
     from surgery.locating.ranking import Ranking
     from surgery.records.plan import Plan
-    from surgery.records.recipe import Recipe, read_recipe
+    from surgery.records.recipe import Recipe, Tune, read_recipe
     from surgery.records.site import Site
     from surgery.splicing.splice import adopt, splice, unsplice
     from surgery.tuning.loop import tune
@@ -41,6 +41,7 @@ __all__ = [
     "Recipe",
     "Report",
     "Site",
+    "Tune",
     "UserError",
     "adopt",
     "bench",
@@ -63,6 +64,7 @@ _MODULES = {
     "Recipe": "records.recipe",
     "Report": "evaluation.report",
     "Site": "records.site",
+    "Tune": "records.recipe",
     "adopt": "splicing.splice",
     "bench": "evaluation.bench",
     "export": "exporting.export",
