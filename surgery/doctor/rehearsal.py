@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.doctor.timing import peak_bytes
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import gather
+from surgery.runtime.timing import peak_bytes
 from surgery.tuning.batches import BUFFER, loaders, padding
 from surgery.tuning.loop import Run, begun
 
