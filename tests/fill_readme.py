@@ -13,6 +13,7 @@ from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.tables import cell_rows, describe
 from surgery.evaluation import markdown
 from surgery.evaluation.report import Report
+from surgery.records.renamed import current
 from surgery.studies import Findings, studies
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +48,7 @@ little when it is ablated.""",
     "delegation": """\
 **Agrees**, and more sharply than in the paper: without attention at the query position retrieval is at chance and knowledge
 stays. The hybrid was trained from scratch with nothing said about where to retrieve. (The paper masks the last row; here the
-mixers' output at the last position is put to zero, which goes for SSMs as well: `surgery/locate/prune.py`.)""",
+mixers' output at the last position is put to zero, which goes for SSMs as well: `surgery/locating/prune.py`.)""",
     "replacement": """\
 **Agrees**: one layer gives everything back without training, and it is the layer of the donor's aggregate head. **Differs**:
 the layer above does nearly as well, because the donor has heads there that stand in. Of locate's measures on the SSM itself
@@ -115,7 +116,7 @@ def seeds() -> str:
         made, rows = found.provenance, "\n".join(f"- {line}" for line in found.summary.splitlines())
         recipe = made.recipe or {}
         last = recipe["seed"] + len({row.what.rpartition(" ")[2] for row in found.rows}) - 1
-        parts.append(f"""`{made.base}`, seeds {recipe["seed"]} to {last}, {recipe["bench"]["examples"]} examples a cell, \
+        parts.append(f"""`{made.base}`, seeds {recipe["seed"]} to {last}, {current(recipe)["bench"]["limit"]} examples a cell, \
 {made.threads} thread, version {made.toolkit}:
 
 {rows}""")

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.doctor import models
-from surgery.doctor.timing import Runs
 from surgery.families import Hybrid
 from surgery.locating.attribution import attribute_starts, best_starts
 from surgery.locating.exact import Exact
@@ -25,6 +24,7 @@ from surgery.models.anatomy import anatomy
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import Encoded, batches, padded
 from surgery.records.site import Site
+from surgery.runtime.timing import Runs
 from surgery.splicing.splice import adopt
 from surgery.world.tokenizer import build_tokenizer
 

@@ -1,7 +1,8 @@
 """The doctor's findings as tables, for the terminal and the README."""
 
-from surgery.doctor.benchmark import GROUPS, Benchmark
+from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.diagnosis import Diagnosis
+from surgery.doctor.groups import GROUPS
 from surgery.records.record import Environment
 
 Table = tuple[list[str], list[list[str]]]

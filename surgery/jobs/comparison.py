@@ -22,9 +22,10 @@ from surgery.records.names import called, public
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, read_text
-from surgery.splicing.splice import adopt
+from surgery.records.renamed import current
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
+from surgery.splicing.splice import adopt
 
 
 def compare(
@@ -45,7 +46,7 @@ def compare(
     check_folder(out, "bench", resume=resume, overwrite=overwrite)
     with busy("opening the models"):
         recipe, base, beside = open_compared(recipe, others, trust_remote_code)
-    part = part_for_bench([recipe.tune.keep, *map(_keep_of, (recipe.model, *others))])
+    part = part_for_bench([recipe.tune.early_stopping, *map(_early_stopping_of, (recipe.model, *others))])
     entries = {"base": Entry(base.model, called(base.name))}
     for label, other in beside.items():
         plan = Path(other.name) / "plan.json"
@@ -82,12 +83,12 @@ def _finished(out: Path, settings: dict[str, Any], now: dict[str, Conditions]) -
     return report if {name: model.conditions for name, model in report.models.items()} == now else None
 
 
-def _keep_of(folder: str) -> Any:
-    """What tune.keep was where a hybrid in a folder was tuned, by its recipe there; None where it was not set."""
+def _early_stopping_of(folder: str) -> Any:
+    """What tune.early_stopping was when the hybrid in a folder was tuned, by its recipe; None where it was not set."""
     written = Path(folder) / RECIPE
     try:
         recipe = yaml.safe_load(read_text(written, "the recipe")) if written.exists() else None
     except yaml.YAMLError as error:
         raise UserError(f"{written} is not YAML: {' '.join(str(error).split())}") from error
-    tuning = recipe.get("tune") if isinstance(recipe, dict) else None
-    return tuning.get("keep") if isinstance(tuning, dict) else None
+    tuning = current(recipe).get("tune") if isinstance(recipe, dict) else None
+    return tuning.get("early_stopping") if isinstance(tuning, dict) else None

@@ -66,7 +66,7 @@ def entries_of(
 
 def _division(recipe: Recipe) -> str:
     """How a file's facts were divided between tuning, which watched over them, and bench."""
-    if recipe.tune.keep is None or recipe.data.facts == "world":
+    if recipe.tune.early_stopping is None or recipe.data.facts == "world":
         return ""
     kept, measured = (len(Knowledge(recipe.data.facts, part).questions(sys.maxsize, seed=0)) for part in PARTS)
-    return f"; tune.keep asked {kept} of the {kept + measured} facts, bench the other {measured}"
+    return f"; tune.early_stopping asked {kept} of the {kept + measured} facts, bench the other {measured}"

@@ -8,8 +8,8 @@ import yaml
 
 from surgery.errors import UserError
 from surgery.exporting.folder import RECORD as EXPORT
-from surgery.records.recipe import Recipe
-from surgery.records.record import Record, read_text, toolkit, write_text
+from surgery.records.recipe import Recipe, read_back
+from surgery.records.record import Record, toolkit, write_text
 
 RECIPE, RUN = "recipe.yaml", "run.json"
 # What the verbs leave in a folder, so that --overwrite removes nothing else. (exporting/ removes its own leftovers.)
@@ -87,6 +87,6 @@ def clear(out: Path) -> None:
 
 def _earlier(path: Path) -> Recipe | None:
     try:
-        return Recipe.model_validate(yaml.safe_load(read_text(path))) if path.exists() else None
-    except (UserError, ValueError, yaml.YAMLError):
+        return read_back(path) if path.exists() else None
+    except UserError:  # of another version, which the stages find out by themselves
         return None

@@ -19,7 +19,7 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
         raise UserError(f"bench.doses counts heads, and plan.kind is {recipe.plan.kind}")
     with busy("checking the inputs"):
         if names := standard(recipe.bench):
-            harness.load(names, recipe.bench.tasks_path, recipe.bench.data_path)
+            harness.load(names, recipe.bench.include_path, recipe.bench.data_path)
         check_probes(recipe.bench, base.tokenizer)
         check_questions(base.tokenizer, recipe.locate, recipe.seed)
         check_sites(base.model, recipe.plan.sites or ())

@@ -47,9 +47,7 @@ from surgery.tuning.lora import matches
 from surgery.tuning.state import Log
 
 
-def run(
-    recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool = False, trust_remote_code: bool = False
-) -> Report:
+def run(recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool = False, trust_remote_code: bool = False) -> Report:
     """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, report.html,
     mixing.json, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that accelerate
     started share the work.
@@ -131,9 +129,7 @@ class _Job:
     def tune(self, name: str, model: PreTrainedModel, chosen: Plan, layers: list[int] | None = None) -> PreTrainedModel:
         options, what = self.recipe.tune, "the base's own layers" if layers else f"the grafts at {markdown.places(chosen)}"
         stages = [f"{stage} first" for stage in ("align", "calibrate") if getattr(options, stage) and not layers]
-        announcement = (
-            f"tuning {name}, {what}: {options.steps} steps of {options.batch_size} sequences and {options.text_batch_size} texts"
-        )
+        announcement = f"tuning {name}, {what}: {options.steps} steps, {options.batch_size} sequences and {options.text_batch_size} texts each"
         with self.stage(f"tune {name}", ", ".join([announcement, *stages])):
             log = tuned(
                 model, self.base, self.recipe, self.out / "tuning" / name, plan=None if layers else chosen, layers=layers,
@@ -150,7 +146,7 @@ class _Job:
         with self.stage("bench", f"measuring {len(entries)} models: {', '.join(entries)}"):
             measured = bench(
                 entries, self.base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=self.out / "cells",
-                part=part_for_bench([recipe.tune.keep]),
+                part=part_for_bench([recipe.tune.early_stopping]),
             )  # fmt: skip
         report = Report(
             provenance=provenance(self.base.name, self.base.fingerprint, recipe.seed, self.settings),

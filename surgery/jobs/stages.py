@@ -14,7 +14,7 @@ STAGES = {
     "study": ("study",),
 }
 # What changes nothing of the result.
-UNRELATED = ("tune.save_every", "tune.trackers")
+UNRELATED = ("tune.save_steps", "tune.report_to")
 
 
 class Change(NamedTuple):

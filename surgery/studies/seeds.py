@@ -132,7 +132,7 @@ def _seed(
         seconds[name] = on_main(partial(_kept_seconds, folder / SECONDS, round(time.monotonic() - start, 1)))
     measured = bench(
         models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells",
-        part=part_for_bench(own.tune.keep for own in recipes.values()),
+        part=part_for_bench(own.tune.early_stopping for own in recipes.values()),
     )  # fmt: skip
     return chosen, measured, seconds
 
