@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from surgery.doctor import locating_benchmark as locating
-from surgery.doctor import models
+from surgery.doctor import shapes
 from surgery.doctor import tuning_benchmark as tuning
 from surgery.doctor.timing import Runs, milliseconds, peak_bytes
 from surgery.errors import UserError
@@ -152,31 +152,31 @@ def cases(device: torch.device) -> Iterator[Case]:
     cpu = device.type == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
     kernels: list[tuple[Operation, str, str, Callable, int, tuple[int, ...], tuple[int, ...]]] = [
-        (SSD_SCAN, "stock", "mamba2-130m", models.ssd_inputs, 24, (1024, 4096), (1024, 4096)),
-        (SSD_SCAN, "stock", "mamba2-2.7b", models.ssd_inputs, 80, (1024,), (1024,)),
+        (SSD_SCAN, "stock", "mamba2-130m", shapes.ssd_inputs, 24, (1024, 4096), (1024, 4096)),
+        (SSD_SCAN, "stock", "mamba2-2.7b", shapes.ssd_inputs, 80, (1024,), (1024,)),
         # The time of the stock backward pass grows with the square of the length: 1,024 tokens would take it many minutes.
-        (SELECTIVE_SCAN, "stock", "mamba-130m", models.selective_inputs, 1536, (1024, 4096), (256,)),
-        (SELECTIVE_SCAN, "stock", "falcon-mamba-7b", models.selective_inputs, 8192, (512,), (64,)),
+        (SELECTIVE_SCAN, "stock", "mamba-130m", shapes.selective_inputs, 1536, (1024, 4096), (256,)),
+        (SELECTIVE_SCAN, "stock", "falcon-mamba-7b", shapes.selective_inputs, 8192, (512,), (64,)),
     ]
     long = (1024,) if cpu else (1024, 4096, 16384)
     kernels += [
-        (GRAFT_ATTENTION, "sdpa", f"mamba2-130m, {heads} heads", models.attention_inputs, heads, long, long)
+        (GRAFT_ATTENTION, "sdpa", f"mamba2-130m, {heads} heads", shapes.attention_inputs, heads, long, long)
         for heads in (1, 24)
     ]
     kernels += [  # around the scan; logits of as many tokens as tuning takes at a time; one token for one sequence and for 16
-        (CAUSAL_CONV, "stock", "mamba2-130m", models.conv_inputs, 1792, (1024,), (1024,)),
-        (RMS_NORM, "stock", "mamba2-130m", models.norm_inputs, 1536, (1024,), (1024,)),
-        (KL_DIVERGENCE, "stock", "tiny-mamba2", models.logits, 1664, (315,), ()),
-        (KL_DIVERGENCE, "stock", "mamba2-130m", models.logits, 50288, (128,), ()),
-        (SSD_STEP, "stock", "mamba2-130m", models.ssd_step_inputs, 24, (1, 16), ()),
-        (SELECTIVE_STEP, "stock", "mamba-130m", models.selective_step_inputs, 1536, (1, 16), ()),
+        (CAUSAL_CONV, "stock", "mamba2-130m", shapes.conv_inputs, 1792, (1024,), (1024,)),
+        (RMS_NORM, "stock", "mamba2-130m", shapes.norm_inputs, 1536, (1024,), (1024,)),
+        (KL_DIVERGENCE, "stock", "tiny-mamba2", shapes.logits, 1664, (315,), ()),
+        (KL_DIVERGENCE, "stock", "mamba2-130m", shapes.logits, 50288, (128,), ()),
+        (SSD_STEP, "stock", "mamba2-130m", shapes.ssd_step_inputs, 24, (1, 16), ()),
+        (SELECTIVE_STEP, "stock", "mamba-130m", shapes.selective_step_inputs, 1536, (1, 16), ()),
     ]
     for operation, baseline, shape, inputs, width, forward, backward in kernels:
         for lengths, gradient in ((forward, False), (backward, True)):
             for t in lengths:
                 make = partial(inputs, width, t, device, dtype)
                 yield kernel_case(operation, shape, t, baseline, make, dtype, backward=gradient)
-    for shape, build in models.BASES.items():
+    for shape, build in shapes.BASES.items():
         for t in (1024,) if shape == "mamba-130m" else (1024, 4096):  # stock needs several minutes for the longer one
             yield Case("prefill", shape, t, dtype, "stock", _prefill(build, t, device, dtype), memory=False, same=True)
     for group in ("hybrid_prefill", "hybrid_decode"):
@@ -243,7 +243,7 @@ def _hybrid(tokens: int, device: torch.device, dtype: torch.dtype, decode: bool)
     """Prefill, or one more token after it, of a base on our kernels and of the same with one grafted head."""
 
     def make() -> Runs:
-        base = models.BASES["mamba2-130m"]().to(device=device, dtype=dtype).eval()
+        base = shapes.BASES["mamba2-130m"]().to(device=device, dtype=dtype).eval()
         contenders = {"hybrid": splice(base, Plan(sites=("L0.H0",))), "base": adopt(base)}  # type: ignore[arg-type]
         ids = _ids(base, tokens)
         if not decode:

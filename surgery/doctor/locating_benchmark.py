@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.doctor import models
+from surgery.doctor import shapes
 from surgery.doctor.timing import Runs
 from surgery.families import Hybrid
 from surgery.locating.attribution import attribute_starts, best_starts
@@ -94,7 +94,7 @@ def confirmed_against_exact(device: torch.device, *, pairs: int = 4, examples: i
 def _subject(
     name: str, device: torch.device, pairs: int, examples: int, batch_size: int | None = None
 ) -> tuple[Any, list[tuple[list[int], Encoded]]]:
-    base = adopt(models.BASES[name]().to(device).eval())
+    base = adopt(shapes.BASES[name]().to(device).eval())
     for p in base.parameters():
         p.requires_grad_(False)
     questions = KVRetrieval(pairs).questions(examples, seed=0)

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from surgery.doctor import models
+from surgery.doctor import shapes
 from surgery.doctor.timing import Runs
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice
-from surgery.tuning.data import IGNORE, collate, kv_pieces
 from surgery.tuning.distil import Distillation
-from surgery.tuning.trained import trainable
+from surgery.tuning.sequences import IGNORE, collate, kv_pieces
+from surgery.tuning.trainable import trainable
 from surgery.world.tokenizer import build_tokenizer
 
 LESSONS, TEXTS, PAIRS, QUERIES = 16, 6, 32, 8
@@ -42,7 +42,7 @@ def graft_against_trainer(device: torch.device) -> Callable[[], Runs]:
     """Each takes a step and returns the loss."""
 
     def make() -> Runs:
-        stock = models.BASES["tiny-mamba2"]().to(device)
+        stock = shapes.BASES["tiny-mamba2"]().to(device)
         ids, targets, text = (part.to(device) for part in batch())
         trainer = _trainer_step(copy.deepcopy(stock), ids, targets, text)
         return {"graft": _graft_step(stock, ids, targets, text), "trainer": trainer}
