@@ -33,8 +33,9 @@ from surgery.kernels.dispatch import KernelError, ask
 from surgery.loading.checkpoint import plan_of
 from surgery.locating.locate import check_locatable
 from surgery.locating.prune import prune as cut_down
-from surgery.locating.questions import check_questions, choice_probe
+from surgery.locating.questions import check_questions
 from surgery.locating.ranking import Ranking
+from surgery.locating.subject import Subject
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.pretrain import pretrain as train_base
 from surgery.pretraining.pretrain import read_pretrain_recipe
@@ -136,14 +137,13 @@ def prune(
     options = _recipe(recipe, settings, model=model)
     ranked = Ranking.read(ranking) if ranking else None
     base = open_checkpoint(options, trust_remote_code)
-    retrieval = choice_probe(base.tokenizer, options.locate.probe, options.locate.options)
+    check_questions(base.tokenizer, options.locate, options.seed)
     out = out or Path("runs") / f"prune-{Path(model).name}"
     _writable(out)
     critical = {r: [s.site for s in ranked.heads if s.role == r] if ranked else [] for r in ("gather", "aggregate")}
     found = cut_down(
-        surgery.adopt(base.model), base.tokenizer, retrieval, Knowledge(options.data.facts), **critical,
-        examples=options.locate.examples, batch_size=options.locate.batch_size, seed=options.seed, name=base.name,
-        recipe=options.model_dump(mode="json"),
+        Subject.of(base, known_fingerprint=base.fingerprint), options.locate, Knowledge(options.data.facts), **critical,
+        seed=options.seed, recipe=options.model_dump(mode="json"),
     )  # fmt: skip
     on_main(partial(found.write, out / "pruning.json"))
     cuts = [found.base, *found.shortened, *found.left_out, *found.kept.values(), *found.last_row.values()]
