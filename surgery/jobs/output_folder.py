@@ -36,13 +36,7 @@ def check_folder(out: Path, verb: str, *, resume: bool = False, overwrite: bool 
     """
     if resume and overwrite:
         raise UserError("--resume goes on with the earlier run and --overwrite removes it: give one of them")
-    try:
-        content = list(out.iterdir()) if out.is_dir() else []
-        if not out.is_dir() and (out.exists() or out.is_symlink()):
-            raise UserError(f"cannot write {out}: it is no folder")
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from error
-    if not content:
+    if is_empty(out):
         return
     if not holds_run(out):
         raise UserError(f"{out} exists and is no earlier run of this toolkit; choose another --out")
@@ -67,6 +61,18 @@ def begin(
     Run(toolkit=toolkit(), verb=verb).write(out / RUN)
     write_text(out / RECIPE, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
     return earlier
+
+
+def is_empty(out: Path) -> bool:
+    """Whether there is nothing at a place. Raises UserError for what is no folder."""
+    try:
+        if out.is_dir():
+            return not any(out.iterdir())
+        if out.exists() or out.is_symlink():
+            raise UserError(f"cannot write {out}: it is no folder")
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from error
+    return True
 
 
 def holds_run(out: Path) -> bool:

@@ -30,11 +30,11 @@ from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import tuned
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
-from surgery.loading.digests import conditions
 from surgery.locating.atlas import short_question
 from surgery.locating.planning import plan
 from surgery.locating.questions import described
 from surgery.locating.ranking import Ranking
+from surgery.locating.subject import Subject
 from surgery.probes.knowledge import part_for_bench
 from surgery.records.names import public
 from surgery.records.plan import Plan, published
@@ -83,7 +83,8 @@ class _Job:
         self.recipe, self.out, self.base, self.resume = recipe, out, base, resume
         self.settings = public(recipe.model_dump(mode="json"))
         with busy("reading the weights"):
-            self.conditions = conditions(base.model, base.tokenizer)
+            self.subject = Subject.of(base, known_fingerprint=base.fingerprint)
+            self.conditions = self.subject.conditions
         self.timings: dict[str, float] = {}
         self.training: dict[str, dict[str, float]] = {}
 
@@ -99,9 +100,9 @@ class _Job:
     def locate(self) -> Ranking:
         options = self.recipe.locate
         if self.resume and (self.out / RANKING).exists():
-            return located(self.recipe, self.base, self.out, resume=True)
+            return located(self.recipe, self.base, self.out, resume=True, subject=self.subject)
         with self.stage("locate", f"locating: {options.examples} questions of {described(options.probe, options.options)}"):
-            return located(self.recipe, self.base, self.out, resume=self.resume)
+            return located(self.recipe, self.base, self.out, resume=self.resume, subject=self.subject)
 
     def plan(self, ranking: Ranking) -> Plan:
         chosen = plan(ranking, **self.recipe.plan.model_dump(), seed=self.recipe.seed)
@@ -128,9 +129,9 @@ class _Job:
 
     def tune(self, name: str, model: PreTrainedModel, chosen: Plan, layers: list[int] | None = None) -> PreTrainedModel:
         options, what = self.recipe.tune, "the base's own layers" if layers else f"the grafts at {markdown.places(chosen)}"
-        stages = [f"{stage} first" for stage in ("align", "calibrate") if getattr(options, stage) and not layers]
-        announcement = f"tuning {name}, {what}: {options.steps} steps, {options.batch_size} sequences and {options.text_batch_size} texts each"
-        with self.stage(f"tune {name}", ", ".join([announcement, *stages])):
+        work = [stage for stage in ("align", "calibrate") if getattr(options, stage) and not layers]
+        work.append(f"{options.steps} steps of {options.batch_size} sequences and {options.text_batch_size} texts")
+        with self.stage(f"tune {name}", f"tuning {name}, {what}: {', '.join(work)}"):
             log = tuned(
                 model, self.base, self.recipe, self.out / "tuning" / name, plan=None if layers else chosen, layers=layers,
                 teacher=adopt(self.base.model), resume=self.resume, description=name, digest=self.conditions.model,

@@ -1,6 +1,6 @@
 """The stages of a run, what each depends on, and the first to be done again when a run is resumed with other settings."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from surgery.records.recipe import Recipe
@@ -29,11 +29,11 @@ class Change(NamedTuple):
         return f"{self.key} was {shown(self.before)} and is {shown(self.now)}: going on from {self.stage}"
 
 
-def first_change(earlier: Recipe, now: Recipe) -> Change | None:
-    """The first stage of a run whose own settings are not those of the earlier run; None if all are the same."""
+def first_change(earlier: Recipe, now: Recipe, stages: Iterable[str] = STAGES) -> Change | None:
+    """The first of the stages of a run whose own settings are not those of the earlier run; None if all are the same."""
     before, after = earlier.model_dump(mode="json"), now.model_dump(mode="json")
-    for stage, sections in STAGES.items():
-        for section in sections:
+    for stage in stages:
+        for section in STAGES[stage]:
             if (differing := first_difference(before[section], after[section], section)) is not None:
                 return Change(stage, *differing)
     return None

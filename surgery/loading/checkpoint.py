@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from surgery.errors import UserError
 from surgery.families import families, family_of
+from surgery.loading.opened import Checkpoint
 from surgery.loading.original import is_original, load_original
 from surgery.models.answers import described
 from surgery.models.quantised import converted, scales
@@ -32,16 +32,6 @@ PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.py", "REA
 
 # The one value of `device` that is no device: accelerate's device_map of that name. A recipe's device "auto" is something else.
 BALANCED = "balanced"
-
-
-@dataclass
-class Checkpoint:
-    """A model in eval mode, its tokenizer, and what identifies it."""
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    fingerprint: str
 
 
 def load(

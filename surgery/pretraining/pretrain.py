@@ -31,6 +31,7 @@ from surgery.families import families
 from surgery.loading.checkpoint import load
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.hints import hint_loss
+from surgery.pretraining.layer_alignment import align_layers
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.perplexity import Perplexity
@@ -43,9 +44,8 @@ from surgery.records.site import Site, SiteText
 from surgery.runtime.progress import Track, say
 from surgery.splicing.splice import adopt, splice, unsplice
 from surgery.statistics import proportion
-from surgery.tuning.alignment import align_layers
-from surgery.tuning.data import IGNORE, Piece, collate, kv_pieces, letter_pieces, text_pieces
 from surgery.tuning.optimizer import parameter_groups
+from surgery.tuning.sequences import IGNORE, Piece, collate, kv_pieces, letter_pieces, text_pieces
 from surgery.world.tokenizer import build_tokenizer
 
 SIZES = (4, 8, 16, 32, 64)
@@ -80,7 +80,9 @@ class PretrainRecipe(Section):
 
     architecture: dict[str, Any]
     attention: tuple[SiteText, ...] = ()  # layers that are attention from the start: a hybrid, trained as one
-    teacher: str | None = None  # a Transformer folder, whose hidden states the layers then learn to reproduce (alignment.py)
+    teacher: str | None = (
+        None  # a Transformer folder, whose hidden states the layers then learn to reproduce (layer_alignment.py)
+    )
     embedding_std: float = 0.25
     seed: int = 0
     steps: int = Field(default=3000, ge=1)  # of the whole model
