@@ -258,7 +258,7 @@ def export(
     if form == "patch":
         there(named, hybrid)
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    surgery.export(loaded.model, out, form=form, tokenizer=loaded.tokenizer, plan=plan, base=named, **papers, **options)
+    surgery.export(loaded.model, out, format=form, tokenizer=loaded.tokenizer, plan=plan, base=named, **papers, **options)
     _print(f"{form}: {out}")
 
 

@@ -12,7 +12,7 @@ from surgery.locating.prune import Outcome, Subject
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.runtime.progress import Track
-from surgery.splicing.splice import splice
+from surgery.splicing.splice import install
 
 
 def replacement_sweep(
@@ -25,7 +25,7 @@ def replacement_sweep(
     outcomes = []
     for layer in Track(chosen, "replacing layers"):
         plan = Plan(kind="layer", sites=(Site(layer),), donor="the donor", mlp=mlp)
-        hybrid = splice(subject.model, plan, donor).eval()
+        hybrid = install(subject.model, plan, donor).eval()
         found, what = subject.ask(hybrid), f"layer {layer} from the donor"
         outcomes.append(Outcome(what=what, replaced=(layer,), retrieval=found["retrieval"], knowledge=found["knowledge"]))
     return tuple(outcomes)

@@ -16,7 +16,7 @@ from surgery.locating.replay import Change, How, Layer, Replay
 from surgery.models.anatomy import Anatomy, anatomy
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
-from surgery.splicing.splice import splice
+from surgery.splicing.splice import install
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Variant:
 def fully_gated(base: PreTrainedModel, layers: int, heads: int, starts: dict[str, Start] | None = None) -> PreTrainedModel:
     """The base with a dual graft at every head, all blend gates at 0. It computes what the base computes."""
     everywhere = tuple(Site(layer, tuple(range(heads))) for layer in range(layers))
-    return splice(base, Plan(sites=everywhere, starts=starts or {}, shared=True, blend=0.0)).eval()
+    return install(base, Plan(sites=everywhere, starts=starts or {}, shared=True, blend=0.0)).eval()
 
 
 @torch.inference_mode()

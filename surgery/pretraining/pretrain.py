@@ -40,7 +40,7 @@ from surgery.records.plan import Plan
 from surgery.records.record import Record, first_line, provenance
 from surgery.records.site import Site, SiteText
 from surgery.runtime.progress import Track, say
-from surgery.splicing.splice import adopt, splice, unsplice
+from surgery.splicing.splice import adopt, install, unsplice
 from surgery.statistics import proportion
 from surgery.tuning.alignment import align_layers
 from surgery.tuning.data import IGNORE, Piece, collate, kv_pieces, letter_pieces, text_pieces
@@ -177,7 +177,7 @@ def _fresh(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTra
             if isinstance(mixer, Mamba2Mixer):  # transformers' own start is 1, 2, 3, ... by head
                 mixer.A_log.uniform_(1, 16).log_()
     if recipe.attention:
-        return splice(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
+        return install(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
     return model
 
 
