@@ -42,7 +42,7 @@ from surgery.records.record import Record, first_line, provenance
 from surgery.records.sections.section import Section
 from surgery.records.site import Site, SiteText
 from surgery.runtime.progress import Track, say
-from surgery.splicing.splice import adopt, splice, unsplice
+from surgery.splicing.splice import adopt, install, unsplice
 from surgery.statistics import proportion
 from surgery.tuning.optimizer import parameter_groups
 from surgery.tuning.sequences import IGNORE, Piece, collate, kv_pieces, letter_pieces, text_pieces
@@ -182,7 +182,7 @@ def _fresh(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTra
             if isinstance(mixer, Mamba2Mixer):  # transformers' own start is 1, 2, 3, ... by head
                 mixer.A_log.uniform_(1, 16).log_()
     if recipe.attention:
-        return splice(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
+        return install(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
     return model
 
 
