@@ -37,9 +37,9 @@ from surgery.locating.questions import check_questions, choice_probe
 from surgery.locating.ranking import Ranking
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.pretrain import pretrain as train_base
-from surgery.pretraining.pretrain import read_pretrain_recipe
 from surgery.probes.knowledge import Knowledge
 from surgery.records.plan import Plan
+from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.recipe import Recipe, read_recipe
 from surgery.runtime.processes import is_main, on_main
 from surgery.splicing.splice import check_base

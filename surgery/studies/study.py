@@ -19,7 +19,7 @@ from surgery.probes.knowledge import Knowledge
 from surgery.probes.question import Probe
 from surgery.records.recipe import Recipe
 from surgery.records.record import Provenance, Record, Sealed
-from surgery.records.site import Site, SiteText
+from surgery.records.site import Site, SitesText
 from surgery.splicing.splice import adopt
 from surgery.statistics import Estimate, Proportion
 
@@ -126,8 +126,8 @@ class Subjects:
 class OfHeads(Study):
     """gather, aggregate: the heads; if they are not given, the `top` of each role whose ablation costs most."""
 
-    gather: tuple[SiteText, ...] | None = None
-    aggregate: tuple[SiteText, ...] | None = None
+    gather: SitesText | None = None
+    aggregate: SitesText | None = None
     top: int = Field(default=1, ge=1)
 
     def heads(self, subjects: Subjects) -> dict[Role, tuple[Site, ...]]:
