@@ -1,8 +1,8 @@
-"""What locating costs, against the ways that it replaces.
+"""Measures how long locating takes, compared with the methods that it replaces.
 
-`locate_exact`: every head ablated and spliced by locate's walk, and in the published way, one whole forward for each candidate
-answer of each head. `locate_confirmed`: attribution of all heads and exact confirmation of the leading tenth, and the exact
-ablation of all of them. Weights are random: what is computed does not depend on them.
+`locate_exact`: every head is ablated and spliced, by locate's own walk, and by the published method with one whole forward for
+every candidate answer of every head. `locate_confirmed`: attribution of all heads with exact confirmation of the leading tenth,
+and the exact ablation of all heads. Weights are random: the amount of work does not depend on them.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.doctor import models
-from surgery.doctor.timing import Runs
+from surgery.doctor import shapes
 from surgery.families import Hybrid
 from surgery.locating.attribution import attribute_starts, best_starts
 from surgery.locating.exact import Exact
@@ -25,14 +24,16 @@ from surgery.models.anatomy import anatomy
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import Encoded, batches, padded
 from surgery.records.site import Site
+from surgery.runtime.timing import Runs
 from surgery.splicing.splice import adopt
 from surgery.world.tokenizer import build_tokenizer
 
-SHARE = 0.1  # of heads, that are confirmed
+SHARE = 0.1  # of all heads: those that are confirmed
 
 
 def exact_against_published(device: torch.device, *, pairs: int = 32, examples: int = 4) -> Callable[[], Runs]:
-    """Both return the same scores: the right answer's loss, (sites, examples), ablated sites first, then spliced ones."""
+    """Both contenders return the same scores, (2 * sites, examples): the right answer's loss, first with every site ablated,
+    then with every site spliced."""
 
     def make() -> Runs:
         base, groups = _subject("tiny-mamba2", device, pairs, examples)
@@ -43,8 +44,8 @@ def exact_against_published(device: torch.device, *, pairs: int = 32, examples: 
             measured = Exact(base, gated, found, groups)
             measured.measure(None, layers=False)
             ((chosen, _),) = groups
-            every = [measured.losses[kind, site][chosen] for kind in ("ablate", "splice") for site in sites]
-            return torch.from_numpy(np.stack(every))
+            losses = [measured.losses[kind, site][chosen] for kind in ("ablate", "splice") for site in sites]
+            return torch.from_numpy(np.stack(losses))
 
         @torch.inference_mode()
         def published() -> Tensor:
@@ -66,8 +67,8 @@ def exact_against_published(device: torch.device, *, pairs: int = 32, examples: 
 
 
 def confirmed_against_exact(device: torch.device, *, pairs: int = 4, examples: int = 4) -> Callable[[], Runs]:
-    """At the mamba2-130m shape. In batches of one, so that there is a third of them, from which on locate gives up what cannot
-    lead; its other savings are in both contenders."""
+    """At the mamba2-130m shape. Batches hold one example each, so that there are more than two: from the third batch on, locate
+    drops the heads that can no longer lead. Both contenders have its other savings."""
 
     def make() -> Runs:
         base, groups = _subject("mamba2-130m", device, pairs, examples, batch_size=1)
@@ -94,7 +95,7 @@ def confirmed_against_exact(device: torch.device, *, pairs: int = 4, examples: i
 def _subject(
     name: str, device: torch.device, pairs: int, examples: int, batch_size: int | None = None
 ) -> tuple[Any, list[tuple[list[int], Encoded]]]:
-    base = adopt(models.BASES[name]().to(device).eval())
+    base = adopt(shapes.BASES[name]().to(device).eval())
     for p in base.parameters():
         p.requires_grad_(False)
     questions = KVRetrieval(pairs).questions(examples, seed=0)
@@ -102,7 +103,7 @@ def _subject(
 
 
 def _one_candidate_at_a_time(model: PreTrainedModel, encoded: Encoded) -> Tensor:
-    """(questions,): the right answer's loss among the candidates, with a forward for each candidate."""
+    """The right answer's loss among the candidates, (questions,), with one forward for every candidate."""
     ids, last = padded(encoded.rows, model.device)
     rows = torch.arange(len(ids), device=ids.device)
     scores = []
@@ -110,5 +111,5 @@ def _one_candidate_at_a_time(model: PreTrainedModel, encoded: Encoded) -> Tensor
         _, _, row, token = encoded.terms[encoded.terms[:, 1] == choice].to(ids.device).unbind(1)
         logits = model(input_ids=ids, use_cache=False).logits[rows, last]
         scores.append(logits.float().log_softmax(-1)[row, token])
-    every = torch.stack(scores, 1)
-    return every.logsumexp(-1) - every.gather(1, encoded.answers.to(ids.device)[:, None])[:, 0]
+    candidates = torch.stack(scores, 1)
+    return candidates.logsumexp(-1) - candidates.gather(1, encoded.answers.to(ids.device)[:, None])[:, 0]

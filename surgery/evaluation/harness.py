@@ -22,11 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.evaluation.cells import digest
+from surgery.evaluation.folders import TASKS
 from surgery.models.finite import explained, watching_logits
 from surgery.models.tokens import prompting
 
 FEWSHOT_SEED = 1234  # the command's
-TASKS = Path(__file__).parent / "tasks"
 
 
 def load(names: list[str], include_path: str | None = None, data_path: str | None = None) -> dict[str, list[Any]]:

@@ -28,6 +28,7 @@ from surgery.families import families
 from surgery.loading.checkpoint import load
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.hints import hint_loss
+from surgery.pretraining.layer_alignment import align_layers
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.perplexity import Perplexity
@@ -39,9 +40,8 @@ from surgery.records.record import provenance
 from surgery.runtime.progress import Track, say
 from surgery.splicing.splice import adopt, splice, unsplice
 from surgery.statistics import proportion
-from surgery.tuning.alignment import align_layers
-from surgery.tuning.data import IGNORE, Piece, collate, kv_pieces, letter_pieces, text_pieces
 from surgery.tuning.optimizer import parameter_groups
+from surgery.tuning.sequences import IGNORE, Piece, collate, kv_pieces, letter_pieces, text_pieces
 from surgery.world.tokenizer import build_tokenizer
 
 SIZES = (4, 8, 16, 32, 64)

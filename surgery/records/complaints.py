@@ -59,8 +59,7 @@ def meant(root: type[Section], place: tuple[Any, ...]) -> str:
         siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == name}
         elsewhere = [key for key in known if key.rpartition(".")[2] == last]
         near = [siblings[leaf] for leaf in difflib.get_close_matches(str(last), siblings, n=1, cutoff=0.7)]
-        near = elsewhere or near or difflib.get_close_matches(f"{name}.{last}".lstrip("."), known, n=1, cutoff=0.75)
-        if near:
+        if near := elsewhere or near:
             return f"; did you mean {_either(list(dict.fromkeys(known[key] for key in near))[:3])}?"
     listed = name if root.section == "" else root.section
     return f"; `{' '.join(('surgery settings', *listed.split()))}` lists the keys"

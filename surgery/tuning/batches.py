@@ -29,9 +29,9 @@ from surgery.probes.knowledge import PARTS, Knowledge
 from surgery.records.recipe import Bench, Data, Tune
 from surgery.records.record import read_text
 from surgery.runtime.processes import on_main
-from surgery.tuning.data import Piece, collate, kv_pieces, padded, probe_pieces
 from surgery.tuning.leaks import check_apart
-from surgery.tuning.sources import HELD_OUT, Reading, Source, open_source
+from surgery.tuning.sequences import Piece, collate, kv_pieces, padded, probe_pieces
+from surgery.tuning.text_sources import HELD_OUT, Reading, Source, open_source
 
 BUFFER = 16  # steps whose documents are packed and sorted by length together
 SAMPLE = 256  # documents whose mean length says how many fill a row

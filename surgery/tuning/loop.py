@@ -1,10 +1,10 @@
 """Brief fine-tuning with accelerate, in stages: align, calibrate, distil.
 
-align: each graft alone learns to do what the base does in its place (align.py). calibrate: tau and gate by a search without
-gradients (calibrate.py). distil: end to end, cross-entropy on retrieval and KL to the frozen base on text (distil.py). The
-grafts alone are trained, and adapters where a recipe asks for them (lora.py), so nothing below the first of them needs a
-backward pass, and the base's tensors do not change: merged adapters go into copies. The control of every claim runs through
-the same loop: the same data and steps with the base's own layers trained instead.
+align (graft_alignment.py): each graft alone learns to do what the base does in its place. calibrate (calibrate.py): tau and
+gate by a search without gradients. distil (distil.py): end to end, cross-entropy on retrieval and KL to the frozen base on
+text. Only the grafts are trained, and adapters where a recipe asks for them (lora.py), so nothing below the first of them needs
+a backward pass. The base's own tensors never change: adapters are merged into copies. The control of every claim runs through
+the same loop: the same data and steps, with the base's own layers trained instead.
 
 Everything depends on the settings and the seed alone, so an interrupted run that is resumed ends where it would have ended.
 """
@@ -26,16 +26,16 @@ from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import state as processes
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, unsplice
-from surgery.tuning.align import error, gather, without_gates
 from surgery.tuning.calibrate import calibrate
 from surgery.tuning.descent import Descent, Look, Prepared, fitting
 from surgery.tuning.distil import Distillation, Kept
-from surgery.tuning.keep import Guard
+from surgery.tuning.early_stopping import Guard
+from surgery.tuning.graft_alignment import error, gather, without_gates
 from surgery.tuning.lora import adapted, resting
-from surgery.tuning.portions import Portions
+from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.state import Checkpoints, Log, State
 from surgery.tuning.trackers import check_trackers
-from surgery.tuning.trained import trainable, training
+from surgery.tuning.trainable import trainable, training
 
 VERSION = 2  # of how steps are taken: a run that began otherwise cannot end where it would have ended
 DONE = "done"  # what follows the last stage
@@ -138,7 +138,7 @@ class Run:
         self.checkpoints, self.state, self.description, self.stages = checkpoints, state, description, stages
         self.descent = Descent(options, checkpoints, state, description, seed)
         self.accelerator = self.descent.accelerator
-        self.portions = Portions(tokenizer, options, data, self.accelerator)
+        self.micro_batches = MicroBatches(tokenizer, options, data, self.accelerator)
         # A base in float16 computes in bfloat16, too. Its range needs no scaling of the loss, whose state and skipped steps
         # would have to be resumed and be alike in all processes, and it holds what float16 cannot (the built-in Mamba-1's
         # products reach 3e5). On a CPU a step in float16 takes eight times as long.
@@ -165,7 +165,7 @@ class Run:
         assert asked is not None
         with resting(self.model), without_gates(self.model):
             prepared = self.descent.prepared(self.distillation, asked.learning_rate)
-            some = self.portions.some(asked.batches, self.seed)
+            some = self.micro_batches.some(asked.batches, self.seed)
             with torch.no_grad():
                 states = prepared.module(gather, some, self.options.cache_bytes, self.accelerator)
             steps = ([(states[step % len(states)],)] for step in range(self.state.step, asked.steps))
@@ -176,7 +176,7 @@ class Run:
         asked = self.options.calibrate
         assert asked is not None
         prepared = self.descent.prepared(self.distillation, self.options.learning_rate)
-        losses = self.portions.losses("calibrate", asked.examples, self.seed + PROBE_SEED)
+        losses = self.micro_batches.losses("calibrate", asked.examples, self.seed + PROBE_SEED)
         with within(f"{self.description}, calibrate"), explained(self.model):
             records = calibrate(prepared.learning, asked, partial(prepared.module, losses))
         self.descent.collect(prepared)
@@ -189,7 +189,7 @@ class Run:
             prepared = self.descent.prepared(
                 self.distillation, self.options.learning_rate, self.options.gradient_accumulation_steps
             )
-            steps = self.portions.steps(self.seed, self.state.step)
+            steps = self.micro_batches.steps(self.seed, self.state.step)
             look = look or self._keeping(prepared)
             self.descent.descend(prepared, Distillation.__call__, steps, self.options.steps, look)
 
@@ -224,7 +224,7 @@ class Run:
             return None
         seed = self.seed + HELD_OUT_SEED
         guard = Guard(self.tokenizer, bounds, self.data, self.options, seed, divided=not self.descent.sharded)
-        losses = self.portions.losses("keep", bounds.examples, seed)
+        losses = self.micro_batches.losses("keep", bounds.examples, seed)
         base = module(guard.measure, True)
 
         def look(step: int) -> tuple[dict[str, float], bool]:

@@ -38,7 +38,7 @@ from surgery.records.recipe import Align, Calibrate, EarlyStopping, Lesson, Lora
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning import loop
 from surgery.tuning.loop import tune
-from surgery.tuning.trained import trainable, training
+from surgery.tuning.trainable import trainable, training
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, random_base, random_selective
 

@@ -21,8 +21,8 @@ from surgery.probes.scoring import complete, encode
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
 from surgery.splicing.splice import splice
-from surgery.tuning.data import IGNORE, collate, kv_pieces, letter_pieces, probe_pieces
-from surgery.tuning.sources import Reading, World
+from surgery.tuning.sequences import IGNORE, collate, kv_pieces, letter_pieces, probe_pieces
+from surgery.tuning.text_sources import Reading, World
 from surgery.world.text import document
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, random_base

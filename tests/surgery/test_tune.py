@@ -12,7 +12,7 @@ from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning import descent
 from surgery.tuning.loop import tune
 from surgery.tuning.optimizer import cosine_schedule, parameter_groups
-from surgery.tuning.trained import trainable
+from surgery.tuning.trainable import trainable
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, random_base
 

@@ -19,12 +19,12 @@ from surgery.records.recipe import Align, Bench, Calibrate, Data, EarlyStopping,
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.batches import check, loaders
 from surgery.tuning.calibrate import calibrate
-from surgery.tuning.data import IGNORE
 from surgery.tuning.distil import Distillation, Kept
-from surgery.tuning.keep import Guard, questions
+from surgery.tuning.early_stopping import Guard, questions
 from surgery.tuning.loop import tune
-from surgery.tuning.portions import Portions
-from surgery.tuning.trained import trainable, training
+from surgery.tuning.micro_batches import MicroBatches
+from surgery.tuning.sequences import IGNORE
+from surgery.tuning.trainable import trainable, training
 from surgery.world.facts import facts
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base, random_llamba, random_selective
@@ -332,7 +332,7 @@ def test_the_best_weights_within_the_bounds_are_kept(hybrid, tokenizer, monkeypa
 
         return losses
 
-    monkeypatch.setattr(Portions, "losses", held_out)
+    monkeypatch.setattr(MicroBatches, "losses", held_out)
     options = SHORT.model_copy(update={"steps": 9, "early_stopping": EarlyStopping(eval_steps=2, examples=4, windows=2)})
     log = tune(hybrid, tokenizer, options)
     assert len(log) == 4  # it ended early

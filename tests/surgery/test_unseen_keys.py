@@ -12,7 +12,7 @@ from surgery.probes import make, without_unseen
 from surgery.probes.kv import KVRetrieval
 from surgery.records.recipe import Bench, Data, Lesson, Recipe, Tune
 from surgery.tuning import batches
-from surgery.tuning.data import kv_pieces
+from surgery.tuning.sequences import kv_pieces
 from surgery.world.words import KEYS, key_words
 
 LESSONS, UNSEEN = set(key_words("lessons", 64)), set(key_words("unseen", 64))

@@ -1,5 +1,5 @@
 """The measured parts of README.md and recipes/paper/README.md, from the records that the commands wrote:
-python -m tests.fill_readme
+python -m tools.fill_pages
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
 `surgery run recipes/demo-mamba1.yaml`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`)

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.records.recipe import Data, Tune
 from surgery.tuning.batches import loaders
-from surgery.tuning.data import IGNORE
 from surgery.tuning.distil import Batch, Distillation
+from surgery.tuning.sequences import IGNORE
 
 
-class Portions:
+class MicroBatches:
     """Of one process, for one run."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, accelerator: Accelerator):
