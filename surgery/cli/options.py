@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import click
 import typer
 
+from surgery.cli.used_settings import refuse_unused
 from surgery.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,11 +25,12 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted 
 
 
 def recipe_of(path: Path | None, settings: list[str] | None, **fixed: str) -> "Recipe":
-    """Read the recipe, and ask for its kernels from here on."""
+    """Read the recipe, and ask for its kernels from here on. Raises UserError for settings that the verb does not use."""
     from surgery.kernels.dispatch import ask
     from surgery.records.recipe import read_recipe
 
     recipe = read_recipe(path, settings, **fixed)
+    refuse_unused(click.get_current_context().info_name, settings or ())
     ask(**recipe.kernels)
     return recipe
 

@@ -19,7 +19,7 @@ from surgery.records.yaml_text import parse_yaml
 
 __all__ = [
     "Align", "Bench", "Calibrate", "Data", "EarlyStopping", "Lesson", "Locate", "Lora", "PlanOptions", "ProbeChoice", "Recipe",
-    "Suite", "Text", "Tune", "changed", "read_back", "read_recipe",
+    "Suite", "Text", "Tune", "changed", "present_key", "read_back", "read_recipe",
 ]  # fmt: skip
 
 
@@ -91,19 +91,26 @@ def _apply(tree: dict[str, Any], setting: str, old: dict[str, str]) -> None:
     key, equals, value = setting.partition("=")
     if not equals:
         raise UserError(f"--set takes key=value, not '{setting}'")
-    branch, section = tree, ""
+    branch = tree
     *parents, leaf = key.strip().split(".")
-    for parent in parents:
-        name = current_key(section, parent)
+    for i, parent in enumerate(parents):
+        *_, name = present_key(".".join(parents[: i + 1])).split(".")
         if name != parent:
-            old[f"{section}.{parent}"] = name
-        section = f"{section}.{name}".lstrip(".")
+            old[".".join(parents[: i + 1])] = name
         if branch.get(name) is None:
             branch[name] = {}
         branch = branch[name]
         if not isinstance(branch, dict):
             raise UserError(f"--set {setting}: '{parent}' has no keys of its own")
-    branch.update(current({leaf: parse_yaml(value, f"--set {setting}: the value")}, section, old))
+    branch.update(current({leaf: parse_yaml(value, f"--set {setting}: the value")}, present_key(".".join(parents)), old))
+
+
+def present_key(key: str) -> str:
+    """A dotted key by its present names."""
+    names: list[str] = []
+    for part in key.strip().split("."):
+        names.append(current_key(".".join(names), part))
+    return ".".join(names)
 
 
 def changed(recipe: Recipe, **changes: Any) -> Recipe:

@@ -7,6 +7,17 @@ from pydantic import Field
 from surgery.records.sections.section import MOST, Count, Section
 
 Suite = Literal["quick", "retrieval", "language", "knowledge", "paper", "speed"]
+SUITES: dict[Suite, str] = {
+    "quick": (
+        "Key-value retrieval (bench.pairs, and bench.unseen_pairs with keys that no lesson holds), knowledge and letters, "
+        "perplexity, cost."
+    ),
+    "retrieval": "Every probe of the project over its sizes, the needle over lengths and depths.",
+    "language": "Perplexity by a sliding window.",
+    "knowledge": "The paper's six knowledge tasks.",
+    "paper": "MMLU, GSM8K, BBH, DREAM, those six, and key-value retrieval at the paper's sizes.",
+    "speed": "Prefill, decoding, memory and cache against context.",
+}
 
 
 class Bench(Section):
