@@ -32,7 +32,9 @@ def export(
     from surgery.loading.checkpoint import plan_of
 
     plan, from_patch = plan_of(hybrid), is_patch(hybrid)
-    loaded = open_checkpoint(recipe_of(recipe, settings, model=hybrid), trust_remote_code, base if from_patch else None)
+    loaded = open_checkpoint(
+        recipe_of("export", recipe, settings, model=hybrid), trust_remote_code, base if from_patch else None
+    )
     papers = papers_of(hybrid, loaded.model)
     if report is not None:
         papers |= {"report": report_on(loaded.model, plan, report), "figures": report.parent}
@@ -41,6 +43,6 @@ def export(
         there(base_name, hybrid)
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     exporting.export(
-        loaded.model, out, form=form, tokenizer=loaded.tokenizer, plan=plan, base=base_name, **papers, **options
+        loaded.model, out, format=form, tokenizer=loaded.tokenizer, plan=plan, base=base_name, **papers, **options
     )  # fmt: skip
     show(f"{form}: {out}")

@@ -13,7 +13,7 @@ def plan(ranking: Path, recipe: RecipeOption = None, out: Out = None, settings: 
     from surgery.locating.ranking import Ranking
 
     ranked = Ranking.read(ranking)
-    options = recipe_of(recipe, settings, model=ranked.provenance.base)
+    options = recipe_of("plan", recipe, settings, model=ranked.provenance.base)
     seed = options.seed if "seed" in options.model_fields_set else None  # the ranking's
     chosen = planning.plan(ranked, **options.plan.model_dump(), seed=seed)
     out = out or ranking.with_name("plan.json")

@@ -21,7 +21,7 @@ def splice(
     from surgery.splicing import splice as splicing
 
     chosen = Plan.read(plan)
-    base = open_checkpoint(in_dtype_of(chosen, recipe_of(recipe, settings, model=model)), trust_remote_code)
+    base = open_checkpoint(in_dtype_of(chosen, recipe_of("splice", recipe, settings, model=model)), trust_remote_code)
     splicing.check_base(chosen, base.fingerprint)
     hybrid = splicing.splice(base.model, chosen, open_donor(chosen, trust_remote_code))
     export(hybrid, out, tokenizer=base.tokenizer, plan=chosen, base=base.name)

@@ -26,11 +26,11 @@ USED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def refuse_unused(verb: str | None, settings: Sequence[str]) -> None:
+def refuse_unused(verb: str, settings: Sequence[str]) -> None:
     """Raise UserError for the first of `key=value` that the verb would read and pass over."""
     from surgery.records.recipe import present_key
 
-    used = USED.get(verb or "")
+    used = USED.get(verb)
     if used is None:
         return
     for setting in settings:

@@ -38,7 +38,7 @@ from surgery.records.plan import Plan
 from surgery.records.pretrain_recipe import Curriculum, Hints, PretrainRecipe
 from surgery.records.record import provenance
 from surgery.runtime.progress import Track, say
-from surgery.splicing.splice import adopt, splice, unsplice
+from surgery.splicing.splice import adopt, install, unsplice
 from surgery.statistics import proportion
 from surgery.tuning.optimizer import parameter_groups
 from surgery.tuning.sequences import IGNORE, Piece, collate, kv_pieces, letter_pieces, text_pieces
@@ -116,7 +116,7 @@ def _fresh(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTra
             if isinstance(mixer, Mamba2Mixer):  # transformers' own start is 1, 2, 3, ... by head
                 mixer.A_log.uniform_(1, 16).log_()
     if recipe.attention:
-        return splice(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
+        return install(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
     return model
 
 

@@ -25,7 +25,7 @@ from surgery.models.finite import explained, within
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import state as processes
 from surgery.runtime.progress import say
-from surgery.splicing.splice import adopt, unsplice
+from surgery.splicing.splice import adopt, stock
 from surgery.tuning.calibrate import calibrate
 from surgery.tuning.descent import Descent, Look, Prepared, fitting
 from surgery.tuning.distil import Distillation, Kept
@@ -95,7 +95,7 @@ def begun(
     if teacher is None:
         if layers is not None:
             raise UserError("tuning a model's own layers needs the unchanged base as teacher")
-        teacher = adopt(unsplice(model))
+        teacher = adopt(stock(model))
     layers = None if layers is None else list(layers)
     settings = {
         "version": VERSION,

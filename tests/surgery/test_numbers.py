@@ -83,7 +83,7 @@ def test_live_reloaded_in_shards_and_joined_have_one_digest(tmp_path, place):
         for form in forms:
             options = {"max_shard_size": "80KB"} if form == "hf" else {}
             out = tmp_path / f"{plan.kind}-{form}"
-            export(hybrid, out, form=form, tokenizer=TOKENIZER, plan=plan, base=str(tmp_path / "base"), **options)
+            export(hybrid, out, format=form, tokenizer=TOKENIZER, plan=plan, base=str(tmp_path / "base"), **options)
             assert Exported.read(out / RECORD, unsealed="refuse").digest == live
             loaded = package.load(out)
             assert model_digest(loaded.model) == live, form
