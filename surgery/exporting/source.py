@@ -12,7 +12,7 @@ from surgery.loading.checkpoint import plan_of
 from surgery.loading.digests import dtypes, model_digest
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
-from surgery.records.recipe import read_recipe
+from surgery.records.recipe import read_back
 from surgery.runtime.progress import say
 from surgery.splicing.patch import RECORD as PATCH
 from surgery.splicing.patch import Patch
@@ -66,7 +66,7 @@ def papers_of(name: str, model: PreTrainedModel) -> dict[str, Any]:
         say(f"recipe and report stay behind: {error}")
         return {}
     if (folder / "recipe.yaml").exists():
-        found["recipe"] = read_recipe(folder / "recipe.yaml")
+        found["recipe"] = read_back(folder / "recipe.yaml")
     if (folder / "report.json").exists():
         report = Report.read(folder / "report.json", unsealed="refuse")
         try:

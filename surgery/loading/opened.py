@@ -28,9 +28,7 @@ def model_of(base: Any, verb: str) -> PreTrainedModel:
     if isinstance(base, PreTrainedModel):
         return base
     if isinstance(base, str | Path):
-        raise UserError(
-            f"surgery.{verb} takes a model, not its name; load it first: surgery.{verb}(surgery.load({str(base)!r}))"
-        )
+        raise UserError(f"surgery.{verb} takes a model, not its name; load it first: base = surgery.load({str(base)!r})")
     raise UserError(f"surgery.{verb} takes a model as surgery.load returns it, not {_a(base)}")
 
 
@@ -41,10 +39,8 @@ def tokenizer_of(base: Any, tokenizer: Any, verb: str) -> PreTrainedTokenizerBas
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         return tokenizer
     if tokenizer is None:
-        raise UserError(
-            f"surgery.{verb} needs the tokenizer, too: surgery.{verb}(model, tokenizer), or the whole of surgery.load"
-        )
-    raise UserError(f"surgery.{verb}: the tokenizer is {_a(tokenizer)}; it takes a tokenizer as surgery.load(...).tokenizer is")
+        raise UserError(f"surgery.{verb} needs a tokenizer beside the model, or a whole Checkpoint, as surgery.load returns it")
+    raise UserError(f"surgery.{verb} takes a tokenizer as surgery.load(...).tokenizer is, not {_a(tokenizer)}")
 
 
 def plan_for(plan: Any, verb: str) -> Plan:
@@ -54,10 +50,10 @@ def plan_for(plan: Any, verb: str) -> Plan:
     from surgery.locating.ranking import Ranking  # it lies above this module
 
     if isinstance(plan, Ranking):
-        raise UserError(f"surgery.{verb}: a plan is wanted here, not a ranking; make one: surgery.plan(ranking)")
+        raise UserError(f"surgery.{verb} takes a plan, not a ranking; make one: surgery.plan(ranking)")
     if isinstance(plan, str | Path):
         raise UserError(f"surgery.{verb} takes a plan, not its name; read it first: surgery.Plan.read({str(plan)!r})")
-    raise UserError(f"surgery.{verb}: a plan is wanted here, as surgery.plan returns it, not {_a(plan)}")
+    raise UserError(f"surgery.{verb} takes a plan, as surgery.plan returns it, not {_a(plan)}")
 
 
 def _a(value: Any) -> str:

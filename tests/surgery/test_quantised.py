@@ -186,7 +186,7 @@ def test_tuned_and_exported(folders, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not quantised, and the hybrid's base is"):
         export(hybrid, tmp_path / "x", format="patch", tokenizer=base.tokenizer, plan=plan, base=str(folders / "mamba2"))
     with pytest.raises(UserError, match=r"in_proj, which is quantised.*leave out tune\.lora"):
-        matches(hybrid, Lora(targets=("in_proj",)))
+        matches(hybrid, Lora(target_modules=("in_proj",)))
     assert not (tmp_path / "x").exists()
 
 
