@@ -23,7 +23,7 @@ from surgery.locating.locate import locate
 from surgery.locating.planning import plan
 from surgery.locating.ranking import Ranking
 from surgery.records.plan import Plan
-from surgery.records.recipe import Recipe, read_recipe
+from surgery.records.recipe import Recipe, Tune, read_recipe
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice, unsplice
 from surgery.tuning.loop import tune
@@ -37,6 +37,7 @@ __all__ = [
     "Recipe",
     "Report",
     "Site",
+    "Tune",
     "UserError",
     "adopt",
     "bench",

@@ -1,7 +1,7 @@
 """Standard tasks, run by lm-evaluation-harness in this process on the live model.
 
 A task is looked for in a folder of the user's (`bench.tasks_path`: YAML files, whose `data_files` may be local), then among
-ours (`surgery/bench/tasks`), then among the harness's own. A data set is looked for in another folder of the user's
+ours (`surgery/evaluation/tasks`), then among the harness's own. A data set is looked for in another folder of the user's
 (`bench.data_path`) under its Hub id, `cais/mmlu/`: a repository as it is on the Hub, or other files with a README.md that says,
 as there, which configuration and split each one is; then on the Hub or in its cache. The numbers are those of `lm_eval --model
 hf` on the exported folder.

@@ -146,7 +146,7 @@ class _Recorder:
             family, mixer = model.config.model_type, type(self.mixer.module).__name__
             raise UserError(
                 f"cannot ablate heads of a {family} model: what its {mixer} returns is not what its output projection returns; "
-                "see surgery/anatomy.py"
+                "see surgery/models/anatomy.py"
             )
         columns = self.projected[0][0]
         project: Callable[[Tensor], Tensor] = self.mixer.out

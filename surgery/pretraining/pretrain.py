@@ -349,7 +349,7 @@ def _origin(recipe: PretrainRecipe) -> str:
     if recipe.hints is not None:
         return (
             f"trained from scratch, with hints in the first steps that head {recipe.hints.gather} should gather and head "
-            f"{recipe.hints.aggregate} aggregate (`surgery/tune/hints.py`), on"
+            f"{recipe.hints.aggregate} aggregate (`surgery/pretraining/hints.py`), on"
         )
     if recipe.teacher is None:
         return "trained from scratch on"

@@ -193,7 +193,7 @@ Suite = Literal["quick", "retrieval", "language", "knowledge", "paper", "speed"]
 
 
 class Bench(Record):
-    """suites: what is measured (surgery/bench/suites.py says what each one holds); tasks: more tasks of lm-evaluation-harness,
+    """suites: what is measured (see surgery/evaluation/suites.py); tasks: more tasks of lm-evaluation-harness,
     tasks_path: a folder of its YAML files, which come first; data_path: a folder of data sets by their Hub ids (owner/name/),
     which come before the Hub; task_examples: of each such task, all where it is not said.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r'(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.M | re.S)
-NOT_RUN = re.compile(r"<!-- not run\b")
+NOT_RUN = re.compile(r"^<!-- not run\b", re.M)
 
 
 @dataclass(frozen=True)
