@@ -16,6 +16,7 @@ from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.tables import cell_rows, describe
 from surgery.evaluation import markdown
 from surgery.evaluation.report import ModelReport, Report
+from surgery.records.renamed import current
 from surgery.studies import Findings, studies
 from tools import reference_parts
 
@@ -154,7 +155,7 @@ def seeds() -> str:
         made, rows = found.provenance, "\n".join(f"- {line}" for line in found.summary.splitlines())
         recipe = made.recipe or {}
         last = recipe["seed"] + len({row.what.rpartition(" ")[2] for row in found.rows}) - 1
-        parts.append(f"""`{made.base}`, seeds {recipe["seed"]} to {last}, {recipe["bench"]["examples"]} examples a cell, \
+        parts.append(f"""`{made.base}`, seeds {recipe["seed"]} to {last}, {current(recipe)["bench"]["limit"]} examples a cell, \
 {made.threads} thread, version {made.toolkit}:
 
 {rows}""")

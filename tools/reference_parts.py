@@ -28,7 +28,7 @@ def _verb(command: Any) -> str:
     )
     rows = [[_parameter(parameter), cell(getattr(parameter, "help", None) or "")] for parameter in shown]
     table = "\n\n" + markdown.table(["", "meaning"], rows) if rows else ""
-    return f"## {command.name}\n\n    {usage}{' [OPTIONS]' if len(rows) else ''}\n\n{prose(command.help or '')}{table}"
+    return f"## {command.name}\n\n    {usage}{' [OPTIONS]' if rows else ''}\n\n{prose(command.help or '')}{table}"
 
 
 def _metavar(argument: Any) -> str:

@@ -7,6 +7,7 @@ from surgery.studies import Findings
 from tests.conftest import ROOT
 from tools import fill_pages
 
+
 @pytest.mark.parametrize("page", fill_pages.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_filled_parts_are_up_to_date(page):
     assert fill_pages.filled(page) == page.read_text(), "run: python -m tools.fill_pages"
