@@ -28,7 +28,13 @@ SMALLER = {
     "locate": {"locate.examples": "16", "locate.exact": "false"},
     "prune": {"locate.examples": "8"},
     "tune": {"tune.steps": "2"},
-    "bench": {"bench.limit": "20", "bench.pairs": "[4,64]", "bench.contexts": "[64]", "bench.batches": "[1]", "bench.windows": "8"},
+    "bench": {
+        "bench.limit": "20",
+        "bench.pairs": "[4,64]",
+        "bench.contexts": "[64]",
+        "bench.batches": "[1]",
+        "bench.windows": "8",
+    },
 }
 SLOW = {"docs/quicktour.md"}  # runs as large as it stands, because it says what comes out
 LANGUAGES = {"bash", "python", "yaml", "json", "toml", "text"}
