@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from surgery.doctor import locating_benchmark as locating
 from surgery.doctor import shapes
 from surgery.doctor import tuning_benchmark as tuning
-from surgery.doctor.timing import Runs, milliseconds, peak_bytes
+from surgery.doctor.groups import GROUPS
 from surgery.errors import UserError
 from surgery.kernels.attention import GRAFT_ATTENTION
 from surgery.kernels.conv import CAUSAL_CONV
@@ -28,6 +28,7 @@ from surgery.kernels.ssd import SSD_SCAN, SSD_STEP
 from surgery.records.plan import Plan
 from surgery.records.record import KERNEL_PACKAGES, PACKAGES, Environment, Record, environment
 from surgery.runtime.progress import Track
+from surgery.runtime.timing import Runs, milliseconds, peak_bytes
 from surgery.splicing.splice import adopt, splice
 
 
@@ -85,9 +86,6 @@ class Benchmark(Record):
         return self.model_copy(
             update={"environment": other.environment} | {group: cells for group in GROUPS if (cells := getattr(other, group))}
         )
-
-
-GROUPS = tuple(name for name in Benchmark.model_fields if name != "environment")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.doctor.timing import peak_bytes
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import gather
+from surgery.runtime.timing import peak_bytes
 from surgery.tuning.batches import BUFFER, loaders, padding_share
 from surgery.tuning.loop import Run, begun
 
@@ -77,7 +77,8 @@ def rehearse(
     """Take a few steps of `distil` and put everything back. Nothing is written. Each of several processes measures itself.
     Arguments as for tune. Raises UserError for whatever tune would refuse."""
     data, steps = data or Data(), options.steps
-    short: dict[str, Any] = {"steps": STEPS, "align": None, "calibrate": None, "keep": None, "repeat": None, "trackers": ()}
+    short: dict[str, Any] = {"steps": STEPS, "report_to": ()}
+    short |= dict.fromkeys(("align", "calibrate", "early_stopping", "repeat"))
     whole = options.model_copy(update={"curriculum": 0.0, **short})
     with begun(model, tokenizer, whole, data=data, seed=seed, teacher=teacher) as run:
         start = run.checkpoints.tensors()

@@ -1,7 +1,8 @@
 """Tables of the doctor's results, for the terminal and the documentation."""
 
-from surgery.doctor.benchmark import GROUPS, Benchmark
+from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.diagnosis import Diagnosis
+from surgery.doctor.groups import GROUPS
 from surgery.records.record import Environment
 
 Table = tuple[list[str], list[list[str]]]

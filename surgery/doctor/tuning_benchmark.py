@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from surgery.doctor import shapes
-from surgery.doctor.timing import Runs
 from surgery.records.plan import Plan
+from surgery.runtime.timing import Runs
 from surgery.splicing.splice import adopt, splice
 from surgery.tuning.distil import Distillation
 from surgery.tuning.sequences import IGNORE, collate, kv_pieces

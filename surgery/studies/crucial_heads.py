@@ -26,7 +26,7 @@ class CrucialHeads(OfHeads):
     def measure(self, subjects: Subjects) -> Measurements:
         gather, aggregate = self.heads(subjects).values()
         minimal, whole = subjects.minimal_model(self.minimal, (*gather, *aggregate))
-        kept = keep_only(subjects.subject, gather, aggregate, minimal)
+        kept = keep_only(subjects.pruner, gather, aggregate, minimal)
         return Measurements(
             about={"gather": list(map(str, gather)), "aggregate": list(map(str, aggregate)), "minimal": minimal},
             summary=(

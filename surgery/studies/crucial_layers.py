@@ -21,7 +21,7 @@ class CrucialLayers(Study):
 
     def measure(self, subjects: Subjects) -> Measurements:
         minimal, whole = subjects.minimal_model(self.minimal)
-        cuts = leave_one_out(subjects.subject, minimal)
+        cuts = leave_one_out(subjects.pruner, minimal)
         worst = sorted(cuts, key=lambda cut: cut.retrieval.accuracy.accuracy)[:2]
         named = "; ".join(f"without L{cut.dropped[0]} {change(whole, cut)}" for cut in worst)
         return Measurements(

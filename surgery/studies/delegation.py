@@ -16,10 +16,10 @@ class Delegation(Study):
     )
 
     def measure(self, subjects: Subjects) -> Measurements:
-        outcomes = last_rows(subjects.subject)
+        outcomes = last_rows(subjects.pruner)
         if not outcomes:
             raise UserError("delegation needs a hybrid; the model has mixers of one kind")
-        whole = subjects.subject.base
+        whole = subjects.pruner.base
         return Measurements(
             about={"layers": subjects.subject.anatomy.kinds()},
             summary="; ".join(f"{outcome.what}: {change(whole, outcome)}" for outcome in outcomes.values()) + ".",

@@ -29,7 +29,7 @@ class KVSweep(OfHeads):
         groups = {f"without {', '.join(map(str, sites))} ({role})": sites for role, sites in heads.items() if sites}
         options = subjects.recipe.locate
         curves = kv_sweep(
-            subjects.model, subjects.tokenizer, self.pairs, groups, layers=self.layers, controls=self.controls,
+            subjects.subject, self.pairs, groups, layers=self.layers, controls=self.controls,
             examples=options.examples, batch_size=options.batch_size, seed=subjects.recipe.seed,
         )  # fmt: skip
         size = self.pairs[len(self.pairs) // 2]

@@ -16,14 +16,14 @@ class MinimalModel(Study):
     )
 
     def measure(self, subjects: Subjects) -> Measurements:
-        subject = subjects.subject
-        cuts = shorten(subject)
-        layers, minimal = len(subject.anatomy.blocks), minimal_model(subject, cuts)
-        *_, before, last = subject.base, *cuts
+        pruner = subjects.pruner
+        cuts = shorten(pruner)
+        layers, minimal = len(subjects.subject.anatomy.blocks), minimal_model(pruner, cuts)
+        *_, before, last = pruner.base, *cuts
         return Measurements(
             about={"layers": layers, "minimal": minimal},
             summary=f"The minimal model has {minimal} of {layers} layers. One layer less: {change(before, last)}.",
-            rows=rows([subject.base, *cuts]),
+            rows=rows([pruner.base, *cuts]),
         )
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:

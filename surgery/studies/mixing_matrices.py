@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from surgery.errors import UserError
+from surgery.locating.subject import Subject
 from surgery.studies.figures import draw_matrices
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects, leading
 
@@ -24,16 +25,17 @@ class MixingMatrices(Study):
         assert subjects.other is not None
         rows = []
         about: dict[str, list[str]] = {}
-        for checkpoint, ranking in ((subjects.checkpoint, subjects.ranking), (subjects.other, subjects.rank(subjects.other))):
+        other = Subject.of(subjects.other)
+        for subject, ranking in ((subjects.subject, subjects.ranking), (other, subjects.rank(other))):
             chosen = [*leading(ranking, "gather"), *leading(ranking, "aggregate")]
             if not chosen:
-                raise UserError(f"{checkpoint.name}: locate gave no head a role whose mixing matrix can be had")
-            about[checkpoint.name] = [str(score.site) for score in chosen]
+                raise UserError(f"{subject.name}: locate gave no head a role whose mixing matrix can be had")
+            about[subject.name] = [str(score.site) for score in chosen]
             for score in chosen:
                 figures = {"answer's share of the query's weight on pairs": score.answer_mass, "pair's share": score.pair_mass}
                 rows.append(
                     Row(
-                        what=f"{Path(checkpoint.name).name} {score.site} ({score.role})",
+                        what=f"{Path(subject.name).name} {score.site} ({score.role})",
                         figures={name: figure for name, figure in figures.items() if figure is not None},
                     )
                 )

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import ClassVar
 
+from surgery.locating.donor_sweep import replacement_sweep
 from surgery.locating.ranking import Ranking
-from surgery.locating.replacement import replacement_sweep
 from surgery.studies.figures import draw_bars
 from surgery.studies.study import Findings, Measurements, Study, Subjects, change, rows
 
@@ -25,8 +25,8 @@ class Replacement(Study):
     def measure(self, subjects: Subjects) -> Measurements:
         assert subjects.other is not None
         named = leading_layers(subjects.ranking)  # before the sweep
-        outcomes = replacement_sweep(subjects.subject, subjects.other.model, mlp=self.mlp)
-        whole = subjects.subject.base
+        outcomes = replacement_sweep(subjects.pruner, subjects.other.model, mlp=self.mlp)
+        whole = subjects.pruner.base
         by = ", ".join(f"L{layer} by {measure}" for measure, layer in named.items())
         best = min(outcomes, key=lambda outcome: outcome.retrieval.drop.value)
         return Measurements(

@@ -133,7 +133,7 @@ def _run_seed(
             on_main(partial(write_text, timings, json.dumps(seconds)))
     reports = bench(
         models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells",
-        part=None if all(way.tune.keep is None for way in recipes.values()) else "bench",
+        part=None if all(way.tune.early_stopping is None for way in recipes.values()) else "bench",
     )  # fmt: skip
     return chosen, reports, seconds
 

@@ -6,21 +6,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.loading.checkpoint import Checkpoint
 from surgery.loading.digests import Conditions
-from surgery.locating.locate import locate
-from surgery.locating.prune import Outcome, Subject, minimal_model, shorten
-from surgery.locating.questions import choice_probe
+from surgery.locating.locate import rank
+from surgery.locating.prune import Outcome, Pruner, minimal_model, shorten
 from surgery.locating.ranking import Ranking, Role, Score
+from surgery.locating.subject import Subject
 from surgery.probes.knowledge import Knowledge
-from surgery.probes.question import Probe
 from surgery.records.recipe import Recipe
 from surgery.records.record import Provenance, Record, Sealed
 from surgery.records.site import Site, SiteText
-from surgery.splicing.splice import adopt
 from surgery.statistics import Estimate, Proportion
 
 
@@ -84,45 +81,30 @@ class Subjects:
     ):
         self.recipe, self.checkpoint, self.other = recipe, checkpoint, other
         self.out, self.resume = out, resume
-        self.model: PreTrainedModel = adopt(checkpoint.model).eval()
-        self.tokenizer: PreTrainedTokenizerBase = checkpoint.tokenizer
-
-    @property
-    def retrieval(self) -> Probe:
-        return choice_probe(self.tokenizer, self.recipe.locate.probe, self.recipe.locate.options)
-
-    @property
-    def knowledge(self) -> Probe:
-        return Knowledge(self.recipe.data.facts)
+        self.subject = Subject.of(checkpoint, known_fingerprint=checkpoint.fingerprint)
 
     @cached_property
-    def subject(self) -> Subject:
-        """The model with the questions of both probes."""
-        options = self.recipe.locate
-        return Subject(
-            self.model, self.tokenizer, self.retrieval, self.knowledge, examples=options.examples,
-            batch_size=options.batch_size, seed=self.recipe.seed,
-        )  # fmt: skip
+    def pruner(self) -> Pruner:
+        """Cuts the recipe's model."""
+        return Pruner(self.subject, self.recipe.locate, Knowledge(self.recipe.data.facts), self.recipe.seed)
 
     @cached_property
     def ranking(self) -> Ranking:
         """The ranking of the model's heads."""
-        return self.rank(self.checkpoint)
+        return self.rank(self.subject)
 
-    def rank(self, checkpoint: Checkpoint) -> Ranking:
-        return locate(
-            checkpoint.model, checkpoint.tokenizer, **self.recipe.locate.model_dump(), seed=self.recipe.seed,
-            name=checkpoint.name, recipe=self.recipe.model_dump(mode="json"),
-        )  # fmt: skip
+    def rank(self, subject: Subject) -> Ranking:
+        """Of another model's heads."""
+        return rank(subject, self.recipe.locate, seed=self.recipe.seed, recipe=self.recipe.model_dump(mode="json"))
 
     def minimal_model(self, layers: int | None, holding: Collection[Site] = ()) -> tuple[int, Outcome]:
         """The minimal model: its number of layers, and its accuracy on both probes.
 
         layers: how many; None for as many as retrieval needs. holding: heads that have to be in it, however few that were."""
-        subject = self.subject
-        layers = layers or minimal_model(subject, shorten(subject))
+        pruner = self.pruner
+        layers = layers or minimal_model(pruner, shorten(pruner))
         layers = max(layers, *(site.layer + 1 for site in holding), 1)
-        return layers, subject.cut("minimal model", dropped=range(layers, len(subject.anatomy.blocks)))
+        return layers, pruner.cut("minimal model", dropped=range(layers, len(self.subject.anatomy.blocks)))
 
 
 class OfHeads(Study):

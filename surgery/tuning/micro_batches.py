@@ -35,9 +35,9 @@ class MicroBatches:
         return self._batches(self.options.model_copy(update={"steps": count, "curriculum": 0.0}), seed, 0)
 
     def parts(self, key: Any, batch: Batch) -> list[tuple]:
-        """A batch as arguments of Distillation.forward, in `accumulate` parts."""
+        """A batch as arguments of Distillation.forward, in `gradient_accumulation_steps` parts."""
         (ids, targets), text = batch
-        n = self.options.accumulate
+        n = self.options.gradient_accumulation_steps
         counted = [(targets != IGNORE).sum().item(), 1 if text is None else text[1].sum().item()]
         counts = tuple(self.accelerator.reduce(torch.tensor(counted, device=ids.device, dtype=torch.float), "mean").tolist())
         lessons = zip(ids.tensor_split(n), targets.tensor_split(n), strict=True)

@@ -11,11 +11,11 @@ from surgery.doctor import shapes
 from surgery.doctor.benchmark import GROUPS, Benchmark, benchmark, cases, kernel_case, measure
 from surgery.doctor.diagnosis import Diagnosis, diagnose
 from surgery.doctor.shapes import ssd_inputs
-from surgery.doctor.timing import milliseconds, peak_bytes
 from surgery.errors import UserError
 from surgery.kernels.dispatch import OPERATIONS, Operation
 from surgery.kernels.ssd import SSD_SCAN
 from surgery.records.record import environment
+from surgery.runtime.timing import milliseconds, peak_bytes
 
 CPU = torch.device("cpu")
 

@@ -325,7 +325,7 @@ def test_bench_decides_as_the_harness_s_command_does(name, tmp_path, monkeypatch
         "hf", f"pretrained={tmp_path / 'hybrid'}", ["surgery_kv_4", "surgery_mqar_8", "surgery_phonebook_8"], batch_size=8,
         device="cpu", bootstrap_iters=0, limit=10, task_manager=TaskManager(include_path=harness.TASKS, include_defaults=False),
     )["samples"]  # fmt: skip
-    options = Bench(suites=("retrieval",), pairs=(4, 8), examples=10, contexts=())
+    options = Bench(suites=("retrieval",), pairs=(4, 8), limit=10, contexts=())
     ours = {task.name: task for task in suites.tasks(options, tokenizer, Data(), 0)}
     for task in ("kv.4", "mqar.8", "phonebook.8"):
         theirs = said[f"surgery_{task.replace('.', '_')}"]

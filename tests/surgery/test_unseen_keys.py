@@ -66,7 +66,7 @@ def test_locate_asks_for_keys_of_lessons_unless_told_otherwise(tokenizer):
 
 
 def test_bench_asks_for_both(tokenizer):
-    options = Bench(pairs=(4, 8), examples=20)
+    options = Bench(pairs=(4, 8), limit=20)
     todo = {task.name for task in suites.tasks(options, tokenizer, Data(), 0)}
     assert {"kv.4", "kv.8", "kv_unseen.8"} <= todo
     assert "kv_unseen.4" not in todo
