@@ -1,7 +1,5 @@
 """What the verbs print on standard output: lines and tables. Of several processes, only the main one prints."""
 
-import sys
-
 from surgery.runtime.processes import is_main
 
 
@@ -14,13 +12,8 @@ def show(text: str) -> None:
 
 
 def table(header: list[str], body: list[list[str]]) -> None:
-    """Print a table."""
-    if not is_main():
-        return
-    from rich.console import Console
-    from rich.table import Table
+    """Print a table, in parts where it is wider than the terminal."""
+    if is_main():
+        from surgery.runtime.tables import print_table
 
-    grid = Table(*header)
-    for row in body:
-        grid.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 160).print(grid)
+        print_table(header, body)

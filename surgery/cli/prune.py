@@ -23,7 +23,7 @@ def prune(
     """Find the minimal model that still retrieves, and what each of its layers is worth: pruning.json in --out."""
     from surgery.jobs.prune_model import PRUNING, prune_model
 
-    options = recipe_of(recipe, settings, model=model)
+    options = recipe_of("prune", recipe, settings, model=model)
     out = out or Path("runs") / f"prune-{Path(model).name}"
     pruning = prune_model(options, ranking, out, overwrite=overwrite, trust_remote_code=trust_remote_code)
     cuts = [pruning.base, *pruning.shortened, *pruning.left_out, *pruning.kept.values(), *pruning.last_row.values()]

@@ -21,7 +21,7 @@ def tune(
     divide every batch, and with FSDP (version 2) also the model."""
     from surgery.jobs.tune_hybrid import tune_hybrid
 
-    options = recipe_of(recipe, settings, model=hybrid)
+    options = recipe_of("tune", recipe, settings, model=hybrid)
     log = tune_hybrid(
         options, out, base=base, dry_run=dry_run, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code
     )

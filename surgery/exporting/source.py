@@ -16,6 +16,7 @@ from surgery.records.recipe import read_back
 from surgery.runtime.progress import say
 from surgery.splicing.patch import RECORD as PATCH
 from surgery.splicing.patch import Patch
+from surgery.splicing.remembered import read_surgery
 
 
 def is_patch(name: str) -> bool:
@@ -29,8 +30,7 @@ def base_of(name: str) -> str:
         return Patch.read(folder / PATCH).base.place(folder)
     if (folder / RECORD).exists():
         return Exported.read(folder / RECORD, unsealed="take").base.place(folder)
-    made = plan_of(folder).provenance
-    return name if made is None else made.base
+    return read_surgery(folder).base or name
 
 
 def there(base: str, hybrid: str) -> str:

@@ -246,11 +246,13 @@ class LlambaModel(HybridBackbone, LlambaPreTrainedModel):
     def __init__(self, config: LlambaConfig):
         PreTrainedModel.__init__(self, config)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        blocks = [LlambaBlock(config, make_mixer(config, i, LlambaMixer)) for i in range(config.num_hidden_layers)]
-        self.layers = nn.ModuleList(blocks)
+        self.layers = nn.ModuleList(self.make_block(config, i) for i in range(config.num_hidden_layers))
         self.gradient_checkpointing = False
         self.final_layernorm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.post_init()
+
+    def make_block(self, config: LlambaConfig, index: int) -> nn.Module:
+        return LlambaBlock(config, make_mixer(config, index, LlambaMixer))
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding

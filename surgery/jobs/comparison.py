@@ -4,8 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from surgery.errors import UserError
 from surgery.evaluation.bench import Entry, bench
 from surgery.evaluation.head_matrices import mixing
@@ -23,6 +21,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, read_text
 from surgery.records.renamed import current
+from surgery.records.yaml_text import parse_yaml
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
 from surgery.splicing.splice import adopt
@@ -86,9 +85,6 @@ def _finished(out: Path, settings: dict[str, Any], now: dict[str, Conditions]) -
 def _early_stopping_of(folder: str) -> Any:
     """What tune.early_stopping was when the hybrid in a folder was tuned, by its recipe; None where it was not set."""
     written = Path(folder) / RECIPE
-    try:
-        recipe = yaml.safe_load(read_text(written, "the recipe")) if written.exists() else None
-    except yaml.YAMLError as error:
-        raise UserError(f"{written} is not YAML: {' '.join(str(error).split())}") from error
+    recipe = parse_yaml(read_text(written, "the recipe"), str(written)) if written.exists() else None
     tuning = current(recipe).get("tune") if isinstance(recipe, dict) else None
     return tuning.get("early_stopping") if isinstance(tuning, dict) else None

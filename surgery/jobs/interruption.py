@@ -13,7 +13,7 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RESUMABLE = ("run", "locate", "tune", "bench")  # verbs with --resume
 
-_begun = False  # whether a verb has made its output folder ready since the process began to listen
+_begun = threading.Event()  # set when a verb has made its output folder ready, since the process listens
 
 
 class Interrupted(BaseException):
@@ -28,8 +28,7 @@ class Interrupted(BaseException):
 @contextmanager
 def listening() -> Iterator[None]:
     """Meanwhile the first of SIGNALS raises Interrupted in the main thread; a second one ends the process at once."""
-    global _begun
-    _begun = False
+    _begun.clear()
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -49,8 +48,7 @@ def listening() -> Iterator[None]:
 
 def note_beginning() -> None:
     """From here on, what is there to go on with is this run's."""
-    global _begun
-    _begun = True
+    _begun.set()
 
 
 def continuation(argv: list[str], *, begun: bool | None = None, launched: bool = False) -> str:
@@ -62,10 +60,10 @@ def continuation(argv: list[str], *, begun: bool | None = None, launched: bool =
     elif Path(program).name == "__main__.py":
         command = "python -m surgery"
     else:
-        on_path = shutil.which("surgery")
-        command = "surgery" if on_path and os.path.samefile(on_path, program) else shlex.quote(program)
+        found = os.path.realpath(shutil.which("surgery") or "surgery") == os.path.realpath(program)
+        command = "surgery" if found else shlex.quote(program)
     verb = next((argument for argument in arguments if not argument.startswith("-")), "")
-    if verb in RESUMABLE and (_begun if begun is None else begun):
+    if verb in RESUMABLE and (_begun.is_set() if begun is None else begun):
         arguments = [argument for argument in arguments if argument not in ("--overwrite", "--resume")]
         arguments.append("--resume")
     return " ".join([command, *map(shlex.quote, arguments)])

@@ -8,6 +8,7 @@ import yaml
 
 from surgery.errors import UserError
 from surgery.exporting.folder import RECORD as EXPORT
+from surgery.jobs.interruption import note_beginning
 from surgery.records.recipe import Recipe, read_back
 from surgery.records.record import Record, toolkit, write_text
 
@@ -58,6 +59,7 @@ def begin(
     earlier = _earlier(out / RECIPE) if resume else None
     if overwrite:
         clear(out)
+    note_beginning()
     Run(toolkit=toolkit(), verb=verb).write(out / RUN)
     write_text(out / RECIPE, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
     return earlier

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.records.plan import Plan
 
 
 @dataclass
@@ -40,6 +41,19 @@ def tokenizer_of(base: Any, tokenizer: Any, verb: str) -> PreTrainedTokenizerBas
     if tokenizer is None:
         raise UserError(f"surgery.{verb} needs a tokenizer beside the model, or a whole Checkpoint, as surgery.load returns it")
     raise UserError(f"surgery.{verb} takes a tokenizer as surgery.load(...).tokenizer is, not {_a(tokenizer)}")
+
+
+def plan_for(plan: Any, verb: str) -> Plan:
+    """The plan that a verb was given. Raises UserError, in one line that says what to do, for anything else."""
+    if isinstance(plan, Plan):
+        return plan
+    from surgery.locating.ranking import Ranking  # it lies above this module
+
+    if isinstance(plan, Ranking):
+        raise UserError(f"surgery.{verb} takes a plan, not a ranking; make one: surgery.plan(ranking)")
+    if isinstance(plan, str | Path):
+        raise UserError(f"surgery.{verb} takes a plan, not its name; read it first: surgery.Plan.read({str(plan)!r})")
+    raise UserError(f"surgery.{verb} takes a plan, as surgery.plan returns it, not {_a(plan)}")
 
 
 def _a(value: Any) -> str:

@@ -12,7 +12,7 @@ from surgery.locating.prune import Outcome, Pruner
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.runtime.progress import Track
-from surgery.splicing.splice import splice
+from surgery.splicing.splice import install
 
 
 def replacement_sweep(
@@ -26,7 +26,7 @@ def replacement_sweep(
     outcomes = []
     for layer in Track(chosen, "replacing layers"):
         plan = Plan(kind="layer", sites=(Site(layer),), donor="the donor", mlp=mlp)
-        hybrid = splice(subject.model, plan, donor).eval()
+        hybrid = install(subject.model, plan, donor).eval()
         measured, what = pruner.ask(hybrid), f"layer {layer} from the donor"
         retrieval, knowledge = measured["retrieval"], measured["knowledge"]
         outcomes.append(Outcome(what=what, replaced=(layer,), retrieval=retrieval, knowledge=knowledge))

@@ -15,7 +15,7 @@ from surgery.locating.subject import Subject
 from surgery.models.anatomy import Anatomy, anatomy
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
-from surgery.splicing.splice import splice
+from surgery.splicing.splice import install
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def fully_gated(subject: Subject, starts: dict[str, Start] | None = None) -> Sub
     """
     layers = subject.anatomy.layers()
     everywhere = tuple(Site(layer, tuple(range(subject.anatomy.heads(layer)))) for layer in layers)
-    gated = splice(subject.model, Plan(sites=everywhere, starts=starts or {}, shared=True, blend=0.0)).eval()
+    gated = install(subject.model, Plan(sites=everywhere, starts=starts or {}, shared=True, blend=0.0)).eval()
     return replace(subject, model=gated, anatomy=anatomy(gated))
 
 

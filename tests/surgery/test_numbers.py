@@ -83,7 +83,7 @@ def test_live_reloaded_in_shards_and_joined_have_one_digest(tmp_path, place):
         for form in forms:
             options = {"max_shard_size": "80KB"} if form == "hf" else {}
             out = tmp_path / f"{plan.kind}-{form}"
-            export(hybrid, out, form=form, tokenizer=TOKENIZER, plan=plan, base=str(tmp_path / "base"), **options)
+            export(hybrid, out, format=form, tokenizer=TOKENIZER, plan=plan, base=str(tmp_path / "base"), **options)
             assert Exported.read(out / RECORD, unsealed="refuse").digest == live
             loaded = package.load(out)
             assert model_digest(loaded.model) == live, form
@@ -264,11 +264,11 @@ def test_without_resume_nothing_that_was_kept_is_met(place, tmp_path, monkeypatc
     """What a damaged part's complaint advises."""
     recipe, base, met = Recipe(model=str(place / "base")), package.load(place / "base"), []
 
-    def locate(*_, kept, **__):
+    def rank(*_, kept, **__):
         met.append(kept.exists())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(locating_stage, "locate", locate)
+    monkeypatch.setattr(locating_stage, "rank", rank)
     for resume in (True, False):
         (tmp_path / "locate").mkdir(exist_ok=True)
         with pytest.raises(KeyboardInterrupt):

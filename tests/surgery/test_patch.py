@@ -51,7 +51,7 @@ def place(tmp_path_factory, tokenizer):
     (place / "base" / "README.md").write_text("---\nlicense: other\nlicense_name: toy\n---\n# base\n")
     hybrid = tuned(splice(base, HEADS))
     for form in ("hf", "patch"):
-        package.export(hybrid, place / form, form=form, tokenizer=tokenizer, plan=HEADS, base=str(place / "base"))
+        package.export(hybrid, place / form, format=form, tokenizer=tokenizer, plan=HEADS, base=str(place / "base"))
     return place
 
 
