@@ -46,6 +46,9 @@ def located(
 
     if (ranking := on_main(earlier_ranking)) is not None:
         return ranking
+    options, shape = recipe.locate, subject.anatomy
+    heads = f"{len(shape.sites()):,} heads in {len(shape.layers())} layers"
+    say(f"locating: {options.examples} questions of {described(options.probe, options.options)}, {heads}")
     ranking = rank(subject, recipe.locate, seed=recipe.seed, recipe=settings, kept=kept)
 
     def write() -> None:
@@ -90,6 +93,4 @@ def locate_model(
     earlier = on_main(partial(begin, out, "locate", recipe, resume=resume, overwrite=overwrite))
     if earlier and (change := first_change(earlier, recipe, ("locate",))) is not None:
         say(str(change))
-    options = recipe.locate
-    say(f"locating: {options.examples} questions of {described(options.probe, options.options)}")
     return located(recipe, base, out, resume=resume), base

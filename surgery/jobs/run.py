@@ -89,19 +89,19 @@ class _Job:
         self.training: dict[str, dict[str, float]] = {}
 
     @contextmanager
-    def stage(self, name: str, announcement: str) -> Iterator[None]:
-        """Say what a stage will do, and how long it took."""
-        say(announcement)
+    def stage(self, name: str, announcement: str | None = None) -> Iterator[None]:
+        """Say what a stage will do (or leave that to it), and how long it took."""
+        if announcement is not None:
+            say(announcement)
         start = time.monotonic()
         yield
         self.timings[name] = round(time.monotonic() - start, 2)
         say(f"{name}: done in {duration(self.timings[name])}")
 
     def locate(self) -> Ranking:
-        options = self.recipe.locate
         if self.resume and (self.out / RANKING).exists():
             return located(self.recipe, self.base, self.out, resume=True, subject=self.subject)
-        with self.stage("locate", f"locating: {options.examples} questions of {described(options.probe, options.options)}"):
+        with self.stage("locate"):
             return located(self.recipe, self.base, self.out, resume=self.resume, subject=self.subject)
 
     def plan(self, ranking: Ranking) -> Plan:

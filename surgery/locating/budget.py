@@ -29,8 +29,7 @@ CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 def look_at_base(subject: Subject, questions: QuestionSet, options: Locate, ledger: Ledger) -> tuple[Proportion, float]:
     """(the base's accuracy on the questions, that of guessing). Says so where no head could be located by them."""
     measured = Exact(subject, questions, ablation=options.ablation, ledger=ledger)
-    with busy("asking the base"):
-        measured.measure([], layers=False)
+    measured.measure([], layers=False)
     accuracy = proportion(measured.correct["base", None])
     chance = float(np.mean([1 / len(question.choices) for question in questions.questions]))
     probe = described(questions.name, questions.options)
@@ -80,21 +79,26 @@ def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], 
     with busy("timing the model"):
         step = _seconds(partial(_forward, subject, *padded(rows, subject.model.device)))
     seconds = step * forwards(subject, sets, options.layers) / processes.state().num_processes
-    exact, heads = seconds <= options.budget, f"{len(subject.anatomy.sites()):,} heads"
-    if kept is not None:
-        decision = kept / "exact.json"
-        if decision.exists():
-            exact = json.loads(read_text(decision)) is True
-        else:
-            write_text(decision, json.dumps(exact))
+    exact = seconds <= options.budget if kept is None else _decided(kept / "exact.json", options, seconds <= options.budget)
+    heads = f"{len(subject.anatomy.sites()):,} heads"
     if exact:
-        say(f"measuring {heads} in {len(subject.anatomy.layers())} layers exactly: about {duration(seconds)}")
+        say(f"measuring {heads} exactly, each ablated and spliced: about {duration(seconds)}")
     else:
         say(
             f"locating by attribution alone: measuring {heads} exactly would take about {duration(seconds)}, more than "
             f"locate.budget ({duration(options.budget)}). locate.exact=true measures all of them, locate.confirm=0.05 the "
             "leading 5%"
         )
+    return exact
+
+
+def _decided(path: Path, options: Locate, exact: bool) -> bool:
+    """The decision in a file, if it was made for the same options; else this one, which is written there."""
+    key = options.model_dump(mode="json")
+    earlier = json.loads(read_text(path)) if path.exists() else {}
+    if earlier.get("options") == key:
+        return earlier["exact"] is True
+    write_text(path, json.dumps({"options": key, "exact": exact}))
     return exact
 
 

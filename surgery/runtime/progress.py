@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.progress import Progress, ProgressColumn, Task, TaskID
 from rich.text import Text
 
 from surgery.runtime.processes import is_main
@@ -17,6 +17,7 @@ from surgery.runtime.processes import is_main
 T = TypeVar("T")
 console = Console(stderr=True)
 EVERY = 15.0  # seconds between two plain lines
+BAR = 16  # characters
 
 
 def say(line: str) -> None:
@@ -88,17 +89,21 @@ def busy(description: str, every: float = EVERY) -> Iterator[None]:
             late.cancel()
 
 
-class _Time(ProgressColumn):
-    """What is left at the pace so far; where that is not known, what has passed."""
+class _Line(ProgressColumn):
+    """Description, bar, what is left at the pace so far (where that is not known, what has passed), and the note: one line,
+    whatever the terminal's width."""
 
     def render(self, task: Task) -> Text:
         elapsed = task.elapsed or 0
         if task.total is None:
-            return Text(duration(elapsed))
-        if not task.completed:
-            return Text(f"{duration(elapsed)}, time left not known yet")
-        left = elapsed / task.completed * (task.total - task.completed)
-        return Text(f"{task.completed:.0f}/{task.total:.0f}, about {duration(left)} left")
+            return Text(f"{task.description}  {duration(elapsed)}", no_wrap=True, overflow="ellipsis")
+        full = round(BAR * task.completed / task.total) if task.total else BAR
+        done = f"{task.completed:.0f}/{task.total:.0f}"
+        left = elapsed / task.completed * (task.total - task.completed) if task.completed else None
+        state = f"{done}, about {duration(left)} left" if left is not None else f"{done}, {duration(elapsed)} so far"
+        line = Text(f"{task.description} ", no_wrap=True, overflow="ellipsis")
+        line.append("━" * full, "green").append("─" * (BAR - full), "dim")
+        return line.append(f" {state}  {task.fields['note']}")
 
 
 _display: list[Progress] = []  # the one that is shown, as rich can show one at a time
@@ -108,8 +113,7 @@ _display: list[Progress] = []  # the one that is shown, as rich can show one at 
 def _row(description: str, total: int | None) -> Iterator[tuple[Progress, TaskID]]:
     """A row of the display, which is shown as long as it has any."""
     if not _display:
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), _Time(), TextColumn("{task.fields[note]}"))
-        _display.append(Progress(*columns, console=console, transient=True))
+        _display.append(Progress(_Line(), console=console, transient=True))
         _display[0].start()
     display = _display[0]
     row = display.add_task(description, total=total, note="")
