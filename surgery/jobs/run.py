@@ -22,7 +22,7 @@ from surgery.exporting.export import export
 from surgery.families import family_of
 from surgery.jobs.locating_stage import RANKING, located
 from surgery.jobs.opening import open_checkpoint, open_donor
-from surgery.jobs.preparing import check, prepare
+from surgery.jobs.preparing import check, check_run, prepare
 from surgery.jobs.report_folder import describe, write_report
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
@@ -51,6 +51,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: b
         base = open_checkpoint(recipe, trust_remote_code)
         family_of(base.model.config)  # before the work begins: nothing else can be grafted
         check(recipe, base)
+        check_run(recipe, base)
         if recipe.tune.lora is not None:
             matches(adopt(base.model), recipe.tune.lora)
         on_main(partial(prepare, out, recipe, resume))
