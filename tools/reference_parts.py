@@ -1,4 +1,4 @@
-"""What the code says of itself, as Markdown for docs/reference/: commands, settings, fields of the report, probes and suites."""
+"""What the code says of itself, as Markdown for docs/reference/: commands, settings, the report's fields, probes, suites."""
 
 import dataclasses
 import inspect
@@ -105,7 +105,8 @@ def probes_and_suites() -> str:
 
 {markdown.table(["probe", "kind", "options (default)", "what it asks"], body)}
 
-A *choice* probe asks questions with candidates, and can locate and teach. A *completion* probe asks for a text, and can be measured.
+A *choice* probe asks questions with candidates, and can locate and teach. A *completion* probe asks for a text, and can be
+measured.
 
 ## Suites
 
