@@ -29,7 +29,7 @@ from surgery.runtime.quiet import hush_transformers
 VERBS = (run, locate, prune, plan, splice, tune, export, publish, bench, report_schema, tasks_path, doctor, pretrain)
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help=(
         "Finds the retrieval heads of a pretrained Mamba and splices attention in their place: "
         "locate, plan, splice, tune, export, bench. `run` does all of it from one recipe."
     ),
