@@ -12,7 +12,7 @@ test: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 promises:
-	$(BIN)/python tests/promises.py runs/demo/report.json
+	$(BIN)/python tools/promises.py runs/demo/report.json
 
 check: .venv/.installed
 	$(BIN)/ruff check .

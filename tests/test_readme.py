@@ -11,21 +11,21 @@ import pytest
 
 from surgery.evaluation.report import Report
 from surgery.studies import Findings
-from tests import fill_readme
 from tests.conftest import ROOT
+from tools import fill_pages
 
-README = fill_readme.README.read_text()
+README = fill_pages.README.read_text()
 
 
-@pytest.mark.parametrize("page", fill_readme.PAGES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", fill_pages.PAGES, ids=lambda page: page.parent.name)
 def test_the_measured_parts_are_what_their_records_say(page):
-    assert fill_readme.filled(page) == page.read_text()
+    assert fill_pages.filled(page) == page.read_text()
 
 
 RECORDS = [
-    (Report, fill_readme.DEMO, "demo"),
-    (Report, fill_readme.MAMBA1, "demo-mamba1"),
-    *((Findings, path, path.name.partition(".")[0]) for path in fill_readme.SEEDS),
+    (Report, fill_pages.DEMO, "demo"),
+    (Report, fill_pages.MAMBA1, "demo-mamba1"),
+    *((Findings, path, path.name.partition(".")[0]) for path in fill_pages.SEEDS),
 ]
 
 
@@ -71,5 +71,5 @@ def test_the_python(workplace):
 
 
 def test_every_file_that_it_names_exists():
-    for name in re.findall(r"(?:recipes|checkpoints|surgery|kernels|tests)/[\w./-]+\w", README):
+    for name in re.findall(r"(?:recipes|checkpoints|surgery|kernels|tests|tools)/[\w./-]+\w", README):
         assert (ROOT / name).exists(), name

@@ -41,6 +41,6 @@ def export(
         there(base_name, hybrid)
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     exporting.export(
-        loaded.model, out, form=form, tokenizer=loaded.tokenizer, plan=plan, base=base_name, **papers, **options
+        loaded.model, out, format=form, tokenizer=loaded.tokenizer, plan=plan, base=base_name, **papers, **options
     )  # fmt: skip
     show(f"{form}: {out}")

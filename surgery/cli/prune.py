@@ -23,23 +23,22 @@ def prune(
     """Find the minimal model that still retrieves, and what each of its layers is worth: pruning.json in --out."""
     from surgery.jobs.opening import open_checkpoint
     from surgery.locating.prune import prune as cut_down
-    from surgery.locating.questions import choice_probe
+    from surgery.locating.questions import check_questions
     from surgery.locating.ranking import Ranking
+    from surgery.locating.subject import Subject
     from surgery.probes.knowledge import Knowledge
     from surgery.runtime.processes import on_main
-    from surgery.splicing.splice import adopt
 
     options = recipe_of(recipe, settings, model=model)
     ranked = Ranking.read(ranking) if ranking else None
     base = open_checkpoint(options, trust_remote_code)
-    retrieval = choice_probe(base.tokenizer, options.locate.probe, options.locate.options)
+    check_questions(base.tokenizer, options.locate, options.seed)
     out = out or Path("runs") / f"prune-{Path(model).name}"
     check_writable(out)
     critical = {r: [s.site for s in ranked.heads if s.role == r] if ranked else [] for r in ("gather", "aggregate")}
     pruning = cut_down(
-        adopt(base.model), base.tokenizer, retrieval, Knowledge(options.data.facts), **critical,
-        examples=options.locate.examples, batch_size=options.locate.batch_size, seed=options.seed, name=base.name,
-        recipe=options.model_dump(mode="json"),
+        Subject.of(base, known_fingerprint=base.fingerprint), options.locate, Knowledge(options.data.facts), **critical,
+        seed=options.seed, recipe=options.model_dump(mode="json"),
     )  # fmt: skip
     on_main(partial(pruning.write, out / "pruning.json"))
     cuts = [pruning.base, *pruning.shortened, *pruning.left_out, *pruning.kept.values(), *pruning.last_row.values()]

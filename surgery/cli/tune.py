@@ -80,7 +80,7 @@ def _show_rehearsal(rehearsal: "Rehearsal") -> None:
     table(*rehearsal.cost_rows())
     show(
         "Measured here: the time of a step, and the memory that it takes beyond the weights. Computed from sizes: weights, "
-        "gradients and optimizer; activations are what remains. The stages before the steps, and keep, come on top."
+        "gradients and optimizer; activations are what remains. The stages before the steps, and early stopping, come on top."
     )
     if rehearsal.padding is not None:
         show(f"Padding: {rehearsal.padding:.1%} of the text.")

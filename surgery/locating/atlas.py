@@ -16,12 +16,11 @@ from surgery.errors import UserError
 from surgery.locating.matrices import mixing_matrices
 from surgery.locating.questions import choice_probe, described
 from surgery.locating.ranking import Ranking, Score
-from surgery.models.anatomy import anatomy
+from surgery.locating.subject import Subject
 from surgery.models.tokens import opening
 from surgery.probes.question import Question
 from surgery.records.site import Site
 from surgery.runtime import plotting as plots
-from surgery.splicing.splice import adopt
 
 SHORT = 6  # lines of a dictionary, in a figure
 MOST_LABELS = 150  # tokens; more labels than that cover each other
@@ -115,10 +114,10 @@ def example(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sites: Collection[Site], question: Question
 ) -> tuple[list[str], dict[Site, Tensor]]:
     """The tokens of a question, and over them the mixing matrices (t, t) of heads."""
-    base = adopt(base).eval()
+    subject = Subject.of(base, tokenizer)
     (ids,) = opening(tokenizer, [question.prompt])
     labels = [str(tokenizer.decode([token])).replace("\n", "\\n").strip(" ") for token in ids]
-    return labels, mixing_matrices(base, anatomy(base), torch.tensor(ids, device=base.device), sites=sites)
+    return labels, mixing_matrices(subject, torch.tensor(ids, device=base.device), sites=sites)
 
 
 def paint(axis: Axes, matrix: Tensor, labels: list[str], title: str) -> None:

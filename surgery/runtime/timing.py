@@ -1,4 +1,7 @@
-"""Comparing what several functions cost, in one run."""
+"""Compares the time and the memory of several functions within one run.
+
+torch.utils.benchmark times one function after the other, so that a disturbance of the machine hits one of them alone. Here they
+take turns."""
 
 import os
 import time
@@ -13,13 +16,13 @@ Runs = Mapping[str, Callable[[], Any]]
 
 
 def milliseconds(runs: Runs, device: torch.device, *, seconds: float = 6.0, least: int = 3) -> dict[str, float]:
-    """Median time of each, after one call to warm up. They take turns, so that a disturbance of the machine hits all of them;
-    rounds go on for about `seconds`, and there are at least `least`."""
+    """The median time of each function in milliseconds, after one call to warm up. The functions take turns for about `seconds`
+    and for at least `least` rounds, so that a disturbance of the machine hits all of them."""
     for run in runs.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in runs}
-    begun = time.perf_counter()
-    while len(next(iter(times.values()))) < least or time.perf_counter() - begun < seconds:
+    beginning = time.perf_counter()
+    while len(next(iter(times.values()))) < least or time.perf_counter() - beginning < seconds:
         for name, run in runs.items():
             _wait(device)
             start = time.perf_counter()
@@ -30,8 +33,8 @@ def milliseconds(runs: Runs, device: torch.device, *, seconds: float = 6.0, leas
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """The most memory that a call holds at once beyond what was there before it, its results included: counted from torch's own
-    allocations, so it does not depend on the operating system."""
+    """The most memory that a call holds at once, including its result, beyond what was held before. Torch's own allocations are
+    counted, so the number does not depend on the operating system."""
     if device.type == "cuda":
         _wait(device)
         before = torch.cuda.memory_allocated(device)
@@ -39,7 +42,7 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
         run()
         _wait(device)
         return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that it starts and stops is not for our users
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it tells the user when it starts and stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = run()  # held to the end, so that its release is not counted
     assert record.profiler is not None

@@ -35,9 +35,9 @@ from tests.conftest import random_base
 TOKENIZER = build_tokenizer()
 SIZE = -(-len(TOKENIZER) // 16) * 16
 HEADS, LAYER = Plan(sites=("L1.H3", "L2.H0,5")), Plan(kind="layer", sites=("L1",), seed=3)
-QUICK = Bench(pairs=(4,), examples=6, windows=2, window=16, contexts=())
+QUICK = Bench(pairs=(4,), limit=6, windows=2, window=16, contexts=())
 ASKED = ("--set", "locate={options: {pairs: 4}, examples: 4, layers: false}")
-SIZES = ("--set", "bench={pairs: [4], examples: 6, windows: 2, window: 16, contexts: []}")
+SIZES = ("--set", "bench={pairs: [4], limit: 6, windows: 2, window: 16, contexts: []}")
 
 
 def ruined(model):
@@ -76,14 +76,14 @@ def test_live_reloaded_in_shards_and_joined_have_one_digest(tmp_path, place):
     for plan, forms in ((HEADS, ("hf", "patch")), (LAYER, ("hf", "patch", "mamba_ssm"))):
         hybrid = ruined(splice(base, plan))
         if plan is HEADS:
-            with adapted(hybrid, Lora(targets=("in_proj",), rank=2), seed=0, out=None), torch.no_grad():
+            with adapted(hybrid, Lora(target_modules=("in_proj",), r=2), seed=0, out=None), torch.no_grad():
                 for p in adapters(hybrid).values():
                     p.fill_(0.02)
         live = model_digest(hybrid)
         for form in forms:
             options = {"max_shard_size": "80KB"} if form == "hf" else {}
             out = tmp_path / f"{plan.kind}-{form}"
-            export(hybrid, out, form=form, tokenizer=TOKENIZER, plan=plan, base=str(tmp_path / "base"), **options)
+            export(hybrid, out, format=form, tokenizer=TOKENIZER, plan=plan, base=str(tmp_path / "base"), **options)
             assert Exported.read(out / RECORD, unsealed="refuse").digest == live
             loaded = package.load(out)
             assert model_digest(loaded.model) == live, form
@@ -427,7 +427,7 @@ def test_no_record_and_no_export_says_where_its_maker_keeps_things(surgery, plac
     options = QUICK.model_copy(update={"controls": False})
     recipe = Recipe(model=base, tokenizer=base, bench=options, tune=few).model_dump(mode="json")
     recipe["locate"] |= {"options": {"pairs": 4}, "examples": 4, "layers": False}
-    recipe["bench"] |= {"tasks_path": str(home / "deep"), "data_path": str(home / "deep")}
+    recipe["bench"] |= {"include_path": str(home / "deep"), "data_path": str(home / "deep")}
     recipe["data"] = {"train_text": str(home / "deep" / "other.txt"), "held_out_text": str(home / "deep" / "text.txt")}
     (home / "recipe.yaml").write_text(json.dumps(recipe))
     out = home / "out"

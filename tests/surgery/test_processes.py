@@ -99,7 +99,7 @@ def test_the_number_of_processes_changes_nothing(folder, whole, tmp_path):
 
 RUN_SETTINGS = [
     "locate.options.pairs=3", "locate.examples=8", "tune.steps=2", "tune.batch_size=2", "tune.text_batch_size=2",
-    "tune.text_tokens=16", "tune.lessons=[{options: {pairs: 3}}]", "bench.pairs=[3]", "bench.examples=6", "bench.windows=2",
+    "tune.text_tokens=16", "tune.lessons=[{options: {pairs: 3}}]", "bench.pairs=[3]", "bench.limit=6", "bench.windows=2",
     "bench.window=16", "bench.contexts=[16]", "bench.controls=false",
 ]  # fmt: skip
 

@@ -55,9 +55,9 @@ def norm_inputs(channels: int, t: int, device: torch.device, dtype: torch.dtype)
 
 
 def logits(words: int, t: int, device: torch.device, dtype: torch.dtype) -> tuple:
-    """The arguments of KL_DIVERGENCE: a student's logits, and its teacher's near them."""
-    teacher, apart = torch.randn(2, t, words, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    return teacher + 0.1 * apart, teacher
+    """The arguments of KL_DIVERGENCE: the logits of a student, and those of its teacher, which are close to them."""
+    teacher, noise = torch.randn(2, t, words, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    return teacher + 0.1 * noise, teacher
 
 
 def attention_inputs(heads: int, t: int, device: torch.device, dtype: torch.dtype) -> tuple:
@@ -67,7 +67,7 @@ def attention_inputs(heads: int, t: int, device: torch.device, dtype: torch.dtyp
     return q / 11, k, v, None
 
 
-# With the default of 0.1, 24 random layers amplify the rounding of float32 until two ways to compute them differ by 0.01.
+# With transformers' default of 0.1, 24 random layers amplify rounding until two correct computations differ by 0.01.
 SPREAD = 0.02
 
 

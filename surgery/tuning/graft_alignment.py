@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from surgery.families import Hybrid
-from surgery.tuning.data import IGNORE
 from surgery.tuning.distil import Batch, Distillation
+from surgery.tuning.sequences import IGNORE
 
 # (entering, leaving, which tokens are real, position_ids where documents share rows).
 Part = tuple[Tensor, Tensor, Tensor, Tensor | None]

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgery.errors import UserError
-from surgery.tuning.alignment import align_layers, attention_states, copy_shared
+from surgery.pretraining.layer_alignment import align_layers, attention_states, copy_shared
 from tests.conftest import random_llamba
 
 

@@ -1,5 +1,5 @@
 """The measured parts of README.md and recipes/paper/README.md, from the records that the commands wrote:
-python -m tests.fill_readme
+python -m tools.fill_pages
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
 `surgery run recipes/demo-mamba1.yaml`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`)
@@ -13,6 +13,7 @@ from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.tables import cell_rows, describe
 from surgery.evaluation import markdown
 from surgery.evaluation.report import Report
+from surgery.records.renamed import current
 from surgery.studies import Findings, studies
 
 ROOT = Path(__file__).parent.parent
@@ -115,7 +116,7 @@ def seeds() -> str:
         made, rows = found.provenance, "\n".join(f"- {line}" for line in found.summary.splitlines())
         recipe = made.recipe or {}
         last = recipe["seed"] + len({row.what.rpartition(" ")[2] for row in found.rows}) - 1
-        parts.append(f"""`{made.base}`, seeds {recipe["seed"]} to {last}, {recipe["bench"]["examples"]} examples a cell, \
+        parts.append(f"""`{made.base}`, seeds {recipe["seed"]} to {last}, {current(recipe)["bench"]["limit"]} examples a cell, \
 {made.threads} thread, version {made.toolkit}:
 
 {rows}""")

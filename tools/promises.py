@@ -1,4 +1,4 @@
-"""What README.md promises of the demo, checked against the report that it wrote: python tests/promises.py REPORT
+"""What README.md promises of the demo, checked against the report that it wrote: python tools/promises.py REPORT
 
 What is promised of the base alone is checked against the thousand examples on its card, not the fewer ones of the demo."""
 

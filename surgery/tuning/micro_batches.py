@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.records.recipe import Data, Tune
 from surgery.tuning.batches import loaders
-from surgery.tuning.data import IGNORE
 from surgery.tuning.distil import Batch, Distillation
+from surgery.tuning.sequences import IGNORE
 
 
-class Portions:
+class MicroBatches:
     """Of one process, for one run."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, accelerator: Accelerator):
@@ -35,9 +35,9 @@ class Portions:
         return self._batches(self.options.model_copy(update={"steps": count, "curriculum": 0.0}), seed, 0)
 
     def parts(self, key: Any, batch: Batch) -> list[tuple]:
-        """A batch as arguments of Distillation.forward, in `accumulate` parts."""
+        """A batch as arguments of Distillation.forward, in `gradient_accumulation_steps` parts."""
         (ids, targets), text = batch
-        n = self.options.accumulate
+        n = self.options.gradient_accumulation_steps
         counted = [(targets != IGNORE).sum().item(), 1 if text is None else text[1].sum().item()]
         counts = tuple(self.accelerator.reduce(torch.tensor(counted, device=ids.device, dtype=torch.float), "mean").tolist())
         lessons = zip(ids.tensor_split(n), targets.tensor_split(n), strict=True)

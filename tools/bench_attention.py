@@ -1,4 +1,4 @@
-"""Speed of graft attention on a GPU: python tests/gpu/bench_attention.py [--out FILE.json] [--longest 32768] [--rounds 20]
+"""Speed of graft attention on a GPU: python tools/bench_attention.py [--out FILE.json] [--longest 32768] [--rounds 20]
 
 Our Triton kernel beside FlashAttention 2 and 3 and torch's sdpa, forward, and forward with backward, in the shapes of grafts.
 The contenders take turns within one run, so that clocks and neighbours touch all alike; medians, and ratios to Triton's. A
@@ -117,13 +117,14 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: this benchmark needs a GPU")
+    cells: list[dict] = []
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": torch.cuda.get_device_name(),
         "capability": torch.cuda.get_device_capability(),
         "versions": {package: version(package) for package in PACKAGES} | {"cuda": torch.version.cuda},
         "dtype": "bfloat16",
-        "cells": [],
+        "cells": cells,
     }
     print(f"{record['gpu']}, {record['versions']}\nmilliseconds (TFLOP/s, times Triton)")
     print(f"{'':46}{'tokens':>7} {'pass':8}" + "".join(f"{name:>24}" for name in CONTENDERS))
@@ -132,7 +133,7 @@ def main() -> None:
         for tokens in lengths:
             for title, queries, train in (("forward", tokens, False), ("train", tokens, True), ("decode", 1, False)):
                 cell = measure(shape, tokens, queries, train, options.rounds)
-                record["cells"].append(cell)
+                cells.append(cell)
                 columns = [
                     f"{cell['milliseconds'][name]:9.3f} ({cell['tflops'][name]:5.0f}, {cell['times_triton'].get(name, 0):5.2f})"
                     if name in cell["milliseconds"]
@@ -142,7 +143,7 @@ def main() -> None:
                 print(f"{shape.name:46}{tokens:7} {title:8}" + "".join(f"{text:>24}" for text in columns), flush=True)
                 with open(options.out, "w") as file:  # after every cell: a crash leaves what was measured
                     json.dump(record, file, indent=1)
-    for name, reason in {name: reason for cell in record["cells"] for name, reason in cell["absent"].items()}.items():
+    for name, reason in {name: reason for cell in cells for name, reason in cell["absent"].items()}.items():
         print(f"{name} did not serve every call; the last reason: {reason}")
 
 

@@ -19,7 +19,7 @@ from surgery.models.finite import checked, explained
 from surgery.probes.knowledge import Knowledge
 from surgery.probes.question import Question
 from surgery.probes.scoring import answer
-from surgery.records.recipe import Data, Keep, Tune
+from surgery.records.recipe import Data, EarlyStopping, Tune
 from surgery.runtime.processes import gather, share
 from surgery.tuning.batches import held_out_windows
 from surgery.tuning.distil import Distillation
@@ -35,7 +35,7 @@ class Guard:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        bounds: Keep,
+        bounds: EarlyStopping,
         data: Data,
         options: Tune,
         seed: int,
