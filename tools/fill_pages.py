@@ -1,5 +1,7 @@
-"""The measured parts of README.md and recipes/paper/README.md, from the records that the commands wrote:
-python -m tools.fill_pages
+"""The parts of README.md, docs/ and recipes/paper/README.md that are not written by hand: python -m tools.fill_pages
+
+What was measured comes from the records that the commands wrote, what the code says of itself from the code
+(tools/reference_parts.py). In a page, such a part stands between <!-- NAME --> and <!-- /NAME -->.
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
 `surgery run recipes/demo-mamba1.yaml`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`)
@@ -7,17 +9,20 @@ and NAME.findings.json in recipes and recipes/paper (`surgery run recipes/paper/
 to runs/NAME).
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.tables import cell_rows, describe
 from surgery.evaluation import markdown
-from surgery.evaluation.report import Report
+from surgery.evaluation.report import ModelReport, Report
 from surgery.records.renamed import current
 from surgery.studies import Findings, studies
+from tools import reference_parts
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 PAPER = ROOT / "recipes" / "paper"
 DEMO = ROOT / "recipes" / "demo.report.json"
 MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
@@ -57,32 +62,66 @@ pair of models, not kept, whose hints were for all heads of a layer, attribution
 }
 
 
-def demo() -> str:
-    report = Report.read(DEMO)
-    made = report.provenance
-    examples = next(iter(report.models["base"].kv.values())).n
-    return f"""{markdown.results(report)}
-Measured {made.created[:10]} on {made.machine} ({made.threads} threads), seed {made.seed}, {examples} examples a cell, \
-{sum(report.timings.values()):.0f} seconds in all (`recipes/demo.report.json`).
+# Of the demo's table, what fits the first screen: the last row is the strongest control.
+SHORT_ROWS = {
+    "base": "base",
+    "spliced": "spliced, not trained",
+    "tuned": "tuned",
+    "control_tuned": "control: tuned without a graft",
+    "control_same_layer_tuned": "control: other heads of the same layer, tuned",
+}
 
-![Retrieval against dictionary size](recipes/demo.retrieval.png)"""
+
+def short_demo() -> str:
+    """The demo's table for the README."""
+    report = Report.read(DEMO)
+    body = [[label, *_short(report.models[name])] for name, label in SHORT_ROWS.items()]
+    header = ["", "KV 16", "KV 32", "KV 64", "64, unseen keys", "knowledge", "perplexity"]
+    return f"""{markdown.table(header, body)}
+
+KV n: accuracy of retrieval from n pairs (chance 1/n). Unseen keys: words that tuning never used. Knowledge: facts asked as cloze. \
+{_measured(report)}"""
+
+
+def _short(model: ModelReport) -> list[str]:
+    unseen = model.tasks["kv_unseen.64"]
+    accuracies = [*(model.kv[size] for size in ("16", "32", "64")), unseen, model.knowledge]
+    assert model.perplexity is not None
+    return [f"{accuracy.accuracy:.3f}" for accuracy in accuracies] + [f"{model.perplexity.value:.2f}"]  # type: ignore[union-attr]
+
+
+def demo() -> str:
+    """The demo's whole table, and what its rows are."""
+    report = Report.read(DEMO)
+    return f"""{markdown.results(report)}
+{_measured(report)}
+
+![Retrieval against dictionary size](../../recipes/demo.retrieval.png)"""
+
+
+def _measured(report: Report) -> str:
+    """When, where and on how much a report was measured."""
+    measured = report.provenance
+    examples = next(iter(report.models["base"].kv.values())).n
+    return f"""Measured {measured.created[:10]} on {measured.machine} ({measured.threads} threads), seed {measured.seed}, \
+{examples} examples a cell, {sum(report.timings.values()):.0f} seconds in all (`recipes/demo.report.json`)."""
 
 
 def mamba1() -> str:
     report = Report.read(MAMBA1)
-    made, chosen, recipe = report.provenance, report.plan, report.provenance.recipe
+    measured, chosen, recipe = report.provenance, report.plan, report.provenance.recipe
     assert chosen is not None
     assert recipe is not None
     examples = next(iter(report.models["base"].kv.values())).n
     return f"""{markdown.table(*markdown.rows(report))}
 
 Grafted: {markdown.places(chosen)}, behind a gate of {chosen.blend}; {recipe["tune"]["steps"]} steps. Measured \
-{made.created[:10]} on {made.machine}, seed {made.seed}, {examples} examples a cell (`recipes/demo-mamba1.report.json`)."""
+{measured.created[:10]} on {measured.machine}, seed {measured.seed}, {examples} examples a cell (`recipes/demo-mamba1.report.json`)."""
 
 
 def kernels() -> str:
-    found = Benchmark.read(KERNELS)
-    return f"{markdown.table(*cell_rows(found))}\n\n{describe(found.environment)} (`recipes/kernels.bench.json`)."
+    benchmark = Benchmark.read(KERNELS)
+    return f"{markdown.table(*cell_rows(benchmark))}\n\n{describe(benchmark.environment)} (`recipes/kernels.bench.json`)."
 
 
 def findings() -> str:
@@ -120,11 +159,19 @@ def seeds() -> str:
 {made.threads} thread, version {made.toolkit}:
 
 {rows}""")
-    return "\n\n".join(parts) + "\n\n![Tuned on every seed anew](recipes/seeds.png)"
+    return "\n\n".join(parts) + "\n\n![Tuned on every seed anew](../../recipes/seeds.png)"
 
 
-README_PARTS = {"demo table": demo, "mamba-1 table": mamba1, "seeds": seeds, "kernel table": kernels}
-PAGES = {README: README_PARTS, PAPER / "README.md": {"findings": findings}}
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    README: {"demo table": short_demo},
+    DOCS / "ideas" / "evidence.md": {"demo": demo, "mamba-1 table": mamba1, "seeds": seeds},
+    DOCS / "reference" / "kernels.md": {"kernel table": kernels},
+    DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},
+    DOCS / "reference" / "settings.md": {"settings": reference_parts.settings},
+    DOCS / "reference" / "report.md": {"report": reference_parts.report},
+    DOCS / "reference" / "probes.md": {"probes": reference_parts.probes_and_suites},
+    PAPER / "README.md": {"findings": findings},
+}
 
 
 def filled(page: Path) -> str:
