@@ -6,6 +6,8 @@ and a typo answer at once.
 
 import sys
 from contextvars import copy_context
+from inspect import cleandoc
+from typing import Annotated
 
 import typer
 
@@ -35,7 +37,24 @@ app = typer.Typer(
     ),
 )  # fmt: skip
 for verb in VERBS:
-    app.command()(verb)
+    # After \b, click keeps the lines of a paragraph as they are.
+    app.command(help=cleandoc(verb.__doc__ or "").replace("\n\nExamples:\n", "\n\n\b\nExamples:\n"))(verb)
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        import importlib.metadata
+
+        print(f"mamba-surgery {importlib.metadata.version('mamba-surgery')}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the version, and exit.")]
+
+
+@app.callback()
+def options(version: Version = False) -> None:
+    """Options that come before a verb."""
 
 
 def main() -> None:
