@@ -39,7 +39,8 @@ def plan(
         leading = sorted(measured, key=gain, reverse=True)
         if gain(leading[0])[0] < 2:  # ordered by ablation
             raise UserError(
-                "the ranking is of a model that takes no grafts: a hybrid has them already, or its family has no file in surgery/families/"
+                "the ranking is of a model that cannot be spliced: it has grafts already, or its family has no file in "
+                "surgery/families/"
             )
         sites = tuple(score.site for score in leading[:wanted])
     chosen: tuple[Site, ...] = split_sites(sites)
