@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from surgery.cli.console import show
-from surgery.cli.options import HybridArgument, OutRequired, Settings, Trust, recipe_of
+from surgery.cli.options import HybridArgument, OutRequired, RecipeOption, Settings, Trust, recipe_of
 from surgery.errors import UserError
 from surgery.exporting.formats import DESCRIPTIONS as FORMATS
 from surgery.runtime.progress import say
@@ -23,7 +23,7 @@ def export(
     max_shard_size: Annotated[
         str | None, typer.Option("--max-shard-size", help="Divide weights into files of at most this, e.g. 2GB.")
     ] = None,
-    settings: Settings = None, trust_remote_code: Trust = False,
+    recipe: RecipeOption = None, settings: Settings = None, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Write a hybrid in another format, and verify it.
 
@@ -33,7 +33,7 @@ def export(
       surgery export tuned --format patch --out patch
     """
     if old_form is not None:
-        say("--as is called --format since 0.7; the old name is read until 1.0")
+        say("advice: --as is now --format; old names are read until version 1.0")
         form = old_form
     if form not in FORMATS:
         raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
@@ -44,7 +44,9 @@ def export(
 
     advise_tuning(hybrid)
     plan, from_patch = plan_of(hybrid), is_patch(hybrid)
-    loaded = open_checkpoint(recipe_of(None, settings, model=hybrid), trust_remote_code, base if from_patch else None)
+    loaded = open_checkpoint(
+        recipe_of("export", recipe, settings, model=hybrid), trust_remote_code, base if from_patch else None
+    )
     papers = papers_of(hybrid, loaded.model)
     if report is not None:
         papers |= {"report": report_on(loaded.model, plan, report), "figures": report.parent}

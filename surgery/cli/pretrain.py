@@ -15,7 +15,9 @@ def pretrain(recipe: Path, out: OutRequired) -> None:
       surgery pretrain recipes/tiny-mamba2.yaml --out runs/tiny-mamba2
     """
     from surgery.pretraining import pretrain as pretraining
+    from surgery.records.pretrain_recipe import read_pretrain_recipe
 
+    options = read_pretrain_recipe(recipe)
     check_writable(out.parent)
-    for name, value in pretraining.pretrain(pretraining.read_pretrain_recipe(recipe), out).items():
+    for name, value in pretraining.pretrain(options, out).items():
         show(f"{name}: {value}")

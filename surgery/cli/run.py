@@ -17,7 +17,7 @@ def run(
       surgery run recipes/demo.yaml
     """
     out = out or Path("runs") / recipe.stem
-    options = recipe_of(recipe, settings)
+    options = recipe_of("run", recipe, settings)
     if options.study is not None:
         from surgery.studies.conduct import FIGURE, FINDINGS, conduct
 
