@@ -9,7 +9,8 @@ import torch
 
 from surgery.errors import UserError
 from surgery.locating import walk
-from surgery.locating.atlas import draw_atlas, draw_mixing
+from surgery.locating.atlas import draw_atlas
+from surgery.locating.mixing_figure import draw_mixing
 from surgery.locating.attribution import STARTS, attribute, attribute_starts, choose_starts
 from surgery.locating.exact import Exact, reference_batch
 from surgery.locating.locate import LEADING, locate
