@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check promises clean
+.PHONY: demo test check promises docs clean
 
 demo: .venv/.installed
 	$(BIN)/surgery run recipes/demo.yaml
@@ -12,7 +12,11 @@ test: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 promises:
-	$(BIN)/python tests/promises.py runs/demo/report.json
+	$(BIN)/python tools/promises.py runs/demo/report.json
+
+docs: .venv/.installed
+	$(BIN)/python -m tools.fill_pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: .venv/.installed
 	$(BIN)/ruff check .
@@ -27,4 +31,4 @@ check: .venv/.installed
 	touch $@
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs site

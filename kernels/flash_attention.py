@@ -131,7 +131,7 @@ def _installed(package: str) -> bool:
 
 
 def _declines(version: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
-    """From first principles, until tests/gpu/bench_attention.py says otherwise: FlashAttention-2 and a Triton kernel reach much
+    """From first principles, until tools/bench_attention.py says otherwise: FlashAttention-2 and a Triton kernel reach much
     the same rate, FlashAttention-3 one and a half times that (arXiv 2407.08608), so the one may waste next to nothing and the
     other half as much again. Queries of 129 are computed as 192 there and as 144 here, and a value of 64 as 192 and as 64; what
     fits FlashAttention are queries and values of one of its widths, and, with version 3 in a forward pass, 129 beside 128."""

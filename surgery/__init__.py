@@ -8,27 +8,31 @@
     surgery.bench({"base": base.model, "hybrid": hybrid}, base.tokenizer)
     surgery.export(hybrid, "hybrid", tokenizer=base.tokenizer, plan=plan, base=base.name)
 
-Importing the package also makes `AutoModelForCausalLM` load hybrids.
+Importing the package also makes `AutoModelForCausalLM` load hybrids. It imports neither torch nor transformers: what is used is
+imported when it is used, and hybrids are registered with transformers when its Auto classes are imported.
 """
 
-import surgery.families
-import surgery.runtime.quiet
-from surgery.errors import UserError
-from surgery.evaluation.bench import bench
-from surgery.evaluation.report import Report
-from surgery.exporting.export import export
-from surgery.jobs.run import run
-from surgery.loading.checkpoint import Checkpoint, load
-from surgery.locating.locate import locate
-from surgery.locating.planning import plan
-from surgery.locating.ranking import Ranking
-from surgery.records.plan import Plan
-from surgery.records.recipe import Recipe, read_recipe
-from surgery.records.site import Site
-from surgery.splicing.splice import adopt, splice, unsplice
-from surgery.tuning.loop import tune
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-surgery.families.families()  # registers the hybrid classes with transformers
+from surgery.errors import UserError
+from surgery.runtime.importing import after_import
+from surgery.runtime.quiet import hush_bitsandbytes
+
+if TYPE_CHECKING:
+    from surgery.evaluation.bench import bench
+    from surgery.evaluation.report import Report
+    from surgery.exporting.export import export
+    from surgery.jobs.run import run
+    from surgery.loading.checkpoint import Checkpoint, load
+    from surgery.locating.locate import locate
+    from surgery.locating.planning import plan
+    from surgery.locating.ranking import Ranking
+    from surgery.records.plan import Plan
+    from surgery.records.recipe import Recipe, Tune, read_recipe
+    from surgery.records.site import Site
+    from surgery.splicing.splice import adopt, splice, unsplice
+    from surgery.tuning.loop import tune
 
 __all__ = [
     "Checkpoint",
@@ -37,6 +41,7 @@ __all__ = [
     "Recipe",
     "Report",
     "Site",
+    "Tune",
     "UserError",
     "adopt",
     "bench",
@@ -50,3 +55,49 @@ __all__ = [
     "tune",
     "unsplice",
 ]
+
+# Where each name is defined; as in the imports above, which only type checkers and editors see.
+_MODULES = {
+    "Checkpoint": "loading.checkpoint",
+    "Plan": "records.plan",
+    "Ranking": "locating.ranking",
+    "Recipe": "records.recipe",
+    "Report": "evaluation.report",
+    "Site": "records.site",
+    "Tune": "records.recipe",
+    "adopt": "splicing.splice",
+    "bench": "evaluation.bench",
+    "export": "exporting.export",
+    "load": "loading.checkpoint",
+    "locate": "locating.locate",
+    "plan": "locating.planning",
+    "read_recipe": "records.recipe",
+    "run": "jobs.run",
+    "splice": "splicing.splice",
+    "tune": "tuning.loop",
+    "unsplice": "splicing.splice",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("mamba-surgery")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'surgery' has no attribute '{name}'")
+    value = getattr(import_module(f"surgery.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})
+
+
+def _register_hybrids() -> None:
+    from surgery.families import register
+
+    register()
+
+
+hush_bitsandbytes()
+after_import("transformers.models.auto.configuration_auto", _register_hybrids)

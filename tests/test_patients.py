@@ -36,7 +36,7 @@ PAINTED = "mistralai/Mamba-Codestral-7B-v0.1"  # with figures of tokens that no 
 FEW = """
 locate: {examples: 4, options: {pairs: 4}}
 tune: {steps: 2, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
-bench: {pairs: [4], examples: 4, windows: 2, window: 32, contexts: [16]}
+bench: {pairs: [4], limit: 4, windows: 2, window: 32, contexts: [16]}
 """
 whole_product = pytest.mark.skipif(
     "SURGERY_ALL_PATIENTS" not in os.environ, reason="SURGERY_ALL_PATIENTS is not set: it takes the better part of an hour"
@@ -245,7 +245,7 @@ def test_bench_decides_as_lm_eval_does_on_the_exported_folder(admitted, tmp_path
         "hf", f"pretrained={tmp_path / 'hybrid'}{begin}", ["surgery_kv_4", "surgery_mqar_8"], limit=30, batch_size=8,
         device="cpu", bootstrap_iters=0, task_manager=manager,
     )  # fmt: skip
-    options = Bench(suites=("retrieval",), pairs=(4, 8), examples=30, contexts=())
+    options = Bench(suites=("retrieval",), pairs=(4, 8), limit=30, contexts=())
     ours = {task.name: task for task in suites.tasks(options, base.tokenizer, Data(), 0)}
     for task, name in (("surgery_kv_4", "kv.4"), ("surgery_mqar_8", "mqar.8")):
         decided = ours[name].measure(hybrid).values.tolist()

@@ -1,7 +1,7 @@
-"""What this project's kernels are worth here: every operation against the path it replaces, in one run.
+"""Measures how fast this project's kernels are on this machine: every operation against the code that it replaces, in one run.
 
-Shapes are those of published models. A kernel cell compares backends of one operation; a model cell compares a whole base in
-stock transformers with the same weights on our kernels (`prefill`), or a hybrid with one grafted head with its base.
+Shapes are those of published models. A kernel cell compares the backends of one operation. A model cell compares a whole base
+in stock transformers with the same weights on our kernels (`prefill`), or a hybrid with one grafted head with its base.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from surgery.doctor import locating_benchmark as locating
-from surgery.doctor import models
+from surgery.doctor import shapes
 from surgery.doctor import tuning_benchmark as tuning
-from surgery.doctor.timing import Runs, milliseconds, peak_bytes
+from surgery.doctor.groups import GROUPS
 from surgery.errors import UserError
 from surgery.kernels.attention import GRAFT_ATTENTION
 from surgery.kernels.conv import CAUSAL_CONV
@@ -28,13 +28,16 @@ from surgery.kernels.ssd import SSD_SCAN, SSD_STEP
 from surgery.records.plan import Plan
 from surgery.records.record import KERNEL_PACKAGES, PACKAGES, Environment, Record, environment
 from surgery.runtime.progress import Track
+from surgery.runtime.timing import Runs, milliseconds, peak_bytes
 from surgery.splicing.splice import adopt, splice
 
 
 class Cell(Record):
-    """One comparison. milliseconds: median by contender. ratio: the baseline's time over that of `ours`. memory_mb: the most
-    that a call holds at once, by contender; memory_ratio: that of `ours` over the baseline's. difference: the largest
-    between the logits of the two, where they are to be the same."""
+    """One comparison.
+
+    milliseconds: contender -> median time. ratio: the baseline's time divided by that of `ours`. memory_mb: contender -> the
+    most memory that a call holds at once. memory_ratio: the memory of `ours` divided by the baseline's. difference: the largest
+    difference between their logits, where these have to be equal."""
 
     shape: str
     tokens: int
@@ -73,24 +76,22 @@ class Benchmark(Record):
     tune_step: tuple[Cell, ...] = ()
 
     def updated(self, other: "Benchmark") -> "Benchmark":
-        """This, with the groups that `other` measured in their place, after the toolkit has changed. Raises UserError if that
-        was elsewhere or with other packages: their numbers do not belong into one table."""
+        """This benchmark, with the groups that `other` measured later in place of its own. Raises UserError if the two were
+        measured on different machines or with different packages: such numbers do not belong in one table."""
         mine, others = (b.environment.model_dump(exclude={"created", "toolkit"}) for b in (self, other))
         if mine != others:
             raise UserError(
-                "what was measured before was measured on another machine or with other packages; measure all of it"
+                "the file was measured on another machine or with other packages; measure all groups again, without --only"
             )
         return self.model_copy(
             update={"environment": other.environment} | {group: cells for group in GROUPS if (cells := getattr(other, group))}
         )
 
 
-GROUPS = tuple(name for name in Benchmark.model_fields if name != "environment")
-
-
 @dataclass(frozen=True)
 class Case:
-    """Something to compare: `make` builds the runs, by contender and ours first, when its turn comes."""
+    """One comparison to be made. make: builds the calls to time, contender -> call, ours first. same: whether all contenders
+    have to give the same result. least: the smallest number of rounds."""
 
     group: str
     shape: str
@@ -99,13 +100,13 @@ class Case:
     baseline: str
     make: Callable[[], Runs]
     memory: bool = True
-    same: bool = False  # whether the contenders' results are to be the same
-    least: int = 3  # rounds
+    same: bool = False
+    least: int = 3
 
 
 def benchmark(groups: tuple[str, ...] = GROUPS, *, device: torch.device | None = None, seconds: float = 6.0) -> Benchmark:
-    """Measure; `seconds` are spent on each cell at least. On a CPU kernels are measured with one thread and with all, models
-    with all."""
+    """Measure the cells of some groups, each for at least `seconds`. On a CPU kernels are measured with one thread and with all
+    of them, models with all of them."""
     device = device or (torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     all_threads = torch.get_num_threads()
     thread_counts = sorted({1, all_threads}) if device.type == "cpu" else [all_threads]
@@ -115,20 +116,21 @@ def benchmark(groups: tuple[str, ...] = GROUPS, *, device: torch.device | None =
         if case.group in groups
         for threads in (thread_counts if case.memory else [all_threads])  # whole models take long
     ]
-    done: dict[str, list[Cell]] = {}
+    cells: dict[str, list[Cell]] = {}
     progress = Track(work, "bench", every=10)
     try:
         for case, threads in progress:
             progress.note = f"{case.group} {case.shape}, {case.tokens} tokens, {threads} threads"
             torch.set_num_threads(threads)
-            done.setdefault(case.group, []).append(measure(case, device, threads, seconds))
+            cells.setdefault(case.group, []).append(measure(case, device, threads, seconds))
     finally:
         torch.set_num_threads(all_threads)
-    cells = {group: tuple(values) for group, values in done.items()}
-    return Benchmark(environment=environment((*PACKAGES, *KERNEL_PACKAGES)), **cells)
+    groups_of_cells = {group: tuple(values) for group, values in cells.items()}
+    return Benchmark(environment=environment((*PACKAGES, *KERNEL_PACKAGES)), **groups_of_cells)
 
 
 def measure(case: Case, device: torch.device, threads: int, seconds: float) -> Cell:
+    """The time and the memory of every contender."""
     runs = case.make()
     ours, times = next(iter(runs)), milliseconds(runs, device, seconds=seconds, least=case.least)
     memory = {name: peak_bytes(run, device) / 2**20 for name, run in runs.items()} if case.memory else {}
@@ -149,34 +151,36 @@ def measure(case: Case, device: torch.device, threads: int, seconds: float) -> C
 
 
 def cases(device: torch.device) -> Iterator[Case]:
+    """All comparisons, in the order of the groups."""
     cpu = device.type == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
     kernels: list[tuple[Operation, str, str, Callable, int, tuple[int, ...], tuple[int, ...]]] = [
-        (SSD_SCAN, "stock", "mamba2-130m", models.ssd_inputs, 24, (1024, 4096), (1024, 4096)),
-        (SSD_SCAN, "stock", "mamba2-2.7b", models.ssd_inputs, 80, (1024,), (1024,)),
+        (SSD_SCAN, "stock", "mamba2-130m", shapes.ssd_inputs, 24, (1024, 4096), (1024, 4096)),
+        (SSD_SCAN, "stock", "mamba2-2.7b", shapes.ssd_inputs, 80, (1024,), (1024,)),
         # The time of the stock backward pass grows with the square of the length: 1,024 tokens would take it many minutes.
-        (SELECTIVE_SCAN, "stock", "mamba-130m", models.selective_inputs, 1536, (1024, 4096), (256,)),
-        (SELECTIVE_SCAN, "stock", "falcon-mamba-7b", models.selective_inputs, 8192, (512,), (64,)),
+        (SELECTIVE_SCAN, "stock", "mamba-130m", shapes.selective_inputs, 1536, (1024, 4096), (256,)),
+        (SELECTIVE_SCAN, "stock", "falcon-mamba-7b", shapes.selective_inputs, 8192, (512,), (64,)),
     ]
     long = (1024,) if cpu else (1024, 4096, 16384)
     kernels += [
-        (GRAFT_ATTENTION, "sdpa", f"mamba2-130m, {heads} heads", models.attention_inputs, heads, long, long)
+        (GRAFT_ATTENTION, "sdpa", f"mamba2-130m, {heads} heads", shapes.attention_inputs, heads, long, long)
         for heads in (1, 24)
     ]
-    kernels += [  # around the scan; logits of as many tokens as tuning takes at a time; one token for one sequence and for 16
-        (CAUSAL_CONV, "stock", "mamba2-130m", models.conv_inputs, 1792, (1024,), (1024,)),
-        (RMS_NORM, "stock", "mamba2-130m", models.norm_inputs, 1536, (1024,), (1024,)),
-        (KL_DIVERGENCE, "stock", "tiny-mamba2", models.logits, 1664, (315,), ()),
-        (KL_DIVERGENCE, "stock", "mamba2-130m", models.logits, 50288, (128,), ()),
-        (SSD_STEP, "stock", "mamba2-130m", models.ssd_step_inputs, 24, (1, 16), ()),
-        (SELECTIVE_STEP, "stock", "mamba-130m", models.selective_step_inputs, 1536, (1, 16), ()),
+    # What surrounds the scan; the logits of as many tokens as tuning has at once; one decoding step of 1 and of 16 sequences.
+    kernels += [
+        (CAUSAL_CONV, "stock", "mamba2-130m", shapes.conv_inputs, 1792, (1024,), (1024,)),
+        (RMS_NORM, "stock", "mamba2-130m", shapes.norm_inputs, 1536, (1024,), (1024,)),
+        (KL_DIVERGENCE, "stock", "tiny-mamba2", shapes.logits, 1664, (315,), ()),
+        (KL_DIVERGENCE, "stock", "mamba2-130m", shapes.logits, 50288, (128,), ()),
+        (SSD_STEP, "stock", "mamba2-130m", shapes.ssd_step_inputs, 24, (1, 16), ()),
+        (SELECTIVE_STEP, "stock", "mamba-130m", shapes.selective_step_inputs, 1536, (1, 16), ()),
     ]
     for operation, baseline, shape, inputs, width, forward, backward in kernels:
         for lengths, gradient in ((forward, False), (backward, True)):
             for t in lengths:
                 make = partial(inputs, width, t, device, dtype)
                 yield kernel_case(operation, shape, t, baseline, make, dtype, backward=gradient)
-    for shape, build in models.BASES.items():
+    for shape, build in shapes.BASES.items():
         for t in (1024,) if shape == "mamba-130m" else (1024, 4096):  # stock needs several minutes for the longer one
             yield Case("prefill", shape, t, dtype, "stock", _prefill(build, t, device, dtype), memory=False, same=True)
     for group in ("hybrid_prefill", "hybrid_decode"):
@@ -200,7 +204,7 @@ def kernel_case(
     *,
     backward: bool,
 ) -> Case:
-    """Contenders are all backends that serve, but the reference."""
+    """A case whose contenders are all backends that can serve the call, except the reference."""
 
     def make() -> Runs:
         args = tuple(a.requires_grad_(backward and a.is_floating_point()) if isinstance(a, Tensor) else a for a in inputs())
@@ -215,19 +219,19 @@ def kernel_case(
 
 
 def _call(operation: Operation, args: tuple, backend: str, backward: bool) -> Callable[[], Any]:
-    """A call of one backend; with `backward`, also the gradient of its first result by all inputs."""
+    """A call of one backend. backward: also compute the gradient of its first result with respect to all inputs."""
     leaves = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
 
     def forward() -> Any:
         with torch.no_grad():
             return operation(*args, backend=backend)
 
-    def both() -> Any:
+    def forward_backward() -> Any:
         result = operation(*args, backend=backend)
         y = result if isinstance(result, Tensor) else result[0]
         return torch.autograd.grad(y, leaves, torch.ones_like(y))
 
-    return both if backward else forward
+    return forward_backward if backward else forward
 
 
 def _prefill(build: Callable[[], Any], tokens: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Runs]:
@@ -240,10 +244,10 @@ def _prefill(build: Callable[[], Any], tokens: int, device: torch.device, dtype:
 
 
 def _hybrid(tokens: int, device: torch.device, dtype: torch.dtype, decode: bool) -> Callable[[], Runs]:
-    """Prefill, or one more token after it, of a base on our kernels and of the same with one grafted head."""
+    """Prefill, or one decoding step after it: a base on our kernels, and the same base with one grafted head."""
 
     def make() -> Runs:
-        base = models.BASES["mamba2-130m"]().to(device=device, dtype=dtype).eval()
+        base = shapes.BASES["mamba2-130m"]().to(device=device, dtype=dtype).eval()
         contenders = {"hybrid": splice(base, Plan(sites=("L0.H0",))), "base": adopt(base)}  # type: ignore[arg-type]
         ids = _ids(base, tokens)
         if not decode:

@@ -1,4 +1,4 @@
-"""Which backend serves which operation on this machine, and why the others do not."""
+"""Diagnosis: which backend serves which operation on this machine, and why the others do not."""
 
 import torch
 
@@ -9,8 +9,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Verdict(Record):
-    """serves: the backend that a small call without further wishes gets. idle: by backend that could serve it, why not
-    (or nothing, if it only comes later in the order of preference). refused: by backend, why it cannot serve such a call."""
+    """Who serves a small call of an operation.
+
+    serves: the backend that is chosen. idle: backends that could serve the call -> why they are not chosen, or "" where another
+    one is merely preferred. refused: backends that cannot serve the call -> the reason."""
 
     operation: str
     device: str
@@ -26,7 +28,7 @@ class Diagnosis(Record):
 
 
 def diagnose() -> Diagnosis:
-    """Ask every backend, with a real call where it depends on software that may be broken."""
+    """Ask every backend whether it serves; those that depend on software which may be broken are really called."""
     devices = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
     return Diagnosis(
         environment=environment((*PACKAGES, *KERNEL_PACKAGES)),

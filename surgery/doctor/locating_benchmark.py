@@ -1,62 +1,62 @@
-"""What locating costs, against the ways that it replaces.
+"""Measures how long locating takes, compared with the methods that it replaces.
 
-`locate_exact`: every head ablated and spliced by locate's walk, and in the published way, one whole forward for each candidate
-answer of each head. `locate_confirmed`: attribution of all heads and exact confirmation of the leading tenth, and the exact
-ablation of all of them. Weights are random: what is computed does not depend on them.
+`locate_exact`: every head is ablated and spliced, by locate's own walk, and by the published method with one whole forward for
+every candidate answer of every head. `locate_confirmed`: attribution of all heads with exact confirmation of the leading tenth,
+and the exact ablation of all heads. Weights are random: the amount of work does not depend on them.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.doctor import models
-from surgery.doctor.timing import Runs
+from surgery.doctor import shapes
 from surgery.families import Hybrid
 from surgery.locating.attribution import attribute_starts, best_starts
 from surgery.locating.exact import Exact
-from surgery.locating.locate import LEADING
 from surgery.locating.patching import silenced
+from surgery.locating.questions import QuestionSet
+from surgery.locating.search import LEADING
+from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
-from surgery.models.anatomy import anatomy
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import Encoded, batches, padded
 from surgery.records.site import Site
-from surgery.splicing.splice import adopt
+from surgery.runtime.timing import Runs
 from surgery.world.tokenizer import build_tokenizer
 
-SHARE = 0.1  # of heads, that are confirmed
+SHARE = 0.1  # of all heads: those that are confirmed
 
 
 def exact_against_published(device: torch.device, *, pairs: int = 32, examples: int = 4) -> Callable[[], Runs]:
-    """Both return the same scores: the right answer's loss, (sites, examples), ablated sites first, then spliced ones."""
+    """Both contenders return the same scores, (2 * sites, examples): the right answer's loss, first with every site ablated,
+    then with every site spliced."""
 
     def make() -> Runs:
-        base, groups = _subject("tiny-mamba2", device, pairs, examples)
-        found, sites = anatomy(base), anatomy(base).sites()
-        gated: Hybrid = fully_gated(base, len(found.blocks), found.heads(0))
+        subject, questions = _subject("tiny-mamba2", device, pairs, examples)
+        sites, gated = subject.anatomy.sites(), fully_gated(subject)
 
         def ours() -> Tensor:
-            measured = Exact(base, gated, found, groups)
+            measured = Exact(subject, questions, gated=gated)
             measured.measure(None, layers=False)
-            ((chosen, _),) = groups
-            every = [measured.losses[kind, site][chosen] for kind in ("ablate", "splice") for site in sites]
-            return torch.from_numpy(np.stack(every))
+            ((chosen, _),) = questions.groups
+            losses = [measured.losses[kind, site][chosen] for kind in ("ablate", "splice") for site in sites]
+            return torch.from_numpy(np.stack(losses))
 
         @torch.inference_mode()
         def published() -> Tensor:
-            ((_, encoded),) = groups
-            losses = []
+            ((_, encoded),) = questions.groups
+            losses, hybrid = [], cast(Hybrid, gated.model)
             for site in sites:
-                with silenced(found, [site]):
-                    losses.append(_one_candidate_at_a_time(base, encoded))
+                with silenced(subject.anatomy, [site]):
+                    losses.append(_one_candidate_at_a_time(subject.model, encoded))
             for site in sites:
-                gate = gated.backbone.layers[site.layer].mixer.graft.gate
+                gate = hybrid.backbone.layers[site.layer].mixer.graft.gate
                 gate[site.heads[0]] = 1
-                losses.append(_one_candidate_at_a_time(gated, encoded))
+                losses.append(_one_candidate_at_a_time(hybrid, encoded))
                 gate[site.heads[0]] = 0
             return torch.stack(losses).double()
 
@@ -66,25 +66,24 @@ def exact_against_published(device: torch.device, *, pairs: int = 32, examples: 
 
 
 def confirmed_against_exact(device: torch.device, *, pairs: int = 4, examples: int = 4) -> Callable[[], Runs]:
-    """At the mamba2-130m shape. In batches of one, so that there is a third of them, from which on locate gives up what cannot
-    lead; its other savings are in both contenders."""
+    """At the mamba2-130m shape. Batches hold one example each, so that there are more than two: from the third batch on, locate
+    drops the heads that can no longer lead. Both contenders have its other savings."""
 
     def make() -> Runs:
-        base, groups = _subject("mamba2-130m", device, pairs, examples, batch_size=1)
-        found, sites = anatomy(base), anatomy(base).sites()
+        subject, questions = _subject("mamba2-130m", device, pairs, examples, batch_size=1)
+        sites, heads = subject.anatomy.sites(), subject.anatomy.heads(0)
 
         def ours() -> Any:
-            layers, heads = len(found.blocks), found.heads(0)
-            ungated = fully_gated(base, layers, heads)
-            of_batches = torch.stack([attribute_starts(ungated, encoded).sum(1) for _, encoded in groups])
+            ungated = fully_gated(subject)
+            of_batches = torch.stack([attribute_starts(ungated, encoded).sum(1) for _, encoded in questions.groups])
             attributions = of_batches.sum(0)  # starts, layers, heads
             best = attributions.amax(0).flatten().argsort(descending=True)[: round(SHARE * len(sites))]
-            gated = fully_gated(base, layers, heads, best_starts(attributions))
+            gated = fully_gated(subject, best_starts(attributions))
             leading = [Site(int(i) // heads, (int(i) % heads,)) for i in best]
-            Exact(base, gated, found, groups).measure(leading, layers=False, kinds=("splice",), leading=LEADING)
+            Exact(subject, questions, gated=gated).measure(leading, layers=False, kinds=("splice",), leading=LEADING)
 
         def exact() -> Any:
-            Exact(base, None, found, groups).measure(None, layers=False, kinds=("ablate",))
+            Exact(subject, questions).measure(None, layers=False, kinds=("ablate",))
 
         return {"ours": ours, "exact": exact}
 
@@ -93,16 +92,17 @@ def confirmed_against_exact(device: torch.device, *, pairs: int = 4, examples: i
 
 def _subject(
     name: str, device: torch.device, pairs: int, examples: int, batch_size: int | None = None
-) -> tuple[Any, list[tuple[list[int], Encoded]]]:
-    base = adopt(models.BASES[name]().to(device).eval())
-    for p in base.parameters():
+) -> tuple[Subject, QuestionSet]:
+    subject = Subject.of(shapes.BASES[name]().to(device), build_tokenizer(), name)
+    for p in subject.model.parameters():
         p.requires_grad_(False)
     questions = KVRetrieval(pairs).questions(examples, seed=0)
-    return base, list(batches(build_tokenizer(), questions, batch_size or examples))
+    groups = list(batches(subject.tokenizer, questions, batch_size or examples))
+    return subject, QuestionSet("kv", {"pairs": pairs}, 0, questions, groups)
 
 
 def _one_candidate_at_a_time(model: PreTrainedModel, encoded: Encoded) -> Tensor:
-    """(questions,): the right answer's loss among the candidates, with a forward for each candidate."""
+    """The right answer's loss among the candidates, (questions,), with one forward for every candidate."""
     ids, last = padded(encoded.rows, model.device)
     rows = torch.arange(len(ids), device=ids.device)
     scores = []
@@ -110,5 +110,5 @@ def _one_candidate_at_a_time(model: PreTrainedModel, encoded: Encoded) -> Tensor
         _, _, row, token = encoded.terms[encoded.terms[:, 1] == choice].to(ids.device).unbind(1)
         logits = model(input_ids=ids, use_cache=False).logits[rows, last]
         scores.append(logits.float().log_softmax(-1)[row, token])
-    every = torch.stack(scores, 1)
-    return every.logsumexp(-1) - every.gather(1, encoded.answers.to(ids.device)[:, None])[:, 0]
+    all_scores = torch.stack(scores, 1)
+    return all_scores.logsumexp(-1) - all_scores.gather(1, encoded.answers.to(ids.device)[:, None])[:, 0]

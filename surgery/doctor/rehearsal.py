@@ -1,9 +1,10 @@
-"""What tuning would cost here, before it is begun: a few real steps at the recipe's batch, after which all is as it was.
+"""Rehearses tuning: takes a few real steps with the recipe's batches, measures their cost, and puts everything back.
 
-Measured, on every device: the time of a step, and the most memory that it holds beyond the model. Computed from the sizes of
-tensors: what of that are gradients and the optimizer's state; what remains are activations and all else that comes and goes.
+Measured on every device: the time of a step, and the most memory that it holds beyond the model. Of that memory, the gradients
+and the optimizer's state are computed from the sizes of tensors; the rest is activations and whatever else is temporary.
 """
 
+import math
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from time import perf_counter
@@ -12,18 +13,19 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.doctor.timing import peak_bytes
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import gather
+from surgery.runtime.timing import peak_bytes
 from surgery.tuning.batches import BUFFER, loaders, padding
 from surgery.tuning.loop import Run, begun
 
-STEPS = 3  # the first is not counted: memory is asked for and kernels are compiled in it
+STEPS = 3  # the first is not counted: it allocates memory and compiles kernels
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one process. Memory in bytes; weights: of the model and of what the teacher has otherwise."""
+    """The cost of tuning in one process. seconds: of a step. Memory in bytes; weights: of the model, and of those parts of the
+    teacher that the model does not share."""
 
     device: str
     seconds: float
@@ -35,8 +37,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """trained: (name, shape) of every tensor. steps: of distil. padding: its share in the batches of text, of the first ones;
-    None without text."""
+    """trained: (name, shape) of every trained tensor. steps: of distil. padding: the share of padding in the first batches of
+    text; None without text. costs: one for every process."""
 
     trained: list[tuple[str, tuple[int, ...]]]
     steps: int
@@ -44,13 +46,16 @@ class Rehearsal:
     costs: list[Cost]
 
     def numbers(self) -> int:
-        return sum(_product(shape) for _, shape in self.trained)
+        """How many numbers are trained."""
+        return sum(math.prod(shape) for _, shape in self.trained)
 
     def tensor_rows(self) -> tuple[list[str], list[list[str]]]:
-        rows = [[name, " x ".join(map(str, shape)), f"{_product(shape):,}"] for name, shape in self.trained]
+        """Header and body of a table of the trained tensors."""
+        rows = [[name, " x ".join(map(str, shape)), f"{math.prod(shape):,}"] for name, shape in self.trained]
         return ["trained tensor", "shape", "numbers"], rows
 
     def cost_rows(self) -> tuple[list[str], list[list[str]]]:
+        """Header and body of a table of what tuning costs on each device."""
         names = [field.name for field in fields(Cost)[2:]]
         rows = []
         for cost in self.costs:
@@ -69,24 +74,32 @@ def rehearse(
     seed: int = 0,
     teacher: PreTrainedModel | None = None,
 ) -> Rehearsal:
-    """Take a few steps of `distil` and put everything back; nothing is written. Of several processes, each measures itself."""
+    """Take a few steps of `distil` and put everything back. Nothing is written. Each of several processes measures itself.
+    Arguments as for tune. Raises UserError for whatever tune would refuse."""
     data, steps = data or Data(), options.steps
-    short: dict[str, Any] = {"steps": STEPS, "align": None, "calibrate": None, "keep": None, "repeat": None, "trackers": ()}
+    short: dict[str, Any] = {"steps": STEPS, "report_to": ()}
+    short |= dict.fromkeys(("align", "calibrate", "early_stopping", "repeat"))
     whole = options.model_copy(update={"curriculum": 0.0, **short})
     with begun(model, tokenizer, whole, data=data, seed=seed, teacher=teacher) as run:
         start = run.checkpoints.tensors()
         try:
             seconds = _seconds(run)
             run.options, run.state.step = whole.model_copy(update={"steps": 1}), 0
-            most = peak_bytes(run.distil, run.accelerator.device)
+            peak = peak_bytes(run.distil, run.accelerator.device)
         finally:
             run.checkpoints.put(start)
         trained = [(name, tuple(p.shape)) for name, p in run.trained.items()]
         parts = run.accelerator.num_processes if run.descent.sharded else 1
         weights = sum(p.nbytes for p in run.distillation.parameters()) // parts
         gradients = sum(p.nbytes for p in run.trained.values()) // parts
-        rest = max(0, most - 3 * gradients)
-        cost = Cost(str(run.accelerator.device), seconds, weights, gradients, 2 * gradients, rest)
+        cost = Cost(
+            device=str(run.accelerator.device),
+            seconds=seconds,
+            weights=weights,
+            gradients=gradients,
+            optimizer=2 * gradients,  # Adam's two moments
+            activations=max(0, peak - 3 * gradients),
+        )
     share = None
     if options.text_batch_size:
         share = padding(_texts(tokenizer, whole.model_copy(update={"steps": BUFFER}), data, seed))
@@ -94,7 +107,7 @@ def rehearse(
 
 
 def _seconds(run: Run) -> float:
-    """Of a step, all but the first."""
+    """The mean time of a step, without the first."""
     times: list[float] = []
 
     def look(_: int) -> tuple[dict[str, float], bool]:
@@ -107,13 +120,6 @@ def _seconds(run: Run) -> float:
 
 def _texts(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int) -> list[tuple[Tensor, ...]]:
     return list(islice(loaders(tokenizer, options, data, seed, 0)[1], BUFFER))
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _megabytes(size: int) -> str:

@@ -1,7 +1,8 @@
-"""The doctor's findings as tables, for the terminal and the README."""
+"""Tables of the doctor's results, for the terminal and the documentation."""
 
-from surgery.doctor.benchmark import GROUPS, Benchmark
+from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.diagnosis import Diagnosis
+from surgery.doctor.groups import GROUPS
 from surgery.records.record import Environment
 
 Table = tuple[list[str], list[list[str]]]
@@ -26,7 +27,7 @@ def verdict_rows(diagnosis: Diagnosis) -> Table:
 
 
 def cell_rows(benchmark: Benchmark) -> Table:
-    """One row a measurement."""
+    """One row for each measurement."""
     body = []
     for group in GROUPS:
         for cell in getattr(benchmark, group):

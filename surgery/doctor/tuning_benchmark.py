@@ -1,9 +1,9 @@
-"""What a step of tuning costs: of a graft, by this project, and of all weights, by transformers' Trainer on the stock model.
+"""Measures a step of tuning: of two grafted heads by this project, and of all weights by transformers' Trainer.
 
-Both see the same batch, retrieval lessons and as long text, without padding. Our step holds the model to its teacher on the
-text, which is one more forward than the Trainer's. The grafts lie in the first layer, as in the demo: nothing below them is
-saved. Weights are random: what is computed does not depend on them. Memory is that of a step in the middle of a run, so the
-state of the optimizers, which is the larger for the Trainer, does not count.
+Both see the same batch: retrieval lessons, and text of the same length, without padding. Our step compares the student with its
+teacher on the text, which takes one forward more than the Trainer's step. The grafts are in the first layer, as in the demo, so
+no backward pass is saved below them. Weights are random: the amount of work does not depend on them. Memory is that of a step
+in the middle of a run, so the optimizer's state, which is larger for the Trainer, does not count.
 """
 
 import copy
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from surgery.doctor import models
-from surgery.doctor.timing import Runs
+from surgery.doctor import shapes
 from surgery.records.plan import Plan
+from surgery.runtime.timing import Runs
 from surgery.splicing.splice import adopt, splice
-from surgery.tuning.data import IGNORE, collate, kv_pieces
 from surgery.tuning.distil import Distillation
-from surgery.tuning.trained import trainable
+from surgery.tuning.sequences import IGNORE, collate, kv_pieces
+from surgery.tuning.trainable import trainable
 from surgery.world.tokenizer import build_tokenizer
 
 LESSONS, TEXTS, PAIRS, QUERIES = 16, 6, 32, 8
@@ -32,17 +32,17 @@ RATE = 1e-4
 
 @cache
 def batch() -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and targets of lessons, and ids of text, all of the same length."""
+    """Ids and targets of lessons, and ids of text: (sequences, tokens) each, with the same number of tokens."""
     lessons = [kv_pieces(random.Random(f"doctor {i}"), PAIRS, QUERIES) for i in range(LESSONS)]
     ids, targets = collate(build_tokenizer(), lessons)
     return ids, targets, torch.randint(1, 1600, (TEXTS, ids.shape[1]), generator=torch.Generator().manual_seed(0))
 
 
 def graft_against_trainer(device: torch.device) -> Callable[[], Runs]:
-    """Each takes a step and returns the loss."""
+    """Both contenders take one step and return the loss."""
 
     def make() -> Runs:
-        stock = models.BASES["tiny-mamba2"]().to(device)
+        stock = shapes.BASES["tiny-mamba2"]().to(device)
         ids, targets, text = (part.to(device) for part in batch())
         trainer = _trainer_step(copy.deepcopy(stock), ids, targets, text)
         return {"graft": _graft_step(stock, ids, targets, text), "trainer": trainer}
@@ -66,9 +66,9 @@ def _graft_step(stock: PreTrainedModel, ids: Tensor, targets: Tensor, text: Tens
 
 
 def _trainer_step(stock: PreTrainedModel, ids: Tensor, targets: Tensor, text: Tensor) -> Callable[[], Tensor]:
-    asked = torch.full_like(ids, IGNORE)
-    asked[:, 1:] = targets[:, :-1]  # the stock model shifts them itself
-    inputs: dict[str, Any] = {"input_ids": torch.cat([ids, text]), "labels": torch.cat([asked, text])}
+    labels = torch.full_like(ids, IGNORE)
+    labels[:, 1:] = targets[:, :-1]  # the stock model shifts them itself
+    inputs: dict[str, Any] = {"input_ids": torch.cat([ids, text]), "labels": torch.cat([labels, text])}
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, learning_rate=RATE, report_to="none", use_cpu=ids.device.type == "cpu")
         trainer = Trainer(stock.train(), arguments)

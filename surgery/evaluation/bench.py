@@ -48,7 +48,7 @@ def bench(
 
     cells: a folder that keeps each finished measurement, so that it is not repeated. A cell is found again by what it depends
     on: the questions, and the Conditions. Processes that accelerate started share the cells; the main one alone times.
-    part: "bench" where a model was tuned under tune.keep, which asked the other part of a file's facts.
+    part: "bench" where a model was tuned under tune.early_stopping, which asked the other part of a file's facts.
 
     Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
     """

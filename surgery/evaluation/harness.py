@@ -1,7 +1,7 @@
 """Standard tasks, run by lm-evaluation-harness in this process on the live model.
 
-A task is looked for in a folder of the user's (`bench.tasks_path`: YAML files, whose `data_files` may be local), then among
-ours (`surgery/bench/tasks`), then among the harness's own. A data set is looked for in another folder of the user's
+A task is looked for in a folder of the user's (`bench.include_path`: YAML files, whose `data_files` may be local), then among
+ours (`surgery/evaluation/tasks`), then among the harness's own. A data set is looked for in another folder of the user's
 (`bench.data_path`) under its Hub id, `cais/mmlu/`: a repository as it is on the Hub, or other files with a README.md that says,
 as there, which configuration and split each one is; then on the Hub or in its cache. The numbers are those of `lm_eval --model
 hf` on the exported folder.
@@ -22,22 +22,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.evaluation.cells import digest
+from surgery.evaluation.folders import TASKS
 from surgery.models.finite import explained, watching_logits
 from surgery.models.tokens import prompting
 
 FEWSHOT_SEED = 1234  # the command's
-TASKS = Path(__file__).parent / "tasks"
 
 
-def load(names: list[str], tasks_path: str | None = None, data_path: str | None = None) -> dict[str, list[Any]]:
+def load(names: list[str], include_path: str | None = None, data_path: str | None = None) -> dict[str, list[Any]]:
     """Name -> the harness's tasks that it stands for: one, or those of a group or a tag, whose examples are pooled. Raises
     UserError for what cannot be loaded."""
     if find_spec("lm_eval") is None:
         raise UserError(f"the task {names[0]} needs lm-evaluation-harness: pip install 'mamba-surgery[eval]'")
-    for option, path in (("tasks_path", tasks_path), ("data_path", data_path)):
+    for option, path in (("include_path", include_path), ("data_path", data_path)):
         if path is not None and not Path(path).is_dir():
             raise UserError(f"bench.{option}: no such folder: {path}")
-    return {name: _load(name, tasks_path, data_path) for name in names}
+    return {name: _load(name, include_path, data_path) for name in names}
 
 
 def identity(task: Any) -> str:
@@ -72,12 +72,12 @@ def evaluate(
 
 
 @cache
-def _load(name: str, tasks_path: str | None, data_path: str | None) -> list[Any]:
-    manager = _manager(tasks_path, False)
+def _load(name: str, include_path: str | None, data_path: str | None) -> list[Any]:
+    manager = _manager(include_path, False)
     if not _holds(manager, name):
-        manager = _manager(tasks_path, True)
+        manager = _manager(include_path, True)
     if name not in manager.all_tasks:
-        raise UserError(f"no task is named '{name}', in lm-evaluation-harness or in {tasks_path or 'bench.tasks_path'}")
+        raise UserError(f"no task is named '{name}', in lm-evaluation-harness or in {include_path or 'bench.include_path'}")
     try:
         with redirect_stderr(StringIO()), _local(data_path):
             found = manager.load([name])
@@ -127,12 +127,12 @@ def _holds(manager: Any, name: str) -> bool:
 
 
 @cache
-def _manager(tasks_path: str | None, own: bool) -> Any:
+def _manager(include_path: str | None, own: bool) -> Any:
     """own: with the harness's tasks, thousands of files that take a while to read."""
     from lm_eval.tasks import TaskManager
 
     _quiet()
-    return TaskManager(include_path=[TASKS, *([Path(tasks_path).resolve()] if tasks_path else [])], include_defaults=own)
+    return TaskManager(include_path=[TASKS, *([Path(include_path).resolve()] if include_path else [])], include_defaults=own)
 
 
 def _metric(task: Any) -> str:

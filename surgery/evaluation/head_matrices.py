@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from surgery.evaluation.bench import Entry
 from surgery.locating.example import example_matrices, example_tokens, window
 from surgery.locating.mixing_figure import draw_strips
-from surgery.models.anatomy import anatomy
+from surgery.locating.subject import Subject
 from surgery.probes.question import Question
 from surgery.records.plan import Plan
 from surgery.records.record import Provenance, Record
 from surgery.records.site import Site, SiteText
 from surgery.runtime import plotting
-from surgery.splicing.splice import adopt
 
 MOST_SITES = 4  # in the page; the rest of a plan's heads look alike
 MOST_DRAWN = 2  # in the PNG
@@ -100,10 +99,11 @@ def mixing(
     ids, tokens, spans, answer = example_tokens(tokenizer, question)
     if not chosen or len(ids) > MOST_TOKENS:
         return None
+    subjects = {name: Subject.of(entry.model, tokenizer) for name, entry in {base: first, **grafted}.items()}
     panels = []
     for site in chosen:
-        hybrids = {name: entry.model for name, entry in grafted.items() if site in _parts(entry.plan)}
-        panel = _panel(site, {base: first.model} | hybrids, ids, answer)
+        names = [base, *(name for name, entry in grafted.items() if site in _parts(entry.plan))]
+        panel = _panel(site, {name: subjects[name] for name in names}, ids, answer)
         if len(panel.models) > 1 and base in panel.models:
             panels.append(panel)
     if not panels:
@@ -130,28 +130,28 @@ def _parts(plan: Plan | None) -> list[Site]:
     return [part for site in (plan.sites if plan else ()) for part in (site.each() or (site,))]
 
 
-def _panel(site: Site, models: Mapping[str, PreTrainedModel], ids: Sequence[int], answer: tuple[int, ...]) -> Panel:
+def _panel(site: Site, subjects: Mapping[str, Subject], ids: Sequence[int], answer: tuple[int, ...]) -> Panel:
     weights, attention, gates, heads = {}, {}, {}, {}
-    for name, model in models.items():
-        shares, count = _shares(model, site, ids)
+    for name, subject in subjects.items():
+        shares, count = _shares(subject, site, ids)
         if shares is None:
             continue
         weights[name] = _weights(shares, answer)
         if not site.heads:
             heads[name] = count
-        with _gate_open(model, site) as gate:
+        with _gate_open(subject, site) as gate:
             if gate is not None:
                 gates[name] = gate
-                own, _ = _shares(model, site, ids)
+                own, _ = _shares(subject, site, ids)
                 assert own is not None
                 attention[name] = _weights(own, answer)
     return Panel(site=site, heads=heads, models=weights, attention=attention, gates=gates)
 
 
 @contextmanager
-def _gate_open(model: PreTrainedModel, site: Site) -> Iterator[float | None]:
+def _gate_open(subject: Subject, site: Site) -> Iterator[float | None]:
     """The gates of a site's layer fully open, so that its grafted heads are attention alone; yields what the site's gate is, None for one without a gate."""
-    graft: Any = getattr(anatomy(adopt(model)).mixer_of(site).module, "graft", None) if site.heads else None
+    graft: Any = getattr(subject.anatomy.mixer_of(site).module, "graft", None) if site.heads else None
     gate = getattr(graft, "gate", None)
     if gate is None or gate.is_meta or site.heads[0] not in graft.heads:  # meta: on disk, and nothing else would be read
         yield None
@@ -163,13 +163,13 @@ def _gate_open(model: PreTrainedModel, site: Site) -> Iterator[float | None]:
         graft.gate = gate
 
 
-def _shares(model: PreTrainedModel, site: Site, ids: Sequence[int]) -> tuple[Tensor | None, int]:
+def _shares(subject: Subject, site: Site, ids: Sequence[int]) -> tuple[Tensor | None, int]:
     """How each row divides its weight (t, t), of a layer the mean of its heads; of how many heads that is."""
     heads = site.each()
     if not heads:
-        numbers = range(anatomy(adopt(model)).heads(site.layer))
+        numbers = range(subject.anatomy.heads(site.layer))
         heads = tuple(Site(site.layer, (head,)) for head in numbers[:: -(-len(numbers) // MOST_HEADS)])
-    matrices = example_matrices(model, ids, heads)
+    matrices = example_matrices(subject, ids, heads)
     if not matrices:
         return None, 0
     weight = torch.stack([matrix.abs().float().cpu() for matrix in matrices.values()])

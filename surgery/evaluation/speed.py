@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from surgery.doctor.timing import peak_bytes
 from surgery.evaluation.cells import Kept
 from surgery.evaluation.report import Cost, Speed
+from surgery.runtime.timing import peak_bytes
 
 ROUNDS, TOKENS = 3, 8
 

@@ -94,7 +94,7 @@ def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: 
         found += _probe_tasks(name, probe, fields | facts, options, tokenizer, data, seed)
     found += _text_tasks(options, tokenizer, data, seed)
     if wanted := standard(options):
-        loaded = harness.load(wanted, options.tasks_path, options.data_path)
+        loaded = harness.load(wanted, options.include_path, options.data_path)
         found += [_standard_task(name, task, options, tokenizer) for name in wanted for task in loaded[name]]
     return found
 
@@ -163,7 +163,7 @@ def _probe_tasks(
     found: list[Task] = []
     known: set = set()
     for s in range(seed, seed + options.seeds):
-        made = examples(asks, probe in WRITTEN, options.examples, bench_seed(s))
+        made = examples(asks, probe in WRITTEN, options.limit, bench_seed(s))
         fresh = [one for one in made if one not in known]
         known |= {*made}
         if fresh:
@@ -211,8 +211,8 @@ def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, 
 
 def _standard_task(name: str, task: Any, options: Bench, tokenizer: PreTrainedTokenizerBase) -> Task:
     def measure(model: PreTrainedModel) -> Outcome:
-        values, asked = harness.evaluate(model, tokenizer, task, options.batch_size, options.task_examples)
+        values, asked = harness.evaluate(model, tokenizer, task, options.batch_size, options.task_limit)
         return Outcome(values, asked, digest(" ".join(asked)))
 
-    identity = f"{name} {harness.identity(task)} {options.task_examples}"
+    identity = f"{name} {harness.identity(task)} {options.task_limit}"
     return Task(name, 0, identity, measure, task.config.task, package_version("lm_eval"))

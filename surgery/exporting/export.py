@@ -10,10 +10,14 @@ from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.exporting import folder, hf, mamba_ssm, nemotron_h, patch
 from surgery.exporting.verify import Proof
+from surgery.loading.checkpoint import load_tokenizer
+from surgery.loading.opened import Checkpoint, model_of, plan_for, tokenizer_of
 from surgery.models.quantised import is_quantised
 from surgery.models.tokens import prompting
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
+from surgery.runtime.progress import say
+from surgery.splicing.remembered import Surgery
 
 __all__ = ["FORMATS", "export"]
 
@@ -21,35 +25,87 @@ FORMATS: dict[str, folder.Format] = {"hf": hf, "patch": patch, "nemotron_h": nem
 
 
 def export(
-    hybrid: PreTrainedModel,
+    hybrid: PreTrainedModel | Checkpoint,
     path: str | Path,
     *,
-    form: str = "hf",
-    tokenizer: PreTrainedTokenizerBase,
-    plan: Plan,
-    base: str,
+    format: str = "hf",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    plan: Plan | None = None,
+    base: str | None = None,
     recipe: Recipe | None = None,
     report: Report | None = None,
     figures: Path | None = None,
+    form: str | None = None,
     **options: Any,
 ) -> Proof:
-    """Write a hybrid as one of FORMATS, and return how a fresh process proved that it is the live model.
+    """Write a hybrid in one of FORMATS, and return how a fresh process proved that the folder is the live model.
 
-    base: the base's name, as load() takes it. figures: a folder whose atlas travels along. options: the format's own, such as
-    max_shard_size="5GB" of `hf`. An existing folder at `path` is replaced if it is an earlier export. Raises UserError, and
-    leaves nothing behind, if the form cannot hold the hybrid exactly, or if writing or proving fails.
+    tokenizer, plan, base (its name, as load() takes it): unless given, those that the hybrid remembers (`hybrid.surgery`); the
+    tokenizer is else taken from the base's folder. figures: a folder whose atlas travels along. form: the former name of
+    `format`. options: the format's own, such as max_shard_size="5GB" of `hf`. An existing folder at `path` is replaced if it is
+    an earlier export. Raises UserError, and leaves nothing behind, if the format cannot hold the hybrid exactly, if writing or
+    proving fails, or if something that is not given is not remembered either.
     """
-    if form not in FORMATS:
-        raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
-    if is_quantised(hybrid) and form not in ("hf", "patch"):
+    if form is not None:
+        say("export(form=...) is now export(format=...)")
+        format = form
+    if format not in FORMATS:
+        raise UserError(f"cannot export as '{format}'; there are {', '.join(FORMATS)}")
+    model = model_of(hybrid, "export")
+    if is_quantised(model) and format not in ("hf", "patch"):
         raise UserError(
-            f"a quantised base cannot be written as '{form}', whose weights are floating-point numbers; splice and export with "
-            "the base as it was before"
+            f"a quantised base cannot be written as '{format}', whose weights are floating-point numbers; splice and export "
+            "with the base as it was before"
         )
-    written = FORMATS[form]
-    if strange := set(options) - set(inspect.signature(written.write).parameters):
-        raise UserError(f"an export as '{form}' has no option '{min(strange)}'")
+    written = FORMATS[format]
+    if unknown := set(options) - set(inspect.signature(written.write).parameters):
+        raise UserError(f"an export as '{format}' has no option '{min(unknown)}'")
+    plan, base = _plan(model, plan), _base(model, base)
+    if tokenizer is None:
+        tokenizer = hybrid.tokenizer if isinstance(hybrid, Checkpoint) else _tokenizer(model, base)
+    tokenizer = tokenizer_of(hybrid, tokenizer, "export")
     return folder.save(
-        form, written, hybrid, path, tokenizer=prompting(tokenizer), plan=plan, base=base, recipe=recipe, report=report,
+        format, written, model, path, tokenizer=prompting(tokenizer), plan=plan, base=base, recipe=recipe, report=report,
         figures=figures, **options,
     )  # fmt: skip
+
+
+def _plan(hybrid: Any, plan: Plan | None) -> Plan:
+    """The plan that was given, or the hybrid's own."""
+    if plan is not None:
+        return plan_for(plan, "export")
+    remembered: Surgery | None = getattr(hybrid, "surgery", None)
+    if remembered is not None:
+        return remembered.plan
+    if not getattr(hybrid.config, "grafts", None):
+        raise UserError(
+            "surgery.export takes a hybrid, and this model holds no grafts: splice it first, surgery.splice(base, plan)"
+        )
+    raise UserError("the hybrid does not remember its plan: say which it is, surgery.export(hybrid, path, plan=...)")
+
+
+def _base(hybrid: Any, base: Any) -> str:
+    """The name of the base that was given, or that the hybrid remembers."""
+    if isinstance(base, Checkpoint):
+        return base.name
+    if isinstance(base, str | Path):
+        return str(base)
+    if base is not None:
+        raise UserError(f"surgery.export: base is the base's name, as surgery.load takes it, not a {type(base).__name__}")
+    remembered: Surgery | None = getattr(hybrid, "surgery", None)
+    if remembered is None or remembered.base is None:
+        raise UserError("the hybrid does not remember its base: say which it is, surgery.export(hybrid, path, base=...)")
+    return remembered.base
+
+
+def _tokenizer(hybrid: Any, base: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that the hybrid remembers, or else the base's."""
+    remembered: Surgery | None = getattr(hybrid, "surgery", None)
+    if remembered is not None and remembered.tokenizer is not None:
+        return remembered.tokenizer
+    try:
+        return load_tokenizer(base)
+    except UserError as error:
+        raise UserError(
+            f"no tokenizer was found with the base, {base}: say which it is, surgery.export(hybrid, path, tokenizer=...)"
+        ) from error

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.exporting.verify import Reader
 from surgery.records.plan import Plan
+from surgery.splicing.remembered import BASE
 
 USE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,6 +32,7 @@ def write(
         hybrid.save_pretrained(folder, max_shard_size=max_shard_size)
     except ValueError as error:
         raise UserError(f"cannot write the weights: {' '.join(str(error).split())}") from error
+    (folder / BASE).unlink(missing_ok=True)  # export.json says which base it is, and may say better
     if tokenizer._auto_class is None:  # a stock class: what code its settings name has not run here, and never is to
         tokenizer = copy.copy(tokenizer)
         tokenizer.init_kwargs = {name: value for name, value in tokenizer.init_kwargs.items() if name != "auto_map"}

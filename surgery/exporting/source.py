@@ -12,10 +12,11 @@ from surgery.loading.checkpoint import plan_of
 from surgery.loading.digests import dtypes, model_digest
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
-from surgery.records.recipe import read_recipe
+from surgery.records.recipe import read_back
 from surgery.runtime.progress import say
 from surgery.splicing.patch import RECORD as PATCH
 from surgery.splicing.patch import Patch
+from surgery.splicing.remembered import read_surgery
 
 
 def is_patch(name: str) -> bool:
@@ -29,8 +30,7 @@ def base_of(name: str) -> str:
         return Patch.read(folder / PATCH).base.place(folder)
     if (folder / RECORD).exists():
         return Exported.read(folder / RECORD, unsealed="take").base.place(folder)
-    made = plan_of(folder).provenance
-    return name if made is None else made.base
+    return read_surgery(folder).base or name
 
 
 def there(base: str, hybrid: str) -> str:
@@ -66,7 +66,7 @@ def papers_of(name: str, model: PreTrainedModel) -> dict[str, Any]:
         say(f"recipe and report stay behind: {error}")
         return {}
     if (folder / "recipe.yaml").exists():
-        found["recipe"] = read_recipe(folder / "recipe.yaml")
+        found["recipe"] = read_back(folder / "recipe.yaml")
     if (folder / "report.json").exists():
         report = Report.read(folder / "report.json", unsealed="refuse")
         try:

@@ -7,9 +7,12 @@ weights. Every function that needs to know about an architecture asks its family
 
 import importlib
 import pkgutil
+import sys
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any, Protocol
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,6 +21,7 @@ from surgery.errors import UserError
 from surgery.families.inert import entry_of
 from surgery.records.plan import Plan
 
+GROUP = "surgery.families"  # of entry points
 Hybrid = Any  # a PreTrainedModel of a family's hybrid class; what its own attributes are is beyond mypy
 
 
@@ -77,10 +81,26 @@ def refuse_unhandled(config: PreTrainedConfig, defaults: PreTrainedConfig, handl
 def families() -> dict[str, Family]:
     """model_type -> family, for bases and hybrids: those of this folder, and what other packages offer as entry points of the
     group "surgery.families"."""
-    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    every = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
-    every += [entry.load() for entry in entry_points(group="surgery.families")]
-    return {model_type: family for family in every for model_type in (family.model_type, family.hybrid_type)}
+    known = [module.FAMILY for module in _modules() if hasattr(module, "FAMILY")]
+    known += [entry.load() for entry in entry_points(group=GROUP)]
+    return {model_type: family for family in known for model_type in (family.model_type, family.hybrid_type)}
+
+
+def register() -> None:
+    """Import every family, whose module registers its hybrid classes with transformers. What another package offers and cannot
+    be imported is a warning here, because an import of transformers may be the occasion; families() raises its error."""
+    _modules()
+    for entry in entry_points(group=GROUP):
+        if entry.module in sys.modules:  # perhaps half imported: it is this import that brought us here
+            continue
+        try:
+            entry.load()
+        except Exception as error:  # whatever a foreign package raises
+            warnings.warn(f"the model family '{entry.name}' cannot be imported: {error!r}", stacklevel=2)
+
+
+def _modules() -> list[ModuleType]:
+    return [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 
 
 def family_of(config: PreTrainedConfig) -> Family:

@@ -5,6 +5,7 @@ kernels only. A hybrid is a base whose mixers are ours: each works in three step
 partly be attention. Without grafts it is the base itself: with the stock kernels its logits equal transformers' bit for bit.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from surgery.hybrids.layer_graft import is_layer_graft, make_mixer, whole_block
 from surgery.hybrids.packed import PACKED, packing
 from surgery.hybrids.parts import RMSNorm, as_weight, at, normed
 from surgery.hybrids.sources import write_sources
+from surgery.hybrids.switching import grafts_off
 
 
 def describe_layers(config: Any, module: str, name: str) -> None:
@@ -135,11 +137,14 @@ class HybridBackbone:
     def __init__(self: Any, config: Any):
         PreTrainedModel.__init__(self, config)  # the parent's would build a stock backbone
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        blocks = [HybridBlock(config, make_mixer(config, i, self.mixer_class)) for i in range(config.num_hidden_layers)]
-        self.layers = nn.ModuleList(blocks)
+        self.layers = nn.ModuleList(self.make_block(config, i) for i in range(config.num_hidden_layers))
         self.gradient_checkpointing = False
         self.norm_f = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.post_init()
+
+    def make_block(self: Any, config: Any, index: int) -> nn.Module:
+        """The block of a layer, as the configuration says."""
+        return HybridBlock(config, make_mixer(config, index, self.mixer_class))
 
     def forward(
         self: Any,
@@ -200,6 +205,8 @@ class HybridCausalLM:
     """The language model; stands before a family's stock one."""
 
     backbone_class: ClassVar[type]
+    # Where mamba-surgery is installed: reads what `surgery` is to be for a model that transformers loaded.
+    recall: ClassVar[Any] = None
 
     def __init__(self: Any, config: Any):
         PreTrainedModel.__init__(self, config)
@@ -249,8 +256,32 @@ class HybridCausalLM:
             inputs["attention_mask"] = kwargs.get("attention_mask")
         return inputs
 
-    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    @property
+    def surgery(self: Any) -> Any:
+        """What was done to the base: its plan, and the base's name and fingerprint. None for a model without grafts, and where
+        mamba-surgery is not installed."""
+        if "_surgery" not in vars(self) and self.config.grafts and self.recall is not None:
+            vars(self)["_surgery"] = self.recall()
+        return vars(self).get("_surgery")
+
+    def disable_grafts(self) -> AbstractContextManager[None]:
+        """`with hybrid.disable_grafts(): ...`: meanwhile the hybrid computes what its base computes, bit for bit. Raises
+        UserError for a layer graft that was loaded from a folder, which does not hold what the graft replaced."""
+        return grafts_off(self)
+
+    def print_trainable_parameters(self: Any) -> None:
+        """Say how many parameters have a gradient, as PEFT does."""
+        trainable, total = self.num_parameters(only_trainable=True), self.num_parameters()
+        print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
+
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, tokenizer: Any = None, **kwargs: Any) -> None:
+        """As in transformers, with the modeling code and, where `surgery` knows them, plan.json and base.json. tokenizer: goes
+        into the same folder."""
         if getattr(self, "is_quantized", False):  # transformers 5.23 cannot save again what it read as integers, otherwise
             kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         write_sources(save_directory, type(self))
+        if self.surgery is not None:
+            self.surgery.write(save_directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(save_directory)

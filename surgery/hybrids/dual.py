@@ -3,6 +3,7 @@
 What they compute is in mamba2.py.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -63,12 +64,18 @@ class DualGraft(Graft):
         """v (b, heads, s, p) -> (b, t, heads, p)."""
         return graft_attention(q, k, v, mask) * self.sign(v).transpose(0, 1)
 
-    def into(self, matrix: Tensor, qk: Tensor, dt: Tensor, rows: Tensor | None) -> Tensor:
-        """All heads' mixing matrices (h, rows, t) for one sequence, from the SSM's: the grafted ones' are their attention, or,
-        where a blend gate is open, the mixture."""
-        attention = self.sign(matrix) * attention_matrix(*self.split(qk, dt), rows=rows)[0].to(matrix.dtype)
-        share = 1.0 if self.gate is None else self.gate[:, None, None]
-        matrix[self.heads] = (1 - share) * matrix[self.heads] + share * attention
+    def into(self, matrix: Tensor, qk: Tensor, dt: Tensor, rows: Tensor | None, heads: Sequence[int] | None = None) -> Tensor:
+        """The mixing matrices (heads, rows, t) of `heads` (of all, unless given) for one sequence, from the SSM's: a grafted
+        head's is its attention, or, where a blend gate is open, the mixture."""
+        row_of = {head: row for row, head in enumerate(range(len(matrix)) if heads is None else heads)}
+        places = [place for place, head in enumerate(self.heads) if head in row_of]  # of the grafted heads among `heads`
+        if not places:
+            return matrix
+        q, k = (m[:, places] for m in self.split(qk, dt))
+        attention = self.sign(matrix)[places] * attention_matrix(q, k, rows=rows)[0].to(matrix.dtype)
+        share = 1.0 if self.gate is None else self.gate[places, None, None]
+        at = [row_of[self.heads[place]] for place in places]
+        matrix[at] = (1 - share) * matrix[at] + share * attention
         return matrix
 
 

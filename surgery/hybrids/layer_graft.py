@@ -14,7 +14,7 @@ tensors of the layer are gone from the hybrid: its fingerprint is that of what i
 provenance. As long as the process lives, `mixer.removed` keeps them for unsplice.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -240,10 +240,13 @@ class LayerGraftMixer(nn.Module):
         return hidden_states + mlp(normed(after, hidden_states))
 
     @fetching("graft.qkv_conv")
-    def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The attention of all heads for one sequence (1, t, hidden): (H, rows, t)."""
+    def matrices(self, hidden_states: Tensor, rows: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:
+        """The attention of `heads` (of all, unless given) for one sequence (1, t, hidden): (heads, rows, t)."""
         q, k, _ = self.graft.project(hidden_states)
-        return attention_matrix(q, self.graft.per_head(k), rows=rows)[0]
+        k = self.graft.per_head(k)
+        if heads is not None:
+            q, k = q[:, list(heads)], k[:, list(heads)]
+        return attention_matrix(q, k, rows=rows)[0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # The base's tensors are shared with it: they go where the others go, or the base would be left in two places.

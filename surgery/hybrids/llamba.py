@@ -22,6 +22,7 @@ dt = softplus(l) and x / dt for x.
 # themselves, and config.json of 8B (the defaults below are those that Cartesia documents: 32 layers of 4096).
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -189,12 +190,12 @@ class LlambaMixer(DualMixer, nn.Module):
         return (y + D[:, None] * x).to(result_dtype(x))
 
     @fetching("", *READ)
-    def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The mixing matrices of all heads for one sequence (1, t, d): (h, rows, t). SSM heads: such that y = M x + D x.
-        Grafted heads: their attention (where a blend gate is open, the mixture)."""
+    def matrices(self, hidden_states: Tensor, rows: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:
+        """The mixing matrices of `heads` (of all, unless given) for one sequence (1, t, d): (heads, rows, t). SSM heads: such
+        that y = M x + D x. Grafted heads: their attention (where a blend gate is open, the mixture)."""
         _, _, B, C, dt, qk = self.project(hidden_states)
-        matrix = ssd_matrix(dt, dt.new_full((self.num_heads,), -1.0), B, C, rows=rows, time_step=False)[0]
-        return matrix if self.graft is None or qk is None else self.graft.into(matrix, qk, dt, rows)
+        matrix = ssd_matrix(dt, dt.new_full((self.num_heads,), -1.0), B, C, heads=heads, rows=rows, time_step=False)[0]
+        return matrix if self.graft is None or qk is None else self.graft.into(matrix, qk, dt, rows, heads)
 
     def finish(self, y: Tensor, gate: Tensor) -> Tensor:
         """Gate and output projection: (..., h, p) -> (..., d)."""
@@ -245,11 +246,13 @@ class LlambaModel(HybridBackbone, LlambaPreTrainedModel):
     def __init__(self, config: LlambaConfig):
         PreTrainedModel.__init__(self, config)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        blocks = [LlambaBlock(config, make_mixer(config, i, LlambaMixer)) for i in range(config.num_hidden_layers)]
-        self.layers = nn.ModuleList(blocks)
+        self.layers = nn.ModuleList(self.make_block(config, i) for i in range(config.num_hidden_layers))
         self.gradient_checkpointing = False
         self.final_layernorm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.post_init()
+
+    def make_block(self, config: LlambaConfig, index: int) -> nn.Module:
+        return LlambaBlock(config, make_mixer(config, index, LlambaMixer))
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding

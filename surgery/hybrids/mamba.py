@@ -19,6 +19,7 @@ sets. B and C are made from x by x_proj; C' and B' come from the graft's own cop
 and C, and so does its graft.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -227,25 +228,26 @@ class _HybridMixer:
         return y[..., None], self.attend(x, dt)[..., None], gate
 
     @fetching("", *READ)
-    def matrices(self: Any, hidden_states: Tensor, rows: Tensor | None = None, channels: Any = None) -> Tensor:
-        """The mixing matrices of `channels` (of all, unless given) for one sequence (1, t, d): (channels, rows, t). SSM
+    def matrices(self: Any, hidden_states: Tensor, rows: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:
+        """The mixing matrices of channels (`heads`; of all, unless given) for one sequence (1, t, d): (channels, rows, t). SSM
         channels: time step included, D not. Grafted ones: their attention (where a blend gate is open, the mixture)."""
         x, dt, B, C, _ = self.project(hidden_states)
-        wanted = list(range(self.intermediate_size)) if channels is None else list(channels)
-        matrix = selective_matrix(dt, -torch.exp(self.A_log.float()), B, C, rows=rows, channels=wanted)[0]
+        channels = list(range(self.intermediate_size) if heads is None else heads)
+        row_of = {channel: row for row, channel in enumerate(channels)}
+        matrix = selective_matrix(dt, -torch.exp(self.A_log.float()), B, C, rows=rows, channels=channels)[0]
         graft: ChannelGraft | None = self.graft
         if graft is None:
             return matrix
         shared = attention_matrix(*self.queries(x), rows=rows)[0].to(matrix.dtype)  # pairs rows t
         for pair, places in enumerate(graft.pairs):
             for place in places:
-                if (channel := graft.heads[place]) in wanted:
+                if (channel := graft.heads[place]) in row_of:
                     own = shared[pair]
                     if graft.time_step:
                         own = own * dt[0, :, channel].clamp_min(SMALLEST)
                         own = own / own.sum(-1, keepdim=True)
                     share = 1.0 if graft.gate is None else graft.gate[place]
-                    row = wanted.index(channel)
+                    row = row_of[channel]
                     matrix[row] = (1 - share) * matrix[row] + share * graft.signs[pair] * own
         return matrix
 

@@ -15,6 +15,7 @@ sign back, but softmax can. A head whose match is its most *negative* score, whi
 log dt_s keeps the SSM's own choice of which tokens to write: a token with a small time step draws little attention.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,12 +97,12 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         return self.run_ssd(x, dt.to(x.dtype), A, B, C, D, heads, cache_params, packing)  # dt as in transformers
 
     @fetching("", *READ)
-    def matrices(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The mixing matrices of all heads for one sequence (1, t, d): (h, rows, t). SSM heads: time step included, D not.
-        Grafted heads: their attention (where a blend gate is open, the mixture)."""
+    def matrices(self, hidden_states: Tensor, rows: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:
+        """The mixing matrices of `heads` (of all, unless given) for one sequence (1, t, d): (heads, rows, t). SSM heads: time
+        step included, D not. Grafted heads: their attention (where a blend gate is open, the mixture)."""
         _, _, B, C, dt, qk = self.project(hidden_states)
-        matrix = ssd_matrix(dt, -torch.exp(self.A_log.float()), B, C, rows=rows)[0]
-        return matrix if self.graft is None or qk is None else self.graft.into(matrix, qk, dt, rows)
+        matrix = ssd_matrix(dt, -torch.exp(self.A_log.float()), B, C, heads=heads, rows=rows)[0]
+        return matrix if self.graft is None or qk is None else self.graft.into(matrix, qk, dt, rows, heads)
 
     def finish(self, y: Tensor, gate: Tensor) -> Tensor:
         """Gate, norm and output projection: (..., h, p) -> (..., d)."""

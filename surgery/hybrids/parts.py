@@ -1,6 +1,7 @@
 """What layer grafts and all that hybrids have in common both need."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -27,18 +28,15 @@ def fetching(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def fetched(self: Any, *args: Any, **kwargs: Any) -> Any:
-            hooked = []
-            for name in names:
-                module = self
-                for part in filter(None, name.split(".")):
-                    module = getattr(module, part, None)
-                if (hook := getattr(module, "_hf_hook", None)) is not None:
-                    hook.pre_forward(module)
-                    hooked.append((module, hook))
-            output = method(self, *args, **kwargs)
-            for module, hook in reversed(hooked):
-                hook.post_forward(module, None)
-            return output
+            with ExitStack() as after:  # what was fetched is put away again, also if something is raised
+                for name in names:
+                    module = self
+                    for part in filter(None, name.split(".")):
+                        module = getattr(module, part, None)
+                    if (hook := getattr(module, "_hf_hook", None)) is not None:
+                        hook.pre_forward(module)
+                        after.callback(hook.post_forward, module, None)
+                return method(self, *args, **kwargs)
 
         return fetched
 

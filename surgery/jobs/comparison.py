@@ -19,6 +19,7 @@ from surgery.records.names import called, public
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, read_text
+from surgery.records.renamed import current
 from surgery.runtime.processes import on_main
 
 
@@ -28,7 +29,7 @@ def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = Fals
     recipe, base, beside = open_compared(recipe, others, trust_remote_code)
     entries = {"base": Entry(base.model, called(base.name))}
     part: Part | None = (
-        "bench" if recipe.tune.keep is not None or any(map(_tuned_under_keep, (recipe.model, *others))) else None
+        "bench" if recipe.tune.early_stopping is not None or any(map(_stopped_early, (recipe.model, *others))) else None
     )
     for label, other in beside.items():
         found = Path(other.name) / "plan.json"
@@ -47,12 +48,12 @@ def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = Fals
     return report
 
 
-def _tuned_under_keep(folder: str) -> bool:
-    """Whether a hybrid's folder says so."""
+def _stopped_early(folder: str) -> bool:
+    """Whether a hybrid's folder says that its tuning might stop early, and so asked part of the facts."""
     written = Path(folder) / RECIPE
     try:
         made = yaml.safe_load(read_text(written, "the recipe")) if written.exists() else None
     except yaml.YAMLError as error:
         raise UserError(f"{written} is not YAML: {' '.join(str(error).split())}") from error
-    tuning = made.get("tune") if isinstance(made, dict) else None
-    return isinstance(tuning, dict) and tuning.get("keep") is not None
+    tuning = current(made).get("tune") if isinstance(made, dict) else None
+    return isinstance(tuning, dict) and tuning.get("early_stopping") is not None

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from surgery.loading.checkpoint import Checkpoint
-from surgery.loading.digests import conditions
 from surgery.locating.atlas import draw_atlas
-from surgery.locating.locate import locate
-from surgery.locating.questions import ask_all, questions_digest
+from surgery.locating.locate import rank
+from surgery.locating.questions import question_sets, questions_digest
 from surgery.locating.ranking import Ranking
+from surgery.locating.subject import Subject
 from surgery.records.names import public
 from surgery.records.recipe import Recipe
 from surgery.runtime.processes import on_main
@@ -25,6 +25,7 @@ def located(recipe: Recipe, base: Checkpoint, out: Path, *, resume: bool = False
 
     Raises UserError for a ranking, or a part of one, that is not as it was measured."""
     path, kept, settings = out / RANKING, out / "locate", public(recipe.model_dump(mode="json"))
+    subject = Subject.of(base, known_fingerprint=base.fingerprint)
 
     def there() -> Ranking | None:
         if not resume:
@@ -32,16 +33,14 @@ def located(recipe: Recipe, base: Checkpoint, out: Path, *, resume: bool = False
         if not resume or not path.exists():
             return None
         earlier = Ranking.read(path, unsealed="refuse")
-        if (other := _outdated(earlier, recipe, base, settings)) is not None:
+        if (other := _outdated(earlier, recipe, subject, settings)) is not None:
             say(f"{path} is of another {other}: locating again")
             return None
         return earlier
 
     if (done := on_main(there)) is not None:
         return done
-    ranking = locate(
-        base.model, base.tokenizer, **recipe.locate.model_dump(), seed=recipe.seed, name=base.name, recipe=settings, kept=kept
-    )
+    ranking = rank(subject, recipe.locate, seed=recipe.seed, recipe=settings, kept=kept)
 
     def write() -> None:
         if figures:
@@ -53,15 +52,13 @@ def located(recipe: Recipe, base: Checkpoint, out: Path, *, resume: bool = False
     return ranking
 
 
-def _outdated(ranking: Ranking, recipe: Recipe, base: Checkpoint, settings: dict[str, Any]) -> str | None:
+def _outdated(ranking: Ranking, recipe: Recipe, subject: Subject, settings: dict[str, Any]) -> str | None:
     """What a ranking depends on that is not the same now; None if all of it is."""
     if ranking.provenance.recipe != settings:
         return "recipe"
-    now = conditions(base.model, base.tokenizer)
-    if ranking.conditions is None or (other := ranking.conditions.differs(now)) is not None:
-        return other if ranking.conditions is not None else "version"
-    options = recipe.locate.model_dump(exclude={"probe", "options", "exact", "confirm", "layers"})
-    asked_now = ask_all(
-        base.tokenizer, recipe.locate.probe, recipe.locate.options, seed=recipe.seed, device=base.model.device, **options
-    )
-    return None if ranking.questions == questions_digest(asked_now) else "set of questions"
+    if ranking.conditions is None:
+        return "version"
+    if (other := ranking.conditions.differs(subject.conditions)) is not None:
+        return other
+    sets = question_sets(subject.tokenizer, recipe.locate, seed=recipe.seed, device=subject.model.device)
+    return None if ranking.questions == questions_digest(sets) else "set of questions"

@@ -24,7 +24,7 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
     if recipe.bench.doses and recipe.plan.kind != "head":
         raise UserError(f"bench.doses counts heads, and plan.kind is {recipe.plan.kind}")
     if wanted := standard(recipe.bench):
-        harness.load(wanted, recipe.bench.tasks_path, recipe.bench.data_path)
+        harness.load(wanted, recipe.bench.include_path, recipe.bench.data_path)
     check_probes(recipe.bench, base.tokenizer)
     check_questions(base.tokenizer, recipe.locate, recipe.seed)
     check_sites(base.model, recipe.plan.sites or ())

@@ -146,7 +146,7 @@ class _Job:
         with self.stage("bench", f"measuring {len(entries)} models"):
             measured = bench(
                 entries, self.base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=self.out / "cells",
-                part=None if recipe.tune.keep is None else "bench",
+                part=None if recipe.tune.early_stopping is None else "bench",
             )  # fmt: skip
         report = Report(
             provenance=provenance(self.base.name, self.base.fingerprint, recipe.seed, self.settings),
@@ -176,10 +176,10 @@ class _Job:
 
 def _division(recipe: Recipe) -> str:
     """Who asked which of a file's facts, if tuning watched over them."""
-    if recipe.tune.keep is None or recipe.data.facts == "world":
+    if recipe.tune.early_stopping is None or recipe.data.facts == "world":
         return ""
     kept, measured = (len(Knowledge(recipe.data.facts, part).questions(sys.maxsize, seed=0)) for part in PARTS)
-    return f"; tune.keep asked {kept} of the {kept + measured} facts, bench the other {measured}"
+    return f"; tune.early_stopping asked {kept} of the {kept + measured} facts, bench the other {measured}"
 
 
 def _csv(log: Log) -> str:

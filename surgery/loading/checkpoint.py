@@ -1,8 +1,7 @@
 """Loading models (Hub ids, folders, original state-spaces folders, patches) and telling them apart by fingerprint."""
 
-import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from surgery.errors import UserError
 from surgery.families import families, family_of
+from surgery.loading.digests import fingerprint, named_dtype
+from surgery.loading.opened import Checkpoint
 from surgery.loading.original import is_original, load_original
-from surgery.models.answers import described
-from surgery.models.quantised import converted, scales
+from surgery.models.quantised import converted
 from surgery.models.tokens import prompting
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
 from surgery.splicing.patch import RECORD, Patch, join
+from surgery.splicing.remembered import PLAN, Opened, Surgery, read_surgery, remember
+from surgery.splicing.splice import freeze
 
 # The tokenizer of the state-spaces models, which their folders do not hold.
 ORIGINAL_TOKENIZER = "EleutherAI/gpt-neox-20b"
@@ -32,16 +34,6 @@ PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.py", "REA
 
 # The one value of `device` that is no device: accelerate's device_map of that name. A recipe's device "auto" is something else.
 BALANCED = "balanced"
-
-
-@dataclass
-class Checkpoint:
-    """A model in eval mode, its tokenizer, and what identifies it."""
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    fingerprint: str
 
 
 def load(
@@ -70,7 +62,7 @@ def load(
     """
     name = str(name)
     folder = _folder(name, revision)
-    wanted = _dtype(dtype)
+    wanted = named_dtype(dtype)
     model: Any
     try:
         if (folder / RECORD).exists():
@@ -91,7 +83,20 @@ def load(
         raise
     except Exception as error:  # whatever a damaged file raises, the user gets one line
         raise UserError(f"cannot load {name}: {_one_line(error)}") from error
-    return Checkpoint(name, model, words, fingerprint(model))
+    opened = Checkpoint(name, model, words, fingerprint(model))
+    if not getattr(model.config, "grafts", None):
+        remember(model, base=Opened(name, opened.fingerprint, words))
+    elif (surgery := _surgery(model, folder, words)) is not None:  # else its attention is its own, as that of mamba2attn-2.7b
+        remember(model, surgery)
+        freeze(model)
+    return opened
+
+
+def _surgery(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Surgery | None:
+    """What was done to the base of a hybrid that was loaded from a folder; None if that does not say."""
+    if (folder / RECORD).exists():
+        return replace(model.surgery, tokenizer=tokenizer)
+    return read_surgery(folder, tokenizer) if (folder / PLAN).exists() else None
 
 
 def load_base(name: str, revision: str | None = None) -> PreTrainedModel:
@@ -109,10 +114,21 @@ def load_base(name: str, revision: str | None = None) -> PreTrainedModel:
         raise UserError(f"cannot load {name}: {_one_line(error)}") from error
 
 
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer that load() finds with a model. Raises UserError if there is none."""
+    try:
+        found = AutoTokenizer.from_pretrained(_tokenizer(_folder(name)), trust_remote_code=trust_remote_code)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"cannot load the tokenizer of {name}: {_one_line(error)}") from error
+    return prompting(found)
+
+
 def plan_of(folder: str | Path) -> Plan:
     """The plan of a hybrid's folder or patch. Raises UserError if it holds none."""
     patch = Path(folder) / RECORD
-    return Patch.read(patch).plan if patch.exists() else Plan.read(Path(folder) / "plan.json")
+    return Patch.read(patch).plan if patch.exists() else Plan.read(Path(folder) / PLAN)
 
 
 def _load_patch(name: str, folder: Path, base: str | None) -> tuple[PreTrainedModel, Path]:
@@ -181,31 +197,6 @@ def _refuse_offload(name: str, device_map: dict[str, Any]) -> None:
     devices = {str(device) for device in device_map.values()}
     if "disk" in devices or ("cpu" in devices and len(devices) > 1):
         raise UserError(f"{name} does not fit on the devices of this machine")
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    """None: as stored."""
-    found = None if name == "auto" else getattr(torch, name, name)
-    if found not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise UserError(f"dtype must be auto, float32, bfloat16, float16 or float64, not '{name}'")
-    return found
-
-
-def fingerprint(model: PreTrainedModel, dtype: str = "auto") -> str:
-    """sha256 over name, dtype, shape and bytes of every base tensor, tied ones once. Grafts do not count: a hybrid has the
-    fingerprint of its base. dtype: as load() takes it; the fingerprint is then that of the model loaded so."""
-    seen_as = _dtype(dtype)
-    total = hashlib.sha256()
-    for name, scale in sorted(scales(model).items()):
-        total.update(f"{name} {described(scale)} ".encode())
-    for name, parameter in sorted(model.named_parameters()):
-        if ".graft." in name:
-            continue
-        tensor = parameter.detach().cpu().contiguous()
-        tensor = tensor if seen_as is None or not tensor.is_floating_point() else tensor.to(seen_as)
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
 
 
 def _folder(name: str, revision: str | None = None) -> Path:

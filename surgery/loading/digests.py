@@ -19,9 +19,11 @@ from accelerate.utils import align_module_device
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.errors import UserError
 from surgery.families import families
 from surgery.kernels.dispatch import Operation
-from surgery.models.answers import settle
+from surgery.models.answers import described, settle
+from surgery.models.quantised import scales
 from surgery.records.record import OPTIONAL, Record, code_digest, environment
 
 # What a configuration says about a file, generation, or the classes around the model, and not about its function.
@@ -92,6 +94,31 @@ def model_digest(model: PreTrainedModel) -> str:
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
+
+
+def fingerprint(model: PreTrainedModel, dtype: str = "auto") -> str:
+    """sha256 over name, dtype, shape and bytes of every base tensor, tied ones once. Grafts do not count: a hybrid has the
+    fingerprint of its base. dtype: as load() takes it; the fingerprint is then that of the model loaded so."""
+    seen_as = named_dtype(dtype)
+    total = hashlib.sha256()
+    for name, scale in sorted(scales(model).items()):
+        total.update(f"{name} {described(scale)} ".encode())
+    for name, parameter in sorted(model.named_parameters()):
+        if ".graft." in name:
+            continue
+        tensor = parameter.detach().cpu().contiguous()
+        tensor = tensor if seen_as is None or not tensor.is_floating_point() else tensor.to(seen_as)
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def named_dtype(name: str) -> torch.dtype | None:
+    """The dtype of a name, as load() takes it; None for "auto": as stored. Raises UserError for another one."""
+    found = None if name == "auto" else getattr(torch, name, name)
+    if found not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise UserError(f"dtype must be auto, float32, bfloat16, float16 or float64, not '{name}'")
+    return found
 
 
 def dtypes(model: PreTrainedModel) -> str:

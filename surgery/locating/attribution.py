@@ -3,12 +3,14 @@
 Put a blend gate g_h between every head's SSM output and its dual graft's, y_h = (1 - g_h) ssm_h + g_h attn_h, all gates 0, so
 that the model is the base. The gradient of the probe's loss by g_h is the rate at which the loss changes when the head begins
 to turn into attention: a slope at gate 0, in nats per unit of gate. Its order is that of the exact gains (rank correlation .996
-over tiny-mamba2's heads); its size is not: at the head where it is 12.7, splicing saves 1.4 nats, which is all there is. The
-gates here have one value per head *and example*, so that the same backward gives every example's own gradient, from which the
-interval over examples follows.
+over tiny-mamba2's heads); its size is not: at the head where it is 12.7, splicing saves 1.4 nats, which is all there is. A gate
+has one value per head *and example*, so that the same backward gives every example's own gradient, and thereby an interval.
+
+The gates themselves need not be computed. The gradient by a gate is the gradient by the SSM's output y_h times what would
+change there, attn_h - ssm_h.
 
 The dual start leaves a sign and a scale open (plan.Start). Attribution also chooses them: for every head the start whose
-attribution is largest. Where only starts differ, the gates need not be there at all (attribute_starts).
+attribution is largest.
 """
 
 import math
@@ -19,12 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from surgery.locating.exact import question_of_row
-from surgery.locating.walk import fully_gated
-from surgery.models.anatomy import anatomy
+from surgery.locating.questions import question_of_row
+from surgery.locating.subject import Subject
 from surgery.models.finite import checked, explained
 from surgery.probes.scoring import Encoded, padded
 from surgery.records.plan import Start
@@ -38,92 +38,72 @@ GRADIENTS = "the gradients by the heads' gates"
 STARTS = tuple(Start(sign=sign, tau=tau) for sign in (1, -1) for tau in (0.25, 0.5, 1.0, 2.0))
 
 
-def attribute(gated: PreTrainedModel, encoded: Encoded) -> Tensor:
-    """(questions, layers, heads): minus the gradient of each question's loss by each gate, in nats.
+def attribute_starts(gated: Subject, encoded: Encoded, starts: Sequence[Start | None] = STARTS) -> Tensor:
+    """(starts, questions, layers, heads): for each of the starts, given to all heads, minus the gradient of each question's
+    loss by each head's gate, in nats. The start None leaves every head the one that it has.
 
-    `gated` is a fully gated base (walk.fully_gated).
+    gated: walk.fully_gated. The gradient by the SSM's output is the same for all starts. So the attention is computed on the
+    way back only, with each start in turn, and one forward and one backward serve them all.
     """
-    ids, last = padded(encoded.rows, gated.device)
-    names = [name for name, _ in gated.named_parameters() if name.endswith(".graft.gate")]
-    heads = {name: len(gated.get_parameter(name)) for name in names}
-    gates = {name: torch.zeros(len(ids), heads[name], device=ids.device, requires_grad=True) for name in names}
-    with _frozen(gated), torch.enable_grad():
-        keep, where = last.unique(return_inverse=True)
-        logits = functional_call(gated, gates, (), {"input_ids": ids, "use_cache": False, "logits_to_keep": keep}).logits
-        logits = logits[torch.arange(len(ids), device=ids.device), where]
-        with explained(gated, encoded.rows):
-            losses = encoded.losses(logits)
-        gradients = torch.autograd.grad(losses.sum(), [gates[name] for name in names])
-    per_row = -torch.stack(gradients, 1)  # rows, layers, heads
-    # A question may own several rows (candidates of several tokens); its gradient is their sum.
-    out = per_row.new_zeros(len(encoded.choices), *per_row.shape[1:])
-    return checked(out.index_add(0, question_of_row(encoded).to(per_row.device), per_row).cpu(), GRADIENTS)
-
-
-def attribute_starts(ungated: PreTrainedModel, encoded: Encoded, starts: Sequence[Start | None] = STARTS) -> Tensor:
-    """(starts, questions, layers, heads): what `attribute` says for a model gated with each of the starts everywhere.
-
-    `ungated` is a fully gated base whose heads all have the same start; for the start None, each may have its own.
-    The gradient of the loss by a gate is the gradient by the SSM's output times what would change there; the former is the same
-    for all starts. So the attention is computed on the way back only, with each start in turn, and one forward and one backward
-    serve them all.
-    """
-    ids, last = padded(encoded.rows, ungated.device)
-    mixers = [mixer.module for mixer in anatomy(ungated).mixers]
+    model = gated.model
+    ids, last = padded(encoded.rows, model.device)
+    mixers = [mixer.module for mixer in gated.anatomy.mixers]
     per_row: list[Tensor] = [torch.empty(0)] * len(mixers)
+    handles: list[Any] = []
 
     def listen(layer: int, mixer: Any) -> dict[tuple[Any, str], Any]:
-        """Other methods for a mixer and its graft: the attention is put off, the SSM's output goes through, listened to."""
-        attend, graft, asked = mixer.attend, mixer.graft, []
+        """Other methods for a mixer and its graft: attention waits for the way back; the SSM's output passes, and is listened
+        to."""
+        attend, graft = mixer.attend, mixer.graft
+        waiting: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def put_off(*args: Any, **kwargs: Any) -> Tensor:
-            asked.append((args, kwargs))
+            waiting.append((args, kwargs))
             return ids.new_zeros(())  # nobody looks at it
 
         def blend(y: Tensor, _: Tensor) -> Tensor:
-            args, kwargs = asked.pop()
+            args, kwargs = waiting.pop()
             y = y if y.requires_grad else y.detach().requires_grad_()  # at the first layer nothing does
 
             def read(gradient: Tensor) -> None:
                 with torch.no_grad():
-                    found, own = [], (graft.signs, graft.log_tau.clone())
+                    values, own = [], (graft.signs, graft.log_tau.clone())
                     for start in starts:
                         if start is not None:
                             graft.signs = [start.sign] * len(graft.signs)
                             graft.log_tau.fill_(math.log(start.tau))
                         change = attend(*args, **kwargs).view_as(y) - y
-                        found.append(-(gradient.float() * change.float()).sum((1, 3)))
-                    per_row[layer] = torch.stack(found)
+                        values.append(-(gradient.float() * change.float()).sum((1, 3)))
+                    per_row[layer] = torch.stack(values)
                     graft.signs = own[0]
                     graft.log_tau.copy_(own[1])
 
-            y.register_hook(read)
+            handles.append(y.register_hook(read))
             return y
 
         return {(mixer, "attend"): put_off, (graft, "blend"): blend}
 
     methods = {key: value for layer, mixer in enumerate(mixers) for key, value in listen(layer, mixer).items()}
-    with _frozen(ungated), _methods(methods), torch.enable_grad():
-        keep, where = last.unique(return_inverse=True)
-        logits = ungated(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
-        logits = logits[torch.arange(len(ids), device=ids.device), where]
-        with explained(ungated, encoded.rows):
-            losses = encoded.losses(logits)
-        losses.sum().backward()
-    rows = torch.stack([found.to(per_row[0].device) for found in per_row], 2)  # starts, rows, layers, heads
-    out = rows.new_zeros(len(rows), len(encoded.choices), *rows.shape[2:])
-    return checked(out.index_add(1, question_of_row(encoded).to(rows.device), rows).cpu(), GRADIENTS)
-
-
-def choose_starts(base: PreTrainedModel, layers: int, heads: int, batches: Sequence[Encoded]) -> dict[str, Start]:
-    """For every head ("L1.H3") the start with the largest mean attribution over the questions of `batches`."""
-    ungated = fully_gated(base, layers, heads)
-    return best_starts(torch.stack([attribute_starts(ungated, encoded).sum(1) for encoded in batches]).sum(0))
+    try:
+        with _frozen(model), _methods(methods), torch.enable_grad():
+            keep, where = last.unique(return_inverse=True)
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
+            logits = logits[torch.arange(len(ids), device=ids.device), where]
+            with explained(model, encoded.rows):
+                losses = encoded.losses(logits)
+            losses.sum().backward()
+    finally:
+        for handle in handles:
+            handle.remove()  # a hook on y that holds y: a cycle through C++, which the garbage collector does not see
+    rows = torch.stack([values.to(per_row[0].device) for values in per_row], 2)  # starts, rows, layers, heads
+    # A question may own several rows (candidates of several tokens); its gradient is their sum.
+    totals = rows.new_zeros(len(rows), len(encoded.choices), *rows.shape[2:])
+    return checked(totals.index_add(1, question_of_row(encoded).to(rows.device), rows).cpu(), GRADIENTS)
 
 
 def best_starts(totals: Tensor, channels: bool = False) -> dict[str, Start]:
-    """From attributions (starts, layers, heads), every head's best. channels: heads are channels, and each layer has one start
-    for all of them, the one under which they have most to gain: those with the same start share a query-key pair."""
+    """From attributions (starts, layers, heads), every head's best start. channels: heads are channels, and those with the same
+    start share a query-key pair; so each layer has one start for all of them, under which they have most to gain."""
     best = totals.argmax(0)
     if channels:
         best = totals.clamp_min(0).sum(-1).argmax(0)[:, None].expand_as(best)

@@ -1,4 +1,4 @@
-"""Exact measurements of sites over all the questions, collected from the walks through their batches."""
+"""Exact measurements of sites on all the questions, collected from the walks through their batches."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.locating import walk
 from surgery.locating.ledger import Ledger, Tensors, digest
-from surgery.locating.replay import How
-from surgery.models.anatomy import Anatomy
+from surgery.locating.questions import QuestionSet, question_of_row
+from surgery.locating.replay import How, Replay
+from surgery.locating.subject import Subject
 from surgery.models.finite import explained, within
-from surgery.models.tokens import opening
-from surgery.probes.question import Question
 from surgery.probes.scoring import Encoded, padded
 from surgery.records.site import Site
 from surgery.runtime import processes
@@ -27,28 +25,27 @@ RELEVANT = 0.01  # nats that a head must gain (or cost) to be worth more questio
 
 
 class Exact:
-    """What ablating and splicing sites does to every question. `base` and `gated` as for walk.variants.
+    """What ablating and splicing sites does to every question.
 
-    ledger: where batches are kept; it has to know the weights of `base`, and the starts of `gated`.
+    gated: the subject fully gated (walk.fully_gated); None: nothing is spliced. ablation: what comes instead of an ablated head
+    (Layer.ablation). ledger: where batches are kept; it has to know the weights of the subject, and the starts of `gated`.
     """
 
     def __init__(
         self,
-        base: PreTrainedModel,
-        gated: PreTrainedModel | None,
-        found: Anatomy,
-        groups: Sequence[tuple[list[int], Encoded]],
+        subject: Subject,
+        questions: QuestionSet,
         *,
-        how: How = "zero",
-        reference: tuple[Tensor, Tensor] | None = None,
+        gated: Subject | None = None,
+        ablation: How = "zero",
         ledger: Ledger | None = None,
     ):
-        self.base, self.gated, self.found, self.groups = base, gated, found, groups
-        self.how, self.reference = how, reference
-        compared = None if reference is None else [part.tolist() for part in reference]
-        self.ledger = (ledger or Ledger()).under(how, compared)
-        examples = sum(len(chosen) for chosen, _ in groups)
-        # Of every question; NaN where it was not asked.
+        self.subject, self.gated, self.groups = subject, gated, questions.groups
+        self.how, self.reference = ablation, questions.reference
+        reference = None if self.reference is None else [part.tolist() for part in self.reference]
+        self.ledger = (ledger or Ledger()).under(ablation, reference)
+        examples = sum(len(chosen) for chosen, _ in self.groups)
+        # Of every question; NaN where a site was not measured on it.
         self.correct: dict[tuple[str, Site | None], np.ndarray] = defaultdict(lambda: np.full(examples, np.nan))
         self.losses: dict[tuple[str, Site | None], np.ndarray] = defaultdict(lambda: np.full(examples, np.nan))
 
@@ -62,43 +59,41 @@ class Exact:
     ) -> None:
         """Measure heads (None: all), and whole layers; with neither, the base alone.
 
-        leading: how many heads matter. After 2, 4, 8, ... batches those that are beyond hope of being among the best so many,
-        or of RELEVANT nats (by kinds[0]), are given up, so that their scores stand on fewer questions, and so is the worse half
-        of the heads, as long as twice `leading` are left (successive halving). At these points all processes have the same
-        before them, so that scores do not depend on how many there are.
+        leading: how many heads matter. After 2, 4, 8, ... batches some heads are given up, and their scores stand on the
+        questions so far: those that can no longer be among the best `leading`, or that are worth less than RELEVANT nats (by
+        kinds[0]), and the worse half, as long as twice `leading` are left (successive halving). At these points all processes
+        know the same results, so that scores do not depend on how many processes there are.
         """
-        every = set(self.found.sites() if heads is None else heads)
-        sites = len(every) + (len(self.found.layers()) if layers else 0)
+        measured = set(self.subject.anatomy.sites() if heads is None else heads)
+        sites = len(measured) + (len(self.subject.anatomy.layers()) if layers else 0)
         per_batch = 1 + sites * len([kind for kind in kinds if kind == "ablate" or self.gated is not None])
         progress = iter(Track(range(len(processes.share(self.groups)) * per_batch), "locate"))
         for begin, end in pairwise(_stops(len(self.groups), leading is not None)):
             if begin:
                 assert leading is not None
-                every = every - self._hopeless(sorted(every), kinds[0], leading)
-            self._measure(range(begin, end), every, layers, kinds, progress)
-        for _ in progress:  # what was given up, or found measured
+                measured = measured - self._hopeless(sorted(measured), kinds[0], leading)
+            self._measure(range(begin, end), measured, layers, kinds, progress)
+        for _ in progress:  # what was given up, or read from the ledger
             pass
 
     def _measure(
         self, numbers: Iterable[int], heads: Collection[Site], layers: bool, kinds: Sequence[str], progress: Iterator[int]
     ) -> None:
         """The same heads on some of the batches."""
-        asked = [layers, [str(site) for site in sorted(heads)], list(kinds)]
+        what = [layers, [str(site) for site in sorted(heads)], list(kinds)]
 
-        def what(number: int) -> Any:
+        def key(number: int) -> Any:
             chosen, encoded = self.groups[number]
-            return ["exact", *asked, chosen if self.reference is not None else None, digest(encoded)]
+            return ["exact", *what, chosen if self.reference is not None else None, digest(encoded)]
 
         def measure(number: int) -> Tensors:
             chosen, encoded = self.groups[number]
-            ids, last = padded(encoded.rows, self.base.device)
+            model = self.subject.model
             donors = None if self.reference is None else _donors(chosen, encoded, len(self.reference[0]))
-            variants = walk.variants(
-                self.base, self.gated, ids, last, found=self.found, layers=layers, heads=heads, kinds=kinds,
-                how=self.how, reference=self.reference, donors=donors,
-            )  # fmt: skip
+            replay = Replay(self.subject, *padded(encoded.rows, model.device), reference=self.reference, donors=donors)
+            variants = walk.variants(replay, self.gated, layers=layers, heads=heads, kinds=kinds, how=self.how)
             names, correct, losses = [], [], []
-            with explained(self.base, encoded.rows):
+            with explained(model, encoded.rows):
                 for variant in variants:
                     head = [] if variant.site is None else [variant.site.layer, *(variant.site.heads or [-1])]
                     names.append([KINDS.index(variant.kind), *(head or [-1, -1])])
@@ -110,7 +105,7 @@ class Exact:
                         break
             return {"variants": torch.tensor(names), "correct": torch.stack(correct), "losses": torch.stack(losses)}
 
-        for number, tensors in self.ledger.every(numbers, what, measure).items():
+        for number, tensors in self.ledger.gather(numbers, key, measure).items():
             chosen, _ = self.groups[number]
             columns = (tensors["correct"].numpy(), tensors["losses"].numpy())
             for (kind, layer, head), correct, losses in zip(tensors["variants"].tolist(), *columns, strict=True):
@@ -120,7 +115,7 @@ class Exact:
 
     def _hopeless(self, heads: Sequence[Site], kind: str, leading: int) -> set[Site]:
         """The heads whose 99% interval is below that of at least `leading` others, or below RELEVANT, and the worse half of
-        all, as long as twice `leading` are left."""
+        all, as long as twice `leading` are left. kind: "splice" or "ablate", by which they are compared."""
         if not heads:
             return set()
         values = self.effects(heads)["splice_loss" if kind == "splice" else "ablation_loss"]
@@ -147,20 +142,6 @@ class Exact:
             "splice_gain": change("correct", "splice", 1),
             "splice_loss": change("losses", "splice", -1),
         }
-
-
-def reference_batch(
-    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The prompts of questions that are not asked, as a reference for mean and resample ablation: (ids, last)."""
-    return padded(opening(tokenizer, [question.prompt for question in questions]), device)
-
-
-def question_of_row(encoded: Encoded) -> Tensor:
-    """(rows,): which question a row belongs to; one with candidates of several tokens owns several."""
-    out = torch.empty(len(encoded.rows), dtype=torch.long)
-    out[encoded.terms[:, 2]] = encoded.terms[:, 0]
-    return out
 
 
 def _stops(batches: int, deciding: bool) -> list[int]:

@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.locating.matrices import mixing_matrices
 from surgery.locating.questions import choice_probe
 from surgery.locating.roles import token_spans
-from surgery.models.anatomy import anatomy
+from surgery.locating.subject import Subject
 from surgery.models.tokens import opening
 from surgery.probes.question import Question
 from surgery.records.site import Site
-from surgery.splicing.splice import adopt
 
 SHORT = 4  # lines of a dictionary, in a figure
 MOST_COLUMNS = 36  # tokens whose labels can be read in a figure
@@ -59,10 +58,9 @@ def example_tokens(
     return ids, labels, [tuple(span) for span in spans], answer
 
 
-def example_matrices(model: PreTrainedModel, ids: Sequence[int], sites: Collection[Site]) -> dict[Site, Tensor]:
+def example_matrices(subject: Subject, ids: Sequence[int], sites: Collection[Site]) -> dict[Site, Tensor]:
     """The mixing matrices (t, t) of heads over the tokens of an example."""
-    model = adopt(model).eval()
-    return mixing_matrices(model, anatomy(model), torch.tensor(ids, device=model.device), sites=sites)
+    return mixing_matrices(subject, torch.tensor(ids, device=subject.model.device), sites=sites)
 
 
 def window(tokens: Sequence[str], spans: Sequence[Sequence[int]], answer: Collection[int]) -> Window:

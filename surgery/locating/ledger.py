@@ -1,9 +1,9 @@
 """What was measured batch by batch: shared between processes, and kept in files until the ranking is written.
 
-A file holds the tensors of one batch. Its name is a digest of all that they depend on (the weights, the tokens of the batch,
-what was ablated and how, kernels and code), so that whoever finds it can take it for what he would measure himself, whatever
-number of processes made it, and one that is of something else is not found. A seal in the file, over name and tensors, tells
-one that was renamed or edited.
+A file holds the tensors of one batch. Its name is a digest of all that they depend on: the weights, the tokens of the batch,
+what was ablated and how, kernels and code. So a file of that name can be used instead of measuring again, whichever process
+wrote it, and a file of anything else has another name. A seal in the file, over name and tensors, shows if it was renamed or
+edited.
 """
 
 import hashlib
@@ -25,32 +25,32 @@ from surgery.records.record import sweep
 from surgery.runtime import processes
 
 Tensors = dict[str, Tensor]
-What = Callable[[int], Any]  # of a batch's number: what its tensors depend on (JSON)
+Key = Callable[[int], Any]  # of a batch's number: what its tensors depend on (JSON)
 Measure = Callable[[int], Tensors]
 
 
 class Ledger:
-    """folder: for the files; None: nothing is kept. key: what everything that is measured here depends on (JSON)."""
+    """folder: for the files; None: nothing is kept. key: what all measurements here depend on (JSON)."""
 
     def __init__(self, folder: Path | None = None, *key: Any):
         self.folder, self.key = folder, _sha(key)
 
     def under(self, *key: Any) -> "Ledger":
-        """The same, for what depends on more."""
+        """A ledger in the same folder for measurements that depend on more."""
         return Ledger(self.folder, self.key, *key)
 
-    def share(self, numbers: Iterable[int], what: What, measure: Measure) -> dict[int, Tensors]:
+    def share(self, numbers: Iterable[int], key: Key, measure: Measure) -> dict[int, Tensors]:
         """This process's share of the batches `numbers`, read or measured."""
-        return {number: self._one(number, what, measure) for number in processes.share(sorted(numbers))}
+        return {number: self._read_or_measure(number, key, measure) for number in processes.share(sorted(numbers))}
 
-    def every(self, numbers: Iterable[int], what: What, measure: Measure) -> dict[int, Tensors]:
+    def gather(self, numbers: Iterable[int], key: Key, measure: Measure) -> dict[int, Tensors]:
         """All the batches `numbers`, in order, from whichever processes have them."""
-        return gathered(self.share(numbers, what, measure))
+        return gathered(self.share(numbers, key, measure))
 
-    def _one(self, number: int, what: What, measure: Measure) -> Tensors:
+    def _read_or_measure(self, number: int, key: Key, measure: Measure) -> Tensors:
         if self.folder is None:
             return measure(number)
-        path = self.folder / f"{_sha([self.key, what(number)])}.safetensors"
+        path = self.folder / f"{_sha([self.key, key(number)])}.safetensors"
         if path.exists():
             return _read(path)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in measure(number).items()}
@@ -59,7 +59,7 @@ class Ledger:
 
 
 def gathered(mine: dict[int, Tensors]) -> dict[int, Tensors]:
-    """By number, in order, from all processes."""
+    """The tensors of all processes, by number, in order."""
     return dict(sorted(processes.gather(list(mine.items()))))
 
 
@@ -84,7 +84,7 @@ def _read(path: Path) -> Tensors:
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {path}: {error}; run without --resume") from error
     if seal != _seal(tensors, path):
-        raise UserError(f"{path} is not what its name says: its content does not fit its seal; run without --resume")
+        raise UserError(f"{path} was changed after it was written: its content does not fit its seal; run without --resume")
     return tensors
 
 

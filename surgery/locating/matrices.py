@@ -1,9 +1,9 @@
 """Mixing matrices of any model that has an anatomy, for one sequence at a time.
 
-Attention: the weights that transformers' eager implementation returns. SSMs: written out from the mixer's own projections, by
-this project's classes themselves, and for others if they are built as in Mamba-2 (the SSMs of Zamba2, Bamba, NemotronH,
-Falcon-H1 and GraniteMoeHybrid share its attributes) or as in Mamba-1 (Jamba). Others (RecurrentGemma's RG-LRU, Qwen3-Next's
-gated DeltaNet) have none here.
+Attention: the weights that transformers' eager implementation returns. SSMs: written out from the mixer's own projections. This
+project's classes do that themselves; of the others it is done here if they are built as Mamba-2 is (the SSMs of Zamba2, Bamba,
+NemotronH, Falcon-H1 and GraniteMoeHybrid share its attributes) or as Mamba-1 is (Jamba). The rest (RecurrentGemma's RG-LRU,
+Qwen3-Next's gated DeltaNet) has no matrices here.
 """
 
 from collections.abc import Collection, Iterator
@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from surgery.kernels.mixing import selective_matrix, ssd_matrix
 from surgery.locating.patching import replaced
-from surgery.models.anatomy import Anatomy, Mixer
+from surgery.locating.subject import Subject
+from surgery.models.anatomy import Mixer
 from surgery.records.site import Site
 
 SSD = ("in_proj", "conv1d", "act", "n_groups", "ssm_state_size", "conv_dim", "dt_bias", "time_step_limit")
@@ -26,34 +27,37 @@ SELECTIVE = ("in_proj", "conv1d", "act", "x_proj", "dt_proj", "time_step_rank", 
 
 @torch.inference_mode()
 def mixing_matrices(
-    model: PreTrainedModel, found: Anatomy, ids: Tensor, rows: Tensor | None = None, sites: Collection[Site] | None = None
+    subject: Subject, ids: Tensor, rows: Tensor | None = None, sites: Collection[Site] | None = None
 ) -> dict[Site, Tensor]:
-    """The matrices (rows, t) of heads (all, or the given ones) for one sequence, ids (t,), wherever they can be had.
+    """The matrices (rows, t) of heads (all, or the given ones) for one sequence, ids (t,); nothing for a head that has none
+    here. rows: the positions whose rows are computed (all, where None).
 
-    y = M x with x the head's values. SSM heads: time step included, D not. Ask for few channels of a model that has thousands.
+    y = M x with x the head's values. SSM heads: time step included, D not. Of a model with thousands of channels, name a few.
     """
-    wanted: dict[int, list[int]] = {}
-    for site in found.sites() if sites is None else sites:
-        mixer = found.mixer_of(site)
-        wanted.setdefault(found.mixers.index(mixer), []).append(site.heads[0] - mixer.first)
+    anatomy = subject.anatomy
+    heads_of: dict[int, list[int]] = {}  # by number of the mixer, heads as the mixer numbers them
+    for site in anatomy.sites() if sites is None else sites:
+        mixer = anatomy.mixer_of(site)
+        heads_of.setdefault(anatomy.mixers.index(mixer), []).append(site.heads[0] - mixer.first)
     matrices: dict[Site, Tensor] = {}
 
     def watched(i: int) -> Any:
-        mixer, own = found.mixers[i], found.mixers[i].module.forward
+        mixer, own = anatomy.mixers[i], anatomy.mixers[i].module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             returned = own(*args, **kwargs)
             entering = args[0] if args else kwargs["hidden_states"]
-            got = _matrices(mixer, entering, returned, wanted[i], rows)  # here, so that one layer's weights are held at a time
-            for head, matrix in zip(wanted[i], got if got is not None else (), strict=got is not None):
-                matrices[Site(mixer.layer, (mixer.first + head,))] = matrix
+            # Computed here, so that one layer's weights are held at a time.
+            if (its_matrices := _matrices(mixer, entering, returned, heads_of[i], rows)) is not None:
+                for head, matrix in zip(heads_of[i], its_matrices, strict=True):
+                    matrices[Site(mixer.layer, (mixer.first + head,))] = matrix
             return returned
 
         return forward
 
-    attention = any(found.mixers[i].kind == "attention" for i in wanted)
-    with _eager(model, attention), replaced({found.mixers[i].module: watched(i) for i in wanted}):
-        model(input_ids=ids[None], use_cache=False)
+    attention = any(anatomy.mixers[i].kind == "attention" for i in heads_of)
+    with _eager(subject.model, attention), replaced({anatomy.mixers[i].module: watched(i) for i in heads_of}):
+        subject.model(input_ids=ids[None], use_cache=False)
     return matrices
 
 
@@ -75,7 +79,7 @@ def _matrices(mixer: Mixer, hidden: Tensor, returned: Any, heads: list[int], row
     """(heads, rows, t), or None."""
     module: Any = mixer.module
     if hasattr(module, "matrices"):
-        return module.matrices(hidden, rows, channels=heads) if mixer.width == 1 else module.matrices(hidden, rows)[heads]
+        return module.matrices(hidden, rows, heads)
     if mixer.kind == "attention":
         weights = returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None
         if weights is None or weights.shape[1] != mixer.heads:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.locating.example import Window, example_matrices, example_tokens, short_question, window
 from surgery.locating.ranking import Ranking, Score
+from surgery.locating.subject import Subject
 from surgery.runtime import plotting
 
 CELL = 0.19  # inches, the height of a row
@@ -31,7 +32,7 @@ def draw_mixing(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranki
     probe = ranking.probe
     question = short_question(tokenizer, probe["name"], probe["options"], probe["seed"])
     ids, tokens, spans, answer = example_tokens(tokenizer, question)
-    matrices = example_matrices(base, ids, [score.site for score in chosen])
+    matrices = example_matrices(Subject.of(base, tokenizer), ids, [score.site for score in chosen])
     panels = []
     for score in chosen:
         matrix = shares(matrices[score.site])

@@ -1,4 +1,4 @@
-"""Changing what modules do for a while. Whatever happens meanwhile, an interrupt included, all is as before afterwards."""
+"""Modules that do something else for a while. Afterwards all is as before, whatever happened, an interrupt included."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from surgery.locating.subject import Subject
 from surgery.models.anatomy import Anatomy
 from surgery.records.site import Site
 
@@ -52,24 +52,25 @@ def tensor_of(returned: Any) -> Tensor:
 
 
 @torch.inference_mode()
-def block_shapes(model: PreTrainedModel, anatomy: Anatomy) -> list[Shape]:
-    """What every block returns, from a forward of two tokens."""
-    found: dict[nn.Module, Shape] = {}
+def block_shapes(subject: Subject) -> list[Shape]:
+    """The shape of what each block returns, from a forward of two tokens."""
+    model, blocks = subject.model, subject.anatomy.blocks
+    shapes: dict[nn.Module, Shape] = {}
 
     def note(block: nn.Module, _: Any, returned: Any) -> None:
-        found[block] = Shape.of(returned)
+        shapes[block] = Shape.of(returned)
 
-    handles = [block.register_forward_hook(note) for block in anatomy.blocks]
+    handles = [block.register_forward_hook(note) for block in blocks]
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    return [found[block] for block in anatomy.blocks]
+    return [shapes[block] for block in blocks]
 
 
 def identity(shape: Shape) -> Callable[..., Any]:
-    """The forward of a block that is not there."""
+    """The forward of a block that is left out."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return shape.around(args[0] if args else kwargs["hidden_states"])
@@ -78,17 +79,17 @@ def identity(shape: Shape) -> Callable[..., Any]:
 
 
 @contextmanager
-def without(model: PreTrainedModel, anatomy: Anatomy, layers: Collection[int]) -> Iterator[None]:
+def without(subject: Subject, layers: Collection[int]) -> Iterator[None]:
     """The model without some of its layers, mixers and MLPs: they pass on what enters them."""
-    shapes = block_shapes(model, anatomy)
-    with replaced({anatomy.blocks[layer]: identity(shapes[layer]) for layer in layers}):
+    shapes = block_shapes(subject)
+    with replaced({subject.anatomy.blocks[layer]: identity(shapes[layer]) for layer in layers}):
         yield
 
 
 @contextmanager
 def silenced(anatomy: Anatomy, sites: Collection[Site], at: tuple[Tensor, Tensor] | None = None) -> Iterator[None]:
-    """The model with the heads of `sites` at zero: the columns that their mixers' output projections read from them, at every
-    position or only `at` the given ones (rows, positions). Every mixer is a module of its own here, as in transformers."""
+    """The model with the heads of `sites` at zero: the columns that their mixers' output projections read from them, at all
+    positions or only `at` the given ones (rows, positions). Assumes, as in transformers, that no two mixers share a module."""
     dead: dict[nn.Linear, list[slice]] = {}
     for site in sites:
         for head in site.each():

@@ -1,16 +1,16 @@
 """How little of a model is enough for retrieval, and what else that little can do (arXiv 2504.18574, sections 3 and 4).
 
 Each cut is measured on a retrieval probe and on a knowledge probe; where the first collapses and the second does not, the cut
-went through retrieval alone.
+removed retrieval alone.
 
 1. Layers are dropped from the end until retrieval collapses. What was left before that is the *minimal model*.
 2. From the minimal model every layer is left out in turn.
 3. In the layers of given gather and aggregate heads, only those are kept, only the gather heads, only the aggregate heads, or
    none.
 4. In a hybrid: who aggregates, attention or SSM? The paper masks the last row of every attention matrix, so that the query
-   position draws on no other position. Here what all mixers of one kind give at each row's last position is put to zero, which
-   also takes what the position would have drawn from itself; the residual stream, the MLPs and the other kind stay. It goes the
-   same for attention and for SSMs, whose rows cannot be masked without masking their state. A candidate of several tokens is
+   position draws on no other position. Here the output of all mixers of one kind is set to zero at each row's last position,
+   which also removes what that position draws from itself; the residual stream, the MLPs and the other kind stay. This works
+   for attention and SSMs alike: a row of an SSM cannot be masked without masking its state. A candidate of several tokens is
    scored in rows of its own, each without mixing at its own last position.
 """
 
@@ -20,15 +20,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.loading.checkpoint import fingerprint
 from surgery.locating.patching import silenced, without
-from surgery.models.anatomy import Kind, anatomy
+from surgery.locating.questions import choice_probe
+from surgery.locating.subject import Subject
+from surgery.models.anatomy import Kind
 from surgery.models.finite import explained
 from surgery.probes.question import Probe, Question
 from surgery.probes.scoring import Result, answer, batches, padded
+from surgery.records.recipe import Locate
 from surgery.records.record import Provenance, Record, provenance
 from surgery.records.site import Site, SiteText
 from surgery.runtime.progress import Track
@@ -47,7 +49,7 @@ class Measured(Record):
 
 class Outcome(Record):
     """A cut and what is left. dropped: layers without mixer and MLP. silent: heads at zero, everywhere or (last_only) at each
-    row's last position. replaced: layers that come from a donor (replacement.py)."""
+    row's last position. replaced: layers that come from a donor (donor_sweep.py)."""
 
     what: str
     dropped: tuple[int, ...] = ()
@@ -74,25 +76,18 @@ class Pruning(Record):
     last_row: dict[Kind, Outcome] = {}
 
 
-class Subject:
-    """A model in eval mode and the questions that it is asked after every cut."""
+class Pruner:
+    """Cuts a subject, and asks it the same questions after every cut.
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        retrieval: Probe,
-        knowledge: Probe,
-        *,
-        examples: int = 256,
-        batch_size: int = 64,
-        seed: int = 0,
-    ):
-        if examples < 2:
-            raise UserError("pruning needs at least 2 examples")
-        self.model, self.tokenizer, self.batch_size = model.eval(), tokenizer, batch_size
-        self.anatomy = anatomy(model)
-        self.questions = {"retrieval": retrieval.questions(examples, seed), "knowledge": knowledge.questions(examples, seed)}
+    options: of them the probe of retrieval with its options, examples and batch_size count. knowledge: the other probe.
+    """
+
+    def __init__(self, subject: Subject, options: Locate, knowledge: Probe, seed: int = 0):
+        self.subject, self.batch_size = subject, options.batch_size
+        probes = {"retrieval": choice_probe(subject.tokenizer, options.probe, options.options), "knowledge": knowledge}
+        self.probes: dict[str, Any] = {name: repr(probe) for name, probe in probes.items()}
+        self.probes |= {"examples": options.examples, "seed": seed}
+        self.questions = {name: probe.questions(options.examples, seed) for name, probe in probes.items()}
         self.whole: dict[str, Result] = {}
         self.base = self.cut("whole")
 
@@ -100,13 +95,14 @@ class Subject:
         self, what: str, *, dropped: Collection[int] = (), silent: Collection[Site] = (), last_only: bool = False
     ) -> Outcome:
         """Measure the model without layers and with silent heads."""
-        self.anatomy.check([*(Site(layer) for layer in dropped), *silent])
-        silent = sorted(head for site in silent for head in (site.each() or self._heads(site.layer)))
+        anatomy = self.subject.anatomy
+        anatomy.check([*(Site(layer) for layer in dropped), *silent])
+        silent = sorted(head for site in silent for head in (site.each() or self.heads(site.layer)))
         with ExitStack() as stack:
-            stack.enter_context(without(self.model, self.anatomy, dropped))
+            stack.enter_context(without(self.subject, dropped))
             if not last_only:
-                stack.enter_context(silenced(self.anatomy, silent))
-                measured = self.ask(self.model)
+                stack.enter_context(silenced(anatomy, silent))
+                measured = self.ask(self.subject.model)
             else:
                 measured = self._measured(lambda questions: self._answer_without_last_row(questions, silent))
         return Outcome(
@@ -116,7 +112,7 @@ class Subject:
 
     def ask(self, model: PreTrainedModel) -> dict[str, Measured]:
         """Measure another model (or this one as it now is) on the same questions."""
-        return self._measured(lambda questions: answer(model, self.tokenizer, questions, self.batch_size))
+        return self._measured(lambda questions: answer(model, self.subject.tokenizer, questions, self.batch_size))
 
     def _measured(self, ask: Callable[[Sequence[Question]], Result]) -> dict[str, Measured]:
         measured = {}
@@ -133,108 +129,107 @@ class Subject:
         whole = self.base.retrieval.accuracy.accuracy
         return outcome.retrieval.accuracy.accuracy < chance + (1 - COLLAPSE) * (whole - chance)
 
-    def _heads(self, layer: int) -> list[Site]:
-        return [Site(layer, (head,)) for head in range(self.anatomy.heads(layer))]
+    def heads(self, layer: int) -> list[Site]:
+        """All heads of a layer."""
+        return [Site(layer, (head,)) for head in range(self.subject.anatomy.heads(layer))]
 
     @torch.inference_mode()
     def _answer_without_last_row(self, questions: Sequence[Question], silent: Collection[Site]) -> Result:
+        model = self.subject.model
         correct, loss = np.zeros(len(questions), dtype=bool), np.zeros(len(questions))
-        for chosen, encoded in batches(self.tokenizer, questions, self.batch_size):
-            ids, last = padded(encoded.rows, self.model.device)
+        for chosen, encoded in batches(self.subject.tokenizer, questions, self.batch_size):
+            ids, last = padded(encoded.rows, model.device)
             at = torch.arange(len(ids), device=ids.device), last
             keep, where = last.unique(return_inverse=True)
-            with silenced(self.anatomy, silent, at):
-                logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[at[0], where]
-            with explained(self.model, encoded.rows):
+            with silenced(self.subject.anatomy, silent, at):
+                logits = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[at[0], where]
+            with explained(model, encoded.rows):
                 correct[chosen] = encoded.correct(logits).cpu().numpy()
                 loss[chosen] = encoded.losses(logits).cpu().numpy()
         return Result(correct, loss)
 
 
 def prune(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    retrieval: Probe,
+    subject: Subject,
+    options: Locate,
     knowledge: Probe,
     *,
     gather: Collection[Site] = (),
     aggregate: Collection[Site] = (),
-    examples: int = 256,
-    batch_size: int = 64,
     seed: int = 0,
-    name: str = "base",
     recipe: dict[str, Any] | None = None,
 ) -> Pruning:
-    """Make all the cuts that apply to a model. gather, aggregate: the critical heads, if they are known."""
-    subject = Subject(model, tokenizer, retrieval, knowledge, examples=examples, batch_size=batch_size, seed=seed)
-    shortened = shorten(subject)
-    minimal = minimal_model(subject, shortened)
+    """Make all the cuts that apply to a model. options, knowledge: as for Pruner. gather, aggregate: the critical heads, if
+    they are known."""
+    pruner = Pruner(subject, options, knowledge, seed)
+    shortened = shorten(pruner)
+    minimal = minimal_model(pruner, shortened)
     return Pruning(
-        provenance=provenance(name, fingerprint(model), seed, recipe),
-        probes={"retrieval": repr(retrieval), "knowledge": repr(knowledge), "examples": examples, "seed": seed},
+        provenance=provenance(subject.name, subject.fingerprint, seed, recipe),
+        probes=pruner.probes,
         kinds=subject.anatomy.kinds(),
-        base=subject.base,
+        base=pruner.base,
         shortened=shortened,
         minimal=minimal,
-        left_out=leave_one_out(subject, minimal),
-        kept=keep_only(subject, gather, aggregate, minimal) if gather or aggregate else {},
-        last_row=last_rows(subject),
+        left_out=leave_one_out(pruner, minimal),
+        kept=keep_only(pruner, gather, aggregate, minimal) if gather or aggregate else {},
+        last_row=last_rows(pruner),
     )
 
 
-def shorten(subject: Subject) -> tuple[Outcome, ...]:
+def shorten(pruner: Pruner) -> tuple[Outcome, ...]:
     """Drop one layer after the other from the end, until retrieval collapses."""
-    layers, outcomes = len(subject.anatomy.blocks), []
-    if subject.collapsed(subject.base):
+    layers, outcomes = len(pruner.subject.anatomy.blocks), []
+    if pruner.collapsed(pruner.base):
         raise UserError("the model does not retrieve: it is at chance before any layer is dropped")
     for left in Track(range(layers - 1, -1, -1), "dropping layers"):
-        outcomes.append(subject.cut(f"first {left} layers", dropped=range(left, layers)))
-        if subject.collapsed(outcomes[-1]):
+        outcomes.append(pruner.cut(f"first {left} layers", dropped=range(left, layers)))
+        if pruner.collapsed(outcomes[-1]):
             break
     return tuple(outcomes)
 
 
-def minimal_model(subject: Subject, shortened: Sequence[Outcome]) -> int:
+def minimal_model(pruner: Pruner, shortened: Sequence[Outcome]) -> int:
     """How many layers the minimal model has."""
-    standing = [outcome for outcome in shortened if not subject.collapsed(outcome)]
-    return len(subject.anatomy.blocks) - max((len(outcome.dropped) for outcome in standing), default=0)
+    standing = [outcome for outcome in shortened if not pruner.collapsed(outcome)]
+    return len(pruner.subject.anatomy.blocks) - max((len(outcome.dropped) for outcome in standing), default=0)
 
 
-def leave_one_out(subject: Subject, minimal: int) -> tuple[Outcome, ...]:
+def leave_one_out(pruner: Pruner, minimal: int) -> tuple[Outcome, ...]:
     """The minimal model without each of its layers."""
-    behind = range(minimal, len(subject.anatomy.blocks))
+    dropped = range(minimal, len(pruner.subject.anatomy.blocks))
     cuts = Track(range(minimal), "leaving layers out")
-    return tuple(subject.cut(f"minimal model without layer {layer}", dropped=[layer, *behind]) for layer in cuts)
+    return tuple(pruner.cut(f"minimal model without layer {layer}", dropped=[layer, *dropped]) for layer in cuts)
 
 
 def keep_only(
-    subject: Subject, gather: Collection[Site], aggregate: Collection[Site], minimal: int | None = None
+    pruner: Pruner, gather: Collection[Site], aggregate: Collection[Site], minimal: int | None = None
 ) -> dict[str, Outcome]:
     """In the layers of the given heads, silence all heads but the given ones, those of one role, or all. minimal: in the model
     of that many layers, which must hold them (default: in the whole)."""
-    layers = len(subject.anatomy.blocks)
+    layers = len(pruner.subject.anatomy.blocks)
     minimal = layers if minimal is None else minimal
-    subject.anatomy.check([*gather, *aggregate])
+    pruner.subject.anatomy.check([*gather, *aggregate])
     roles = {"gather": heads_of(gather), "aggregate": heads_of(aggregate)}
     concerned = sorted({site.layer for heads in roles.values() for site in heads})
     minimal = max(minimal, *(layer + 1 for layer in concerned))
-    every = {head for layer in concerned for head in subject._heads(layer)}
+    all_heads = {head for layer in concerned for head in pruner.heads(layer)}
     outcomes = {}
     for what, kept in {"both": [*roles], "gather": ["gather"], "aggregate": ["aggregate"], "neither": []}.items():
         left = {head for role in kept for head in roles[role]}
-        outcomes[what] = subject.cut(f"{what} kept", dropped=range(minimal, layers), silent=every - left)
+        outcomes[what] = pruner.cut(f"{what} kept", dropped=range(minimal, layers), silent=all_heads - left)
     return outcomes
 
 
-def last_rows(subject: Subject) -> dict[Kind, Outcome]:
+def last_rows(pruner: Pruner) -> dict[Kind, Outcome]:
     """The whole hybrid without the mixing of each kind at the last position; nothing for a model of one kind."""
     by_kind: dict[Kind, list[Site]] = {}
-    for site in subject.anatomy.sites():
-        by_kind.setdefault(subject.anatomy.mixer_of(site).kind, []).append(site)
+    for site in pruner.subject.anatomy.sites():
+        by_kind.setdefault(pruner.subject.anatomy.mixer_of(site).kind, []).append(site)
     if len(by_kind) < 2:
         return {}
     return {
-        kind: subject.cut(f"no {kind} at the last position", silent=sites, last_only=True) for kind, sites in by_kind.items()
+        kind: pruner.cut(f"no {kind} at the last position", silent=sites, last_only=True) for kind, sites in by_kind.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""What locate and prune ask: the questions of any choice probe."""
+"""The questions that locate and prune ask: those of any choice probe."""
 
 import dataclasses
 import hashlib
@@ -10,97 +10,94 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.locating.exact import reference_batch
-from surgery.locating.replay import How
+from surgery.models.tokens import opening
 from surgery.probes import make, without_unseen
 from surgery.probes.question import CompletionProbe, Probe, Question
-from surgery.probes.scoring import Encoded, batches
+from surgery.probes.scoring import Encoded, batches, padded
 from surgery.records.recipe import Locate, ProbeChoice
 
 REFERENCE_EXAMPLES = 32  # for mean and resample ablation
 
-Groups = list[tuple[list[int], Encoded]]
+# Batches: (indices of the questions, these questions encoded).
+Groups = Sequence[tuple[list[int], Encoded]]
 
 
 def choice_probe(tokenizer: PreTrainedTokenizerBase, name: str, options: Mapping[str, Any] | None = None) -> Probe:
-    """The probe of that name; options None: a recipe's default. Where options do not say otherwise, it asks for keys that
-    lessons may hold. Raises UserError for one that asks for completions."""
+    """The probe of that name; options None: a recipe's default. Unless the options say otherwise, it asks for the keys that
+    lessons may hold. Raises UserError for a probe that asks for completions."""
     given = dict(ProbeChoice(probe=name).options if options is None else options)
     if "tokenizer" in given:
         raise UserError(f"the probe '{name}' takes the model's tokenizer, and no option of that name")
-    made = make(name, tokenizer=tokenizer, **without_unseen(name, given))
-    if isinstance(made, CompletionProbe):
+    probe = make(name, tokenizer=tokenizer, **without_unseen(name, given))
+    if isinstance(probe, CompletionProbe):
         raise UserError(f"the probe '{name}' asks for completions; locating and pruning need one that asks questions")
-    return made
+    return probe
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """The questions of a probe for one seed, in batches. reference: others, for mean and resample ablation."""
+class QuestionSet:
+    """The questions of a probe for one seed, in batches. reference: the prompts of other questions, (ids (rows, t), last
+    (rows,)), which mean and resample ablation need."""
 
     name: str
     options: dict[str, Any]
     seed: int
-    questions: list[Question]
+    questions: Sequence[Question]
     groups: Groups
-    reference: tuple[Tensor, Tensor] | None
+    reference: tuple[Tensor, Tensor] | None = None
 
 
-def ask(
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    options: Mapping[str, Any] | None = None,
-    *,
-    examples: int,
-    seed: int,
-    batch_size: int,
-    ablation: How = "zero",
-    device: torch.device,
-) -> Asked:
-    """At most `examples` questions: some probes have no more. Raises UserError for fewer than two."""
-    probe: Any = choice_probe(tokenizer, name, options)
-    questions = probe.questions(examples, seed)
+def question_set(
+    tokenizer: PreTrainedTokenizerBase, choice: ProbeChoice, options: Locate, *, seed: int, device: torch.device
+) -> QuestionSet:
+    """The questions of one probe, at most `options.examples`: some probes have no more. Raises UserError for fewer than two."""
+    probe: Any = choice_probe(tokenizer, choice.probe, choice.options)
+    questions = probe.questions(options.examples, seed)
     if len(questions) < 2:
-        raise UserError("locating needs at least 2 examples")
+        raise UserError(f"locating needs at least 2 examples, and {choice.probe} has {len(questions)}")
     reference = None
-    if ablation != "zero":
+    if options.ablation != "zero":
         others = [other for other in probe.questions(REFERENCE_EXAMPLES, -1 - seed) if other not in questions]
         if not others:
-            raise UserError(f"'{ablation}' ablation needs questions that are not asked, and {name} has no others; ask fewer")
+            raise UserError(
+                f"'{options.ablation}' ablation needs questions that are not asked, and {choice.probe} has no others; ask fewer"
+            )
         reference = reference_batch(tokenizer, others, device)
-    made = {field.name: getattr(probe, field.name) for field in dataclasses.fields(probe) if field.repr}
-    return Asked(name, made, seed, questions, list(batches(tokenizer, questions, batch_size)), reference)
+    all_options = {field.name: getattr(probe, field.name) for field in dataclasses.fields(probe) if field.repr}
+    groups = list(batches(tokenizer, questions, options.batch_size))
+    return QuestionSet(choice.probe, all_options, seed, questions, groups, reference)
 
 
-def ask_all(
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    options: Mapping[str, Any] | None = None,
-    *,
-    seeds: int = 1,
-    also: Sequence[Mapping[str, Any]] = (),
-    seed: int,
-    **how: Any,
-) -> list[Asked]:
-    """What a ranking and its repetitions ask: a probe's questions for each of `seeds` seeds, and those of other probes. how:
-    the rest as in ask()."""
-    wanted: list[tuple[str, Mapping[str, Any] | None, int]] = [(name, options, seed + i) for i in range(seeds)]
-    wanted += [(other["probe"], other.get("options"), seed) for other in also]
-    return [ask(tokenizer, one, its, seed=its_seed, **how) for one, its, its_seed in wanted]
+def question_sets(tokenizer: PreTrainedTokenizerBase, options: Locate, *, seed: int, device: torch.device) -> list[QuestionSet]:
+    """The questions of a ranking and of its repetitions: of its probe for each of `options.seeds` seeds, then of the probes in
+    `options.also`."""
+    repeats: list[tuple[ProbeChoice, int]] = [(options, seed + i) for i in range(options.seeds)]
+    repeats += [(other, seed) for other in options.also]
+    return [question_set(tokenizer, choice, options, seed=its_seed, device=device) for choice, its_seed in repeats]
 
 
-def questions_digest(asked: Sequence[Asked]) -> str:
+def questions_digest(sets: Sequence[QuestionSet]) -> str:
     """sha256 of all the questions, in order."""
-    return hashlib.sha256(repr([each.questions for each in asked]).encode()).hexdigest()
+    return hashlib.sha256(repr([one_set.questions for one_set in sets]).encode()).hexdigest()
 
 
 def check_questions(tokenizer: PreTrainedTokenizerBase, options: Locate, seed: int) -> None:
     """Raise UserError if the probes of `options` have no questions for locate."""
-    for one in (options, *options.also):
-        ask(
-            tokenizer, one.probe, one.options, examples=options.examples, seed=seed, batch_size=options.batch_size,
-            ablation=options.ablation, device=torch.device("cpu"),
-        )  # fmt: skip
+    question_sets(tokenizer, options.model_copy(update={"seeds": 1}), seed=seed, device=torch.device("cpu"))
+
+
+def reference_batch(
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The prompts of questions, (ids (rows, t), last (rows,)), as a reference for mean and resample ablation."""
+    return padded(opening(tokenizer, [question.prompt for question in questions]), device)
+
+
+def question_of_row(encoded: Encoded) -> Tensor:
+    """(rows,): the question to which a row belongs; one with candidates of several tokens owns several rows."""
+    owners = torch.empty(len(encoded.rows), dtype=torch.long)
+    owners[encoded.terms[:, 2]] = encoded.terms[:, 0]
+    return owners
 
 
 def described(name: str, options: Mapping[str, Any]) -> str:

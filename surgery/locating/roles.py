@@ -1,13 +1,14 @@
 """What a head's mixing matrix says about its role.
 
-answer_mass: of the weight that the query position (the prompt's last token) puts on the pairs' summaries, the share of the pair
-that holds the answer. An aggregate head picks it out; a head that does not know the answer has 1 / pairs. (A pair is a span of
-the question: a line of the dictionary or phone book, a lettered option.)
-pair_mass: of the weight with which a pair's end mixes the past, the share that falls on the pair, averaged over pairs. A gather
-head condenses a segment into its end, so it draws most of its weight from within.
+Both scores are over the spans of a question: the lines of the dictionary or phone book, the lettered options.
 
-Where a pair ends: causal models often finish a segment's summary on the token after it (the next line's key), so the end is
-that token, and the summary may sit anywhere from the pair's second token to its end.
+answer_mass: of the weight that the query position (the prompt's last token) puts on the spans' summaries, the share of the span
+that holds the answer. An aggregate head picks it out; a head that does not know the answer has 1 / spans.
+pair_mass: of the weight with which a span's end mixes the past, the share that falls on the span itself, averaged over spans. A
+gather head condenses a segment into its end, so it draws most of its weight from within. (Of a dictionary, a span is a pair.)
+
+Causal models often finish a segment's summary on the token after it (the next line's key). So that token counts as the span's
+end, and the summary may sit anywhere from the span's second token to this end.
 
 Weight is the absolute value of the head's mixing matrix (of an SSM head, time step included, D not; see matrices.py).
 """
@@ -16,17 +17,17 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from surgery.locating.matrices import mixing_matrices
 from surgery.locating.ranking import Role, Score
-from surgery.models.anatomy import Anatomy, anatomy
+from surgery.locating.subject import Subject
 from surgery.models.tokens import opening
 from surgery.probes.question import Question
 from surgery.records.site import Site
 from surgery.runtime import processes
 
-COST = 0.001  # nats; where a base is all but certain of its answers, far less than that is beyond chance
+COST = 0.001  # nats; less means nothing, though it can be beyond chance where a base is almost certain of its answers
 
 
 def token_spans(tokenizer: PreTrainedTokenizerBase, question: Question) -> tuple[list[int], list[list[int]]]:
@@ -41,39 +42,35 @@ def token_spans(tokenizer: PreTrainedTokenizerBase, question: Question) -> tuple
 
 
 def masses(
-    base: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    questions: Sequence[Question],
-    *,
-    found: Anatomy | None = None,
-    sites: Collection[Site] | None = None,
+    subject: Subject, questions: Sequence[Question], sites: Collection[Site] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(answer_mass, pair_mass), both (questions, layers, most heads). Several processes share the questions.
+    """(answer_mass, pair_mass) of `sites` (all heads, unless given), both (questions, layers, most heads). Several processes
+    share the questions.
 
-    NaN for heads that are not asked for (default: all are), that a layer lacks, or whose matrix cannot be had; for questions
-    without spans and evidence; and, as answer_mass, for those with a single span, which leaves nothing to pick from.
+    NaN for other heads, and where a layer has fewer, or a head no matrix; for questions without spans and evidence; and, as
+    answer_mass, for those with a single span, which leaves nothing to pick from.
     """
-    found = found or anatomy(base)
-    layers = len(found.blocks)
-    shape = (len(questions), layers, max(found.heads(layer) for layer in range(layers)))
+    anatomy, device = subject.anatomy, subject.model.device
+    layers = len(anatomy.blocks)
+    shape = (len(questions), layers, max(anatomy.heads(layer) for layer in range(layers)))
     answer, pair = np.full(shape, np.nan), np.full(shape, np.nan)
     for q in processes.share(range(len(questions))):
         question = questions[q]
         if question.evidence is None or not question.spans:
             continue
-        tokens, spans = token_spans(tokenizer, question)
+        tokens, spans = token_spans(subject.tokenizer, question)
         summaries = [[*span[1:], span[-1] + 1] for span in spans]
-        # Row 0: the query position; then the end of every pair.
-        rows = torch.tensor([len(tokens) - 1, *(summary[-1] for summary in summaries)], device=base.device)
-        every = mixing_matrices(base, found, torch.tensor(tokens, device=base.device), rows, sites)
-        if not every:
+        # Row 0: the query position; then the end of every span.
+        rows = torch.tensor([len(tokens) - 1, *(summary[-1] for summary in summaries)], device=device)
+        matrices = mixing_matrices(subject, torch.tensor(tokens, device=device), rows, sites)
+        if not matrices:
             continue
-        weight = torch.stack(list(every.values())).abs().float().cpu()  # heads, rows, t
+        weight = torch.stack(list(matrices.values())).abs().float().cpu()  # heads, rows, t
         share = weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
-        on_pairs = torch.stack([weight[:, 0, summary].sum(-1) for summary in summaries])  # pairs, heads
-        at = q, [site.layer for site in every], [site.heads[0] for site in every]
+        on_spans = torch.stack([weight[:, 0, summary].sum(-1) for summary in summaries])  # spans, heads
+        at = q, [site.layer for site in matrices], [site.heads[0] for site in matrices]
         if len(spans) > 1:
-            answer[at] = on_pairs[question.evidence] / on_pairs.sum(0).clamp_min(torch.finfo(weight.dtype).tiny)
+            answer[at] = on_spans[question.evidence] / on_spans.sum(0).clamp_min(torch.finfo(weight.dtype).tiny)
         pair[at] = torch.stack([share[:, 1 + i, span].sum(-1) for i, span in enumerate(spans)]).mean(0)
     mine = [(q, answer[q], pair[q]) for q in processes.share(range(len(questions)))]
     for q, of_answer, of_pair in processes.gather(mine):
@@ -82,19 +79,18 @@ def masses(
 
 
 def role(score: Score, low: Mapping[str, float], chance: float, typical_pair_mass: float) -> Role | None:
-    """What a head does for retrieval, as the paper means it: a head that the model can do without has no role.
+    """What a head does for retrieval, in the paper's sense: a head that the model can do without has no role.
 
     aggregate: ablating the head costs loss (beyond chance, and at least COST), its query picks out the answer's span by more
     than chance (1 by the number of spans), and splicing it gains accuracy, where that was measured.
-    gather: ablating it costs loss, a span's end draws on its span by more than in the typical (median) head, and no gain from
-    splicing shows, not even in the head's own 95% interval. Where a family has no grafts, what is no aggregate head may be one.
+    gather: ablating it costs loss, a span's end draws on its span by more than in the typical (median) head, and splicing it
+    gains nothing, not even by the head's own 95% interval. In a family without grafts this last condition is left out.
 
     low: Score's field -> the lower end of its interval, corrected for the number of heads (NaN: not measured), so that the
-    chance that any head of the model has a role by accident is at most 5%.
+    chance that any head of the model has a role by accident is at most 5%. typical_pair_mass: the median head's.
 
-    None does not mean that a head is no place for a graft. Aggregate heads that stand in for each other cost little when one of
-    them is ablated, and have no role; splice_gain and splice_loss, by which heads are ranked and planned, find them all the
-    same.
+    A head without a role may still be a good place for a graft. Aggregate heads that stand in for each other cost little when
+    one of them is ablated, and have no role; splice_gain and splice_loss, by which heads are ranked and planned, show them.
     """
     if not low["ablation_loss"] > 0 or score.ablation_loss is None or score.ablation_loss.value < COST:
         return None

@@ -1,18 +1,17 @@
 """Retrieval against dictionary size, with and without given heads (arXiv 2504.18574, the KV sweep).
 
-A head that aggregates is missed the more, the more there is to choose from; as many heads drawn at random stand beside it.
+The more there is to choose from, the more a head that aggregates is missed. As many heads drawn at random are the control.
 """
 
 import random
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.locating.patching import silenced, without
 from surgery.locating.prune import heads_of
-from surgery.models.anatomy import anatomy
+from surgery.locating.subject import Subject
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import answer
 from surgery.records.record import Record
@@ -34,8 +33,7 @@ class Curve(Record):
 
 
 def kv_sweep(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    subject: Subject,
     sizes: Sequence[int],
     groups: Mapping[str, Collection[Site]],
     *,
@@ -45,21 +43,21 @@ def kv_sweep(
     batch_size: int = 64,
     seed: int = 0,
 ) -> tuple[Curve, ...]:
-    """The whole model; it without each of the named groups of heads; and, as a control, `controls` times without as many heads
-    as the largest group has, drawn from all layers alike, but none of theirs. layers: measure in a model of the first so many
-    (the minimal model, where none of those behind can stand in for what is lost)."""
+    """The whole model; the model without each of the named groups of heads; and, as a control, `controls` times without as many
+    heads as the largest group has, drawn from all layers alike, but from no group. layers: measure in a model of the first so
+    many (in the minimal model no later layer can stand in for what is lost). Raises UserError for heads that it lacks."""
     if examples < 2:
         raise UserError("a sweep needs at least 2 examples")
     if not groups or not all(groups.values()):
         raise UserError("a sweep needs the heads that are to be silenced")
-    found = anatomy(model)
-    layers = len(found.blocks) if layers is None else layers
-    found.check([Site(layers - 1), *(site for heads in groups.values() for site in heads)])
+    anatomy = subject.anatomy
+    layers = len(anatomy.blocks) if layers is None else layers
+    anatomy.check([Site(layers - 1), *(site for heads in groups.values() for site in heads)])
     silent = {"whole": [], **{what: sorted(heads_of(heads)) for what, heads in groups.items()}}
     taken = {head for heads in silent.values() for head in heads}
-    if behind := next((head for head in sorted(taken) if head.layer >= layers), None):
-        raise UserError(f"{behind} is not among the first {layers} layers")
-    free = [site for site in found.sites() if site not in taken and site.layer < layers]
+    if stray := next((head for head in sorted(taken) if head.layer >= layers), None):
+        raise UserError(f"{stray} is not among the first {layers} layers")
+    free = [site for site in anatomy.sites() if site not in taken and site.layer < layers]
     most = max(map(len, silent.values()))
     if len(free) < most:
         raise UserError(f"the model has {len(free)} other heads; a control needs {most}")
@@ -67,15 +65,14 @@ def kv_sweep(
         drawn = random.Random(f"sweep {seed} {control}").sample(free, most)
         silent[CONTROL + (f" ({control + 1})" if controls > 1 else "")] = sorted(drawn)
 
-    model = model.eval()
     questions = {size: KVRetrieval(size).questions(examples, seed) for size in sizes}
     curves: list[Curve] = []
     base: dict[int, np.ndarray] = {}
     for what, heads in Track(list(silent.items()), "sweep"):
         accuracy, drop = {}, {}
-        with without(model, found, range(layers, len(found.blocks))), silenced(found, heads):
+        with without(subject, range(layers, len(anatomy.blocks))), silenced(anatomy, heads):
             for size in sizes:
-                correct = answer(model, tokenizer, questions[size], batch_size).correct
+                correct = answer(subject.model, subject.tokenizer, questions[size], batch_size).correct
                 whole_correct = base.setdefault(size, correct)
                 accuracy[size] = proportion(correct)
                 drop[size] = difference(correct, whole_correct)

@@ -5,18 +5,17 @@ spliced) changes that layer's output and runs the layers above alone.
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from surgery.locating.replay import Change, How, Layer, Replay
+from surgery.locating.subject import Subject
 from surgery.models.anatomy import Anatomy, anatomy
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
-from surgery.splicing.splice import splice
+from surgery.splicing.splice import install
 
 
 @dataclass(frozen=True)
@@ -28,48 +27,41 @@ class Variant:
     logits: Tensor
 
 
-def fully_gated(base: PreTrainedModel, layers: int, heads: int, starts: dict[str, Start] | None = None) -> PreTrainedModel:
-    """The base with a dual graft at every head, all blend gates at 0. It computes what the base computes."""
-    everywhere = tuple(Site(layer, tuple(range(heads))) for layer in range(layers))
-    return splice(base, Plan(sites=everywhere, starts=starts or {}, shared=True, blend=0.0)).eval()
+def fully_gated(subject: Subject, starts: dict[str, Start] | None = None) -> Subject:
+    """A graftable subject with a dual graft at every head, all blend gates at 0. It computes what the subject computes.
+
+    starts: by head ("L1.H3"); sign 1 and scale 1 where none is named.
+    """
+    layers = subject.anatomy.layers()
+    everywhere = tuple(Site(layer, tuple(range(subject.anatomy.heads(layer)))) for layer in layers)
+    gated = install(subject.model, Plan(sites=everywhere, starts=starts or {}, shared=True, blend=0.0)).eval()
+    return replace(subject, model=gated, anatomy=anatomy(gated))
 
 
 @torch.inference_mode()
 def variants(
-    base: PreTrainedModel,
-    gated: PreTrainedModel | None,
-    ids: Tensor,
-    last: Tensor,
+    replay: Replay,
+    gated: Subject | None = None,
     *,
-    found: Anatomy | None = None,
     layers: bool = True,
     heads: Collection[Site] | None = None,
     kinds: Collection[str] = ("ablate", "splice"),
     how: How = "zero",
-    reference: tuple[Tensor, Tensor] | None = None,
-    donors: Tensor | None = None,
-    stack: int = 1,
 ) -> Iterator[Variant]:
-    """First the base itself, then layers (or none of them) and heads (all, or the given ones) ablated and spliced.
+    """First the base itself, then its layers (or none of them) and heads (all, or the given ones) ablated and spliced.
 
-    base: a graftable one adopted, or any model that has an anatomy. gated: the same, fully gated; None: nothing is spliced.
-    ids (rows, t), padded on the right; last (rows,): each row's last token. how, reference, donors: as for Replay and
-    Layer.ablation. stack: variants computed in one batch, which serves a GPU.
+    replay: of a batch. gated: the replay's subject, fully gated; None: nothing is spliced. how: as for Layer.ablation.
     """
-    found = found or anatomy(base)
-    grafted = None if gated is None else anatomy(gated)
-    for layer in Replay(base, found, ids, last, reference=reference, donors=donors).layers():
+    grafted = None if gated is None else gated.anatomy
+    for layer in replay.layers():
         if layer.index == 0:
             yield Variant("base", None, layer.base)
-        sites = [Site(layer.index, (head,)) for head in range(found.heads(layer.index))]
-        wanted = sites if heads is None else [site for site in sites if site in heads]
-        if sites and layers:
-            wanted = [Site(layer.index), *wanted]
-        changes = _changes(layer, wanted, grafted, kinds, how)
-        while stacked := list(islice(changes, stack)):
-            every = layer.logits(*(change for _, _, change in stacked))
-            for (kind, site, _), logits in zip(stacked, every, strict=True):
-                yield Variant(kind, site, logits)
+        all_heads = [Site(layer.index, (head,)) for head in range(replay.subject.anatomy.heads(layer.index))]
+        sites = all_heads if heads is None else [site for site in all_heads if site in heads]
+        if all_heads and layers:
+            sites = [Site(layer.index), *sites]
+        for kind, site, change in _changes(layer, sites, grafted, kinds, how):
+            yield Variant(kind, site, layer.logits(change))
 
 
 def _changes(

@@ -178,4 +178,4 @@ def _descend(module: nn.Module, path: str) -> Any:
 
 
 def _unknown(model: PreTrainedModel, why: str) -> UserError:
-    return UserError(f"cannot analyse a {model.config.model_type} model: {why}; layouts are listed in surgery/anatomy.py")
+    return UserError(f"cannot analyse a {model.config.model_type} model: {why}; see surgery/models/anatomy.py for layouts")

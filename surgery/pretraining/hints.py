@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surgery.records.site import Site
-from surgery.tuning.data import IGNORE
+from surgery.tuning.sequences import IGNORE
 
 KEY = 2  # from a value back to its key ("key:value"), and from a question's end to the key asked for ("'key' is")
 

@@ -31,6 +31,7 @@ from surgery.families import families
 from surgery.loading.checkpoint import load
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.hints import hint_loss
+from surgery.pretraining.layer_alignment import align_layers
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.perplexity import Perplexity
@@ -38,13 +39,13 @@ from surgery.probes.question import Probe
 from surgery.probes.scoring import answer
 from surgery.records.plan import Plan
 from surgery.records.record import Record, first_line, provenance
+from surgery.records.sections.section import Section
 from surgery.records.site import Site, SiteText
 from surgery.runtime.progress import Track, say
-from surgery.splicing.splice import adopt, splice, unsplice
+from surgery.splicing.splice import adopt, install, unsplice
 from surgery.statistics import proportion
-from surgery.tuning.alignment import align_layers
-from surgery.tuning.data import IGNORE, Piece, collate, kv_pieces, letter_pieces, text_pieces
 from surgery.tuning.optimizer import parameter_groups
+from surgery.tuning.sequences import IGNORE, Piece, collate, kv_pieces, letter_pieces, text_pieces
 from surgery.world.tokenizer import build_tokenizer
 
 SIZES = (4, 8, 16, 32, 64)
@@ -72,18 +73,22 @@ class Hints(Record):
         return site
 
 
-class PretrainRecipe(Record):
+class PretrainRecipe(Section):
     """architecture: fields of the Hugging Face configuration; the vocabulary follows from the tokenizer."""
+
+    section = "pretrain"
 
     architecture: dict[str, Any]
     attention: tuple[SiteText, ...] = ()  # layers that are attention from the start: a hybrid, trained as one
-    teacher: str | None = None  # a Transformer folder, whose hidden states the layers then learn to reproduce (alignment.py)
+    teacher: str | None = (
+        None  # a Transformer folder, whose hidden states the layers then learn to reproduce (layer_alignment.py)
+    )
     embedding_std: float = 0.25
     seed: int = 0
     steps: int = Field(default=3000, ge=1)  # of the whole model
     learning_rate: float = 3e-3
     weight_decay: float = 0.01
-    warmup: int = 100
+    warmup_steps: int = 100
     decay_from: float = 0.6  # share of the steps after which the learning rate falls linearly to a twentieth
     curriculum: Curriculum = Curriculum()
     first_layer_steps: int = 1500  # at most; the stage ends when the curriculum does. 0 for what needs two layers to retrieve
@@ -177,7 +182,7 @@ def _fresh(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTra
             if isinstance(mixer, Mamba2Mixer):  # transformers' own start is 1, 2, 3, ... by head
                 mixer.A_log.uniform_(1, 16).log_()
     if recipe.attention:
-        return splice(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
+        return install(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
     return model
 
 
@@ -188,7 +193,7 @@ def _train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: P
 
     def rate(step: int) -> float:
         left = (recipe.steps - step) / (recipe.steps * (1 - recipe.decay_from))
-        return min(1.0, (step + 1) / recipe.warmup) * min(1.0, max(0.05, left))
+        return min(1.0, (step + 1) / recipe.warmup_steps) * min(1.0, max(0.05, left))
 
     rng, lessons = random.Random(recipe.seed), _Curriculum(recipe.curriculum)
     log: list[dict[str, float]] = []
@@ -210,7 +215,7 @@ def _train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: P
     progress, number = Track(range(hints.steps if hints else recipe.first_layer_steps), "pretrain retrieval"), -1
     for number in progress:
         for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * min(1.0, (number + 1) / recipe.warmup)
+            group["lr"] = recipe.learning_rate * min(1.0, (number + 1) / recipe.warmup_steps)
         batch = collate(tokenizer, _dictionaries(recipe, rng, lessons.most))
         step(_hinted(model, *batch, hints) if hints else {"kv": _loss(model, *batch, layers=1)}, progress, number + 1)
         if lessons.done:
@@ -349,7 +354,7 @@ def _origin(recipe: PretrainRecipe) -> str:
     if recipe.hints is not None:
         return (
             f"trained from scratch, with hints in the first steps that head {recipe.hints.gather} should gather and head "
-            f"{recipe.hints.aggregate} aggregate (`surgery/tune/hints.py`), on"
+            f"{recipe.hints.aggregate} aggregate (`surgery/pretraining/hints.py`), on"
         )
     if recipe.teacher is None:
         return "trained from scratch on"

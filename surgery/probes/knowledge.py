@@ -4,9 +4,9 @@ Without a file, the facts of the small world (as cloze, each in its held-out tem
 split). With a file, its lines: {"prompt": "The capital of France is", "answer": " Paris", "choices": [" Paris",
 " Rome", ...]}, and "question" where the lettered form should ask something else than the prompt.
 
-A file's facts have one prompt each. Where tuning watches over knowledge (tune.keep), they are divided: a quarter, by a hash of
-the prompt, is for tuning to ask, and bench asks the others alone. The world's need no division: tuning asks them in templates
-that bench never uses.
+A file's facts have one prompt each. Where tuning measures knowledge (tune.early_stopping), they are divided: a quarter, by a
+hash of the prompt, is for tuning to ask, and bench asks the others alone. The world's need no division: tuning asks them in
+templates that bench never uses.
 """
 
 import json
@@ -24,7 +24,7 @@ from surgery.world.facts import facts
 
 Part = Literal["keep", "bench"]
 PARTS: tuple[Part, ...] = get_args(Part)
-SHARE = 4  # one fact in so many is for tune.keep
+SHARE = 4  # one fact in so many is for tune.early_stopping
 CAPITALS = Path(__file__).parent / "capitals.jsonl"
 
 
@@ -43,7 +43,8 @@ def _lines(source: str, part: Part | None = None) -> list[dict]:
     chosen = [item for item in items if part is None or _for_keep(item["prompt"]) == (part == "keep")]
     if not chosen:
         raise UserError(
-            f"{source} has too few facts to be divided between tune.keep and bench; add facts or leave out tune.keep"
+            f"{source} has too few facts to be divided between tune.early_stopping and bench; add facts, or leave out "
+            "tune.early_stopping"
         )
     return chosen
 
@@ -55,7 +56,7 @@ def _for_keep(prompt: str) -> bool:
 @dataclass(frozen=True)
 class Knowledge:
     """Fact cloze. `source`: "world", "capitals" (58 real ones, for real models), or a JSON-lines file. part: of a file's facts
-    those for tune.keep, or those for bench; all of them without."""
+    those for tune.early_stopping, or those for bench; all of them without."""
 
     source: str = "world"
     part: Part | None = None

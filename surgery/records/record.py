@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import pydantic
-import torch
 
 from surgery.errors import UserError
 from surgery.records.names import called, public
@@ -111,6 +110,8 @@ class Provenance(Environment):
 
 def environment(packages: tuple[str, ...] = PACKAGES) -> Environment:
     """The environment of something that is made now. packages: named whether they are in use or not."""
+    import torch
+
     used = [distribution for module, distribution in OPTIONAL.items() if module in sys.modules]
     return Environment(
         toolkit=toolkit(),

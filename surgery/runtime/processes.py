@@ -7,25 +7,32 @@ The main process alone prints and writes. Without a GPU the same command starts 
 own `--cpu` starts one process only, unless there is MPI).
 """
 
+import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
-
-import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from surgery.errors import UserError
 
+if TYPE_CHECKING:
+    from accelerate import PartialState
+
 T = TypeVar("T")
+# How many processes there are, as the launchers that accelerate knows say it: torchrun and its own, and those of MPI.
+WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
-def state() -> PartialState:
+def state() -> "PartialState":
     """accelerate's view of the processes; the first call connects them."""
+    import torch
+    from accelerate import PartialState
+
     return PartialState(cpu=not torch.cuda.is_available())
 
 
 def is_main() -> bool:
-    return state().is_main_process
+    """Whether this process is the one that prints and writes. A process on its own is, and need not ask accelerate."""
+    launched = any(os.environ.get(name, "1") != "1" for name in WORLD_SIZES)
+    return not launched or state().is_main_process
 
 
 def own_device() -> str | None:
@@ -40,6 +47,8 @@ def share(items: Sequence[T]) -> list[T]:
 
 def gather(items: list[T]) -> list[T]:
     """The items of all processes, those of the first one first. Every process has to call it, as often as the others."""
+    from accelerate.utils import gather_object
+
     return gather_object(items)
 
 
@@ -51,7 +60,11 @@ def on_main(action: Callable[[], T]) -> T:
             outcome[0] = action()
         except UserError as error:
             outcome[1] = str(error)
-    result, complaint = broadcast_object_list(outcome) if state().num_processes > 1 else outcome
+    if state().num_processes > 1:
+        from accelerate.utils import broadcast_object_list
+
+        broadcast_object_list(outcome)
+    result, complaint = outcome
     if complaint is not None:
         raise UserError(complaint)
     return result

@@ -1,8 +1,26 @@
-"""bitsandbytes warns when it is imported (peft does, wherever it is installed) and at every call; nothing that a user of this
-package could change. Its errors are still heard, and so is all of it where a program has set its level."""
+"""Other packages' messages that nothing a user of this package does could change."""
 
 import logging
+import os
+import sys
 
-_logger = logging.getLogger("bitsandbytes")
-if _logger.level == logging.NOTSET:
-    _logger.setLevel(logging.ERROR)
+
+def hush_bitsandbytes() -> None:
+    """It warns when it is imported (peft does, wherever it is installed) and at every call. Its errors are still heard, and so
+    is all of it where a program has set its level."""
+    logger = logging.getLogger("bitsandbytes")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.ERROR)
+
+
+def hush_transformers() -> None:
+    """For the command line: no notes on GPU kernels that are missing, and no bars beside ours. transformers is not imported for
+    that: where it is not yet, it reads the environment when it is."""
+    if "transformers.utils.logging" in sys.modules:
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+    else:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -19,11 +19,13 @@ from surgery.errors import UserError
 from surgery.families import family_of
 from surgery.families.dual_start import OWN
 from surgery.hybrids.layer_graft import LayerGraftMixer
+from surgery.loading.digests import fingerprint
 from surgery.loading.origin import Origin
 from surgery.models.answers import described, tensors
 from surgery.models.quantised import converted
 from surgery.records.plan import Plan
 from surgery.records.record import Environment
+from surgery.splicing.remembered import Surgery, remember
 from surgery.splicing.splice import grafted_mixer, remove, share
 
 RECORD, WEIGHTS = "patch.json", "patch.safetensors"
@@ -90,6 +92,7 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
         mixer = grafted_mixer(hybrid, graft["layer"])
         if isinstance(mixer, LayerGraftMixer):
             remove(base, hybrid, graft["layer"])
+    remember(hybrid, Surgery(patch.plan, patch.base.place(folder), fingerprint(base, patch.dtype)))
     return hybrid
 
 

@@ -13,20 +13,43 @@ from surgery.errors import UserError
 from surgery.families import Hybrid, families, family_of
 from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.hybrids.parts import is_quantised_weight
+from surgery.loading.digests import fingerprint
+from surgery.loading.opened import Checkpoint, model_of, plan_for
 from surgery.models.quantised import exact, has_quantised_weight, is_quantised, note
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.donor import DonorHead, DonorLayer
+from surgery.splicing.remembered import Surgery, opened, remember
 from surgery.splicing.start import check_donor, fill_heads, fill_layer, head_starts, layer_start
 
+LEARNED = "learned_before"  # whether a parameter of a base had a gradient before its hybrid was made
 
-def splice(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | None = None) -> PreTrainedModel:
+
+def splice(
+    base: PreTrainedModel | Checkpoint, plan: Plan, donor: PreTrainedModel | Checkpoint | None = None
+) -> PreTrainedModel:
     """The hybrid of `base` and `plan`: the base's own parameters, and grafts with their first weights.
 
-    `base` is a stock model or an adopted one. donor: the model that the plan's grafts start from, if it names one; its weights
-    are copied. Raises UserError if the plan names a site that the base or the donor lacks, or if what the donor has there does
-    not fit.
+    Grafts learn and the base does not: its parameters, which the hybrid shares, are frozen until `unsplice` (requires_grad).
+    `hybrid.surgery` remembers the plan and the base.
+
+    base: a stock model or an adopted one, or what load() returned. donor: the model that the plan's grafts start from, if it
+    names one; its weights are copied. Raises UserError if the plan names a site that the base or the donor lacks, or if what
+    the donor has there does not fit, and for arguments of another type.
     """
+    model, plan = model_of(base, "splice"), plan_for(plan, "splice")
+    known = opened(base)
+    hybrid = install(model, plan, None if donor is None else model_of(donor, "splice"))
+    remember(hybrid, base=known, surgery=Surgery(
+        plan, known.name if known else model.name_or_path or None, known.fingerprint if known else fingerprint(model),
+        known.tokenizer if known else None,
+    ))  # fmt: skip
+    freeze(hybrid)
+    return hybrid
+
+
+def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | None = None) -> PreTrainedModel:
+    """As splice, with every parameter of the base learning as before, and nothing remembered; without a plan no grafts."""
     family = family_of(base.config)
     family.check(base.config)
     if getattr(base.config, "grafts", None):
@@ -77,14 +100,35 @@ def adopt(base: PreTrainedModel) -> PreTrainedModel:
     """The base in the hybrid's class, nothing spliced: the same function, served by this project's kernels. A model of no
     family here stays as it is: it can be measured, and located in."""
     family = families().get(base.config.model_type)
-    return base if family is None or family.adopted(base) else splice(base, None)
+    return base if family is None or family.adopted(base) else install(base, None)
 
 
 def unsplice(hybrid: PreTrainedModel) -> PreTrainedModel:
-    """The stock model that the hybrid was made from, with the same parameters.
+    """The stock model that the hybrid was made from, with the same parameters, which learn again as they did before.
 
     Raises UserError if a layer graft replaced some of them and the hybrid was loaded from a folder, which does not hold them.
     """
+    base, learned = stock(hybrid), vars(hybrid).get(LEARNED, {})
+    for name, parameter in base.named_parameters():
+        if name in learned:
+            parameter.requires_grad_(learned[name])
+            vars(parameter).pop(LEARNED, None)
+    return base
+
+
+def freeze(hybrid: PreTrainedModel) -> None:
+    """Let grafts alone learn. What learned before is remembered for unsplice, in each parameter too: the next hybrid of the
+    same base finds them frozen."""
+    base = {name: tensor for name, tensor in _tensors(hybrid).items() if ".graft." not in name}
+    learned = {name: vars(tensor).get(LEARNED, tensor.requires_grad) for name, tensor in base.items()}
+    vars(hybrid)[LEARNED] = learned
+    for name, tensor in base.items():
+        vars(tensor)[LEARNED] = learned[name]
+        tensor.requires_grad_(False)
+
+
+def stock(hybrid: PreTrainedModel) -> PreTrainedModel:
+    """As unsplice, with the parameters frozen as they are in the hybrid, which goes on with them."""
     base = family_of(hybrid.config).empty_base(hybrid.config)
     share(hybrid, base, "the folder of a hybrid does not hold what a layer graft replaced ('{}'); load the base instead")
     return base
@@ -102,21 +146,21 @@ def graft_parameters(hybrid: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters and buffers by name, as they are without what layer grafts replaced and adapters changed."""
-    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    found |= dict(model.named_buffers(remove_duplicate=False))
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
     for module in model.modules():
         if isinstance(module, LayerGraftMixer):
-            found |= module.removed
-    return found | vars(model).get("unadapted", {})  # tune/lora.py
+            tensors |= module.removed
+    return tensors | vars(model).get("unadapted", {})  # tune/lora.py
 
 
 def _quantised(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The modules whose weights are quantised, by name, also those that layer grafts replaced."""
-    found = {name: module for name, module in model.named_modules() if has_quantised_weight(module)}
+    modules = {name: module for name, module in model.named_modules() if has_quantised_weight(module)}
     for module in model.modules():
         if isinstance(module, LayerGraftMixer):
-            found |= module.removed_modules
-    return found
+            modules |= module.removed_modules
+    return modules
 
 
 def remove(base: PreTrainedModel, hybrid: PreTrainedModel, layer: int) -> None:
@@ -154,5 +198,6 @@ def share(source: PreTrainedModel, target: PreTrainedModel, lacking: str) -> Non
         target.get_submodule(owner)._buffers[leaf] = tensors[name]
     if is_quantised(source):
         note(source, target, [name for name, _ in target.named_modules() if name.endswith(".graft")])
+    remember(target, base=opened(source))
     target.generation_config = source.generation_config
     target.train(source.training)

@@ -1,5 +1,7 @@
-"""Studies: the figures and tables of arXiv 2504.18574 as runs (recipes/paper). One file each, found by listing this folder: a
-new study is a new file that defines `STUDY`, a Record whose fields are its options."""
+"""Studies: the figures and tables of arXiv 2504.18574 as runs (recipes/paper).
+
+Each study is one file of this folder that defines `STUDY`, a Record whose fields are the study's options. The folder is listed,
+so a new file is a new study; nothing has to be registered."""
 
 import importlib
 import pkgutil
@@ -23,7 +25,7 @@ def studies() -> dict[str, type[Study]]:
 
 
 def make(name: str, **options: Any) -> Study:
-    """The study of that name. Raises UserError for a name or an option that does not exist, or a value that does not fit."""
+    """The study of that name with these options. Raises UserError for an unknown name, an unknown option or a wrong value."""
     if name not in studies():
         raise UserError(f"no study is named '{name}'; there are {', '.join(sorted(studies()))}")
     try:

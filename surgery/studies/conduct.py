@@ -1,4 +1,4 @@
-"""A recipe with a `study`: measured, written down and drawn."""
+"""Conducts the study that a recipe names: measures, writes findings.json, draws figure.png."""
 
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,10 @@ FINDINGS, FIGURE = "findings.json", "figure.png"
 
 
 def conduct(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Findings:
-    """Do the recipe's study: findings.json and figure.png in `out`. With `resume`, findings that are there are read, if they
-    are of the same models, kernels and code. Raises UserError for findings that are not as they were written."""
+    """Conduct the recipe's study and write findings.json and figure.png to `out`.
+
+    resume: read the findings in `out` instead of measuring again, if recipe, models, kernels and code are the same. Raises
+    UserError for a recipe without a study, or for a findings file that was changed after it was written."""
     if recipe.study is None:
         raise UserError("the recipe names no study")
     options = dict(recipe.study)
@@ -28,32 +30,32 @@ def conduct(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_cod
     study.check(recipe)
     with use(**recipe.kernels):
         checkpoint = open_checkpoint(recipe, trust_remote_code)
-        second = getattr(study, "other", None)
-        other = open_beside(checkpoint, second, recipe, trust_remote_code) if second else None
+        other_name = getattr(study, "other", None)
+        other = open_beside(checkpoint, other_name, recipe, trust_remote_code) if other_name else None
         on_main(partial(prepare, out, recipe, resume))
         settings = public(recipe.model_dump(mode="json"))
-        under = conditions(checkpoint.model, checkpoint.tokenizer)
-        beside = model_digest(other.model) if other else None
+        measured_under = conditions(checkpoint.model, checkpoint.tokenizer)
+        other_digest = model_digest(other.model) if other else None
 
-        def there() -> Findings | None:
+        def read_finished() -> Findings | None:
             if not (resume and (out / FINDINGS).exists() and (out / FIGURE).exists()):
                 return None
             earlier = Findings.read(out / FINDINGS, unsealed="refuse")
-            same = (earlier.provenance.recipe, earlier.conditions, earlier.other) == (settings, under, beside)
-            return earlier if same else None
+            comparable = (earlier.provenance.recipe, earlier.conditions, earlier.other)
+            return earlier if comparable == (settings, measured_under, other_digest) else None
 
-        if (done := on_main(there)) is not None:
-            return done
+        if (finished := on_main(read_finished)) is not None:
+            return finished
         subjects = Subjects(recipe, checkpoint, out, other=other, resume=resume)
-        found = study.measure(subjects)
+        measurements = study.measure(subjects)
         findings = Findings(
             provenance=provenance(checkpoint.name, checkpoint.fingerprint, recipe.seed, settings),
-            conditions=under,
-            other=beside,
+            conditions=measured_under,
+            other=other_digest,
             study=recipe.study["name"],
-            about=found.about,
-            summary=found.summary,
-            rows=found.rows,
+            about=measurements.about,
+            summary=measurements.summary,
+            rows=measurements.rows,
         )
 
         def write() -> None:

@@ -1,4 +1,4 @@
-"""Of the layers of the gather and aggregate heads only those heads are kept, those of one role, or none."""
+"""Crucial heads: in the layers of the gather and aggregate heads, keep only those heads, only those of one role, or none."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -8,12 +8,12 @@ from pydantic import Field
 from surgery.locating.prune import keep_only
 from surgery.records.site import Site
 from surgery.studies.figures import draw_bars
-from surgery.studies.study import Findings, Found, OfHeads, Subjects, change, rows
+from surgery.studies.study import Findings, Measurements, OfHeads, Subjects, change, rows
 
 
 class CrucialHeads(OfHeads):
-    """Beside those of OfHeads: minimal: how many layers the minimal model has, in which heads are kept, because later layers
-    may stand in for lost ones; found by dropping layers if it is not given."""
+    """minimal: the number of layers of the minimal model. The heads are kept in that model, because later layers may stand in
+    for lost ones. By default it is determined by dropping layers. The other options are those of OfHeads."""
 
     title: ClassVar[str] = "Crucial heads: what a few heads of their layers are worth"
     published: ClassVar[str] = (
@@ -23,11 +23,11 @@ class CrucialHeads(OfHeads):
 
     minimal: int | None = Field(default=None, ge=1)
 
-    def measure(self, subjects: Subjects) -> Found:
+    def measure(self, subjects: Subjects) -> Measurements:
         gather, aggregate = self.heads(subjects).values()
         minimal, whole = subjects.minimal_model(self.minimal, (*gather, *aggregate))
-        kept = keep_only(subjects.subject, gather, aggregate, minimal)
-        return Found(
+        kept = keep_only(subjects.pruner, gather, aggregate, minimal)
+        return Measurements(
             about={"gather": list(map(str, gather)), "aggregate": list(map(str, aggregate)), "minimal": minimal},
             summary=(
                 f"Gather {_names(gather)}; aggregate {_names(aggregate)}. "

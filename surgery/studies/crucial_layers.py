@@ -1,15 +1,15 @@
-"""Each layer of the minimal model left out in turn: few are crucial to retrieval."""
+"""Crucial layers: leave out each layer of the minimal model in turn. Few of them are crucial to retrieval."""
 
 from pathlib import Path
 from typing import ClassVar
 
 from surgery.locating.prune import leave_one_out
 from surgery.studies.figures import draw_bars
-from surgery.studies.study import Findings, Found, Study, Subjects, change, rows
+from surgery.studies.study import Findings, Measurements, Study, Subjects, change, rows
 
 
 class CrucialLayers(Study):
-    """minimal: how many layers the minimal model has; found by dropping layers if it is not given."""
+    """minimal: the number of layers of the minimal model. By default it is determined by dropping layers."""
 
     title: ClassVar[str] = "Crucial layers: the minimal model without each of its layers"
     published: ClassVar[str] = (
@@ -19,12 +19,12 @@ class CrucialLayers(Study):
 
     minimal: int | None = None
 
-    def measure(self, subjects: Subjects) -> Found:
+    def measure(self, subjects: Subjects) -> Measurements:
         minimal, whole = subjects.minimal_model(self.minimal)
-        cuts = leave_one_out(subjects.subject, minimal)
+        cuts = leave_one_out(subjects.pruner, minimal)
         worst = sorted(cuts, key=lambda cut: cut.retrieval.accuracy.accuracy)[:2]
         named = "; ".join(f"without L{cut.dropped[0]} {change(whole, cut)}" for cut in worst)
-        return Found(
+        return Measurements(
             about={"minimal": minimal, "crucial": [cut.dropped[0] for cut in worst]},
             summary=f"The layers whose loss costs most retrieval: {named}.",
             rows=rows([whole, *cuts]),

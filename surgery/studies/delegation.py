@@ -1,4 +1,4 @@
-"""Who aggregates in a hybrid, attention or SSM? Each kind's mixing is taken away at the query position alone."""
+"""Delegation: does attention or the SSM aggregate in a hybrid? Each kind's mixing is removed at the query position only."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -6,7 +6,7 @@ from typing import ClassVar
 from surgery.errors import UserError
 from surgery.locating.prune import last_rows
 from surgery.studies.figures import draw_bars
-from surgery.studies.study import Findings, Found, Study, Subjects, change, rows
+from surgery.studies.study import Findings, Measurements, Study, Subjects, change, rows
 
 
 class Delegation(Study):
@@ -15,12 +15,12 @@ class Delegation(Study):
         "Masking the last row of every attention matrix of Zamba2-7B takes MMLU from 64.3 to 34.9; the knowledge tasks stay."
     )
 
-    def measure(self, subjects: Subjects) -> Found:
-        outcomes = last_rows(subjects.subject)
+    def measure(self, subjects: Subjects) -> Measurements:
+        outcomes = last_rows(subjects.pruner)
         if not outcomes:
             raise UserError("delegation needs a hybrid; the model has mixers of one kind")
-        whole = subjects.subject.base
-        return Found(
+        whole = subjects.pruner.base
+        return Measurements(
             about={"layers": subjects.subject.anatomy.kinds()},
             summary="; ".join(f"{outcome.what}: {change(whole, outcome)}" for outcome in outcomes.values()) + ".",
             rows=rows([whole, *outcomes.values()]),

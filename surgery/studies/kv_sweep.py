@@ -7,12 +7,12 @@ from pydantic import Field
 
 from surgery.locating.sweep import CONTROL, kv_sweep
 from surgery.studies.figures import draw_curves
-from surgery.studies.study import Findings, Found, OfHeads, Row, Subjects
+from surgery.studies.study import Findings, Measurements, OfHeads, Row, Subjects
 
 
 class KVSweep(OfHeads):
-    """Beside those of OfHeads: pairs: the dictionary sizes. layers: measure in a model of the first so many. controls: draws of
-    as many random heads."""
+    """pairs: the dictionary sizes. layers: measure in the model of the first `layers` layers. controls: how many random sets of
+    equally many heads are removed for comparison. The other options are those of OfHeads."""
 
     title: ClassVar[str] = "Key-value retrieval with and without the crucial heads"
     published: ClassVar[str] = (
@@ -24,22 +24,22 @@ class KVSweep(OfHeads):
     layers: int | None = Field(default=None, ge=1)
     controls: int = Field(default=2, ge=0)
 
-    def measure(self, subjects: Subjects) -> Found:
+    def measure(self, subjects: Subjects) -> Measurements:
         heads = self.heads(subjects)
         groups = {f"without {', '.join(map(str, sites))} ({role})": sites for role, sites in heads.items() if sites}
         options = subjects.recipe.locate
         curves = kv_sweep(
-            subjects.model, subjects.tokenizer, self.pairs, groups, layers=self.layers, controls=self.controls,
+            subjects.subject, self.pairs, groups, layers=self.layers, controls=self.controls,
             examples=options.examples, batch_size=options.batch_size, seed=subjects.recipe.seed,
         )  # fmt: skip
         size = self.pairs[len(self.pairs) // 2]
         named = "; ".join(f"{curve.what} {curve.accuracy[size].accuracy:.3f}" for curve in curves)
-        return Found(
+        return Measurements(
             about={str(role): list(map(str, sites)) for role, sites in heads.items()}
             | {CONTROL: [list(map(str, curve.silent)) for curve in curves if curve.what.startswith(CONTROL)]},
             summary=f"At {size} pairs: {named}.",
             rows=tuple(
-                Row(what=curve.what, figures={str(size): found for size, found in curve.accuracy.items()}) for curve in curves
+                Row(what=curve.what, figures={str(size): result for size, result in curve.accuracy.items()}) for curve in curves
             ),
         )
 

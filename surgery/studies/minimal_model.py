@@ -1,11 +1,11 @@
-"""Layers dropped from the end until retrieval collapses: what was left before that is the minimal model."""
+"""The minimal model: layers are dropped from the end until retrieval collapses; it is the last model before the collapse."""
 
 from pathlib import Path
 from typing import ClassVar
 
 from surgery.locating.prune import minimal_model, shorten
 from surgery.studies.figures import draw_bars
-from surgery.studies.study import Findings, Found, Study, Subjects, change, rows
+from surgery.studies.study import Findings, Measurements, Study, Subjects, change, rows
 
 
 class MinimalModel(Study):
@@ -15,15 +15,15 @@ class MinimalModel(Study):
         "dropped and then falls to chance."
     )
 
-    def measure(self, subjects: Subjects) -> Found:
-        subject = subjects.subject
-        cuts = shorten(subject)
-        layers, minimal = len(subject.anatomy.blocks), minimal_model(subject, cuts)
-        *_, before, last = subject.base, *cuts
-        return Found(
+    def measure(self, subjects: Subjects) -> Measurements:
+        pruner = subjects.pruner
+        cuts = shorten(pruner)
+        layers, minimal = len(subjects.subject.anatomy.blocks), minimal_model(pruner, cuts)
+        *_, before, last = pruner.base, *cuts
+        return Measurements(
             about={"layers": layers, "minimal": minimal},
             summary=f"The minimal model has {minimal} of {layers} layers. One layer less: {change(before, last)}.",
-            rows=rows([subject.base, *cuts]),
+            rows=rows([pruner.base, *cuts]),
         )
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:

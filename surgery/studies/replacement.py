@@ -1,16 +1,16 @@
-"""Every layer in turn from a donor, untrained: retrieval returns where the donor's attention aggregates."""
+"""Replacement: each layer in turn comes from a donor, untrained. Retrieval returns where the donor's attention aggregates."""
 
 from pathlib import Path
 from typing import ClassVar
 
+from surgery.locating.donor_sweep import replacement_sweep
 from surgery.locating.ranking import Ranking
-from surgery.locating.replacement import replacement_sweep
 from surgery.studies.figures import draw_bars
-from surgery.studies.study import Findings, Found, Study, Subjects, change, rows
+from surgery.studies.study import Findings, Measurements, Study, Subjects, change, rows
 
 
 class Replacement(Study):
-    """other: the donor. mlp: its MLP and norms come too."""
+    """other: the donor. mlp: whether the MLP and the norms of its layer come too."""
 
     title: ClassVar[str] = "Each layer replaced by the donor's"
     published: ClassVar[str] = (
@@ -22,14 +22,14 @@ class Replacement(Study):
     other: str
     mlp: bool = True
 
-    def measure(self, subjects: Subjects) -> Found:
+    def measure(self, subjects: Subjects) -> Measurements:
         assert subjects.other is not None
-        named = layers_named(subjects.ranking)  # before the sweep
-        outcomes = replacement_sweep(subjects.subject, subjects.other.model, mlp=self.mlp)
-        whole = subjects.subject.base
+        named = leading_layers(subjects.ranking)  # before the sweep
+        outcomes = replacement_sweep(subjects.pruner, subjects.other.model, mlp=self.mlp)
+        whole = subjects.pruner.base
         by = ", ".join(f"L{layer} by {measure}" for measure, layer in named.items())
         best = min(outcomes, key=lambda outcome: outcome.retrieval.drop.value)
-        return Found(
+        return Measurements(
             about={"named": named, "best": best.replaced[0]},
             summary=(
                 f"Ranked before the sweep, locate names {by}. The largest gain is at L{best.replaced[0]}: "
@@ -42,15 +42,15 @@ class Replacement(Study):
         draw_bars(findings, self.title, path)
 
 
-def layers_named(ranking: Ranking) -> dict[str, int]:
-    """The layer that each of locate's measures puts first, as far as it was taken."""
-    named = {}
+def leading_layers(ranking: Ranking) -> dict[str, int]:
+    """The layer that each of locate's measures puts first; measures that were not taken are left out."""
+    leading = {}
     measures = {"splice_loss": "the exact gain of splicing it", "ablation_loss": "what ablating it costs"}
     for field, what in {"attribution": "splice attribution", **measures}.items():
-        having = {s.site.layer: found.value for s in ranking.layers if (found := getattr(s, field)) is not None}
-        if having:
-            named[what] = max(having, key=lambda layer: having[layer])
-    return named
+        values = {s.site.layer: score.value for s in ranking.layers if (score := getattr(s, field)) is not None}
+        if values:
+            leading[what] = max(values, key=lambda layer: values[layer])
+    return leading
 
 
 STUDY = Replacement

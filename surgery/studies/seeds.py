@@ -1,7 +1,7 @@
-"""The main job over seeds, and by several ways of tuning: what a claim that surgery helps has to survive.
+"""Seeds: the main job repeated with other seeds and other ways of tuning, which a claim that surgery helps has to survive.
 
-Every seed ranks the heads, tunes and measures on examples of its own, beside the control: the base's own mixers of the same
-layers, tuned on the same data for the same steps.
+For every seed the heads are ranked, the model is tuned and both are measured on examples of that seed's own. The control is the
+base with its own mixers of the same layers tuned, on the same data and for as many steps.
 """
 
 import copy
@@ -25,12 +25,12 @@ from surgery.locating.planning import plan
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
 from surgery.records.record import write_text
-from surgery.runtime import plotting as plots
+from surgery.runtime import plotting
 from surgery.runtime.processes import on_main
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, Proportion
 from surgery.studies.figures import LINES
-from surgery.studies.study import Findings, Found, Row, Study, Subjects
+from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 from surgery.tuning.loop import tune
 
 KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
@@ -40,8 +40,8 @@ SEED = ", seed "  # between a model and its seed, in the name of a row
 
 
 class Seeds(Study):
-    """seeds: how many, from the recipe's on. ways: what each changes in the recipe's `tune`. The recipe's `bench` says what is
-    measured. The control is tuned by the first way."""
+    """seeds: how many, beginning with the recipe's. ways: name -> the settings of the recipe's `tune` that it changes. The
+    recipe's `bench` says what is measured. The control is tuned in the first way."""
 
     title: ClassVar[str] = "Tuned on every seed anew"
 
@@ -50,53 +50,53 @@ class Seeds(Study):
 
     def check(self, recipe: Recipe) -> None:
         self._recipes(recipe, recipe.seed)
-        if taken := {BASE, CONTROL} & {*self.ways}:
-            raise UserError(f"study.ways: '{taken.pop()}' is the name of what the ways are compared with; choose another")
+        if reserved := {BASE, CONTROL} & {*self.ways}:
+            raise UserError(f"study.ways: '{reserved.pop()}' is the name of what the ways are compared with; choose another")
         if "quick" not in recipe.bench.suites:
             raise UserError("the study 'seeds' needs the suite quick: bench.suites: [quick]")
 
     def _recipes(self, recipe: Recipe, seed: int) -> dict[str, Recipe]:
         return {way: changed(recipe, seed=seed, tune=tune) for way, tune in self.ways.items()}
 
-    def measure(self, subjects: Subjects) -> Found:
+    def measure(self, subjects: Subjects) -> Measurements:
         rows: list[Row] = []
         seconds: dict[str, list[float]] = {}
         sites: dict[str, tuple[str, ...]] = {}
         for seed in range(subjects.recipe.seed, subjects.recipe.seed + self.seeds):
             recipes = self._recipes(subjects.recipe, seed)
-            chosen, measured, took = _seed(subjects, recipes, subjects.out / f"seed-{seed}")
+            chosen, reports, durations = _run_seed(subjects, recipes, subjects.out / f"seed-{seed}")
             sites[str(seed)] = tuple(map(str, chosen.sites))
-            rows += [Row(what=f"{name}{SEED}{seed}", figures=_figures(found)) for name, found in measured.items()]
-            for way, duration in took.items():
+            rows += [Row(what=f"{name}{SEED}{seed}", figures=_figures(report)) for name, report in reports.items()]
+            for way, duration in durations.items():
                 seconds.setdefault(way, []).append(duration)
-        return Found(
+        return Measurements(
             about={"sites": sites, "seconds": seconds},
-            summary="\n".join(self._said(way, rows, seconds) for way in (*self.ways, CONTROL)),
+            summary="\n".join(self._summarise(way, rows, seconds) for way in (*self.ways, CONTROL)),
             rows=tuple(rows),
         )
 
-    def _said(self, way: str, rows: list[Row], seconds: Mapping[str, list[float]]) -> str:
-        """The worst of all seeds; against the control, seed by seed."""
-        found, control = _of(rows, way), _of(rows, CONTROL)
+    def _summarise(self, way: str, rows: list[Row], seconds: Mapping[str, list[float]]) -> str:
+        """The worst result of all seeds, and the smallest lead over the control of the same seed."""
+        results, controls = _of_model(rows, way), _of_model(rows, CONTROL)
         retrieval = []
-        for name in (name for name in found[0] if name.startswith("kv.")):
-            least = f"KV {name[3:]} at least {min(value(f[name]) for f in found):.3f}"
-            above = min(value(f[name]) - value(c[name]) for f, c in zip(found, control, strict=True))
-            retrieval.append(least if way == CONTROL else f"{least} ({above:+.3f} to {CONTROL})")
-        knowledge, loss = min(value(f[KNOWLEDGE]) for f in found), max(value(f[TEXT]) for f in found)
+        for name in (name for name in results[0] if name.startswith("kv.")):
+            worst = f"KV {name[3:]} at least {min(value(result[name]) for result in results):.3f}"
+            lead = min(value(result[name]) - value(control[name]) for result, control in zip(results, controls, strict=True))
+            retrieval.append(worst if way == CONTROL else f"{worst} ({lead:+.3f} to {CONTROL})")
+        knowledge, loss = min(value(r[KNOWLEDGE]) for r in results), max(value(r[TEXT]) for r in results)
         cost = f"knowledge {knowledge:+.3f} and loss on text {loss:+.4f} nats at worst"
         return f"{way}: {', '.join(retrieval)}; {cost}; {median(seconds[way]):.0f} s of tuning."
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
         columns = [name for name in findings.rows[0].figures if name.startswith("kv.")]
         columns = [*columns[-2:], KNOWLEDGE, TEXT]
-        every = list(dict.fromkeys(row.what.rpartition(SEED)[0] for row in findings.rows))
+        models = list(dict.fromkeys(row.what.rpartition(SEED)[0] for row in findings.rows))
         with plt.rc_context(plots.STYLE):
             figure, axes = plt.subplots(1, len(columns), figsize=(3.1 * len(columns), 3.4), squeeze=False)
             for axis, column in zip(axes[0], columns, strict=True):
-                names = [name for name in every if column in _of(findings.rows, name)[0]]
+                names = [name for name in models if column in _of_model(findings.rows, name)[0]]
                 for place, name in enumerate(names):
-                    _draw_points(axis, place, LINES[every.index(name) % len(LINES)], _of(findings.rows, name), column)
+                    _draw_points(axis, place, LINES[models.index(name) % len(LINES)], _of_model(findings.rows, name), column)
                 axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
                 axis.set(title=column.replace("kv.", "KV "), xlim=(-0.5, len(names) - 0.5))
                 if column.startswith("kv."):
@@ -108,53 +108,53 @@ class Seeds(Study):
             plots.save(figure, path)
 
 
-def _seed(
+def _run_seed(
     subjects: Subjects, recipes: Mapping[str, Recipe], out: Path
 ) -> tuple[Plan, dict[str, ModelReport], dict[str, float]]:
-    """The plan, what was measured of every model, and the seconds that each was tuned for; kept in `out`."""
+    """The plan, the report of every model, and the seconds that its tuning took. Kept in `out`."""
     base, recipe = subjects.checkpoint, next(iter(recipes.values()))
     ranking = located(recipe, base, out, resume=subjects.resume, figures=False)
     chosen = plan(ranking, **recipe.plan.model_dump(), seed=recipe.seed)
     models: dict[str, PreTrainedModel] = {BASE: base.model}
-    timed = out / "seconds.json"
-    kept = on_main(lambda: timed.read_text() if subjects.resume and timed.exists() else "{}")
-    seconds: dict[str, float] = json.loads(kept)
+    timings = out / "seconds.json"
+    recorded = on_main(lambda: timings.read_text() if subjects.resume and timings.exists() else "{}")
+    seconds: dict[str, float] = json.loads(recorded)
     for name, tuned in {**recipes, CONTROL: recipe}.items():
         layers = [site.layer for site in chosen.sites] if name == CONTROL else None
         model = splice(base.model, chosen) if layers is None else copy.deepcopy(adopt(base.model))
-        begun = time.monotonic()
+        start = time.monotonic()
         tune(
             model, base.tokenizer, tuned.tune, data=recipe.data, seed=recipe.seed, layers=layers, teacher=adopt(base.model),
             out=out / "tuning" / name, resume=name in seconds, description=f"seed {recipe.seed}, {name}",
         )  # fmt: skip
         models[name] = model
-        if name not in seconds:  # one that was interrupted begins anew, or its time would be that of a part
-            seconds[name] = round(time.monotonic() - begun, 1)
-            on_main(partial(write_text, timed, json.dumps(seconds)))
-    measured = bench(
+        if name not in seconds:  # an interrupted tuning starts again, or only a part of it would be timed
+            seconds[name] = round(time.monotonic() - start, 1)
+            on_main(partial(write_text, timings, json.dumps(seconds)))
+    reports = bench(
         models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells",
-        part=None if all(one.tune.keep is None for one in recipes.values()) else "bench",
+        part=None if all(way.tune.early_stopping is None for way in recipes.values()) else "bench",
     )  # fmt: skip
-    return chosen, measured, seconds
+    return chosen, reports, seconds
 
 
-def _figures(found: ModelReport) -> dict[str, Proportion | Estimate]:
-    """change is empty for the base."""
-    changes = {column: found.change[name] for column, name in CHANGES.items() if name in found.change}
-    return {f"kv.{size}": accuracy for size, accuracy in found.kv.items()} | changes
+def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
+    """The columns of a row. The base has no changes, since it is what the others are compared with."""
+    changes = {column: report.change[name] for column, name in CHANGES.items() if name in report.change}
+    return {f"kv.{size}": accuracy for size, accuracy in report.kv.items()} | changes
 
 
-def _of(rows: Sequence[Row], name: str) -> list[dict[str, Proportion | Estimate]]:
-    """What was measured of a model, seed by seed."""
+def _of_model(rows: Sequence[Row], name: str) -> list[dict[str, Proportion | Estimate]]:
+    """The figures of a model, seed by seed."""
     return [row.figures for row in rows if row.what.rpartition(SEED)[0] == name]
 
 
-def _draw_points(axis: Any, place: int, color: str, found: list[dict[str, Proportion | Estimate]], column: str) -> None:
-    """A point a seed, side by side, with its 95% interval."""
-    for i, one in enumerate(figures[column] for figures in found):
-        at, height = place + (i - (len(found) - 1) / 2) * 0.6 / len(found), value(one)
-        errors = ([height - one.ci95[0]], [one.ci95[1] - height])
-        axis.errorbar(at, height, errors, fmt="o", ms=3.5, lw=0.9, color=color)
+def _draw_points(axis: Any, place: int, color: str, seeds: list[dict[str, Proportion | Estimate]], column: str) -> None:
+    """Draw a point for every seed, side by side, each with its 95% interval."""
+    for i, result in enumerate(figures[column] for figures in seeds):
+        x, height = place + (i - (len(seeds) - 1) / 2) * 0.6 / len(seeds), value(result)
+        errors = ([height - result.ci95[0]], [result.ci95[1] - height])
+        axis.errorbar(x, height, errors, fmt="o", ms=3.5, lw=0.9, color=color)
 
 
 STUDY = Seeds

@@ -29,9 +29,9 @@ from surgery.probes.knowledge import PARTS, Knowledge
 from surgery.records.recipe import Bench, Data, Tune
 from surgery.records.record import read_text
 from surgery.runtime.processes import on_main
-from surgery.tuning.data import Piece, collate, kv_pieces, padded, probe_pieces
 from surgery.tuning.leaks import check_apart
-from surgery.tuning.sources import HELD_OUT, Reading, Source, open_source
+from surgery.tuning.sequences import Piece, collate, kv_pieces, padded, probe_pieces
+from surgery.tuning.text_sources import HELD_OUT, Reading, Source, open_source
 
 BUFFER = 16  # steps whose documents are packed and sorted by length together
 SAMPLE = 256  # documents whose mean length says how many fill a row
@@ -77,7 +77,7 @@ def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: 
         source.row(0)
     _check_lessons(tokenizer, options, data)
     documents = max(SAMPLE, len(rows.drawn))
-    documents += HELD_OUT * options.keep.windows if options.keep else 0
+    documents += HELD_OUT * options.early_stopping.windows if options.early_stopping else 0
     trained = [(text.source, source.texts(documents)) for text, source in zip(data.train_text, sources, strict=True)]
     trained += [(path, (read_text(path, "the text in"),)) for path in _lesson_sources(options, ("needle",))]
     if data.held_out_text != "world" and (trained := [item for item in trained if item[0] != "world"]):
@@ -88,7 +88,7 @@ def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: 
         if shared := len(measured & _prompts(path)):
             same = f"{path} holds {shared} of the {len(measured)} facts that are measured (data.facts)"
             raise UserError(f"tune.lessons: {same}; give it another options.source")
-    if options.keep is not None:
+    if options.early_stopping is not None:
         for part in PARTS:
             Knowledge(data.facts, part).questions(1, seed=0)
 

@@ -66,7 +66,7 @@ class Descent:
         self.accelerator = Accelerator(
             gradient_accumulation_plugin=GradientAccumulationPlugin(sync_with_dataloader=False),
             dataloader_config=DataLoaderConfiguration(split_batches=True),
-            log_with=list(options.trackers) or None,
+            log_with=list(options.report_to) or None,
             project_dir=checkpoints.out,
         )
         kind = self.accelerator.distributed_type
@@ -113,7 +113,7 @@ class Descent:
         batch: the arguments of that, part by part. look: after a step, more figures for its record, and whether it was the
         last."""
         state, module, optimizer = self.state, prepared.module, prepared.optimizer
-        schedule = cosine_schedule(optimizer, self.options.warmup, steps)
+        schedule = cosine_schedule(optimizer, self.options.warmup_steps, steps)
         start, stage = state.step, state.stage
         what = self.description if stage == "distil" else f"{self.description}, {stage}"
         progress = Track(batches, what, steps - start)
@@ -130,7 +130,7 @@ class Descent:
             progress.note = ", ".join(f"{name} {value:.4g}" for name, value in (figures | more).items() if name != "loss")
             if last:
                 break
-            if state.step % self.options.save_every == 0 and state.step < steps:
+            if state.step % self.options.save_steps == 0 and state.step < steps:
                 self.collect(prepared)
                 self.checkpoints.save(state, optimizer, schedule)
         module.eval()
@@ -200,15 +200,19 @@ def _check(options: Tune, accelerator: Accelerator) -> None:
     for name in ("batch_size", "text_batch_size"):
         if (size := getattr(options, name)) % n:
             raise UserError(f"tune.{name}: {size} cannot be divided among {n} processes; take a multiple of {n}")
-    if options.batch_size // n < options.accumulate:
-        share = f"the {options.batch_size // n} sequences of each of {n} processes"
-        raise UserError(f"tune.accumulate: {share} have no {options.accumulate} parts")
+    if options.batch_size // n < options.gradient_accumulation_steps:
+        raise UserError(
+            f"tune.gradient_accumulation_steps: each of {n} processes has {options.batch_size // n} sequences of a batch, "
+            f"which cannot be divided into {options.gradient_accumulation_steps} parts"
+        )
     if divided() and n > 1 and accelerator.distributed_type == DistributedType.MULTI_CPU:
         raise UserError("accelerate divides no models on CPUs: run without FSDP there")  # it would use DDP and say nothing
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise UserError("tune needs version 2 of FSDP: accelerate launch --fsdp_version 2")
     if accelerator.mixed_precision != "no":
-        raise UserError(f"leave out accelerate's {accelerator.mixed_precision}; the recipe has tune.precision=bf16 for that")
+        raise UserError(
+            f"leave out accelerate's {accelerator.mixed_precision}; the recipe has tune.mixed_precision=bf16 for that"
+        )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         asked = accelerator.deepspeed_plugin.deepspeed_config
         for name in ("optimizer", "scheduler"):
@@ -226,7 +230,7 @@ def fitting(description: str) -> Iterator[None]:
             raise
         raise UserError(
             f"{description}: a batch does not fit into memory; lower tune.batch_size or tune.text_batch_size, or set "
-            f"tune.accumulate, tune.checkpointing=true or tune.precision=bf16"
+            f"tune.gradient_accumulation_steps, tune.gradient_checkpointing=true or tune.mixed_precision=bf16"
         ) from error
 
 

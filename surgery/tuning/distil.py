@@ -20,8 +20,8 @@ from surgery.families import Hybrid
 from surgery.hybrids.common import HybridCausalLM
 from surgery.hybrids.parts import as_weight, at
 from surgery.kernels.packing import packed
-from surgery.tuning.data import IGNORE
-from surgery.tuning.divergence import divergence
+from surgery.tuning.chunked_kl import divergence
+from surgery.tuning.sequences import IGNORE
 
 Pair = tuple[Tensor, Tensor]
 Text = tuple[Tensor, Tensor, Tensor]

@@ -1,10 +1,10 @@
 """Brief fine-tuning with accelerate, in stages: align, calibrate, distil.
 
-align: each graft alone learns to do what the base does in its place (align.py). calibrate: tau and gate by a search without
-gradients (calibrate.py). distil: end to end, cross-entropy on retrieval and KL to the frozen base on text (distil.py). The
-grafts alone are trained, and adapters where a recipe asks for them (lora.py), so nothing below the first of them needs a
-backward pass, and the base's tensors do not change: merged adapters go into copies. The control of every claim runs through
-the same loop: the same data and steps with the base's own layers trained instead.
+align (graft_alignment.py): each graft alone learns to do what the base does in its place. calibrate (calibrate.py): tau and
+gate by a search without gradients. distil (distil.py): end to end, cross-entropy on retrieval and KL to the frozen base on
+text. Only the grafts are trained, and adapters where a recipe asks for them (lora.py), so nothing below the first of them needs
+a backward pass. The base's own tensors never change: adapters are merged into copies. The control of every claim runs through
+the same loop: the same data and steps, with the base's own layers trained instead.
 
 Everything depends on the settings and the seed alone, so an interrupted run that is resumed ends where it would have ended.
 """
@@ -25,17 +25,17 @@ from surgery.models.finite import explained, within
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import state as processes
 from surgery.runtime.progress import say
-from surgery.splicing.splice import adopt, unsplice
-from surgery.tuning.align import error, gather, without_gates
+from surgery.splicing.splice import adopt, stock
 from surgery.tuning.calibrate import calibrate
 from surgery.tuning.descent import Descent, Look, Prepared, fitting
 from surgery.tuning.distil import Distillation, Kept
-from surgery.tuning.keep import Guard
+from surgery.tuning.early_stopping import Guard
+from surgery.tuning.graft_alignment import error, gather, without_gates
 from surgery.tuning.lora import adapted, resting
-from surgery.tuning.portions import Portions
+from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.state import Checkpoints, Log, State
 from surgery.tuning.trackers import check_trackers
-from surgery.tuning.trained import trainable, training
+from surgery.tuning.trainable import trainable, training
 
 VERSION = 2  # of how steps are taken: a run that began otherwise cannot end where it would have ended
 DONE = "done"  # what follows the last stage
@@ -62,7 +62,7 @@ def tune(
     model: a hybrid, whose grafts are trained, or anything with `layers`, whose mixers are trained (the control, which has
     nothing to align or to calibrate; give it its own copy of the weights). teacher: what text is held to; by default the base
     of the hybrid, whose weights it shares: give the true one for a reloaded hybrid that has adapters merged into it. out: a
-    folder for checkpoints every `options.save_every` steps; with `resume`, the newest one there is continued.
+    folder for checkpoints every `options.save_steps` steps; with `resume`, the newest one there is continued.
     """
     beginning = begun(
         model, tokenizer, options or Tune(), data=data, seed=seed, layers=layers, teacher=teacher, out=out, resume=resume,
@@ -95,14 +95,14 @@ def begun(
     if teacher is None:
         if layers is not None:
             raise UserError("tuning a model's own layers needs the unchanged base as teacher")
-        teacher = adopt(unsplice(model))
+        teacher = adopt(stock(model))
     layers = None if layers is None else list(layers)
     settings = {
         "version": VERSION,
         "seed": seed,
         "layers": layers,
         "processes": processes().num_processes,
-        "tune": options.model_dump(mode="json", exclude={"save_every", "trackers"}),
+        "tune": options.model_dump(mode="json", exclude={"save_steps", "report_to"}),
         "data": data.model_dump(mode="json"),
     }
     adapting = adapted(model, options.lora, seed=seed, out=out if layers is None else None)
@@ -138,11 +138,11 @@ class Run:
         self.checkpoints, self.state, self.description, self.stages = checkpoints, state, description, stages
         self.descent = Descent(options, checkpoints, state, description, seed)
         self.accelerator = self.descent.accelerator
-        self.portions = Portions(tokenizer, options, data, self.accelerator)
+        self.micro_batches = MicroBatches(tokenizer, options, data, self.accelerator)
         # A base in float16 computes in bfloat16, too. Its range needs no scaling of the loss, whose state and skipped steps
         # would have to be resumed and be alike in all processes, and it holds what float16 cannot (the built-in Mamba-1's
         # products reach 3e5). On a CPU a step in float16 takes eight times as long.
-        bf16 = options.precision == "bf16" or model.dtype in (torch.bfloat16, torch.float16)
+        bf16 = options.mixed_precision == "bf16" or model.dtype in (torch.bfloat16, torch.float16)
         self.distillation = Distillation(model, teacher, kl_weight=options.kl_weight, keep_bytes=options.cache_bytes, bf16=bf16)
         if not self.descent.sharded:  # a part of it goes there later
             self.distillation.to(self.accelerator.device)
@@ -165,7 +165,7 @@ class Run:
         assert asked is not None
         with resting(self.model), without_gates(self.model):
             prepared = self.descent.prepared(self.distillation, asked.learning_rate)
-            some = self.portions.some(asked.batches, self.seed)
+            some = self.micro_batches.some(asked.batches, self.seed)
             with torch.no_grad():
                 states = prepared.module(gather, some, self.options.cache_bytes, self.accelerator)
             steps = ([(states[step % len(states)],)] for step in range(self.state.step, asked.steps))
@@ -176,7 +176,7 @@ class Run:
         asked = self.options.calibrate
         assert asked is not None
         prepared = self.descent.prepared(self.distillation, self.options.learning_rate)
-        losses = self.portions.losses("calibrate", asked.examples, self.seed + PROBE_SEED)
+        losses = self.micro_batches.losses("calibrate", asked.examples, self.seed + PROBE_SEED)
         with within(f"{self.description}, calibrate"), explained(self.model):
             records = calibrate(prepared.learning, asked, partial(prepared.module, losses))
         self.descent.collect(prepared)
@@ -186,15 +186,17 @@ class Run:
     def distil(self, look: Look | None = None) -> None:
         """Train end to end. look: at every step, instead of at what is to be kept."""
         with self._checkpointing():
-            prepared = self.descent.prepared(self.distillation, self.options.learning_rate, self.options.accumulate)
-            steps = self.portions.steps(self.seed, self.state.step)
+            prepared = self.descent.prepared(
+                self.distillation, self.options.learning_rate, self.options.gradient_accumulation_steps
+            )
+            steps = self.micro_batches.steps(self.seed, self.state.step)
             look = look or self._keeping(prepared)
             self.descent.descend(prepared, Distillation.__call__, steps, self.options.steps, look)
 
     @contextmanager
     def _checkpointing(self) -> Iterator[None]:
         """The states within the student's blocks are computed again on the way back, if that is asked for."""
-        blocks: Any = self.model.base_model.layers if self.options.checkpointing else ()
+        blocks: Any = self.model.base_model.layers if self.options.gradient_checkpointing else ()
         for block in blocks:
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
@@ -206,26 +208,27 @@ class Run:
 
     def settle(self) -> None:
         """At the end, the best weights, where the recipe asks to keep them."""
-        if self.options.keep is not None and self.state.stage == DONE:
+        if self.options.early_stopping is not None and self.state.stage == DONE:
             if self.state.best is None:
                 say(
-                    f"{self.description}: at no step were knowledge and perplexity within tune.keep; these are the last weights"
+                    f"{self.description}: at no step were knowledge and perplexity within the bounds of tune.early_stopping; "
+                    "these are the last weights"
                 )
             else:
                 self.checkpoints.put(self.checkpoints.best)
 
     def _keeping(self, prepared: Prepared) -> Look | None:
         """What looks after a step whether the model is still within the bounds, and remembers its best weights."""
-        bounds, state, module = self.options.keep, self.state, prepared.module
+        bounds, state, module = self.options.early_stopping, self.state, prepared.module
         if bounds is None:
             return None
         seed = self.seed + HELD_OUT_SEED
         guard = Guard(self.tokenizer, bounds, self.data, self.options, seed, divided=not self.descent.sharded)
-        losses = self.portions.losses("keep", bounds.examples, seed)
+        losses = self.micro_batches.losses("keep", bounds.examples, seed)
         base = module(guard.measure, True)
 
         def look(step: int) -> tuple[dict[str, float], bool]:
-            if step % bounds.every and step != self.options.steps:
+            if step % bounds.eval_steps and step != self.options.steps:
                 return {}, False
             module.eval()
             figures, held_out = module(guard.measure), module(losses)["retrieval"]
@@ -238,7 +241,7 @@ class Run:
             last = not within and state.best is not None
             if last:
                 compared = ", ".join(f"{name} {figures[name]:.4g}, the base's {base[name]:.4g}" for name in base)
-                say(f"{self.description}: step {step} is beyond tune.keep ({compared}); the steps end")
+                say(f"{self.description}: step {step} is beyond tune.early_stopping ({compared}); the steps end")
             return {**figures, "held_out": held_out}, last
 
         if state.step == 0:

@@ -108,7 +108,9 @@ def resting(model: PreTrainedModel) -> Iterator[None]:
 def matches(model: PreTrainedModel, options: Lora) -> list[Match]:
     """What the targets name, in the model's order. Raises UserError for a target that names nothing, or something else than a
     linear module of the base's blocks that is called."""
-    targets = options.targets if isinstance(options.targets, dict) else dict.fromkeys(options.targets, options.rank)
+    targets = (
+        options.target_modules if isinstance(options.target_modules, dict) else dict.fromkeys(options.target_modules, options.r)
+    )
     modules: dict[str, Any] = dict(model.named_modules())
     blocks = next(name for name, module in modules.items() if module is model.base_model.layers) + "."
     called = _called(model)
@@ -121,7 +123,7 @@ def matches(model: PreTrainedModel, options: Lora) -> list[Match]:
     for target, rank in targets.items():
         named = [name for name in modules if f".{name}".endswith(f".{target}")]
         own = [name for name in named if name.startswith(blocks) and ".graft." not in name]
-        refused = f"tune.lora.targets: '{target}'"
+        refused = f"tune.lora.target_modules: '{target}'"
         choice = f"; there are {', '.join(sorted({name.rpartition('.')[2] for name in able}))}"
         if not named:
             raise UserError(f"{refused} matches no module{choice}")
@@ -160,7 +162,7 @@ def table(model: PreTrainedModel, options: Lora, found: list[Match]) -> list[str
         rows.append((target, only, str(len(counts)), shape, rank, f"{sum(counts.values()):,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [f"{options.kind}: {total:,} trainable numbers in {len(found)} modules", *lines]
+    return [f"{options.method}: {total:,} trainable numbers in {len(found)} modules", *lines]
 
 
 def _called(model: PreTrainedModel) -> set[str]:
@@ -178,13 +180,13 @@ def _called(model: PreTrainedModel) -> set[str]:
 def _config(options: Lora, found: list[Match]) -> LoraConfig:
     """peft's, which names every module in full: what it matches is what was checked."""
     return LoraConfig(
-        r=options.rank,
+        r=options.r,
         target_modules=[match.module for match in found],
-        rank_pattern={match.module: match.rank for match in found if match.rank != options.rank},
-        lora_alpha=options.alpha,  # type: ignore[arg-type]  # it may be no whole number
-        lora_dropout=options.dropout,
-        use_rslora=options.kind == "rslora",
-        use_dora=options.kind == "dora",
+        rank_pattern={match.module: match.rank for match in found if match.rank != options.r},
+        lora_alpha=options.lora_alpha,  # type: ignore[arg-type]  # it may be no whole number
+        lora_dropout=options.lora_dropout,
+        use_rslora=options.use_rslora,
+        use_dora=options.use_dora,
     )
 
 

@@ -12,16 +12,16 @@ from surgery.records.recipe import Tune
 
 def check_trackers(options: Tune) -> None:
     """Raise UserError for a tracker that does not exist or is not installed: accelerate passes over the latter in silence."""
-    for name in options.trackers:
+    for name in options.report_to:
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise UserError(f"tune.trackers: there is no '{name}'; there are {', '.join(LOGGER_TYPE_TO_CLASS)}")
+            raise UserError(f"tune.report_to: there is no '{name}'; there are {', '.join(LOGGER_TYPE_TO_CLASS)}")
         if name in LoggerType.list() and name not in map(str, get_available_trackers()):
-            raise UserError(f"tune.trackers: '{name}' is not installed: pip install {name.replace('_', '-')}")
+            raise UserError(f"tune.report_to: '{name}' is not installed: pip install {name.replace('_', '-')}")
 
 
 def begin_trackers(accelerator: Accelerator, options: Tune, project: str) -> None:
     """Only numbers and words can be noted as settings, so the rest of them is JSON."""
-    if options.trackers:
+    if options.report_to:
         settings = options.model_dump(mode="json")
         plain = {name: value if isinstance(value, int | float | str) else json.dumps(value) for name, value in settings.items()}
         accelerator.init_trackers(project, config=plain)

@@ -120,7 +120,7 @@ def test_an_unknown_layout_is_refused_in_one_line():
     for block in model.model.layers:
         block.token_mixer = block.self_attn
         del block.self_attn
-    with pytest.raises(UserError, match=r"llama model: layer 0 \(LlamaDecoderLayer\) holds no mixer.*surgery/anatomy.py"):
+    with pytest.raises(UserError, match=r"llama model: layer 0 \(LlamaDecoderLayer\) holds no mixer.*models/anatomy.py"):
         anatomy(model)
     model.model.layers = nn.ModuleList()
     with pytest.raises(UserError, match="its blocks are under none of layers"):

@@ -22,7 +22,7 @@ from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, random_base
 
 SMALL = Bench(
-    suites=("quick", "retrieval", "language", "speed"), pairs=(3, 6), examples=10, windows=3, window=32, contexts=(96,),
+    suites=("quick", "retrieval", "language", "speed"), pairs=(3, 6), limit=10, windows=3, window=32, contexts=(96,),
     depths=(0.5,), batches=(1, 2),
 )  # fmt: skip
 
@@ -122,8 +122,8 @@ def _stop():
 
 
 def test_other_examples_are_other_cells(pair, words, tmp_path):
-    few = Bench(pairs=(4,), examples=6, windows=2, window=16, contexts=())
-    for seed, options in ((0, few), (1, few), (0, few.model_copy(update={"examples": 7}))):
+    few = Bench(pairs=(4,), limit=6, windows=2, window=16, contexts=())
+    for seed, options in ((0, few), (1, few), (0, few.model_copy(update={"limit": 7}))):
         bench(pair, words, options, seed=seed, cells=tmp_path)
     kept = [cells.Cell.read(path) for path in tmp_path.iterdir()]
     asked = [cell.asked for cell in kept if (cell.model, cell.task) == ("base", "kv.4")]
@@ -140,7 +140,7 @@ def test_a_model_of_other_settings_is_another_model(pair):
 
 def test_retrieval_is_the_published_protocol(tiny):
     """One candidate at a time, on a model that retrieves."""
-    options, correct = Bench(pairs=(6,), examples=12, windows=1, window=16, contexts=()), []
+    options, correct = Bench(pairs=(6,), limit=12, windows=1, window=16, contexts=()), []
     for question in KVRetrieval(6).questions(12, suites.bench_seed(0)):
         prompt, scores = tiny.tokenizer(question.prompt)["input_ids"], []
         for choice in question.choices:
@@ -155,7 +155,7 @@ def test_retrieval_is_the_published_protocol(tiny):
 
 
 def test_several_seeds_ask_no_example_twice(words):
-    few, fixed = Bench(pairs=(4,), examples=20, seeds=3), Bench(pairs=(4,), examples=10**6, seeds=3)
+    few, fixed = Bench(pairs=(4,), limit=20, seeds=3), Bench(pairs=(4,), limit=10**6, seeds=3)
     asked = [task.identity.split()[1:] for task in tasks(few, words, Data(), 5) if task.name == "knowledge"]
     assert len(asked) == 3
     assert len({digest for one in asked for digest in one}) == sum(map(len, asked)) > 40
@@ -164,7 +164,7 @@ def test_several_seeds_ask_no_example_twice(words):
 
 
 def test_several_seeds_are_told_apart(pair, words):
-    options = Bench(pairs=(4,), examples=8, seeds=2, windows=2, window=16, contexts=())
+    options = Bench(pairs=(4,), limit=8, seeds=2, windows=2, window=16, contexts=())
     found = bench(pair, words, options)["hybrid"]
     assert found.kv["4"].n == 16
     assert np.mean(found.seeds["kv.4"]) == pytest.approx(found.kv["4"].accuracy)
@@ -172,7 +172,7 @@ def test_several_seeds_are_told_apart(pair, words):
 
 def test_a_planted_improvement_is_refused(pair, words, monkeypatch, tmp_path):
     """The answer leaks into one model's prompts; or one model's results are those of easier examples."""
-    honest, options = suites.answer, Bench(pairs=(6,), examples=6, windows=2, window=16, contexts=())
+    honest, options = suites.answer, Bench(pairs=(6,), limit=6, windows=2, window=16, contexts=())
 
     def leaky(model, tokenizer, questions, batch_size):
         if getattr(model.config, "grafts", None):

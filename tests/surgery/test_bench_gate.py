@@ -89,7 +89,7 @@ def test_the_command(surgery, capsys, tmp_path):
     tokenizer.save_pretrained(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     capsys.readouterr()
-    sizes = "bench={pairs: [4], examples: 6, windows: 2, window: 16, contexts: [16]}"
+    sizes = "bench={pairs: [4], limit: 6, windows: 2, window: 16, contexts: [16]}"
     for wrong in ("kv.8 >= base", "kv.4 >= nobody + 1", "kv.4 is good"):
         status, _, err = surgery("bench", "one", "copy", "--set", sizes, "--out", "out", "--require", wrong)
         assert (status, err.count("\n")) == (2, 1), err

@@ -104,7 +104,7 @@ def test_decisions_do_not_depend_on_the_batch(tiny, hybrid, local):
 
 def test_in_a_bench(tiny, hybrid, local, tmp_path):
     """Beside other suites, with a cell for each task of a group."""
-    options = Bench(suites=("language",), tasks=("sizes",), tasks_path=str(local), task_examples=9, windows=2, window=16)
+    options = Bench(suites=("language",), tasks=("sizes",), include_path=str(local), task_limit=9, windows=2, window=16)
     found = bench({"base": tiny.model, "hybrid": hybrid}, tiny.tokenizer, options, cells=tmp_path)
     assert found["hybrid"].tasks["sizes"].n == found["hybrid"].evidence["sizes"].n == 15
     assert not found["hybrid"].seeds
@@ -187,7 +187,7 @@ def test_a_group_may_give_other_data_to_tasks_of_the_harness(local, tmp_path, mo
 
 def test_our_probes_are_tasks_of_the_harness(tiny, hybrid):
     """With the decisions that bench makes; in one retrieval task and one of copying."""
-    options = Bench(suites=("retrieval",), pairs=(8, 16), examples=10, contexts=())
+    options = Bench(suites=("retrieval",), pairs=(8, 16), limit=10, contexts=())
     ours = {task.name: task for task in suites.tasks(options, tiny.tokenizer, Data(), 0)}
     for name in ("kv.16", "phonebook.8"):
         task = harness.load([f"surgery_{name.replace('.', '_')}"], None)

@@ -19,7 +19,7 @@ from tests.conftest import ROOT, random_base
 QUICK = """
 locate: {options: {pairs: 4}, examples: 6}
 tune: {steps: 3, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
-bench: {pairs: [4, 8], examples: 12, windows: 2, window: 32, contexts: [16, 32]}
+bench: {pairs: [4, 8], limit: 12, windows: 2, window: 32, contexts: [16, 32]}
 """
 MODELS = (
     "base", "spliced", "tuned", "control_tuned", "control_random_site", "control_random_site_tuned", "control_random_site_2",

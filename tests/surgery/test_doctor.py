@@ -7,15 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from surgery.doctor import models
+from surgery.doctor import shapes
 from surgery.doctor.benchmark import GROUPS, Benchmark, benchmark, cases, kernel_case, measure
 from surgery.doctor.diagnosis import Diagnosis, diagnose
-from surgery.doctor.models import ssd_inputs
-from surgery.doctor.timing import milliseconds, peak_bytes
+from surgery.doctor.shapes import ssd_inputs
 from surgery.errors import UserError
 from surgery.kernels.dispatch import OPERATIONS, Operation
 from surgery.kernels.ssd import SSD_SCAN
 from surgery.records.record import environment
+from surgery.runtime.timing import milliseconds, peak_bytes
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ def test_a_cell_says_what_was_measured(backward):
 
 
 def test_models_are_compared_on_the_same_weights(monkeypatch):
-    monkeypatch.setattr(models, "BASES", {"tiny-mamba2": models.BASES["tiny-mamba2"]})
+    monkeypatch.setattr(shapes, "BASES", {"tiny-mamba2": shapes.BASES["tiny-mamba2"]})
     found = benchmark(("prefill",), device=CPU, seconds=0)
     assert {(cell.shape, cell.tokens) for cell in found.prefill} == {("tiny-mamba2", 1024), ("tiny-mamba2", 4096)}
     assert not found.ssd_forward

@@ -74,7 +74,7 @@ def test_large_weights_are_divided(hybrid, tokenizer, tokens, tmp_path, monkeypa
     with pytest.raises(UserError, match="cannot write the weights: "):
         export(hybrid, tmp_path / "bad", tokenizer=tokenizer, plan=PLAN, base="b", max_shard_size="much")
     with pytest.raises(UserError, match="cannot export as 'gguf'; there are hf, patch"):
-        export(hybrid, tmp_path / "bad", form="gguf", tokenizer=tokenizer, plan=PLAN, base="b")
+        export(hybrid, tmp_path / "bad", format="gguf", tokenizer=tokenizer, plan=PLAN, base="b")
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -115,7 +115,7 @@ def test_a_disk_that_fills_up_anywhere_leaves_the_previous_export(hybrid, tokeni
     base = random_base(vocab_size=hybrid.config.vocab_size)
     monkeypatch.setattr(folder, "prove", lambda *_: PROOF)
     monkeypatch.setattr(patch, "load_base", lambda _: base)
-    write = partial(export, hybrid, tmp_path / "out", form=form, tokenizer=tokenizer, plan=PLAN, base="b")
+    write = partial(export, hybrid, tmp_path / "out", format=form, tokenizer=tokenizer, plan=PLAN, base="b")
     write()
     before = folder.digests(tmp_path / "out")
     largest = max(path.stat().st_size for path in (tmp_path / "out").iterdir())

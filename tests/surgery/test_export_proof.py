@@ -130,7 +130,7 @@ def test_the_command_proves_and_says_so(surgery, tokenizer, tmp_path):
 
 
 def test_the_line_says_who_did_not_read_it_and_why(tokenizer, tmp_path):
-    proof = export(hybrid_of("mamba layer"), tmp_path / "x", form="mamba_ssm", tokenizer=tokenizer, plan=LAYER, base="b")
+    proof = export(hybrid_of("mamba layer"), tmp_path / "x", format="mamba_ssm", tokenizer=tokenizer, plan=LAYER, base="b")
     assert folder.check(tmp_path / "x").proof == proof
     assert "by mamba-surgery" in proof.line()
     assert "(the kernels of mamba_ssm's own classes run on GPUs only)" in proof.line()

@@ -17,7 +17,7 @@ from surgery.probes import make
 from surgery.probes.perplexity import Perplexity
 from surgery.probes.scoring import answer, complete
 from surgery.records.plan import Plan
-from surgery.records.recipe import Bench, Calibrate, Data, Keep, Lesson, Tune
+from surgery.records.recipe import Bench, Calibrate, Data, EarlyStopping, Lesson, Tune
 from surgery.splicing.splice import splice
 from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer
@@ -161,7 +161,7 @@ def test_prune(base, tokenizer):
 
 
 def test_bench_names_model_and_task(broken, base, tokenizer, tmp_path):
-    options = Bench(suites=("quick",), pairs=(4,), examples=2, windows=2, window=16, contexts=())
+    options = Bench(suites=("quick",), pairs=(4,), limit=2, windows=2, window=16, contexts=())
     whole = random_base(vocab_size=base.config.vocab_size, num_hidden_layers=LAYERS)
     with pytest.raises(UserError, match=rf"^ruined, kv\.4: the logits are not finite: {NAMED}$"):
         bench({"base": whole, "ruined": broken}, tokenizer, options, cells=tmp_path)
@@ -178,11 +178,11 @@ def test_standard_tasks(broken, tokenizer):
 
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
-SHORT = Tune(steps=2, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, warmup=1)
+SHORT = Tune(steps=2, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, warmup_steps=1)
 STAGES = {
     "distil": {},
     "calibrate": {"steps": 0, "calibrate": Calibrate(examples=4, tau=(2.0,), gate=(0.3,), evaluations=0)},
-    "keep": {"keep": Keep(every=1, examples=4, windows=2)},
+    "keep": {"early_stopping": EarlyStopping(eval_steps=1, examples=4, windows=2)},
 }
 
 
@@ -200,7 +200,7 @@ def test_tuning_does_not_blame_the_learning_rate(base, tokenizer, stage, name):
 def test_tuning_still_blames_the_learning_rate(base, tokenizer):
     hybrid = splice(base, Plan(sites=("L1.H2,3",)))
     with pytest.raises(UserError, match=r"at step [2-9]; lower tune\.learning_rate"):
-        tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 9, "warmup": 0, "learning_rate": 1e30}), data=Data())
+        tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 9, "warmup_steps": 0, "learning_rate": 1e30}), data=Data())
 
 
 @torch.no_grad()

@@ -34,11 +34,11 @@ from surgery.models.anatomy import anatomy
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import encode
 from surgery.records.plan import Plan
-from surgery.records.recipe import Align, Calibrate, Keep, Lesson, Lora, Tune
+from surgery.records.recipe import Align, Calibrate, EarlyStopping, Lesson, Lora, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning import loop
 from surgery.tuning.loop import tune
-from surgery.tuning.trained import trainable, training
+from surgery.tuning.trainable import trainable, training
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, random_base, random_selective
 
@@ -205,14 +205,14 @@ def test_ablation_of_products_beyond_float16(dtype, tokenizer):
 # --- tuning
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
-SHORT = Tune(steps=3, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, save_every=2)
+SHORT = Tune(steps=3, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, save_steps=2)
 STAGES = SHORT.model_copy(
     update={
         "align": Align(steps=2, batches=1),
         "calibrate": Calibrate(examples=4, tau=(2.0,), gate=(0.3,), evaluations=0),
-        "lora": Lora(targets=("in_proj",), rank=2),
-        "checkpointing": True,
-        "accumulate": 2,
+        "lora": Lora(target_modules=("in_proj",), r=2),
+        "gradient_checkpointing": True,
+        "gradient_accumulation_steps": 2,
     }
 )
 KINDS = {
@@ -269,8 +269,8 @@ def test_the_control_and_what_is_tuned_of_it(bases, tokenizer):
 def test_resumed_it_ends_bit_for_bit(bases, tokenizer, tmp_path, monkeypatch):
     base, plan = bases(torch.float16)
     whole, hybrid, again = (splice(base, plan) for _ in range(3))
-    keep = Keep(every=2, knowledge=1.0, perplexity=10.0, examples=2, windows=1)
-    options = STAGES.model_copy(update={"lora": None, "steps": 4, "keep": keep})
+    keep = EarlyStopping(eval_steps=2, knowledge=1.0, perplexity=10.0, examples=2, windows=1)
+    options = STAGES.model_copy(update={"lora": None, "steps": 4, "early_stopping": keep})
     log = tune(whole, tokenizer, options)
     step, taken = loop.Descent._step, []
 

@@ -8,7 +8,7 @@ import torch
 
 from surgery.pretraining.hints import hint_loss
 from surgery.records.site import Site
-from surgery.tuning.data import IGNORE, collate, kv_pieces
+from surgery.tuning.sequences import IGNORE, collate, kv_pieces
 from surgery.world.tokenizer import build_tokenizer
 
 

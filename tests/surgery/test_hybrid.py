@@ -162,7 +162,7 @@ def test_a_channel_is_the_attention_of_its_formula(tokens):
         attention = sign * scores.masked_fill(~causal, -torch.inf).softmax(-1)
         wanted = (attention @ x[..., channel, None])[..., 0] + mixer.D[channel] * x[..., channel]
         torch.testing.assert_close(y[..., channel], wanted, rtol=1e-4, atol=1e-5)
-        matrix = mixer.matrices(u[:1], channels=[channel])
+        matrix = mixer.matrices(u[:1], heads=[channel])
         torch.testing.assert_close(matrix[0], attention[0], rtol=1e-4, atol=1e-5)
 
 

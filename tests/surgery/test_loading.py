@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ import torch
 import surgery as package
 from surgery.errors import UserError
 from surgery.exporting.source import base_of
+from surgery.jobs import opening
 from surgery.jobs.opening import open_compared
 from surgery.loading.checkpoint import fingerprint
 from surgery.loading.origin import Origin
@@ -126,7 +126,7 @@ def test_a_dtype_is_said_once(surgery, base, tmp_path, monkeypatch):
         opened.append((name, options["dtype"]))
         return package.load(name, **options)
 
-    monkeypatch.setattr(sys.modules["surgery.run"], "load", load)
+    monkeypatch.setattr(opening, "load", load)
     done(surgery, "tune", "../layer", *QUICK, "--out", "../tuned")
     assert opened == [("../layer", "auto"), (str(base), "bfloat16")]
     done(surgery, "export", "../tuned", "--as", "patch", "--out", "../patch")

@@ -28,9 +28,9 @@ SHORT = Tune(
     lessons=(Lesson(options={"pairs": (2, 4)}, queries=3),),
     text_batch_size=1,
     text_tokens=16,
-    warmup=0,
-    save_every=1,
-    lora=Lora(targets=("in_proj",), rank=2),
+    warmup_steps=0,
+    save_steps=1,
+    lora=Lora(target_modules=("in_proj",), r=2),
 )
 
 
@@ -67,18 +67,18 @@ def logits(model, tokens):
 def test_every_module_that_is_accepted_learns(family, tokens):
     _, hybrid = hybrid_of(family)
     targets = TARGETS.get(family, SELECTIVE)
-    with adapted(hybrid, Lora(targets=targets, rank=2)):
+    with adapted(hybrid, Lora(target_modules=targets, r=2)):
         up = [p for name, p in adapters(hybrid).items() if ".lora_B." in name]
         assert len(up) == 3 * len(targets)
         for gradient in torch.autograd.grad(hybrid(input_ids=tokens).logits.square().sum(), up):
             assert gradient.abs().max() > 0
 
 
-@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+@pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
 def test_merged_it_computes_the_same_and_the_base_is_as_it_was(kind, family, tokens):
     base, hybrid = hybrid_of(family)
     before, untuned, parameters = values(base), logits(hybrid, tokens), dict(hybrid.named_parameters())
-    with adapted(hybrid, Lora(kind=kind, targets=("0.mixer.in_proj", "2.mixer.out_proj"), rank=2)):
+    with adapted(hybrid, Lora(**kind, target_modules=("0.mixer.in_proj", "2.mixer.out_proj"), r=2)):
         assert (logits(hybrid, tokens) - untuned).abs().max() < 1e-5  # adapters start as nothing
         scatter(hybrid)
         unmerged = logits(hybrid, tokens)
@@ -88,13 +88,13 @@ def test_merged_it_computes_the_same_and_the_base_is_as_it_was(kind, family, tok
     changed = [name for name, p in hybrid.named_parameters() if p is not parameters[name]]
     assert sorted(changed) == ["backbone.layers.0.mixer.in_proj.weight", "backbone.layers.2.mixer.out_proj.weight"]
     assert all(p.requires_grad for p in (*base.parameters(), *hybrid.parameters()))
-    with adapted(hybrid, Lora(targets=("in_proj",))):
+    with adapted(hybrid, Lora(target_modules=("in_proj",))):
         scatter(hybrid)
     assert equal(values(unsplice(hybrid)), before)
 
 
 def spoil(hybrid, value):
-    with adapted(hybrid, Lora(targets=("in_proj",))):
+    with adapted(hybrid, Lora(target_modules=("in_proj",))):
         scatter(hybrid)
         if value is None:
             raise UserError("something else")
@@ -132,7 +132,7 @@ def test_what_is_raised_within_leaves_the_model_as_it_was(tokens):
 def test_targets_that_would_train_nothing_are_refused(base, target, line):
     _, hybrid = hybrid_of(base)
     parameters = dict(hybrid.named_parameters())
-    with pytest.raises(UserError, match=line) as caught, adapted(hybrid, Lora(targets=("in_proj", target))):
+    with pytest.raises(UserError, match=line) as caught, adapted(hybrid, Lora(target_modules=("in_proj", target))):
         pass
     assert "\n" not in str(caught.value)
     assert all(p is parameters[name] for name, p in hybrid.named_parameters())
@@ -141,12 +141,12 @@ def test_targets_that_would_train_nothing_are_refused(base, target, line):
 def test_a_module_of_two_targets_is_refused():
     _, hybrid = hybrid_of("plain")
     with pytest.raises(UserError, match=r"'1.mixer.in_proj' matches .*1.mixer.in_proj, and so does 'in_proj'"):
-        lora.matches(hybrid, Lora(targets=("in_proj", "1.mixer.in_proj")))
+        lora.matches(hybrid, Lora(target_modules=("in_proj", "1.mixer.in_proj")))
 
 
 def test_the_table_counts_what_is_trained(capsys, tmp_path):
     _, hybrid = hybrid_of("mamba")
-    with adapted(hybrid, Lora(targets={"x_proj": 2, "1.mixer.in_proj": 3}), out=tmp_path):
+    with adapted(hybrid, Lora(target_modules={"x_proj": 2, "1.mixer.in_proj": 3}), out=tmp_path):
         assert sum(p.numel() for p in adapters(hybrid).values()) == 972
     table = """\
 lora: 972 trainable numbers in 4 modules
@@ -193,7 +193,7 @@ ALL = SHORT.model_copy(
     update={
         "align": Align(steps=2, batches=1),
         "calibrate": Calibrate(examples=2, tau=(2.0,), gate=(0.5,), evaluations=0),
-        "lora": Lora(kind="dora", targets=("in_proj",), rank=2, dropout=0.1),
+        "lora": Lora(use_dora=True, target_modules=("in_proj",), r=2, lora_dropout=0.1),
     }
 )
 
@@ -223,7 +223,7 @@ def test_interrupted_and_resumed_it_ends_the_same_and_can_be_loaded_by_peft(toke
     assert equal(values(resumed), values(whole))
     loaded = PeftModel.from_pretrained(splice(base, PLAN), tmp_path / "adapter")
     assert (logits(loaded, tokens) - logits(whole, tokens)).abs().max() < 1e-5
-    other = ALL.model_copy(update={"lora": Lora(targets=("in_proj",), rank=3)})
+    other = ALL.model_copy(update={"lora": Lora(target_modules=("in_proj",), r=3)})
     with pytest.raises(UserError, match="another"):
         tune(splice(base, PLAN), TOKENIZER, other, out=tmp_path, resume=True)
 
@@ -243,9 +243,9 @@ def test_the_control_has_the_same_adapters():
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ("tune.lora.targets=[]", "tune.lora.targets"),
-        ("tune.lora={targets: [in_proj], rank: 0}", "tune.lora.rank"),
-        ("tune.lora={}", "tune.lora.targets: Field required"),
+        ("tune.lora.target_modules=[]", "tune.lora.target_modules"),
+        ("tune.lora={target_modules: [in_proj], r: 0}", "tune.lora.r"),
+        ("tune.lora={}", "tune.lora.target_modules: Field required"),
         ("tune.lora.target=[in_proj]", "tune.lora"),
     ],
 )
@@ -258,7 +258,9 @@ def test_the_command_refuses_a_dead_end_before_anything_is_written(surgery, tmp_
     path = tmp_path / "hybrid"
     _, hybrid = hybrid_of("mamba", vocab_size=VOCABULARY)
     export(hybrid, path, tokenizer=TOKENIZER, plan=PLAN, base="base")
-    status, _, error = surgery("tune", path, "--out", "tuned", "--set", "tune.lora.targets=[dt_proj]")
+    status, _, error = surgery("tune", path, "--out", "tuned", "--set", "tune.lora.target_modules=[dt_proj]")
     assert status == 2
-    assert error.splitlines()[-1].startswith("surgery: tune.lora.targets: 'dt_proj' is a dead end: the model reads the weight")
+    assert error.splitlines()[-1].startswith(
+        "surgery: tune.lora.target_modules: 'dt_proj' is a dead end: the model reads the weight"
+    )
     assert [entry.name for entry in tmp_path.iterdir()] == ["hybrid"]

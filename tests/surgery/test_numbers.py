@@ -1,6 +1,5 @@
 """Numbers belong to what they describe: digests of models and tokenizers, seals, and no place of this machine in any record."""
 
-import importlib
 import json
 import os
 import shutil
@@ -12,12 +11,14 @@ import pytest
 import torch
 
 import surgery as package
+import surgery.evaluation.bench as bench_module
 from surgery.errors import UserError
 from surgery.evaluation import cells, suites
 from surgery.evaluation.bench import bench
 from surgery.evaluation.report import ModelReport, Report
 from surgery.exporting.export import export
 from surgery.exporting.folder import RECORD, Exported
+from surgery.jobs import locating_stage, report_folder
 from surgery.loading.digests import conditions, model_digest, tokenizer_digest
 from surgery.locating.ledger import Ledger
 from surgery.locating.locate import locate
@@ -31,13 +32,12 @@ from surgery.tuning.lora import adapted, adapters
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
 
-RUN, BENCH = (importlib.import_module(name) for name in ("surgery.run", "surgery.evaluation.bench"))
 TOKENIZER = build_tokenizer()
 SIZE = -(-len(TOKENIZER) // 16) * 16
 HEADS, LAYER = Plan(sites=("L1.H3", "L2.H0,5")), Plan(kind="layer", sites=("L1",), seed=3)
-QUICK = Bench(pairs=(4,), examples=6, windows=2, window=16, contexts=())
+QUICK = Bench(pairs=(4,), limit=6, windows=2, window=16, contexts=())
 ASKED = ("--set", "locate={options: {pairs: 4}, examples: 4, layers: false}")
-SIZES = ("--set", "bench={pairs: [4], examples: 6, windows: 2, window: 16, contexts: []}")
+SIZES = ("--set", "bench={pairs: [4], limit: 6, windows: 2, window: 16, contexts: []}")
 
 
 def ruined(model):
@@ -76,14 +76,14 @@ def test_live_reloaded_in_shards_and_joined_have_one_digest(tmp_path, place):
     for plan, forms in ((HEADS, ("hf", "patch")), (LAYER, ("hf", "patch", "mamba_ssm"))):
         hybrid = ruined(splice(base, plan))
         if plan is HEADS:
-            with adapted(hybrid, Lora(targets=("in_proj",), rank=2), seed=0, out=None), torch.no_grad():
+            with adapted(hybrid, Lora(target_modules=("in_proj",), r=2), seed=0, out=None), torch.no_grad():
                 for p in adapters(hybrid).values():
                     p.fill_(0.02)
         live = model_digest(hybrid)
         for form in forms:
             options = {"max_shard_size": "80KB"} if form == "hf" else {}
             out = tmp_path / f"{plan.kind}-{form}"
-            export(hybrid, out, form=form, tokenizer=TOKENIZER, plan=plan, base=str(tmp_path / "base"), **options)
+            export(hybrid, out, format=form, tokenizer=TOKENIZER, plan=plan, base=str(tmp_path / "base"), **options)
             assert Exported.read(out / RECORD, unsealed="refuse").digest == live
             loaded = package.load(out)
             assert model_digest(loaded.model) == live, form
@@ -145,11 +145,11 @@ def test_the_code_counts(monkeypatch, tmp_path):
     from surgery.records import record as records
 
     root = tmp_path / "surgery"
-    shutil.copytree(Path(records.__file__).parent, root, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(records, "__file__", str(root / "records.py"))
+    shutil.copytree(Path(records.__file__).parent.parent, root, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(records, "__file__", str(root / "records" / "record.py"))
     digests = [code_digest.__wrapped__()]
     assert digests == [code_digest()]
-    for name in ("bench/suites.py", "kernels/ssd.c"):
+    for name in ("evaluation/suites.py", "kernels/ssd.c"):
         with (root / name).open("a") as file:
             file.write("\n")
         digests.append(code_digest.__wrapped__())
@@ -183,7 +183,7 @@ def test_a_cell_is_found_again_by_all_that_it_depends_on(place, tmp_path, monkey
     for change in ({"code": "x"}, {"kernels": {"ssd_scan": "stock"}}, {"device": "H100"}, {"packages": {"torch": "3"}}):
         with monkeypatch.context() as patched:
             changed = lambda *a, change=change: conditions(*a).model_copy(update=change)  # noqa: E731
-            patched.setattr(BENCH, "conditions", changed)
+            patched.setattr(bench_module, "conditions", changed)
             assert how_many() == first, change
     with package.kernels.dispatch.use(ssd_scan="chunked"):
         assert conditions(model, TOKENIZER).kernels["ssd_scan"] == "chunked"
@@ -219,7 +219,7 @@ def test_a_falsified_or_foreign_cell_is_refused_by_name(place, tmp_path):
 
 def test_a_ranking_is_resumed_only_for_the_same_weights(surgery, place, tmp_path, monkeypatch):
     """A hybrid that was tuned again in its folder: its base has the same fingerprint, its grafts have not."""
-    monkeypatch.setattr(RUN, "draw_atlas", lambda *_: None)
+    monkeypatch.setattr(locating_stage, "draw_atlas", lambda *_: None)
     hybrid = splice(package.load(place / "base").model, Plan(sites=("L1.H3",)))
     for change in (lambda unchanged: unchanged, ruined):
         model = change(hybrid)
@@ -253,7 +253,7 @@ def test_a_ranking_is_resumed_only_for_the_same_weights(surgery, place, tmp_path
     assert surgery("locate", "hybrid", *ASKED, "--out", "out")[0] == 0  # the way out
     asked = ("--set", "locate={options: {pairs: 4}, examples: 4, layers: false}")
     with monkeypatch.context() as patched:  # other questions by the same recipe
-        patched.setattr(RUN, "questions_digest", lambda _: "another")
+        patched.setattr(locating_stage, "questions_digest", lambda _: "another")
         assert (
             "is of another set of questions: locating again"
             in surgery("locate", "hybrid", *asked, "--out", "out", "--resume")[2]
@@ -268,11 +268,11 @@ def test_without_resume_nothing_that_was_kept_is_met(place, tmp_path, monkeypatc
         met.append(kept.exists())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RUN, "locate", locate)
+    monkeypatch.setattr(locating_stage, "locate", locate)
     for resume in (True, False):
         (tmp_path / "locate").mkdir(exist_ok=True)
         with pytest.raises(KeyboardInterrupt):
-            RUN.located(recipe, base, tmp_path, resume=resume)
+            locating_stage.located(recipe, base, tmp_path, resume=resume)
     assert met == [True, False]
 
 
@@ -282,12 +282,12 @@ def test_a_report_shows_no_atlas_of_another_model(place, tmp_path, monkeypatch):
     measured = ModelReport(description="", plan=None, conditions=conditions(base, TOKENIZER))
     report = Report(provenance=made, plan=None, models={"base": measured}, timings={}, training={}, settings={})
     ranking = locate(base, TOKENIZER, options={"pairs": 4}, examples=2, exact=False, layers=False)
-    monkeypatch.setattr(RUN.markdown, "render", lambda _: "")
-    monkeypatch.setattr(RUN.html, "render", lambda _, atlas, __: shown.append(atlas) or "")
+    monkeypatch.setattr(report_folder.markdown, "render", lambda _: "")
+    monkeypatch.setattr(report_folder.html, "render", lambda _, atlas, __: shown.append(atlas) or "")
     other = ranking.conditions.model_copy(update={"model": "another"})
     for found in (ranking, ranking.model_copy(update={"conditions": other})):
         found.write(tmp_path / "ranking.json")
-        RUN.describe(report, tmp_path, None)
+        report_folder.describe(report, tmp_path, None)
     assert shown == [ranking, None]
 
 
@@ -415,7 +415,7 @@ def test_the_versions_of_what_is_in_use_are_named(monkeypatch):
 
 def test_no_record_and_no_export_says_where_its_maker_keeps_things(surgery, place, tmp_path, monkeypatch):
     """Everything is given by absolute paths; the folders of the run, and what is published, hold none of them."""
-    monkeypatch.setattr(RUN, "draw_atlas", lambda *_: None)
+    monkeypatch.setattr(locating_stage, "draw_atlas", lambda *_: None)
     home = tmp_path / "alice"
     (home / "deep").mkdir(parents=True)
     shutil.copytree(place / "base", home / "deep" / "base")
@@ -427,7 +427,7 @@ def test_no_record_and_no_export_says_where_its_maker_keeps_things(surgery, plac
     options = QUICK.model_copy(update={"controls": False})
     recipe = Recipe(model=base, tokenizer=base, bench=options, tune=few).model_dump(mode="json")
     recipe["locate"] |= {"options": {"pairs": 4}, "examples": 4, "layers": False}
-    recipe["bench"] |= {"tasks_path": str(home / "deep"), "data_path": str(home / "deep")}
+    recipe["bench"] |= {"include_path": str(home / "deep"), "data_path": str(home / "deep")}
     recipe["data"] = {"train_text": str(home / "deep" / "other.txt"), "held_out_text": str(home / "deep" / "text.txt")}
     (home / "recipe.yaml").write_text(json.dumps(recipe))
     out = home / "out"

@@ -90,7 +90,7 @@ def test_mixing_matrices_and_halves_of_an_offloaded_model():
 def test_an_offloaded_base_is_refused_with_what_to_do(plan):
     base = offloaded(BASES["plain"](), None, "cpu")
     with pytest.raises(UserError, match="splice and export it there, and load the export with a device_map"):
-        splice(base, plan)
+        splice(base, plan) if plan else adopt(base)
 
 
 def test_an_exported_folder_on_a_device_map(tmp_path):
@@ -115,3 +115,11 @@ with torch.no_grad():
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_was_fetched_is_put_away_when_something_is_raised():
+    model = offloaded(splice(BASES["plain"](), KINDS["gated"]), None, "cpu")
+    mixer = model.backbone.layers[1].mixer
+    with pytest.raises(RuntimeError), torch.no_grad():
+        mixer.matrices(torch.randn(1, 7, 65))  # of another width
+    assert {p.device.type for p in model.parameters()} == {"meta"}

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Dynam
 from surgery.hybrids.packed import packing
 from surgery.kernels.dispatch import use
 from surgery.splicing.splice import adopt, splice
-from surgery.tuning.align import error, gather
-from surgery.tuning.data import IGNORE
 from surgery.tuning.distil import Distillation
-from surgery.tuning.trained import trainable, training
+from surgery.tuning.graft_alignment import error, gather
+from surgery.tuning.sequences import IGNORE
+from surgery.tuning.trainable import trainable, training
 from tests.conftest import BASES, random_base
 from tests.surgery.test_hybrid import PLANS
 from tests.surgery.test_laws import LAYERS, MODELS, UNTOUCHED, over

@@ -51,7 +51,7 @@ def place(tmp_path_factory, tokenizer):
     (place / "base" / "README.md").write_text("---\nlicense: other\nlicense_name: toy\n---\n# base\n")
     hybrid = tuned(splice(base, HEADS))
     for form in ("hf", "patch"):
-        package.export(hybrid, place / form, form=form, tokenizer=tokenizer, plan=HEADS, base=str(place / "base"))
+        package.export(hybrid, place / form, format=form, tokenizer=tokenizer, plan=HEADS, base=str(place / "base"))
     return place
 
 
@@ -112,7 +112,7 @@ def test_adapters_travel_merged(place, tokenizer, tmp_path):
     """LoRA on the base is in the patch as the tensors that it changed, and in no other."""
     shutil.copytree(place / "base", tmp_path / "base")
     hybrid = splice(load_base(str(tmp_path / "base")), HEADS)
-    with adapted(hybrid, Lora(targets=("in_proj",), rank=2)):
+    with adapted(hybrid, Lora(target_modules=("in_proj",), r=2)):
         for p in adapters(hybrid).values():
             p.data += 0.02
     folder = written(hybrid, HEADS, tmp_path, tokenizer)
@@ -203,7 +203,7 @@ def test_the_command_puts_both_together_wherever_the_base_is(place, surgery, tmp
 
 
 def test_verbs_take_a_patch(place, surgery, tmp_path):
-    quick = ("--set", "bench.pairs=[4]", "--set", "bench.examples=4", "--set", "bench.windows=2", "--set", "bench.window=32",
+    quick = ("--set", "bench.pairs=[4]", "--set", "bench.limit=4", "--set", "bench.windows=2", "--set", "bench.window=32",
              "--set", "bench.contexts=[16]")  # fmt: skip
     status, _, err = surgery("bench", place / "base", place / "hf", place / "patch", *quick, "--out", "compared")
     assert status == 0, err

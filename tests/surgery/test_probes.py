@@ -12,7 +12,7 @@ from surgery.probes.kv import KVRetrieval
 from surgery.probes.perplexity import Perplexity
 from surgery.probes.question import Question
 from surgery.probes.scoring import answer, encode
-from surgery.tuning.data import letter_pieces
+from surgery.tuning.sequences import letter_pieces
 from surgery.world.facts import facts
 from surgery.world.text import document
 from surgery.world.tokenizer import build_tokenizer

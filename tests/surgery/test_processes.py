@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 
 from surgery.cli import app as cli
 from surgery.errors import UserError
+from surgery.jobs import locating_stage, report_folder
 from surgery.jobs.locating_stage import located
 from surgery.jobs.opening import open_checkpoint
 from surgery.locating import exact, prefilter
@@ -21,7 +22,6 @@ from surgery.runtime import processes
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
 
-RUN = sys.modules["surgery.run"]  # surgery.run is the function
 # Ten batches, so that there are three decisions on whom to give up; and a second ranking to compare with.
 SETTINGS = [
     "locate.options.pairs=3", "locate.examples=20", "locate.batch_size=2", "locate.confirm=0.5", "locate.ablation=mean",
@@ -65,7 +65,7 @@ def whole(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
     recipe = read_recipe(None, SETTINGS, model=str(folder))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RUN, "draw_atlas", lambda *_: None)
+        patch.setattr(locating_stage, "draw_atlas", lambda *_: None)
         counts = watch(patch)
         located(recipe, open_checkpoint(recipe), out)
     return said(out), counts
@@ -99,15 +99,15 @@ def test_the_number_of_processes_changes_nothing(folder, whole, tmp_path):
 
 RUN_SETTINGS = [
     "locate.options.pairs=3", "locate.examples=8", "tune.steps=2", "tune.batch_size=2", "tune.text_batch_size=2",
-    "tune.text_tokens=16", "tune.lessons=[{options: {pairs: 3}}]", "bench.pairs=[3]", "bench.examples=6", "bench.windows=2",
+    "tune.text_tokens=16", "tune.lessons=[{options: {pairs: 3}}]", "bench.pairs=[3]", "bench.limit=6", "bench.windows=2",
     "bench.window=16", "bench.contexts=[16]", "bench.controls=false",
 ]  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a forked process cannot use CUDA")
 def test_a_run_in_two_processes_ends_with_the_report_of_one(surgery, folder, tmp_path, monkeypatch):
-    for name in ("draw_atlas", "draw"):
-        monkeypatch.setattr(RUN, name, lambda *_: None)
+    monkeypatch.setattr(locating_stage, "draw_atlas", lambda *_: None)
+    monkeypatch.setattr(report_folder, "draw", lambda *_: None)
     (tmp_path / "recipe.yaml").write_text(f"model: {folder}\n")
     settings = [part for setting in RUN_SETTINGS for part in ("--set", setting)]
     debug_launcher(as_one_of_several, (tmp_path, ["run", "recipe.yaml", *settings, "--out", "two"]), num_processes=2)
@@ -125,7 +125,7 @@ def test_a_run_in_two_processes_ends_with_the_report_of_one(surgery, folder, tmp
 
 
 def test_an_interrupted_locate_goes_on_where_it_was(surgery, folder, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(RUN, "draw_atlas", lambda *_: None)
+    monkeypatch.setattr(locating_stage, "draw_atlas", lambda *_: None)
     counts = watch(monkeypatch)
     counts["stop"] = 13
     assert surgery("locate", folder, *ASKED, "--out", "parts")[0] != 0

@@ -214,7 +214,7 @@ def test_what_is_published_names_the_base_and_not_its_place(hub, folder, tmp_pat
     base.save_pretrained(tmp_path / "alice" / "toy")
     tokenizer.save_pretrained(tmp_path / "alice" / "toy")
     place = str(tmp_path / "alice" / "toy")
-    export(splice(base, plan), tmp_path / "patch", form="patch", tokenizer=tokenizer, plan=plan, base=place)
+    export(splice(base, plan), tmp_path / "patch", format="patch", tokenizer=tokenizer, plan=plan, base=place)
     assert Exported.read(tmp_path / "patch" / RECORD).base.name == "../alice/toy"
     done = publish.publish(tmp_path / "patch", REPO)
     arrived = hub.commits[int(done.commit, 16)]

@@ -172,21 +172,21 @@ def test_tuned_and_exported(folders, tmp_path, monkeypatch):
     changed = {name for name, p in hybrid.named_parameters() if not torch.equal(p, before[name])}
     assert changed == set(graft_parameters(hybrid))
     for form in ("hf", "patch"):
-        export(hybrid, tmp_path / form, form=form, tokenizer=base.tokenizer, plan=plan, base="base")
+        export(hybrid, tmp_path / form, format=form, tokenizer=base.tokenizer, plan=plan, base="base")
         record = json.loads((tmp_path / form / "export.json").read_text())
         assert (record["base_unchanged"], record["base"]["name"]) == (True, "../base")
-        # Equal tensors at another place in memory may be summed in another order (surgery/export/verify.py).
+        # Equal tensors at another place in memory may be summed in another order (surgery/exporting/verify.py).
         torch.testing.assert_close(logits(package.load(tmp_path / form).model), logits(hybrid), rtol=0, atol=CLOSE)
     weights = (tmp_path / "patch" / "patch.safetensors").stat().st_size
     assert weights < 1.2 * sum(p.numel() * p.element_size() for p in graft_parameters(hybrid).values()) + 4096
     with pytest.raises(UserError, match=r"is quantised and computes in torch\.float32"):
         package.load(tmp_path / "patch", dtype="bfloat16")
     with pytest.raises(UserError, match=r"cannot be written as 'nemotron_h'.*the base as it was before"):
-        export(hybrid, tmp_path / "x", form="nemotron_h", tokenizer=base.tokenizer, plan=plan, base="base")
+        export(hybrid, tmp_path / "x", format="nemotron_h", tokenizer=base.tokenizer, plan=plan, base="base")
     with pytest.raises(UserError, match="is not quantised, and the hybrid's base is"):
-        export(hybrid, tmp_path / "x", form="patch", tokenizer=base.tokenizer, plan=plan, base=str(folders / "mamba2"))
+        export(hybrid, tmp_path / "x", format="patch", tokenizer=base.tokenizer, plan=plan, base=str(folders / "mamba2"))
     with pytest.raises(UserError, match=r"in_proj, which is quantised.*leave out tune\.lora"):
-        matches(hybrid, Lora(targets=("in_proj",)))
+        matches(hybrid, Lora(target_modules=("in_proj",)))
     assert not (tmp_path / "x").exists()
 
 

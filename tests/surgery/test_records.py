@@ -106,7 +106,7 @@ def test_settings_change_a_recipe():
         ("tune.steps", "key=value"),
         ("model.name=x", "no keys of its own"),
         ("plan.sites=[L1H2]", "is not a site"),
-        ("tune.keep={every:4}", "a space belongs after the colon: 'every: 4'"),
+        ("tune.early_stopping={eval_steps:4}", "a space belongs after the colon: 'eval_steps: 4'"),
         ("data=[", "not YAML"),
     ],
 )

@@ -54,7 +54,7 @@ SEEDS = """
 model: checkpoints/tiny-mamba2
 locate: {examples: 8, layers: false, confirm: 0.1, options: {pairs: 8}}
 tune: {steps: 2, batch_size: 2, text_batch_size: 1, lessons: [{probe: kv, options: {pairs: 8}}]}
-bench: {pairs: [4, 8], examples: 10, windows: 2, contexts: []}
+bench: {pairs: [4, 8], limit: 10, windows: 2, contexts: []}
 study: {name: seeds, seeds: 2, ways: {distil: {}, calibrate: {steps: 0, calibrate: {examples: 2, tau: [1, 2], evaluations: 0}}}}
 """
 

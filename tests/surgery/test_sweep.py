@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from surgery.locating.replacement import replacement_sweep
 
 from surgery.errors import UserError
 from surgery.locating.prune import Subject
-from surgery.locating.replacement import replacement_sweep
 from surgery.locating.sweep import CONTROL, kv_sweep
 from surgery.models.anatomy import anatomy
 from surgery.probes.knowledge import Knowledge

@@ -21,8 +21,8 @@ from surgery.probes.scoring import complete, encode
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
 from surgery.splicing.splice import splice
-from surgery.tuning.data import IGNORE, collate, kv_pieces, letter_pieces, probe_pieces
-from surgery.tuning.sources import Reading, World
+from surgery.tuning.sequences import IGNORE, collate, kv_pieces, letter_pieces, probe_pieces
+from surgery.tuning.text_sources import Reading, World
 from surgery.world.text import document
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, random_base
@@ -325,7 +325,7 @@ def test_bench_decides_as_the_harness_s_command_does(name, tmp_path, monkeypatch
         "hf", f"pretrained={tmp_path / 'hybrid'}", ["surgery_kv_4", "surgery_mqar_8", "surgery_phonebook_8"], batch_size=8,
         device="cpu", bootstrap_iters=0, limit=10, task_manager=TaskManager(include_path=harness.TASKS, include_defaults=False),
     )["samples"]  # fmt: skip
-    options = Bench(suites=("retrieval",), pairs=(4, 8), examples=10, contexts=())
+    options = Bench(suites=("retrieval",), pairs=(4, 8), limit=10, contexts=())
     ours = {task.name: task for task in suites.tasks(options, tokenizer, Data(), 0)}
     for task in ("kv.4", "mqar.8", "phonebook.8"):
         theirs = said[f"surgery_{task.replace('.', '_')}"]

@@ -12,12 +12,12 @@ from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning import descent
 from surgery.tuning.loop import tune
 from surgery.tuning.optimizer import cosine_schedule, parameter_groups
-from surgery.tuning.trained import trainable
+from surgery.tuning.trainable import trainable
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, random_base
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
-SHORT = Tune(steps=6, batch_size=3, lessons=(LESSON,), text_batch_size=2, text_tokens=24, save_every=2)
+SHORT = Tune(steps=6, batch_size=3, lessons=(LESSON,), text_batch_size=2, text_tokens=24, save_steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_the_first_step_steps_and_so_does_the_last(world_base, tokenizer, monkey
     monkeypatch.setattr(descent.Descent, "_step", noted)
     hybrid = splice(world_base, Plan(sites=("L1.H3",)))
     align = Align(steps=3, batches=1, learning_rate=0.4)
-    tune(hybrid, tokenizer, SHORT.model_copy(update={"align": align, "warmup": 4, "learning_rate": 0.4}))
+    tune(hybrid, tokenizer, SHORT.model_copy(update={"align": align, "warmup_steps": 4, "learning_rate": 0.4}))
     assert len({*seeds}) == 9  # each drops others at random
     assert rates["align"] == pytest.approx([0.1, 0.2, 0.3])  # fewer steps than the warm-up has
     assert rates["distil"] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.2])

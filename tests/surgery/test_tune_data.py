@@ -25,9 +25,9 @@ from surgery.probes.perplexity import Perplexity
 from surgery.records.recipe import Bench, Data, Lesson, Text, Tune
 from surgery.tuning import leaks
 from surgery.tuning.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders, packed, padding, progress
-from surgery.tuning.data import IGNORE, collate, kv_pieces
 from surgery.tuning.loop import HELD_OUT_SEED, PROBE_SEED
-from surgery.tuning.sources import HELD_OUT, Reading, open_source
+from surgery.tuning.sequences import IGNORE, collate, kv_pieces
+from surgery.tuning.text_sources import HELD_OUT, Reading, open_source
 from surgery.world.text import document
 
 WORDS = 400  # a document of the folders below is one of these words, again and again

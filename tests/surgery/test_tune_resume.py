@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from surgery.errors import UserError
 from surgery.records.plan import Plan
-from surgery.records.recipe import Align, Calibrate, Data, Keep, Lesson, Lora, Tune
+from surgery.records.recipe import Align, Calibrate, Data, EarlyStopping, Lesson, Lora, Tune
 from surgery.splicing.splice import graft_parameters, splice
 from surgery.tuning import keep, loop, state
 from surgery.tuning.distil import Distillation
@@ -28,14 +28,14 @@ SHORT = Tune(
     lessons=(Lesson(options={"pairs": (2, 4)}, queries=3),),
     text_batch_size=1,
     text_tokens=16,
-    save_every=1,
+    save_steps=1,
 )
 ALL = SHORT.model_copy(
     update={
         "align": Align(steps=4, batches=2),
         "calibrate": Calibrate(examples=2, tau=(2.0,), gate=(0.5,), evaluations=2),
-        "keep": Keep(every=2, knowledge=1.0, perplexity=10.0, examples=4, windows=1),
-        "save_every": 2,
+        "early_stopping": EarlyStopping(eval_steps=2, knowledge=1.0, perplexity=10.0, examples=4, windows=1),
+        "save_steps": 2,
     }
 )
 
@@ -112,8 +112,10 @@ def test_killed_again_and_again_it_ends_where_the_uninterrupted_run_does(name, b
         (tmp_path / "text.jsonl").write_text("".join(lines[:99]))
         data = Data(train_text=({"source": str(tmp_path / "text.jsonl"), "streaming": True}, {"source": "world"}))
     else:
-        adapters = Lora(targets=("in_proj",), rank=2, dropout=0.1)
-        options = ALL.model_copy(update={"repeat": 2, "lora": adapters, "accumulate": 2, "checkpointing": True})
+        adapters = Lora(target_modules=("in_proj",), r=2, lora_dropout=0.1)
+        options = ALL.model_copy(
+            update={"repeat": 2, "lora": adapters, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+        )
     fork, uninterrupted = multiprocessing.get_context("fork"), splice(base, Plan(sites=("L1.H3",), blend=0.5))
     tune(uninterrupted, tokenizer, options, data=data)
     wanted = values(uninterrupted)
@@ -138,10 +140,10 @@ def test_killed_again_and_again_it_ends_where_the_uninterrupted_run_does(name, b
 
 RANDOM = ALL.model_copy(  # all that is random, and all that changes from step to step
     update={
-        "lora": Lora(targets=("in_proj",), rank=2, dropout=0.3),
-        "accumulate": 2,
-        "checkpointing": True,
-        "save_every": 3,
+        "lora": Lora(target_modules=("in_proj",), r=2, lora_dropout=0.3),
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+        "save_steps": 3,
         "calibrate": Calibrate(examples=2, tau=(2.0,), gate=(0.5,), evaluations=0),
     }
 )

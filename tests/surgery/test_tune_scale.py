@@ -22,7 +22,7 @@ from surgery.doctor.rehearsal import rehearse
 from surgery.errors import UserError
 from surgery.exporting.export import export
 from surgery.records.plan import Plan
-from surgery.records.recipe import Align, Calibrate, Data, Keep, Lesson, Lora, Tune
+from surgery.records.recipe import Align, Calibrate, Data, EarlyStopping, Lesson, Lora, Tune
 from surgery.runtime.processes import on_main
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning import descent, state, trackers
@@ -38,21 +38,25 @@ DISTIL = Tune(
     lessons=(Lesson(options={"pairs": (2, 4)}, queries=3),),
     text_batch_size=2,
     text_tokens=16,
-    warmup=1,
-    accumulate=2,
-    save_every=1,
+    warmup_steps=1,
+    gradient_accumulation_steps=2,
+    save_steps=1,
 )
 ALL = DISTIL.model_copy(
     update={
         "align": Align(steps=2, batches=2),
         "calibrate": Calibrate(examples=4, tau=(2.0,), gate=(0.5,), evaluations=1),
-        "keep": Keep(every=3, knowledge=1.0, perplexity=10.0, examples=5, windows=3),
+        "early_stopping": EarlyStopping(eval_steps=3, knowledge=1.0, perplexity=10.0, examples=5, windows=3),
     }
 )
 MORE = ALL.model_copy(
-    update={"repeat": 2, "checkpointing": True, "lora": Lora(kind="dora", targets=("in_proj", "1.mixer.out_proj"), rank=2)}
+    update={
+        "repeat": 2,
+        "gradient_checkpointing": True,
+        "lora": Lora(use_dora=True, target_modules=("in_proj", "1.mixer.out_proj"), r=2),
+    }
 )
-BF16 = DISTIL.model_copy(update={"precision": "bf16", "accumulate": 1})
+BF16 = DISTIL.model_copy(update={"mixed_precision": "bf16", "gradient_accumulation_steps": 1})
 RUNS = {"all": ALL, "more": MORE, "bf16": BF16}
 PLAN = Plan(sites=("L1.H3",), blend=0.5)
 PROCESSES, PATIENCE = 2, 120.0  # seconds, after which processes that wait for each other are ended
@@ -316,7 +320,7 @@ def test_of_two_processes_one_is_killed_and_they_end_where_the_uninterrupted_one
     [
         ({"batch_size": 3}, "tune.batch_size: 3 cannot be divided among 2"),
         ({"text_batch_size": 1}, "tune.text_batch_size: 1 cannot"),
-        ({"accumulate": 3}, "have no 3 parts"),
+        ({"gradient_accumulation_steps": 3}, "cannot be divided into 3 parts"),
     ],
 )
 def test_batches_that_cannot_be_divided_are_refused(change, line, make, tokenizer, monkeypatch):
@@ -351,7 +355,7 @@ class Remembered(GeneralTracker):
 def test_trackers_get_every_record_of_the_log(make, tokenizer, monkeypatch):
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, Remembered.name, Remembered)
     monkeypatch.setattr(Remembered, "seen", [])
-    options = ALL.model_copy(update={"trackers": (Remembered.name,), "keep": None})
+    options = ALL.model_copy(update={"report_to": (Remembered.name,), "early_stopping": None})
     log = tune(make(), tokenizer, options)
     (first, settings), *records, last = Remembered.seen
     assert first == "settings"
@@ -369,7 +373,7 @@ def test_trackers_get_every_record_of_the_log(make, tokenizer, monkeypatch):
 def test_a_tracker_that_is_not_there_is_refused(tracker, line, make, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "get_available_trackers", list)
     with pytest.raises(UserError, match=line):
-        tune(make(), tokenizer, DISTIL.model_copy(update={"trackers": (tracker,)}), out=tmp_path / "run")
+        tune(make(), tokenizer, DISTIL.model_copy(update={"report_to": (tracker,)}), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -391,7 +395,10 @@ def test_a_rehearsal_changes_nothing_and_counts_what_is_trained(make, tokenizer)
 
 
 def test_a_rehearsal_sees_that_more_is_held_where_more_is_asked(make, tokenizer):
-    small, large = (rehearse(make(), tokenizer, DISTIL.model_copy(update={"batch_size": n, "accumulate": 1})) for n in (2, 16))
+    small, large = (
+        rehearse(make(), tokenizer, DISTIL.model_copy(update={"batch_size": n, "gradient_accumulation_steps": 1}))
+        for n in (2, 16)
+    )
     assert large.costs[0].activations > 2 * small.costs[0].activations > 0
 
 

@@ -15,22 +15,22 @@ from surgery.evaluation.cells import digest
 from surgery.evaluation.suites import tasks
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.records.plan import Plan
-from surgery.records.recipe import Align, Bench, Calibrate, Data, Keep, Lesson, Tune
+from surgery.records.recipe import Align, Bench, Calibrate, Data, EarlyStopping, Lesson, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.batches import check, loaders
 from surgery.tuning.calibrate import calibrate
-from surgery.tuning.data import IGNORE
 from surgery.tuning.distil import Distillation, Kept
-from surgery.tuning.keep import Guard, questions
+from surgery.tuning.early_stopping import Guard, questions
 from surgery.tuning.loop import tune
-from surgery.tuning.portions import Portions
-from surgery.tuning.trained import trainable, training
+from surgery.tuning.micro_batches import MicroBatches
+from surgery.tuning.sequences import IGNORE
+from surgery.tuning.trainable import trainable, training
 from surgery.world.facts import facts
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base, random_llamba, random_selective
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
-SHORT = Tune(steps=2, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, warmup=1)
+SHORT = Tune(steps=2, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, warmup_steps=1)
 EVERY_STAGE = {
     "align": Align(steps=3, batches=2),
     "calibrate": Calibrate(examples=4, tau=(2.0,), gate=(0.3, 0.8), evaluations=2),
@@ -168,7 +168,8 @@ def test_no_more_is_kept_than_was_allowed():
 
 
 @pytest.mark.parametrize(
-    ("change", "tolerance"), [({"accumulate": 3}, 1e-5), ({"checkpointing": True}, 0.0), ({"cache_bytes": 0}, 0.0)]
+    ("change", "tolerance"),
+    [({"gradient_accumulation_steps": 3}, 1e-5), ({"gradient_checkpointing": True}, 0.0), ({"cache_bytes": 0}, 0.0)],
 )
 def test_a_switch_changes_neither_losses_nor_weights(change, tolerance, hybrid, tokenizer):
     other = copy.deepcopy(hybrid)
@@ -331,8 +332,8 @@ def test_the_best_weights_within_the_bounds_are_kept(hybrid, tokenizer, monkeypa
 
         return losses
 
-    monkeypatch.setattr(Portions, "losses", held_out)
-    options = SHORT.model_copy(update={"steps": 9, "keep": Keep(every=2, examples=4, windows=2)})
+    monkeypatch.setattr(MicroBatches, "losses", held_out)
+    options = SHORT.model_copy(update={"steps": 9, "early_stopping": EarlyStopping(eval_steps=2, examples=4, windows=2)})
     log = tune(hybrid, tokenizer, options)
     assert len(log) == 4  # it ended early
     assert (log[-1]["knowledge"], log[-1]["held_out"]) == (0.88, 0.5)
@@ -361,14 +362,14 @@ def test_keep_and_bench_divide_the_facts_of_a_file(tiny, tmp_path):
     assert not [question for question in kept if any(question.prompt in prompt for prompt in asked_by_letter)]
     line = json.dumps({"prompt": "One is", "answer": " a", "choices": [" a", " b"]})
     (tmp_path / "few.jsonl").write_text(line)
-    with pytest.raises(UserError, match=r"few.jsonl has too few facts to be divided between tune.keep and bench"):
-        check(tiny.tokenizer, Tune(keep=Keep()), Data(facts=str(tmp_path / "few.jsonl")))
+    with pytest.raises(UserError, match=r"few.jsonl has too few facts to be divided between tune.early_stopping and bench"):
+        check(tiny.tokenizer, Tune(early_stopping=EarlyStopping()), Data(facts=str(tmp_path / "few.jsonl")))
     check(tiny.tokenizer, Tune(), Data(facts=str(tmp_path / "few.jsonl")))
 
 
 @pytest.mark.parametrize(("figures", "allowed"), [((0.895, 10.05), True), ((0.88, 10.0), False), ((0.9, 10.2), False)])
 def test_bounds(figures, allowed, tokenizer):
-    guard = Guard(tokenizer, Keep(examples=2, windows=2), Data(), SHORT, 0)
+    guard = Guard(tokenizer, EarlyStopping(examples=2, windows=2), Data(), SHORT, 0)
     named = (dict(zip(("knowledge", "perplexity"), pair, strict=True)) for pair in (figures, (0.9, 10.0)))
     assert guard.allows(*named) == allowed
 
@@ -376,7 +377,7 @@ def test_bounds(figures, allowed, tokenizer):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_what_is_looked_at_for_the_bounds(bf16, hybrid, tokenizer):
     """In the student and in the base, each computed as in training."""
-    guard = Guard(tokenizer, Keep(examples=6, windows=3), Data(), SHORT, 0)
+    guard = Guard(tokenizer, EarlyStopping(examples=6, windows=3), Data(), SHORT, 0)
     (ids, real), base = guard.text, adopt(unsplice(hybrid))
     distillation = Distillation(hybrid, base, bf16=bf16)
     for model, is_base in ((base, True), (hybrid, False)):
@@ -391,8 +392,8 @@ def test_what_is_looked_at_for_the_bounds(bf16, hybrid, tokenizer):
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="nothing to do"):
         Tune(steps=0)
-    with pytest.raises(ValueError, match="has no 5 parts"):
-        Tune(batch_size=4, accumulate=5)
+    with pytest.raises(ValueError, match="cannot be divided into 5 parts"):
+        Tune(batch_size=4, gradient_accumulation_steps=5)
     with pytest.raises(ValueError, match="begin again"):
         Tune(curriculum=0.5, repeat=8)
 

@@ -12,7 +12,7 @@ from surgery.probes import make, without_unseen
 from surgery.probes.kv import KVRetrieval
 from surgery.records.recipe import Bench, Data, Lesson, Recipe, Tune
 from surgery.tuning import batches
-from surgery.tuning.data import kv_pieces
+from surgery.tuning.sequences import kv_pieces
 from surgery.world.words import KEYS, key_words
 
 LESSONS, UNSEEN = set(key_words("lessons", 64)), set(key_words("unseen", 64))
@@ -66,7 +66,7 @@ def test_locate_asks_for_keys_of_lessons_unless_told_otherwise(tokenizer):
 
 
 def test_bench_asks_for_both(tokenizer):
-    options = Bench(pairs=(4, 8), examples=20)
+    options = Bench(pairs=(4, 8), limit=20)
     todo = {task.name for task in suites.tasks(options, tokenizer, Data(), 0)}
     assert {"kv.4", "kv.8", "kv_unseen.8"} <= todo
     assert "kv_unseen.4" not in todo

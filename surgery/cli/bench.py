@@ -1,0 +1,50 @@
+"""surgery bench"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.cli.console import show, table
+from surgery.cli.options import ModelArgument, Out, RecipeOption, Resume, Settings, Trust, recipe_of
+from surgery.runtime.processes import is_main
+
+
+def bench(
+    base: ModelArgument, hybrids: Annotated[list[str], typer.Argument(help="Hybrids, or other models, to compare.")],
+    require: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--require", metavar="REQUIREMENT",
+            help="E.g. 'kv.64 >= base + 0.3', 'perplexity <= base * 1.02'; of every model but the base, or of one: "
+            "'tuned.kv.64 >= 0.9'. If one is not met: exit status 1.",
+        ),
+    ] = None,
+    recipe: RecipeOption = None, settings: Settings = None, out: Out = None, resume: Resume = False,
+    trust_remote_code: Trust = False,
+) -> None:  # fmt: skip
+    """Compare models on the same examples: report.html, .md and .json and figures in --out (runs/bench-<first hybrid>).
+
+    What is measured: bench.suites, of quick, retrieval, language, knowledge, paper and speed, e.g. --set
+    bench.suites=[quick,speed]. A cell that an earlier run into the same folder has finished is not measured again. `accelerate
+    launch -m surgery bench ...` divides the cells among processes.
+    """
+    from surgery.evaluation import markdown
+    from surgery.evaluation.gate import requirement
+    from surgery.evaluation.suites import names
+    from surgery.jobs.comparison import compare
+    from surgery.jobs.opening import labels
+
+    out = out or Path("runs") / f"bench-{Path(hybrids[0]).name}"
+    options = recipe_of(recipe, settings, model=base)
+    requirements = [requirement(text, list(labels(hybrids)), names(options.bench)) for text in require or []]
+    report = compare(options, hybrids, out, resume=resume, trust_remote_code=trust_remote_code)
+    failures = [line for required in requirements for line in required.failures(report)]
+    if is_main():
+        table(*markdown.rows(report))
+        show(f"Report: {out / 'report.html'} (and .md, .json)")
+        for line in failures:
+            print(f"surgery: {line}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(1)

@@ -1,0 +1,43 @@
+"""surgery doctor"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from surgery.cli.console import show, table
+from surgery.doctor.groups import GROUPS
+from surgery.errors import UserError
+
+if TYPE_CHECKING:
+    from surgery.doctor.diagnosis import Diagnosis
+
+
+def doctor(
+    bench: Annotated[
+        bool, typer.Option("--bench", help="Also measure the kernels against what they replace (minutes).")
+    ] = False,
+    only: Annotated[list[str] | None, typer.Option("--only", help=f"Measure only this: {', '.join(GROUPS)}.")] = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time for each measurement, at least.")] = 6.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Also write the JSON to this file; with --only, into what was measured before.")
+    ] = None,
+) -> None:
+    """Say which kernel serves which operation here, and why the others do not."""
+    if unknown := set(only or ()) - set(GROUPS):
+        raise UserError(f"nothing to measure is named '{min(unknown)}'; there are {', '.join(GROUPS)}")
+    from surgery.doctor.benchmark import Benchmark, benchmark
+    from surgery.doctor.diagnosis import diagnose
+    from surgery.doctor.tables import cell_rows, describe, verdict_rows
+
+    result: Diagnosis | Benchmark = benchmark(tuple(only or GROUPS), seconds=seconds) if bench else diagnose()
+    if out:
+        if isinstance(result, Benchmark) and only and out.exists():
+            result = Benchmark.read(out).updated(result)
+        result.write(out)
+    if as_json:
+        print(result.model_dump_json(indent=2))
+        return
+    show(describe(result.environment))
+    table(*(cell_rows(result) if isinstance(result, Benchmark) else verdict_rows(result)))

@@ -1,0 +1,40 @@
+"""Arguments and options that several verbs share, and what reads them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from surgery.errors import UserError
+
+if TYPE_CHECKING:
+    from surgery.records.recipe import Recipe
+
+ModelArgument = Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, original state-spaces folder, or patch.")]
+HybridArgument = Annotated[str, typer.Argument(help="A hybrid's folder, a patch, or the Hub id of one.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe, e.g. tune.steps=300.")
+]
+RecipeOption = Annotated[Path | None, typer.Option("--recipe", help="A recipe to take the settings from.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Where the output goes.")]
+OutRequired = Annotated[Path, typer.Option("--out", help="Where the output goes.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code that comes with the checkpoint to run.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
+
+
+def recipe_of(path: Path | None, settings: list[str] | None, **fixed: str) -> "Recipe":
+    """Read the recipe, and ask for its kernels from here on."""
+    from surgery.kernels.dispatch import ask
+    from surgery.records.recipe import read_recipe
+
+    recipe = read_recipe(path, settings, **fixed)
+    ask(**recipe.kernels)
+    return recipe
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder. Raises UserError where it cannot be made: before the work begins, not after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from error

@@ -1,0 +1,33 @@
+"""surgery publish"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.cli.console import show, table
+
+
+def publish(
+    folder: Path, repo: Annotated[str, typer.Argument(help="Where to, e.g. name/model.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a repository that only you can see.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Send nothing; print what would be sent.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model there that is no export of this toolkit.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Send a verified export to the Hub with its card, in one commit, and compare what arrived. What an earlier export there
+    had and this one has not is deleted; other files stay."""
+    from surgery.exporting import publish as publishing
+
+    done = publishing.publish(folder, repo, private=private, dry_run=dry_run, overwrite=overwrite)
+    show(done.proof.line())
+    table(["file", "bytes"], [[name, f"{size:,}"] for name, size in done.files.items()])
+    if done.url is None:
+        show(f"{done.card}\nNothing was sent to {repo}: {sum(done.files.values()):,} bytes and this card would be.")
+        return
+    if done.deleted:
+        show(f"Deleted there, of what stood there before: {', '.join(done.deleted)}.")
+    if done.others:
+        show(f"The repository also holds {', '.join(done.others)}, which this export knows nothing of.")
+    show(f"Sent and compared: {done.url} (commit {done.commit})")

@@ -1,0 +1,31 @@
+"""surgery run"""
+
+from pathlib import Path
+
+from surgery.cli.console import show, table
+from surgery.cli.options import Out, Resume, Settings, Trust, recipe_of
+
+
+def run(
+    recipe: Path, out: Out = None, settings: Settings = None, resume: Resume = False, trust_remote_code: Trust = False
+) -> None:
+    """Do everything that a recipe says: the main job, or a study; output to runs/<recipe>."""
+    out = out or Path("runs") / recipe.stem
+    options = recipe_of(recipe, settings)
+    if options.study is not None:
+        from surgery.studies.conduct import FIGURE, FINDINGS, conduct
+
+        findings = conduct(options, out, resume=resume, trust_remote_code=trust_remote_code)
+        table(*findings.table())
+        show(f"{findings.summary}\nFindings: {out / FINDINGS}, figure: {out / FIGURE}")
+        return
+    from surgery.evaluation import markdown
+    from surgery.jobs import run as job
+
+    report = job.run(options, out, resume=resume, trust_remote_code=trust_remote_code)
+    table(*markdown.rows(report))
+    show(markdown.EXPLANATION + "\n")
+    for name, model in report.models.items():
+        sites = f" ({markdown.places(model.plan)})" if model.plan else ""
+        show(f"{name}: {model.description}{sites}")
+    show(f"\nReport: {out / 'report.html'} (and .md, .json)\nHybrid: {out / 'hybrid'}")

@@ -1,0 +1,23 @@
+"""surgery splice"""
+
+from pathlib import Path
+
+from surgery.cli.console import show
+from surgery.cli.options import ModelArgument, OutRequired, Settings, Trust, recipe_of
+
+
+def splice(
+    model: ModelArgument, plan: Path, out: OutRequired, settings: Settings = None, trust_remote_code: Trust = False
+) -> None:
+    """Put a plan's grafts into a model: a hybrid folder, untrained."""
+    from surgery.exporting.export import export
+    from surgery.jobs.opening import in_dtype_of, open_checkpoint, open_donor
+    from surgery.records.plan import Plan
+    from surgery.splicing import splice as splicing
+
+    chosen = Plan.read(plan)
+    base = open_checkpoint(in_dtype_of(chosen, recipe_of(None, settings, model=model)), trust_remote_code)
+    splicing.check_base(chosen, base.fingerprint)
+    hybrid = splicing.splice(base.model, chosen, open_donor(chosen, trust_remote_code))
+    export(hybrid, out, tokenizer=base.tokenizer, plan=chosen, base=base.name)
+    show(f"hybrid: {out}")

@@ -1,0 +1,73 @@
+"""A hybrid with its grafts switched off: for a while it computes what its base computes, bit for bit."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.errors import UserError
+from surgery.hybrids.layer_graft import LayerGraftMixer
+
+
+@contextmanager
+def grafts_off(model: Any) -> Iterator[None]:
+    """While this lasts, `model` (a hybrid's language model) is its base: its grafts and its merged adapters do nothing.
+
+    A cache that was filled meanwhile holds no keys of the grafts, so it ends with the context. Raises UserError for a layer
+    graft that does not hold what it replaced: an exported folder does not.
+    """
+    config, layers = model.config, model.base_model.layers
+    with ExitStack() as after:
+        for name in ("grafts", "layer_types"):
+            after.callback(setattr, config, name, getattr(config, name))
+        grafted = [spec["layer"] for spec in config.grafts]
+        config.grafts, config.layer_types = [], ["linear_attention"] * config.num_hidden_layers
+        for index in grafted:
+            mixer = layers[index].mixer
+            if isinstance(mixer, LayerGraftMixer):
+                after.callback(layers.__setitem__, index, layers[index])
+                layers[index] = _base_block(model, index)
+            else:
+                for name in ("graft", "ssm_heads"):
+                    after.callback(setattr, mixer, name, getattr(mixer, name))
+                mixer.graft, mixer.ssm_heads = None, sorted([*mixer.ssm_heads, *set(mixer.graft.heads) - {*mixer.ssm_heads}])
+        for name, tensor in vars(model).get("unadapted", {}).items():  # tuning/lora.py
+            if (merged := _exchange(model, name, tensor)) is not None:
+                after.callback(_exchange, model, name, merged)
+        yield
+
+
+def _base_block(model: Any, index: int) -> nn.Module:
+    """The block that a layer graft has replaced, made of what the graft keeps of it and of what the two have in common."""
+    block = model.base_model.layers[index]
+    mixer = block.mixer
+    if not mixer.removed:
+        raise UserError(
+            f"the layer graft in L{index} cannot be switched off: the folder that the hybrid was loaded from does not hold what"
+            " the graft replaced; load the base, or splice it anew"
+        )
+    with torch.device("meta"):
+        base_block = model.base_model.make_block(model.config, index)
+    here = f"{model.base_model_prefix}.layers.{index}."
+    for name, module in mixer.removed_modules.items():
+        base_block.set_submodule(name.removeprefix(here), module)
+    common = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    for name in [name for name, _ in (*base_block.named_parameters(), *base_block.named_buffers())]:
+        _exchange(base_block, name, mixer.removed.get(here + name, common.get(name)))
+    return base_block.train(block.training)
+
+
+def _exchange(module: nn.Module, name: str, tensor: Tensor | None) -> Tensor | None:
+    """Put a tensor at the place of a parameter or buffer, whose module is found by its name; what was there is returned.
+    Without such a module, or such a tensor, nothing happens."""
+    owner: Any = module
+    *path, leaf = name.split(".")
+    for part in path:
+        owner = getattr(owner, part, None)
+    if owner is None or tensor is None:
+        return None
+    kind = owner._parameters if leaf in owner._parameters else owner._buffers
+    before, kind[leaf] = kind.get(leaf), tensor
+    return before

@@ -1,0 +1,53 @@
+"""What a hybrid and its base are measured on."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from surgery.records.sections.section import Section
+
+Suite = Literal["quick", "retrieval", "language", "knowledge", "paper", "speed"]
+
+
+class Bench(Section):
+    """What models are measured on. `controls`, `random_sites` and `doses` are for `surgery run` alone."""
+
+    section = "bench"
+
+    suites: tuple[Suite, ...] = Field(default=("quick",), min_length=1)
+    """What is measured (`surgery list suites`)."""
+    tasks: tuple[str, ...] = ()
+    """More tasks of lm-evaluation-harness, by name (`surgery list tasks`)."""
+    include_path: str | None = None
+    """A folder of task files (YAML) for lm-evaluation-harness, which are looked for first."""
+    data_path: str | None = None
+    """A folder of data sets, each at owner/name as on the Hub, which are looked for before the Hub."""
+    task_limit: int | None = Field(default=None, ge=1)
+    """Examples of each task of lm-evaluation-harness; all by default."""
+    pairs: tuple[int, ...] = (4, 8, 16, 32, 48, 64)
+    """Sizes of the dictionaries of KV retrieval, with keys that lessons may hold."""
+    unseen_pairs: tuple[int, ...] | None = None
+    """Sizes of the dictionaries with keys that no lesson holds; by default the last of pairs."""
+    limit: int = Field(default=500, ge=2)
+    """Examples of each size and probe, for each seed."""
+    seeds: int = Field(default=1, ge=1)
+    """Draw examples with this many seeds."""
+    windows: int = Field(default=64, ge=1)
+    """Windows of text for perplexity."""
+    window: int = Field(default=256, ge=2)
+    """Tokens of a window."""
+    contexts: tuple[int, ...] = (256, 1024, 4096)
+    """Lengths in tokens at which decoding is timed and needles are hidden."""
+    depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.0, 0.5, 1.0)
+    """Where in the text a needle is hidden: 0 at its beginning, 1 at its end."""
+    batches: tuple[Annotated[int, Field(ge=1)], ...] = (1, 8)
+    """Batch sizes of the suite speed."""
+    batch_size: int = Field(default=64, ge=1)
+    """Sequences in a forward pass; the scores do not depend on it."""
+    controls: bool = True
+    """Also measure three controls: the base tuned without a graft, grafts at random sites of other layers, and grafts at other
+    heads of the plan's own layers."""
+    random_sites: int = Field(default=2, ge=1)
+    """How many draws of random sites; the first is also tuned."""
+    doses: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Also measure this many of the leading heads, spliced without training."""

@@ -1,0 +1,46 @@
+"""Where text and facts come from."""
+
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field
+
+from surgery.records.sections.section import Section
+
+
+class Text(Section):
+    """A source of text, one of a mixture. All but plain text files hold documents, in `column`."""
+
+    section = "data.train_text"
+
+    source: str
+    """`world` (the small world of the built-in models), a text file, a .jsonl, .json, .csv or .parquet file, a folder of such
+    files, or the id of a dataset on the Hub."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Its share of the mixture, relative to the other weights."""
+    column: str = "text"
+    """The field of a document that holds its text."""
+    subset: str | None = None
+    """The subset (configuration) of a dataset on the Hub."""
+    split: str = "train"
+    """The split of a dataset on the Hub."""
+    streaming: bool = False
+    """Read the documents in order while training, instead of loading them first."""
+
+
+def _mixture(value: Any) -> Any:
+    return ({"source": value},) if isinstance(value, str) else value
+
+
+class Data(Section):
+    """The text that tuning sees, and the text and facts that a model is measured on."""
+
+    section = "data"
+
+    train_text: Annotated[tuple[Text, ...], pydantic.BeforeValidator(_mixture), Field(min_length=1)] = (Text(source="world"),)
+    """Text for the KL term of tuning: one source, or a list of sources, each with a weight (section data.train_text)."""
+    held_out_text: str = "world"
+    """Text for perplexity: `world`, or a file. It must be other text than train_text: contents are compared, and at most 5% may
+    be shared."""
+    facts: str = "world"
+    """Facts for the knowledge probes: `world`, `capitals` (real ones, for real models), or a .jsonl file."""

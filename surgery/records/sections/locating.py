@@ -1,0 +1,73 @@
+"""How heads are ranked, and which of them become attention."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from surgery.records.sections.section import Section
+from surgery.records.site import SitesText, SiteText
+
+
+class ProbeChoice(Section):
+    """A probe and its options."""
+
+    section = "locate.also"
+
+    probe: str = "kv"
+    """A probe by name (`surgery list probes`)."""
+    options: dict[str, Any] = Field(default_factory=lambda fields: {"pairs": 32} if fields["probe"] == "kv" else {})
+    """The probe's options. For kv, 32 pairs by default."""
+
+
+class Locate(ProbeChoice):
+    """How the heads of a model are ranked. Choose probe and options such that the base is neither perfect nor at chance."""
+
+    section = "locate"
+
+    examples: int = Field(default=256, ge=2)
+    """Questions that the model answers."""
+    exact: bool = True
+    """Also measure every head by itself, not only by attribution (one forward and backward for all heads)."""
+    confirm: float | None = Field(default=None, gt=0, le=1)
+    """Measure only this share of the heads exactly: the leading ones by attribution."""
+    layers: bool = True
+    """Also measure whole layers."""
+    ablation: Literal["zero", "mean", "resample"] = "zero"
+    """What replaces an ablated head: nothing, its mean, or its values on another example."""
+    batch_size: int = Field(default=32, ge=1)
+    """Questions in a forward pass."""
+    seeds: int = Field(default=1, ge=1, le=100)
+    """Repeat the ranking with the questions of this many seeds, and report how well the rankings agree."""
+    also: tuple[ProbeChoice, ...] = ()
+    """Repeat the ranking with these probes, too, and report how well the rankings agree."""
+
+
+class PlanOptions(Section):
+    """Which sites become attention, and how the attention starts."""
+
+    section = "plan"
+
+    kind: Literal["head", "layer"] = "head"
+    """`head`: attention inside the SSM's mixer, at chosen heads. `layer`: attention instead of the whole mixer."""
+    heads: int = Field(default=1, ge=1)
+    """How many of the leading heads are grafted. For kind head."""
+    layers: int = Field(default=1, ge=1)
+    """How many of the leading layers are grafted. For kind layer."""
+    sites: SitesText | None = None
+    """These sites instead of the leading ones, e.g. L1.H3,5;L2.H0."""
+    donor: str | None = None
+    """A Transformer whose attention weights initialise the grafts: a folder, or an id of the Hub."""
+    donor_heads: dict[str, SiteText] = {}
+    """Head of the model -> head of the donor, e.g. {L1.H3: L7.H10}; the same address where a head is not named."""
+    donor_layers: dict[str, int] = {}
+    """Layer of the model -> number of the donor's layer, e.g. {L3: 7}; the same number where a layer is not named."""
+    mlp: bool = False
+    """The donor's MLP and norms come too. For kind layer with a donor."""
+    width: int | None = Field(default=None, ge=1)
+    """Width of queries and keys. By default the state size, and at least 32, or the donor's. For a layer without a donor: of a
+    head, by default 64 where that divides the hidden size."""
+    shared: bool = False
+    """One query-key pair for each B/C group instead of one for each head."""
+    blend: float | None = Field(default=None, ge=0, le=1)
+    """Keep SSM and attention both, under a learned gate that starts here (at 0 the hybrid equals the base exactly). By default
+    attention replaces the SSM. For kind head."""

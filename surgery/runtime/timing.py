@@ -1,0 +1,60 @@
+"""Compares the time and the memory of several functions within one run.
+
+torch.utils.benchmark times one function after the other, so that a disturbance of the machine hits one of them alone. Here they
+take turns."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Runs = Mapping[str, Callable[[], Any]]
+
+
+def milliseconds(runs: Runs, device: torch.device, *, seconds: float = 6.0, least: int = 3) -> dict[str, float]:
+    """The median time of each function in milliseconds, after one call to warm up. The functions take turns for about `seconds`
+    and for at least `least` rounds, so that a disturbance of the machine hits all of them."""
+    for run in runs.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    beginning = time.perf_counter()
+    while len(next(iter(times.values()))) < least or time.perf_counter() - beginning < seconds:
+        for name, run in runs.items():
+            _wait(device)
+            start = time.perf_counter()
+            run()
+            _wait(device)
+            times[name].append(time.perf_counter() - start)
+    return {name: 1e3 * median(values) for name, values in times.items()}
+
+
+def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """The most memory that a call holds at once, including its result, beyond what was held before. Torch's own allocations are
+    counted, so the number does not depend on the operating system."""
+    if device.type == "cuda":
+        _wait(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        _wait(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it tells the user when it starts and stops
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        result = run()  # held to the end, so that its release is not counted
+    assert record.profiler is not None
+    held = most = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    del result
+    return most
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,93 @@
+"""What tuning must not cost: knowledge and perplexity, looked at on the way.
+
+Bench measures on other examples: the dictionaries are drawn from other seeds, the text is of documents that are neither trained
+on nor in bench's held-out text, and the small world's facts are asked in sentences of the training split, which bench never
+uses. The facts themselves are the same there. Those of a file (data.facts) have one sentence each: they are divided, and what
+is asked here bench does not ask (probes/knowledge.py).
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.models.finite import checked, explained
+from surgery.probes.knowledge import Knowledge
+from surgery.probes.question import Question
+from surgery.probes.scoring import answer
+from surgery.records.recipe import Data, EarlyStopping, Tune
+from surgery.runtime.processes import gather, share
+from surgery.tuning.batches import held_out_windows
+from surgery.tuning.distil import Distillation
+from surgery.world.facts import RELATIONS, Fact, facts
+
+BATCH = 16
+
+
+class Guard:
+    """Compares a model with the base. divided: several processes divide what is looked at; else each looks at all of it, which
+    those must that hold a part of the model each, since all of them take part in every forward. All get the same figures."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        bounds: EarlyStopping,
+        data: Data,
+        options: Tune,
+        seed: int,
+        *,
+        divided: bool = True,
+    ):
+        self.tokenizer, self.bounds = tokenizer, bounds
+        mine: Callable[[Sequence], list] = share if divided else list
+        self.questions = mine(questions(data.facts, bounds.examples, seed))
+        rows = mine(range(bounds.windows))
+        ids, real = held_out_windows(tokenizer, data, options, bounds.windows, seed)
+        self.text = ids[rows], real[rows]
+
+    def measure(self, distillation: Distillation, base: bool = False) -> dict[str, float]:
+        """{"knowledge": accuracy, "perplexity"} of the student as it is, or of the base."""
+        whole = distillation.as_teacher() if base else nullcontext(distillation.student)
+        with whole as model, distillation.autocast(model.device):
+            correct = answer(model, self.tokenizer, self.questions).correct.sum() if self.questions else 0
+            shares = gather([(int(correct), len(self.questions), *self._loss(model))])
+        correct, asked, nats, tokens = (sum(column) for column in zip(*shares, strict=True))
+        return {"knowledge": correct / asked, "perplexity": math.exp(nats / tokens)}
+
+    @torch.no_grad()
+    def _loss(self, model: PreTrainedModel) -> tuple[float, int]:
+        """The negative log-likelihood of the text, in nats, and its tokens."""
+        total, tokens = 0.0, 0
+        batches = zip(*(side.to(model.device).split(BATCH) for side in self.text), strict=True)
+        for ids, real in batches if len(self.text[0]) else ():
+            asked = real[:, 1:]  # what follows the first token of a row
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1][asked]
+            loss = F.cross_entropy(logits.float(), ids[:, 1:][asked], reduction="sum")
+            with explained(model):
+                total += checked(loss, "the losses of held-out text").item()
+            tokens += int(asked.sum())
+        return total, tokens
+
+    def allows(self, figures: dict[str, float], base: dict[str, float]) -> bool:
+        """Whether a model with these figures is within the bounds, where the base has those."""
+        lost = base["knowledge"] - figures["knowledge"]
+        risen = figures["perplexity"] / base["perplexity"] - 1
+        return lost <= self.bounds.knowledge and risen <= self.bounds.perplexity
+
+
+def questions(source: str, n: int, seed: int) -> list[Question]:
+    """At most n about `source`: of a file's facts, its part for this; of the world's, in a sentence that training uses."""
+    if source != "world":
+        return Knowledge(source, "keep").questions(n, seed)
+    rng, known = random.Random(f"keep {seed}"), facts()
+    chosen = rng.sample(known, min(n, len(known)))
+    return [Question(_seen(rng, f), tuple(f" {c}" for c in f.choices), f.choices.index(f.value)) for f in chosen]
+
+
+def _seen(rng: random.Random, fact: Fact) -> str:
+    templates = range(len(RELATIONS[fact.relation][2]))
+    return fact.prompt(rng.choice([template for template in templates if template != fact.held_out_template]))

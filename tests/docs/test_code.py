@@ -1,0 +1,146 @@
+"""The code of every page of the documentation runs as it stands, in the order of the page, in one folder a page.
+
+Commands are made smaller (SMALLER) where they do not say how much they measure. Files that a page shows (blocks with a title) are
+written first; those of the package are put where the package finds them.
+"""
+
+import importlib
+import json
+import random
+import shlex
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from surgery.families import families
+from surgery.probes import probes
+from surgery.records.recipe import read_recipe
+from surgery.world.text import document
+from tests.conftest import ROOT, TINY
+from tests.docs.pages import NOT_RUN, PAGES, Block, blocks, name
+
+# Settings of a command that does not set them itself.
+SMALLER = {
+    "locate": {"locate.examples": "32"},
+    "tune": {"tune.steps": "2"},
+    "bench": {"bench.limit": "20", "bench.pairs": "[4,64]", "bench.contexts": "[64]", "bench.windows": "8"},
+}
+SLOW = {"docs/quicktour.md"}  # runs as large as it stands, because it says what comes out
+LANGUAGES = {"bash", "python", "yaml", "json", "toml", "text"}
+WITH_CODE = [page for page in PAGES if any(block.language != "text" and block.reason is None for block in blocks(page))]
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """What commands have left in runs/: many pages begin with the same ones. The commands so far -> a copy."""
+    return {}, tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture
+def workplace(tmp_path) -> Path:
+    """The folder of a reader: the repository's models and recipes, a model of one's own, and two texts."""
+    for folder in ("checkpoints", "recipes"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    shutil.copytree(TINY, tmp_path / "my-mamba2")
+    for file, held_out in (("train.txt", False), ("held_out.txt", True)):
+        rng = random.Random(file)
+        (tmp_path / file).write_text("\n\n".join(document(rng, held_out=held_out) for _ in range(200)))
+    return tmp_path
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Files of surgery/ that a page shows are found like the package's own, for as long as the page runs."""
+    before = set(sys.modules)
+    for package in ("probes", "families", "hybrids", "exporting"):
+        module = importlib.import_module(f"surgery.{package}")
+        monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path / "surgery" / package)])
+    yield
+    for module in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[module], "__file__", "")):
+            del sys.modules[module]
+    _look_again()
+
+
+def _look_again() -> None:
+    importlib.invalidate_caches()
+    probes.cache_clear()
+    families.cache_clear()
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=name(page), marks=[pytest.mark.slow] * (name(page) in SLOW)) for page in WITH_CODE])
+def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed):
+    cells: dict = {"__name__": "page"}
+    commands: list[str] = []
+    for block in blocks(page):
+        if block.title is not None:
+            _write(workplace / block.title, block.text)
+        if block.reason is not None:
+            continue
+        if block.language == "bash":
+            for command in block.commands():
+                _run(surgery, workplace, commands, command, saved, smaller=name(page) not in SLOW)
+        elif block.language == "python" and (block.title is None or block.title.startswith("tests/")):
+            exec(compile(block.text, f"{name(page)}", "exec"), cells)
+            for test in [value for key, value in cells.items() if key.startswith("test_") and block.title]:
+                test()
+        else:
+            _read(workplace, block)
+    if name(page) == "docs/quicktour.md":
+        models = json.loads((workplace / "runs" / "look" / "bench" / "report.json").read_text())["models"]
+        assert tuple(models) == ("base", "spliced", "tuned")
+        assert models["tuned"]["kv"]["32"]["accuracy"] > models["base"]["kv"]["32"]["accuracy"]
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    _look_again()
+
+
+def _run(surgery, workplace: Path, commands: list[str], command: str, saved, *, smaller: bool) -> None:
+    """One command, or what the same one left behind the same ones before it."""
+    program, verb, *arguments = shlex.split(command)
+    assert program == "surgery", f"say why '{command}' is not run: <!-- not run: ... -->"
+    known, folder = saved
+    commands.append(command)
+    if (key := (smaller, *commands)) in known:
+        shutil.rmtree(workplace / "runs", ignore_errors=True)
+        shutil.copytree(known[key], workplace / "runs")
+        return
+    for setting, value in SMALLER.get(verb, {}).items() if smaller else ():
+        if not any(argument.startswith(f"{setting}=") for argument in arguments):
+            arguments += ["--set", f"{setting}={value}"]
+    status, _, err = surgery(verb, *arguments)
+    assert status == 0, f"{command}\n{err}"
+    if (workplace / "runs").exists():
+        known[key] = folder / str(len(known))
+        shutil.copytree(workplace / "runs", known[key])
+
+
+def _read(workplace: Path, block: Block) -> None:
+    """A file of data means something; a recipe is one."""
+    if block.language == "json":
+        json.loads(block.text)
+    elif block.language == "toml":
+        tomllib.loads(block.text)
+    elif block.language == "yaml" and "model" in yaml.safe_load(block.text):
+        _write(workplace / "shown.yaml", block.text)
+        read_recipe(workplace / "shown.yaml")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_block_says_what_it_is_and_why_it_is_not_run(page):
+    text = page.read_text()
+    assert {block.language for block in blocks(page)} <= LANGUAGES
+    assert len(NOT_RUN.findall(text)) == sum(block.reason is not None for block in blocks(page))
+    assert text.count("```") == 2 * len(blocks(page))
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+

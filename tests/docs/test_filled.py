@@ -1,0 +1,30 @@
+"""What is not written by hand on README.md, docs/ and recipes/paper/README.md is what the records and the code say."""
+
+import pytest
+
+from surgery.evaluation.report import Report
+from surgery.studies import Findings
+from tests.conftest import ROOT
+from tools import fill_pages
+
+
+@pytest.mark.parametrize("page", fill_pages.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_filled_parts_are_up_to_date(page):
+    assert fill_pages.filled(page) == page.read_text(), "run: python -m tools.fill_pages"
+
+
+RECORDS = [
+    (Report, fill_pages.DEMO, "demo"),
+    (Report, fill_pages.MAMBA1, "demo-mamba1"),
+    *((Findings, path, path.name.partition(".")[0]) for path in fill_pages.SEEDS),
+]
+
+
+@pytest.mark.parametrize(("kind", "record", "recipe"), RECORDS, ids=[recipe for _, _, recipe in RECORDS])
+def test_a_record_is_of_its_recipe(kind, record, recipe):
+    from surgery.records.names import public
+    from surgery.records.recipe import Recipe, read_recipe
+
+    # A key that is newer than a record had no other value than its default then. Records name no places.
+    measured = Recipe.model_validate(public(kind.read(record).provenance.recipe))
+    assert measured == Recipe.model_validate(public(read_recipe(ROOT / "recipes" / f"{recipe}.yaml").model_dump(mode="json")))

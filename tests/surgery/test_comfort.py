@@ -1,0 +1,226 @@
+"""A hybrid in a user's hands: it remembers its plan and its base, only its grafts learn, and they can be switched off."""
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
+
+import surgery
+from surgery.errors import UserError
+from surgery.exporting.source import base_of
+from surgery.records.plan import Plan
+from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import BASES, TINY, random_base
+from tests.surgery.test_layer_graft import random_donor
+
+HEADS = Plan(sites=("L0.H1", "L1.H3,5"))
+LAYER = Plan(kind="layer", sites=("L1",))
+WITH_MLP = Plan(kind="layer", sites=("L1", "L2"), donor="the donor", mlp=True)
+CASES = {
+    "heads": ("plain", HEADS), "gated": ("groups", Plan(sites=("L1.H3,5",), blend=0.5)), "channels": ("mamba", HEADS),
+    "normalised channels": ("falcon mamba", HEADS), "llamba": ("llamba", HEADS), "layer": ("plain", LAYER),
+    "llamba's layer": ("llamba", LAYER), "Mamba-1's layer": ("mamba, biases, untied", LAYER),
+    "blocks of a donor": ("plain", WITH_MLP), "llamba's blocks": ("llamba", WITH_MLP),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture
+def folder(tokenizer, tmp_path):
+    """A base in a folder, with its tokenizer."""
+    random_base(vocab_size=-(-len(tokenizer) // 16) * 16).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def built(case):
+    family, plan = CASES[case]
+    base = BASES[family]()
+    return base, splice(base, plan, random_donor() if plan.donor else None)
+
+
+@torch.no_grad()
+def told(model, tokens):
+    """Logits of a padded batch, and tokens from a cache."""
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    return model(tokens, attention_mask=mask).logits, model.generate(tokens, max_new_tokens=3, do_sample=False)
+
+
+def equal(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_its_grafts_a_hybrid_is_its_base(case, tokens):
+    base, hybrid = built(case)
+    expected, grafted = told(adopt(base), tokens), told(hybrid, tokens)
+    assert not torch.equal(expected[0], grafted[0])
+    with hybrid.disable_grafts():
+        assert equal(told(hybrid, tokens), expected)
+        with hybrid.disable_grafts():  # once more changes nothing
+            assert equal(told(hybrid, tokens), expected)
+        assert equal(told(hybrid, tokens), expected)
+    assert equal(told(hybrid, tokens), grafted)
+    with pytest.raises(ZeroDivisionError), hybrid.disable_grafts():
+        raise ZeroDivisionError
+    assert equal(told(hybrid, tokens), grafted)
+    assert equal(told(unsplice(hybrid), tokens), told(base, tokens))
+
+
+def test_a_layer_graft_from_a_folder_cannot_be_switched_off(tokens, tmp_path):
+    _, hybrid = built("layer")
+    hybrid.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    before = told(loaded, tokens)
+    with pytest.raises(UserError, match="layer graft in L1 cannot be switched off"), loaded.disable_grafts():
+        pass
+    assert equal(told(loaded, tokens), before)
+
+
+def test_merged_adapters_are_switched_off_too(tokens, tokenizer):
+    base = random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+    hybrid, expected = splice(base, HEADS), told(adopt(base), tokens)
+    options = surgery.Recipe(model="x", tune={
+        "steps": 2, "batch_size": 2, "text_batch_size": 1, "text_tokens": 16, "lora": {"targets": ["in_proj"]},
+        "lessons": [{"options": {"pairs": 2}}],
+    }).tune  # fmt: skip
+    surgery.tune(hybrid, tokenizer, options)
+    tuned = told(hybrid, tokens)
+    with hybrid.disable_grafts():
+        assert equal(told(hybrid, tokens), expected)
+    assert equal(told(hybrid, tokens), tuned)
+    trained = {name for name, p in hybrid.named_parameters() if p.requires_grad}
+    assert trained == set(graft_parameters(hybrid))  # tune puts back what it found
+
+
+@pytest.mark.parametrize("case", ["heads", "layer", "llamba's blocks"])
+def test_only_grafts_learn_until_unsplice(case):
+    base = BASES[CASES[case][0]]()
+    next(iter(base.parameters())).requires_grad_(False)  # the user's own choice
+    before = {name: p.requires_grad for name, p in base.named_parameters()}
+    donor = random_donor() if CASES[case][1].donor else None
+    first, second = splice(base, CASES[case][1], donor), splice(base, HEADS)
+    for hybrid in (first, second):
+        assert {name for name, p in hybrid.named_parameters() if p.requires_grad} == set(graft_parameters(hybrid))
+    assert not any(p.requires_grad for p in base.parameters())
+    for hybrid in (copy.deepcopy(first), second, first):
+        restored = unsplice(hybrid)
+        assert {name: p.requires_grad for name, p in restored.named_parameters()} == before
+    assert {name: p.requires_grad for name, p in base.named_parameters()} == before
+    adopt(base)
+    assert {name: p.requires_grad for name, p in base.named_parameters()} == before
+
+
+def test_what_learns_is_printed_as_peft_does(capsys):
+    _, hybrid = built("heads")
+    hybrid.print_trainable_parameters()
+    trained = sum(p.numel() for p in graft_parameters(hybrid).values())
+    total = sum(p.numel() for p in hybrid.parameters())
+    expected = f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_a_trainer_trains_grafts_alone(tokens, tmp_path):
+    _, hybrid = built("heads")
+    before = {name: p.detach().clone() for name, p in hybrid.named_parameters()}
+    rows = [{"input_ids": row.tolist()} for row in tokens]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, learning_rate=0.1, report_to="none", use_cpu=True, disable_tqdm=True, save_steps=2
+    )
+    Trainer(hybrid, arguments, train_dataset=rows, data_collator=DataCollatorWithFlattening()).train()
+    changed = {name for name, p in hybrid.named_parameters() if not torch.equal(p, before[name])}
+    assert changed <= set(graft_parameters(hybrid))
+    assert {name.split(".graft.")[1] for name in changed} >= {"q_proj.weight", "k_proj.weight", "qk_conv.weight", "log_tau"}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2").surgery.plan == HEADS
+
+
+def test_a_hybrid_remembers_what_was_done(folder, tokenizer, tokens, tmp_path, monkeypatch):
+    """In memory, in a folder of save_pretrained and in an export; each of them can be exported with no more than its name."""
+    base = surgery.load(folder)
+    for given in (base, base.model, adopt(base.model)):
+        hybrid = surgery.splice(given, HEADS)
+        assert hybrid.surgery.plan is HEADS
+        assert (hybrid.surgery.base, hybrid.surgery.base_fingerprint) == (str(folder), base.fingerprint)
+    expected = told(hybrid, tokens)
+    assert unsplice(hybrid)._opened.name == str(folder)
+    surgery.export(hybrid, tmp_path / "exported")
+    hybrid.save_pretrained(tmp_path / "saved", tokenizer=tokenizer)
+    monkeypatch.chdir("/")  # places are kept as seen from the folder, not from where the user stood
+    for place in (tmp_path / "exported", tmp_path / "saved"):
+        loaded = surgery.load(place)
+        assert loaded.model.surgery.plan == HEADS
+        assert (loaded.model.surgery.base, loaded.fingerprint) == (str(folder), base.fingerprint)
+        assert base_of(str(place)) == str(folder)
+        assert equal(told(loaded.model, tokens), expected)
+        assert {n for n, p in loaded.model.named_parameters() if p.requires_grad} == set(graft_parameters(loaded.model))
+        plain = AutoModelForCausalLM.from_pretrained(place)
+        assert plain.surgery == loaded.model.surgery
+        for again, model in {"checkpoint": loaded, "plain": plain}.items():
+            proof = surgery.export(model, tmp_path / place.name / again)
+            assert proof.difference <= proof.tolerance
+            assert base_of(str(tmp_path / place.name / again)) == str(folder)
+    assert not (tmp_path / "exported" / "base.json").exists()  # export.json says it
+    assert str(tmp_path) not in (tmp_path / "saved" / "base.json").read_text()
+    surgery.export(loaded, tmp_path / "patch", format="patch")
+    patched = surgery.load(tmp_path / "patch")
+    assert (patched.model.surgery.plan, patched.model.surgery.base) == (HEADS, str(folder))
+    assert patched.model.surgery.base_fingerprint == base.fingerprint
+    surgery.export(patched, tmp_path / "from a patch")
+
+
+def test_a_base_of_transformers_own_is_known_by_its_folder(folder, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    hybrid = splice(base, HEADS)
+    assert (hybrid.surgery.base, hybrid.surgery.base_fingerprint) == (str(folder), surgery.load(folder).fingerprint)
+    surgery.export(hybrid, tmp_path / "out")  # the tokenizer is that of the base's folder
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    with pytest.raises(UserError, match="does not remember its base: say which it is"):
+        surgery.export(splice(random_base(), HEADS), tmp_path / "nameless")
+
+
+def test_what_is_given_to_export_is_what_counts(folder, tmp_path, capsys):
+    base = surgery.load(folder)
+    hybrid = surgery.splice(base, HEADS)
+    other = HEADS.model_copy(update={"seed": 5})
+    surgery.export(hybrid, tmp_path / "out", plan=other, base="someone/base", form="hf")
+    assert "export(form=...) is now export(format=...)" in capsys.readouterr().err
+    assert Plan.read(tmp_path / "out" / "plan.json") == other
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["base"]["name"] == "someone/base"
+
+
+def test_wrong_types_are_named(folder, tmp_path):
+    base = surgery.load(folder)
+    ranking = surgery.Ranking.model_construct()
+    hybrid = splice(base, HEADS)
+    wrong = {
+        r"surgery\.splice takes a plan, not a ranking; make one: surgery\.plan\(ranking\)": lambda: splice(base, ranking),
+        r"a plan, not its name; read it first: surgery\.Plan\.read\('plan\.json'\)": lambda: splice(base, "plan.json"),
+        r"surgery\.splice takes a model, not its name; load it first": lambda: splice("somewhere", HEADS),
+        r"takes a plan, as surgery\.plan returns it, not None": lambda: splice(base, None),
+        r"surgery\.splice takes a model as surgery\.load returns it, not a dict": lambda: splice(base, HEADS, {}),
+        r"surgery\.export takes a model, not its name": lambda: surgery.export("here", tmp_path / "x"),
+        r"takes a hybrid, and this model holds no grafts: splice it": lambda: surgery.export(base, tmp_path / "x"),
+        r"surgery\.export takes a plan, not a ranking": lambda: surgery.export(hybrid, tmp_path / "x", plan=ranking),
+        r"surgery\.export: the tokenizer is a dict": lambda: surgery.export(hybrid, tmp_path / "x", tokenizer={}),
+        r"surgery\.export: base is the base's name": lambda: surgery.export(hybrid, tmp_path / "x", base=3),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(UserError, match=message):
+            call()
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_tiny_model_can_be_named_once(tmp_path):
+    """The whole of a user's session, but for locating and tuning."""
+    base = surgery.load(TINY)
+    hybrid = surgery.splice(base, Plan(sites=("L1.H3",)))
+    surgery.export(hybrid, tmp_path / "hybrid")
+    assert surgery.load(tmp_path / "hybrid").model.surgery.base == str(TINY)

@@ -1,0 +1,190 @@
+"""The parts of README.md, docs/ and recipes/paper/README.md that are not written by hand: python -m tools.fill_pages
+
+What was measured comes from the records that the commands wrote, what the code says of itself from the code
+(tools/reference_parts.py). In a page, such a part stands between <!-- NAME --> and <!-- /NAME -->.
+
+Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
+`surgery run recipes/demo-mamba1.yaml`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`)
+and NAME.findings.json in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png
+to runs/NAME).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from surgery.doctor.benchmark import Benchmark
+from surgery.doctor.tables import cell_rows, describe
+from surgery.evaluation import markdown
+from surgery.evaluation.report import ModelReport, Report
+from surgery.records.renamed import current
+from surgery.studies import Findings, studies
+from tools import reference_parts
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PAPER = ROOT / "recipes" / "paper"
+DEMO = ROOT / "recipes" / "demo.report.json"
+MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
+SEEDS = [ROOT / "recipes" / f"{name}.findings.json" for name in ("seeds", "seeds-mamba1")]
+KERNELS = ROOT / "recipes" / "kernels.bench.json"
+
+# In the order of the page: where miniature and paper agree, and where not.
+VERDICTS = {
+    "minimal-model": """\
+**Agrees** in that retrieval stands until one layer more is dropped and then falls to chance at once. **Differs**: knowledge
+falls with every layer, where the paper's knowledge tasks stay flat. In four layers none is spare.""",
+    "crucial-layers": """\
+**Agrees** in that the last two layers of the minimal model are crucial, and the gather head is in one, the aggregate head in
+the other. **Differs**: with so few layers the first is needed as well, and no layer can go without a loss of knowledge.""",
+    "crucial-heads": """\
+**Agrees**: each of the two is worth nothing without the other, and both together, of eight heads, bring back a part of
+retrieval that is far above chance (1/16). **Differs**: a part only. Where the heads are was
+put there by hints; that `locate` names those two and no others first is the test.""",
+    "kv-sweep": """\
+**Agrees**: without the aggregate head retrieval falls the further the more pairs there are to choose from, without the gather
+head it is gone, and as many heads at random cost nothing. Measured in the minimal model: in the whole one, heads of the last
+layer stand in for a lost aggregate head.""",
+    "mixing-matrices": """\
+**Agrees**: the Transformer's gather head looks from each value at its key, its aggregate head from the question at one
+summary, both sharply; the SSM's aggregate head (which nothing hinted) spreads over all summaries, the right one among them.
+**Differs**: tiny-mamba2's convolution gathers before any head does, so the head that is called a gather head there costs
+little when it is ablated.""",
+    "delegation": """\
+**Agrees**, and more sharply than in the paper: without attention at the query position retrieval is at chance and knowledge
+stays. The hybrid was trained from scratch with nothing said about where to retrieve. (The paper masks the last row; here the
+mixers' output at the last position is put to zero, which goes for SSMs as well: `surgery/locating/prune.py`.)""",
+    "replacement": """\
+**Agrees**: one layer gives everything back without training, and it is the layer of the donor's aggregate head. **Differs**:
+the layer above does nearly as well, because the donor has heads there that stand in. Of locate's measures on the SSM itself
+splice attribution names the right layer; the exact gains name its neighbour, the cost of ablation another. With an earlier
+pair of models, not kept, whose hints were for all heads of a layer, attribution named it too.""",
+}
+
+
+# Of the demo's table, what fits the first screen: the last row is the strongest control.
+SHORT_ROWS = {
+    "base": "base",
+    "spliced": "spliced, not trained",
+    "tuned": "tuned",
+    "control_tuned": "control: tuned without a graft",
+    "control_same_layer_tuned": "control: other heads of the same layer, tuned",
+}
+
+
+def short_demo() -> str:
+    """The demo's table for the README."""
+    report = Report.read(DEMO)
+    body = [[label, *_short(report.models[name])] for name, label in SHORT_ROWS.items()]
+    header = ["", "KV 16", "KV 32", "KV 64", "64, unseen keys", "knowledge", "perplexity"]
+    return f"""{markdown.table(header, body)}
+
+KV n: accuracy of retrieval from n pairs (chance 1/n). Unseen keys: words that tuning never used. Knowledge: facts asked as cloze. \
+{_measured(report)}"""
+
+
+def _short(model: ModelReport) -> list[str]:
+    unseen = model.tasks["kv_unseen.64"]
+    accuracies = [*(model.kv[size] for size in ("16", "32", "64")), unseen, model.knowledge]
+    assert model.perplexity is not None
+    return [f"{accuracy.accuracy:.3f}" for accuracy in accuracies] + [f"{model.perplexity.value:.2f}"]  # type: ignore[union-attr]
+
+
+def demo() -> str:
+    """The demo's whole table, and what its rows are."""
+    report = Report.read(DEMO)
+    return f"""{markdown.results(report)}
+{_measured(report)}
+
+![Retrieval against dictionary size](../../recipes/demo.retrieval.png)"""
+
+
+def _measured(report: Report) -> str:
+    """When, where and on how much a report was measured."""
+    measured = report.provenance
+    examples = next(iter(report.models["base"].kv.values())).n
+    return f"""Measured {measured.created[:10]} on {measured.machine} ({measured.threads} threads), seed {measured.seed}, \
+{examples} examples a cell, {sum(report.timings.values()):.0f} seconds in all (`recipes/demo.report.json`)."""
+
+
+def mamba1() -> str:
+    report = Report.read(MAMBA1)
+    measured, chosen, recipe = report.provenance, report.plan, report.provenance.recipe
+    assert chosen is not None
+    assert recipe is not None
+    examples = next(iter(report.models["base"].kv.values())).n
+    return f"""{markdown.table(*markdown.rows(report))}
+
+Grafted: {markdown.places(chosen)}, behind a gate of {chosen.blend}; {recipe["tune"]["steps"]} steps. Measured \
+{measured.created[:10]} on {measured.machine}, seed {measured.seed}, {examples} examples a cell (`recipes/demo-mamba1.report.json`)."""
+
+
+def kernels() -> str:
+    benchmark = Benchmark.read(KERNELS)
+    return f"{markdown.table(*cell_rows(benchmark))}\n\n{describe(benchmark.environment)} (`recipes/kernels.bench.json`)."
+
+
+def findings() -> str:
+    """A section for every study: what was published, what was found here, and what to think of it."""
+    sections = []
+    for name, verdict in VERDICTS.items():
+        found = Findings.read(PAPER / f"{name}.findings.json")
+        made, study = found.provenance, studies()[found.study]
+        examples = (made.recipe or {})["locate"]["examples"]
+        sections.append(f"""## {study.title}
+
+**Published.** {study.published}
+
+**Here** ([{name}.yaml]({name}.yaml), `{made.base}`). {found.summary}
+
+{markdown.table(*found.table())}
+
+![{study.title}]({name}.png)
+
+{verdict}
+
+Measured {made.created[:10]} on {made.machine}, seed {made.seed}, {examples} examples.""")
+    return "\n\n".join(sections)
+
+
+def seeds() -> str:
+    """What the study of seeds says of each built-in base, the worst of all seeds."""
+    parts = []
+    for path in SEEDS:
+        found = Findings.read(path)
+        made, rows = found.provenance, "\n".join(f"- {line}" for line in found.summary.splitlines())
+        recipe = made.recipe or {}
+        last = recipe["seed"] + len({row.what.rpartition(" ")[2] for row in found.rows}) - 1
+        parts.append(f"""`{made.base}`, seeds {recipe["seed"]} to {last}, {current(recipe)["bench"]["limit"]} examples a cell, \
+{made.threads} thread, version {made.toolkit}:
+
+{rows}""")
+    return "\n\n".join(parts) + "\n\n![Tuned on every seed anew](../../recipes/seeds.png)"
+
+
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    README: {"demo table": short_demo},
+    DOCS / "ideas" / "evidence.md": {"demo": demo, "mamba-1 table": mamba1, "seeds": seeds},
+    DOCS / "reference" / "kernels.md": {"kernel table": kernels},
+    DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},
+    DOCS / "reference" / "settings.md": {"settings": reference_parts.settings},
+    DOCS / "reference" / "report.md": {"report": reference_parts.report},
+    DOCS / "reference" / "probes.md": {"probes": reference_parts.probes_and_suites},
+    PAPER / "README.md": {"findings": findings},
+}
+
+
+def filled(page: Path) -> str:
+    """A page with every measured part as its record says."""
+    text = page.read_text()
+    for name, part in PAGES[page].items():
+        before, start, rest = text.partition(f"<!-- {name} -->")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        assert end, f"{page} has no place for the {name}"
+        text = f"{before}{start}\n\n{part()}\n\n{end}{after}"
+    return text
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(filled(page))
