@@ -6,8 +6,8 @@ import numpy as np
 
 from surgery.evaluation import markdown
 from surgery.evaluation.charts import Bar, bar, minus
-from surgery.evaluation.report import ModelReport, Perplexity, Report, value
-from surgery.evaluation.suites import LOSSES
+from surgery.evaluation.judgement import heading, verdict
+from surgery.evaluation.report import LOSSES, ModelReport, Perplexity, Report, value
 from surgery.runtime import plotting
 from surgery.statistics import Estimate, Proportion
 
@@ -58,7 +58,7 @@ def closest_control(report: Report) -> str:
     task = f"kv.{max(base.kv, key=int)}"
     name = max(controls, key=lambda name: controls[name].change[task].value)
     change = change_text(task, controls[name].change[task])
-    return f"Of {len(controls)} controls, {name} gains most at {markdown.heading(task)}: {change}."
+    return f"Of {len(controls)} controls, {name} gains most at {heading(task)}: {change}."
 
 
 def result_text(result: Proportion | Estimate | Perplexity) -> str:
@@ -87,7 +87,7 @@ def _summary(report: Report, name: str, bounds: dict[bool, float]) -> Summary:
     headline, decisive = "", None
     if base.kv:  # the largest size, and not the one that looks best
         size = max(base.kv, key=int)
-        decisive = next(difference for difference in differences if difference.task == markdown.heading(f"kv.{size}"))
+        decisive = next(difference for difference in differences if difference.task == heading(f"kv.{size}"))
         headline = (
             f"With {size} pairs, the largest dictionary, it answers {100 * model.kv[size].accuracy:.1f}% of the questions; the "
             f"base {100 * base.kv[size].accuracy:.1f}%. That is {decisive.change}"
@@ -100,16 +100,16 @@ def _summary(report: Report, name: str, bounds: dict[bool, float]) -> Summary:
 
 def _difference(base: ModelReport, model: ModelReport, task: str, bound: float) -> Difference:
     change, evidence = model.change[task], model.evidence.get(task)
-    words = markdown.verdict(task, change, evidence) if evidence else ""
-    verdict = "unknown" if evidence is None or evidence.detectable is None else "none"
+    words = verdict(task, change, evidence) if evidence else ""
+    kind = "unknown" if evidence is None or evidence.detectable is None else "none"
     if evidence is not None and evidence.differs:
-        verdict = words.split()[0]
+        kind = words.split()[0]
     elif words.startswith("perhaps"):
-        verdict = "unknown"
+        kind = "unknown"
     before, after = base.results()[task], model.results()[task]
     return Difference(
         markdown.unit(task), result_text(before), result_text(after), change_text(task, change),
-        bar(change, bound, verdict), verdict, words,
+        bar(change, bound, kind), kind, words,
     )  # fmt: skip
 
 

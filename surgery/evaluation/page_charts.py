@@ -6,6 +6,7 @@ from surgery.evaluation import markdown
 from surgery.evaluation.chance import chance
 from surgery.evaluation.charts import Chart, Look, Point, Series, chart, looks
 from surgery.evaluation.comparisons import count, result_text
+from surgery.evaluation.judgement import UNSEEN
 from surgery.evaluation.report import ModelReport, Perplexity, Report, value
 from surgery.runtime import plotting
 from surgery.statistics import Estimate, Proportion
@@ -21,7 +22,7 @@ def retrieval_charts(report: Report, look: dict[str, Look]) -> list[Chart]:
             families.setdefault((family, depth), {})[task] = size
     charts = []
     for (family, depth), sizes in families.items():
-        if family == markdown.UNSEEN and len(sizes) == 1:
+        if family == UNSEEN and len(sizes) == 1:
             continue  # it has its column in the table
         series = []
         for name in look:
@@ -85,8 +86,8 @@ def cost_charts(report: Report, look: dict[str, Look]) -> list[Chart]:
 
 def _labels(family: str, depth: str) -> tuple[str, str, str]:
     """Title, unit of a size, and the label of the axis."""
-    if family in ("kv", markdown.UNSEEN):
-        unseen = ", keys that no lesson holds" if family == markdown.UNSEEN else ""
+    if family in ("kv", UNSEEN):
+        unseen = ", keys that no lesson holds" if family == UNSEEN else ""
         return f"Key-value retrieval{unseen}", "pairs", "pairs in the dictionary"
     unit = "tokens" if family == "needle" else "size"
     return family.replace("_", " ") + (f" at depth {depth}%" if depth else ""), unit, unit

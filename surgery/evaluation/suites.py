@@ -22,6 +22,7 @@ from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.cells import digest, watched
 from surgery.evaluation.language import sliding_losses, sliding_rows
+from surgery.evaluation.report import LOSSES
 from surgery.probes import make, probes
 from surgery.probes.knowledge import Part
 from surgery.probes.perplexity import Perplexity
@@ -33,7 +34,6 @@ from surgery.records.record import package_version
 KNOWLEDGE = ("winogrande", "openbookqa", "piqa", "hellaswag", "arc_challenge", "arc_easy")
 PAPER = ("mmlu", "gsm8k", "bbh", "dream", *KNOWLEDGE)
 PAPER_PAIRS = tuple(range(10, 51, 5))
-LOSSES = ("perplexity", "sliding")
 # Whether greedy decoding would write the answer, in one forward, where the candidates are so many and so long that scoring each
 # of them would take a hundred times as long. Chance is 0.
 WRITTEN = ("phonebook",)
