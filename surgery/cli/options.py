@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from surgery.records.recipe import Recipe
 
 ModelArgument = Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, original state-spaces folder, or patch.")]
-HybridArgument = Annotated[str, typer.Argument(help="A hybrid's folder, a patch, or the Hub id of one.")]
+HybridArgument = Annotated[str, typer.Argument(help="A hybrid's folder, or a patch.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe, e.g. tune.steps=300.")
 ]

@@ -20,7 +20,13 @@ def prune(
     out: Out = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Find the minimal model that still retrieves, and what each of its layers is worth: pruning.json in --out."""
+    """Find the smallest model that still retrieves.
+
+    Also measures what each of its layers is worth. Writes pruning.json into --out (runs/prune-<model>).
+
+    Examples:
+      surgery prune checkpoints/tiny-mamba2 --ranking runs/located/ranking.json
+    """
     from surgery.jobs.opening import open_checkpoint
     from surgery.locating.prune import prune as cut_down
     from surgery.locating.questions import check_questions

@@ -20,9 +20,12 @@ Names = Iterator[tuple[str, str]]  # name, meaning
 def settings(
     section: Annotated[str, typer.Argument(help="A section (tune, tune.lora, ...) or a key (tune.steps).")] = "",
 ) -> None:
-    """List the settings of a recipe: every key with its type, its default and what it means.
+    """List the settings of a recipe.
 
-    surgery settings tune.lora
+    Every key with its type, its default and what it means.
+
+    Examples:
+      surgery settings tune.lora
     """
     from surgery.records.settings import rows, sections
 
@@ -57,9 +60,12 @@ def _wrapped(text: str, indent: int, further: int | None = None) -> list[str]:
 def list_names(
     kind: Annotated[str, typer.Argument(help="probes, suites, tasks, families, formats, studies or kernels.")],
 ) -> None:
-    """List the names that settings and options take, with what each one means.
+    """List the names that settings and options take.
 
-    surgery list probes
+    Each with what it means.
+
+    Examples:
+      surgery list probes
     """
     if kind not in KINDS:
         from surgery.records.complaints import none_named
