@@ -135,19 +135,11 @@ print(json.dumps(report))
 
 
 def test_help_version_and_a_typo_import_nothing_heavy():
-    verbs = [verb.__name__.replace("_", "-") for verb in VERBS]
-    calls = [
-        ["--help"],
-        ["--version"],
-        [],
-        ["lcoate"],
-        ["locate"],
-        ["locate", "x", "--stes", "y"],
-        *([v, "--help"] for v in verbs),
-    ]
+    calls = [["--help"], ["--version"], [], ["lcoate"], ["locate"], ["locate", "x", "--stes", "y"]]
+    calls += [[verb, "--help"] for verb in VERBS]
     report = {called: rest for called, *rest in fresh(START.replace("ARGUMENTS", json.dumps(calls)))}
     assert {called: modules for called, (_, _, modules) in report.items() if modules} == {}
-    assert all(report[f"{verb} --help"][0] == 0 for verb in verbs)
+    assert all(report[f"{verb} --help"][0] == 0 for verb in VERBS)
     assert report["--version"][:2] == [0, f"mamba-surgery {surgery.__version__}\n"]
     for called, words in {
         "lcoate": "Did you mean 'locate'?", "locate": "Missing argument", "locate x --stes y": "Possible options: --set"
@@ -155,7 +147,7 @@ def test_help_version_and_a_typo_import_nothing_heavy():
         status, printed, _ = report[called]
         assert status == 2
         assert words in printed
-    assert all(verb in report["--help"][1] for verb in verbs)
+    assert all(verb in report["--help"][1] for verb in VERBS)
     assert "bench.suites=" in report["bench --help"][1]
 
 
