@@ -12,6 +12,7 @@ import pytest
 
 import surgery
 from surgery.cli.app import VERBS
+from tools.startup import COMMANDS, Startup, measure, slower
 
 ROOT = Path(__file__).parent.parent
 
@@ -218,3 +219,11 @@ def test_families_of_other_packages_are_registered_too(first, tmp_path, monkeypa
 def test_bitsandbytes_is_hushed_before_it_is_imported():
     program = "import surgery, logging, sys; print([logging.getLogger('bitsandbytes').level, int('peft' in sys.modules)])"
     assert fresh(program) == [40, 0]
+
+
+def test_starting_takes_no_longer_than_is_on_record():
+    """CPU time as a ratio to that of `import typer`, in one run. The bound is wide: torch alone takes twenty times as long."""
+    recorded = Startup.read(ROOT / "recipes" / "startup.json")
+    assert recorded.ratios.keys() == COMMANDS.keys()
+    assert slower(measure(rounds=2), recorded) == []
+    assert slower(recorded.model_copy(update={"ratios": dict.fromkeys(COMMANDS, 20.0)}), recorded)
