@@ -1,8 +1,7 @@
-"""What the code says of itself, as Markdown for docs/reference/: commands, settings, fields of the report, probes and suites."""
+"""What the code says of itself, as Markdown for docs/reference/: commands, settings, the report's fields, probes, suites."""
 
 import dataclasses
 import inspect
-import re
 from typing import Any
 
 import typer
@@ -105,7 +104,8 @@ def probes_and_suites() -> str:
 
 {markdown.table(["probe", "kind", "options (default)", "what it asks"], body)}
 
-A *choice* probe asks questions with candidates, and can locate and teach. A *completion* probe asks for a text, and can be measured.
+A *choice* probe asks questions with candidates, and can locate and teach. A *completion* probe asks for a text, and can be
+measured.
 
 ## Suites
 
@@ -114,7 +114,7 @@ A *choice* probe asks questions with candidates, and can locate and teach. A *co
 
 def prose(text: str) -> str:
     """A docstring as Markdown: what looks like markup in it is none."""
-    return re.sub(r"[<\[]", r"\\\g<0>", inspect.cleandoc(text).replace("\f", ""))
+    return inspect.cleandoc(text).replace("\f", "").replace("<", "&lt;").replace("[", "\\[")
 
 
 def cell(text: str) -> str:
