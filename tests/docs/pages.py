@@ -6,7 +6,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r'(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.M | re.S)
+FENCE = re.compile(
+    r'(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
+    re.M | re.S,
+)
 NOT_RUN = re.compile(r"<!-- not run\b")
 
 
@@ -27,7 +30,9 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     """All fenced blocks of a page, in order."""
-    return [Block(match["language"], match["text"], match["title"], match["reason"]) for match in FENCE.finditer(page.read_text())]
+    return [
+        Block(match["language"], match["text"], match["title"], match["reason"]) for match in FENCE.finditer(page.read_text())
+    ]
 
 
 def name(page: Path) -> str:

@@ -72,7 +72,9 @@ def _look_again() -> None:
     families.cache_clear()
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=name(page), marks=[pytest.mark.slow] * (name(page) in SLOW)) for page in WITH_CODE])
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=name(page), marks=[pytest.mark.slow] * (name(page) in SLOW)) for page in WITH_CODE]
+)
 def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed):
     cells: dict = {"__name__": "page"}
     commands: list[str] = []
@@ -143,4 +145,3 @@ def test_a_block_says_what_it_is_and_why_it_is_not_run(page):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
-
