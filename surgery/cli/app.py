@@ -19,6 +19,7 @@ from surgery.cli.pretrain import pretrain
 from surgery.cli.prune import prune
 from surgery.cli.publish import publish
 from surgery.cli.run import run
+from surgery.cli.settings import list_names, settings
 from surgery.cli.splice import splice
 from surgery.cli.tune import tune
 from surgery.errors import UserError
@@ -36,6 +37,8 @@ app = typer.Typer(
 )  # fmt: skip
 for verb in VERBS:
     app.command()(verb)
+app.command("settings")(settings)
+app.command("list")(list_names)
 
 
 def main() -> None:

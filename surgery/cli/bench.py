@@ -37,7 +37,7 @@ def bench(
     from surgery.jobs.opening import labels
 
     out = out or Path("runs") / f"bench-{Path(hybrids[0]).name}"
-    options = recipe_of(recipe, settings, model=base)
+    options = recipe_of("bench", recipe, settings, model=base)
     requirements = [requirement(text, list(labels(hybrids)), names(options.bench)) for text in require or []]
     report = compare(options, hybrids, out, resume=resume, trust_remote_code=trust_remote_code)
     failures = [line for required in requirements for line in required.failures(report)]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from surgery.cli.console import show
-from surgery.cli.options import HybridArgument, OutRequired, Settings, Trust, recipe_of
+from surgery.cli.options import HybridArgument, OutRequired, RecipeOption, Settings, Trust, recipe_of
 from surgery.errors import UserError
 from surgery.exporting.formats import DESCRIPTIONS as FORMATS
 
@@ -21,7 +21,7 @@ def export(
     max_shard_size: Annotated[
         str | None, typer.Option("--max-shard-size", help="Divide weights into files of at most this, e.g. 2GB.")
     ] = None,
-    settings: Settings = None, trust_remote_code: Trust = False,
+    recipe: RecipeOption = None, settings: Settings = None, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Write a hybrid, or a patch and its base, in another form, and verify it."""
     if form not in FORMATS:
@@ -32,7 +32,9 @@ def export(
     from surgery.loading.checkpoint import plan_of
 
     plan, from_patch = plan_of(hybrid), is_patch(hybrid)
-    loaded = open_checkpoint(recipe_of(None, settings, model=hybrid), trust_remote_code, base if from_patch else None)
+    loaded = open_checkpoint(
+        recipe_of("export", recipe, settings, model=hybrid), trust_remote_code, base if from_patch else None
+    )
     papers = papers_of(hybrid, loaded.model)
     if report is not None:
         papers |= {"report": report_on(loaded.model, plan, report), "figures": report.parent}

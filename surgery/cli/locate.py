@@ -28,7 +28,7 @@ def locate(
     from surgery.models.anatomy import anatomy
     from surgery.runtime.processes import on_main
 
-    options = recipe_of(recipe, settings, model=model)
+    options = recipe_of("locate", recipe, settings, model=model)
     base = open_checkpoint(options, trust_remote_code)
     check_locatable(base.model, options.locate.exact)
     out = out or Path("runs") / f"locate-{Path(model).name}"

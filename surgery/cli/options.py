@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from surgery.cli.used_settings import refuse_unused
 from surgery.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,12 +23,13 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code tha
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
 
 
-def recipe_of(path: Path | None, settings: list[str] | None, **fixed: str) -> "Recipe":
-    """Read the recipe, and ask for its kernels from here on."""
+def recipe_of(verb: str, path: Path | None, settings: list[str] | None, **fixed: str) -> "Recipe":
+    """Read a verb's recipe, and ask for its kernels from here on. Raises UserError for settings that the verb does not use."""
     from surgery.kernels.dispatch import ask
     from surgery.records.recipe import read_recipe
 
     recipe = read_recipe(path, settings, **fixed)
+    refuse_unused(verb, settings or ())
     ask(**recipe.kernels)
     return recipe
 

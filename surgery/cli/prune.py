@@ -29,7 +29,7 @@ def prune(
     from surgery.probes.knowledge import Knowledge
     from surgery.runtime.processes import on_main
 
-    options = recipe_of(recipe, settings, model=model)
+    options = recipe_of("prune", recipe, settings, model=model)
     ranked = Ranking.read(ranking) if ranking else None
     base = open_checkpoint(options, trust_remote_code)
     check_questions(base.tokenizer, options.locate, options.seed)

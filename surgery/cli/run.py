@@ -11,7 +11,7 @@ def run(
 ) -> None:
     """Do everything that a recipe says: the main job, or a study; output to runs/<recipe>."""
     out = out or Path("runs") / recipe.stem
-    options = recipe_of(recipe, settings)
+    options = recipe_of("run", recipe, settings)
     if options.study is not None:
         from surgery.studies.conduct import FIGURE, FINDINGS, conduct
 

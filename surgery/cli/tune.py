@@ -32,7 +32,7 @@ def tune(
     from surgery.tuning.shards import divided
     from surgery.tuning.trackers import check_trackers
 
-    options = recipe_of(recipe, settings, model=hybrid)
+    options = recipe_of("tune", recipe, settings, model=hybrid)
     check_trackers(options.tune)
     plan = plan_of(hybrid)
     # A whole model may be too large for one device.

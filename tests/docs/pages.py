@@ -10,7 +10,7 @@ FENCE = re.compile(
     r'(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
     re.M | re.S,
 )
-NOT_RUN = re.compile(r"<!-- not run\b")
+NOT_RUN = re.compile(r"^<!-- not run\b", re.M)
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,16 @@ from tests.docs.pages import NOT_RUN, PAGES, Block, blocks, name
 
 # Settings of a command that does not set them itself.
 SMALLER = {
-    "locate": {"locate.examples": "32"},
+    "locate": {"locate.examples": "16", "locate.exact": "false"},
+    "prune": {"locate.examples": "8"},
     "tune": {"tune.steps": "2"},
-    "bench": {"bench.limit": "20", "bench.pairs": "[4,64]", "bench.contexts": "[64]", "bench.windows": "8"},
+    "bench": {
+        "bench.limit": "20",
+        "bench.pairs": "[4,64]",
+        "bench.contexts": "[64]",
+        "bench.batches": "[1]",
+        "bench.windows": "8",
+    },
 }
 SLOW = {"docs/quicktour.md"}  # runs as large as it stands, because it says what comes out
 LANGUAGES = {"bash", "python", "yaml", "json", "toml", "text"}

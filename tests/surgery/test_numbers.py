@@ -264,11 +264,11 @@ def test_without_resume_nothing_that_was_kept_is_met(place, tmp_path, monkeypatc
     """What a damaged part's complaint advises."""
     recipe, base, met = Recipe(model=str(place / "base")), package.load(place / "base"), []
 
-    def locate(*_, kept, **__):
+    def rank(*_, kept, **__):
         met.append(kept.exists())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(locating_stage, "locate", locate)
+    monkeypatch.setattr(locating_stage, "rank", rank)
     for resume in (True, False):
         (tmp_path / "locate").mkdir(exist_ok=True)
         with pytest.raises(KeyboardInterrupt):
