@@ -21,10 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import explained, within
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import state as processes
 from surgery.runtime.progress import say
+from surgery.splicing.remembered import remembered_tokenizer
 from surgery.splicing.splice import adopt, stock
 from surgery.tuning.calibrate import calibrate
 from surgery.tuning.descent import Descent, Look, Prepared, fitting
@@ -44,8 +46,8 @@ HELD_OUT_SEED = 20_011  # and keep at others again
 
 
 def tune(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel | Checkpoint,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     options: Tune | None = None,
     *,
     data: Data | None = None,
@@ -60,12 +62,15 @@ def tune(
     also "retrieval" and "kl", and, where the recipe asks for it, "knowledge" and "perplexity".
 
     model: a hybrid, whose grafts are trained, or anything with `layers`, whose mixers are trained (the control, which has
-    nothing to align or to calibrate; give it its own copy of the weights). teacher: what text is held to; by default the base
+    nothing to align or to calibrate; give it its own copy of the weights). tokenizer: the one that the model brings, unless
+    another is given. teacher: what text is held to; by default the base
     of the hybrid, whose weights it shares: give the true one for a reloaded hybrid that has adapters merged into it. out: a
     folder for checkpoints every `options.save_steps` steps; with `resume`, the newest one there is continued.
     """
+    hybrid = model_of(model, "tune")
+    tokenizer = tokenizer_of(model, remembered_tokenizer(hybrid) if tokenizer is None else tokenizer, "tune")
     beginning = begun(
-        model, tokenizer, options or Tune(), data=data, seed=seed, layers=layers, teacher=teacher, out=out, resume=resume,
+        hybrid, tokenizer, options or Tune(), data=data, seed=seed, layers=layers, teacher=teacher, out=out, resume=resume,
         description=description,
     )  # fmt: skip
     with beginning as run:
@@ -90,8 +95,8 @@ def begun(
     """A run of tune that has taken no step yet, or, resumed, none after its newest checkpoint; arguments as for tune."""
     data = data or Data()
     check_trackers(options)
-    if layers is None and not model.config.grafts:
-        raise UserError("there is nothing to tune: the model holds no grafts")
+    if layers is None and not getattr(model.config, "grafts", None):
+        raise UserError("there is nothing to tune: the model holds no grafts; splice it first: surgery.splice(base, plan)")
     if teacher is None:
         if layers is not None:
             raise UserError("tuning a model's own layers needs the unchanged base as teacher")
