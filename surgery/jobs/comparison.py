@@ -10,7 +10,7 @@ from surgery.jobs.opening import open_compared
 from surgery.jobs.preparing import RECIPE, check, prepare
 from surgery.jobs.report_folder import write_report
 from surgery.kernels.dispatch import use
-from surgery.locating.atlas import short_question
+from surgery.locating.example import short_question
 from surgery.probes.knowledge import Part
 from surgery.records.names import called, public
 from surgery.records.plan import Plan

@@ -26,7 +26,7 @@ from surgery.jobs.preparing import check, prepare
 from surgery.jobs.report_folder import describe, write_report
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
-from surgery.locating.atlas import short_question
+from surgery.locating.example import short_question
 from surgery.locating.planning import plan, random_plan
 from surgery.locating.questions import described
 from surgery.locating.ranking import Ranking

@@ -25,7 +25,6 @@ def _count(kind: str) -> int:
     if kind == "cuda":
         return torch.cuda.device_count()
     module = getattr(torch, kind, None)
-    available = getattr(module, "is_available", None)
-    if available is None or not available():
+    if module is None or not getattr(module, "is_available", lambda: False)():
         return 0
     return module.device_count() if hasattr(module, "device_count") else 1

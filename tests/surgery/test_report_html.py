@@ -16,7 +16,7 @@ from surgery.evaluation.bench import Entry
 from surgery.evaluation.charts import Point, Series, chart, looks
 from surgery.evaluation.head_matrices import Mixing, mixing
 from surgery.evaluation.report import Cost, ModelReport, Perplexity, Report, Speed
-from surgery.locating.atlas import short_question
+from surgery.locating.example import short_question
 from surgery.locating.matrices import mixing_matrices
 from surgery.locating.ranking import Ranking, Score
 from surgery.records.plan import Plan
