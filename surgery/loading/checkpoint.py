@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from surgery.errors import UserError
 from surgery.families import families, family_of
 from surgery.loading.digests import fingerprint, named_dtype
-from surgery.loading.opened import Checkpoint
+from surgery.loading.opened import Checkpoint, a_type
 from surgery.loading.original import is_original, load_original
 from surgery.models.quantised import converted
 from surgery.models.tokens import prompting
@@ -60,6 +60,8 @@ def load(
 
     Raises UserError in one line for anything that cannot be loaded exactly, or onto its devices.
     """
+    if not isinstance(name, str | Path):
+        raise UserError(f"surgery.load takes a Hub id or a folder, not {a_type(name)}")
     name = str(name)
     folder = _folder(name, revision)
     wanted = named_dtype(dtype)

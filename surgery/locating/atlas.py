@@ -79,7 +79,7 @@ def draw_scores(ranking: Ranking, path: Path) -> None:
         probe = ranking.probe
         figure.suptitle(
             f"{described(probe['name'], probe['options'])}, n = {probe['examples']}, base accuracy "
-            f"{ranking.base_accuracy.value:.2f}.  A: aggregate head, G: gather head", fontsize=10,
+            f"{ranking.base_accuracy.accuracy:.2f}.  A: aggregate head, G: gather head", fontsize=10,
         )  # fmt: skip
         figure.tight_layout()
         plots.save(figure, path)

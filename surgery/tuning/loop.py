@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import explained, within
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import state as processes
@@ -44,8 +45,8 @@ HELD_OUT_SEED = 20_011  # and keep at others again
 
 
 def tune(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel | Checkpoint,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     options: Tune | None = None,
     *,
     data: Data | None = None,
@@ -60,12 +61,13 @@ def tune(
     also "retrieval" and "kl", and, where the recipe asks for it, "knowledge" and "perplexity".
 
     model: a hybrid, whose grafts are trained, or anything with `layers`, whose mixers are trained (the control, which has
-    nothing to align or to calibrate; give it its own copy of the weights). teacher: what text is held to; by default the base
-    of the hybrid, whose weights it shares: give the true one for a reloaded hybrid that has adapters merged into it. out: a
-    folder for checkpoints every `options.save_steps` steps; with `resume`, the newest one there is continued.
+    nothing to align or to calibrate; give it its own copy of the weights); also as a Checkpoint. teacher: what text is held to;
+    by default the base of the hybrid, whose weights it shares: give the true one for a reloaded hybrid that has adapters merged
+    into it. out: a folder for checkpoints every `options.save_steps` steps; with `resume`, the newest one there is continued.
     """
+    hybrid, words = model_of(model, "tune"), tokenizer_of(model, tokenizer, "tune")
     beginning = begun(
-        model, tokenizer, options or Tune(), data=data, seed=seed, layers=layers, teacher=teacher, out=out, resume=resume,
+        hybrid, words, options or Tune(), data=data, seed=seed, layers=layers, teacher=teacher, out=out, resume=resume,
         description=description,
     )  # fmt: skip
     with beginning as run:
