@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import gather
 from surgery.runtime.timing import peak_bytes
-from surgery.tuning.batches import BUFFER, loaders, padding
+from surgery.tuning.batches import BUFFER, loaders, padding_share
 from surgery.tuning.loop import Run, begun
 
 STEPS = 3  # the first is not counted: it allocates memory and compiles kernels
@@ -102,7 +102,7 @@ def rehearse(
         )
     share = None
     if options.text_batch_size:
-        share = padding(_texts(tokenizer, whole.model_copy(update={"steps": BUFFER}), data, seed))
+        share = padding_share(_texts(tokenizer, whole.model_copy(update={"steps": BUFFER}), data, seed))
     return Rehearsal(trained, steps, share, gather([cost]))
 
 

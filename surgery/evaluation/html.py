@@ -21,8 +21,8 @@ from surgery.evaluation import markdown
 from surgery.evaluation.atlas_page import Atlas, atlas
 from surgery.evaluation.charts import Bar, Chart, Look, Point, Series, bar, chart, looks, minus
 from surgery.evaluation.head_matrices import Mixing
-from surgery.evaluation.report import ModelReport, Perplexity, Report, value
-from surgery.evaluation.suites import LOSSES
+from surgery.evaluation.judgement import did_it_help
+from surgery.evaluation.report import LOSSES, ModelReport, Perplexity, Report, value
 from surgery.locating.ranking import Ranking
 from surgery.statistics import Estimate, Proportion
 
@@ -76,6 +76,7 @@ def render(report: Report, ranking: Ranking | None = None, mixing: Mixing | None
         "report": report, "base": base[0], "explanation": markdown.EXPLANATION, "looks": seen, "symbols": SYMBOLS,
         "hybrids": [s for s in subjects if _hybrid(s.name)],
         "controls": [s for s in subjects if s.name.startswith("control")],
+        "answers": did_it_help(report).split("\n\n"),
         "closest": _closest(report), "results": markdown.rows(report), "subjects": subjects,
         "retrieval": _retrieval(report, seen), "doses": _doses(report), "costs": _costs(report, seen),
         "atlas": atlas(ranking, report.plan) if ranking else Atlas(), "mixing": _mixing(mixing) if mixing else None,

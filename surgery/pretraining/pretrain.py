@@ -17,16 +17,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pydantic
 import torch
 import torch.nn.functional as F
 import yaml
-from pydantic import Field
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
-from surgery.errors import UserError
 from surgery.families import families
 from surgery.loading.checkpoint import load
 from surgery.models.anatomy import anatomy
@@ -38,9 +35,8 @@ from surgery.probes.perplexity import Perplexity
 from surgery.probes.question import Probe
 from surgery.probes.scoring import answer
 from surgery.records.plan import Plan
-from surgery.records.record import Record, first_line, provenance
-from surgery.records.sections.section import Section
-from surgery.records.site import Site, SiteText
+from surgery.records.pretrain_recipe import Curriculum, Hints, PretrainRecipe
+from surgery.records.record import provenance
 from surgery.runtime.progress import Track, say
 from surgery.splicing.splice import adopt, install, unsplice
 from surgery.statistics import proportion
@@ -49,68 +45,6 @@ from surgery.tuning.sequences import IGNORE, Piece, collate, kv_pieces, letter_p
 from surgery.world.tokenizer import build_tokenizer
 
 SIZES = (4, 8, 16, 32, 64)
-
-
-class Curriculum(Record):
-    first: int = 2
-    last: int = 8
-    threshold: float = 0.5
-
-
-class Hints(Record):
-    """Which heads of a Transformer are to gather and to aggregate, in at most so many steps; see hints.py."""
-
-    gather: SiteText
-    aggregate: SiteText
-    steps: int = Field(default=500, ge=1)
-    weight: float = Field(default=0.3, gt=0)
-
-    @pydantic.field_validator("gather", "aggregate")
-    @classmethod
-    def _one(cls, site: Site) -> Site:
-        if len(site.heads) != 1:
-            raise ValueError(f"{site} is not one head; write L1.H0")
-        return site
-
-
-class PretrainRecipe(Section):
-    """architecture: fields of the Hugging Face configuration; the vocabulary follows from the tokenizer."""
-
-    section = "pretrain"
-
-    architecture: dict[str, Any]
-    attention: tuple[SiteText, ...] = ()  # layers that are attention from the start: a hybrid, trained as one
-    teacher: str | None = (
-        None  # a Transformer folder, whose hidden states the layers then learn to reproduce (layer_alignment.py)
-    )
-    embedding_std: float = 0.25
-    seed: int = 0
-    steps: int = Field(default=3000, ge=1)  # of the whole model
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.01
-    warmup_steps: int = 100
-    decay_from: float = 0.6  # share of the steps after which the learning rate falls linearly to a twentieth
-    curriculum: Curriculum = Curriculum()
-    first_layer_steps: int = 1500  # at most; the stage ends when the curriculum does. 0 for what needs two layers to retrieve
-    hints: Hints | None = None  # for a Transformer
-    queries: int = 16
-    kv_targets: int = 256
-    text_sequences: int = 6
-    text_sentences: int = 20
-    letter_sequences: int = 4
-    letter_questions: int = 6
-    examples: int = 1000  # for the measurements on the card
-
-
-def read_pretrain_recipe(path: str | Path) -> PretrainRecipe:
-    """Raises UserError in one line."""
-    try:
-        return PretrainRecipe.model_validate(yaml.safe_load(Path(path).read_text()))
-    except OSError as error:
-        raise UserError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except (pydantic.ValidationError, yaml.YAMLError) as error:
-        detail = first_line(error) if isinstance(error, pydantic.ValidationError) else " ".join(str(error).split())
-        raise UserError(f"recipe {path}: {detail}") from error
 
 
 def pretrain(recipe: PretrainRecipe, out: Path) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, stock
 from surgery.tuning.calibrate import calibrate
 from surgery.tuning.descent import Descent, Look, Prepared, fitting
-from surgery.tuning.distil import Distillation, Kept
+from surgery.tuning.distil import Distillation, StateCache
 from surgery.tuning.early_stopping import Guard
-from surgery.tuning.graft_alignment import error, gather, without_gates
+from surgery.tuning.graft_alignment import alignment_error, gather_states, without_gates
 from surgery.tuning.lora import adapted, resting
 from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.state import Checkpoints, Log, State
@@ -145,7 +145,9 @@ class Run:
         # would have to be resumed and be alike in all processes, and it holds what float16 cannot (the built-in Mamba-1's
         # products reach 3e5). On a CPU a step in float16 takes eight times as long.
         bf16 = options.mixed_precision == "bf16" or model.dtype in (torch.bfloat16, torch.float16)
-        self.distillation = Distillation(model, teacher, kl_weight=options.kl_weight, keep_bytes=options.cache_bytes, bf16=bf16)
+        self.distillation = Distillation(
+            model, teacher, kl_weight=options.kl_weight, cache_bytes=options.cache_bytes, bf16=bf16
+        )
         if not self.descent.sharded:  # a part of it goes there later
             self.distillation.to(self.accelerator.device)
 
@@ -153,7 +155,7 @@ class Run:
         """The stages that are not yet done, one after the other, and a checkpoint after each."""
         for i, stage in enumerate(self.stages):
             if stage == self.state.stage:
-                self.distillation.kept = Kept(self.options.cache_bytes)  # no other stage has the same batches
+                self.distillation.cache = StateCache(self.options.cache_bytes)  # no other stage has the same batches
                 with fitting(self.description):
                     getattr(self, stage)()
                 self.state.stage, self.state.step = [*self.stages, DONE][i + 1], 0
@@ -169,9 +171,9 @@ class Run:
             prepared = self.descent.prepared(self.distillation, asked.learning_rate)
             some = self.micro_batches.some(asked.batches, self.seed)
             with torch.no_grad():
-                states = prepared.module(gather, some, self.options.cache_bytes, self.accelerator)
+                states = prepared.module(gather_states, some, self.options.cache_bytes, self.accelerator)
             steps = ([(states[step % len(states)],)] for step in range(self.state.step, asked.steps))
-            self.descent.descend(prepared, error, steps, asked.steps)
+            self.descent.descend(prepared, alignment_error, steps, asked.steps)
 
     def calibrate(self) -> None:
         """Set tau and gate."""

@@ -34,7 +34,7 @@ def apart(distillation: Distillation) -> Distillation:
     to one block."""
     own: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in distillation.parameters()}
     copied = copy.deepcopy(distillation, own)
-    for part in filter(None, (copied.teacher, copied.other_blocks)):
+    for part in filter(None, (copied.teacher, copied.teacher_blocks)):
         again: dict[nn.Parameter, nn.Parameter] = {}
         for owner in part.modules():
             for name, p in owner._parameters.items():

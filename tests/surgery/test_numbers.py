@@ -436,7 +436,7 @@ def test_no_record_and_no_export_says_where_its_maker_keeps_things(surgery, plac
     asked = ("--recipe", home / "recipe.yaml")
     for verb in (
         ("tune", out / "hybrid", *asked, "--out", home / "tuned"),
-        ("export", home / "tuned", "--as", "patch", "--out", home / "patch"),
+        ("export", home / "tuned", "--format", "patch", "--out", home / "patch"),
         ("bench", home / "deep" / "base", home / "tuned", out / "hybrid", home / "patch", *SIZES, "--out", home / "compared"),
     ):
         status, _, err = surgery(*verb)

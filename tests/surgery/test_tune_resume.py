@@ -89,7 +89,7 @@ def dying(after, writing):
 
     if not writing:
         fatal(Distillation, "forward")
-        fatal(loop, "error")
+        fatal(loop, "alignment_error")
     fatal(state, "_write", half)
     fatal(os, "replace")
     fatal(shutil, "rmtree", lambda folder, **_: next(folder.iterdir()).unlink())
@@ -167,8 +167,8 @@ def interrupted(patch, after):
         patch.setattr(owner, name, function)
 
     fatal(Distillation, "forward")
-    fatal(loop, "error")
-    fatal(loop, "gather")
+    fatal(loop, "alignment_error")
+    fatal(loop, "gather_states")
     fatal(keep.Guard, "measure")
     fatal(state.Checkpoints, "save")
     return kinds
