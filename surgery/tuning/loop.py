@@ -62,10 +62,10 @@ def tune(
     also "retrieval" and "kl", and, where the recipe asks for it, "knowledge" and "perplexity".
 
     model: a hybrid, whose grafts are trained, or anything with `layers`, whose mixers are trained (the control, which has
-    nothing to align or to calibrate; give it its own copy of the weights). tokenizer: the one that the model brings, unless
-    another is given. teacher: what text is held to; by default the base
-    of the hybrid, whose weights it shares: give the true one for a reloaded hybrid that has adapters merged into it. out: a
-    folder for checkpoints every `options.save_steps` steps; with `resume`, the newest one there is continued.
+    nothing to align or to calibrate; give it its own copy of the weights); also as a Checkpoint. tokenizer: the one that the
+    model brings, unless another is given. teacher: what text is held to; by default the base of the hybrid, whose weights it
+    shares: give the true one for a reloaded hybrid that has adapters merged into it. out: a folder for checkpoints every
+    `options.save_steps` steps; with `resume`, the newest one there is continued.
     """
     hybrid = model_of(model, "tune")
     tokenizer = tokenizer_of(model, remembered_tokenizer(hybrid) if tokenizer is None else tokenizer, "tune")

@@ -182,7 +182,7 @@ def test_a_cell_is_found_again_by_all_that_it_depends_on(place, tmp_path, monkey
     assert how_many(other) == first
     for change in ({"code": "x"}, {"kernels": {"ssd_scan": "stock"}}, {"device": "H100"}, {"packages": {"torch": "3"}}):
         with monkeypatch.context() as patched:
-            changed = lambda *a, change=change: conditions(*a).model_copy(update=change)  # noqa: E731
+            changed = lambda *a, change=change, **k: conditions(*a, **k).model_copy(update=change)  # noqa: E731
             patched.setattr(bench_module, "conditions", changed)
             assert how_many() == first, change
     with package.kernels.dispatch.use(ssd_scan="chunked"):
