@@ -24,7 +24,14 @@ def doctor(
         Path | None, typer.Option("--out", help="Also write the JSON to this file; with --only, into what was measured before.")
     ] = None,
 ) -> None:
-    """Say which kernel serves which operation here, and why the others do not."""
+    """Say which kernels serve on this machine.
+
+    Of every operation: the kernel that serves it, and why the others do not.
+
+    Examples:
+      surgery doctor
+      surgery doctor --bench --only rms_norm_forward --out bench.json
+    """
     if unknown := set(only or ()) - set(GROUPS):
         raise UserError(f"nothing to measure is named '{min(unknown)}'; there are {', '.join(GROUPS)}")
     from surgery.doctor.benchmark import Benchmark, benchmark

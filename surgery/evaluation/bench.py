@@ -10,9 +10,9 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.evaluation.cells import Cell, check_same, kept, values
-from surgery.evaluation.report import Cost, ModelReport, Perplexity, Speed
+from surgery.evaluation.report import LOSSES, Cost, ModelReport, Perplexity, Speed
 from surgery.evaluation.speed import Timed, decode_cost, speed
-from surgery.evaluation.suites import LOSSES, Task, tasks
+from surgery.evaluation.suites import Task, tasks
 from surgery.loading.digests import Conditions, conditions
 from surgery.models.finite import within
 from surgery.probes.knowledge import Part

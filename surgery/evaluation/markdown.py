@@ -1,15 +1,14 @@
 """The report as tables that a newcomer understands: for the terminal, report.md and the model card."""
 
+from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.report import ModelReport, Report, value
 from surgery.records.plan import Plan
-from surgery.statistics import Estimate, Evidence, Proportion
+from surgery.statistics import Estimate, Proportion
 
 EXPLANATION = """\
 KV n: accuracy of key-value retrieval from a dictionary of n pairs (chance 1/n); unseen keys: of words that no lesson of tuning
 holds. Knowledge: facts asked as cloze. Letters: the same facts as multiple choice. Perplexity: on held-out text. Brackets: 95%
 intervals over examples."""
-UNSEEN = "kv_unseen"
-CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
 
 
 def rows(report: Report) -> tuple[list[str], list[list[str]]]:
@@ -21,13 +20,6 @@ def rows(report: Report) -> tuple[list[str], list[list[str]]]:
     tasks += [task for task in results if _family(task) == task]
     header = ["model", *map(heading, tasks)]
     return header, [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
-
-
-def heading(task: str) -> str:
-    """A task's name in a table."""
-    if _family(task) == UNSEEN:
-        return f"KV {task.removeprefix(f'{UNSEEN}.')}, unseen keys"
-    return task.replace("kv.", "KV ")
 
 
 def table(header: list[str], body: list[list[str]]) -> str:
@@ -58,7 +50,9 @@ def render(report: Report) -> str:
     """report.md."""
     provenance = report.provenance
     base = report.models[next(iter(report.models))]
-    parts = [f"# {provenance.base}: base and hybrid compared\n", results(report), *_swept(report)]
+    parts = [
+        f"# {provenance.base}: base and hybrid compared\n", f"{did_it_help(report)}\n", results(report), *_swept(report),
+    ]  # fmt: skip
     changed = {name: model for name, model in report.models.items() if model.change}
     if changed:
         tasks = list(next(iter(changed.values())).change)
@@ -81,22 +75,6 @@ def render(report: Report) -> str:
         f"`{provenance.base_fingerprint[:16]}`.\n" + (f"\nTime: {timings}.\n" if timings else "")
     )
     return "\n".join(parts)
-
-
-def verdict(task: str, change: Estimate, said: Evidence) -> str:
-    """What a difference says, in words. Perhaps: its own interval leaves out 0, which among all comparisons may be chance."""
-    loss = task in ("perplexity", "sliding")
-    direction = "better" if (change.value < 0) == loss else "worse"
-    if said.differs:
-        return f"{direction} (p = {said.p_holm:.2g})"
-    if change.ci95[0] > 0 or change.ci95[1] < 0:
-        return f"perhaps {direction} (p = {said.p:.2g} by itself, {said.p_holm:.2g} among all comparisons)"
-    if said.detectable is None:
-        return "no difference seen, of too few examples to say more"
-    if said.detectable <= CERTAIN:
-        return f"no difference seen, and n = {said.n} was enough to see {'2%' if loss else '2 points'}"
-    least = f"{100 * said.detectable:.1f}{'%' if loss else ' points'}"
-    return f"no difference seen, but n = {said.n} shows only differences of {least} or more"
 
 
 def _verdicts(changed: dict[str, ModelReport]) -> list[str]:

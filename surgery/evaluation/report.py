@@ -7,6 +7,8 @@ from surgery.records.plan import Plan
 from surgery.records.record import Provenance, Record, Sealed
 from surgery.statistics import Estimate, Evidence, Proportion
 
+LOSSES = ("perplexity", "sliding")  # tasks whose differences are those of a loss in nats per token: less is better
+
 
 class Perplexity(Record):
     """value: perplexity; loss: mean nats per token over windows, with its interval."""
@@ -63,19 +65,29 @@ class ModelReport(Record):
         return {f"kv.{size}": result for size, result in self.kv.items()} | own | self.tasks
 
 
+class Located(Record):
+    """What the heads were located by: the probe in words, the base's accuracy on it, and that of guessing."""
+
+    probe: str
+    accuracy: Proportion
+    chance: float
+
+
 def value(result: Proportion | Estimate | Perplexity) -> float:
     """The one number of a result: an accuracy, a mean score, a perplexity."""
     return result.accuracy if isinstance(result, Proportion) else result.value
 
 
 class Report(Sealed):
-    """models: by name, the base first. plan: the graft's. timings: seconds by stage. training: the last losses of each tuned
-    model."""
+    """models: by name, the base first. plan: the graft's. located: how well the base does what its heads were located by; None
+    in a comparison, which locates nothing, and in reports of version 0.6 and earlier. timings: seconds by stage. training: the
+    last losses of each tuned model."""
 
     schema_version: int = 2
 
     provenance: Provenance
     plan: Plan | None
+    located: Located | None = None
     models: dict[str, ModelReport]
     timings: dict[str, float]
     training: dict[str, dict[str, float]]

@@ -1,13 +1,5 @@
-"""Suites: what `bench.suites` names, as tasks that each give one number an example.
-
-quick       key-value retrieval (`bench.pairs`, and `bench.unseen_pairs` with keys that no lesson holds), knowledge and letters,
-            perplexity, cost
-retrieval   every probe of the project over its sizes, the needle over lengths and depths
-language    perplexity by a sliding window
-knowledge   the paper's six knowledge tasks
-paper       MMLU, GSM8K, BBH, DREAM, those six, and key-value retrieval at the paper's sizes
-speed       prefill, decoding, memory and cache against context (speed.py)
-"""
+"""Suites: what `bench.suites` names, as tasks that each give one number an example. SUITES says what each one measures; the
+suite speed is in speed.py."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,6 +14,7 @@ from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.cells import digest, watched
 from surgery.evaluation.language import sliding_losses, sliding_rows
+from surgery.evaluation.report import LOSSES
 from surgery.probes import make, probes
 from surgery.probes.knowledge import Part
 from surgery.probes.perplexity import Perplexity
@@ -33,7 +26,6 @@ from surgery.records.record import package_version
 KNOWLEDGE = ("winogrande", "openbookqa", "piqa", "hellaswag", "arc_challenge", "arc_easy")
 PAPER = ("mmlu", "gsm8k", "bbh", "dream", *KNOWLEDGE)
 PAPER_PAIRS = tuple(range(10, 51, 5))
-LOSSES = ("perplexity", "sliding")
 # Whether greedy decoding would write the answer, in one forward, where the candidates are so many and so long that scoring each
 # of them would take a hundred times as long. Chance is 0.
 WRITTEN = ("phonebook",)
@@ -131,7 +123,7 @@ def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
         found |= {f"kv_unseen.{size}": ("kv", {"pairs": size, "keys": "unseen"}) for size in unseen}
     if "retrieval" in options.suites:
         for name in sorted({*probes()} - {"kv", "knowledge", "letters", "needle"}):
-            found |= {f"{name}.{size}": (name, fields) for size in options.pairs if (fields := _sized(name, size))}
+            found |= {f"{name}.{size}": (name, fields) for size in options.pairs if (fields := sized_options(name, size))}
         for length in options.contexts:
             for depth in options.depths:
                 found[f"needle.{length}.{round(100 * depth)}"] = ("needle", {"length": length, "depth": depth})
@@ -140,7 +132,7 @@ def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
     return found
 
 
-def _sized(name: str, size: int) -> dict[str, Any] | None:
+def sized_options(name: str, size: int) -> dict[str, Any] | None:
     """A probe's options for a size, its first option: the number of what is to be remembered. None if it takes no such size.
     What else has no default is four times as large (a text among whose words the content words stand)."""
     needed = [field for field in dataclasses.fields(probes()[name]) if field.default is dataclasses.MISSING]

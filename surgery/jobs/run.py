@@ -21,12 +21,12 @@ from surgery.evaluation.report import Report
 from surgery.exporting.export import export
 from surgery.families import family_of
 from surgery.jobs.locating_stage import RANKING, located
-from surgery.jobs.opening import open_checkpoint, open_donor
+from surgery.jobs.opening import open_base, open_donor
 from surgery.jobs.preparing import check, prepare
 from surgery.jobs.report_folder import describe, write_report
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
-from surgery.locating.atlas import short_question
+from surgery.locating.example import short_question
 from surgery.locating.planning import plan, random_plan
 from surgery.locating.questions import described
 from surgery.locating.ranking import Ranking
@@ -48,7 +48,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: b
     mixing.json, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that accelerate
     started share the work."""
     with use(**recipe.kernels):
-        base = open_checkpoint(recipe, trust_remote_code)
+        base = open_base(recipe, trust_remote_code)
         family_of(base.model.config)  # before the work begins: nothing else can be grafted
         check(recipe, base)
         if recipe.tune.lora is not None:

@@ -38,7 +38,10 @@ def plan(
             raise UserError(f"the ranking holds {len(measured)} {kind}s; cannot plan {wanted}")
         leading = sorted(measured, key=gain, reverse=True)
         if gain(leading[0])[0] < 2:  # ordered by ablation
-            raise UserError("the ranking is of a model that cannot be spliced: its family has no file in surgery/families/")
+            raise UserError(
+                "the ranking is of a model that cannot be spliced: it has grafts already, or its family has no file in "
+                "surgery/families/"
+            )
         sites = tuple(score.site for score in leading[:wanted])
     chosen: tuple[Site, ...] = split_sites(sites)
     if not chosen:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.measuring import SIZES
-from surgery.pretraining.pretrain_recipe import PretrainRecipe
+from surgery.records.pretrain_recipe import PretrainRecipe
 from surgery.records.record import provenance
 
 

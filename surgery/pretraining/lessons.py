@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from surgery.pretraining.pretrain_recipe import Curriculum, PretrainRecipe
+from surgery.records.pretrain_recipe import Curriculum, PretrainRecipe
 from surgery.tuning.sequences import Piece, collate, kv_pieces, letter_pieces, text_pieces
 
 

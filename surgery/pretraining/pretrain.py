@@ -26,9 +26,9 @@ from surgery.pretraining.checkpoint_card import card
 from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds
 from surgery.pretraining.measuring import measure
-from surgery.pretraining.pretrain_recipe import PretrainRecipe
 from surgery.pretraining.training import train
 from surgery.records.plan import Plan
+from surgery.records.pretrain_recipe import PretrainRecipe
 from surgery.splicing.splice import adopt, install, unsplice
 from surgery.world.tokenizer import build_tokenizer
 

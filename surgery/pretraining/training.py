@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.pretraining.hints import hint_loss
 from surgery.pretraining.lessons import Progress, dictionaries, lesson
 from surgery.pretraining.measuring import measured_probes
-from surgery.pretraining.pretrain_recipe import Hints, PretrainRecipe
 from surgery.probes.scoring import answer
+from surgery.records.pretrain_recipe import Hints, PretrainRecipe
 from surgery.runtime.progress import Track, say
 from surgery.tuning.optimizer import parameter_groups
 from surgery.tuning.sequences import IGNORE, collate

@@ -25,7 +25,6 @@ from surgery.locating.planning import plan
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
 from surgery.records.record import write_text
-from surgery.runtime import plotting as plots
 from surgery.runtime.processes import on_main
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, Proportion

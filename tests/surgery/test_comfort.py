@@ -209,7 +209,7 @@ def test_wrong_types_are_named(folder, tmp_path):
         r"surgery\.export takes a model, not its name": lambda: surgery.export("here", tmp_path / "x"),
         r"takes a hybrid, and this model holds no grafts: splice it": lambda: surgery.export(base, tmp_path / "x"),
         r"surgery\.export takes a plan, not a ranking": lambda: surgery.export(hybrid, tmp_path / "x", plan=ranking),
-        r"surgery\.export: the tokenizer is a dict": lambda: surgery.export(hybrid, tmp_path / "x", tokenizer={}),
+        r"surgery\.export takes a tokenizer as .*, not a dict": lambda: surgery.export(hybrid, tmp_path / "x", tokenizer={}),
         r"surgery\.export: base is the base's name": lambda: surgery.export(hybrid, tmp_path / "x", base=3),
     }
     for message, call in wrong.items():

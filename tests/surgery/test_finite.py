@@ -11,13 +11,14 @@ from surgery.errors import UserError
 from surgery.evaluation.bench import bench
 from surgery.evaluation.language import sliding_losses
 from surgery.locating.locate import locate
-from surgery.locating.prune import Subject
+from surgery.locating.prune import Pruner
+from surgery.locating.subject import Subject
 from surgery.models.finite import NotFinite, broken_weight, checked, explained, watching_logits, within
 from surgery.probes import make
 from surgery.probes.perplexity import Perplexity
 from surgery.probes.scoring import answer, complete
 from surgery.records.plan import Plan
-from surgery.records.recipe import Bench, Calibrate, Data, EarlyStopping, Lesson, Tune
+from surgery.records.recipe import Bench, Calibrate, Data, EarlyStopping, Lesson, Locate, Tune
 from surgery.splicing.splice import splice
 from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer
@@ -153,11 +154,11 @@ def test_locate_says_which_head_is_broken(base, tokenizer, monkeypatch):
 
 
 def test_prune(base, tokenizer):
-    subject = Subject(base, tokenizer, make("kv", pairs=4), make("knowledge"), examples=2)
+    pruner = Pruner(Subject.of(base, tokenizer), Locate(options={"pairs": 4}, examples=2), make("knowledge"))
     spoil(base, WEIGHT)
     for last_only in (False, True):
         with pytest.raises(NotFinite, match=NAMED):
-            subject.cut("heads", silent=[], last_only=last_only)
+            pruner.cut("heads", silent=[], last_only=last_only)
 
 
 def test_bench_names_model_and_task(broken, base, tokenizer, tmp_path):

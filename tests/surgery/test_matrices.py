@@ -10,7 +10,7 @@ from surgery.locating.matrices import mixing_matrices
 from surgery.models.anatomy import anatomy
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt
-from tests.conftest import random_base
+from tests.conftest import random_base, subject
 from tests.surgery.test_anatomy import ARCHITECTURES, build
 from tests.surgery.test_replay import draw, untouched
 
@@ -58,10 +58,10 @@ def test_attention_times_values_is_what_the_projection_reads(name):
         hook.remove()
     attention = [(i, mixer) for i, mixer in enumerate(found.mixers) if mixer.kind == "attention"]
     chosen = [Site(m.layer, (head,)) for _, m in attention for head in range(m.first, m.first + m.heads)]
-    matrices = mixing_matrices(model, found, IDS[0], sites=chosen)
+    matrices = mixing_matrices(subject(model), IDS[0], sites=chosen)
     assert list(matrices) == chosen
     rows = torch.tensor([10, 3])
-    some = mixing_matrices(model, found, IDS[0], rows, sites=chosen[1:2])
+    some = mixing_matrices(subject(model), IDS[0], rows, sites=chosen[1:2])
     torch.testing.assert_close(some[chosen[1]], matrices[chosen[1]][rows])
     for i, mixer in attention:
         module = mixer.module
@@ -91,7 +91,7 @@ def test_ssd_matrices_times_x_are_the_scan(name, read):
     watch, _, scans = read
     watch(model, found, "mamba2_chunk_scan")
     ssm = [mixer for mixer in found.mixers if mixer.kind == "ssm"]
-    matrices = mixing_matrices(model, found, IDS[0])
+    matrices = mixing_matrices(subject(model), IDS[0])
     assert len(scans) == len(ssm)
     for mixer, (args, _, y) in zip(ssm, scans, strict=True):
         x = args[0][0]  # t h p
@@ -108,7 +108,7 @@ def test_selective_matrices_times_x_are_the_scan(name, read):
     watch, projected, scans = read
     watch(model, found, "mamba_selective_scan")
     chosen = [Site(layer, (channel,)) for layer in (0, 2) for channel in (0, 7, 31)]
-    matrices = mixing_matrices(model, found, IDS[0], sites=chosen)
+    matrices = mixing_matrices(subject(model), IDS[0], sites=chosen)
     assert list(matrices) == chosen
     x_of = {0: scans[0], 2: scans[-1]}
     for site, matrix in matrices.items():
@@ -123,7 +123,7 @@ def test_selective_matrices_times_x_are_the_scan(name, read):
 def test_this_projects_own_mixers_write_out_their_own():
     base = random_base()
     ids = torch.arange(2, 20)
-    own, stock = (mixing_matrices(model, anatomy(model), ids) for model in (adopt(base), base))
+    own, stock = (mixing_matrices(subject(model), ids) for model in (adopt(base), base))
     assert own.keys() == stock.keys()
     for site, matrix in own.items():
         torch.testing.assert_close(matrix, stock[site], **TOLERANCE)
@@ -134,4 +134,4 @@ def test_where_no_matrix_can_be_had_there_is_none(name):
     model = build(name)
     found = anatomy(model)
     attention = {site for site in found.sites() if found.mixer_of(site).kind == "attention"}
-    assert mixing_matrices(model, found, IDS[0]).keys() == attention
+    assert mixing_matrices(subject(model), IDS[0]).keys() == attention

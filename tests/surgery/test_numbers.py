@@ -264,11 +264,11 @@ def test_without_resume_nothing_that_was_kept_is_met(place, tmp_path, monkeypatc
     """What a damaged part's complaint advises."""
     recipe, base, met = Recipe(model=str(place / "base")), package.load(place / "base"), []
 
-    def locate(*_, kept, **__):
+    def rank(*_, kept, **__):
         met.append(kept.exists())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(locating_stage, "locate", locate)
+    monkeypatch.setattr(locating_stage, "rank", rank)
     for resume in (True, False):
         (tmp_path / "locate").mkdir(exist_ok=True)
         with pytest.raises(KeyboardInterrupt):
@@ -436,7 +436,7 @@ def test_no_record_and_no_export_says_where_its_maker_keeps_things(surgery, plac
     asked = ("--recipe", home / "recipe.yaml")
     for verb in (
         ("tune", out / "hybrid", *asked, "--out", home / "tuned"),
-        ("export", home / "tuned", "--as", "patch", "--out", home / "patch"),
+        ("export", home / "tuned", "--format", "patch", "--out", home / "patch"),
         ("bench", home / "deep" / "base", home / "tuned", out / "hybrid", home / "patch", *SIZES, "--out", home / "compared"),
     ):
         status, _, err = surgery(*verb)

@@ -31,7 +31,7 @@ from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.loop import tune
 from surgery.tuning.lora import matches
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base, random_llamba, random_selective
+from tests.conftest import random_base, random_llamba, random_selective, subject
 
 pytest.importorskip("bitsandbytes", reason="quantised bases need bitsandbytes")
 BITS = {8: {"load_in_8bit": True}, 4: {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
@@ -155,8 +155,8 @@ def test_ablation_is_exact(folders):
 
     with replaced({mixer.out: without}):
         expected = logits(base)[:, -1]
-    layer = next(iter(Replay(base, found, IDS, last).layers()))
-    assert torch.allclose(layer.ablated([2]), expected, atol=1e-5)
+    layer = next(iter(Replay(subject(base), IDS, last).layers()))
+    assert torch.allclose(layer.logits(layer.ablation([2])), expected, atol=1e-5)
     assert not torch.allclose(layer.base, expected, atol=1e-3)
 
 

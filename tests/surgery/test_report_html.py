@@ -16,17 +16,16 @@ from surgery.evaluation.bench import Entry
 from surgery.evaluation.charts import Point, Series, chart, looks
 from surgery.evaluation.head_matrices import Mixing, mixing
 from surgery.evaluation.report import Cost, ModelReport, Perplexity, Report, Speed
-from surgery.locating.atlas import short_question
+from surgery.locating.example import short_question
 from surgery.locating.matrices import mixing_matrices
 from surgery.locating.ranking import Ranking, Score
-from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
 from surgery.records.record import provenance
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import difference, evidence, mean, proportion
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, random_base
+from tests.conftest import ROOT, random_base, subject
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 EVIL = "x\"'><script>document.title = 'taken'</script><img src=https://example.org/x.png>"
@@ -188,7 +187,7 @@ def test_matrices_are_those_of_the_models(measured, entries, words):
     for panel in matrices.panels:
         for name, weights in panel.models.items():
             model = adopt(entries[name].model)
-            exact = mixing_matrices(model, anatomy(model), ids, sites=[panel.site])[panel.site].abs()
+            exact = mixing_matrices(subject(model), ids, sites=[panel.site])[panel.site].abs()
             exact = (exact / exact.sum(-1, keepdim=True)).numpy()
             np.testing.assert_allclose(np.sqrt(weights.shares()), np.sqrt(exact), atol=0.5001 / 255)
             assert weights.answer == pytest.approx(exact[-1, list(matrices.answer)].sum(), abs=1e-5)

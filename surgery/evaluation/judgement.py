@@ -1,0 +1,178 @@
+"""Did it help? One answer from a report, in words, for the terminal, report.md and report.html.
+
+A gain is called a gain only where the base retrieves at all, where the difference holds among all comparisons (Holm), and where
+no control does as well. What it costs stands beside it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from surgery.evaluation.report import ModelReport, Report, value
+from surgery.evaluation.suites import LOSSES
+from surgery.statistics import Estimate, Evidence, Proportion
+
+UNSEEN = "kv_unseen"
+CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
+CEILING = 0.98  # an accuracy above which hardly anything is left to gain
+NAMED = 6  # tasks in a sentence
+
+Verdict = Literal["yes", "perhaps", "unclear", "no", "not to be judged"]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of one model. answer: one sentence that begins with the verdict. details: sentences on the controls and the cost."""
+
+    model: str
+    verdict: Verdict
+    answer: str
+    details: tuple[str, ...]
+
+
+def did_it_help(report: Report) -> str:
+    """The answer with controls and cost: a paragraph for the tuned model of a run, one for each model of a comparison."""
+    judgements = judge(report)
+    if not judgements:
+        return "Did it help? Only the base was measured."
+    several = len(judgements) > 1
+    return "\n\n".join(
+        " ".join([f"Did {each.model if several else 'it'} help? {each.answer}", *each.details]) for each in judgements
+    )
+
+
+def judge(report: Report) -> list[Judgement]:
+    """One judgement for each hybrid of the report; of a run, for the tuned one alone."""
+    names = [name for name in list(report.models)[1:] if not name.startswith(("control", "dose_"))]
+    if {"spliced", "tuned"} <= {*names}:
+        names.remove("spliced")
+    return [_judged(report, name) for name in names]
+
+
+def at_chance(accuracy: Proportion, chance: float) -> bool:
+    """Whether the interval of an accuracy reaches what guessing gives."""
+    return accuracy.ci95[0] <= chance
+
+
+def heading(task: str) -> str:
+    """A task's name in a table."""
+    if task.startswith(f"{UNSEEN}."):
+        return f"KV {task.removeprefix(f'{UNSEEN}.')}, unseen keys"
+    return task.replace("kv.", "KV ")
+
+
+def verdict(task: str, change: Estimate, said: Evidence) -> str:
+    """What a difference says, in words. Perhaps: its own interval leaves out 0, which among all comparisons may be chance."""
+    loss, short = task in LOSSES, _direction(task, change, said)
+    if said.differs:
+        return f"{short} (p = {said.p_holm:.2g})"
+    if short.startswith("perhaps"):
+        return f"{short} (p = {said.p:.2g} by itself, {said.p_holm:.2g} among all comparisons)"
+    if said.detectable is None:
+        return "no difference seen, of too few examples to say more"
+    if said.detectable <= CERTAIN:
+        return f"no difference seen, and n = {said.n} was enough to see {'2%' if loss else '2 points'}"
+    least = f"{100 * said.detectable:.1f}{'%' if loss else ' points'}"
+    return f"no difference seen, but n = {said.n} shows only differences of {least} or more"
+
+
+def _direction(task: str, change: Estimate, said: Evidence | None) -> str:
+    """better, worse, either with "perhaps", or no difference seen."""
+    direction = "better" if (change.value < 0) == (task in LOSSES) else "worse"
+    if said is not None and said.differs:
+        return direction
+    return f"perhaps {direction}" if change.ci95[0] > 0 or change.ci95[1] < 0 else "no difference seen"
+
+
+def _judged(report: Report, name: str) -> Judgement:
+    base, model = next(iter(report.models.values())), report.models[name]
+    if not base.kv:
+        answer = "Not to be judged: retrieval was not measured (bench.suites without quick or retrieval)."
+        return Judgement(name, "not to be judged", answer, (_cost(base, model),))
+    size = max(base.kv, key=int)  # the largest size, and not the one that looks best
+    task = f"kv.{size}"
+    change, accuracy = model.change[task], base.kv[size]
+    direction = _direction(task, change, model.evidence.get(task))
+    compared = (
+        f"with {size} pairs {name} answers {model.kv[size].accuracy:.3f} of the questions, the base {accuracy.accuracy:.3f} "
+        f"(difference {change}, chance {1 / int(size):.3f})"
+    )
+    chance, (control, clear) = _chance(report), _controls(report, name, task)
+    verdict: Verdict = "no"
+    if chance and "better" in direction:
+        verdict, answer = "not to be judged", (
+            f"Not to be judged: the base is at chance on this probe ({chance}), so it does not retrieve, and no head of it can "
+            f"have been located by its retrieval. It is true that {compared}, but this difference cannot be attributed to "
+            "surgery of located heads; choose a probe that the base can do in part."
+        )  # fmt: skip
+    elif chance:
+        answer = f"No: {compared}. The base is at chance on this probe ({chance}); choose one that it can do in part."
+    elif direction == "better" and clear:
+        verdict, answer = "yes", f"Yes: {compared}."
+    elif direction == "better":
+        verdict, answer = "unclear", f"Unclear: {compared}, but a control does about as well."
+    elif direction == "perhaps better":
+        verdict, answer = "perhaps", (
+            f"Perhaps: {compared}, which may be chance among so many comparisons; ask more examples (bench.limit)."
+        )  # fmt: skip
+    elif direction == "no difference seen":
+        answer = f"No difference seen: {compared}."
+        if accuracy.accuracy >= CEILING:
+            answer += " The base leaves next to nothing to gain on this probe; a gain could not show. Ask for more pairs."
+    else:
+        answer = f"No, {direction}: {compared}."
+    return Judgement(name, verdict, answer, tuple(filter(None, (control, _cost(base, model)))))
+
+
+def _chance(report: Report) -> str:
+    """Where the base is no better than guessing: on the probe that located the heads, or on every size of retrieval that was
+    measured. Empty where it is better."""
+    located, kv = report.located, next(iter(report.models.values())).kv
+    if located is not None and at_chance(located.accuracy, located.chance):
+        return f"{located.probe}: {located.accuracy}, chance {located.chance:.3f}"
+    if all(at_chance(accuracy, 1 / int(size)) for size, accuracy in kv.items()):
+        size = min(kv, key=int)
+        return f"even with {size} pairs: {kv[size]}, chance {1 / int(size):.3f}"
+    return ""
+
+
+def _controls(report: Report, name: str, task: str) -> tuple[str, bool]:
+    """The control that comes closest to a model, and whether the model is clearly better than it (their intervals of the
+    difference to the base have nothing in common)."""
+    controls = {other: model for other, model in report.models.items() if other.startswith("control")}
+    if not controls:
+        return "No control was measured, so what made the difference is not known.", True
+    best = max(controls, key=lambda other: controls[other].change[task].value)
+    accuracy = value(controls[best].results()[task])
+    clear = report.models[name].change[task].ci95[0] > controls[best].change[task].ci95[1]
+    said = f"The best of {len(controls)} controls is {best} with {accuracy:.3f}"
+    if clear:
+        return f"{said}.", True
+    lacking = "the graft is what helps" if controls[best].plan is None else "the located heads are what matters"
+    return f"{said} ({controls[best].description}): that {lacking} is not shown.", False
+
+
+def _cost(base: ModelReport, model: ModelReport) -> str:
+    """Knowledge and perplexity, and what else got worse."""
+    before, after = base.results(), model.results()
+    parts = []
+    if model.knowledge is not None and base.knowledge is not None:
+        said = _direction("knowledge", model.change["knowledge"], model.evidence.get("knowledge"))
+        parts.append(f"knowledge {model.knowledge.accuracy:.3f} (base {base.knowledge.accuracy:.3f}, {said})")
+    if model.perplexity is not None and base.perplexity is not None:
+        change = model.change["perplexity"]
+        said = _direction("perplexity", change, model.evidence.get("perplexity"))
+        parts.append(
+            f"loss on held-out text {change.value:+.4f} nats per token (perplexity {model.perplexity.value:.3f}, base "
+            f"{base.perplexity.value:.3f}, {said})"
+        )
+    worse = [
+        f"{heading(task)} {value(after[task]):.3f} (base {value(before[task]):.3f})"
+        for task, change in model.change.items()
+        if task not in ("knowledge", "perplexity")
+        and _direction(task, change, model.evidence.get(task)) == "worse"
+    ]  # fmt: skip
+    costs = f"Cost: {'; '.join(parts)}." if parts else "Cost: knowledge and perplexity were not measured."
+    if not worse:
+        return costs
+    more = f" and {len(worse) - NAMED} more" if len(worse) > NAMED else ""
+    return f"{costs} Worse: {'; '.join(worse[:NAMED])}{more}."

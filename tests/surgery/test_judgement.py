@@ -1,0 +1,110 @@
+"""The report's answer in words: a gain is called a gain only where the base retrieves and no control does as well."""
+
+import pytest
+
+from surgery.evaluation.html import render as page
+from surgery.evaluation.judgement import at_chance, did_it_help, judge
+from surgery.evaluation.markdown import render
+from surgery.evaluation.report import Located, Report
+from surgery.statistics import Estimate, Proportion
+from tests.conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def report():
+    return Report.read(ROOT / "recipes" / "demo.report.json")
+
+
+def changed(report, name, **fields):
+    """The report with another KV 64 of a model: its accuracy, its difference to the base, its evidence."""
+    model = report.models[name]
+    parts = {}
+    if "accuracy" in fields:
+        value = fields["accuracy"]
+        parts["kv"] = model.kv | {"64": Proportion(accuracy=value, ci95=(value - 0.02, min(1, value + 0.02)), n=1000)}
+    if "change" in fields:
+        low, value, high = fields["change"]
+        parts["change"] = model.change | {"kv.64": Estimate(value=value, ci95=(low, high), n=1000)}
+        parts["evidence"] = model.evidence | {
+            "kv.64": model.evidence["kv.64"].model_copy(update={"differs": fields["differs"], "p_holm": 0.5})
+        }
+    return report.model_copy(update={"models": report.models | {name: model.model_copy(update=parts)}})
+
+
+def test_a_gain_above_all_controls_is_a_yes_with_its_cost(report):
+    (judged,) = judge(report)  # of a run, the tuned model alone
+    assert (judged.model, judged.verdict) == ("tuned", "yes")
+    said = did_it_help(report)
+    assert said.startswith("Did it help? Yes: with 64 pairs tuned answers 0.936 of the questions, the base 0.279")
+    assert "The best of 6 controls is control_tuned with 0.305." in said
+    assert "knowledge 0.980 (base 0.988, no difference seen)" in said
+    assert "loss on held-out text +0.0026 nats per token" in said
+    assert render(report).split("\n\n")[1] == said
+    assert said.split("(")[0] in page(report)
+
+
+@pytest.mark.parametrize("low", [0.031, 0.02])
+def test_a_base_at_chance_is_refused_whatever_was_gained(report, low):
+    located = Located(probe="kv (pairs 32)", accuracy=Proportion(accuracy=0.05, ci95=(low, 0.08), n=256), chance=1 / 32)
+    (judged,) = judge(report.model_copy(update={"located": located}))
+    assert judged.verdict == "not to be judged"
+    assert "cannot be attributed to surgery of located heads" in judged.answer
+    better = located.model_copy(update={"accuracy": Proportion(accuracy=0.05, ci95=(0.04, 0.08), n=256)})
+    assert judge(report.model_copy(update={"located": better}))[0].verdict == "yes"
+
+
+def test_a_base_at_chance_at_every_size_is_refused_without_a_ranking(report):
+    """A comparison does not locate; a base at chance at the largest size alone may have gained there."""
+    base = report.models["base"]
+    guess = {size: Proportion(accuracy=1 / int(size), ci95=(0.0, 1.5 / int(size)), n=1000) for size in base.kv}
+
+    def with_kv(kv):
+        return report.model_copy(update={"models": report.models | {"base": base.model_copy(update={"kv": kv})}})
+
+    assert judge(with_kv(guess))[0].verdict == "not to be judged"
+    assert judge(with_kv(base.kv | {"64": guess["64"]}))[0].verdict == "yes"
+    assert not at_chance(base.kv["64"], 1 / 64)
+
+
+@pytest.mark.parametrize(
+    ("control", "words"),
+    [("control_tuned", "that the graft is what helps is not shown"),
+     ("control_same_layer_tuned", "that the located heads are what matters is not shown")],
+)  # fmt: skip
+def test_a_control_that_does_as_well_takes_the_yes_away(report, control, words):
+    (judged,) = judge(changed(report, control, accuracy=0.93, change=(0.63, 0.65, 0.67), differs=True))
+    assert judged.verdict == "unclear"
+    assert words in judged.details[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "differs", "verdict", "begins"),
+    [
+        ((0.001, 0.03, 0.06), False, "perhaps", "Perhaps: "),
+        ((-0.02, 0.01, 0.04), False, "no", "No difference seen: "),
+        ((-0.3, -0.2, -0.1), True, "no", "No, worse: "),
+    ],
+)
+def test_what_is_no_gain_is_not_called_one(report, change, differs, verdict, begins):
+    (judged,) = judge(changed(report, "tuned", change=change, differs=differs))
+    assert (judged.verdict, judged.answer[: len(begins)]) == (verdict, begins)
+
+
+def test_a_perfect_base_leaves_nothing_to_gain(report):
+    perfect = changed(changed(report, "base", accuracy=1.0), "tuned", accuracy=1.0, change=(0.0, 0.0, 0.0), differs=False)
+    assert "a gain could not show" in did_it_help(perfect)
+
+
+def test_a_comparison_answers_for_every_model_and_misses_the_controls(report):
+    two = {"base": report.models["base"], "one": report.models["tuned"], "other": report.models["spliced"]}
+    first, second = did_it_help(report.model_copy(update={"models": two})).split("\n\n")
+    assert first.startswith("Did one help? Yes")
+    assert second.startswith("Did other help? Yes")
+    assert "No control was measured" in first
+
+
+def test_without_retrieval_there_is_nothing_to_judge(report):
+    models = {name: model.model_copy(update={"kv": {}}) for name, model in report.models.items()}
+    (judged,) = judge(report.model_copy(update={"models": models}))
+    assert judged.verdict == "not to be judged"
+    assert "retrieval was not measured" in judged.answer
