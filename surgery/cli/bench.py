@@ -24,11 +24,16 @@ def bench(
     recipe: RecipeOption = None, settings: Settings = None, out: Out = None, resume: Resume = False,
     overwrite: Overwrite = False, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
-    """Compare models on the same examples: report.html, .md and .json and figures in --out (runs/bench-<first hybrid>).
+    """Compare models on the same examples.
 
-    What is measured: bench.suites, of quick, retrieval, language, knowledge, paper and speed, e.g. --set
-    bench.suites=[quick,speed]. With --resume, a cell that an earlier run into the same folder has finished is not measured
-    again. `accelerate launch -m surgery bench ...` divides the cells among processes.
+    Writes report.html, .md and .json and figures into --out (runs/bench-<first hybrid>). What is measured: bench.suites, of
+    quick, retrieval, language, knowledge, paper and speed. With --resume, what an earlier
+    run into the same folder has measured is not measured again. `accelerate launch -m surgery bench ...` divides the work among
+    processes.
+
+    Examples:
+      surgery bench checkpoints/tiny-mamba2 tuned --require "kv.32 >= base"
+      surgery bench checkpoints/tiny-mamba2 tuned --set bench.suites=quick,speed
     """
     from surgery.evaluation import markdown
     from surgery.evaluation.gate import requirement

@@ -31,9 +31,15 @@ def locate(
     overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Rank every head: ranking.json, atlas.png and mixing.png in --out (runs/locate-<model>). Settings: locate.examples=512,
-    locate.probe=mqar, locate.options.pairs=16, locate.seeds=3 (is the ranking stable?), ... Processes started by `accelerate
-    launch` share the work."""
+    """Rank every head of a model.
+
+    Writes ranking.json, atlas.png and mixing.png into --out (runs/locate-<model>). Settings: locate.examples=512,
+    locate.seeds=3 (is the ranking stable?), ... Processes started by `accelerate launch` share the work.
+
+    Examples:
+      surgery locate checkpoints/tiny-mamba2 --out runs/located
+      surgery locate checkpoints/tiny-mamba2 --set locate.probe=mqar
+    """
     from surgery.jobs.locating_stage import locate_model
     from surgery.models.anatomy import anatomy
 

@@ -20,7 +20,13 @@ def prune(
     overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Find the minimal model that still retrieves, and what each of its layers is worth: pruning.json in --out."""
+    """Find the smallest model that still retrieves.
+
+    Also measures what each of its layers is worth. Writes pruning.json into --out (runs/prune-<model>).
+
+    Examples:
+      surgery prune checkpoints/tiny-mamba2 --ranking runs/located/ranking.json
+    """
     from surgery.jobs.prune_model import PRUNING, prune_model
 
     options = recipe_of("prune", recipe, settings, model=model)

@@ -14,7 +14,13 @@ def run(
     overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Do everything that a recipe says: the main job, or a study; output to runs/<recipe>."""
+    """Do everything that a recipe says.
+
+    That is the main job (locate, plan, splice, tune, bench, export) or a study. The output goes to runs/<recipe>.
+
+    Examples:
+      surgery run recipes/demo.yaml
+    """
     out = out or Path("runs") / recipe.stem
     options = recipe_of("run", recipe, settings)
     if options.study is not None:

@@ -20,9 +20,12 @@ Names = Iterator[tuple[str, str]]  # name, meaning
 def settings(
     section: Annotated[str, typer.Argument(help="A section (tune, tune.lora, ...) or a key (tune.steps).")] = "",
 ) -> None:
-    """List the settings of a recipe: every key with its type, its default and what it means.
+    """List the settings of a recipe.
 
-    surgery settings tune.lora
+    Every key with its type, its default and what it means.
+
+    Examples:
+      surgery settings tune.lora
     """
     from surgery.records.settings import rows, sections
 
@@ -57,14 +60,17 @@ def _wrapped(text: str, indent: int, further: int | None = None) -> list[str]:
 def list_names(
     kind: Annotated[str, typer.Argument(help="probes, suites, tasks, families, formats, studies or kernels.")],
 ) -> None:
-    """List the names that settings and options take, with what each one means.
+    """List the names that settings and options take.
 
-    surgery list probes
+    Each with what it means.
+
+    Examples:
+      surgery list probes
     """
     if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(KINDS)}"
-        raise UserError(f"there is no list of '{kind}'; {advice}")
+        from surgery.records.complaints import none_named
+
+        raise UserError(none_named("list", kind, KINDS))
     names = list(KINDS[kind]())
     column = max(len(name) for name, _ in names) + 2
     for name, meaning in names:
@@ -128,13 +134,10 @@ def _studies() -> Names:
 
 
 def _kernels() -> Names:
-    from surgery.families import families
-    from surgery.kernels import divergence  # noqa: F401  # registers the operation of tuning
-    from surgery.kernels.dispatch import OPERATIONS, Operation
+    from surgery.kernels.operations import operations
 
-    families()  # register the operations of the models
-    for name in OPERATIONS:
-        yield name, f"Backends, the preferred one first: {', '.join(Operation.registry[name].backends)}."
+    for name, operation in operations().items():
+        yield name, f"Backends, the preferred one first: {', '.join(operation.backends)}."
 
 
 KINDS: dict[str, Callable[[], Names]] = {

@@ -17,8 +17,15 @@ def tune(
     base: Annotated[str | None, typer.Option("--base", help="Its base, if not where the hybrid says.")] = None,
     resume: Resume = False, overwrite: Overwrite = False, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
-    """Tune a hybrid's grafts: a tuned hybrid folder. Checkpoints lie in <out>-tuning. Processes started by `accelerate launch`
-    divide every batch, and with FSDP (version 2) also the model."""
+    """Train a hybrid's grafts.
+
+    Writes a tuned hybrid folder; checkpoints lie in <out>-tuning. Processes started by `accelerate launch` divide every batch,
+    and with FSDP (version 2) also the model.
+
+    Examples:
+      surgery tune spliced --out tuned --dry-run
+      surgery tune spliced --out tuned --set tune.steps=100
+    """
     from surgery.jobs.tune_hybrid import tune_hybrid
 
     options = recipe_of("tune", recipe, settings, model=hybrid)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import UserError
-from surgery.evaluation.bench import Entry, bench
+from surgery.evaluation.bench import Entry, measure
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.jobs.opening import open_compared
@@ -14,7 +14,7 @@ from surgery.jobs.preparing import check
 from surgery.jobs.report_folder import REPORT, write_report
 from surgery.kernels.dispatch import use
 from surgery.loading.digests import Conditions, conditions
-from surgery.locating.atlas import short_question
+from surgery.locating.example import short_question
 from surgery.probes.knowledge import part_for_bench
 from surgery.records.names import called, public
 from surgery.records.plan import Plan
@@ -60,7 +60,7 @@ def compare(
             if (earlier := on_main(partial(_finished, out, settings, now))) is not None:
                 say(f"nothing has changed, and everything is finished: this is the result in {out}")
                 return earlier
-        measured = bench(
+        measured = measure(
             entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells", part=part
         )
     origin = provenance(base.name, base.fingerprint, recipe.seed, settings)

@@ -4,7 +4,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from surgery.jobs.opening import open_checkpoint
+from surgery.jobs.opening import advise_base, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder
 from surgery.jobs.stages import first_change, first_difference, shown
 from surgery.loading.checkpoint import Checkpoint
@@ -88,6 +88,7 @@ def locate_model(
     check_folder(out, "locate", resume=resume, overwrite=overwrite)
     with busy("opening the model"):
         base = open_checkpoint(recipe, trust_remote_code)
+    advise_base(base)
     check_locatable(base.model, recipe.locate.exact)
     check_questions(base.tokenizer, recipe.locate, recipe.seed)
     earlier = on_main(partial(begin, out, "locate", recipe, resume=resume, overwrite=overwrite))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.evaluation import markdown
-from surgery.evaluation.bench import Entry, bench
+from surgery.evaluation.bench import Entry, measure
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Located, Report
 from surgery.exporting.export import export
@@ -22,15 +22,15 @@ from surgery.exporting.folder import RECORD, Exported
 from surgery.families import family_of
 from surgery.jobs.entries import entries_of
 from surgery.jobs.locating_stage import RANKING, located
-from surgery.jobs.opening import open_checkpoint, open_donor
+from surgery.jobs.opening import open_base, open_donor
 from surgery.jobs.output_folder import begin, check_folder
-from surgery.jobs.preparing import check
+from surgery.jobs.preparing import check, check_run
 from surgery.jobs.report_folder import REPORT, describe, write_report
 from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import tuned
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
-from surgery.locating.atlas import short_question
+from surgery.locating.example import short_question
 from surgery.locating.planning import plan
 from surgery.locating.questions import described
 from surgery.locating.ranking import Ranking
@@ -49,8 +49,8 @@ from surgery.tuning.state import Log
 
 def run(recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool = False, trust_remote_code: bool = False) -> Report:
     """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, report.html,
-    mixing.json, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that accelerate
-    started share the work.
+    mixing.json, grafts.png, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that
+    accelerate started share the work.
 
     resume: go on with an earlier run in `out`, from the first stage whose own settings are others. overwrite: remove what an
     earlier run has left there. Raises UserError, and writes nothing, where one is there and neither is given.
@@ -58,9 +58,10 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool = Fa
     check_folder(out, "run", resume=resume, overwrite=overwrite)
     with use(**recipe.kernels):
         with busy("opening the model"):
-            base = open_checkpoint(recipe, trust_remote_code)
+            base = open_base(recipe, trust_remote_code)
         family_of(base.model.config)  # before the work begins: nothing else can be grafted
         check(recipe, base)
+        check_run(recipe, base)
         if recipe.tune.lora is not None:
             matches(adopt(base.model), recipe.tune.lora)
         earlier = on_main(partial(begin, out, "run", recipe, resume=resume, overwrite=overwrite))
@@ -145,7 +146,7 @@ class _Job:
     def finish(self, ranking: Ranking, chosen: Plan, entries: dict[str, Entry]) -> Report:
         recipe = self.recipe
         with self.stage("bench", f"measuring {len(entries)} models: {', '.join(entries)}"):
-            measured = bench(
+            measured = measure(
                 entries, self.base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=self.out / "cells",
                 part=part_for_bench([recipe.tune.early_stopping]),
             )  # fmt: skip

@@ -78,8 +78,7 @@ def locate(
 
     Raises UserError for arguments that do not fit, and for a model whose layout is not known.
     """
-    given: dict[str, Any] = {} if options is None else {"options": dict(options)}
-    given["also"] = [{key: value for key, value in other.items() if value is not None} for other in also]
+    given: dict[str, Any] = {"also": also} if options is None else {"also": also, "options": options}
     try:
         chosen = Locate(
             probe=probe, examples=examples, exact=exact, confirm=confirm, layers=layers, ablation=ablation,
