@@ -10,11 +10,11 @@ import torch
 from surgery.errors import UserError
 from surgery.locating import walk
 from surgery.locating.atlas import draw_atlas
-from surgery.locating.mixing_figure import draw_mixing
 from surgery.locating.attribution import STARTS, attribute, attribute_starts, choose_starts
 from surgery.locating.exact import Exact, reference_batch
 from surgery.locating.locate import LEADING, locate
 from surgery.locating.matrices import mixing_matrices
+from surgery.locating.mixing_figure import draw_mixing
 from surgery.locating.planning import plan, random_plan
 from surgery.locating.ranking import Ranking, Score
 from surgery.locating.roles import masses, role
