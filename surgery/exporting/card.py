@@ -15,6 +15,7 @@ from surgery.evaluation.report import Report
 from surgery.families import family_of
 from surgery.loading.origin import Origin
 from surgery.records.plan import Plan
+from surgery.runtime import plotting
 
 COLUMNS = 128  # of the map; more heads than that (the channels of a Mamba-1) share columns
 
@@ -57,7 +58,7 @@ def draw_sites(hybrid: PreTrainedModel, plan: Plan, path: Path) -> None:
         for head in site.heads or range(heads):
             grid[site.layer, head * columns // heads] += 1
     sizes = np.bincount([head * columns // heads for head in range(heads)], minlength=columns)
-    with plt.rc_context(plots.STYLE):
+    with plt.rc_context(plotting.STYLE):
         figure, axis = plt.subplots(figsize=(min(1.6 + 0.22 * columns, 8), min(1.2 + 0.22 * layers, 7)))
         shown = np.where(grid > 0, 0.45 + 0.55 * grid / sizes, 0)  # a single channel of a column is still seen
         extent = (-0.5, heads - 0.5, layers - 0.5, -0.5)
@@ -75,7 +76,7 @@ def draw_sites(hybrid: PreTrainedModel, plan: Plan, path: Path) -> None:
             if columns < heads:
                 title += f"; {-(-heads // columns)} heads a column, the darker the more"
         axis.set(xlabel="head", ylabel="layer", title=title)
-        plots.save(figure, path)
+        plotting.save(figure, path)
 
 
 LOADS = {
