@@ -68,9 +68,9 @@ def list_names(
       surgery list probes
     """
     if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(KINDS)}"
-        raise UserError(f"there is no list of '{kind}'; {advice}")
+        from surgery.records.complaints import none_named
+
+        raise UserError(none_named("list", kind, KINDS))
     names = list(KINDS[kind]())
     column = max(len(name) for name, _ in names) + 2
     for name, meaning in names:

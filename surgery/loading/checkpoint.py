@@ -15,7 +15,7 @@ from surgery.families import families, family_of
 from surgery.loading.devices import check_device
 from surgery.loading.digests import fingerprint, named_dtype
 from surgery.loading.hub import local_folder, one_line, why_not_fetched
-from surgery.loading.opened import Checkpoint
+from surgery.loading.opened import Checkpoint, a_type
 from surgery.loading.original import is_original, load_original
 from surgery.models.quantised import converted
 from surgery.models.tokens import prompting
@@ -59,6 +59,8 @@ def load(
 
     Raises UserError in one line for anything that cannot be loaded exactly, or onto its devices.
     """
+    if not isinstance(name, str | Path):
+        raise UserError(f"surgery.load takes a Hub id or a folder, not {a_type(name)}")
     name = str(name)
     if device != BALANCED:
         check_device(device)
@@ -111,6 +113,18 @@ def load_base(name: str, revision: str | None = None) -> PreTrainedModel:
         return _load_transformers(folder, None, "cpu", trust_remote_code=False)
     except UserError:
         raise
+    except Exception as error:
+        raise UserError(f"cannot load {name}: {one_line(error)}") from error
+
+
+def load_empty(name: str) -> PreTrainedModel:
+    """A Hugging Face model without values in its tensors (on the meta device): what its configuration alone says. Of the Hub,
+    it is fetched whole. Raises UserError in one line if that cannot be."""
+    folder = local_folder(name)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise UserError(f"cannot load {name}: {one_line(error)}") from error
 

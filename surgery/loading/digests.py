@@ -63,8 +63,11 @@ class Conditions(Record):
         return next((name for name in type(self).model_fields if getattr(self, name) != getattr(other, name)), None)
 
 
-def conditions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, digest: str | None = None) -> Conditions:
-    """Those of a measurement that begins now, with the kernels that are asked for now. digest: the model's, if it is known.
+def conditions(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, digest: str | None = None, words: str | None = None
+) -> Conditions:
+    """Those of a measurement that begins now, with the kernels that are chosen now. digest, words: the model's and the
+    tokenizer's digest, if they are known.
 
     Raises KernelError if a backend that was asked for cannot serve.
     """
@@ -77,7 +80,7 @@ def conditions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, diges
     }
     return Conditions(
         model=digest or model_digest(model),
-        tokenizer=tokenizer_digest(tokenizer),
+        tokenizer=words or tokenizer_digest(tokenizer),
         dtype=dtypes(model),
         device=_device(model),
         kernels=kernels,
