@@ -38,7 +38,7 @@ def locate(
 
     Examples:
       surgery locate checkpoints/tiny-mamba2 --out runs/located
-      surgery locate checkpoints/tiny-mamba2 --set locate.probe=mqar
+      surgery locate checkpoints/tiny-mamba2 --set locate.options.pairs=16
     """
     from surgery.jobs.locating_stage import locate_model
     from surgery.models.anatomy import anatomy

@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.exporting.source import base_of
 from surgery.kernels.dispatch import asked_for, use
 from surgery.kernels.operations import operations
 from surgery.loading.checkpoint import Checkpoint, load
@@ -63,6 +62,8 @@ def advise_base(opened: Checkpoint) -> None:
 
 def _base_of_hybrid(name: str) -> str:
     """A hybrid's base, in words."""
+    from surgery.exporting.source import base_of  # with it come the figures of a card
+
     try:
         return f"its base, {base_of(name)}"
     except UserError:  # it does not say

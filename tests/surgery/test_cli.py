@@ -268,7 +268,7 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
         ),
         (("locate", "{f}/base", "--set", "locate.pairs=8"), "unknown key 'locate.pairs'"),
         (("locate", "{f}/base", "--set", "locate.probe=mqra"), "no probe is named 'mqra'"),
-        (("locate", "{f}/base", "--set", "locate.probe=[kv]"), "locate.probe: Input should be a valid string"),
+        (("locate", "{f}/base", "--set", "locate.probe=[kv]"), "locate.probe takes text, not ['kv']"),
         (("locate", "{f}/base", "--set", "locate.options.pairs=0"), "kv takes 1 to 100 pairs"),
         (("locate", "{f}/base", "--set", "locate.probe=copying", "--set", "locate.options.length=4"), "asks for completions"),
         (
