@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.console import show, table
+from surgery.cli.console import show, starting, table
 from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
 from surgery.runtime.processes import is_main
 
@@ -35,16 +35,20 @@ def bench(
       surgery bench checkpoints/tiny-mamba2 tuned --require "kv.32 >= base"
       surgery bench checkpoints/tiny-mamba2 tuned --set bench.suites=quick,speed
     """
-    from surgery.evaluation import markdown
-    from surgery.evaluation.gate import requirement
-    from surgery.evaluation.judgement import did_it_help
-    from surgery.evaluation.suites import names
-    from surgery.jobs.comparison import compare
-    from surgery.jobs.opening import labels
+    with starting():
+        from surgery.evaluation import markdown
+        from surgery.evaluation.gate import requirement
+        from surgery.evaluation.judgement import did_it_help
+        from surgery.evaluation.suites import names
+        from surgery.exporting.source import advise_tuning
+        from surgery.jobs.comparison import compare
+        from surgery.jobs.opening import labels
 
+        options = recipe_of("bench", recipe, settings, model=base)
     out = out or Path("runs") / f"bench-{Path(hybrids[0]).name}"
-    options = recipe_of("bench", recipe, settings, model=base)
     requirements = [requirement(text, list(labels(hybrids)), names(options.bench)) for text in require or []]
+    for hybrid in hybrids:
+        advise_tuning(hybrid)
     report = compare(options, hybrids, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
     failures = [line for required in requirements for line in required.failures(report)]
     if is_main():

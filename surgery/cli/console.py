@@ -1,5 +1,7 @@
 """What the verbs print on standard output: lines and tables. Of several processes, only the main one prints."""
 
+from contextlib import AbstractContextManager
+
 from surgery.runtime.processes import is_main
 
 
@@ -9,6 +11,13 @@ def show(text: str) -> None:
         from rich.console import Console
 
         Console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def starting() -> AbstractContextManager[None]:
+    """While a verb's packages are imported, which takes seconds."""
+    from surgery.runtime.progress import busy
+
+    return busy("starting")
 
 
 def table(header: list[str], body: list[list[str]]) -> None:

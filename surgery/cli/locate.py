@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surgery.cli.console import show, table
+from surgery.cli.console import show, starting, table
 from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
 
 if TYPE_CHECKING:
@@ -40,10 +40,11 @@ def locate(
       surgery locate checkpoints/tiny-mamba2 --out runs/located
       surgery locate checkpoints/tiny-mamba2 --set locate.options.pairs=16
     """
-    from surgery.jobs.locating_stage import locate_model
-    from surgery.models.anatomy import anatomy
+    with starting():
+        from surgery.jobs.locating_stage import locate_model
+        from surgery.models.anatomy import anatomy
 
-    options = recipe_of("locate", recipe, settings, model=model)
+        options = recipe_of("locate", recipe, settings, model=model)
     out = out or Path("runs") / f"locate-{Path(model).name}"
     ranking, base = locate_model(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
     leading = ranking.heads[:10]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.console import show, table
+from surgery.cli.console import show, starting, table
 from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Settings, Trust, recipe_of
 
 
@@ -27,9 +27,10 @@ def prune(
     Examples:
       surgery prune checkpoints/tiny-mamba2 --ranking runs/located/ranking.json
     """
-    from surgery.jobs.prune_model import PRUNING, prune_model
+    with starting():
+        from surgery.jobs.prune_model import PRUNING, prune_model
 
-    options = recipe_of("prune", recipe, settings, model=model)
+        options = recipe_of("prune", recipe, settings, model=model)
     out = out or Path("runs") / f"prune-{Path(model).name}"
     pruning = prune_model(options, ranking, out, overwrite=overwrite, trust_remote_code=trust_remote_code)
     cuts = [pruning.base, *pruning.shortened, *pruning.left_out, *pruning.kept.values(), *pruning.last_row.values()]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from surgery.cli.console import show, table
+from surgery.cli.console import show, starting, table
 from surgery.cli.options import Out, Overwrite, Resume, Settings, Trust, recipe_of
 
 
@@ -22,18 +22,18 @@ def run(
       surgery run recipes/demo.yaml
     """
     out = out or Path("runs") / recipe.stem
-    options = recipe_of("run", recipe, settings)
-    if options.study is not None:
+    with starting():
+        from surgery.evaluation import markdown
+        from surgery.evaluation.judgement import did_it_help
+        from surgery.jobs import run as job
         from surgery.studies.conduct import FIGURE, FINDINGS, conduct
 
+        options = recipe_of("run", recipe, settings)
+    if options.study is not None:
         findings = conduct(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
         table(*findings.table())
         show(f"{findings.summary}\nFindings: {out / FINDINGS}, figure: {out / FIGURE}")
         return
-    from surgery.evaluation import markdown
-    from surgery.evaluation.judgement import did_it_help
-    from surgery.jobs import run as job
-
     report = job.run(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
     table(*markdown.rows(report))
     show(markdown.EXPLANATION + "\n")

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from surgery.cli.console import show, table
+from surgery.cli.console import show, starting, table
 from surgery.cli.options import HybridArgument, OutRequired, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
 
 if TYPE_CHECKING:
@@ -26,9 +26,10 @@ def tune(
       surgery tune spliced --out tuned --dry-run
       surgery tune spliced --out tuned --set tune.steps=100
     """
-    from surgery.jobs.tune_hybrid import tune_hybrid
+    with starting():
+        from surgery.jobs.tune_hybrid import tune_hybrid
 
-    options = recipe_of("tune", recipe, settings, model=hybrid)
+        options = recipe_of("tune", recipe, settings, model=hybrid)
     log = tune_hybrid(
         options, out, base=base, dry_run=dry_run, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code
     )

@@ -16,8 +16,9 @@ RECIPE, RUN = "recipe.yaml", "run.json"
 # What the verbs leave in a folder, so that --overwrite removes nothing else. (exporting/ removes its own leftovers.)
 LEFT = (
     RECIPE, RUN, "ranking.json", "atlas.png", "mixing.png", "mixing.json", "grafts.png", "plan.json", "report.json",
-    "report.md", "report.html", "retrieval.png", "cost.png", "speed.png", "dose.png", "findings.json", "figure.png", "pruning.json",
-    "checkpoint-*", ".checkpoint-*", "tuning.json", "adapter", "lora.txt", "locate", "tuning", "cells", "hybrid", "seed-*",
+    "report.md", "report.html", "retrieval.png", "cost.png", "speed.png", "dose.png", "findings.json", "figure.png",
+    "pruning.json", "checkpoint-*", ".checkpoint-*", "tuning.json", "adapter", "lora.txt",
+    "locate", "tuning", "cells", "hybrid", "seed-*",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ shows any."""
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -68,6 +68,20 @@ class Track(Iterable[T]):
                 last = now
                 line = f"{self.description}: {done}/{self.total}, about {duration(left)} left  {self.note}"
                 print(line.rstrip(), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def counting(total: int, description: str) -> Iterator[Callable[[], None]]:
+    """Progress of work that is not a loop: yields what is to be called when one of its `total` parts is done. Fewer may be."""
+    progress = iter(Track(range(total), description))
+    next(progress, None)  # the bar is there from the beginning
+
+    def advance() -> None:
+        next(progress, None)
+
+    yield advance
+    for _ in progress:
+        pass
 
 
 @contextmanager
