@@ -85,16 +85,18 @@ def counting(total: int, description: str) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def busy(description: str, every: float = EVERY) -> Iterator[None]:
+def busy(description: str, after: float | None = EVERY) -> Iterator[None]:
     """Work whose end cannot be foreseen: on a terminal a moving bar and the time that has passed; elsewhere a line, if it takes
-    longer than `every` seconds."""
+    longer than `after` seconds (None: none)."""
     if not is_main():
         yield
     elif console.is_terminal:
         with _row(description, None):
             yield
+    elif after is None:
+        yield
     else:
-        late = threading.Timer(every, lambda: print(f"{description} ...", file=sys.stderr, flush=True))
+        late = threading.Timer(after, lambda: print(f"{description} ...", file=sys.stderr, flush=True))
         late.daemon = True
         late.start()
         try:

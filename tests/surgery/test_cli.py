@@ -179,13 +179,6 @@ def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, tmp_path
     assert third["plan"]["sites"] == [other]
     assert third["models"]["tuned"]["conditions"]["model"] != second["models"]["tuned"]["conditions"]["model"]
 
-    (done / "notes.txt").write_text("mine")
-    status, _, err = surgery("run", folder / "quick.yaml", "--overwrite", "--set", "bench.controls=false")
-    assert status == 0, err
-    assert {path.name for path in (done / "tuning").iterdir()} == {"tuned", "tuned.csv"}
-    assert (done / "notes.txt").read_text() == "mine"
-    assert json.loads((done / "report.json").read_text())["models"]["tuned"]["kv"] == first["models"]["tuned"]["kv"]
-
 
 def test_the_verbs_one_by_one(surgery, folder, tmp_path):
     common = ("--recipe", folder / "quick.yaml")
