@@ -49,6 +49,15 @@ def random_base(**changes) -> Mamba2ForCausalLM:
     return Mamba2ForCausalLM(Mamba2Config(**fields | changes)).eval()
 
 
+def subject(model: PreTrainedModel):
+    """A model as it is, not adopted, with the world's tokenizer."""
+    from surgery.locating.subject import Subject
+    from surgery.models.anatomy import anatomy
+    from surgery.world.tokenizer import build_tokenizer
+
+    return Subject(model, build_tokenizer(), anatomy(model))
+
+
 def random_selective(config: type, model: type, **changes) -> PreTrainedModel:
     """A Mamba-1 or Falcon-Mamba of 3 layers of 64 channels; the same weights every time."""
     torch.manual_seed(0)

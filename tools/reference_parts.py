@@ -1,17 +1,18 @@
-"""What the code says of itself, as Markdown for docs/reference/: commands, settings, fields of the report, probes and suites."""
+"""What the code says of itself, as Markdown for docs/reference/: commands, settings, the report's fields, probes, suites."""
 
 import dataclasses
 import inspect
-import re
 from typing import Any
 
 import typer
 
 from surgery.cli.app import app
-from surgery.evaluation import markdown, suites
+from surgery.evaluation import markdown
 from surgery.evaluation.report import Report
 from surgery.probes import probes
 from surgery.probes.question import CompletionProbe
+from surgery.records.sections.benching import SUITES
+from surgery.records.settings import rows, sections
 
 
 def verbs() -> str:
@@ -26,9 +27,12 @@ def _verb(command: Any) -> str:
     usage = " ".join(
         ["surgery", command.name, *(_metavar(parameter) for parameter in shown if parameter.param_type_name == "argument")]
     )
-    rows = [[_parameter(parameter), cell(getattr(parameter, "help", None) or "")] for parameter in shown]
-    table = "\n\n" + markdown.table(["", "meaning"], rows) if rows else ""
-    return f"## {command.name}\n\n    {usage}{' [OPTIONS]' if rows else ''}\n\n{prose(command.help or '')}{table}"
+    body = [[_parameter(parameter), cell(getattr(parameter, "help", None) or "")] for parameter in shown]
+    table = "\n\n" + markdown.table(["", "meaning"], body) if body else ""
+    text, _, examples = inspect.cleandoc(command.help or "").replace("\b", "").partition("Examples:")
+    lines = "".join(f"\n    {line.strip()}" for line in examples.splitlines() if line.strip())
+    text = prose(text) + (f"\n\nExamples:\n{lines}" if lines else "")
+    return f"## {command.name}\n\n    {usage}{' [OPTIONS]' if body else ''}\n\n{text}{table}"
 
 
 def _metavar(argument: Any) -> str:
@@ -46,7 +50,15 @@ def _parameter(parameter: Any) -> str:
 
 def settings() -> str:
     """A table for each section of a recipe."""
-    return ""
+    return "\n\n".join(_section(name, kind) for name, kind in sections().items())
+
+
+def _section(name: str, kind: type) -> str:
+    body = [
+        [f"`{row.key}`", cell(row.type), f"`{row.default}`" if row.default else "", cell(row.meaning)] for row in rows(name)
+    ]
+    table = markdown.table(["key", "type", "default", "meaning"], body)
+    return f"## {name or 'recipe'}\n\n{prose(inspect.getdoc(kind) or '')}\n\n{table}"
 
 
 def report() -> str:
@@ -82,35 +94,30 @@ def _kind(of: dict[str, Any]) -> str:
 
 def probes_and_suites() -> str:
     """Two tables: the probes with their options, and what each suite measures."""
-    rows = []
+    body = []
     for name, kind in sorted(probes().items()):
         fields = [field for field in dataclasses.fields(kind) if field.name != "tokenizer"]
         options = ", ".join(
             f"`{field.name}`" + ("" if field.default is dataclasses.MISSING else f" (`{field.default}`)") for field in fields
         )
         asks = "completion" if issubclass(kind, CompletionProbe) else "choice"
-        rows.append([f"`{name}`", asks, options or "none", cell(inspect.getdoc(kind) or "")])
-    measured = [[f"`{name}`", cell(text)] for name, text in suite_meanings().items()]
+        body.append([f"`{name}`", asks, options or "none", cell(inspect.getdoc(kind) or "")])
+    measured = [[f"`{name}`", cell(text)] for name, text in SUITES.items()]
     return f"""## Probes
 
-{markdown.table(["probe", "kind", "options (default)", "what it asks"], rows)}
+{markdown.table(["probe", "kind", "options (default)", "what it asks"], body)}
 
-A *choice* probe asks questions with candidates, and can locate and teach. A *completion* probe asks for a text, and can be measured.
+A *choice* probe asks questions with candidates, and can locate and teach. A *completion* probe asks for a text, and can be
+measured.
 
 ## Suites
 
 {markdown.table(["suite", "what is measured"], measured)}"""
 
 
-def suite_meanings() -> dict[str, str]:
-    """What each suite measures, from the docstring of the module."""
-    lines = re.findall(r"^(\w+) {2,}(.+(?:\n {6,}.+)*)", inspect.getdoc(suites) or "", flags=re.M)
-    return {name: " ".join(text.split()) for name, text in lines}
-
-
 def prose(text: str) -> str:
     """A docstring as Markdown: what looks like markup in it is none."""
-    return re.sub(r"[<\[]", r"\\\g<0>", inspect.cleandoc(text).replace("\f", ""))
+    return inspect.cleandoc(text).replace("\f", "").replace("<", "&lt;").replace("[", "\\[")
 
 
 def cell(text: str) -> str:

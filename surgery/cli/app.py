@@ -5,7 +5,10 @@ and a typo answer at once.
 """
 
 import sys
+from collections.abc import Callable
 from contextvars import copy_context
+from inspect import cleandoc
+from typing import Annotated
 
 import typer
 
@@ -19,6 +22,7 @@ from surgery.cli.pretrain import pretrain
 from surgery.cli.prune import prune
 from surgery.cli.publish import publish
 from surgery.cli.run import run
+from surgery.cli.settings import list_names, settings
 from surgery.cli.splice import splice
 from surgery.cli.tune import tune
 from surgery.errors import UserError
@@ -26,16 +30,37 @@ from surgery.runtime.processes import is_main
 from surgery.runtime.quiet import hush_transformers
 
 # In the order of --help: the pipeline first.
-VERBS = (run, locate, prune, plan, splice, tune, export, publish, bench, report_schema, tasks_path, doctor, pretrain)
+VERBS: dict[str, Callable[..., None]] = {
+    "run": run, "locate": locate, "plan": plan, "splice": splice, "tune": tune, "bench": bench, "export": export,
+    "publish": publish, "prune": prune, "settings": settings, "list": list_names, "doctor": doctor, "pretrain": pretrain,
+    "report-schema": report_schema, "tasks-path": tasks_path,
+}  # fmt: skip
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help=(
         "Finds the retrieval heads of a pretrained Mamba and splices attention in their place: "
         "locate, plan, splice, tune, export, bench. `run` does all of it from one recipe."
     ),
 )  # fmt: skip
-for verb in VERBS:
-    app.command()(verb)
+for name, verb in VERBS.items():
+    # After \b, click keeps the lines of a paragraph as they are.
+    app.command(name, help=cleandoc(verb.__doc__ or "").replace("\n\nExamples:\n", "\n\n\b\nExamples:\n"))(verb)
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        import importlib.metadata
+
+        print(f"mamba-surgery {importlib.metadata.version('mamba-surgery')}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the version, and exit.")]
+
+
+@app.callback()
+def options(version: Version = False) -> None:
+    """Options that come before a verb."""
 
 
 def main() -> None:

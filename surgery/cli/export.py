@@ -6,14 +6,15 @@ from typing import Annotated, Any
 import typer
 
 from surgery.cli.console import show
-from surgery.cli.options import HybridArgument, OutRequired, Settings, Trust, recipe_of
+from surgery.cli.options import HybridArgument, OutRequired, RecipeOption, Settings, Trust, recipe_of
 from surgery.errors import UserError
 from surgery.exporting.formats import DESCRIPTIONS as FORMATS
 
 
 def export(
     hybrid: HybridArgument, out: OutRequired,
-    form: Annotated[str, typer.Option("--as", help=f"The form: {', '.join(FORMATS)}.")] = "hf",
+    form: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")] = "hf",
+    old_form: Annotated[str | None, typer.Option("--as", hidden=True)] = None,
     base: Annotated[
         str | None, typer.Option("--base", help="Its base, if not as the hybrid says: a folder or, to be published, a Hub id.")
     ] = None,
@@ -21,18 +22,32 @@ def export(
     max_shard_size: Annotated[
         str | None, typer.Option("--max-shard-size", help="Divide weights into files of at most this, e.g. 2GB.")
     ] = None,
-    settings: Settings = None, trust_remote_code: Trust = False,
+    recipe: RecipeOption = None, settings: Settings = None, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
-    """Write a hybrid, or a patch and its base, in another form, and verify it."""
+    """Write a hybrid in another format, and verify it.
+
+    A patch is joined to its base first.
+
+    Examples:
+      surgery export tuned --format patch --out patch
+    """
+    if old_form is not None:
+        from surgery.runtime.progress import say
+
+        say("advice: --as is now --format; old names are read until version 1.0")
+        form = old_form
     if form not in FORMATS:
         raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
     from surgery.exporting import export as exporting
-    from surgery.exporting.source import base_of, is_patch, papers_of, report_on, there
+    from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, report_on, there
     from surgery.jobs.opening import open_checkpoint
     from surgery.loading.checkpoint import plan_of
 
+    advise_tuning(hybrid)
     plan, from_patch = plan_of(hybrid), is_patch(hybrid)
-    loaded = open_checkpoint(recipe_of(None, settings, model=hybrid), trust_remote_code, base if from_patch else None)
+    loaded = open_checkpoint(
+        recipe_of("export", recipe, settings, model=hybrid), trust_remote_code, base if from_patch else None
+    )
     papers = papers_of(hybrid, loaded.model)
     if report is not None:
         papers |= {"report": report_on(loaded.model, plan, report), "figures": report.parent}

@@ -17,19 +17,26 @@ def locate(
     resume: Resume = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Rank every head: ranking.json, atlas.png and mixing.png in --out (runs/locate-<model>). Settings: locate.examples=512,
-    locate.probe=mqar, locate.options.pairs=16, locate.seeds=3 (is the ranking stable?), ... Processes started by `accelerate
-    launch` share the work."""
+    """Rank every head of a model.
+
+    Writes ranking.json, atlas.png and mixing.png into --out (runs/locate-<model>). Settings: locate.examples=512,
+    locate.seeds=3 (is the ranking stable?), ... Processes started by `accelerate launch` share the work.
+
+    Examples:
+      surgery locate checkpoints/tiny-mamba2 --out runs/located
+      surgery locate checkpoints/tiny-mamba2 --set locate.probe=mqar
+    """
     from surgery.jobs.locating_stage import located
-    from surgery.jobs.opening import open_checkpoint
+    from surgery.jobs.opening import advise_base, open_checkpoint
     from surgery.jobs.preparing import prepare
     from surgery.locating.locate import check_locatable
     from surgery.locating.questions import check_questions
     from surgery.models.anatomy import anatomy
     from surgery.runtime.processes import on_main
 
-    options = recipe_of(recipe, settings, model=model)
+    options = recipe_of("locate", recipe, settings, model=model)
     base = open_checkpoint(options, trust_remote_code)
+    advise_base(base)
     check_locatable(base.model, options.locate.exact)
     out = out or Path("runs") / f"locate-{Path(model).name}"
     check_questions(base.tokenizer, options.locate, options.seed)

@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from surgery.cli.used_settings import refuse_unused
 from surgery.errors import UserError
 
 if TYPE_CHECKING:
     from surgery.records.recipe import Recipe
 
 ModelArgument = Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, original state-spaces folder, or patch.")]
-HybridArgument = Annotated[str, typer.Argument(help="A hybrid's folder, a patch, or the Hub id of one.")]
+HybridArgument = Annotated[str, typer.Argument(help="A hybrid's folder, or a patch.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe, e.g. tune.steps=300.")
 ]
@@ -22,13 +23,17 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code tha
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
 
 
-def recipe_of(path: Path | None, settings: list[str] | None, **fixed: str) -> "Recipe":
-    """Read the recipe, and ask for its kernels from here on."""
-    from surgery.kernels.dispatch import ask
+def recipe_of(verb: str, path: Path | None, settings: list[str] | None, **fixed: str) -> "Recipe":
+    """Read a verb's recipe, and ask for its kernels from here on. Raises UserError for settings that the verb does not use."""
     from surgery.records.recipe import read_recipe
 
     recipe = read_recipe(path, settings, **fixed)
-    ask(**recipe.kernels)
+    refuse_unused(verb, settings or ())
+    if recipe.kernels:
+        import surgery.kernels.operations  # noqa: F401  # so that a backend that does not exist is refused now
+        from surgery.kernels.dispatch import ask
+
+        ask(**recipe.kernels)
     return recipe
 
 

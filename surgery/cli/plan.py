@@ -3,17 +3,23 @@
 from pathlib import Path
 
 from surgery.cli.console import show
-from surgery.cli.options import Out, Settings, recipe_of
+from surgery.cli.options import Out, RecipeOption, Settings, recipe_of
 
 
-def plan(ranking: Path, out: Out = None, settings: Settings = None) -> None:
-    """Decide which heads become attention: plan.json beside the ranking. Settings: plan.heads=2, plan.sites=L1.H3,6, ... The
-    seed is the ranking's, unless it is set."""
+def plan(ranking: Path, recipe: RecipeOption = None, out: Out = None, settings: Settings = None) -> None:
+    """Decide which heads become attention.
+
+    Writes plan.json beside the ranking. The seed is the ranking's, unless it is set.
+
+    Examples:
+      surgery plan runs/located/ranking.json --out plan.json
+      surgery plan runs/located/ranking.json --set plan.sites=L1.H3,6
+    """
     from surgery.locating import planning
     from surgery.locating.ranking import Ranking
 
     ranked = Ranking.read(ranking)
-    options = recipe_of(None, settings, model=ranked.provenance.base)
+    options = recipe_of("plan", recipe, settings, model=ranked.provenance.base)
     seed = options.seed if "seed" in options.model_fields_set else None  # the ranking's
     chosen = planning.plan(ranked, **options.plan.model_dump(), seed=seed)
     out = out or ranking.with_name("plan.json")

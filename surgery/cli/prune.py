@@ -20,7 +20,13 @@ def prune(
     out: Out = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Find the minimal model that still retrieves, and what each of its layers is worth: pruning.json in --out."""
+    """Find the smallest model that still retrieves.
+
+    Also measures what each of its layers is worth. Writes pruning.json into --out (runs/prune-<model>).
+
+    Examples:
+      surgery prune checkpoints/tiny-mamba2 --ranking runs/located/ranking.json
+    """
     from surgery.jobs.opening import open_checkpoint
     from surgery.locating.prune import prune as cut_down
     from surgery.locating.questions import check_questions
@@ -29,7 +35,7 @@ def prune(
     from surgery.probes.knowledge import Knowledge
     from surgery.runtime.processes import on_main
 
-    options = recipe_of(recipe, settings, model=model)
+    options = recipe_of("prune", recipe, settings, model=model)
     ranked = Ranking.read(ranking) if ranking else None
     base = open_checkpoint(options, trust_remote_code)
     check_questions(base.tokenizer, options.locate, options.seed)

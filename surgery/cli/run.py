@@ -9,9 +9,15 @@ from surgery.cli.options import Out, Resume, Settings, Trust, recipe_of
 def run(
     recipe: Path, out: Out = None, settings: Settings = None, resume: Resume = False, trust_remote_code: Trust = False
 ) -> None:
-    """Do everything that a recipe says: the main job, or a study; output to runs/<recipe>."""
+    """Do everything that a recipe says.
+
+    That is the main job (locate, plan, splice, tune, bench, export) or a study. The output goes to runs/<recipe>.
+
+    Examples:
+      surgery run recipes/demo.yaml
+    """
     out = out or Path("runs") / recipe.stem
-    options = recipe_of(recipe, settings)
+    options = recipe_of("run", recipe, settings)
     if options.study is not None:
         from surgery.studies.conduct import FIGURE, FINDINGS, conduct
 

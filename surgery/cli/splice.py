@@ -3,21 +3,34 @@
 from pathlib import Path
 
 from surgery.cli.console import show
-from surgery.cli.options import ModelArgument, OutRequired, Settings, Trust, recipe_of
+from surgery.cli.options import ModelArgument, OutRequired, RecipeOption, Settings, Trust, recipe_of
 
 
 def splice(
-    model: ModelArgument, plan: Path, out: OutRequired, settings: Settings = None, trust_remote_code: Trust = False
+    model: ModelArgument,
+    plan: Path,
+    out: OutRequired,
+    recipe: RecipeOption = None,
+    settings: Settings = None,
+    trust_remote_code: Trust = False,
 ) -> None:
-    """Put a plan's grafts into a model: a hybrid folder, untrained."""
+    """Put a plan's grafts into a model.
+
+    Writes a hybrid folder, untrained.
+
+    Examples:
+      surgery splice checkpoints/tiny-mamba2 plan.json --out spliced
+    """
     from surgery.exporting.export import export
-    from surgery.jobs.opening import in_dtype_of, open_checkpoint, open_donor
+    from surgery.exporting.source import advise_tuning
+    from surgery.jobs.opening import in_dtype_of, open_base, open_donor
     from surgery.records.plan import Plan
     from surgery.splicing import splice as splicing
 
     chosen = Plan.read(plan)
-    base = open_checkpoint(in_dtype_of(chosen, recipe_of(None, settings, model=model)), trust_remote_code)
+    base = open_base(in_dtype_of(chosen, recipe_of("splice", recipe, settings, model=model)), trust_remote_code)
     splicing.check_base(chosen, base.fingerprint)
     hybrid = splicing.splice(base.model, chosen, open_donor(chosen, trust_remote_code))
     export(hybrid, out, tokenizer=base.tokenizer, plan=chosen, base=base.name)
     show(f"hybrid: {out}")
+    advise_tuning(str(out))

@@ -18,8 +18,15 @@ def tune(
     base: Annotated[str | None, typer.Option("--base", help="Its base, if not where the hybrid says.")] = None,
     resume: Resume = False, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
-    """Tune a hybrid's grafts: a tuned hybrid folder. Checkpoints lie in <out>-tuning. Processes started by `accelerate launch`
-    divide every batch, and with FSDP (version 2) also the model."""
+    """Train a hybrid's grafts.
+
+    Writes a tuned hybrid folder; checkpoints lie in <out>-tuning. Processes started by `accelerate launch` divide every batch,
+    and with FSDP (version 2) also the model.
+
+    Examples:
+      surgery tune spliced --out tuned --dry-run
+      surgery tune spliced --out tuned --set tune.steps=100
+    """
     from surgery.doctor.rehearsal import rehearse
     from surgery.exporting.export import export
     from surgery.exporting.source import base_of, holds_base, is_patch, there
@@ -32,7 +39,7 @@ def tune(
     from surgery.tuning.shards import divided
     from surgery.tuning.trackers import check_trackers
 
-    options = recipe_of(recipe, settings, model=hybrid)
+    options = recipe_of("tune", recipe, settings, model=hybrid)
     check_trackers(options.tune)
     plan = plan_of(hybrid)
     # A whole model may be too large for one device.

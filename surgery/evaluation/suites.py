@@ -1,13 +1,5 @@
-"""Suites: what `bench.suites` names, as tasks that each give one number an example.
-
-quick       key-value retrieval (`bench.pairs`, and `bench.unseen_pairs` with keys that no lesson holds), knowledge and letters,
-            perplexity, cost
-retrieval   every probe of the project over its sizes, the needle over lengths and depths
-language    perplexity by a sliding window
-knowledge   the paper's six knowledge tasks
-paper       MMLU, GSM8K, BBH, DREAM, those six, and key-value retrieval at the paper's sizes
-speed       prefill, decoding, memory and cache against context (speed.py)
-"""
+"""Suites: what `bench.suites` names, as tasks that each give one number an example. SUITES says what each one measures; the
+suite speed is in speed.py."""
 
 import dataclasses
 from collections.abc import Callable

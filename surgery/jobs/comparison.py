@@ -3,10 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-import yaml
-
-from surgery.errors import UserError
-from surgery.evaluation.bench import Entry, bench
+from surgery.evaluation.bench import Entry, measure
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.jobs.opening import open_compared
@@ -20,6 +17,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, read_text
 from surgery.records.renamed import current
+from surgery.records.yaml_text import parse_yaml
 from surgery.runtime.processes import on_main
 
 
@@ -37,7 +35,7 @@ def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = Fals
     check(recipe, base)
     on_main(partial(prepare, out, recipe, resume))
     with use(**recipe.kernels):
-        measured = bench(
+        measured = measure(
             entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells", part=part
         )
     settings = public(recipe.model_dump(mode="json"))
@@ -51,9 +49,6 @@ def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = Fals
 def _stopped_early(folder: str) -> bool:
     """Whether a hybrid's folder says that its tuning might stop early, and so asked part of the facts."""
     written = Path(folder) / RECIPE
-    try:
-        made = yaml.safe_load(read_text(written, "the recipe")) if written.exists() else None
-    except yaml.YAMLError as error:
-        raise UserError(f"{written} is not YAML: {' '.join(str(error).split())}") from error
+    made = parse_yaml(read_text(written, "the recipe"), str(written)) if written.exists() else None
     tuning = current(made).get("tune") if isinstance(made, dict) else None
     return isinstance(tuning, dict) and tuning.get("early_stopping") is not None

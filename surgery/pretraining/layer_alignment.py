@@ -1,9 +1,9 @@
-"""Hidden-state alignment: an SSM's layers learn, one by one, what a Transformer's layers do (MOHAWK, arXiv 2408.10189, stage 2;
-Llamba, arXiv 2502.14458).
+"""Hidden-state alignment: the layers of an SSM learn, each by itself, to do what a Transformer's layers do (stage 2 of MOHAWK,
+arXiv 2408.10189, as in Llamba, arXiv 2502.14458).
 
-The student has its teacher's embedding, norms, MLPs and head, and mixers of its own. A mixer sees the hidden states that the
-*teacher's* layer sees and is to give what the teacher's attention gives. No layer ever sees another one's errors: the student
-is not aligned end to end, which is the state in which the paper replaces its layers by the teacher's.
+The student has its teacher's embedding, norms, MLPs and head, and mixers of its own. A mixer gets the hidden states that enter
+the *teacher's* layer and learns to give what the teacher's attention gives. No layer sees the errors of another one, so the
+student is not aligned end to end. In this state the paper replaces its layers by the teacher's.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,11 @@ from surgery.tuning.optimizer import cosine_schedule
 def align_layers(
     student: Any, teacher: PreTrainedModel, batches: Iterator[Tensor], *, steps: int, learning_rate: float
 ) -> list[dict[str, float]]:
-    """Copy what the two share, train the student's mixers, and return the log: per 50 steps each layer's relative error.
+    """Copy what the two share, train the student's mixers, and return the log: every 50 steps, the relative error of each
+    layer.
 
-    student: of a family whose blocks are a Transformer's with another mixer (Llamba); teacher: with the common decoder layout
-    and the same sizes. batches: token ids (b, t), padded with 0 on the right.
+    student: a family whose blocks are a Transformer's with another mixer (Llamba). teacher: a Transformer of the common decoder
+    layout and of the same sizes. batches: token ids (b, t), padded with 0 on the right. Raises UserError if the two do not fit.
     """
     copy_shared(student, teacher)
     mixers = [block.mixer for block in student.base_model.layers]
@@ -37,8 +38,8 @@ def align_layers(
         ids = next(batches)
         real = (ids != 0).flip(1).cumsum(1).flip(1) > 0  # up to the last token that is no padding
         errors = [
-            _relative(mixer(inputs)[real], wanted[real])
-            for mixer, (inputs, wanted) in zip(mixers, attention_states(teacher, ids), strict=True)
+            _relative_error(mixer(inputs)[real], outputs[real])
+            for mixer, (inputs, outputs) in zip(mixers, attention_states(teacher, ids), strict=True)
         ]
         torch.stack(errors).sum().backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -53,7 +54,7 @@ def align_layers(
 
 @torch.no_grad()
 def attention_states(teacher: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """What enters and what leaves every attention of a Transformer: (b, t, d) each, before the residual is added."""
+    """The inputs and the outputs of every attention of a Transformer, (b, t, d) each, before the residual is added."""
     states: list[tuple[Tensor, Tensor]] = []
 
     def note(module: Any, args: tuple, kwargs: dict, output: Any) -> None:
@@ -70,7 +71,7 @@ def attention_states(teacher: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def copy_shared(student: Any, teacher: Any) -> None:
-    """Embedding, norms, MLPs and head. Raises UserError if the two do not fit."""
+    """Copy embedding, norms, MLPs and head. Raises UserError if the two models do not fit."""
     ours, theirs = student.base_model, teacher.base_model
     pairs = [(student.get_input_embeddings(), teacher.get_input_embeddings()), (student.lm_head, teacher.lm_head)]
     pairs.append((ours.final_layernorm, theirs.norm))
@@ -88,6 +89,6 @@ def copy_shared(student: Any, teacher: Any) -> None:
             p.copy_(values[name])
 
 
-def _relative(given: Tensor, wanted: Tensor) -> Tensor:
-    """The squared error, relative to the square of what is wanted."""
-    return (given - wanted).square().sum() / wanted.square().sum()
+def _relative_error(output: Tensor, target: Tensor) -> Tensor:
+    """The squared error, divided by the square of the target."""
+    return (output - target).square().sum() / target.square().sum()

@@ -1,24 +1,34 @@
 """A recipe: one YAML file, one run. Unknown keys are refused by name; defaults are those of the demo's scale."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import pydantic
-import yaml
+from pydantic import Field
 
 from surgery.errors import UserError
-from surgery.records.record import first_line, read_text
+from surgery.records.complaints import complaint
+from surgery.records.record import read_text
 from surgery.records.renamed import advise, current, current_key
 from surgery.records.sections.benching import Bench, Suite
 from surgery.records.sections.data import Data, Text
 from surgery.records.sections.locating import Locate, PlanOptions, ProbeChoice
 from surgery.records.sections.section import Section
 from surgery.records.sections.tuning import Align, Calibrate, EarlyStopping, Lesson, Lora, Tune
+from surgery.records.yaml_text import parse_yaml
 
 __all__ = [
     "Align", "Bench", "Calibrate", "Data", "EarlyStopping", "Lesson", "Locate", "Lora", "PlanOptions", "ProbeChoice", "Recipe",
-    "Suite", "Text", "Tune", "changed", "read_back", "read_recipe",
+    "Suite", "Text", "Tune", "changed", "present_key", "read_back", "read_recipe",
 ]  # fmt: skip
+
+
+def _named(study: Any) -> Any:
+    """A study by its name alone, or with options; the name is text."""
+    study = {"name": study} if isinstance(study, str) else study
+    if isinstance(study, dict) and not isinstance(study.get("name"), str):
+        raise ValueError("needs the name of a study; `surgery list studies` has them")
+    return study
 
 
 class Recipe(Section):
@@ -32,7 +42,7 @@ class Recipe(Section):
     """What the model is computed in (float32, bfloat16, float16); auto: as it is stored."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Of everything that is drawn at random."""
     kernels: dict[str, str] = {}
     """Operation -> backend, where another than the preferred one is wanted (`surgery list kernels`)."""
@@ -46,8 +56,24 @@ class Recipe(Section):
     """Section tune: how the grafts are trained."""
     bench: Bench = Bench()
     """Section bench: what models are measured on."""
-    study: dict[str, Any] | None = None
+    study: Annotated[dict[str, Any] | None, pydantic.BeforeValidator(_named)] = None
     """Instead of the main job a study: its name (`surgery list studies`) and its options."""
+
+    @pydantic.field_validator("device")
+    @classmethod
+    def _has_memory(cls, device: str) -> str:
+        if device == "meta":
+            raise ValueError("nothing can be computed on meta, which holds no numbers; take cpu, cuda or auto")
+        return device
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Self:
+        """Refuse sections that contradict each other."""
+        if self.bench.doses and self.plan.kind != "head":
+            raise ValueError(f"bench.doses counts heads, and plan.kind is {self.plan.kind}")
+        if self.plan.kind == "layer" and self.plan.sites is None and not self.locate.layers:
+            raise ValueError("plan.kind=layer takes the leading layers, and locate.layers=false ranks none; name plan.sites")
+        return self
 
 
 def read_recipe(path: str | Path | None, settings: list[str] | None = None, **fixed: Any) -> Recipe:
@@ -68,12 +94,11 @@ def read_back(path: str | Path) -> Recipe:
 
 def _tree(path: str | Path, old: dict[str, str]) -> dict[str, Any]:
     """What a recipe's file holds, by the present names."""
-    try:
-        tree = yaml.safe_load(read_text(path, "the recipe"))
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    tree = parse_yaml(read_text(path, "the recipe"), str(path))
     if not isinstance(tree, dict):
         raise UserError(f"{path} is not a recipe: it holds no keys")
+    if "architecture" in tree and "model" not in tree:
+        raise UserError(f"{path} is a recipe for `surgery pretrain`; one for `surgery run` has the key model")
     return current(tree, old=old)
 
 
@@ -82,21 +107,27 @@ def _apply(tree: dict[str, Any], setting: str, old: dict[str, str]) -> None:
     key, equals, value = setting.partition("=")
     if not equals:
         raise UserError(f"--set takes key=value, not '{setting}'")
-    branch, section = tree, ""
+    branch = tree
     *parents, leaf = key.strip().split(".")
-    for parent in parents:
-        name = current_key(section, parent)
-        section = f"{section}.{name}".lstrip(".")
+    for i, parent in enumerate(parents):
+        *_, name = present_key(".".join(parents[: i + 1])).split(".")
         if name != parent:
-            old[f"{section.rpartition('.')[0]}.{parent}"] = name
-        branch = branch.setdefault(name, {})
+            old[".".join(parents[: i + 1])] = name
+        branch[name] = {"name": branch[name]} if name == "study" and isinstance(branch.get(name), str) else branch.get(name)
+        if branch[name] is None:
+            branch[name] = {}
+        branch = branch[name]
         if not isinstance(branch, dict):
             raise UserError(f"--set {setting}: '{parent}' has no keys of its own")
-    try:
-        read = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise UserError(f"--set {setting}: the value is not YAML") from error
-    branch.update(current({leaf: read}, section, old))
+    branch.update(current({leaf: parse_yaml(value, f"--set {setting}: the value")}, present_key(".".join(parents)), old))
+
+
+def present_key(key: str) -> str:
+    """A dotted key by its present names."""
+    names: list[str] = []
+    for part in key.strip().split("."):
+        names.append(current_key(".".join(names), part))
+    return ".".join(names)
 
 
 def changed(recipe: Recipe, **changes: Any) -> Recipe:
@@ -112,4 +143,4 @@ def _valid(tree: dict[str, Any], what: str) -> Recipe:
     try:
         return Recipe.model_validate(tree)
     except pydantic.ValidationError as error:
-        raise UserError(f"{what}: {first_line(error)}") from error
+        raise UserError(f"{what}: {complaint(error, Recipe)}") from error

@@ -133,7 +133,11 @@ def provenance(base: str, fingerprint: str, seed: int, recipe: dict[str, Any] | 
 
 def first_line(error: pydantic.ValidationError) -> str:
     """The first complaint of a validation error in one line, naming the key."""
-    detail = error.errors()[0]
+    return complaint_line(error.errors()[0])
+
+
+def complaint_line(detail: Any) -> str:
+    """One of the errors of a validation error in one line, naming the key."""
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         name, colon, value = str(detail["loc"][-1]).partition(":")  # YAML reads {every:4} as the key "every:4"

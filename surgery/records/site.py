@@ -38,8 +38,8 @@ class Site:
 
 
 def split_sites(given: Any) -> Any:
-    """The sites of a list as users write one: "L0.H3,5", "L0.H3,5, L1.H2", or a sequence of such texts and of Sites. A number
-    is one more head of the site before it: YAML divides [L0.H3,5] at its comma. None stays None.
+    """The sites of a list as users write one: "L0.H3,5", "L0.H3,5, L1.H2" (or with `;`), or a sequence of such texts and of
+    Sites. A number is one more head of the site before it: YAML divides [L0.H3,5] at its comma. None stays None.
 
     Raises UserError, naming it, for what is no site.
     """
@@ -49,7 +49,7 @@ def split_sites(given: Any) -> Any:
     sites: list[Site] = []
     for part in parts:
         if isinstance(part, str) and not part.strip().isdecimal():
-            sites += [Site.parse(text) for text in re.split(r"\s*,\s*(?=L)|\s+(?=L)", part.strip())]
+            sites += [Site.parse(text) for text in re.split(r"\s*[,;]\s*(?=L)|\s+(?=L)", part.strip())]
         elif isinstance(part, Site):
             sites.append(part)
         elif isinstance(part, int | str) and not isinstance(part, bool) and sites and sites[-1].heads:

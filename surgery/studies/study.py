@@ -17,7 +17,7 @@ from surgery.locating.subject import Subject
 from surgery.probes.knowledge import Knowledge
 from surgery.records.recipe import Recipe
 from surgery.records.record import Provenance, Record, Sealed
-from surgery.records.site import Site, SiteText
+from surgery.records.site import Site, SitesText
 from surgery.statistics import Estimate, Proportion
 
 
@@ -112,8 +112,8 @@ class Subjects:
 class OfHeads(Study):
     """gather, aggregate: the heads of each role. By default those `top` heads of the role whose ablation costs most."""
 
-    gather: tuple[SiteText, ...] | None = None
-    aggregate: tuple[SiteText, ...] | None = None
+    gather: SitesText | None = None
+    aggregate: SitesText | None = None
     top: int = Field(default=1, ge=1)
 
     def heads(self, subjects: Subjects) -> dict[Role, tuple[Site, ...]]:

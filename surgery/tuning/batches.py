@@ -1,10 +1,10 @@
-"""What a step of tuning sees: a batch of lessons and a batch of text, both from the seed and the step alone.
+"""The batches of a step of tuning: lessons and text, both determined by the seed and the step alone.
 
-Documents shorter than a row share rows, without seeing each other (surgery/hybrids/packed.py), so that a step always sees about
-as many tokens of text. As many are drawn for the rows of `BUFFER` steps as fill them by the mean length of the first ones that
-are drawn at all; those that do not fit are passed over. Rows of similar length then make a batch, so that little of it is
-padding, and the batches come in the order of the first document of each, so that long and short ones alternate as they were
-drawn. Where all documents are as long as a row, each has its own, and nothing changes place.
+Documents shorter than a row share rows without seeing each other (surgery/hybrids/packed.py), so that every step sees about the
+same number of tokens. The rows of `BUFFER` steps are packed together. The mean length of the first documents says how many are
+drawn for them; those that do not fit are passed over. Rows of similar length make a batch, so that little of it is padding. The
+batches are ordered by their first document, so that long and short ones alternate as they were drawn. Where every document
+fills a row, each has its own row and the order does not change.
 """
 
 import bisect
@@ -33,19 +33,20 @@ from surgery.tuning.leaks import check_apart
 from surgery.tuning.sequences import Piece, collate, kv_pieces, padded, probe_pieces
 from surgery.tuning.text_sources import HELD_OUT, Reading, Source, open_source
 
-BUFFER = 16  # steps whose documents are packed and sorted by length together
-SAMPLE = 256  # documents whose mean length says how many fill a row
+BUFFER = 16  # steps whose documents are packed together and sorted by length
+SAMPLE = 256  # documents whose mean length is taken
 QUERIES = 8
-SHORTEST = 0.25  # of text_tokens, where the curriculum begins
-FIRST_SEED = 1 << 63  # of the questions in lessons: seeds of recipes, which locate and bench use, are far below it
+SHORTEST = 0.25  # the curriculum begins with this share of text_tokens
+FIRST_SEED = 1 << 63  # of the questions in lessons; the seeds of recipes, which locate and bench use, are far below
 
 
 def loaders(
     tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int, start: int
 ) -> tuple[DataLoader, DataLoader]:
-    """Batches from step `start` on: lessons as (ids, targets), both (b, t), and text as (ids, real, position_ids), all (b, t):
-    real is False on padding, and positions begin again with every document; or None where `text_batch_size` is 0. Raises
-    UserError in one line for data that cannot be used."""
+    """Batches from step `start` on, of lessons and of text.
+
+    Lessons: (ids, targets), both (b, t). Text: (ids, real, position_ids), all (b, t), or None where `text_batch_size` is 0;
+    real is False on padding, and positions begin again with every document. Raises UserError for data that cannot be used."""
     _check_lessons(tokenizer, options, data)
     steps, size = options.steps, options.batch_size
     lessons = Lessons(tokenizer, options, seed)
@@ -53,28 +54,29 @@ def loaders(
         Subset(lessons, range(start * size, steps * size)), batch_size=size, collate_fn=partial(collate, tokenizer)
     )
     if not (size := options.text_batch_size):
-        nothing: Any = range(start * options.batch_size, steps * options.batch_size)  # as many batches, to be divided alike
-        return lesson_loader, DataLoader(nothing, batch_size=options.batch_size, collate_fn=_nothing)
+        empty: Any = range(start * options.batch_size, steps * options.batch_size)  # as many batches, divided in the same way
+        return lesson_loader, DataLoader(empty, batch_size=options.batch_size, collate_fn=_no_text)
     rows = Rows(tokenizer, options, data, seed)
-    return lesson_loader, DataLoader(Subset(rows, range(start * size, steps * size)), batch_size=size, collate_fn=together)
+    return lesson_loader, DataLoader(Subset(rows, range(start * size, steps * size)), batch_size=size, collate_fn=pad_packed)
 
 
 def held_out_windows(
     tokenizer: PreTrainedTokenizerBase, data: Data, options: Tune, count: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """`count` rows of text that training never sees, mixed as it mixes them: (ids, real), both (count, longest)."""
+    """`count` excerpts of held-out text from the same mixture as the training text: (ids, real), both (count, longest)."""
     sources = _sources(data, Reading(tokenizer, options.text_tokens, seed, held_out=True))
     drawn = _draw(f"held-out mixture {seed}", [text.weight for text in data.train_text], count)
-    return pad([sources[source].row(index) for source, index in drawn])
+    return pad([sources[source].excerpt(index) for source, index in drawn])
 
 
 def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: Bench | None = None, seed: int = 0) -> None:
-    """Find out before the work begins whether the lessons and the text can be had, and whether the bench measures on others:
-    their contents are compared. bench: how much it measures; seed: the run's, which says how many documents are read."""
+    """Raise UserError, before the work begins, for lessons or text that cannot be read, or that bench measures on.
+
+    bench: says how much of the held-out text is measured. seed: the run's, which says how many documents are read."""
     rows = Rows(tokenizer, options, data, seed)
     sources = rows.sources
     for source in sources:
-        source.row(0)
+        source.excerpt(0)
     _check_lessons(tokenizer, options, data)
     documents = max(SAMPLE, len(rows.drawn))
     documents += HELD_OUT * options.early_stopping.windows if options.early_stopping else 0
@@ -94,7 +96,7 @@ def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: 
 
 
 class Lessons(Dataset[list[Piece]]):
-    """`steps` batches of sequences; those of a batch are of one lesson, and of one draw of its ranges."""
+    """The sequences of `steps` batches. Those of a batch belong to one lesson, with the same numbers drawn from its ranges."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, seed: int):
         self.tokenizer, self.options, self.seed = tokenizer, options, seed
@@ -114,7 +116,7 @@ class Lessons(Dataset[list[Piece]]):
         return probe_pieces(make(lesson.probe, tokenizer=self.tokenizer, **without_unseen(lesson.probe, drawn)), seed)
 
     def drawn(self, step: int) -> dict[str, Any]:
-        """The options of a step's lesson, a number for every range."""
+        """The options of a step's lesson, with a number drawn from every range."""
         rng = random.Random(f"size {self.seed} {step}")
         part = progress(self.options, step)
 
@@ -128,12 +130,12 @@ class Lessons(Dataset[list[Piece]]):
 
 
 class Rows(Dataset[list[list[int]]]):
-    """`steps` batches of rows of text, each of one document or of several, those of a batch of similar length."""
+    """The rows of `steps` batches of text. A row holds one document or several; the rows of a batch have similar lengths."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int):
         self.options = options
         self.sources = _sources(data, Reading(tokenizer, options.text_tokens, seed))
-        # Whole buffers, however many steps there are: a row depends on those that it is packed and sorted with.
+        # Whole buffers, however many steps there are: a row depends on all rows that it is packed and sorted with.
         buffers = -(-options.steps // BUFFER)
         mixture, weights = f"mixture {seed}", [text.weight for text in data.train_text]
         first = [self._length(*drawn) for drawn in _draw(mixture, weights, SAMPLE)]
@@ -154,23 +156,24 @@ class Rows(Dataset[list[list[int]]]):
     def _read(self, buffer: int) -> list[list[list[int]]]:
         size, tokens = self.options.text_batch_size, self.options.text_tokens
         drawn = self.drawn[buffer * self.per_buffer : (buffer + 1) * self.per_buffer]
-        documents = [self.sources[source].row(index) for source, index in drawn]
-        rows = packed([len(document) for document in documents], BUFFER * size, tokens)
+        documents = [self.sources[source].excerpt(index) for source, index in drawn]
+        rows = pack([len(document) for document in documents], BUFFER * size, tokens)
         order = sorted(range(len(rows)), key=lambda i: sum(len(documents[j]) for j in rows[i]))
         batches = sorted(sorted(order[first : first + size]) for first in range(0, len(rows), size))
         return [[documents[j] for j in rows[i]] for batch in batches for i in batch]
 
     def _length(self, source: int, index: int) -> int:
-        whole = self.sources[source].whole
-        return self.options.text_tokens if whole else len(self.sources[source].row(index))
+        known = self.sources[source].full_length
+        return self.options.text_tokens if known else len(self.sources[source].excerpt(index))
 
 
-def packed(lengths: Sequence[int], count: int, most: int) -> list[list[int]]:
-    """The first documents, as many as fit, in `count` rows of at most `most` tokens, by number: each row's in order, and the
-    rows in the order of their first. lengths: of at least `count` documents, none longer than a row."""
+def pack(lengths: Sequence[int], count: int, most: int) -> list[list[int]]:
+    """Pack as many documents as fit into `count` rows of at most `most` tokens: the numbers of every row's documents, in order;
+    the rows are ordered by their first document. lengths: of at least `count` documents, none longer than a row."""
 
     def spread(number: int) -> list[list[int]] | None:
-        """The longest first, each into the emptiest row; None where one does not fit. A document may be empty, a row not."""
+        """The first `number` documents in rows: the longest first, each into the emptiest row. None if one does not fit. A
+        document may be empty, a row may not."""
         filled = [(0, 0, row) for row in range(count)]
         rows: list[list[int]] = [[] for _ in filled]
         for i in sorted(range(number), key=lambda i: -lengths[i]):
@@ -181,38 +184,39 @@ def packed(lengths: Sequence[int], count: int, most: int) -> list[list[int]]:
             rows[row].append(i)
         return rows
 
-    # All up to the first that does not fit, and none of those behind it: otherwise the long ones, or the short ones, lose.
+    # No document behind the first that does not fit: otherwise long documents would be passed over more often than short ones.
     fits = bisect.bisect_left(range(count + 1, len(lengths) + 1), True, key=lambda number: spread(number) is None) + count
     return sorted(sorted(row) for row in spread(fits) or ())
 
 
 def progress(options: Tune, step: int) -> float:
-    """How far the curriculum is at a step, from 0 to 1."""
+    """How far the curriculum has come at a step, from 0 to 1."""
     return min(1.0, step / (options.curriculum * options.steps)) if options.curriculum else 1.0
 
 
 def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids, padded with 0 on the right, and which of them are real: (rows, longest) each."""
+    """Token ids, padded with 0 on the right, and which of them are no padding: (rows, longest) each."""
     ids = padded(rows, 0)
     return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
-def together(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of documents as `pad` gives rows, and every token's position in its document; padding counts on."""
+def pad_packed(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+    """As `pad`, of rows that hold documents, and every token's position in its document: (rows, longest) each. Padding
+    continues the positions of the last document."""
     ids, real = pad([[token for document in row for token in document] for row in rows])
     places = [[place for document in row for place in range(len(document))] for row in rows]
     ends = torch.tensor([len(row[-1]) for row in rows]) - real.sum(1)
     return ids, real, torch.where(real, padded(places, 0), torch.arange(ids.shape[1]) + ends[:, None])
 
 
-def padding(text: Iterable[tuple[Tensor, ...]]) -> float:
+def padding_share(text: Iterable[tuple[Tensor, ...]]) -> float:
     """The share of padding in batches of text."""
-    filled, all_of_it = torch.tensor([[real.sum(), real.numel()] for _, real, *_ in text]).sum(0).tolist()
-    return 1 - filled / all_of_it
+    real_tokens, tokens = torch.tensor([[real.sum(), real.numel()] for _, real, *_ in text]).sum(0).tolist()
+    return 1 - real_tokens / tokens
 
 
 def _cut(row: Sequence[list[int]], most: int) -> list[list[int]]:
-    """The first tokens of a row."""
+    """The first `most` tokens of a row."""
     cut: list[list[int]] = []
     for document in row:
         if left := most - sum(map(len, cut)):
@@ -220,7 +224,7 @@ def _cut(row: Sequence[list[int]], most: int) -> list[list[int]]:
     return cut
 
 
-def _nothing(_: list[int]) -> None:
+def _no_text(_: list[int]) -> None:
     return None
 
 
@@ -229,7 +233,8 @@ def _sources(data: Data, reading: Reading) -> list[Source]:
 
 
 def _draw(key: str, weights: list[float], count: int) -> list[tuple[int, int]]:
-    """`count` times one of the weights, and how often it was drawn before. The first of more draws are the same."""
+    """`count` random choices among the weights, each with the number of earlier draws of the same choice. A larger count begins
+    with the same draws."""
     chosen = random.Random(key).choices(range(len(weights)), weights, k=count)
     before = [0] * len(weights)
     drawn = []
@@ -240,7 +245,7 @@ def _draw(key: str, weights: list[float], count: int) -> list[tuple[int, int]]:
 
 
 def _lesson_sources(options: Tune, probes: Sequence[str]) -> list[str]:
-    """The files that lessons of some probes read."""
+    """The files that the lessons of these probes read."""
     read = [lesson.options.get("source", "world") for lesson in options.lessons if lesson.probe in probes]
     return [source for source in dict.fromkeys(read) if source != "world"]
 
@@ -250,7 +255,8 @@ def _prompts(facts: str) -> set[str]:
 
 
 def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data) -> None:
-    """Ask every lesson's probe at all combinations of the ends of its ranges, and see that it asks about nothing measured."""
+    """Raise UserError for lessons that cannot be made, at all combinations of the ends of their ranges, or that ask about what
+    is measured."""
     measured = {Path(getattr(data, key)).resolve(): f"data.{key}" for key in ("held_out_text", "facts")}
     for lesson in options.lessons:
         if lesson.queries is not None and lesson.probe != "kv":

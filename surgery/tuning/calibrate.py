@@ -1,8 +1,8 @@
-"""Calibration: the sharpness of all grafts' attention and the share of it in the heads' output, without gradients.
+"""Calibration: sets the sharpness of the grafts' attention, and its share in the heads' output, without gradients.
 
-Two numbers are searched for one after the other, each on a grid that is then refined around its best point by a bounded
-search, since the loss need not have one minimum only: a factor of every tau, and the gate of every head, where there is one.
-What is found is never worse, on the examples that are looked at, than what was there.
+Two numbers are searched for, one after the other: a factor for every tau, and the gate of every head that has one. The loss may
+have several minima, so each search begins with a grid and is then refined around the best point by a bounded search. The result
+is never worse, on the examples that are measured, than what was there before.
 """
 
 import math
@@ -20,16 +20,16 @@ from surgery.tuning.state import Log
 
 @torch.no_grad()
 def calibrate(trained: Mapping[str, nn.Parameter], options: Calibrate, losses: Callable[[], dict[str, float]]) -> Log:
-    """Set tau and gate in place. losses: of the model as it is; "loss" is what is made small. Returns a record of every
-    evaluation, with the value that was tried."""
+    """Set tau and gate in place. losses: measures the model as it is; "loss" is minimised. Returns a record of every
+    evaluation, with the value that was tried. Raises NotFinite if the losses are not finite before anything is changed."""
     records: Log = []
 
     def measure(**tried: float) -> float:
-        found = losses()
-        records.append({"stage": "calibrate", "step": len(records) + 1, **found, **tried})
-        return found["loss"] if math.isfinite(found["loss"]) else math.inf
+        figures = losses()
+        records.append({"stage": "calibrate", "step": len(records) + 1, **figures, **tried})
+        return figures["loss"] if math.isfinite(figures["loss"]) else math.inf
 
-    if not math.isfinite(least := measure()):
+    if not math.isfinite(lowest := measure()):
         raise NotFinite("the losses of the model as it is")
     with whole(trained.values()):
         scales = {p: p.clone() for name, p in trained.items() if name.endswith(".graft.log_tau")}
@@ -45,14 +45,14 @@ def calibrate(trained: Mapping[str, nn.Parameter], options: Calibrate, losses: C
         with whole(gates):
             for p, own in gates.items():
                 p.copy_(own if share is None else torch.full_like(own, share))
-        return measure(gate=share) if share is not None else least
+        return measure(gate=share) if share is not None else lowest
 
     if scales:
-        least = _search(
-            lambda power: sharpen(2 ** (power or 0.0)), [math.log2(x) for x in options.tau], {0.0: least}, options.evaluations
+        lowest = _search(
+            lambda power: sharpen(2 ** (power or 0.0)), [math.log2(x) for x in options.tau], {0.0: lowest}, options.evaluations
         )
     if gates:
-        _search(blend, options.gate, {None: least}, options.evaluations)
+        _search(blend, options.gate, {None: lowest}, options.evaluations)
     return records
 
 
@@ -62,8 +62,8 @@ def _search(
     tried: dict[float | None, float],
     evaluations: int,
 ) -> float:
-    """Leave things at the point where the loss is least, and return that loss. put: go to a point; the loss there. tried: what
-    is known; None is how things are, where that is not a point."""
+    """Go to the point with the lowest loss, and return that loss. put: goes to a point and returns the loss there. tried: the
+    known losses by point; None stands for the state at the beginning, where that is no point of the grid."""
 
     def objective(x: float) -> float:
         tried[float(x)] = put(float(x))

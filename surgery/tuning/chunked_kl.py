@@ -1,9 +1,9 @@
 """KL(teacher || student) from hidden states, without ever holding the logits of all tokens.
 
-Logits are the largest thing that a step makes: a number for every token and every word of the vocabulary. So they are made for
-some tokens at a time, and used up at once: for the divergence, and for its gradient, which is p_student - p_teacher in the
-logits and goes back through the head before the next tokens' turn. What is kept for the backward pass is as large as the hidden
-states.
+Logits are the largest tensors of a step: a number for every token and every word of the vocabulary. They are therefore computed
+for a chunk of tokens at a time, which yields the divergence and its gradient at once. The gradient with respect to the logits
+is p_student - p_teacher; it goes back through the head before the next chunk is computed. What is kept for the backward pass
+has the size of the hidden states.
 """
 
 from collections.abc import Callable
@@ -15,36 +15,36 @@ from torch.autograd.function import once_differentiable
 
 from surgery.kernels.divergence import kl_divergence
 
-LOGITS = 2**19  # made at a time, about
-TOKENS = 128  # at least: products of fewer rows waste a processor
+LOGITS = 2**19  # of a chunk, about
+TOKENS = 128  # of a chunk, at least: matrix products of fewer rows are slow
 
 Logits = Callable[[Tensor], Tensor]
 
 
-def divergence(head: Logits, hidden: Tensor, vocabulary: int, teacher: Callable[[slice], Tensor]) -> Tensor:
+def chunked_kl_divergence(head: Logits, hidden: Tensor, vocabulary: int, teacher: Callable[[slice], Tensor]) -> Tensor:
     """The sum over tokens of KL(teacher || student), in nats.
 
-    hidden (n, d): the student's last states; head: from some of them to logits (m, vocabulary). It may not learn: only `hidden`
-    is given a gradient. teacher: the logits (m, vocabulary) of the tokens in a slice of range(n).
+    hidden (n, d): the student's last states. head: maps m of them to logits (m, vocabulary). Only `hidden` gets a gradient, so
+    the head must not be trained. teacher: maps a slice of range(n) to the teacher's logits of these tokens, (m, vocabulary).
     """
-    return _Divergence.apply(hidden, head, teacher, max(TOKENS, LOGITS // vocabulary))
+    return _ChunkedKL.apply(hidden, head, teacher, max(TOKENS, LOGITS // vocabulary))
 
 
-class _Divergence(torch.autograd.Function):
+class _ChunkedKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Logits, teacher: Callable[[slice], Tensor], size: int) -> Tensor:
-        learns = ctx.needs_input_grad[0]
-        gradient = torch.empty_like(hidden) if learns else None
+        needs_grad = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden) if needs_grad else None
         total = hidden.new_zeros((), dtype=torch.float)
         for first in range(0, len(hidden), size):
-            part = slice(first, first + size)
-            with torch.set_grad_enabled(learns):
-                states = hidden[part].detach().requires_grad_(learns)
+            chunk = slice(first, first + size)
+            with torch.set_grad_enabled(needs_grad):
+                states = hidden[chunk].detach().requires_grad_(needs_grad)
                 logits = head(states)
-            found, of_logits = kl_divergence(logits.detach(), teacher(part))
-            total += found
+            divergence, logits_gradient = kl_divergence(logits.detach(), teacher(chunk))
+            total += divergence
             if gradient is not None:
-                gradient[part] = torch.autograd.grad(logits, states, of_logits)[0]
+                gradient[chunk] = torch.autograd.grad(logits, states, logits_gradient)[0]
         ctx.save_for_backward(gradient)
         return total
 

@@ -1,9 +1,9 @@
 """The losses of tuning: cross-entropy on retrieval, KL to the teacher on text.
 
-Student and teacher have most of their modules in common, and what coincides is run once for both. Below the first block that
-is trained, or that the teacher has otherwise, both are the same function of the tokens: its states are computed without
-autograd, and kept where the same batch will be seen again. Above it the teacher is the student with some blocks exchanged, so
-that every block is one module in one place, whoever runs it (what shards a model by its modules relies on that).
+Student and teacher share most of their modules, and shared modules are run once for both. Below the first block that is
+trained, or that differs between the two, both compute the same states from the tokens: these are computed without autograd, and
+kept if the same batch comes again. Above it, the teacher is the student with some blocks exchanged. So every block is one
+module in one place, whichever of the two runs it; libraries that divide a model by its modules rely on that.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,20 +20,20 @@ from surgery.families import Hybrid
 from surgery.hybrids.common import HybridCausalLM
 from surgery.hybrids.parts import as_weight, at
 from surgery.kernels.packing import packed
-from surgery.tuning.chunked_kl import divergence
+from surgery.tuning.chunked_kl import chunked_kl_divergence
 from surgery.tuning.sequences import IGNORE
 
 Pair = tuple[Tensor, Tensor]
 Text = tuple[Tensor, Tensor, Tensor]
-Batch = tuple[Pair, Text | None]  # lessons: ids and targets; text: ids, which of them are real, and position_ids
+Batch = tuple[Pair, Text | None]  # lessons: ids and targets. text: ids, which of them are no padding, and position_ids
 
 
 class Distillation(nn.Module):
-    """A student, and what its teacher has otherwise. `forward` gives the losses of a batch.
+    """A student, and the modules in which its teacher differs from it. `forward` gives the losses of a batch.
 
-    Which of the student's parameters are trained is read off them when this is made. keep_bytes: how much of what comes from
-    fixed weights may be kept in memory, for batches that have a key. bf16: compute in
-    bfloat16, whatever the weights are in.
+    The parameters of the student that have a gradient now are those that will be trained. cache_bytes: how much memory may hold
+    states that fixed weights have computed, for batches that have a key. bf16: compute in bfloat16, whatever dtype the weights
+    have.
     """
 
     def __init__(
@@ -42,24 +42,24 @@ class Distillation(nn.Module):
         teacher: PreTrainedModel,
         *,
         kl_weight: float = 1.0,
-        keep_bytes: int = 0,
+        cache_bytes: int = 0,
         bf16: bool = False,
     ):
         super().__init__()
-        self.student, self.kl_weight, self.bf16, self.kept = student, kl_weight, bf16, Kept(keep_bytes)
+        self.student, self.kl_weight, self.bf16, self.cache = student, kl_weight, bf16, StateCache(cache_bytes)
         ours, theirs = list(student.base_model.layers), _blocks(teacher)
-        own = len(ours) == len(theirs) and all(_coincide(a, b) for a, b in _around_blocks(student, teacher))
-        # Another model altogether, or one whose embeddings or head are trained, is held as a whole.
-        self.teacher = None if own else teacher
-        pairs = zip(ours, theirs if own else ours, strict=True)
-        self.others = [i for i, (a, b) in enumerate(pairs) if _trained(a) or (own and not _coincide(a, b))]
-        self.other_blocks = nn.ModuleList([theirs[i] for i in self.others] if own else [])
-        self.first = min(self.others, default=len(ours) - 1)  # below, both are the same, and nothing has a gradient
+        shared = len(ours) == len(theirs) and all(_coincide(a, b) for a, b in _around_blocks(student, teacher))
+        # A teacher that is another model, or whose embeddings or head are trained in the student, is held as a whole.
+        self.teacher = None if shared else teacher
+        pairs = zip(ours, theirs if shared else ours, strict=True)
+        self.different = [i for i, (a, b) in enumerate(pairs) if _trained(a) or (shared and not _coincide(a, b))]
+        self.teacher_blocks = nn.ModuleList([theirs[i] for i in self.different] if shared else [])
+        self.first = min(self.different, default=len(ours) - 1)  # below, student and teacher are the same and have no gradient
 
     def train(self, mode: bool = True) -> "Distillation":
         """The teacher is never trained."""
         super().train(mode)
-        for part in (self.teacher, self.other_blocks):
+        for part in (self.teacher, self.teacher_blocks):
             if part is not None:
                 part.eval()
         return self
@@ -72,22 +72,22 @@ class Distillation(nn.Module):
         counts: tuple[float, float] | None = None,
         key: Any = None,
     ) -> dict[str, Tensor]:
-        """{"loss", "retrieval", "kl"}: the sum that is trained, the cross-entropy per target, and KL(teacher || student) per
-        token of text; in nats.
+        """The losses in nats. "loss": the weighted sum that is minimised. "retrieval": the cross-entropy per target. "kl":
+        KL(teacher || student) per token of text.
 
-        ids, targets (b, t): targets[i] is what position i has to predict, or IGNORE. text: ids (b, t), which of them are real,
-        and their positions, which begin again with every document that shares a row; without it the KL is 0. counts: what to
-        divide the sums by, for a part of a batch: the targets and the real tokens of the whole. key: that of a batch, or of a
-        part, which comes again.
+        ids, targets (b, t): targets[i] is what position i has to predict, or IGNORE. text: ids (b, t), which of them are no
+        padding, and their positions, which begin again with every document of a row; without text the KL is 0. counts: the
+        numbers of targets and of text tokens in the whole batch, where this is only a part of it. key: identifies a batch (or a
+        part) that comes again.
         """
         with self.autocast(ids.device):
-            asked = _numbers(targets != IGNORE)
-            hidden = self._above(self._below(ids, (key, "lesson")), asked)
-            targets_n, tokens_n = counts or (len(asked), 1 if text is None else text[1].sum())
-            ce = F.cross_entropy(self._logits(hidden), at(asked, targets), reduction="sum") / targets_n
+            positions = _positions(targets != IGNORE)
+            hidden = self._above(self._below(ids, (key, "lesson")), positions)
+            target_count, token_count = counts or (len(positions), 1 if text is None else text[1].sum())
+            ce = F.cross_entropy(self._logits(hidden), at(positions, targets), reduction="sum") / target_count
             kl = ce.new_zeros(())
             if text is not None and self.kl_weight:
-                kl = self._divergence(*text, key) / tokens_n
+                kl = self._divergence(*text, key) / token_count
             return {"loss": ce + self.kl_weight * kl, "retrieval": ce, "kl": kl}
 
     def autocast(self, device: torch.device) -> torch.autocast:
@@ -95,80 +95,81 @@ class Distillation(nn.Module):
 
     @torch.no_grad()
     def block_states(self, ids: Tensor, places: Tensor | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """For every block that learns and that the teacher has otherwise, in order: (its number, what enters it in the teacher,
-        what leaves it). places: position_ids of what is packed. Nothing above the last one is run. Raises UserError if the
-        teacher has other embeddings or another head."""
+        """For every block that is trained and differs from the teacher's, in order: (its number, the states that enter it in
+        the teacher, the states that leave it). places: position_ids of packed rows. Nothing above the last such block is run.
+        Raises UserError if the teacher has other embeddings or another head."""
         if self.teacher is not None:
-            raise UserError("align needs the base as teacher")
+            raise UserError("tune.align needs the hybrid's own base as teacher; leave out tune.align or the other teacher")
         with self.autocast(ids.device):
             hidden = self._below(ids, (None, ""), places)
-            learning = [i for i in self.others if _trained(self.student.base_model.layers[i])]
-            for i in range(self.first, max(learning) + 1):
-                entering, block = hidden, self._teachers_blocks()[i]
+            trained = [i for i in self.different if _trained(self.student.base_model.layers[i])]
+            for i in range(self.first, max(trained) + 1):
+                entering, block = hidden, self._all_teacher_blocks()[i]
                 hidden = self.run([block], norm=False, inputs_embeds=entering, position_ids=places)
-                if i in learning:
+                if i in trained:
                     yield i, entering, hidden
 
     @contextmanager
     def as_teacher(self) -> Iterator[PreTrainedModel]:
-        """The teacher as a model: the student with the teacher's blocks, unless it is held as a whole."""
+        """The teacher as a model: the student with the teacher's blocks in place, unless the teacher is held as a whole."""
         if self.teacher is not None:
             yield self.teacher
             return
-        with _arranged(self.student.base_model, self._teachers_blocks(), norm=True):
+        with _arranged(self.student.base_model, self._all_teacher_blocks(), norm=True):
             yield self.student
 
     def run(self, blocks: Sequence[nn.Module], *, norm: bool, **inputs: Tensor | None) -> Tensor:
-        """The hidden states behind some blocks, and behind the model's last norm."""
+        """The hidden states after some blocks, and after the model's last norm if `norm` is True."""
         with _arranged(self.student.base_model, blocks, norm):
             return self.student.base_model(**inputs, use_cache=False).last_hidden_state
 
     def _below(self, ids: Tensor, key: tuple[Any, str], places: Tensor | None = None) -> Tensor:
-        """The states that student and teacher have in common, without autograd."""
+        """The states below the first different block, which student and teacher share, without autograd."""
         blocks = list(self.student.base_model.layers)[: self.first]
 
         def states() -> Tensor:
             return self.run(blocks, norm=False, input_ids=ids, position_ids=places)
 
         with torch.no_grad():
-            return self.kept.get(key if self.first else (None, ""), states)
+            return self.cache.get(key if self.first else (None, ""), states)
 
     def _above(self, hidden: Tensor, positions: Tensor, places: Tensor | None = None) -> Tensor:
-        """The student's last states at some of all positions, (positions, d)."""
+        """The student's last states at some positions, (positions, d)."""
         return self._last(list(self.student.base_model.layers)[self.first :], hidden, positions, places)
 
     def _last(self, blocks: Sequence[nn.Module], hidden: Tensor, positions: Tensor, places: Tensor | None) -> Tensor:
-        # Nothing is gained where it is all of them.
+        # Selecting all positions would cost time and gain nothing.
         keep = positions if len(positions) < hidden.shape[:2].numel() else None
-        found = self.run(blocks, norm=True, inputs_embeds=hidden, position_ids=places, positions_to_keep=keep)
-        return found.flatten(0, 1) if keep is None else found
+        last = self.run(blocks, norm=True, inputs_embeds=hidden, position_ids=places, positions_to_keep=keep)
+        return last.flatten(0, 1) if keep is None else last
 
     def _divergence(self, ids: Tensor, real: Tensor, places: Tensor, key: Any) -> Tensor:
-        """The sum over the real tokens of KL(teacher || student)."""
-        below, positions = self._below(ids, (key, "text"), places), _numbers(real)
-        wanted = self._wanted(ids, below, positions, places, (key, "teacher"))
+        """The sum of KL(teacher || student) over all tokens that are no padding."""
+        below, positions = self._below(ids, (key, "text"), places), _positions(real)
+        teacher = self._teacher_logits(ids, below, positions, places, (key, "teacher"))
         hidden = self._above(below, positions, places)
         if not _trained(self.student.lm_head):
-            return divergence(self._logits, hidden, self.student.config.vocab_size, wanted)
-        given = self._logits(hidden).log_softmax(-1)
-        return F.kl_div(given, wanted(slice(None)).log_softmax(-1), log_target=True, reduction="sum")
+            return chunked_kl_divergence(self._logits, hidden, self.student.config.vocab_size, teacher)
+        student = self._logits(hidden).log_softmax(-1)
+        return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum")
 
     @torch.no_grad()
-    def _wanted(
+    def _teacher_logits(
         self, ids: Tensor, below: Tensor, positions: Tensor, places: Tensor, key: tuple[Any, str]
     ) -> Callable[[slice], Tensor]:
-        """From some of the positions to the teacher's logits."""
+        """A function from a slice of the positions to the teacher's logits there."""
         if self.teacher is not None:
-            logits = at(positions, self._teachers_logits(ids, places)).float()
+            logits = at(positions, self._logits_of_whole_teacher(ids, places)).float()
             return lambda part: logits[part]
-        above = self._teachers_blocks()[self.first :]
-        hidden = self.kept.get(key, lambda: self._last(above, below, positions, places))
+        above = self._all_teacher_blocks()[self.first :]
+        hidden = self.cache.get(key, lambda: self._last(above, below, positions, places))
         return torch.no_grad()(lambda part: self._logits(hidden[part]))
 
-    def _teachers_logits(self, ids: Tensor, places: Tensor) -> Tensor:
-        """Of a teacher that is held as a whole, (b, t, vocabulary). Another class than ours may let documents that share a row
-        see each other: it gets them as rows of their own, in one call, whatever their number: processes that hold a part of it
-        each have to call it alike."""
+    def _logits_of_whole_teacher(self, ids: Tensor, places: Tensor) -> Tensor:
+        """The logits of a teacher that is held as a whole, (b, t, vocabulary).
+
+        A class that is not ours may let documents of one row see each other, so it gets every document as a row of its own. It
+        gets all of them in one call, because processes that each hold a part of the teacher have to call it equally often."""
         assert self.teacher is not None
 
         def logits(ids: Tensor, **more: Tensor) -> Tensor:
@@ -179,8 +180,8 @@ class Distillation(nn.Module):
         documents = packed((places == 0).cumsum(-1), alike=False)
         return documents.apply(logits, ids)
 
-    def _teachers_blocks(self) -> list[nn.Module]:
-        exchanged = dict(zip(self.others, self.other_blocks, strict=True))
+    def _all_teacher_blocks(self) -> list[nn.Module]:
+        exchanged = dict(zip(self.different, self.teacher_blocks, strict=True))
         return [exchanged.get(i, block) for i, block in enumerate(self.student.base_model.layers)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -188,25 +189,25 @@ class Distillation(nn.Module):
         return head(as_weight(hidden, head.weight)).float()
 
 
-class Kept:
-    """Tensors by key, as long as all of them together take no more than so many bytes; the others are made anew."""
+class StateCache:
+    """Tensors by key, of `limit` bytes together at most. What does not fit is computed again whenever it is needed."""
 
-    def __init__(self, most: int):
-        self.most, self.bytes, self.held = most, 0, dict[Any, Tensor]()
+    def __init__(self, limit: int):
+        self.limit, self.bytes, self.tensors = limit, 0, dict[Any, Tensor]()
 
-    def get(self, key: tuple[Any, str], make: Callable[[], Tensor]) -> Tensor:
-        """key: (of the batch, or None if it does not come again; of what)."""
-        if key in self.held:
-            return self.held[key]
-        made = make()
-        if key[0] is not None and self.bytes + made.nbytes <= self.most:
-            self.held[key] = made
-            self.bytes += made.nbytes
-        return made
+    def get(self, key: tuple[Any, str], compute: Callable[[], Tensor]) -> Tensor:
+        """key: (the batch, or None if it does not come again; which of its tensors)."""
+        if key in self.tensors:
+            return self.tensors[key]
+        tensor = compute()
+        if key[0] is not None and self.bytes + tensor.nbytes <= self.limit:
+            self.tensors[key] = tensor
+            self.bytes += tensor.nbytes
+        return tensor
 
 
-def _numbers(mask: Tensor) -> Tensor:
-    """Of a mask (b, t): which of the b * t positions are set."""
+def _positions(mask: Tensor) -> Tensor:
+    """The indices of the positions that are set in a mask (b, t), out of b * t."""
     return mask.flatten().nonzero()[:, 0]
 
 
@@ -215,7 +216,7 @@ def _blocks(model: Any) -> list[nn.Module]:
 
 
 def _around_blocks(student: Any, teacher: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """Embeddings, last norm and head, of both."""
+    """The pairs of embeddings, last norms and heads."""
     ours, theirs = (
         (
             m.get_input_embeddings(),
@@ -231,17 +232,17 @@ def _trained(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
 
 
-def _coincide(one: nn.Module, other: nn.Module | None) -> bool:
-    """Whether two modules are, and remain, the same function."""
-    if type(one) is not type(other) or other is None or _trained(one):
+def _coincide(ours: nn.Module, theirs: nn.Module | None) -> bool:
+    """Whether a module of the student and one of the teacher compute the same, now and after training."""
+    if type(ours) is not type(theirs) or theirs is None or _trained(ours):
         return False
-    mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
-    return mine.keys() == theirs.keys() and all(p is theirs[name] or torch.equal(p, theirs[name]) for name, p in mine.items())
+    a, b = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    return a.keys() == b.keys() and all(p is b[name] or torch.equal(p, b[name]) for name, p in a.items())
 
 
 @contextmanager
 def _arranged(decoder: Any, blocks: Sequence[nn.Module], norm: bool) -> Iterator[None]:
-    """A backbone with other blocks, and, unless `norm`, without its last norm."""
+    """Put other blocks into a backbone for a while; its last norm is left out unless `norm` is True."""
     layers, last = decoder.layers, getattr(decoder, decoder.last_norm)
     try:
         decoder.layers = nn.ModuleList(blocks)

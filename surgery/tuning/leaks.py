@@ -1,9 +1,9 @@
-"""How much of the text that is measured on stands in the text that is trained on, whatever became of it on the way: another
-name, another format, other line ends.
+"""Leaks: how much of the text that is measured on also stands in the text that is trained on, perhaps under another name, in
+another format or with other line ends.
 
-Both are read as letters and digits alone, in lower case, so that line ends, wrapping, spaces, punctuation and JSON's quotes do
-not matter. Stretches of `WINDOW` letters, at places spread evenly over the first text, are looked for at all places of the
-second by a rolling hash: in seconds for a hundred megabytes, and in memory that does not grow with the second text.
+Only letters and digits are compared, in lower case, so that line ends, wrapping, spaces, punctuation and JSON's quotes do not
+matter. Stretches of `WINDOW` letters, at places spread evenly over the measured text, are looked for everywhere in the training
+text by a rolling hash. A hundred megabytes take seconds, and memory does not grow with the training text.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,41 +16,41 @@ from surgery.records.record import read_text
 from surgery.runtime.progress import say
 
 WINDOW = 64  # letters: about 13 words, as contamination of benchmarks is usually measured
-TOLERATED = 0.05  # licences, headings and quotations; two novels by different authors have .00001 in common
+TOLERATED = 0.05  # licences, headings and quotations; two novels by different authors share .00001
 WORTH_SAYING = 0.005
-LIMIT = 2**28  # characters of a source that are read
+LIMIT = 2**28  # of a source, at most this many characters are read
 PER_TOKEN = 8  # characters, more than there are in running text
 
-PLACES = 2**16  # of the first text, at most; and a sixteenth of that in its measured part alone
-CHUNK = 2**18  # characters that are hashed at once
-FILTER = 22  # bits of a hash that pass over nearly all places at once
-OTHERS = bytes(i for i in range(128) if not chr(i).isalnum())  # what is no letter; all beyond ASCII is taken for letters
+PLACES = 2**16  # of the measured text, at most; and a sixteenth of that in the part that perplexity reads
+CHUNK = 2**18  # letters that are hashed at once
+FILTER = 22  # leading bits of a hash, by which nearly all places are ruled out at once
+OTHERS = bytes(i for i in range(128) if not chr(i).isalnum())  # no letters; everything beyond ASCII counts as a letter
 LOWER = bytes(range(256)).lower()
 
 _random = np.random.default_rng(0)
-_VALUES = _random.integers(0, 2**64, 256, np.uint64)  # of a letter
+_VALUES = _random.integers(0, 2**64, 256, np.uint64)  # one for every letter
 _BASE = int(_random.integers(0, 2**64, dtype=np.uint64)) | 1
 
 
 def check_apart(held_out: str, sources: Iterable[tuple[str, Iterable[str]]], measured: int) -> None:
-    """Raise UserError, in one line, if more than `TOLERATED` of the text file `held_out` stands in one of the sources.
+    """Raise UserError if more than `TOLERATED` of the text file `held_out` stands in one of the sources.
 
-    sources: a name for each, and its texts, of which the first `LIMIT` characters are read. measured: perplexity reads about
-    so many tokens from the beginning of the file; that part is also looked at alone.
+    sources: (name, texts) of each; the first `LIMIT` characters of its texts are read. measured: about how many tokens from the
+    beginning of the file perplexity reads; that part is also compared by itself.
     """
     sought: Text | None = None
     for name, texts in sources:
         sought = sought or Text(read_text(held_out, "the text in"), PER_TOKEN * measured)
         share = sought.share(_limited(name, texts))
-        overlap = f"{100 * share:.1f}% of {held_out} stands in {name}, too"
+        overlap = f"{100 * share:.1f}% of {held_out} is also in {name}"
         if share > TOLERATED:
-            raise UserError(f"{overlap}; data.held_out_text must be other text than what is trained on")
+            raise UserError(f"{overlap}; data.held_out_text must not be text that is trained on")
         if share > WORTH_SAYING:
-            say(f"{overlap}; up to {100 * TOLERATED:.0f}% is tolerated")
+            say(f"{overlap}; up to {100 * TOLERATED:.0f}% is accepted")
 
 
 class Text:
-    """A text that is looked for in others. measured: of so many characters, its first, the share is taken alone, too."""
+    """A text that is looked for in others. measured: the share of its first `measured` characters is also taken by itself."""
 
     def __init__(self, text: str, measured: int = 0):
         places = max(0, _length(text) - WINDOW + 1)
@@ -63,8 +63,8 @@ class Text:
         self._filter[_head(self._hashes)] = True
 
     def share(self, texts: Iterable[str]) -> float:
-        """The share of it, from 0 to 1, that stands in other texts; these are read as if they were one, so that it does not
-        matter how they are divided."""
+        """The share of this text, from 0 to 1, that stands in other texts. These are joined, so it does not matter how they are
+        divided."""
         if not len(self._hashes):
             return 0.0
         seen = np.zeros(len(self._hashes), bool)
@@ -82,7 +82,7 @@ def _limited(name: str, texts: Iterable[str]) -> Iterator[str]:
         yield text[:left]
         left -= len(text)
         if left <= 0:
-            say(f"{name}: of more text than {LIMIT:,} characters the first are compared with the held-out text")
+            say(f"{name}: only the first {LIMIT:,} characters are compared with the held-out text")
             return
 
 
@@ -91,17 +91,17 @@ def _letters(text: str) -> bytes:
 
 
 def _length(text: str) -> int:
-    """In letters."""
+    """The number of letters of a text."""
     return sum(len(_letters(text[start : start + CHUNK])) for start in range(0, len(text), CHUNK))
 
 
 def _spread(n: int, most: int) -> np.ndarray:
-    """At most so many of range(n), evenly."""
+    """At most `most` numbers of range(n), evenly spaced."""
     return np.unique(np.linspace(0, max(0, n - 1), min(n, most)).astype(np.int64))
 
 
 def _chosen(parts: Iterable[np.ndarray], places: np.ndarray) -> Iterator[np.ndarray]:
-    """What stands at these places of all parts together."""
+    """The elements at these places of the joined parts."""
     start = 0
     for part in parts:
         yield part[places[(places >= start) & (places < start + len(part))] - start]
@@ -113,7 +113,7 @@ def _head(hashes: np.ndarray) -> np.ndarray:
 
 
 def _hashes(texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """Of every window of the letters of all texts, in order, in parts."""
+    """The hashes of all windows of the texts' letters, in order, in parts."""
     held = bytearray()
     for text in texts:
         for start in range(0, len(text), CHUNK):
@@ -135,7 +135,7 @@ def _rolled(letters: bytes) -> np.ndarray:
 
 @cache
 def _powers() -> tuple[np.ndarray, np.ndarray]:
-    """Of the base, and of its inverse modulo 2^64, which an odd number has."""
+    """The powers of the base, and of its inverse modulo 2^64, which every odd number has."""
     both = []
     for base in (_BASE, pow(_BASE, -1, 2**64)):
         factors = np.full(CHUNK, base, np.uint64)

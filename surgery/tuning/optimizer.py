@@ -1,4 +1,4 @@
-"""What every optimiser here is given: weight decay for matrices alone, and a learning rate that is never 0."""
+"""The parameter groups and the schedule of all optimisers here: only matrices decay, and no step has a learning rate of 0."""
 
 import math
 from collections.abc import Iterable
@@ -9,23 +9,23 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict]:
-    """The parameters that have a gradient, in at most two groups: those that decay, and those that do not.
+    """The parameters that have a gradient, in at most two groups: those with weight decay, and those without.
 
-    Matrices and convolution filters decay. What has one number a channel or a head does not: biases, norms, D, dt_bias, tau,
-    gates, DoRA's sizes. Nor does A_log, which Mamba-1 has as a matrix: decay would pull the state's time scales to 1. These
-    are the exceptions that Mamba's own code marks.
+    Matrices and convolution filters decay. Parameters with one number for each channel or head do not: biases, norms, D,
+    dt_bias, tau, gates, DoRA's magnitudes. A_log does not decay either, although it is a matrix in Mamba-1: decay would pull
+    the time scales of the state to 1. Mamba's own code makes the same exceptions.
     """
-    learning = [(name, p) for name, p in named if p.requires_grad]
-    decaying = [p for name, p in learning if p.ndim >= 2 and name.rpartition(".")[2] != "A_log"]
-    chosen = {id(p) for p in decaying}
-    others = [p for _, p in learning if id(p) not in chosen]
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    decaying = [p for name, p in trained if p.ndim >= 2 and name.rpartition(".")[2] != "A_log"]
+    with_decay = {id(p) for p in decaying}
+    others = [p for _, p in trained if id(p) not in with_decay]
     groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
 def cosine_schedule(optimizer: Optimizer, warmup: int, steps: int) -> LambdaLR:
-    """The learning rate as a share of the whole: 1 / warmup in the first step, 1 after `warmup` steps, then down along half a
-    cosine, which would reach 0 one step after the last of all `steps`."""
+    """The learning rate as a share of its maximum: 1 / warmup in the first step, 1 after `warmup` steps, then half a cosine
+    that would reach 0 one step after the last of `steps`. (transformers' schedule begins with a step at 0.)"""
 
     def share(step: int) -> float:
         if step < warmup:

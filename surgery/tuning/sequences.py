@@ -1,7 +1,8 @@
-"""Training sequences: dictionaries with many questions, probes' questions, world text, lettered questions.
+"""Training sequences: dictionaries with many questions, questions of probes, text of the world, lettered questions.
 
-A sequence is a list of pieces, each with a flag that says whether its tokens are targets. Every piece is tokenised as what
-follows those before it (tokens.py), as the probes do, so that a value is the same tokens in training as in the probe.
+A sequence is a list of pieces, each with a flag that says whether its tokens are targets. A piece is tokenised as the
+continuation of those before it (models/tokens.py). The probes do the same, so a value has the same tokens in training and in
+the probe.
 """
 
 import random
@@ -25,7 +26,7 @@ IGNORE = -100
 
 
 def kv_pieces(rng: random.Random, pairs: int, queries: int, keys: Keys = "lessons") -> list[Piece]:
-    """A dictionary followed by at most `queries` questions about it; the values asked for are the targets.
+    """A dictionary followed by at most `queries` questions about it. The targets are the values that are asked for.
 
     No key is asked for twice: the second answer could be copied from the first, which is not what the probe measures.
     """
@@ -38,16 +39,16 @@ def kv_pieces(rng: random.Random, pairs: int, queries: int, keys: Keys = "lesson
 
 
 def probe_pieces(probe: Probe | CompletionProbe, seed: int) -> list[Piece]:
-    """One question of a probe, or one of its completions; the right answer is the target."""
+    """One question of a probe, or one of its completions. The target is the right answer."""
     if isinstance(probe, CompletionProbe):
-        asked = probe.completions(1, seed)[0]
-        return [(asked.prompt, False), (asked.answer, True)]
+        completion = probe.completions(1, seed)[0]
+        return [(completion.prompt, False), (completion.answer, True)]
     question = probe.questions(1, seed)[0]
     return [(question.prompt, False), (question.choices[question.answer], True)]
 
 
 def letter_pieces(rng: random.Random, questions: int) -> list[Piece]:
-    """Lettered questions, their prompts from the training split; the letters are the targets."""
+    """Lettered questions with prompts of the training split. The targets are the letters."""
     pieces: list[Piece] = []
     for i, fact in enumerate(rng.choices(facts(), k=questions)):
         question = lettered(rng, fact.question, fact.value, fact.choices, held_out=False)
@@ -61,10 +62,10 @@ def text_pieces(rng: random.Random, end: str, sentences: int) -> list[Piece]:
 
 
 def collate(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[list[Piece]]) -> tuple[Tensor, Tensor]:
-    """Token ids and targets, both (batch, longest), padded on the right; targets[i] is what position i has to predict.
+    """Token ids and targets, both (batch, longest), padded on the right. targets[i] is what position i has to predict.
 
-    The first piece of a sequence is tokenised with the special tokens that begin a text, as a probe's prompt is. White space at
-    the end of a piece that is no target goes to the next one, as in the probes.
+    As in the probes, the first piece of a sequence is tokenised with the special tokens that begin a text, and white space at
+    the end of a piece that is no target goes to the next piece.
     """
     moved = [_moved(pieces) for pieces in sequences]
     openings = iter(opening(tokenizer, [pieces[0][0] for pieces in moved]))
@@ -72,18 +73,18 @@ def collate(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[list[Piece]]
     ids, targets = [], []
     for pieces in moved:
         row: list[int] = []
-        wanted: list[int] = []
+        labels: list[int] = []
         for i, (_, is_target) in enumerate(pieces):
             tokens = next(others if i else openings)
             row += tokens
-            wanted += tokens if is_target else [IGNORE] * len(tokens)
+            labels += tokens if is_target else [IGNORE] * len(tokens)
         ids.append(row)
-        targets.append([*wanted[1:], IGNORE])
+        targets.append([*labels[1:], IGNORE])
     return padded(ids, 0), padded(targets, IGNORE)
 
 
 def _moved(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same text, without white space between a piece that is no target and the next one."""
+    """The same text, with white space moved from the end of every piece that is no target to the next piece."""
     texts, flags = [text for text, _ in pieces], [is_target for _, is_target in pieces]
     for i in range(len(pieces) - 1):
         if not flags[i]:
@@ -92,12 +93,12 @@ def _moved(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _pairs(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
-    """Every piece but the first, with all that stands before it."""
+    """Every piece but the first, with all the text before it."""
     befores = accumulate(text for text, _ in pieces)
     return [(before, text) for before, (text, _) in zip(befores, pieces[1:], strict=False)]
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
-    """(rows, longest), filled up on the right."""
+    """Rows of different lengths as one tensor (rows, longest), filled up on the right."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])

@@ -1,15 +1,15 @@
-"""Where the text comes from that tuning holds a model to: the small world, a text file, documents of a JSON-lines file or of a
-dataset (loaded or streamed).
+"""Sources of the text that tuning trains on: the small world, a text file, the documents of a JSON-lines file or of a dataset
+(loaded or streamed).
 
-A source gives rows of token ids. Row i depends on the source, the seed and i alone, so any process can make any row, and a
-resumed run sees what the uninterrupted one would have seen. A stream is read in order for that: to reach row i it passes over
-those before it, without tokenising them.
+A source gives excerpts: token ids of one document, or of a random window of a document that is too long. The world's generated
+documents and a plain text file, which is one document, give windows of full length; batches.py packs what is shorter.
 
-A source's row is one document, or a random window of one that is longer than a row. The world's generated documents, which have
-no context to confuse, and a plain text file, which is one document, give whole windows. What is shorter, batches.py packs.
+Excerpt i depends on the source, the seed and i alone, so any process can make any excerpt, and a resumed run sees what the
+uninterrupted one would have seen. For the same reason a stream is read in order: to reach excerpt i, the excerpts before it are
+passed over without being tokenised.
 
-A sixteenth of every source is held out, for those who watch over training: documents by a hash of their text, so that a
-copy of a document is on the same side as the document, and the end of a text file.
+A sixteenth of every source is held out for measurements during training. Documents are held out by a hash of their text, so
+that copies of a document are on the same side; of a text file, the end is held out.
 """
 
 import json
@@ -31,16 +31,16 @@ from surgery.records.recipe import Text
 from surgery.records.record import read_text
 from surgery.world.text import document
 
-HELD_OUT = 16  # one in so many
-TRIES = 1000  # documents drawn in search of one that can be used
-STRETCH = 32  # characters per token of a row that are tokenised, at most, of a long document
-BLOCK = 1000  # documents of a stream that are mixed with one another
+HELD_OUT = 16  # one document in 16
+TRIES = 1000  # how many documents are drawn in search of a usable one
+STRETCH = 32  # of a long document, at most this many characters per token of an excerpt are tokenised
+BLOCK = 1000  # documents of a stream that are shuffled together
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows are made: of at most `tokens` tokens, from training documents or from held-out ones."""
+    """How excerpts are made: at most `tokens` tokens long, from training documents or from held-out ones."""
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     tokens: int
@@ -52,7 +52,7 @@ class Reading:
         return "held out" if self.held_out else "to train on"
 
     def takes(self, text: str) -> bool:
-        """Whether a document is on this side of the split, and has any text that can be tokenised."""
+        """Whether a document is on this side of the split and has text that can be tokenised."""
         try:
             digest = zlib.crc32(text.encode())
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold
@@ -63,7 +63,7 @@ class Reading:
         return random.Random(f"{'held-out ' * self.held_out}{what} {self.seed} {index}")
 
     def window(self, text: str, rng: random.Random) -> list[int]:
-        """The ids of a document as the tokenizer gives them, or a random window of them if there are more than fit."""
+        """The token ids of a document, or a random window of them if there are more than `tokens`."""
         longest = STRETCH * self.tokens
         if len(text) > longest:
             start = rng.randrange(len(text) - longest + 1)
@@ -77,52 +77,52 @@ class Reading:
 
 
 class Source(Protocol):
-    """whole: whether every row is as long as can be."""
+    """full_length: whether every excerpt has as many tokens as it may have."""
 
-    whole: ClassVar[bool]
+    full_length: ClassVar[bool]
 
-    def row(self, index: int) -> list[int]:
-        """Token ids. Raises UserError where the text cannot be read or does not suffice."""
+    def excerpt(self, index: int) -> list[int]:
+        """Token ids. Raises UserError where the text cannot be read or is too short."""
 
-    def texts(self, rows: int) -> Iterable[str]:
-        """All that it holds, on both sides of the split, to be compared with other text; of a stream, what so many rows are
-        taken from. Nothing of the world, which has a split of its own."""
+    def texts(self, documents: int) -> Iterable[str]:
+        """Its text on both sides of the split, to be compared with other text. A stream gives what its first `documents`
+        usable documents are taken from, the others give everything; the world, which has its own split, gives nothing."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Training documents of the small world, each behind an end-of-text token, cut to whole windows."""
+    """Training documents of the small world, joined by end-of-text tokens and cut to windows."""
 
-    whole: ClassVar[bool] = True
+    full_length: ClassVar[bool] = True
     reading: Reading
 
-    def row(self, index: int) -> list[int]:
+    def excerpt(self, index: int) -> list[int]:
         rng = self.reading.rng("window", index)
         ids: list[int] = []
         while len(ids) < self.reading.tokens:
-            text = document(rng, held_out=False)  # the world's own held-out documents are for the bench
+            text = document(rng, held_out=False)  # the world's own held-out documents are for bench
             if self.reading.takes(text):
                 end = self.reading.tokenizer.eos_token or ""
                 ids += self.reading.tokenizer(end + text, add_special_tokens=False)["input_ids"]
         return ids[: self.reading.tokens]
 
-    def texts(self, rows: int) -> Iterable[str]:
+    def texts(self, documents: int) -> Iterable[str]:
         return ()
 
 
 @dataclass(frozen=True)
 class File:
-    """Random places of a text file."""
+    """Random windows of a text file."""
 
-    whole: ClassVar[bool] = True
+    full_length: ClassVar[bool] = True
     path: str
     reading: Reading
 
-    def row(self, index: int) -> list[int]:
+    def excerpt(self, index: int) -> list[int]:
         start = self.reading.rng("window", index).randrange(len(self._ids) - self.reading.tokens + 1)
         return self._ids[start : start + self.reading.tokens].tolist()
 
-    def texts(self, rows: int) -> Iterable[str]:
+    def texts(self, documents: int) -> Iterable[str]:
         return (read_text(self.path, "the text in"),)
 
     @cached_property
@@ -131,55 +131,55 @@ class File:
         border = len(ids) - len(ids) // HELD_OUT
         part = array("i", ids[border:] if self.reading.held_out else ids[:border])
         if len(part) < self.reading.tokens:
-            found = f"{len(part)} tokens {self.reading.side}, of {len(ids)}"
-            raise UserError(f"{self.path} has {found}; a window needs {self.reading.tokens}")
+            available = f"{len(part)} of its {len(ids)} tokens are {self.reading.side}"
+            raise UserError(f"{self.path} is too short: {available}, and a window needs {self.reading.tokens}")
         return part
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents that can be reached by their number, drawn at random."""
+    """Documents that can be reached by their number. They are drawn at random."""
 
-    whole: ClassVar[bool] = False
+    full_length: ClassVar[bool] = False
     name: str
     documents: Sequence[Any]
     reading: Reading
 
-    def row(self, index: int) -> list[int]:
+    def excerpt(self, index: int) -> list[int]:
         rng = self.reading.rng("document", index)
         for _ in range(TRIES):
             text = _text(self.documents[rng.randrange(len(self.documents))], self.name)
             if self.reading.takes(text):
                 return self.reading.window(text, rng)
-        raise UserError(_none(self.name, self.reading))
+        raise UserError(_no_text(self.name, self.reading))
 
-    def texts(self, rows: int) -> Iterable[str]:
+    def texts(self, documents: int) -> Iterable[str]:
         return (_text(document, self.name) for document in self.documents)
 
 
 class Stream:
-    """Documents in blocks of those that come one after the other, each block mixed; from the start again when they end."""
+    """Documents in the order of a stream, shuffled within blocks of successive ones; from the start again when they end."""
 
-    whole: ClassVar[bool] = False
+    full_length: ClassVar[bool] = False
 
     def __init__(self, name: str, documents: Any, column: str, reading: Reading):
         self.name, self.documents, self.column, self.reading = name, documents, column, reading
         self._next, self._texts = 0, self._endless()
 
-    def row(self, index: int) -> list[int]:
+    def excerpt(self, index: int) -> list[int]:
         if index < self._next:
             self._next, self._texts = 0, self._endless()
         for text in self._texts:
             self._next += 1
             if self._next > index:
                 return self.reading.window(text, self.reading.rng("document", index))
-        raise UserError(_none(self.name, self.reading))
+        raise UserError(_no_text(self.name, self.reading))
 
-    def texts(self, rows: int) -> Iterable[str]:
+    def texts(self, documents: int) -> Iterable[str]:
         entries = iter(self.documents)
-        while rows > 0 and (block := self._block(entries)):
+        while documents > 0 and (block := self._block(entries)):
             texts = [_text(entry[self.column], self.name) for entry in block]
-            rows -= sum(map(self.reading.takes, texts))
+            documents -= sum(map(self.reading.takes, texts))
             yield from texts
 
     def _endless(self) -> Iterator[str]:
@@ -195,12 +195,12 @@ class Stream:
                 return
 
     def _block(self, entries: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-        with _in_one_line(self.name):
+        with _loading(self.name):
             return list(islice(entries, BLOCK))
 
 
 def open_source(text: Text, reading: Reading) -> Source:
-    """Raises UserError in one line where there is nothing to read."""
+    """The source that a recipe names. Raises UserError where there is nothing to read."""
     path = Path(text.source)
     if text.source == "world":
         _has_no(text, "column", "subset", "split", "streaming")
@@ -211,11 +211,11 @@ def open_source(text: Text, reading: Reading) -> Source:
     if path.suffix == ".jsonl" and not text.streaming:
         _has_no(text, "subset", "split")
         return Documents(text.source, _json_lines(text), reading)
-    return _dataset(text, reading)
+    return _open_dataset(text, reading)
 
 
 def _has_no(text: Text, *options: str) -> None:
-    """An option that would be ignored is a mistake."""
+    """Refuse options that would be ignored."""
     for option in options:
         if (value := getattr(text, option)) != Text.model_fields[option].default:
             raise UserError(f"data.train_text: '{text.source}' has no {option}, but {value!r} is given")
@@ -239,8 +239,8 @@ def _json_lines(text: Text) -> list[Any]:
     return documents
 
 
-def _dataset(text: Text, reading: Reading) -> Source:
-    """With Hugging Face's datasets, which runs no code that comes with a dataset."""
+def _open_dataset(text: Text, reading: Reading) -> Source:
+    """A source read by the package datasets, which runs no code that comes with a dataset."""
     try:
         import datasets
     except ImportError as error:
@@ -251,20 +251,20 @@ def _dataset(text: Text, reading: Reading) -> Source:
         where = {"path": BUILDERS[path.suffix], "data_files": text.source}
         if not path.is_file():
             raise UserError(f"cannot read the documents in {text.source}: no such file")
-    with _in_one_line(text.source):
-        found = datasets.load_dataset(**where, split=text.split, streaming=text.streaming)
-        first = next(iter(found), None)
+    with _loading(text.source):
+        loaded = datasets.load_dataset(**where, split=text.split, streaming=text.streaming)
+        first = next(iter(loaded), None)
     if first is None:
         raise UserError(f"{text.source} holds no documents (split '{text.split}')")
     _has_column(text, list(first), f"split '{text.split}'")
     if text.streaming:
-        return Stream(text.source, found.select_columns([text.column]), text.column, reading)
-    return Documents(text.source, found[text.column], reading)
+        return Stream(text.source, loaded.select_columns([text.column]), text.column, reading)
+    return Documents(text.source, loaded[text.column], reading)
 
 
 @contextmanager
-def _in_one_line(name: str) -> Iterator[None]:
-    """Whatever the network, the file system and a dozen formats can do wrong."""
+def _loading(name: str) -> Iterator[None]:
+    """One clear line for whatever the network, the file system or a damaged file does wrong."""
     try:
         yield
     except Exception as error:
@@ -279,9 +279,9 @@ def _has_column(text: Text, columns: list[str], where: str) -> None:
 
 def _text(value: Any, name: str) -> str:
     if value is not None and not isinstance(value, str):
-        raise UserError(f"{name}: a document is to be text, not {type(value).__name__}")
+        raise UserError(f"{name}: a document has to be text, not {type(value).__name__}")
     return value or ""
 
 
-def _none(name: str, reading: Reading) -> str:
+def _no_text(name: str, reading: Reading) -> str:
     return f"{name} holds no text {reading.side}: one document in {HELD_OUT} is held out, and empty ones are passed over"

@@ -1,4 +1,4 @@
-"""Which parameters tuning changes, and what is done to them meanwhile."""
+"""Which parameters tuning changes, and how the model is prepared for that."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +13,9 @@ from surgery.tuning.lora import adapters
 
 
 def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.Parameter]:
-    """What tuning changes, by name: parameters of grafts, or of the mixers of `layers`, and those of adapters. Nothing
-    of quantised modules: integers do not learn, and bitsandbytes changes the dtype of their biases in every forward."""
+    """The parameters that tuning changes, by name: those of the grafts, or of the mixers of `layers`, and those of adapters.
+    Parameters of quantised modules are left out: integers have no gradient, and bitsandbytes changes the dtype of the biases in
+    every forward."""
     parts = [".graft."] if layers is None else [f".layers.{layer}.mixer." for layer in layers]
     fixed = {id(p) for module in model.modules() if has_quantised_weight(module) for p in module.parameters(recurse=False)}
     named = {name: p for name, p in model.named_parameters() if any(part in name for part in parts)}
@@ -25,13 +26,13 @@ def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.
 def training(
     model: PreTrainedModel, trained: dict[str, nn.Parameter], teacher: PreTrainedModel | None = None
 ) -> Iterator[dict[str, nn.Parameter]]:
-    """Only these parameters have a gradient, and they are in float32 at least; afterwards all is as it was before. Raises
-    UserError at the end if what was trained does not fit into the dtype that it had."""
+    """Give these parameters alone a gradient, in float32 or wider. At the end everything is put back as it was, except their
+    values. Raises UserError at the end if a trained value does not fit into its former dtype."""
     requires_grad = {p: p.requires_grad for part in filter(None, (teacher, model)) for p in part.parameters()}
     dtypes = {name: p.dtype for name, p in trained.items()}
-    # A forward in another dtype rounds the biases of bitsandbytes' modules, in place.
-    narrow = [module for part in filter(None, (teacher, model)) for module in part.modules() if has_quantised_weight(module)]
-    biases = [(module.bias, module.bias.data) for module in narrow if module.bias is not None]
+    # A forward in another dtype rounds the biases of bitsandbytes' modules in place.
+    quantised = [module for part in filter(None, (teacher, model)) for module in part.modules() if has_quantised_weight(module)]
+    biases = [(module.bias, module.bias.data) for module in quantised if module.bias is not None]
     try:
         for p in requires_grad:
             p.requires_grad_(any(p is own for own in trained.values()))
@@ -41,7 +42,9 @@ def training(
         for name, p in trained.items():
             if p.isfinite().all() and not p.to(dtypes[name]).isfinite().all():
                 kind = str(dtypes[name]).removeprefix("torch.")
-                raise UserError(f"'{name}' was tuned beyond the range of {kind}; take a base in bfloat16 (dtype: bfloat16)")
+                raise UserError(
+                    f"after tuning, '{name}' is beyond the range of {kind}; use a base in bfloat16 (dtype: bfloat16)"
+                )
     finally:
         model.eval()
         for bias, data in biases:

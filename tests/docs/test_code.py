@@ -1,7 +1,7 @@
 """The code of every page of the documentation runs as it stands, in the order of the page, in one folder a page.
 
-Commands are made smaller (SMALLER) where they do not say how much they measure. Files that a page shows (blocks with a title) are
-written first; those of the package are put where the package finds them.
+Commands are made smaller (SMALLER) where they do not say how much they measure. Files that a page shows (blocks with a title)
+are written first; those of the package are put where the package finds them.
 """
 
 import importlib
@@ -25,9 +25,16 @@ from tests.docs.pages import NOT_RUN, PAGES, Block, blocks, name
 
 # Settings of a command that does not set them itself.
 SMALLER = {
-    "locate": {"locate.examples": "32"},
-    "tune": {"tune.steps": "2"},
-    "bench": {"bench.limit": "20", "bench.pairs": "[4,64]", "bench.contexts": "[64]", "bench.windows": "8"},
+    "locate": {"locate.examples": "16", "locate.exact": "false"},
+    "prune": {"locate.examples": "8"},
+    "tune": {"tune.steps": "2", "tune.batch_size": "2", "tune.text_batch_size": "1"},
+    "bench": {
+        "bench.limit": "20",
+        "bench.pairs": "[4,64]",
+        "bench.contexts": "[64]",
+        "bench.batches": "[1]",
+        "bench.windows": "8",
+    },
 }
 SLOW = {"docs/quicktour.md"}  # runs as large as it stands, because it says what comes out
 LANGUAGES = {"bash", "python", "yaml", "json", "toml", "text"}
@@ -72,7 +79,9 @@ def _look_again() -> None:
     families.cache_clear()
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=name(page), marks=[pytest.mark.slow] * (name(page) in SLOW)) for page in WITH_CODE])
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=name(page), marks=[pytest.mark.slow] * (name(page) in SLOW)) for page in WITH_CODE]
+)
 def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed):
     cells: dict = {"__name__": "page"}
     commands: list[str] = []
@@ -143,4 +152,3 @@ def test_a_block_says_what_it_is_and_why_it_is_not_run(page):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
-

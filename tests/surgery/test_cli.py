@@ -123,7 +123,7 @@ def test_the_verbs_one_by_one(surgery, folder, tmp_path):
     assert surgery("plan", "ranked/ranking.json", "--set", "plan.heads=2")[0] == 0
     assert surgery("splice", folder / "base", "ranked/plan.json", "--out", "spliced")[0] == 0
     assert surgery("tune", "spliced", *common, "--out", "tuned")[0] == 0
-    assert surgery("export", "tuned", "--as", "hf", "--out", "published")[0] == 0
+    assert surgery("export", "tuned", "--format", "hf", "--out", "published")[0] == 0
     status, _, err = surgery("bench", folder / "base", "spliced", "published", *common, "--out", "compared")
     assert status == 0, err
     report = json.loads((tmp_path / "compared" / "report.json").read_text())
@@ -177,7 +177,7 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
     ("arguments", "complaint"),
     [
         (("run", "{f}/quick.yaml", "--set", "model=./nowhere"), "no such folder"),
-        (("run", "{f}/quick.yaml", "--set", "model=nobody/no-such-model"), "not to be had from the Hub"),
+        (("run", "{f}/quick.yaml", "--set", "model=nobody/no-such-model"), "the Hub may not be asked (HF_HUB_OFFLINE is set)"),
         (("run", "{f}/quick.yaml", "--set", "model={f}/llama"), "model type 'llama' is not supported"),
         (("run", "{f}/quick.yaml", "--set", "model={f}"), "holds no config.json"),
         (("run", "{f}/quick.yaml", "--set", "plan.sites=[L7.H0]"), "no site L7.H0"),
@@ -209,8 +209,8 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
         (("prune", "{f}/base", "--set", "locate.probe=copying", "--set", "locate.options.length=4"), "asks for completions"),
         (("plan", "./no.json"), "cannot read"),
         (("splice", "{f}/base", "./no.json", "--out", "x"), "cannot read"),
-        (("tune", "{f}/base", "--out", "x"), "cannot read"),
-        (("export", "{f}/base", "--as", "gguf", "--out", "x"), "cannot export as 'gguf'"),
+        (("tune", "{f}/base", "--out", "x"), "is no hybrid: it holds no plan.json"),
+        (("export", "{f}/base", "--format", "gguf", "--out", "x"), "cannot export as 'gguf'"),
         (("bench", "{f}/base", "./nowhere"), "no such folder"),
         (("pretrain", "{f}/quick.yaml", "--out", "x"), "architecture: Field required"),
     ],

@@ -8,16 +8,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgery.errors import UserError
-from surgery.evaluation.bench import bench
+from surgery.evaluation.bench import measure
 from surgery.evaluation.language import sliding_losses
 from surgery.locating.locate import locate
-from surgery.locating.prune import Subject
+from surgery.locating.prune import Pruner
+from surgery.locating.subject import Subject
 from surgery.models.finite import NotFinite, broken_weight, checked, explained, watching_logits, within
 from surgery.probes import make
 from surgery.probes.perplexity import Perplexity
 from surgery.probes.scoring import answer, complete
 from surgery.records.plan import Plan
-from surgery.records.recipe import Bench, Calibrate, Data, EarlyStopping, Lesson, Tune
+from surgery.records.recipe import Bench, Calibrate, Data, EarlyStopping, Lesson, Locate, Tune
 from surgery.splicing.splice import splice
 from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer
@@ -153,18 +154,18 @@ def test_locate_says_which_head_is_broken(base, tokenizer, monkeypatch):
 
 
 def test_prune(base, tokenizer):
-    subject = Subject(base, tokenizer, make("kv", pairs=4), make("knowledge"), examples=2)
+    pruner = Pruner(Subject.of(base, tokenizer), Locate(options={"pairs": 4}, examples=2), make("knowledge"))
     spoil(base, WEIGHT)
     for last_only in (False, True):
         with pytest.raises(NotFinite, match=NAMED):
-            subject.cut("heads", silent=[], last_only=last_only)
+            pruner.cut("heads", silent=[], last_only=last_only)
 
 
 def test_bench_names_model_and_task(broken, base, tokenizer, tmp_path):
     options = Bench(suites=("quick",), pairs=(4,), limit=2, windows=2, window=16, contexts=())
     whole = random_base(vocab_size=base.config.vocab_size, num_hidden_layers=LAYERS)
     with pytest.raises(UserError, match=rf"^ruined, kv\.4: the logits are not finite: {NAMED}$"):
-        bench({"base": whole, "ruined": broken}, tokenizer, options, cells=tmp_path)
+        measure({"base": whole, "ruined": broken}, tokenizer, options, cells=tmp_path)
 
 
 def test_standard_tasks(broken, tokenizer):

@@ -29,8 +29,8 @@ from surgery.kernels.dispatch import use
 from surgery.locating.attribution import attribute_starts
 from surgery.locating.locate import locate
 from surgery.locating.replay import Replay
+from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
-from surgery.models.anatomy import anatomy
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import encode
 from surgery.records.plan import Plan
@@ -40,7 +40,7 @@ from surgery.tuning import loop
 from surgery.tuning.loop import tune
 from surgery.tuning.trainable import trainable, training
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, random_base, random_selective
+from tests.conftest import BASES, random_base, random_selective, subject
 
 HALF = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # and how far from float64 a random model's logits may be
 half = pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -157,8 +157,8 @@ def test_heads_are_ablated_where_products_are_beyond_float16(family, how, tokeni
     lost = {}
     for dtype in (torch.float32, torch.float16):
         model = adopt(copy.deepcopy(base).to(dtype))
-        layer = next(Replay(model, anatomy(model), ids, last, reference=(other, last)).layers())
-        lost[dtype] = layer.ablated(range(layer.mixers[0].heads // 2), how) - layer.base
+        layer = next(Replay(subject(model), ids, last, reference=(other, last)).layers())
+        lost[dtype] = layer.logits(layer.ablation(range(layer.mixers[0].heads // 2), how)) - layer.base
     assert relative(lost[torch.float16], lost[torch.float32].double()) < 5e-2
 
 
@@ -182,10 +182,9 @@ def test_matrices(model, dtype):
 @pytest.mark.parametrize("name", ["plain", "mamba", "llamba"])
 def test_attribution_has_the_same_order(name, dtype, tokenizer):
     base = BASES[name](vocab_size=-(-len(tokenizer) // 16) * 16)
-    layers, heads = 3, 8 if name != "mamba" else 64
     encoded = encode(tokenizer, KVRetrieval(pairs=4).questions(6, 0))
     exact, narrow = (
-        attribute_starts(fully_gated(adopt(copy.deepcopy(base).to(d)), layers, heads), encoded).sum(1).flatten()
+        attribute_starts(fully_gated(Subject.of(copy.deepcopy(base).to(d), tokenizer)), encoded).sum(1).flatten()
         for d in (torch.float32, dtype)
     )
     assert narrow.isfinite().all()

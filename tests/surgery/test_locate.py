@@ -10,14 +10,18 @@ import torch
 from surgery.errors import UserError
 from surgery.locating import walk
 from surgery.locating.atlas import draw_atlas
-from surgery.locating.attribution import STARTS, attribute, attribute_starts, choose_starts
-from surgery.locating.exact import Exact, reference_batch
-from surgery.locating.locate import LEADING, locate
+from surgery.locating.attribution import STARTS, attribute_starts, best_starts
+from surgery.locating.exact import Exact
+from surgery.locating.locate import locate
 from surgery.locating.matrices import mixing_matrices
 from surgery.locating.mixing_figure import draw_mixing
 from surgery.locating.planning import plan, random_plan
+from surgery.locating.questions import QuestionSet, reference_batch
 from surgery.locating.ranking import Ranking, Score
+from surgery.locating.replay import Replay
 from surgery.locating.roles import masses, role
+from surgery.locating.search import LEADING
+from surgery.locating.subject import Subject
 from surgery.models.anatomy import anatomy
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import batches, encode, padded
@@ -26,7 +30,7 @@ from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, mean, means
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import VARIANTS, random_base
+from tests.conftest import VARIANTS, random_base, subject
 from tests.surgery.test_anatomy import build
 from tests.surgery.test_replay import untouched
 
@@ -49,7 +53,8 @@ def test_every_variant_equals_a_model_of_its_own(name, tokens):
     at = torch.arange(2), last
     seen = set()
     starts = {"L0.H1": Start(sign=-1, tau=0.5), "L1.H6": Start(tau=2.0), "L2.H2": Start(sign=-1)}
-    for variant in walk.variants(adopt(base), walk.fully_gated(base, 3, 8, starts), tokens, last):
+    adopted = subject(adopt(base))
+    for variant in walk.variants(Replay(adopted, tokens, last), walk.fully_gated(adopted, starts)):
         if variant.kind == "base":
             model = adopt(base)
         elif variant.kind == "splice":
@@ -74,16 +79,16 @@ def test_every_variant_equals_a_model_of_its_own(name, tokens):
 def test_attribution_is_the_derivative_of_the_loss(world_base, tokenizer):
     """By a central difference in float64, for every head and example."""
     base = random_base(vocab_size=world_base.config.vocab_size, n_groups=2).double()
-    gated = walk.fully_gated(base, 3, 8)
+    gated = walk.fully_gated(subject(base))
     encoded = encode(tokenizer, KVRetrieval(4).questions(3, seed=0))
     ids, last = padded(encoded.rows, torch.device("cpu"))
 
     def losses() -> torch.Tensor:
         with torch.no_grad():
-            return encoded.losses(gated(ids).logits[torch.arange(3), last].double())
+            return encoded.losses(gated.model(ids).logits[torch.arange(3), last].double())
 
-    estimated = attribute(gated, encoded)
-    for layer, block in enumerate(gated.backbone.layers):
+    estimated = attribute_starts(gated, encoded, [None])[0]
+    for layer, block in enumerate(gated.model.backbone.layers):
         for head in range(8):
             gate = block.mixer.graft.gate.data
             values = []
@@ -131,7 +136,7 @@ def test_locating_leaves_the_base_alone(world_base, tokenizer):
 
 
 def test_masses_are_shares(world_base, tokenizer):
-    answer, pair = masses(adopt(world_base), tokenizer, KVRetrieval(4).questions(2, seed=0))
+    answer, pair = masses(Subject.of(world_base, tokenizer), KVRetrieval(4).questions(2, seed=0))
     for share in (answer, pair):
         assert share.shape == (2, 3, 8)
         assert (share >= 0).all()
@@ -143,7 +148,7 @@ def test_mixing_matrices_of_a_hybrid_reproduce_its_mixing(tokens):
     """M x + D x equals what the mixer computes, for SSM heads and for grafted ones."""
     hybrid = splice(random_base(n_groups=2), Plan(sites=("L0.H1,6",), starts={"L0.H6": Start(sign=-1)}))
     mixer = hybrid.backbone.layers[0].mixer
-    every = mixing_matrices(hybrid, anatomy(hybrid), tokens[0])
+    every = mixing_matrices(subject(hybrid), tokens[0])
     matrix = torch.stack([every[Site(0, (head,))] for head in range(8)])
     _, x, B, C, dt, qk = mixer.project(hybrid.backbone.layers[0].norm(hybrid.backbone.embeddings(tokens[:1])))
     wanted = mixer.mix(x, B, C, dt, qk)[0]
@@ -157,15 +162,17 @@ def test_mixing_matrices_of_a_hybrid_reproduce_its_mixing(tokens):
 
 def test_the_start_of_a_head_is_the_one_with_the_largest_attribution(world_base, tokenizer):
     encoded = encode(tokenizer, KVRetrieval(4).questions(6, seed=0))
-    starts = choose_starts(adopt(world_base), 3, 8, [encoded])
-    assert len(starts) == 24
-    by_start, ungated = [], walk.fully_gated(world_base, 3, 8)
+    base = Subject.of(world_base, tokenizer)
+    ungated = walk.fully_gated(base)
     together = attribute_starts(ungated, encoded)
+    starts = best_starts(together.sum(1))
+    assert len(starts) == 24
+    by_start = []
     for start, one in zip(STARTS, together, strict=True):
-        gated = walk.fully_gated(world_base, 3, 8, dict.fromkeys(starts, start))
-        by_start.append(attribute(gated, encoded).mean(0))
-        torch.testing.assert_close(one, attribute(gated, encoded), rtol=1e-3, atol=1e-5)
-    assert not any("blend" in m.__dict__ or "attend" in m.__dict__ for m in ungated.modules())
+        alone = attribute_starts(walk.fully_gated(base, dict.fromkeys(starts, start)), encoded, [None])[0]
+        by_start.append(alone.mean(0))
+        torch.testing.assert_close(one, alone, rtol=1e-3, atol=1e-5)
+    assert not any("blend" in m.__dict__ or "attend" in m.__dict__ for m in ungated.model.modules())
     best = torch.stack(by_start).argmax(0)
     assert {key: STARTS[best[Site.parse(key).layer, Site.parse(key).heads[0]]] for key in starts} == starts
     assert len(set(map(str, starts.values()))) > 1
@@ -195,7 +202,7 @@ def test_impossible_requests_are_refused(world_base, tokenizer):
     ranking = locate(world_base, tokenizer, options={"pairs": 4}, examples=4, exact=False)
     with pytest.raises(UserError, match="holds 24 heads; cannot plan 25"):
         plan(ranking, heads=25)
-    with pytest.raises(UserError, match="at least 2 examples"):
+    with pytest.raises(UserError, match="locate: examples: Input should be greater than or equal to 2"):
         locate(world_base, tokenizer, examples=1)
     with pytest.raises(UserError, match="a llama model can only be ablated, so there is no attribution"):
         locate(build("llama"), tokenizer, exact=False)
@@ -341,11 +348,12 @@ def test_the_heads_of_the_leading_layers_are_confirmed_where_nothing_can_be_spli
 
 @pytest.mark.parametrize("how", ["mean", "resample"])
 def test_what_comes_instead_of_a_head_is_the_same_however_batches_are_cut(how, world_base, tokenizer):
-    base = adopt(world_base)
-    found, questions, costs = anatomy(base), KVRetrieval(4).questions(7, 0), []
+    base = Subject.of(world_base, tokenizer)
+    found, questions, costs = base.anatomy, KVRetrieval(4).questions(7, 0), []
     reference = reference_batch(tokenizer, KVRetrieval(4).questions(3, 1), torch.device("cpu"))
     for size, what in ((2, how), (7, how), (7, "zero")):
-        exact = Exact(base, None, found, list(batches(tokenizer, questions, size)), how=what, reference=reference)
+        groups = list(batches(tokenizer, questions, size))
+        exact = Exact(base, QuestionSet("kv", {}, 0, questions, groups, reference), ablation=what)
         exact.measure(None, layers=True)
         costs.append(exact.effects(found.sites() + [Site(layer) for layer in range(3)])["ablation_loss"])
     np.testing.assert_allclose(costs[0], costs[1], atol=1e-5)
@@ -386,9 +394,9 @@ def test_a_probe_with_few_questions_asks_them_all(world_base, tokenizer, tmp_pat
 
 
 def test_hopeless_heads_are_given_up_and_the_leading_ones_are_not(tiny):
-    base = adopt(tiny.model)
-    found, groups = anatomy(base), list(batches(tiny.tokenizer, KVRetrieval(16).questions(32, 0), 8))
-    whole, some = (Exact(base, None, found, groups) for _ in range(2))
+    base, questions = Subject.of(tiny), KVRetrieval(16).questions(32, 0)
+    found, groups = base.anatomy, list(batches(tiny.tokenizer, questions, 8))
+    whole, some = (Exact(base, QuestionSet("kv", {}, 0, questions, groups)) for _ in range(2))
     whole.measure(None, layers=False, kinds=("ablate",))
     some.measure(None, layers=False, kinds=("ablate",), leading=3)
     wanted, got = (exact.effects(found.sites())["ablation_loss"] for exact in (whole, some))

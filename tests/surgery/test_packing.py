@@ -9,7 +9,7 @@ from surgery.hybrids.packed import packing
 from surgery.kernels.dispatch import use
 from surgery.splicing.splice import adopt, splice
 from surgery.tuning.distil import Distillation
-from surgery.tuning.graft_alignment import error, gather
+from surgery.tuning.graft_alignment import alignment_error, gather_states
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.trainable import trainable, training
 from tests.conftest import BASES, random_base
@@ -271,8 +271,8 @@ def test_grafts_are_aligned_on_the_same_states_packed(ids):
     with training(hybrid, trainable(hybrid, None)):
         distillation = Distillation(hybrid, adopt(random_base()).double())
         nothing = torch.full_like(ids, IGNORE)
-        states = [gather(distillation, [((ids, nothing), text)], 0, Accelerator())[0] for text in in_rows(ids)]
-        off = [error(distillation, some)["loss"] for some in states]
+        states = [gather_states(distillation, [((ids, nothing), text)], 0, Accelerator())[0] for text in in_rows(ids)]
+        off = [alignment_error(distillation, some)["loss"] for some in states]
     assert states[0].keys() == {1, 2}
     for i in states[0]:
         torch.testing.assert_close(states[0][i][1], states[1][i][1], rtol=1e-6, atol=0)

@@ -9,11 +9,12 @@ from torch import nn
 
 from surgery.errors import UserError
 from surgery.locating import prune
-from surgery.locating.prune import Pruning, Subject
+from surgery.locating.prune import Pruner, Pruning
+from surgery.locating.subject import Subject
 from surgery.models.anatomy import anatomy
 from surgery.probes.knowledge import Knowledge
-from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import answer, batches, padded
+from surgery.records.recipe import Locate
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt
 from surgery.world.tokenizer import build_tokenizer
@@ -26,16 +27,16 @@ def tokenizer():
     return build_tokenizer()
 
 
-def subject(name, tokenizer, **options):
+def pruner(name, tokenizer, examples=12):
     model = build(name, vocab_size=-(-len(tokenizer) // 16) * 16)
-    return Subject(model, tokenizer, KVRetrieval(4), Knowledge(), **{"examples": 12} | options)
+    return Pruner(Subject.of(model, tokenizer), Locate(options={"pairs": 4}, examples=examples), Knowledge())
 
 
 @pytest.mark.parametrize("name", ["llama", "bamba"])
 def test_dropping_layers_equals_a_shorter_model(name, tokenizer):
-    whole = subject(name, tokenizer)
+    whole = pruner(name, tokenizer)
     outcome = whole.cut("shorter", dropped=[1, 2])
-    shorter = copy.deepcopy(whole.model)
+    shorter = copy.deepcopy(whole.subject.model)
     shorter.model.layers = nn.ModuleList(list(shorter.model.layers)[:1])
     shorter.config.num_hidden_layers = 1
     for probe, questions in whole.questions.items():
@@ -45,13 +46,13 @@ def test_dropping_layers_equals_a_shorter_model(name, tokenizer):
         assert measured.loss.value == pytest.approx(result.loss.mean(), abs=1e-5)
         difference = whole.whole[probe].correct.astype(float) - result.correct
         assert measured.drop.value == pytest.approx(difference.mean())
-    assert untouched(whole.model)
+    assert untouched(whole.subject.model)
 
 
 def test_silent_heads_equal_zeroed_weights(tokenizer):
-    whole = subject("falcon_h1", tokenizer)
+    whole = pruner("falcon_h1", tokenizer)
     outcome = whole.cut("silent", silent=[Site(0, (1, 5)), Site(1)])
-    changed = copy.deepcopy(whole.model)
+    changed = copy.deepcopy(whole.subject.model)
     found = anatomy(changed)
     with torch.no_grad():
         for layer, head in [(0, 1), (0, 5), *((1, head) for head in range(8))]:
@@ -64,10 +65,10 @@ def test_silent_heads_equal_zeroed_weights(tokenizer):
 
 @torch.inference_mode()
 def test_the_last_row_is_cut_at_the_last_position_alone(tokenizer):
-    whole = subject("bamba", tokenizer)
+    whole = pruner("bamba", tokenizer)
     outcomes = prune.last_rows(whole)
     assert outcomes.keys() == {"ssm", "attention"}
-    model, losses = whole.model, np.zeros(12)
+    model, losses = whole.subject.model, np.zeros(12)
     out = model.model.layers[1].self_attn.o_proj
     for chosen, encoded in batches(tokenizer, whole.questions["retrieval"], 1):  # one by one: the last position is -1
         ids, _ = padded(encoded.rows, model.device)
@@ -83,14 +84,14 @@ def test_the_last_row_is_cut_at_the_last_position_alone(tokenizer):
     assert outcomes["attention"].retrieval.loss.value == pytest.approx(losses.mean(), abs=1e-5)
     assert outcomes["attention"].last_only
     assert outcomes["ssm"].retrieval.loss.value != pytest.approx(losses.mean(), abs=1e-3)
-    assert prune.last_rows(subject("llama", tokenizer, examples=2)) == {}
+    assert prune.last_rows(pruner("llama", tokenizer, examples=2)) == {}
     assert untouched(model)
 
 
 def test_a_trained_model_is_pruned_to_its_minimum(tiny, tmp_path):
     model = adopt(tiny.model)
     found = prune.prune(
-        model, tiny.tokenizer, KVRetrieval(8), Knowledge(), examples=32, seed=1,
+        Subject.of(model, tiny.tokenizer), Locate(options={"pairs": 8}, examples=32, batch_size=64), Knowledge(), seed=1,
         gather=[Site(0, (0, 1, 2, 3, 4, 5, 6, 7))], aggregate=[Site(1, (3,))],
     )  # fmt: skip
     layers = len(model.backbone.layers)
@@ -112,10 +113,8 @@ def test_a_trained_model_is_pruned_to_its_minimum(tiny, tmp_path):
 
 
 def test_impossible_cuts_are_refused(tokenizer):
-    whole = subject("llama", tokenizer, examples=3)
+    whole = pruner("llama", tokenizer, examples=3)
     with pytest.raises(UserError, match=r"no site L3: it has layers 0-2"):
         whole.cut("nothing", dropped=[3])
     with pytest.raises(UserError, match=r"L1 is a layer; name its heads"):
         prune.keep_only(whole, [Site(1)], [])
-    with pytest.raises(UserError, match="at least 2 examples"):
-        subject("llama", tokenizer, examples=1)

@@ -31,7 +31,7 @@ from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.loop import tune
 from surgery.tuning.lora import matches
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base, random_llamba, random_selective
+from tests.conftest import random_base, random_llamba, random_selective, subject
 
 pytest.importorskip("bitsandbytes", reason="quantised bases need bitsandbytes")
 BITS = {8: {"load_in_8bit": True}, 4: {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
@@ -155,8 +155,8 @@ def test_ablation_is_exact(folders):
 
     with replaced({mixer.out: without}):
         expected = logits(base)[:, -1]
-    layer = next(iter(Replay(base, found, IDS, last).layers()))
-    assert torch.allclose(layer.ablated([2]), expected, atol=1e-5)
+    layer = next(iter(Replay(subject(base), IDS, last).layers()))
+    assert torch.allclose(layer.logits(layer.ablation([2])), expected, atol=1e-5)
     assert not torch.allclose(layer.base, expected, atol=1e-3)
 
 
@@ -234,3 +234,25 @@ def test_a_4_bit_model_that_lost_its_scales_is_refused(folders):
     base.backbone.layers[0].mixer.in_proj.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(UserError, match="changed its scales; load it once more"):
         splice(base, HEADS)
+
+
+WHOLE_JOB = """
+locate: {examples: 4, options: {pairs: 4}}
+tune: {steps: 2, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
+bench: {pairs: [4], limit: 4, windows: 2, window: 32, contexts: [16]}
+"""
+
+
+@pytest.mark.parametrize(("family", "bits"), [("mamba2", 4), ("falcon", 8), ("llamba", 8)])
+def test_the_whole_job(surgery, folders, tmp_path, family, bits):
+    """`surgery run`, controls included, and what it exports is still quantised."""
+    base = stored(folders, tmp_path / "base", bits, family)
+    (tmp_path / "job.yaml").write_text(f"model: {base}\n{WHOLE_JOB}")
+    status, _, err = surgery("run", "job.yaml", "--out", tmp_path / "run")
+    assert status == 0, err
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert {"base", "spliced", "tuned", "control_tuned", "control_same_layer_tuned"} <= report["models"].keys()
+    hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hybrid")
+    assert hybrid.config.quantization_config is not None
+    assert all(p.is_floating_point() for p in graft_parameters(hybrid).values())
+    assert any(p.dtype in (torch.int8, torch.uint8) for p in hybrid.parameters())

@@ -11,6 +11,7 @@ from surgery.locating.patching import silenced, without
 from surgery.locating.replay import Replay
 from surgery.models.anatomy import anatomy
 from surgery.records.site import Site
+from tests.conftest import subject
 from tests.surgery.test_anatomy import ARCHITECTURES, build
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}  # in float64, which every test here computes in
@@ -113,7 +114,7 @@ def test_every_ablation_equals_the_slow_way(name):
     base = model(IDS, use_cache=False).logits
     before = {key: value.clone() for key, value in model.state_dict().items()}
     reference = recorded(model, found, REFERENCE[0])
-    replay, moved = Replay(model, found, IDS, LAST, reference=REFERENCE), 0.0
+    replay, moved = Replay(subject(model), IDS, LAST, reference=REFERENCE), 0.0
     for layer in replay.layers():
         torch.testing.assert_close(layer.base, base[torch.arange(2), LAST], **TOLERANCE)
         heads = found.heads(layer.index)
@@ -124,15 +125,13 @@ def test_every_ablation_equals_the_slow_way(name):
             changes = [*chosen, None] if how == "zero" else [chosen[1], None]
             for which in changes:
                 wanted = slow(model, found, layer.index, which, how, reference)
-                torch.testing.assert_close(layer.ablated(which, how), wanted, **TOLERANCE)
+                torch.testing.assert_close(layer.logits(layer.ablation(which, how)), wanted, **TOLERANCE)
                 moved = max(moved, (wanted - layer.base).abs().max().item())
-        stacked = layer.logits(*(layer.ablation(which) for which in chosen))
-        for which, got in zip(chosen, stacked, strict=True):
-            torch.testing.assert_close(got, layer.ablated(which), **TOLERANCE)
         for i, mixer in enumerate(layer.mixers):  # what it put out anyway
             if name in ("mamba", "mamba2", "jamba") and mixer.kind == "ssm":
                 output = mixer.module(layer.entering[i])
-                torch.testing.assert_close(layer.with_output(layer.take(output), i), layer.base, **TOLERANCE)
+                same = layer.logits(layer.replacement(layer.take(output), i))
+                torch.testing.assert_close(same, layer.base, **TOLERANCE)
     assert moved > 1e-2  # or the comparisons above say nothing
     assert torch.equal(model(IDS, use_cache=False).logits, base)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -145,8 +144,7 @@ def untouched(model) -> bool:
 
 def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch):
     model = wide("zamba2")
-    found = anatomy(model)
-    layers = Replay(model, found, IDS, LAST).layers()
+    layers = Replay(subject(model), IDS, LAST).layers()
     layer = next(layers)
 
     def interrupt(*_args, **_kwargs):
@@ -155,7 +153,7 @@ def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(type(model.model.layers[2].mamba.out_proj), "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            layer.ablated([0])
+            layer.logits(layer.ablation([0]))
         with pytest.raises(KeyboardInterrupt):
             next(layers)
     assert untouched(model)
@@ -163,10 +161,9 @@ def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch):
 
 def test_a_layer_that_is_left_out_passes_its_states_on():
     model = wide("bamba")
-    found = anatomy(model)
     with torch.inference_mode():
         base = model(IDS).logits
-        with without(model, found, [0, 1, 2]):
+        with without(subject(model), [0, 1, 2]):
             skipped = model(IDS).logits
         wanted = model.lm_head(model.model.final_layernorm(model.model.embed_tokens(IDS)))
         torch.testing.assert_close(skipped, wanted)
@@ -178,10 +175,10 @@ def test_a_layer_that_is_left_out_passes_its_states_on():
 def test_silencing_heads_everywhere_equals_ablating_them():
     model = wide("falcon_h1")
     found = anatomy(model)
-    (layer, *_) = Replay(model, found, IDS, LAST).layers()
+    (layer, *_) = Replay(subject(model), IDS, LAST).layers()
     with silenced(found, [Site(0, (1, 6))]):
         got = model(IDS).logits[torch.arange(2), LAST]
-    torch.testing.assert_close(got, layer.ablated([1, 6]), **TOLERANCE)
+    torch.testing.assert_close(got, layer.logits(layer.ablation([1, 6])), **TOLERANCE)
     with silenced(found, [Site(1, (1, 6))], (torch.arange(2), LAST)):
         here = model(IDS).logits
     with silenced(found, [Site(1, (1, 6))]):
@@ -193,10 +190,9 @@ def test_silencing_heads_everywhere_equals_ablating_them():
 
 def test_what_cannot_be_replayed_is_refused():
     model = wide("llama")
-    found = anatomy(model)
-    (layer, *_) = Replay(model, found, IDS, LAST).layers()
+    (layer, *_) = Replay(subject(model), IDS, LAST).layers()
     with pytest.raises(UserError, match="'mean' ablation needs a reference batch"):
-        layer.ablated([0], "mean")
+        layer.ablation([0], "mean")
     attention = model.model.layers[1].self_attn
     own = attention.forward
 
@@ -206,7 +202,7 @@ def test_what_cannot_be_replayed_is_refused():
 
     attention.forward = scaled
     with pytest.raises(UserError, match="what its LlamaAttention returns is not what its output projection returns"):
-        list(Replay(model, found, IDS, LAST).layers())
+        list(Replay(subject(model), IDS, LAST).layers())
     assert attention.forward is scaled
     with pytest.raises(UserError, match="eval mode"):
-        Replay(model.train(), found, IDS, LAST)
+        Replay(subject(model.train()), IDS, LAST)

@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from surgery.errors import UserError
-from surgery.pretraining.pretrain import PretrainRecipe
 from surgery.records import renamed
+from surgery.records.pretrain_recipe import PretrainRecipe
 from surgery.records.recipe import Bench, Lora, Recipe, Tune, changed, read_back, read_recipe
 from surgery.records.renamed import RENAMED, current
 from tests.conftest import ROOT

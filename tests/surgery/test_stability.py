@@ -5,15 +5,16 @@ import pytest
 from scipy import stats
 
 from surgery.errors import UserError
-from surgery.locating.attribution import attribute
-from surgery.locating.locate import DRAWN, LEADING, locate
+from surgery.locating.attribution import attribute_starts
+from surgery.locating.locate import locate
 from surgery.locating.ranking import Ranking
+from surgery.locating.search import DRAWN, LEADING
 from surgery.locating.stability import Scores, stability
+from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import encode
 from surgery.records.site import Site
-from surgery.splicing.splice import adopt
 from surgery.statistics import correlation
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
@@ -100,9 +101,8 @@ def test_a_ranking_is_repeated_with_other_seeds_and_probes(world_base, tokenizer
     assert found.repeats[0].leading == tuple(head.site for head in measured[:LEADING])
     attributed = next(a for a in found.agreements if a.score == "attribution" and a.between == (0, 1))
     starts = {str(head.site): head.start for head in ranking.heads}  # the first one's grafts, on the other one's questions
-    again = attribute(
-        fully_gated(adopt(world_base), 2, 8, starts), encode(tokenizer, KVRetrieval(4, keys="lessons").questions(6, 5))
-    ).mean(0)
+    questions = encode(tokenizer, KVRetrieval(4, keys="lessons").questions(6, 5))
+    again = attribute_starts(fully_gated(Subject.of(world_base, tokenizer), starts), questions, [None])[0].mean(0)
     both = [(head.attribution.value, float(again[head.site.layer, head.site.heads[0]])) for head in alone.heads]
     assert attributed.correlation.value == pytest.approx(stats.spearmanr(both).statistic, abs=0.02)  # rounding may swap two
     assert found.drawn.n == found.leading.n == 12

@@ -4,18 +4,20 @@ import copy
 
 import pytest
 import torch
-from surgery.locating.replacement import replacement_sweep
 
 from surgery.errors import UserError
-from surgery.locating.prune import Subject
+from surgery.locating.donor_sweep import replacement_sweep
+from surgery.locating.prune import Pruner
+from surgery.locating.subject import Subject
 from surgery.locating.sweep import CONTROL, kv_sweep
 from surgery.models.anatomy import anatomy
 from surgery.probes.knowledge import Knowledge
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import answer
 from surgery.records.plan import Plan
+from surgery.records.recipe import Locate
 from surgery.records.site import Site
-from surgery.splicing.splice import adopt, splice
+from surgery.splicing.splice import splice
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_llamba
 from tests.surgery.test_layer_graft import random_donor
@@ -25,8 +27,9 @@ SIZES = (4, 8)
 
 
 def test_a_curve_without_heads_equals_zeroed_weights(tiny):
-    model, heads = adopt(tiny.model), [Site(0, (3, 5))]
-    curves = kv_sweep(model, tiny.tokenizer, SIZES, {"aggregate": heads}, controls=2, examples=24, seed=3)
+    subject, heads = Subject.of(tiny), [Site(0, (3, 5))]
+    model = subject.model
+    curves = kv_sweep(subject, SIZES, {"aggregate": heads}, controls=2, examples=24, seed=3)
     assert [curve.what for curve in curves] == ["whole", "aggregate", f"{CONTROL} (1)", f"{CONTROL} (2)"]
     cut = copy.deepcopy(model)
     with torch.no_grad():
@@ -45,7 +48,7 @@ def test_a_curve_without_heads_equals_zeroed_weights(tiny):
 
 def test_random_heads_are_as_many_and_none_of_the_groups(tiny):
     groups = {"a": [Site(0, (3, 5))], "b": [Site(1, (2,))]}
-    curves = kv_sweep(adopt(tiny.model), tiny.tokenizer, (4,), groups, controls=3, examples=2)
+    curves = kv_sweep(Subject.of(tiny), (4,), groups, controls=3, examples=2)
     taken = {head for curve in curves[1:3] for head in curve.silent}
     assert taken == {Site(0, (3,)), Site(0, (5,)), Site(1, (2,))}
     drawn = [set(curve.silent) for curve in curves[3:]]
@@ -54,16 +57,16 @@ def test_random_heads_are_as_many_and_none_of_the_groups(tiny):
 
 
 def test_a_sweep_of_the_first_layers(tiny):
-    model, questions = adopt(tiny.model), KVRetrieval(4).questions(16, 0)
-    curves = kv_sweep(model, tiny.tokenizer, (4,), {"a": [Site(0, (3,))]}, layers=1, examples=16)
-    shorter = copy.deepcopy(model)
+    subject, questions = Subject.of(tiny), KVRetrieval(4).questions(16, 0)
+    curves = kv_sweep(subject, (4,), {"a": [Site(0, (3,))]}, layers=1, examples=16)
+    shorter = copy.deepcopy(subject.model)
     shorter.backbone.layers = shorter.backbone.layers[:1]
     assert curves[0].accuracy[4].accuracy == answer(shorter, tiny.tokenizer, questions).correct.mean()
     assert all(site.layer == 0 for curve in curves for site in curve.silent)
     with pytest.raises(UserError, match=r"L1.H2 is not among the first 1 layers"):
-        kv_sweep(model, tiny.tokenizer, (4,), {"a": [Site(1, (2,))]}, layers=1, examples=2)
+        kv_sweep(subject, (4,), {"a": [Site(1, (2,))]}, layers=1, examples=2)
     with pytest.raises(UserError, match="no site L4"):
-        kv_sweep(model, tiny.tokenizer, (4,), {"a": [Site(1, (2,))]}, layers=5, examples=2)
+        kv_sweep(subject, (4,), {"a": [Site(1, (2,))]}, layers=5, examples=2)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def test_a_sweep_of_the_first_layers(tiny):
 )
 def test_impossible_sweeps_are_refused(tiny, groups, complaint):
     with pytest.raises(UserError, match=complaint):
-        kv_sweep(adopt(tiny.model), tiny.tokenizer, (4,), groups, examples=2)
+        kv_sweep(Subject.of(tiny), (4,), groups, examples=2)
 
 
 def test_every_layer_in_turn_from_a_donor():
@@ -85,7 +88,7 @@ def test_every_layer_in_turn_from_a_donor():
     vocabulary = -(-len(tokenizer) // 16) * 16
     base = random_llamba(vocab_size=vocabulary)
     donor = random_donor(vocab_size=vocabulary)
-    whole = Subject(base, tokenizer, KVRetrieval(4), Knowledge(), examples=12)
+    whole = Pruner(Subject.of(base, tokenizer), Locate(options={"pairs": 4}, examples=12), Knowledge())
     outcomes = replacement_sweep(whole, donor, layers=[0, 2])
     assert [outcome.replaced for outcome in outcomes] == [(0,), (2,)]
     plan = Plan(kind="layer", sites=(Site(2),), donor="the donor", mlp=True)

@@ -301,7 +301,7 @@ def test_texts_without_special_tokens():
     """A tokenizer that has neither a BOS nor an EOS nor a pad token."""
     tokenizer = kit("characters")
     assert tokenizer.eos_token is tokenizer.bos_token is tokenizer.pad_token is None
-    assert len(World(Reading(tokenizer, 64, seed=0)).row(0)) == 64
+    assert len(World(Reading(tokenizer, 64, seed=0)).excerpt(0)) == 64
     assert Perplexity(windows=2, window=32).token_windows(tokenizer, seed=0).shape == (2, 32)
 
 

@@ -24,7 +24,7 @@ from surgery.probes.needle import Needle
 from surgery.probes.perplexity import Perplexity
 from surgery.records.recipe import Bench, Data, Lesson, Text, Tune
 from surgery.tuning import leaks
-from surgery.tuning.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders, packed, padding, progress
+from surgery.tuning.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders, pack, padding_share, progress
 from surgery.tuning.loop import HELD_OUT_SEED, PROBE_SEED
 from surgery.tuning.sequences import IGNORE, collate, kv_pieces
 from surgery.tuning.text_sources import HELD_OUT, Reading, open_source
@@ -148,9 +148,9 @@ def test_rows_are_full_of_the_documents_that_were_drawn(words, folder):
     data = Data(train_text=(Text(source=str(folder / "documents.jsonl"), column="body"),))
     options = Tune(steps=64, text_batch_size=4, text_tokens=96)
     rows = Rows(words, options, data, 0)
-    lengths = [len(rows.sources[source].row(index)) for source, index in rows.drawn]
+    lengths = [len(rows.sources[source].excerpt(index)) for source, index in rows.drawn]
     assert 1 - sum(lengths) / len(lengths) / max(lengths) > 0.25  # what padding would be
-    assert padding(loaders(words, options, data, 0, 0)[1]) < 0.06
+    assert padding_share(loaders(words, options, data, 0, 0)[1]) < 0.06
     assert len(rows) == 256
     for buffer in range(4):
         found = Counter(len(document) for i in range(64) for document in rows[64 * buffer + i])
@@ -163,7 +163,7 @@ def test_rows_are_full_of_the_documents_that_were_drawn(words, folder):
 @example([0, 0], 2)
 def test_a_row_takes_what_fits(lengths, count):
     count = min(count, len(lengths))
-    rows = packed(lengths, count, 20)
+    rows = pack(lengths, count, 20)
     taken = [i for row in rows for i in row]
     assert sorted(taken) == list(range(len(taken)))  # none is left out for its length
     assert len(rows) == count
@@ -171,14 +171,14 @@ def test_a_row_takes_what_fits(lengths, count):
     assert rows == sorted(rows)
     if len(taken) < len(lengths):  # with the next one it would be too much, or nearly
         assert sum(lengths[: len(taken) + 1]) > 20 * count / 2
-    assert packed([20] * len(lengths), count, 20) == [[i] for i in range(count)]
+    assert pack([20] * len(lengths), count, 20) == [[i] for i in range(count)]
 
 
 def test_windows_of_one_length_keep_their_order(tiny):
     options = Tune(steps=20, text_batch_size=2, text_tokens=12)
     source = open_source(Text(source="world"), Reading(tiny.tokenizer, 12, seed=4))
     rows = Rows(tiny.tokenizer, options, Data(), 4)
-    assert [rows[i] for i in range(40)] == [[source.row(i)] for i in range(40)]
+    assert [rows[i] for i in range(40)] == [[source.excerpt(i)] for i in range(40)]
 
 
 def test_weights_are_honoured(tiny, folder):
@@ -356,7 +356,7 @@ def write(folder, name, content):
     ("name", "content", "fields", "complaint"),
     [
         ("a.txt", None, {}, "cannot read the text in .*a.txt: No such file"),
-        ("a.txt", b"", {}, "a.txt has 0 tokens to train on, of 0; a window needs 16"),
+        ("a.txt", b"", {}, "a.txt is too short: 0 of its 0 tokens are to train on, and a window needs 16"),
         ("a.txt", b"\xff\xfe words", {}, "cannot read the text in .*a.txt: not UTF-8 at byte 0"),
         ("a.txt", b"words", {"column": "body"}, "has no column, but 'body' is given"),
         ("a.jsonl", None, {}, "cannot read the documents in .*a.jsonl: No such file"),
@@ -365,7 +365,7 @@ def write(folder, name, content):
         ("a.jsonl", b'{"text": "one"}\n{"text"\n', {}, "a.jsonl, line 2, is not JSON"),
         ("a.jsonl", b'["one"]\n', {}, "line 1: needs an object with a column 'text'"),
         ("a.jsonl", b'{"body": "one", "n": 3}\n', {}, r"\(line 1\) has no column 'text'; it has body, n"),
-        ("a.jsonl", b'{"text": 3}\n', {}, "a document is to be text, not int"),
+        ("a.jsonl", b'{"text": 3}\n', {}, "a document has to be text, not int"),
         ("a.jsonl", b'{"text": " "}\n{"text": null}\n{"text": "\\ud800"}\n', {}, "holds no text to train on"),
         ("a.jsonl", b'{"text": "one"}\n', {"split": "test"}, "has no split, but 'test' is given"),
         ("a.jsonl", b'{"text": " "}\n', {"streaming": True}, "holds no text to train on"),
@@ -395,7 +395,7 @@ def test_without_the_package_datasets_there_is_a_hint(words, tmp_path, monkeypat
 
 def test_what_is_measured_on_is_not_trained_on(words, folder):
     path = str(folder / "text.txt")
-    with pytest.raises(UserError, match=r"100.0% of .*text.txt stands in .*text.txt, too; .* must be other text"):
+    with pytest.raises(UserError, match=r"100.0% of .*text.txt is also in .*text.txt; .* must not be text that is trained on"):
         check(words, Tune(text_tokens=16), Data(train_text=path, held_out_text=path))
 
 
@@ -434,7 +434,7 @@ def test_a_copy_of_what_is_measured_on_is_not_trained_on(words, tmp_path, name, 
     copied = Text(source=write(tmp_path, name, content.encode()), weight=0.01, streaming=streaming)
     own = Text(source=write(tmp_path, "own.txt", "\n\n".join(OWN).encode()))
     data = Data(train_text=(own, Text(source="world"), copied), held_out_text=held_out)
-    with pytest.raises(UserError, match=rf"% of \S*held.txt stands in \S*{name}, too; data.held_out_text must") as refused:
+    with pytest.raises(UserError, match=rf"% of \S*held.txt is also in \S*{name}; data.held_out_text must not") as refused:
         check(words, Tune(text_tokens=16), data, Bench(windows=2, window=8))
     assert "\n" not in str(refused.value)
     check(words, Tune(text_tokens=16), data.model_copy(update={"train_text": (own, Text(source="world"))}))
@@ -445,7 +445,7 @@ def test_what_many_texts_share_is_tolerated(words, tmp_path, capsys):
     train = write(tmp_path, "train.txt", "\n\n".join([LICENCE, *OWN, LICENCE]).encode())
     held_out = write(tmp_path, "held.txt", "\n\n".join([*HELD, LICENCE]).encode())
     check(words, Tune(text_tokens=16), Data(train_text=train, held_out_text=held_out))
-    assert re.search(r"1\.\d% of \S*held.txt stands in \S*train.txt, too; up to 5% is tolerated", capsys.readouterr().err)
+    assert re.search(r"1\.\d% of \S*held.txt is also in \S*train.txt; up to 5% is accepted", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("chunk", [leaks.CHUNK, 500, 131])
@@ -472,7 +472,7 @@ def test_the_share_that_is_found_is_the_share_that_is_there(monkeypatch, chunk):
 def test_no_more_than_a_limit_is_read(monkeypatch, capsys):
     monkeypatch.setattr(leaks, "LIMIT", 1000)
     assert sum(map(len, leaks._limited("endless", (LICENCE for _ in count())))) == 1000
-    assert "endless: of more text than 1,000 characters the first are compared" in capsys.readouterr().err
+    assert "endless: only the first 1,000 characters are compared" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("probe", "file"), [("knowledge", "facts.jsonl"), ("letters", "facts.jsonl"), ("needle", "text.txt")])
@@ -483,7 +483,7 @@ def test_lessons_read_no_copy_of_what_is_measured(tiny, tmp_path, probe, file):
     options = {"source": str(tmp_path / file)} | ({"length": 64} if probe == "needle" else {})
     tune = Tune(lessons=(Lesson(probe=probe, options=options),))
     held_out = write(tmp_path, "held.txt", "\n\n".join(HELD).encode())
-    with pytest.raises(UserError, match=r"text.txt, too" if probe == "needle" else "facts.jsonl holds 5 of the 58 facts"):
+    with pytest.raises(UserError, match=r"also in .*text.txt" if probe == "needle" else "facts.jsonl holds 5 of the 58 facts"):
         check(tiny.tokenizer, tune, Data(facts="capitals", held_out_text=held_out))
     check(tiny.tokenizer, tune, Data())
 
@@ -509,7 +509,7 @@ def test_a_long_document_gives_every_part_of_itself(words, tmp_path):
     text = " ".join(f"w{i}" for i in range(WORDS))
     long = Text(source=write(tmp_path, "long.jsonl", json.dumps({"text": text}).encode()))
     source = open_source(long, Reading(words, 8, seed=0))
-    rows = [source.row(i) for i in range(300)]
+    rows = [source.excerpt(i) for i in range(300)]
     assert all(len(row) == 8 and 1 not in row for row in rows)  # whole words
     assert all(b == a + 1 for row in rows for a, b in pairwise(row) if a > 1)
     assert len({token for row in rows for token in row}) > WORDS * 0.9

@@ -16,7 +16,7 @@ from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.records.recipe import Align, Calibrate, Data, EarlyStopping, Lesson, Lora, Tune
 from surgery.splicing.splice import graft_parameters, splice
-from surgery.tuning import keep, loop, state
+from surgery.tuning import early_stopping, loop, state
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer
@@ -89,7 +89,7 @@ def dying(after, writing):
 
     if not writing:
         fatal(Distillation, "forward")
-        fatal(loop, "error")
+        fatal(loop, "alignment_error")
     fatal(state, "_write", half)
     fatal(os, "replace")
     fatal(shutil, "rmtree", lambda folder, **_: next(folder.iterdir()).unlink())
@@ -167,9 +167,9 @@ def interrupted(patch, after):
         patch.setattr(owner, name, function)
 
     fatal(Distillation, "forward")
-    fatal(loop, "error")
-    fatal(loop, "gather")
-    fatal(keep.Guard, "measure")
+    fatal(loop, "alignment_error")
+    fatal(loop, "gather_states")
+    fatal(early_stopping.Guard, "measure")
     fatal(state.Checkpoints, "save")
     return kinds
 

@@ -19,7 +19,7 @@ from surgery.records.recipe import Align, Bench, Calibrate, Data, EarlyStopping,
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.batches import check, loaders
 from surgery.tuning.calibrate import calibrate
-from surgery.tuning.distil import Distillation, Kept
+from surgery.tuning.distil import Distillation, StateCache
 from surgery.tuning.early_stopping import Guard, questions
 from surgery.tuning.loop import tune
 from surgery.tuning.micro_batches import MicroBatches
@@ -133,8 +133,8 @@ def test_what_coincides_is_run_once_and_what_comes_again_not_at_all(hybrid, toke
     lesson, text = one_batch(tokenizer)
     teacher = adopt(unsplice(hybrid))
     with training(hybrid, trainable(hybrid, None)):
-        module = Distillation(hybrid, teacher, keep_bytes=10**6)
-        below, above, others = hybrid.backbone.layers[0], hybrid.backbone.layers[2], module.other_blocks[0]
+        module = Distillation(hybrid, teacher, cache_bytes=10**6)
+        below, above, others = hybrid.backbone.layers[0], hybrid.backbone.layers[2], module.teacher_blocks[0]
         outputs = {below: [], above: [], others: []}
 
         def note(block, _, output):
@@ -148,13 +148,13 @@ def test_what_coincides_is_run_once_and_what_comes_again_not_at_all(hybrid, toke
         again = module(*lesson, text, key=0)
         assert [len(found) for found in outputs.values()] == [2, 5, 1]
         assert again == first
-        small = Distillation(hybrid, teacher, keep_bytes=100)
+        small = Distillation(hybrid, teacher, cache_bytes=100)
         assert small(*lesson, text, key=0) == small(*lesson, text, key=0) == first
-        assert not small.kept.held
+        assert not small.cache.tensors
 
 
 def test_no_more_is_kept_than_was_allowed():
-    kept, made = Kept(100), []
+    kept, made = StateCache(100), []
     sizes = {"a": 20, "b": 10, "c": 5, None: 1}
 
     def make(key):
@@ -402,5 +402,5 @@ def test_align_needs_the_base_as_teacher(hybrid, tokenizer):
     other = copy.deepcopy(adopt(unsplice(hybrid)))
     with torch.no_grad():
         other.backbone.embeddings.weight += 0.1
-    with pytest.raises(UserError, match="align needs the base"):
+    with pytest.raises(UserError, match="align needs the hybrid's own base"):
         tune(hybrid, tokenizer, SHORT.model_copy(update=EVERY_STAGE), teacher=other)

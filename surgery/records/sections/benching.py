@@ -4,9 +4,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from surgery.records.sections.section import Section
+from surgery.records.sections.section import MOST, Count, Section
 
 Suite = Literal["quick", "retrieval", "language", "knowledge", "paper", "speed"]
+SUITES: dict[Suite, str] = {
+    "quick": (
+        "Key-value retrieval (bench.pairs, and bench.unseen_pairs with keys that no lesson holds), knowledge and letters, "
+        "perplexity, cost."
+    ),
+    "retrieval": "Every probe of the project over its sizes, the needle over lengths and depths.",
+    "language": "Perplexity by a sliding window.",
+    "knowledge": "The paper's six knowledge tasks.",
+    "paper": "MMLU, GSM8K, BBH, DREAM, those six, and key-value retrieval at the paper's sizes.",
+    "speed": "Prefill, decoding, memory and cache against context.",
+}
 
 
 class Bench(Section):
@@ -22,32 +33,32 @@ class Bench(Section):
     """A folder of task files (YAML) for lm-evaluation-harness, which are looked for first."""
     data_path: str | None = None
     """A folder of data sets, each at owner/name as on the Hub, which are looked for before the Hub."""
-    task_limit: int | None = Field(default=None, ge=1)
+    task_limit: Count | None = None
     """Examples of each task of lm-evaluation-harness; all by default."""
-    pairs: tuple[int, ...] = (4, 8, 16, 32, 48, 64)
+    pairs: tuple[Count, ...] = (4, 8, 16, 32, 48, 64)
     """Sizes of the dictionaries of KV retrieval, with keys that lessons may hold."""
-    unseen_pairs: tuple[int, ...] | None = None
+    unseen_pairs: tuple[Count, ...] | None = None
     """Sizes of the dictionaries with keys that no lesson holds; by default the last of pairs."""
-    limit: int = Field(default=500, ge=2)
+    limit: int = Field(default=500, ge=2, le=MOST)
     """Examples of each size and probe, for each seed."""
-    seeds: int = Field(default=1, ge=1)
+    seeds: Count = 1
     """Draw examples with this many seeds."""
-    windows: int = Field(default=64, ge=1)
+    windows: Count = 64
     """Windows of text for perplexity."""
-    window: int = Field(default=256, ge=2)
+    window: int = Field(default=256, ge=2, le=MOST)
     """Tokens of a window."""
-    contexts: tuple[int, ...] = (256, 1024, 4096)
+    contexts: tuple[Count, ...] = (256, 1024, 4096)
     """Lengths in tokens at which decoding is timed and needles are hidden."""
     depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.0, 0.5, 1.0)
     """Where in the text a needle is hidden: 0 at its beginning, 1 at its end."""
-    batches: tuple[Annotated[int, Field(ge=1)], ...] = (1, 8)
+    batches: tuple[Count, ...] = (1, 8)
     """Batch sizes of the suite speed."""
-    batch_size: int = Field(default=64, ge=1)
+    batch_size: Count = 64
     """Sequences in a forward pass; the scores do not depend on it."""
     controls: bool = True
     """Also measure three controls: the base tuned without a graft, grafts at random sites of other layers, and grafts at other
     heads of the plan's own layers."""
-    random_sites: int = Field(default=2, ge=1)
+    random_sites: Count = 2
     """How many draws of random sites; the first is also tuned."""
-    doses: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    doses: tuple[Count, ...] = ()
     """Also measure this many of the leading heads, spliced without training."""

@@ -1,11 +1,14 @@
 """How heads are ranked, and which of them become attention."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+import pydantic
 from pydantic import Field
 
-from surgery.records.sections.section import Section
-from surgery.records.site import SitesText, SiteText
+from surgery.records.plan import Plan
+from surgery.records.record import first_line
+from surgery.records.sections.section import MOST, Count, Section
+from surgery.records.site import Site, SitesText, SiteText
 
 
 class ProbeChoice(Section):
@@ -24,7 +27,7 @@ class Locate(ProbeChoice):
 
     section = "locate"
 
-    examples: int = Field(default=256, ge=2)
+    examples: int = Field(default=256, ge=2, le=MOST)
     """Questions that the model answers."""
     exact: bool = True
     """Also measure every head by itself, not only by attribution (one forward and backward for all heads)."""
@@ -34,7 +37,7 @@ class Locate(ProbeChoice):
     """Also measure whole layers."""
     ablation: Literal["zero", "mean", "resample"] = "zero"
     """What replaces an ablated head: nothing, its mean, or its values on another example."""
-    batch_size: int = Field(default=32, ge=1)
+    batch_size: Count = 32
     """Questions in a forward pass."""
     seeds: int = Field(default=1, ge=1, le=100)
     """Repeat the ranking with the questions of this many seeds, and report how well the rankings agree."""
@@ -49,9 +52,9 @@ class PlanOptions(Section):
 
     kind: Literal["head", "layer"] = "head"
     """`head`: attention inside the SSM's mixer, at chosen heads. `layer`: attention instead of the whole mixer."""
-    heads: int = Field(default=1, ge=1)
+    heads: Count = 1
     """How many of the leading heads are grafted. For kind head."""
-    layers: int = Field(default=1, ge=1)
+    layers: Count = 1
     """How many of the leading layers are grafted. For kind layer."""
     sites: SitesText | None = None
     """These sites instead of the leading ones, e.g. L1.H3,5;L2.H0."""
@@ -63,7 +66,7 @@ class PlanOptions(Section):
     """Layer of the model -> number of the donor's layer, e.g. {L3: 7}; the same number where a layer is not named."""
     mlp: bool = False
     """The donor's MLP and norms come too. For kind layer with a donor."""
-    width: int | None = Field(default=None, ge=1)
+    width: Count | None = None
     """Width of queries and keys. By default the state size, and at least 32, or the donor's. For a layer without a donor: of a
     head, by default 64 where that divides the hidden size."""
     shared: bool = False
@@ -71,3 +74,26 @@ class PlanOptions(Section):
     blend: float | None = Field(default=None, ge=0, le=1)
     """Keep SSM and attention both, under a learned gate that starts here (at 0 the hybrid equals the base exactly). By default
     attention replaces the SSM. For kind head."""
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Self:
+        """Refuse what no plan can be made of, before anything is located."""
+        layer = self.kind == "layer"
+        if layer and self.heads != 1:
+            raise ValueError("heads: counts heads, and kind is layer; set plan.layers")
+        if not layer and self.layers != 1:
+            raise ValueError("layers: counts layers, and kind is head; set plan.heads, or plan.kind=layer")
+        if self.sites is not None and not self.sites:
+            raise ValueError("sites: is empty; leave it out to plan the leading ones")
+        try:
+            Plan(sites=self.sites_named(), **self.model_dump(exclude={"heads", "layers", "sites"}))
+        except pydantic.ValidationError as error:
+            raise ValueError(first_line(error)) from error
+        return self
+
+    def sites_named(self) -> tuple[Site, ...]:
+        """The sites, or while it is not known which ones lead, others in their place: those that donor_heads or donor_layers
+        name, or the first."""
+        layer = self.kind == "layer"
+        named = tuple(map(Site.parse, self.donor_layers if layer else self.donor_heads))
+        return self.sites or named or (Site(0, () if layer else (0,)),)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from pydantic import Field
 
-from surgery.records.sections.section import Section
+from surgery.records.sections.section import MOST, Count, Section
 
 
 class Lesson(Section):
@@ -17,7 +17,7 @@ class Lesson(Section):
     """A probe by name (`surgery list probes`)."""
     options: dict[str, Any] = {}
     """The probe's options. An option given as [smallest, largest] is drawn anew for each batch."""
-    queries: int | None = Field(default=None, ge=1)
+    queries: Count | None = None
     """How many questions follow one dictionary, 8 by default. For kv only; other probes ask one."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """How often this lesson is drawn, relative to the other weights."""
@@ -37,9 +37,9 @@ class Align(Section):
 
     section = "tune.align"
 
-    steps: int = Field(default=60, ge=1)
+    steps: Count = 60
     """Steps of each graft."""
-    batches: int = Field(default=4, ge=1)
+    batches: Count = 4
     """Batches to learn from. Their states are computed once, and no more of them than tune.cache_bytes hold."""
     learning_rate: float = Field(default=3e-3, gt=0, allow_inf_nan=False)
     """The largest learning rate."""
@@ -51,13 +51,13 @@ class Calibrate(Section):
 
     section = "tune.calibrate"
 
-    examples: int = Field(default=16, ge=1)
+    examples: Count = 16
     """Lessons that a point is measured on, and as many batches of text as that makes."""
     tau: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(default=(0.5, 1.0, 2.0, 4.0, 8.0), min_length=1)
     """The grid of factors."""
     gate: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(default=(0.0, 0.1, 0.25, 0.5, 1.0), min_length=1)
     """The grid of gates."""
-    evaluations: int = Field(default=6, ge=0)
+    evaluations: int = Field(default=6, ge=0, le=MOST)
     """At most this many evaluations to refine each of the two."""
 
 
@@ -67,15 +67,15 @@ class EarlyStopping(Section):
 
     section = "tune.early_stopping"
 
-    eval_steps: int = Field(default=25, ge=1)
+    eval_steps: Count = 25
     """Measure after every so many steps."""
     knowledge: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     """The accuracy on facts may be this much below the base's."""
     perplexity: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     """The perplexity may be above the base's by this share of it."""
-    examples: int = Field(default=256, ge=1)
+    examples: Count = 256
     """Questions for each measurement."""
-    windows: int = Field(default=32, ge=1)
+    windows: Count = 32
     """Windows of text for each measurement."""
 
 
@@ -84,9 +84,9 @@ class Lora(Section):
 
     section = "tune.lora"
 
-    target_modules: Annotated[tuple[str, ...] | dict[str, Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    target_modules: Annotated[tuple[str, ...] | dict[str, Count], Field(min_length=1)]
     """Names of modules within the blocks, or how they end (in_proj, 3.mixer.in_proj); or a mapping of those to a rank each."""
-    r: int = Field(default=8, ge=1)
+    r: Count = 8
     """The rank."""
     lora_alpha: float = Field(default=16.0, gt=0, allow_inf_nan=False)
     """Adapters are scaled by lora_alpha / r."""
@@ -103,23 +103,28 @@ class Lora(Section):
         return {(0, 0): "lora", (1, 0): "rslora", (0, 1): "dora", (1, 1): "rslora, dora"}[self.use_rslora, self.use_dora]
 
 
+def _none_for_no(value: Any) -> Any:
+    """accelerate's `no`, which YAML reads as false."""
+    return None if value is False or value == "no" else value
+
+
 class Tune(Section):
     """How the grafts are trained. Each step sees a batch of one of the lessons, and a batch of text on which the hybrid is held
     to its base by a KL term. Several processes divide every batch."""
 
     section = "tune"
 
-    steps: int = Field(default=150, ge=0)
+    steps: int = Field(default=150, ge=0, le=MOST)
     """Training steps. 0: only the stages align and calibrate."""
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: Count = 16
     """Sequences of a lesson in a step."""
     lessons: tuple[Lesson, ...] = Field(default=(Lesson(options={"pairs": (4, 64)}),), min_length=1)
     """What retrieval is learnt from (section tune.lessons): each step draws one, by weight."""
     curriculum: float = Field(default=0.0, ge=0, le=1)
     """The share of the steps over which the lessons' ranges and the text grow to their full size."""
-    text_batch_size: int = Field(default=4, ge=0)
+    text_batch_size: int = Field(default=4, ge=0, le=MOST)
     """Rows of text in a step."""
-    text_tokens: int = Field(default=192, ge=2)
+    text_tokens: int = Field(default=192, ge=2, le=MOST)
     """Tokens of a row of text. Shorter documents share a row."""
     kl_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Weight of the KL divergence from the base on text."""
@@ -127,9 +132,9 @@ class Tune(Section):
     """The largest learning rate; after the warm-up it falls to 0 along a cosine."""
     weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     """Weight decay of matrices and convolution filters; nothing else decays."""
-    warmup_steps: int = Field(default=10, ge=0)
+    warmup_steps: int = Field(default=10, ge=0, le=MOST)
     """Steps over which the learning rate rises."""
-    save_steps: int = Field(default=50, ge=1)
+    save_steps: Count = 50
     """Write a checkpoint after every so many steps, from which --resume continues."""
     align: Align | None = None
     """A stage before the steps, or instead of them (section tune.align). {} for its defaults."""
@@ -139,15 +144,15 @@ class Tune(Section):
     """What ends the steps early (section tune.early_stopping). {} for its defaults."""
     lora: Lora | None = None
     """Adapters on the base that learn beside the grafts (section tune.lora)."""
-    repeat: int | None = Field(default=None, ge=1)
+    repeat: Count | None = None
     """Train on this many distinct batches, again and again. What the frozen weights compute for them is kept."""
-    cache_bytes: int = Field(default=2**30, ge=0)
+    cache_bytes: int = Field(default=2**30, ge=0, le=2**60)
     """Memory for what is kept of batches that come again."""
     gradient_checkpointing: bool = False
     """Compute states within blocks again on the backward pass: less memory, more time."""
-    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    gradient_accumulation_steps: Count = 1
     """Divide a batch into this many parts that go through the model one after the other: less memory, the same result."""
-    mixed_precision: Literal["bf16"] | None = None
+    mixed_precision: Annotated[Literal["bf16"] | None, pydantic.BeforeValidator(_none_for_no)] = None
     """bf16: compute in bfloat16, keep what is trained in float32. A model stored in bfloat16 or float16 is always tuned so."""
     report_to: tuple[str, ...] = ()
     """Trackers that the log also goes to, by accelerate (tensorboard, wandb, ...)."""

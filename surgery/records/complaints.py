@@ -1,0 +1,82 @@
+"""What is said of a recipe that does not fit: one line, with the key, the value, and what may have been meant."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import pydantic
+
+from surgery.records.record import complaint_line
+from surgery.records.sections.section import Section
+from surgery.records.sections.walk import keys, section_of
+
+# pydantic's type of error -> what the setting takes.
+TAKES = {
+    "int_parsing": "a whole number", "int_type": "a whole number", "int_from_float": "a whole number",
+    "int_parsing_size": "a whole number with fewer digits", "float_parsing": "a number", "float_type": "a number",
+    "bool_parsing": "true or false", "bool_type": "true or false", "string_type": "text", "finite_number": "a finite number",
+    "tuple_type": "a list, e.g. [a, b]", "dict_type": "keys and values, e.g. {key: value}",
+    "model_type": "keys and values ({} for its defaults)", "model_attributes_type": "keys and values ({} for its defaults)",
+}  # fmt: skip
+
+
+def complaint(error: pydantic.ValidationError, root: type[Section]) -> str:
+    """The first complaint of a validation error."""
+    details = error.errors()
+    # A misspelt key comes first: what is missing may be what it was meant to be.
+    detail = next((detail for detail in details if detail["type"] == "extra_forbidden"), details[0])
+    kind, value, line = detail["type"], detail["input"], complaint_line(detail)
+    name = ".".join(map(str, detail["loc"]))
+    shown = f", not {_short(value)}"
+    if kind == "extra_forbidden":
+        return line if "; a space" in line else line + meant(root, tuple(detail["loc"]))
+    if kind in TAKES:
+        return f"{name} takes {TAKES[kind]}{shown}"
+    if kind == "literal_error":
+        options = detail["ctx"]["expected"]
+        near = difflib.get_close_matches(str(value), options.replace(" or ", ", ").replace("'", "").split(", "), n=1)
+        return f"{name} takes {options}{shown}" + (f"; did you mean {near[0]}?" if near else "")
+    if kind == "missing":
+        line = f"{name} is missing"
+    elif kind == "value_error":
+        line = _with_key(line, name, root, detail["loc"])
+    elif isinstance(value, str | int | float):
+        line = line.replace("Input should be", "must be") + shown
+    return line
+
+
+def _with_key(line: str, name: str, root: type[Section], place: tuple[Any, ...]) -> str:
+    """`plan: blend: means nothing` as `plan.blend: means nothing`."""
+    section = section_of(root, place)[1]
+    key, colon, rest = line.removeprefix(f"{name}: ").partition(": ")
+    return f"{name}.{key}: {rest}".lstrip(".") if colon and section is not None and key in section.model_fields else line
+
+
+def meant(root: type[Section], place: tuple[Any, ...]) -> str:
+    """The end of a line about an unknown key: what may have been meant, or where the keys are listed."""
+    *parents, last = place
+    known, (name, section) = keys(root), section_of(root, tuple(parents))
+    if section is not None:
+        siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == name}
+        elsewhere = [key for key in known if key.rpartition(".")[2] == last]
+        near = [siblings[leaf] for leaf in difflib.get_close_matches(str(last), siblings, n=1, cutoff=0.7)]
+        if near := elsewhere or near:
+            return f"; did you mean {_either(list(dict.fromkeys(known[key] for key in near))[:3])}?"
+    listed = name if root.section == "" else root.section
+    return f"; `{' '.join(('surgery settings', *listed.split()))}` lists the keys"
+
+
+def none_named(what: str, name: str, names: Iterable[str]) -> str:
+    """A line for a name that does not exist: the nearest one, or all."""
+    known = sorted(names)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"no {what} is named '{name}'; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
+
+
+def _either(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) < 60 else f"{text[:56]}..."
