@@ -29,8 +29,8 @@ def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     settle(model)
     saved = model.state_dict()
     own, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
-    beside = {name: tensor for name, tensor in saved.items() if name not in own | buffers}  # scales of quantised weights
-    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved} | beside
+    scales = {name: tensor for name, tensor in saved.items() if name not in own | buffers}  # of quantised weights
+    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved} | scales
 
 
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:
