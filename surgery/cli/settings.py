@@ -68,9 +68,9 @@ def list_names(
       surgery list probes
     """
     if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(KINDS)}"
-        raise UserError(f"there is no list of '{kind}'; {advice}")
+        from surgery.records.complaints import none_named
+
+        raise UserError(none_named("list", kind, KINDS))
     names = list(KINDS[kind]())
     column = max(len(name) for name, _ in names) + 2
     for name, meaning in names:
@@ -134,13 +134,10 @@ def _studies() -> Names:
 
 
 def _kernels() -> Names:
-    from surgery.families import families
-    from surgery.kernels import divergence  # noqa: F401  # registers the operation of tuning
-    from surgery.kernels.dispatch import OPERATIONS, Operation
+    from surgery.kernels.operations import operations
 
-    families()  # register the operations of the models
-    for name in OPERATIONS:
-        yield name, f"Backends, the preferred one first: {', '.join(Operation.registry[name].backends)}."
+    for name, operation in operations().items():
+        yield name, f"Backends, the preferred one first: {', '.join(operation.backends)}."
 
 
 KINDS: dict[str, Callable[[], Names]] = {

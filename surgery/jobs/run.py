@@ -15,18 +15,18 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from surgery.evaluation import markdown
-from surgery.evaluation.bench import Entry, bench
+from surgery.evaluation.bench import Entry, measure
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.exporting.export import export
 from surgery.families import family_of
 from surgery.jobs.locating_stage import RANKING, located
 from surgery.jobs.opening import open_base, open_donor
-from surgery.jobs.preparing import check, prepare
+from surgery.jobs.preparing import check, check_run, prepare
 from surgery.jobs.report_folder import describe, write_report
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
-from surgery.locating.atlas import short_question
+from surgery.locating.example import short_question
 from surgery.locating.planning import plan, random_plan
 from surgery.locating.questions import described
 from surgery.locating.ranking import Ranking
@@ -45,12 +45,13 @@ from surgery.tuning.state import Log
 
 def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
     """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, report.html,
-    mixing.json, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that accelerate
+    mixing.json, grafts.png, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that accelerate
     started share the work."""
     with use(**recipe.kernels):
         base = open_base(recipe, trust_remote_code)
         family_of(base.model.config)  # before the work begins: nothing else can be grafted
         check(recipe, base)
+        check_run(recipe, base)
         if recipe.tune.lora is not None:
             matches(adopt(base.model), recipe.tune.lora)
         on_main(partial(prepare, out, recipe, resume))
@@ -144,7 +145,7 @@ class _Job:
     def finish(self, ranking: Ranking, chosen: Plan, entries: dict[str, Entry]) -> Report:
         recipe = self.recipe
         with self.stage("bench", f"measuring {len(entries)} models"):
-            measured = bench(
+            measured = measure(
                 entries, self.base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=self.out / "cells",
                 part=None if recipe.tune.early_stopping is None else "bench",
             )  # fmt: skip

@@ -117,6 +117,18 @@ def load_base(name: str, revision: str | None = None) -> PreTrainedModel:
         raise UserError(f"cannot load {name}: {one_line(error)}") from error
 
 
+def load_empty(name: str) -> PreTrainedModel:
+    """A Hugging Face model without values in its tensors (on the meta device): what its configuration alone says. Of the Hub,
+    it is fetched whole. Raises UserError in one line if that cannot be."""
+    folder = local_folder(name)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise UserError(f"cannot load {name}: {one_line(error)}") from error
+
+
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer that load() finds with a model. Raises UserError if there is none."""
     return _read_tokenizer(_tokenizer(local_folder(name)), trust_remote_code)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.families import families
-from surgery.kernels.dispatch import Operation
+from surgery.kernels.operations import operations
 from surgery.models.answers import described, settle
 from surgery.models.quantised import scales
 from surgery.records.record import OPTIONAL, Record, code_digest, environment
@@ -75,7 +75,7 @@ def conditions(
     used = ("torch", "transformers", *(name for name in (OPTIONAL["bitsandbytes"],) if hasattr(model, "hf_quantizer")))
     kernels = {
         name: operation.choose(*operation.example(model.device, model.dtype)).name
-        for name, operation in sorted(Operation.registry.items())
+        for name, operation in sorted(operations().items())
         if name != "kl_divergence"  # of tuning
     }
     return Conditions(

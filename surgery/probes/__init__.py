@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.probes.question import CompletionProbe, Probe
+from surgery.records.complaints import none_named
 
 
 @cache
@@ -42,7 +43,7 @@ def make(name: str, *, tokenizer: PreTrainedTokenizerBase | None = None, **optio
     so that whoever has one can make any probe.
     """
     if name not in probes():
-        raise UserError(f"no probe is named '{name}'; there are {', '.join(sorted(probes()))}")
+        raise UserError(none_named("probe", name, probes()))
     kind = probes()[name]
     fields = {field.name: field for field in dataclasses.fields(kind)}
     given: dict[str, Any] = {}

@@ -85,11 +85,15 @@ class PlanOptions(Section):
             raise ValueError("layers: counts layers, and kind is head; set plan.heads, or plan.kind=layer")
         if self.sites is not None and not self.sites:
             raise ValueError("sites: is empty; leave it out to plan the leading ones")
-        # Which sites lead is not known yet. In their place stand those that are named elsewhere, or any.
-        named = tuple(map(Site.parse, self.donor_layers if layer else self.donor_heads))
-        sites = self.sites or named or (Site(0, () if layer else (0,)),)
         try:
-            Plan(sites=sites, **self.model_dump(exclude={"heads", "layers", "sites"}))
+            Plan(sites=self.sites_named(), **self.model_dump(exclude={"heads", "layers", "sites"}))
         except pydantic.ValidationError as error:
             raise ValueError(first_line(error)) from error
         return self
+
+    def sites_named(self) -> tuple[Site, ...]:
+        """The sites, or while it is not known which ones lead, others in their place: those that donor_heads or donor_layers
+        name, or the first."""
+        layer = self.kind == "layer"
+        named = tuple(map(Site.parse, self.donor_layers if layer else self.donor_heads))
+        return self.sites or named or (Site(0, () if layer else (0,)),)
