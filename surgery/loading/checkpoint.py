@@ -118,13 +118,13 @@ def load_base(name: str, revision: str | None = None) -> PreTrainedModel:
 def load_empty(name: str) -> PreTrainedModel:
     """A Hugging Face model without values in its tensors (on the meta device): what its configuration alone says. Of the Hub,
     it is fetched whole. Raises UserError in one line if that cannot be."""
-    folder = _folder(name)
+    folder = local_folder(name)
     try:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except Exception as error:
-        raise UserError(f"cannot load {name}: {_one_line(error)}") from error
+        raise UserError(f"cannot load {name}: {one_line(error)}") from error
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
