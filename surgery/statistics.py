@@ -14,9 +14,10 @@ What is printed as a 95% interval is over examples, each for itself, and covers 
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
+from pydantic import BeforeValidator
 from scipy import stats
 
 from surgery.records.record import Record
@@ -34,7 +35,12 @@ class Estimate(Record):
     n: int
 
     def __str__(self) -> str:
+        """With signs, as for a difference."""
         return f"{self.value:+.3f} [{self.ci95[0]:+.3f}, {self.ci95[1]:+.3f}]"
+
+    def unsigned(self) -> str:
+        """For a mean that is no difference."""
+        return f"{self.value:.3f} [{self.ci95[0]:.3f}, {self.ci95[1]:.3f}]"
 
 
 class Proportion(Record):
@@ -46,6 +52,17 @@ class Proportion(Record):
 
     def __str__(self) -> str:
         return f"{self.accuracy:.3f} [{self.ci95[0]:.3f}, {self.ci95[1]:.3f}]"
+
+
+def _accuracy(given: Any) -> Any:
+    if isinstance(given, Estimate):
+        given = given.model_dump()
+    if isinstance(given, dict) and "value" in given:
+        return {"accuracy": given["value"], **{name: value for name, value in given.items() if name != "value"}}
+    return given
+
+
+Accuracy = Annotated[Proportion, BeforeValidator(_accuracy)]  # versions up to 0.6 wrote an Estimate here
 
 
 class Evidence(Record):
@@ -81,10 +98,9 @@ def proportion(correct: np.ndarray) -> Proportion:
     return Proportion(accuracy=hits / n, ci95=(float(interval.low), float(interval.high)), n=n)
 
 
-def accuracy(correct: np.ndarray) -> Estimate:
-    """`proportion`, where a record holds an Estimate."""
-    share = proportion(correct)
-    return Estimate(value=share.accuracy, ci95=share.ci95, n=share.n)
+def at_chance(accuracy: Proportion, chance: float) -> bool:
+    """Whether the interval of an accuracy reaches what guessing gives."""
+    return accuracy.ci95[0] <= chance
 
 
 def mean(values: np.ndarray, *, decisions: bool = False) -> Estimate:

@@ -12,6 +12,7 @@ import pytest
 
 import surgery
 from surgery.cli.app import VERBS
+from tools.startup import COMMANDS, Startup, measure, slower
 
 ROOT = Path(__file__).parent.parent
 
@@ -135,19 +136,11 @@ print(json.dumps(report))
 
 
 def test_help_version_and_a_typo_import_nothing_heavy():
-    verbs = [verb.__name__.replace("_", "-") for verb in VERBS]
-    calls = [
-        ["--help"],
-        ["--version"],
-        [],
-        ["lcoate"],
-        ["locate"],
-        ["locate", "x", "--stes", "y"],
-        *([v, "--help"] for v in verbs),
-    ]
+    calls = [["--help"], ["--version"], [], ["lcoate"], ["locate"], ["locate", "x", "--stes", "y"]]
+    calls += [[verb, "--help"] for verb in VERBS]
     report = {called: rest for called, *rest in fresh(START.replace("ARGUMENTS", json.dumps(calls)))}
     assert {called: modules for called, (_, _, modules) in report.items() if modules} == {}
-    assert all(report[f"{verb} --help"][0] == 0 for verb in verbs)
+    assert all(report[f"{verb} --help"][0] == 0 for verb in VERBS)
     assert report["--version"][:2] == [0, f"mamba-surgery {surgery.__version__}\n"]
     for called, words in {
         "lcoate": "Did you mean 'locate'?", "locate": "Missing argument", "locate x --stes y": "Possible options: --set"
@@ -155,7 +148,7 @@ def test_help_version_and_a_typo_import_nothing_heavy():
         status, printed, _ = report[called]
         assert status == 2
         assert words in printed
-    assert all(verb in report["--help"][1] for verb in verbs)
+    assert all(verb in report["--help"][1] for verb in VERBS)
     assert "bench.suites=" in report["bench --help"][1]
 
 
@@ -226,3 +219,11 @@ def test_families_of_other_packages_are_registered_too(first, tmp_path, monkeypa
 def test_bitsandbytes_is_hushed_before_it_is_imported():
     program = "import surgery, logging, sys; print([logging.getLogger('bitsandbytes').level, int('peft' in sys.modules)])"
     assert fresh(program) == [40, 0]
+
+
+def test_starting_takes_no_longer_than_is_on_record():
+    """CPU time as a ratio to that of `import typer`, in one run. The bound is wide: torch alone takes twenty times as long."""
+    recorded = Startup.read(ROOT / "recipes" / "startup.json")
+    assert recorded.ratios.keys() == COMMANDS.keys()
+    assert slower(measure(rounds=2), recorded) == []
+    assert slower(recorded.model_copy(update={"ratios": dict.fromkeys(COMMANDS, 20.0)}), recorded)

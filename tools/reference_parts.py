@@ -27,9 +27,12 @@ def _verb(command: Any) -> str:
     usage = " ".join(
         ["surgery", command.name, *(_metavar(parameter) for parameter in shown if parameter.param_type_name == "argument")]
     )
-    rows = [[_parameter(parameter), cell(getattr(parameter, "help", None) or "")] for parameter in shown]
-    table = "\n\n" + markdown.table(["", "meaning"], rows) if rows else ""
-    return f"## {command.name}\n\n    {usage}{' [OPTIONS]' if rows else ''}\n\n{prose(command.help or '')}{table}"
+    body = [[_parameter(parameter), cell(getattr(parameter, "help", None) or "")] for parameter in shown]
+    table = "\n\n" + markdown.table(["", "meaning"], body) if body else ""
+    text, _, examples = inspect.cleandoc(command.help or "").replace("\b", "").partition("Examples:")
+    lines = "".join(f"\n    {line.strip()}" for line in examples.splitlines() if line.strip())
+    text = prose(text) + (f"\n\nExamples:\n{lines}" if lines else "")
+    return f"## {command.name}\n\n    {usage}{' [OPTIONS]' if body else ''}\n\n{text}{table}"
 
 
 def _metavar(argument: Any) -> str:

@@ -9,7 +9,6 @@ from surgery.cli.console import show
 from surgery.cli.options import HybridArgument, OutRequired, RecipeOption, Settings, Trust, recipe_of
 from surgery.errors import UserError
 from surgery.exporting.formats import DESCRIPTIONS as FORMATS
-from surgery.runtime.progress import say
 
 
 def export(
@@ -33,6 +32,8 @@ def export(
       surgery export tuned --format patch --out patch
     """
     if old_form is not None:
+        from surgery.runtime.progress import say
+
         say("advice: --as is now --format; old names are read until version 1.0")
         form = old_form
     if form not in FORMATS:

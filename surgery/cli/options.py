@@ -25,12 +25,15 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted 
 
 def recipe_of(verb: str, path: Path | None, settings: list[str] | None, **fixed: str) -> "Recipe":
     """Read a verb's recipe, and ask for its kernels from here on. Raises UserError for settings that the verb does not use."""
-    from surgery.kernels.dispatch import ask
     from surgery.records.recipe import read_recipe
 
     recipe = read_recipe(path, settings, **fixed)
     refuse_unused(verb, settings or ())
-    ask(**recipe.kernels)
+    if recipe.kernels:
+        import surgery.kernels.operations  # noqa: F401  # so that a backend that does not exist is refused now
+        from surgery.kernels.dispatch import ask
+
+        ask(**recipe.kernels)
     return recipe
 
 

@@ -135,13 +135,10 @@ def _studies() -> Names:
 
 
 def _kernels() -> Names:
-    from surgery.families import families
-    from surgery.kernels import divergence  # noqa: F401  # registers the operation of tuning
-    from surgery.kernels.dispatch import OPERATIONS, Operation
+    from surgery.kernels.operations import operations
 
-    families()  # register the operations of the models
-    for name in OPERATIONS:
-        yield name, f"Backends, the preferred one first: {', '.join(Operation.registry[name].backends)}."
+    for name, operation in operations().items():
+        yield name, f"Backends, the preferred one first: {', '.join(operation.backends)}."
 
 
 KINDS: dict[str, Callable[[], Names]] = {

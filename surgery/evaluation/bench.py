@@ -9,18 +9,22 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.errors import UserError
 from surgery.evaluation.cells import Cell, check_same, kept, values
-from surgery.evaluation.report import LOSSES, Cost, ModelReport, Perplexity, Speed
+from surgery.evaluation.report import LOSSES, Cost, ModelReport, Perplexity, Report, Speed
 from surgery.evaluation.speed import Timed, decode_cost, speed
 from surgery.evaluation.suites import Task, tasks
-from surgery.loading.digests import Conditions, conditions
+from surgery.loading.digests import Conditions, conditions, fingerprint, tokenizer_digest
+from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import within
 from surgery.probes.knowledge import Part
+from surgery.records.names import called
 from surgery.records.plan import Plan, published
 from surgery.records.recipe import Bench, Data
-from surgery.records.record import KERNEL_PACKAGES, PACKAGES, environment
+from surgery.records.record import KERNEL_PACKAGES, PACKAGES, environment, provenance
 from surgery.runtime.processes import gather, is_main, share, state
 from surgery.runtime.progress import Track, say
+from surgery.splicing.remembered import opened, remembered_tokenizer
 from surgery.splicing.splice import adopt
 from surgery.statistics import Estimate, Evidence, Proportion, decisions, difference, evidence, mean, proportion
 
@@ -35,6 +39,86 @@ class Entry:
 
 
 def bench(
+    base: Mapping[str, "Entry | PreTrainedModel | Checkpoint"] | PreTrainedModel | Checkpoint,
+    *others: PreTrainedModel | Checkpoint | PreTrainedTokenizerBase | Bench,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    options: Bench | None = None,
+    data: Data | None = None,
+    seed: int = 0,
+    cells: Path | None = None,
+    part: Part | None = None,
+) -> Report:
+    """Measure models on the same examples: bench(base, hybrid, ...), or bench({"base": base, "any name": hybrid, ...}).
+
+    Each model is one of transformers or what load() returned; the first is what the others are compared with. tokenizer: unless
+    it is given, by name or by position, that of the first model which load() has opened. options: what is measured. cells and
+    part: as for measure(). The Report prints as a table with its verdict; `show()` shows its page in a notebook.
+
+    Raises UserError for arguments of another type, for models with another tokenizer than the base's, for a suite whose data or
+    package is missing, and if two models were not asked the same.
+    """
+    models = [value for value in others if not isinstance(value, PreTrainedTokenizerBase | Bench)]
+    for value in others:
+        if isinstance(value, PreTrainedTokenizerBase):
+            tokenizer = value
+        elif isinstance(value, Bench):
+            options = value
+    named = dict(base) if isinstance(base, Mapping) else _named([base, *models])
+    if not named or (isinstance(base, Mapping) and models):
+        raise UserError("surgery.bench takes models, bench(base, hybrid), or one dictionary of them by name, with at least one")
+    entries = {name: _entry(name, value) for name, value in named.items()}
+    first, entry = next(iter(entries.items()))
+    known = opened(entry.model)
+    words = _tokenizer(named, entries, tokenizer)
+    options = options or Bench()
+    name = known.name if known else entry.model.name_or_path or first
+    made = provenance(name, known.fingerprint if known else fingerprint(entry.model), seed)
+    return Report(
+        provenance=made,
+        plan=next((published(each.plan) for each in entries.values() if each.plan), None),
+        models=measure(entries, words, options, data=data, seed=seed, cells=cells, part=part),
+        timings={},
+        training={},
+        settings=options.model_dump(mode="json"),
+    )
+
+
+def _named(models: list[Any]) -> dict[str, Any]:
+    """What the report calls models that were given without names: base, and hybrid or the name of the folder."""
+    named: dict[str, Any] = {"base": models[0]}
+    for value in models[1:]:
+        label = called(value.name).rpartition("/")[2] if isinstance(value, Checkpoint) else "hybrid"
+        candidates = (label, *(f"{label}_{i}" for i in range(2, len(models) + 2)))
+        named[next(name for name in candidates if name not in named)] = value
+    return named
+
+
+def _entry(name: str, value: Any) -> Entry:
+    if isinstance(value, Entry):
+        return value
+    model: Any = model_of(value, "bench")
+    surgery = getattr(model, "surgery", None)
+    described = called(value.name) if isinstance(value, Checkpoint) else name
+    return Entry(model, described, None if surgery is None else surgery.plan)
+
+
+def _tokenizer(named: dict[str, Any], entries: dict[str, Entry], tokenizer: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer for all: the one that was given, or the first that a model brings. Raises UserError if another model brings
+    another vocabulary, since the examples would not be the same."""
+    own: dict[str, PreTrainedTokenizerBase] = {}
+    for name, entry in entries.items():
+        given = named[name]
+        brought = given.tokenizer if isinstance(given, Checkpoint) else remembered_tokenizer(entry.model)
+        if brought is not None:
+            own[name] = brought
+    words = tokenizer_of(None, tokenizer if tokenizer is not None else next(iter(own.values()), None), "bench")
+    for name, other in own.items():
+        if other is not words and other.get_vocab() != words.get_vocab():
+            raise UserError(f"{name} has another tokenizer than the others; their examples would not be the same")
+    return words
+
+
+def measure(
     entries: Mapping[str, Entry | PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
     options: Bench | None = None,
@@ -53,10 +137,12 @@ def bench(
     Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
     """
     options, data = options or Bench(), data or Data()
-    named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
+    named = {name: e if isinstance(e, Entry) else Entry(model_of(e, "bench"), name) for name, e in entries.items()}
+    tokenizer = tokenizer_of(next(iter(named.values())).model, tokenizer, "bench")
     todo = tasks(options, tokenizer, data, seed, part)
     adopted = {name: adopt(entry.model).eval() for name, entry in named.items()}
-    under = {name: conditions(model, tokenizer) for name, model in adopted.items()}
+    words = tokenizer_digest(tokenizer)
+    under = {name: conditions(model, tokenizer, words=words) for name, model in adopted.items()}
     if len({each.dtype for each in under.values()}) > 1:
         say(f"the models are in several dtypes: {', '.join(f'{name} in {each.dtype}' for name, each in under.items())}")
     done = _measured(adopted, under, todo, cells)

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from surgery.evaluation import markdown
 from surgery.evaluation.charts import Bar, bar, minus
 from surgery.evaluation.judgement import heading, verdict
@@ -62,16 +60,16 @@ def closest_control(report: Report) -> str:
 
 
 def result_text(result: Proportion | Estimate | Perplexity) -> str:
-    """A result with its 95% interval."""
+    """A result with its 95% interval, of a perplexity the loss in nats per token."""
     if isinstance(result, Perplexity):
-        low, high = np.exp(result.loss.ci95)
-        return f"{result.value:.3f} [{low:.3f}, {high:.3f}]"
+        low, high = result.loss.ci95
+        return f"{result.loss.value:.4f} [{low:.4f}, {high:.4f}]"
     return f"{value(result):.3f} [{result.ci95[0]:.3f}, {result.ci95[1]:.3f}]"
 
 
 def change_text(task: str, change: Estimate) -> str:
     """In points of a hundred, a loss in nats, with a proper minus."""
-    scale, places, unit = (1, 4, "nats per token") if task in LOSSES else (100, 1, "points")
+    scale, places, unit = (1, 4, "nats") if task in LOSSES else (100, 1, "points")
     middle, low, high = (f"{scale * part:+.{places}f}" for part in (change.value, *change.ci95))
     return minus(f"{middle} {unit} [{low}, {high}]")
 

@@ -35,7 +35,7 @@ def render(report: Report, ranking: Ranking | None = None, mixing: Mixing | None
         loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     content: dict[str, Any] = {
-        "report": report, "judgements": judge(report), "base": next(iter(report.models)), "looks": look, "symbols": SYMBOLS,
+        "report": report, "answers": _answers(report), "base": next(iter(report.models)), "looks": look, "symbols": SYMBOLS,
         "explanation": markdown.EXPLANATION,
         "hybrids": [model for model in models if not (plotting.is_control(model.name) or model.name.startswith("dose_"))],
         "controls": [model for model in models if plotting.is_control(model.name)],
@@ -49,6 +49,15 @@ def render(report: Report, ranking: Ranking | None = None, mixing: Mixing | None
         "style": (folder / "page.css").read_text(encoding="utf-8"), "script": (folder / "page.js").read_text(encoding="utf-8"),
     }  # fmt: skip
     return environment.get_template("page.html.j2").render(content)
+
+
+def _answers(report: Report) -> list[tuple[str, str, str, str]]:
+    """Of every judged model: its name, the verdict in a word or two, what was seen, and controls and cost."""
+    answers = []
+    for judgement in judge(report):
+        verdict, _, rest = judgement.answer.partition(": ")
+        answers.append((judgement.model, verdict, rest[:1].upper() + rest[1:], " ".join(judgement.details)))
+    return answers
 
 
 def _span(counts: list[int]) -> str:

@@ -1,5 +1,8 @@
 """report.json, as records. Every figure in a report was measured by bench.py in the run that wrote it."""
 
+import sys
+from html import escape
+from textwrap import fill
 from typing import Any
 
 from surgery.loading.digests import Conditions
@@ -97,3 +100,36 @@ class Report(Sealed):
         """What the report calls the model with this digest; None if it measured no such weights."""
         measured = ((name, model.conditions) for name, model in self.models.items())
         return next((name for name, under in measured if under is not None and under.model == digest), None)
+
+    def __getitem__(self, name: str) -> ModelReport:
+        """The results of one model."""
+        return self.models[name]
+
+    def __repr__(self) -> str:
+        """A table of the results, a row for each task and a column for each model, and in words whether it helped."""
+        from surgery.evaluation.judgement import did_it_help, heading  # they read reports
+
+        tasks = list(next(iter(self.models.values())).results())
+        body = [[heading(task), *(f"{value(model.results()[task]):.3f}" for model in self.models.values())] for task in tasks]
+        table = [["", *self.models], *body]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+            for row in table
+        ]
+        return "\n".join([*(line.rstrip() for line in lines), "", *map(fill, did_it_help(self).splitlines())])
+
+    __str__ = __repr__
+
+    def show(self) -> None:
+        """In a notebook, the whole page (as report.html) in place; elsewhere, the table."""
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        if getattr(shell, "kernel", None) is None:
+            print(self)
+            return
+        from IPython.display import HTML, display
+
+        from surgery.evaluation.html import render
+
+        page = f'<iframe srcdoc="{escape(render(self))}" style="width: 100%; height: 45em; border: 0"></iframe>'
+        display(HTML(page))

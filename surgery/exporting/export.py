@@ -17,7 +17,7 @@ from surgery.models.tokens import prompting
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.runtime.progress import say
-from surgery.splicing.remembered import Surgery
+from surgery.splicing.remembered import Surgery, remembered_tokenizer
 
 __all__ = ["FORMATS", "export"]
 
@@ -100,9 +100,8 @@ def _base(hybrid: Any, base: Any) -> str:
 
 def _tokenizer(hybrid: Any, base: str) -> PreTrainedTokenizerBase:
     """The tokenizer that the hybrid remembers, or else the base's."""
-    remembered: Surgery | None = getattr(hybrid, "surgery", None)
-    if remembered is not None and remembered.tokenizer is not None:
-        return remembered.tokenizer
+    if (remembered := remembered_tokenizer(hybrid)) is not None:
+        return remembered
     try:
         return load_tokenizer(base)
     except UserError as error:

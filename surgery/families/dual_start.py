@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from surgery.errors import UserError
 from surgery.families import refuse_unhandled
+from surgery.hybrids.common import HybridCausalLM
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 
@@ -53,6 +54,15 @@ class DualFamily:
     def empty_base(self, config: PreTrainedConfig) -> Any:
         with torch.device("meta"):
             return self.base(self.base_config(**_fields(config)))
+
+
+def _recalled(hybrid: Any) -> Any:
+    from surgery.splicing.remembered import recalled  # it lies above this package
+
+    return recalled(hybrid)
+
+
+HybridCausalLM.recall = _recalled
 
 
 def common_spec(plan: Plan, site: Site, state_size: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from surgery.evaluation.bench import Entry, bench
+from surgery.evaluation.bench import Entry, measure
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.jobs.opening import open_compared
@@ -35,7 +35,7 @@ def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = Fals
     check(recipe, base)
     on_main(partial(prepare, out, recipe, resume))
     with use(**recipe.kernels):
-        measured = bench(
+        measured = measure(
             entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells", part=part
         )
     settings = public(recipe.model_dump(mode="json"))

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.exporting.source import base_of
-from surgery.kernels.dispatch import Operation, asked_for, use
+from surgery.kernels.dispatch import asked_for, use
+from surgery.kernels.operations import operations
 from surgery.loading.checkpoint import Checkpoint, load
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
@@ -33,7 +34,7 @@ def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False, base: str |
         base=base,
     )
     with use(**recipe.kernels):
-        for operation in map(Operation.registry.__getitem__, asked_for()):
+        for operation in map(operations().__getitem__, asked_for()):
             operation.choose(*operation.example(found.model.device, found.model.dtype))
     return found
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from surgery.evaluation import markdown
-from surgery.evaluation.bench import Entry, bench
+from surgery.evaluation.bench import Entry, measure
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.exporting.export import export
@@ -45,7 +45,7 @@ from surgery.tuning.state import Log
 
 def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
     """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, report.html,
-    mixing.json, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that accelerate
+    mixing.json, grafts.png, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that accelerate
     started share the work."""
     with use(**recipe.kernels):
         base = open_base(recipe, trust_remote_code)
@@ -145,7 +145,7 @@ class _Job:
     def finish(self, ranking: Ranking, chosen: Plan, entries: dict[str, Entry]) -> Report:
         recipe = self.recipe
         with self.stage("bench", f"measuring {len(entries)} models"):
-            measured = bench(
+            measured = measure(
                 entries, self.base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=self.out / "cells",
                 part=None if recipe.tune.early_stopping is None else "bench",
             )  # fmt: skip

@@ -15,7 +15,7 @@ from surgery.families import families, family_of
 from surgery.loading.devices import check_device
 from surgery.loading.digests import fingerprint, named_dtype
 from surgery.loading.hub import local_folder, one_line, why_not_fetched
-from surgery.loading.opened import Checkpoint
+from surgery.loading.opened import Checkpoint, a_type
 from surgery.loading.original import is_original, load_original
 from surgery.models.quantised import converted
 from surgery.models.tokens import prompting
@@ -59,6 +59,8 @@ def load(
 
     Raises UserError in one line for anything that cannot be loaded exactly, or onto its devices.
     """
+    if not isinstance(name, str | Path):
+        raise UserError(f"surgery.load takes a Hub id or a folder, not {a_type(name)}")
     name = str(name)
     if device != BALANCED:
         check_device(device)

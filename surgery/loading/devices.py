@@ -1,5 +1,7 @@
 """Whether this machine has the device that a recipe names."""
 
+from typing import Any
+
 import torch
 
 from surgery.errors import UserError
@@ -24,7 +26,7 @@ def _count(kind: str) -> int:
     """How many devices of a kind are here."""
     if kind == "cuda":
         return torch.cuda.device_count()
-    module = getattr(torch, kind, None)
-    if module is None or not getattr(module, "is_available", lambda: False)():
+    backend: Any = getattr(torch, kind, None)
+    if not (hasattr(backend, "is_available") and backend.is_available()):
         return 0
-    return module.device_count() if hasattr(module, "device_count") else 1
+    return backend.device_count() if hasattr(backend, "device_count") else 1

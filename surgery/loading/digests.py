@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.families import families
-from surgery.kernels.dispatch import Operation
+from surgery.kernels.operations import operations
 from surgery.models.answers import described, settle
 from surgery.models.quantised import scales
 from surgery.records.record import OPTIONAL, Record, code_digest, environment
@@ -63,8 +63,11 @@ class Conditions(Record):
         return next((name for name in type(self).model_fields if getattr(self, name) != getattr(other, name)), None)
 
 
-def conditions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, digest: str | None = None) -> Conditions:
-    """Those of a measurement that begins now, with the kernels that are asked for now. digest: the model's, if it is known.
+def conditions(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, digest: str | None = None, words: str | None = None
+) -> Conditions:
+    """Those of a measurement that begins now, with the kernels that are chosen now. digest, words: the model's and the
+    tokenizer's digest, if they are known.
 
     Raises KernelError if a backend that was asked for cannot serve.
     """
@@ -72,12 +75,12 @@ def conditions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, diges
     used = ("torch", "transformers", *(name for name in (OPTIONAL["bitsandbytes"],) if hasattr(model, "hf_quantizer")))
     kernels = {
         name: operation.choose(*operation.example(model.device, model.dtype)).name
-        for name, operation in sorted(Operation.registry.items())
+        for name, operation in sorted(operations().items())
         if name != "kl_divergence"  # of tuning
     }
     return Conditions(
         model=digest or model_digest(model),
-        tokenizer=tokenizer_digest(tokenizer),
+        tokenizer=words or tokenizer_digest(tokenizer),
         dtype=dtypes(model),
         device=_device(model),
         kernels=kernels,

@@ -99,7 +99,7 @@ def draw_scores(ranking: Ranking, path: Path, plan: Plan | None = None) -> None:
         probe = ranking.probe
         figure.suptitle(
             f"{described(probe['name'], probe['options'])}, n = {probe['examples']}, base accuracy "
-            f"{ranking.base_accuracy.value:.2f}\n{_legend(layout, bool(planned))}", fontsize=9.5, ha="left", x=0.01,
+            f"{ranking.base_accuracy.accuracy:.2f}\n{_legend(layout, bool(planned))}", fontsize=9.5, ha="left", x=0.01,
         )  # fmt: skip
 
 

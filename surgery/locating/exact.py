@@ -131,10 +131,11 @@ class Exact:
         base = {"correct": self.correct["base", None], "losses": self.losses["base", None]}
 
         def change(what: str, kind: str, sign: int) -> np.ndarray:
-            table = getattr(self, what)
-            missing = np.full(len(base[what]), np.nan)
-            columns = [sign * (table[kind, site] - base[what]) if (kind, site) in table else missing for site in sites]
-            return np.stack(columns, 1)
+            table, changes = getattr(self, what), np.full((len(base[what]), len(sites)), np.nan)
+            for column, site in enumerate(sites):  # few of the thousands of channels of a Mamba-1 were measured
+                if (kind, site) in table:
+                    changes[:, column] = sign * (table[kind, site] - base[what])
+            return changes
 
         return {
             "ablation_drop": change("correct", "ablate", -1),

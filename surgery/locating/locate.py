@@ -26,7 +26,7 @@ from surgery.models.anatomy import anatomy
 from surgery.records.recipe import Locate
 from surgery.records.record import first_line, provenance
 from surgery.records.site import Site
-from surgery.statistics import LEVEL, accuracy, intervals, mean, means
+from surgery.statistics import LEVEL, intervals, mean, means, proportion
 
 ROLE_EXAMPLES = 32  # mixing matrices vary little between dictionaries
 ROLE_HEADS = 2048  # of more heads, matrices are written out for those alone that were measured exactly
@@ -76,8 +76,7 @@ def locate(
 
     Raises UserError for arguments that do not fit, and for a model whose layout is not known.
     """
-    given: dict[str, Any] = {} if options is None else {"options": dict(options)}
-    given["also"] = [{key: value for key, value in other.items() if value is not None} for other in also]
+    given: dict[str, Any] = {"also": also} if options is None else {"also": also, "options": options}
     try:
         chosen = Locate(
             probe=probe, examples=examples, exact=exact, confirm=confirm, layers=layers, ablation=ablation,
@@ -136,7 +135,7 @@ def rank(
             "name": first.name, "options": first.options, "examples": len(first.questions), "seed": seed,
             "threads": torch.get_num_threads(), "ablation": options.ablation, "confirm": options.confirm,
         },
-        base_accuracy=accuracy(measured.correct["base", None]),
+        base_accuracy=proportion(measured.correct["base", None]),
         base_loss=mean(measured.losses["base", None]),
         heads=tuple(sorted(scores, key=gain, reverse=True)),
         layers=_layer_scores(subject, measured, attributions),

@@ -16,7 +16,7 @@ import numpy as np
 from surgery.locating.questions import described
 from surgery.records.record import Record
 from surgery.records.site import Site, SiteText
-from surgery.statistics import Estimate, accuracy, correlation, mean
+from surgery.statistics import Accuracy, Estimate, correlation, mean, proportion
 
 ScoreName = Literal["splice_loss", "ablation_loss", "attribution"]
 
@@ -30,7 +30,7 @@ class Repeat(Record):
 
     probe: dict[str, Any]
     seed: int
-    base_accuracy: Estimate
+    base_accuracy: Accuracy
     leading: tuple[SiteText, ...]
     missed: tuple[SiteText, ...] | None
 
@@ -123,7 +123,7 @@ def _repeat(sites: Sequence[Site], one: Scores, score: ScoreName) -> Repeat:
         passed = set(one.leading("attribution", PREFILTERED))
         missed = tuple(sites[i] for i in one.leading(score, EXACT) if i not in passed)
     return Repeat(
-        probe=one.probe, seed=one.seed, base_accuracy=accuracy(one.correct),
+        probe=one.probe, seed=one.seed, base_accuracy=proportion(one.correct),
         leading=tuple(sites[i] for i in one.leading(score, max(TOPS))), missed=missed,
     )  # fmt: skip
 

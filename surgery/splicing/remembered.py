@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from surgery.errors import UserError
-from surgery.hybrids.common import HybridCausalLM
 from surgery.loading.opened import Checkpoint
 from surgery.loading.origin import Origin, origin
 from surgery.records.plan import Plan, published
@@ -67,6 +66,13 @@ def opened(base: PreTrainedModel | Checkpoint) -> Opened | None:
     return vars(base).get("_opened")
 
 
+def remembered_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model that load() opened, or of the base that a hybrid remembers."""
+    surgery: Surgery | None = getattr(model, "surgery", None)
+    known = surgery or opened(model)
+    return None if known is None else known.tokenizer
+
+
 def remember(model: PreTrainedModel, surgery: Surgery | None = None, base: Opened | None = None) -> None:
     """Let a hybrid remember what was done, and any model what load() knows of it, or of its base."""
     vars(model).update({name: value for name, value in (("_surgery", surgery), ("_opened", base)) if value is not None})
@@ -87,7 +93,7 @@ def read_surgery(folder: str | Path, tokenizer: PreTrainedTokenizerBase | None =
     return Surgery(plan, base, fingerprint, tokenizer)
 
 
-def _recalled(hybrid: PreTrainedModel) -> Surgery | None:
+def recalled(hybrid: PreTrainedModel) -> Surgery | None:
     """Of a hybrid that transformers loaded, from beside its weights; None if they lie there without a plan."""
     quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     try:
@@ -95,6 +101,3 @@ def _recalled(hybrid: PreTrainedModel) -> Surgery | None:
         return None if path is None else read_surgery(Path(path).parent)
     except (OSError, UserError):
         return None
-
-
-HybridCausalLM.recall = _recalled

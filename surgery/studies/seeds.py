@@ -18,7 +18,7 @@ from pydantic import Field
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.evaluation.bench import bench
+from surgery.evaluation.bench import measure
 from surgery.evaluation.report import ModelReport, value
 from surgery.jobs.locating_stage import located
 from surgery.locating.planning import plan
@@ -130,7 +130,7 @@ def _run_seed(
         if name not in seconds:  # an interrupted tuning starts again, or only a part of it would be timed
             seconds[name] = round(time.monotonic() - start, 1)
             on_main(partial(write_text, timings, json.dumps(seconds)))
-    reports = bench(
+    reports = measure(
         models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells",
         part=None if all(way.tune.early_stopping is None for way in recipes.values()) else "bench",
     )  # fmt: skip

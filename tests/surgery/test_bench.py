@@ -8,7 +8,7 @@ import torch
 
 from surgery.errors import UserError
 from surgery.evaluation import cells, markdown, suites
-from surgery.evaluation.bench import bench
+from surgery.evaluation.bench import measure
 from surgery.evaluation.report import Perplexity, Report
 from surgery.evaluation.suites import tasks
 from surgery.loading.digests import model_digest
@@ -43,7 +43,7 @@ def pair(words):
 def finished(pair, words, tmp_path_factory):
     """(reports, the folder of cells)."""
     folder = tmp_path_factory.mktemp("cells")
-    return bench(pair, words, SMALL, cells=folder), folder
+    return measure(pair, words, SMALL, cells=folder), folder
 
 
 def read(folder):
@@ -68,7 +68,7 @@ def test_suites_hold_what_they_say(finished):
 
 
 def test_decisions_do_not_depend_on_the_batch(pair, words, finished, tmp_path):
-    bench(pair, words, SMALL.model_copy(update={"batch_size": 3, "suites": ("quick", "retrieval")}), cells=tmp_path)
+    measure(pair, words, SMALL.model_copy(update={"batch_size": 3, "suites": ("quick", "retrieval")}), cells=tmp_path)
     whole = read(finished[1])
     for key, cell in read(tmp_path).items():
         other = whole[key]
@@ -91,25 +91,25 @@ def test_processes_share_the_cells_and_a_finished_one_is_not_measured_again(pair
             patched.setattr(module, "share", lambda jobs, process=process: jobs[process::2])
             patched.setattr(module, "gather", lambda mine: [_stop() for _ in mine[:1]])
             with pytest.raises(InterruptedError):
-                bench(pair, words, options, cells=tmp_path)
+                measure(pair, words, options, cells=tmp_path)
     halves, whole = read(tmp_path), read(finished[1])
     assert halves == {key: whole[key] for key in halves}
     assert len(halves) == 2 * len(suites.names(options))
     times = written(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(suites, "answer", refuse)
-        again = bench(pair, words, options, cells=tmp_path)
+        again = measure(pair, words, options, cells=tmp_path)
         assert {path: written(tmp_path)[path] for path in times} == times
         times = written(tmp_path)  # now with what was timed
         assert len(times) == len(halves) + len(options.contexts)
-        assert bench(pair, words, options, cells=tmp_path)["hybrid"].cost == again["hybrid"].cost
+        assert measure(pair, words, options, cells=tmp_path)["hybrid"].cost == again["hybrid"].cost
         assert written(tmp_path) == times
         renamed = {"one": pair["base"], "other": pair["hybrid"]}
-        assert bench(renamed, words, options, cells=tmp_path)["other"].kv == again["hybrid"].kv
+        assert measure(renamed, words, options, cells=tmp_path)["other"].kv == again["hybrid"].kv
     assert again["hybrid"].kv == finished[0]["hybrid"].kv
     lost = next(path for path in tmp_path.iterdir() if '"kv.6"' in path.read_text())
     lost.unlink()  # what a crash costs
-    assert bench(pair, words, options, cells=tmp_path)["hybrid"].kv == again["hybrid"].kv
+    assert measure(pair, words, options, cells=tmp_path)["hybrid"].kv == again["hybrid"].kv
     assert {path for path, time in written(tmp_path).items() if times[path] != time} == {lost}
 
 
@@ -124,7 +124,7 @@ def _stop():
 def test_other_examples_are_other_cells(pair, words, tmp_path):
     few = Bench(pairs=(4,), limit=6, windows=2, window=16, contexts=())
     for seed, options in ((0, few), (1, few), (0, few.model_copy(update={"limit": 7}))):
-        bench(pair, words, options, seed=seed, cells=tmp_path)
+        measure(pair, words, options, seed=seed, cells=tmp_path)
     kept = [cells.Cell.read(path) for path in tmp_path.iterdir()]
     asked = [cell.asked for cell in kept if (cell.model, cell.task) == ("base", "kv.4")]
     assert sorted(map(len, asked)) == [6, 6, 7]
@@ -165,7 +165,7 @@ def test_several_seeds_ask_no_example_twice(words):
 
 def test_several_seeds_are_told_apart(pair, words):
     options = Bench(pairs=(4,), limit=8, seeds=2, windows=2, window=16, contexts=())
-    found = bench(pair, words, options)["hybrid"]
+    found = measure(pair, words, options)["hybrid"]
     assert found.kv["4"].n == 16
     assert np.mean(found.seeds["kv.4"]) == pytest.approx(found.kv["4"].accuracy)
 
@@ -182,14 +182,14 @@ def test_a_planted_improvement_is_refused(pair, words, monkeypatch, tmp_path):
     with monkeypatch.context() as patched:
         patched.setattr(suites, "answer", leaky)
         with pytest.raises(UserError, match=r"base and hybrid were not asked the same in kv\.6: they read other tokens"):
-            bench(pair, words, options)
-    bench(pair, words, options, cells=tmp_path)
+            measure(pair, words, options)
+    measure(pair, words, options, cells=tmp_path)
     for path in tmp_path.iterdir():
         cell = json.loads(path.read_text())
         if (cell.get("model"), cell.get("task")) == ("hybrid", "kv.6"):
             cells.Cell(**cell | {"asked": ["0" * 16, *cell["asked"][1:]]}).write(path)  # with a seal that fits
     with pytest.raises(UserError, match=r"not asked the same in kv\.6: example 0 differs"):
-        bench(pair, words, options, cells=tmp_path)
+        measure(pair, words, options, cells=tmp_path)
 
 
 def test_the_report_in_words(finished, pair):

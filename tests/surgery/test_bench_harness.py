@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 
 from surgery.errors import UserError
 from surgery.evaluation import harness, suites
-from surgery.evaluation.bench import bench
+from surgery.evaluation.bench import measure
 from surgery.evaluation.cells import Cell
 from surgery.exporting.export import export
 from surgery.probes import make, probes
@@ -105,7 +105,7 @@ def test_decisions_do_not_depend_on_the_batch(tiny, hybrid, local):
 def test_in_a_bench(tiny, hybrid, local, tmp_path):
     """Beside other suites, with a cell for each task of a group."""
     options = Bench(suites=("language",), tasks=("sizes",), include_path=str(local), task_limit=9, windows=2, window=16)
-    found = bench({"base": tiny.model, "hybrid": hybrid}, tiny.tokenizer, options, cells=tmp_path)
+    found = measure({"base": tiny.model, "hybrid": hybrid}, tiny.tokenizer, options, cells=tmp_path)
     assert found["hybrid"].tasks["sizes"].n == found["hybrid"].evidence["sizes"].n == 15
     assert not found["hybrid"].seeds
     kept = [Cell.read(path) for path in tmp_path.iterdir()]

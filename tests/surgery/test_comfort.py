@@ -2,6 +2,9 @@
 
 import copy
 import json
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -209,13 +212,68 @@ def test_wrong_types_are_named(folder, tmp_path):
         r"surgery\.export takes a model, not its name": lambda: surgery.export("here", tmp_path / "x"),
         r"takes a hybrid, and this model holds no grafts: splice it": lambda: surgery.export(base, tmp_path / "x"),
         r"surgery\.export takes a plan, not a ranking": lambda: surgery.export(hybrid, tmp_path / "x", plan=ranking),
-        r"surgery\.export takes a tokenizer as .*, not a dict": lambda: surgery.export(hybrid, tmp_path / "x", tokenizer={}),
+        r"surgery\.export takes a tokenizer as .* not a dict": lambda: surgery.export(hybrid, tmp_path / "x", tokenizer={}),
         r"surgery\.export: base is the base's name": lambda: surgery.export(hybrid, tmp_path / "x", base=3),
+        r"surgery\.tune takes a model, not its name": lambda: surgery.tune("hybrid"),
+        r"nothing to tune: the model holds no grafts; splice it first": lambda: surgery.tune(base),
+        r"surgery\.tune takes a tokenizer as .* not a Plan": lambda: surgery.tune(hybrid, HEADS),
+        r"surgery\.tune needs a tokenizer": lambda: surgery.tune(splice(random_base(), HEADS)),
+        r"surgery\.bench takes a model, not its name": lambda: surgery.bench(base, "hybrid"),
+        r"surgery\.bench takes a model as surgery\.load returns it, not a Plan": lambda: surgery.bench(base, HEADS),
+        r"surgery\.bench needs a tokenizer": lambda: surgery.bench(random_base(), splice(random_base(), HEADS)),
+        r"surgery\.bench takes models, bench\(base, hybrid\), or one dictionary": lambda: surgery.bench({"base": base}, hybrid),
     }
     for message, call in wrong.items():
         with pytest.raises(UserError, match=message):
             call()
     assert not (tmp_path / "x").exists()
+
+
+QUICK = surgery.Recipe(model="x", bench={"pairs": [4], "examples": 20, "windows": 2, "window": 32, "contexts": []}).bench
+
+
+def test_bench_takes_models_and_gives_a_report(folder, tmp_path, capsys):
+    base = surgery.load(folder)
+    hybrid = surgery.splice(base, HEADS)
+    report = surgery.bench(base, hybrid, options=QUICK, cells=tmp_path)
+    assert list(report.models) == ["base", "hybrid"]
+    assert report.plan == report["hybrid"].plan == HEADS
+    assert (report.provenance.base, report.provenance.base_fingerprint) == ("base", base.fingerprint)
+    report.write(tmp_path / "report.json")
+    assert surgery.Report.read(tmp_path / "report.json") == report
+    text = repr(report)
+    assert text.splitlines()[0].split() == ["base", "hybrid"]
+    assert text.splitlines()[1].split() == ["KV", "4", f"{report['base'].kv['4'].accuracy:.3f}",
+                                            f"{report['hybrid'].kv['4'].accuracy:.3f}"]  # fmt: skip
+    assert "Did it help? " in text
+    assert max(map(len, text.splitlines())) <= 80
+    report.show()
+    assert capsys.readouterr().out == f"{text}\n"
+    names = surgery.bench({"one": base.model, "two": hybrid}, base.tokenizer, QUICK, cells=tmp_path)
+    assert {name: model.kv for name, model in names.models.items()} == {
+        "one": report["base"].kv, "two": report["hybrid"].kv,
+    }  # fmt: skip
+    again = surgery.bench(base.model, hybrid, hybrid, base, options=QUICK, cells=tmp_path)
+    assert list(again.models) == ["base", "hybrid", "hybrid_2", "base_2"]
+    other = replace(base, tokenizer=copy.deepcopy(base.tokenizer))
+    other.tokenizer.add_tokens(["another"])
+    with pytest.raises(UserError, match="hybrid has another tokenizer than the others"):
+        surgery.bench(other, hybrid, options=QUICK)
+
+
+def test_a_report_shows_its_page_in_a_notebook(folder, tmp_path, monkeypatch):
+    base = surgery.load(folder)
+    report = surgery.bench(base, options=QUICK)
+    shown = []
+    notebook = ModuleType("IPython")
+    notebook.get_ipython = lambda: SimpleNamespace(kernel=object())
+    display = ModuleType("IPython.display")
+    display.HTML, display.display = str, shown.append
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    report.show()
+    assert len(shown) == 1
+    assert shown[0].startswith('<iframe srcdoc="&lt;!doctype html&gt;')
 
 
 def test_the_tiny_model_can_be_named_once(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgery.errors import UserError
-from surgery.evaluation.bench import bench
+from surgery.evaluation.bench import measure
 from surgery.evaluation.language import sliding_losses
 from surgery.locating.locate import locate
 from surgery.locating.prune import Pruner
@@ -165,7 +165,7 @@ def test_bench_names_model_and_task(broken, base, tokenizer, tmp_path):
     options = Bench(suites=("quick",), pairs=(4,), limit=2, windows=2, window=16, contexts=())
     whole = random_base(vocab_size=base.config.vocab_size, num_hidden_layers=LAYERS)
     with pytest.raises(UserError, match=rf"^ruined, kv\.4: the logits are not finite: {NAMED}$"):
-        bench({"base": whole, "ruined": broken}, tokenizer, options, cells=tmp_path)
+        measure({"base": whole, "ruined": broken}, tokenizer, options, cells=tmp_path)
 
 
 def test_standard_tasks(broken, tokenizer):

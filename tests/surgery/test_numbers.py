@@ -14,7 +14,7 @@ import surgery as package
 import surgery.evaluation.bench as bench_module
 from surgery.errors import UserError
 from surgery.evaluation import cells, suites
-from surgery.evaluation.bench import bench
+from surgery.evaluation.bench import measure
 from surgery.evaluation.report import ModelReport, Report
 from surgery.exporting.export import export
 from surgery.exporting.folder import RECORD, Exported
@@ -170,7 +170,7 @@ def test_a_cell_is_found_again_by_all_that_it_depends_on(place, tmp_path, monkey
 
     def how_many(tokenizer=TOKENIZER):
         measured.clear()
-        bench({"base": model}, tokenizer, QUICK, cells=tmp_path)
+        measure({"base": model}, tokenizer, QUICK, cells=tmp_path)
         return len(measured)
 
     monkeypatch.setattr(suites, "answer", counted)
@@ -182,7 +182,7 @@ def test_a_cell_is_found_again_by_all_that_it_depends_on(place, tmp_path, monkey
     assert how_many(other) == first
     for change in ({"code": "x"}, {"kernels": {"ssd_scan": "stock"}}, {"device": "H100"}, {"packages": {"torch": "3"}}):
         with monkeypatch.context() as patched:
-            changed = lambda *a, change=change: conditions(*a).model_copy(update=change)  # noqa: E731
+            changed = lambda *a, change=change, **k: conditions(*a, **k).model_copy(update=change)  # noqa: E731
             patched.setattr(bench_module, "conditions", changed)
             assert how_many() == first, change
     with package.kernels.dispatch.use(ssd_scan="chunked"):
@@ -194,7 +194,7 @@ def test_a_cell_is_found_again_by_all_that_it_depends_on(place, tmp_path, monkey
 
 def test_a_falsified_or_foreign_cell_is_refused_by_name(place, tmp_path):
     model = package.load(place / "base").model
-    bench({"base": model}, TOKENIZER, QUICK, cells=tmp_path)
+    measure({"base": model}, TOKENIZER, QUICK, cells=tmp_path)
     path = next(path for path in tmp_path.iterdir() if '"kv.4"' in path.read_text())
     cell = cells.Cell.read(path)
     assert {"model", "tokenizer", "kernels", "device", "dtype", "lm_eval", "questions", "code"} <= cell.key.keys()
@@ -207,11 +207,11 @@ def test_a_falsified_or_foreign_cell_is_refused_by_name(place, tmp_path):
     ):
         path.write_text(content if isinstance(content, str) else json.dumps(content))
         with pytest.raises(UserError, match=complaint) as refused:
-            bench({"base": model}, TOKENIZER, QUICK, cells=tmp_path)
+            measure({"base": model}, TOKENIZER, QUICK, cells=tmp_path)
         assert str(path) in str(refused.value)
         assert "delete it" in str(refused.value)
     path.unlink()
-    assert bench({"base": model}, TOKENIZER, QUICK, cells=tmp_path)["base"].kv["4"].n == 6
+    assert measure({"base": model}, TOKENIZER, QUICK, cells=tmp_path)["base"].kv["4"].n == 6
 
 
 # Rankings
@@ -358,7 +358,7 @@ def test_a_card_takes_only_a_report_on_its_own_weights(surgery, place, tmp_path)
 
 def test_dtypes_that_differ_are_said(place, capsys):
     models = {name: package.load(place / "base", dtype=name).model for name in ("float32", "float16")}
-    measured = bench(models, TOKENIZER, QUICK.model_copy(update={"suites": ("language",)}))
+    measured = measure(models, TOKENIZER, QUICK.model_copy(update={"suites": ("language",)}))
     assert "the models are in several dtypes: float32 in float32, float16 in float16" in capsys.readouterr().err
     assert {name: model.conditions.dtype for name, model in measured.items()} == {name: name for name in models}
 

@@ -16,7 +16,7 @@ from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.records.recipe import Align, Calibrate, Data, EarlyStopping, Lesson, Lora, Tune
 from surgery.splicing.splice import graft_parameters, splice
-from surgery.tuning import keep, loop, state
+from surgery.tuning import early_stopping, loop, state
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer
@@ -169,7 +169,7 @@ def interrupted(patch, after):
     fatal(Distillation, "forward")
     fatal(loop, "alignment_error")
     fatal(loop, "gather_states")
-    fatal(keep.Guard, "measure")
+    fatal(early_stopping.Guard, "measure")
     fatal(state.Checkpoints, "save")
     return kinds
 
