@@ -262,16 +262,23 @@ def test_defaults_that_are_listed_are_those_that_are_read():
     assert read_recipe(None, ["model=m", *settings]) == Recipe(model="m")
 
 
+NAMES = {
+    "probes": probes,
+    "suites": lambda: get_args(Suite),
+    "studies": studies,
+    "formats": lambda: FORMATS,
+    "kernels": lambda: OPERATIONS,
+    "families": lambda: ("mamba", "mamba2", "falcon_mamba", "llamba"),
+    "tasks": lambda: [path.stem for path in TASKS.glob("*.yaml")],
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_are_listed_with_a_meaning(kind, surgery):
     status, out, _ = surgery("list", kind)
     assert status == 0
-    names = {
-        "probes": probes(), "suites": get_args(Suite), "studies": studies(), "formats": FORMATS, "kernels": OPERATIONS,
-        "families": ("mamba", "mamba2", "falcon_mamba", "llamba"), "tasks": [path.stem for path in TASKS.glob("*.yaml")],
-    }[kind]  # fmt: skip
     entries = re.findall(r"^(\S+)  +\S", out, flags=re.M)
-    assert set(names) <= set(entries)
+    assert set(NAMES[kind]()) <= set(entries)
     assert all(len(line) <= 80 for line in out.splitlines())
 
 
