@@ -45,8 +45,8 @@ from surgery.tuning.state import Log
 
 def run(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
     """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, report.html,
-    mixing.json, grafts.png, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that accelerate
-    started share the work."""
+    mixing.json, grafts.png, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that
+    accelerate started share the work."""
     with use(**recipe.kernels):
         base = open_base(recipe, trust_remote_code)
         family_of(base.model.config)  # before the work begins: nothing else can be grafted

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, ClassVar
 
-import matplotlib.pyplot as plt
 from pydantic import Field
 from transformers import PreTrainedModel
 
@@ -25,15 +24,17 @@ from surgery.locating.planning import plan
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
 from surgery.records.record import write_text
+from surgery.runtime import plotting
 from surgery.runtime.processes import on_main
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, Proportion
-from surgery.studies.figures import LINES
+from surgery.studies.figures import draw_seeds
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 from surgery.tuning.loop import tune
 
 KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
 CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
+LABELS = {KNOWLEDGE: "change of accuracy\n(higher is better)", TEXT: "change of loss, nats per token\n(lower is better)"}
 BASE, CONTROL = "base", "no graft"
 SEED = ", seed "  # between a model and its seed, in the name of a row
 
@@ -86,25 +87,11 @@ class Seeds(Study):
         cost = f"knowledge {knowledge:+.3f} and loss on text {loss:+.4f} nats at worst"
         return f"{way}: {', '.join(retrieval)}; {cost}; {median(seconds[way]):.0f} s of tuning."
 
-    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
-        columns = [name for name in findings.rows[0].figures if name.startswith("kv.")]
-        columns = [*columns[-2:], KNOWLEDGE, TEXT]
-        models = list(dict.fromkeys(row.what.rpartition(SEED)[0] for row in findings.rows))
-        with plt.rc_context(plots.STYLE):
-            figure, axes = plt.subplots(1, len(columns), figsize=(3.1 * len(columns), 3.4), squeeze=False)
-            for axis, column in zip(axes[0], columns, strict=True):
-                names = [name for name in models if column in _of_model(findings.rows, name)[0]]
-                for place, name in enumerate(names):
-                    _draw_points(axis, place, LINES[models.index(name) % len(LINES)], _of_model(findings.rows, name), column)
-                axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
-                axis.set(title=column.replace("kv.", "KV "), xlim=(-0.5, len(names) - 0.5))
-                if column.startswith("kv."):
-                    axis.set_ylim(0, 1.02)
-                else:
-                    axis.axhline(0, color="#bbbbbb", lw=1)
-            figure.suptitle(self.title, fontsize=10)
-            figure.tight_layout()
-            plots.save(figure, path)
+    def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
+        columns = [name for name in findings.rows[0].figures if name.startswith("kv.")][-2:]
+        labels = dict.fromkeys(columns, plotting.ACCURACY) | LABELS
+        models = dict.fromkeys(row.what.rpartition(SEED)[0] for row in findings.rows)
+        draw_seeds({model: _of_model(findings.rows, model) for model in models}, labels, self.title, path, control=CONTROL)
 
 
 def _run_seed(
@@ -146,14 +133,6 @@ def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
 def _of_model(rows: Sequence[Row], name: str) -> list[dict[str, Proportion | Estimate]]:
     """The figures of a model, seed by seed."""
     return [row.figures for row in rows if row.what.rpartition(SEED)[0] == name]
-
-
-def _draw_points(axis: Any, place: int, color: str, seeds: list[dict[str, Proportion | Estimate]], column: str) -> None:
-    """Draw a point for every seed, side by side, each with its 95% interval."""
-    for i, result in enumerate(figures[column] for figures in seeds):
-        x, height = place + (i - (len(seeds) - 1) / 2) * 0.6 / len(seeds), value(result)
-        errors = ([height - result.ci95[0]], [result.ci95[1] - height])
-        axis.errorbar(x, height, errors, fmt="o", ms=3.5, lw=0.9, color=color)
 
 
 STUDY = Seeds

@@ -54,10 +54,12 @@ class Findings(Sealed, Measurements):
 
 
 class Study(Record):
-    """The options of a study. title: of its figure. published: what the paper reports, where there is something to compare."""
+    """The options of a study. title: of its figure. published: what the paper reports, where there is something to compare.
+    draws_models: whether its figure needs the models, and not the findings alone."""
 
     title: ClassVar[str]
     published: ClassVar[str] = ""
+    draws_models: ClassVar[bool] = False
 
     def check(self, recipe: Recipe) -> None:
         """Raise UserError for options that do not fit the recipe."""
@@ -66,8 +68,8 @@ class Study(Record):
         """Take the measurements."""
         raise NotImplementedError
 
-    def draw(self, findings: Findings, path: Path, subjects: "Subjects") -> None:
-        """Draw the figure of the study."""
+    def draw(self, findings: Findings, path: Path, subjects: "Subjects | None") -> None:
+        """Draw the figure of the study. subjects: may be None unless `draws_models`."""
         raise NotImplementedError
 
 
