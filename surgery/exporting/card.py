@@ -14,6 +14,7 @@ from surgery.evaluation.report import Report
 from surgery.families import family_of
 from surgery.loading.origin import Origin
 from surgery.records.plan import Plan
+from surgery.runtime import plotting
 
 COLUMNS = 128  # of the map; more heads than that (the channels of a Mamba-1) share columns
 

@@ -20,7 +20,9 @@ from surgery.errors import UserError
 from surgery.evaluation.bench import measure
 from surgery.evaluation.report import ModelReport, value
 from surgery.jobs.locating_stage import located
+from surgery.jobs.tuning_stage import SECONDS, tuned
 from surgery.locating.planning import plan
+from surgery.probes.knowledge import part_for_bench
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
 from surgery.records.record import write_text
@@ -30,7 +32,6 @@ from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, Proportion
 from surgery.studies.figures import draw_seeds
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
-from surgery.tuning.loop import tune
 
 KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
 CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
@@ -102,26 +103,32 @@ def _run_seed(
     ranking = located(recipe, base, out, resume=subjects.resume, figures=False)
     chosen = plan(ranking, **recipe.plan.model_dump(), seed=recipe.seed)
     models: dict[str, PreTrainedModel] = {BASE: base.model}
-    timings = out / "seconds.json"
-    recorded = on_main(lambda: timings.read_text() if subjects.resume and timings.exists() else "{}")
-    seconds: dict[str, float] = json.loads(recorded)
-    for name, tuned in {**recipes, CONTROL: recipe}.items():
+    seconds: dict[str, float] = {}
+    for name, way in {**recipes, CONTROL: recipe}.items():
         layers = [site.layer for site in chosen.sites] if name == CONTROL else None
         model = splice(base.model, chosen) if layers is None else copy.deepcopy(adopt(base.model))
-        start = time.monotonic()
-        tune(
-            model, base.tokenizer, tuned.tune, data=recipe.data, seed=recipe.seed, layers=layers, teacher=adopt(base.model),
-            out=out / "tuning" / name, resume=name in seconds, description=f"seed {recipe.seed}, {name}",
+        folder, start = out / "tuning" / name, time.monotonic()
+        # An interrupted tuning starts again, or only a part of it would be timed.
+        resume = subjects.resume and on_main((folder / SECONDS).exists)
+        tuned(
+            model, base, way, folder, plan=chosen if layers is None else None, layers=layers, teacher=adopt(base.model),
+            resume=resume, description=f"seed {recipe.seed}, {name}",
         )  # fmt: skip
         models[name] = model
-        if name not in seconds:  # an interrupted tuning starts again, or only a part of it would be timed
-            seconds[name] = round(time.monotonic() - start, 1)
-            on_main(partial(write_text, timings, json.dumps(seconds)))
+        seconds[name] = on_main(partial(_recorded, folder / SECONDS, round(time.monotonic() - start, 1)))
     reports = measure(
         models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells",
-        part=None if all(way.tune.early_stopping is None for way in recipes.values()) else "bench",
+        part=part_for_bench(way.tune.early_stopping for way in recipes.values()),
     )  # fmt: skip
     return chosen, reports, seconds
+
+
+def _recorded(path: Path, seconds: float) -> float:
+    """How long a tuning took: by its file, if it was finished before; else this long, which is written there."""
+    if path.exists():
+        return json.loads(path.read_text())
+    write_text(path, json.dumps(seconds))
+    return seconds
 
 
 def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
