@@ -151,8 +151,8 @@ def _panel(site: Site, subjects: Mapping[str, Subject], ids: Sequence[int], answ
 
 @contextmanager
 def _gate_open(subject: Subject, site: Site) -> Iterator[float | None]:
-    """The gates of a site's layer fully open: its grafted heads are attention alone. Yields what the site's gate was, None where
-    it has none."""
+    """The gates of a site's layer fully open: its grafted heads are attention alone. Yields what the site's gate was, or None
+    for a site without a gate."""
     graft: Any = getattr(subject.anatomy.mixer_of(site).module, "graft", None) if site.heads else None
     gate = getattr(graft, "gate", None)
     if gate is None or gate.is_meta or site.heads[0] not in graft.heads:  # meta: on disk, and nothing else would be read

@@ -78,9 +78,9 @@ def draw_seeds(
     *,
     control: str,
 ) -> None:
-    """Draw a panel for every column: for each model a point a seed, side by side, with its 95% interval. Behind them: the band of
-    the model `control`, from its lowest to its highest seed. models: of each, the columns seed by seed. labels: column -> the
-    label of its axis; of an accuracy also chance is drawn."""
+    """Draw a panel for every column: for each model a point a seed, side by side, with its 95% interval. Behind them lies the
+    band of the model `control`, from its lowest to its highest seed. models: of each, the columns seed by seed. labels: column
+    -> the label of its axis; of an accuracy also chance is drawn."""
     rows = -(-len(labels) // 2)
     with plotting.drawing(path, rows, 2, width=6.4, height=0.5 + 3.1 * rows) as (figure, axes):
         for axis in axes.flat[len(labels) :]:

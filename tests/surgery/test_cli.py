@@ -349,7 +349,7 @@ def test_a_recipe_chooses_kernels(surgery, folder, tmp_path):
         attributions.append({head["site"]: head["attribution"]["value"] for head in ranking["heads"]})
     assert attributions[0] != attributions[1]
     assert attributions[0] == pytest.approx(attributions[1], rel=1e-2, abs=1e-4)
-    assert dispatch.asked_for() == {}
+    assert dispatch.requested() == {}
 
 
 def test_a_plan_for_another_base_is_refused(surgery, folder, finished, tmp_path):

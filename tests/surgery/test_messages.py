@@ -39,7 +39,7 @@ def models(tmp_path_factory):
         (("locate", "{m}/base", "--set", "tokenizer=no/such"), "cannot load the tokenizer no/such: the Hub may not be asked"),
         (("locate", "{m}"), "is not a model folder: it holds no config.json"),
         (("locate", "{m}/base", "--set", "device=cud"), "device must be auto, cpu, cuda, cuda:1, ..., not 'cud'"),
-        (("locate", "{m}/base", "--set", "device=meta"), "on 'meta' a model has no values"),
+        (("locate", "{m}/base", "--set", "device=meta"), "nothing can be computed on meta"),
         (("locate", "{m}/base", "--set", "device=cpu:3"), "device is 'cpu:3', and only 1 of its kind are here"),
         (("splice", "{m}/hybrid", "{m}/plan.json", "--out", "x"), "hybrid is a hybrid already; what gets grafts is its base, "),
         (("run", "{m}/recipe.yaml"), "hybrid is a hybrid already; what gets grafts is its base, "),
