@@ -173,12 +173,6 @@ def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, tmp_path
     assert Path("tuning/tuned/checkpoint-1/state.json") in changed
     assert second["models"]["tuned"]["conditions"]["model"] != first["models"]["tuned"]["conditions"]["model"]
 
-    other = json.loads((done / "ranking.json").read_text())["heads"][-1]["site"]
-    err, third, changed = again(*fewer, "tune.steps=1", f"plan.sites={other}")
-    assert "going on from plan" in err  # other heads of the same shapes: the checkpoints would fit
-    assert third["plan"]["sites"] == [other]
-    assert third["models"]["tuned"]["conditions"]["model"] != second["models"]["tuned"]["conditions"]["model"]
-
 
 def test_the_verbs_one_by_one(surgery, folder, tmp_path):
     common = ("--recipe", folder / "quick.yaml")
