@@ -6,7 +6,7 @@ BIN := .venv/bin
 .PHONY: demo test test-slow check promises docs clean
 
 demo: .venv/.installed
-	$(BIN)/surgery run recipes/demo.yaml
+	$(BIN)/surgery run recipes/demo.yaml --resume
 
 test: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"

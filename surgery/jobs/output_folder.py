@@ -13,13 +13,20 @@ from surgery.records.recipe import Recipe, read_back
 from surgery.records.record import Record, toolkit, write_text
 
 RECIPE, RUN = "recipe.yaml", "run.json"
-# What the verbs leave in a folder, so that --overwrite removes nothing else. (exporting/ removes its own leftovers.)
-LEFT = (
-    RECIPE, RUN, "ranking.json", "atlas.png", "mixing.png", "mixing.json", "grafts.png", "plan.json", "report.json",
-    "report.md", "report.html", "retrieval.png", "cost.png", "speed.png", "dose.png", "findings.json", "figure.png",
-    "pruning.json", "checkpoint-*", ".checkpoint-*", "tuning.json", "adapter", "lora.txt",
-    "locate", "tuning", "cells", "hybrid", "seed-*",
+# What a verb leaves in its folder, so that --overwrite removes nothing else. (exporting/ removes its own leftovers.)
+COMMON = (RECIPE, RUN)
+LOCATE = ("ranking.json", "atlas.png", "mixing.png", "locate")
+BENCH = (
+    "report.json", "report.md", "report.html", "mixing.json", "grafts.png", "retrieval.png", "cost.png", "speed.png",
+    "dose.png", "cells",
 )  # fmt: skip
+LEFT = {
+    "locate": LOCATE,
+    "bench": BENCH,
+    "prune": ("pruning.json",),
+    "tune": ("checkpoint-*", ".checkpoint-*", "tuning.json", "adapter", "lora.txt"),
+    "run": (*LOCATE, *BENCH, "plan.json", "tuning", "hybrid", "findings.json", "figure.png", "seed-*"),
+}
 
 
 class Run(Record):
@@ -86,8 +93,17 @@ def holds_run(out: Path) -> bool:
 
 
 def clear(out: Path) -> None:
-    """Remove what a run has left in a folder, and nothing else that lies there."""
-    for path in (path for pattern in LEFT for path in out.glob(pattern)):
+    """Remove what the run in a folder has left there, and nothing else: a hybrid may lie in the folder of the ranking by which
+    it was planned."""
+    if (out / RUN).exists():
+        left = LEFT.get(Run.read(out / RUN).verb, ())
+    else:  # of version 0.6 or earlier
+        left = (
+            LEFT["run"]
+            if (out / "plan.json").exists() and (out / "report.json").exists()
+            else (*LOCATE, *BENCH, "pruning.json")
+        )
+    for path in (path for pattern in (*COMMON, *left) for path in out.glob(pattern)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

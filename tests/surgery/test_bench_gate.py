@@ -103,8 +103,11 @@ def test_the_command(surgery, capsys, tmp_path):
     assert "off by 0.25" in err
     assert "perplexity <=" not in err
     assert Report.read(tmp_path / "out" / "report.json").models["copy"].change["kv.4"].value == 0
-    status, _, err = surgery("bench", "one", "copy", "--set", sizes, "--out", "out", "--require", met)
+    status, _, err = surgery("bench", "one", "copy", "--set", sizes, "--out", "out", "--require", met, "--resume")
     assert (status, "requirement" in err) == (0, False)
+    assert "nothing has changed, and everything is finished" in err
+    status, _, err = surgery("bench", "one", "copy", "--set", sizes, "--out", "out")
+    assert (status, "out holds an earlier run: --resume goes on with it, --overwrite replaces it" in err) == (2, True)
 
 
 def test_where_the_tasks_are(surgery):

@@ -71,10 +71,10 @@ def test_a_second_signal_is_not_held_back():
 def test_overwriting_removes_a_run_and_nothing_else(tmp_path):
     recipe = Recipe(model="base")
     output_folder.begin(tmp_path, "locate", recipe)
-    for name in ("ranking.json", "notes.txt", "locate/part.safetensors", "mine/ranking.json"):
+    for name in ("ranking.json", "notes.txt", "locate/part.safetensors", "hybrid/plan.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     output_folder.begin(tmp_path, "run", recipe, overwrite=True)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {"run.json", "recipe.yaml", "notes.txt", "mine/ranking.json"}
+    assert left == {"run.json", "recipe.yaml", "notes.txt", "hybrid/plan.json"}  # the hybrid is none of locate
     assert output_folder.begin(tmp_path, "run", recipe, resume=True) == recipe
