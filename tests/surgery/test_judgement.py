@@ -40,7 +40,7 @@ def test_a_gain_above_all_controls_is_a_yes_with_its_cost(report):
     assert "knowledge 0.980 (base 0.988, no difference seen)" in said
     assert "loss on held-out text +0.0026 nats per token" in said
     assert render(report).split("\n\n")[1] == said
-    assert said.split("(")[0] in page(report)
+    assert "With 64 pairs tuned answers 0.936 of the questions, the base 0.279" in page(report)
 
 
 @pytest.mark.parametrize("low", [0.031, 0.02])
