@@ -291,7 +291,7 @@ def test_a_layer_from_a_donor(surgery, folder, finished, tmp_path):
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     assert not torch.equal(tuned.backbone.layers[1].mixer.graft.q_proj.weight, donor.self_attn.q_proj.weight)
     status, _, err = surgery("plan", *layer, "--set", "plan.sites=[L1.H2]", "--out", "wrong.json")
-    assert (status, err) == (2, "surgery: plan: sites: L1.H2 names heads; a layer graft takes a whole layer, e.g. L1\n")
+    assert (status, err) == (2, "surgery: --set: plan.sites: L1.H2 names heads; a layer graft takes a whole layer, e.g. L1\n")
 
 
 @pytest.mark.parametrize(
