@@ -12,6 +12,7 @@ templates that bench never uses.
 import json
 import random
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -26,6 +27,12 @@ Part = Literal["keep", "bench"]
 PARTS: tuple[Part, ...] = get_args(Part)
 SHARE = 4  # one fact in so many is for tune.early_stopping
 CAPITALS = Path(__file__).parent / "capitals.jsonl"
+
+
+def part_for_bench(watched: Iterable[object]) -> Part | None:
+    """The part of a file's facts that bench asks: its own where a model was tuned under tune.early_stopping, which asked the
+    other; else all (None). watched: that setting of every model that was tuned; None where it was not set."""
+    return "bench" if any(bounds is not None for bounds in watched) else None
 
 
 def _lines(source: str, part: Part | None = None) -> list[dict]:
