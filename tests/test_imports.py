@@ -30,8 +30,9 @@ LAYOUT = (
     {"pretraining"},
     {"evaluation"},
     {"exporting"},
+    {"doctor"},
     {"jobs"},
-    {"studies", "doctor"},
+    {"studies"},
     {"cli"},
 )
 # What imports from further up: (module, package) -> why.
