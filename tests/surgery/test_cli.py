@@ -262,7 +262,7 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
             ("locate", "{f}/base", "--set", "locate.also=[{{probe: letters, options: {{source: x.jsonl}}}}]"),
             "cannot read the facts",
         ),
-        (("locate", "{f}/base", "--set", "locate.seeds=0"), "locate.seeds: Input should be greater than or equal to 1"),
+        (("locate", "{f}/base", "--set", "locate.seeds=0"), "locate.seeds: must be greater than or equal to 1"),
         (("prune", "{f}/base", "--set", "locate.probe=copying", "--set", "locate.options.length=4"), "asks for completions"),
         (("plan", "./no.json"), "cannot read"),
         (("splice", "{f}/base", "./no.json", "--out", "x"), "cannot read"),
