@@ -28,7 +28,8 @@ from surgery.errors import UserError
 from surgery.families import family_of
 from surgery.kernels.dispatch import use
 from surgery.models import answers as script
-from surgery.models.answers import LENGTHS, NEW, answers, described, tensors
+from surgery.models.answers import LENGTHS, NEW, answers, described
+from surgery.models.offloaded import held, named_values
 from surgery.models.quantised import is_quantised
 from surgery.records.record import Record
 
@@ -95,7 +96,7 @@ def compare(reader: Reader, hybrid: PreTrainedModel, vocabulary: int, there: Ans
     logits do."""
     found, digests = there
     if reader.same:
-        live = {name: described(tensor) for name, tensor in tensors(hybrid).items()}
+        live = {name: described(tensor) for name, tensor in held(hybrid)}
         for name in sorted(live | digests):
             if live.get(name) != digests.get(name):
                 raise UserError(f"what was read back is not what was written: the tensor '{name}' differs; nothing was written")
@@ -153,8 +154,8 @@ def in_float32(hybrid: PreTrainedModel) -> PreTrainedModel:
     if is_quantised(hybrid):
         return script.in_float32(copy.deepcopy(hybrid))
     copied = family_of(hybrid.config).empty(hybrid.config, None, hybrid.config.grafts)
-    state = {name: tensor.detach().to(*wanted) for name, tensor in hybrid.state_dict().items()}
-    copied.load_state_dict(state, assign=True)
+    state = {name: tensor.detach().to(*wanted) for name, tensor in named_values(hybrid, list(hybrid.state_dict()))}
+    copied.load_state_dict(state, assign=True, strict=False)  # of weights that are tied and were put away there is one
     copied.tie_weights()
     copied.generation_config = hybrid.generation_config
     return copied

@@ -18,7 +18,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mam
 
 from surgery.hybrids.layer_graft import is_layer_graft, make_mixer, whole_block
 from surgery.hybrids.packed import PACKED, packing
-from surgery.hybrids.parts import RMSNorm, as_weight, at, normed
+from surgery.hybrids.parts import RMSNorm, as_weight, at, fetched_state, normed
 from surgery.hybrids.sources import write_sources
 from surgery.hybrids.switching import grafts_off
 
@@ -290,6 +290,8 @@ class HybridCausalLM:
         into the same folder."""
         if getattr(self, "is_quantized", False):  # transformers 5.23 cannot save again what it read as integers, otherwise
             kwargs.setdefault("save_original_format", False)
+        if not hasattr(self, "hf_device_map") and any(p.is_meta for p in self.parameters()):  # else transformers fetches them
+            kwargs.setdefault("state_dict", fetched_state(self))
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         write_sources(save_directory, type(self))
         if self.surgery is not None:

@@ -104,6 +104,7 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         matrix = ssd_matrix(dt, -torch.exp(self.A_log.float()), B, C, heads=heads, rows=rows)[0]
         return matrix if self.graft is None or qk is None else self.graft.into(matrix, qk, dt, rows, heads)
 
+    @fetching("norm")  # locate calls it alone
     def finish(self, y: Tensor, gate: Tensor) -> Tensor:
         """Gate, norm and output projection: (..., h, p) -> (..., d)."""
         norm = self.norm
