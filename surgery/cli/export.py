@@ -27,7 +27,7 @@ def export(
     if form not in FORMATS:
         raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
     from surgery.exporting import export as exporting
-    from surgery.exporting.source import base_of, is_patch, papers_of, report_on, there
+    from surgery.exporting.source import base_of, check_base_is_here, is_patch, papers_of, report_on
     from surgery.jobs.opening import open_checkpoint
     from surgery.loading.checkpoint import plan_of
 
@@ -40,7 +40,7 @@ def export(
         papers |= {"report": report_on(loaded.model, plan, report), "figures": report.parent}
     base_name = base_of(hybrid) if base is None or (from_patch and form != "patch") else base
     if form == "patch":
-        there(base_name, hybrid)
+        check_base_is_here(base_name, hybrid)
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     exporting.export(
         loaded.model, out, format=form, tokenizer=loaded.tokenizer, plan=plan, base=base_name, **papers, **options

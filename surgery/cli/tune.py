@@ -22,7 +22,7 @@ def tune(
     divide every batch, and with FSDP (version 2) also the model."""
     from surgery.doctor.rehearsal import rehearse
     from surgery.exporting.export import export
-    from surgery.exporting.source import base_of, holds_base, is_patch, there
+    from surgery.exporting.source import base_of, check_base_is_here, holds_base, is_patch
     from surgery.jobs.opening import in_dtype_of, open_checkpoint
     from surgery.loading.checkpoint import plan_of
     from surgery.runtime.processes import on_main
@@ -44,7 +44,7 @@ def tune(
     base_name = base_of(hybrid) if base is None else base
     teacher = None
     if not holds_base(hybrid):
-        opened = in_dtype_of(plan, placed.model_copy(update={"model": there(base_name, hybrid)}))
+        opened = in_dtype_of(plan, placed.model_copy(update={"model": check_base_is_here(base_name, hybrid)}))
         original = open_checkpoint(opened, trust_remote_code)
         if opened.dtype == plan.dtype:
             check_base(plan, original.fingerprint)

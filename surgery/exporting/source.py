@@ -33,7 +33,7 @@ def base_of(name: str) -> str:
     return read_surgery(folder).base or name
 
 
-def there(base: str, hybrid: str) -> str:
+def check_base_is_here(base: str, hybrid: str) -> str:
     """The name of a base that has to be loaded. Raises UserError if it is a folder that is not there."""
     if on_hub(base) or Path(base).is_dir():
         return base
@@ -57,7 +57,7 @@ def papers_of(name: str, model: PreTrainedModel) -> dict[str, Any]:
     model: what was loaded from there.
     """
     folder = Path(name)
-    found: dict[str, Any] = {}
+    papers: dict[str, Any] = {}
     if not (folder / RECORD).exists():
         return {}
     try:
@@ -66,16 +66,16 @@ def papers_of(name: str, model: PreTrainedModel) -> dict[str, Any]:
         say(f"recipe and report stay behind: {error}")
         return {}
     if (folder / "recipe.yaml").exists():
-        found["recipe"] = read_back(folder / "recipe.yaml")
+        papers["recipe"] = read_back(folder / "recipe.yaml")
     if (folder / "report.json").exists():
         report = Report.read(folder / "report.json", unsealed="refuse")
         try:
             check_report(report, model_digest(model), dtypes(model))
         except UserError as error:
             say(f"report and figures stay behind: {error}")
-            return found
-        found["report"] = report
-    return found | {"figures": folder}
+            return papers
+        papers["report"] = report
+    return papers | {"figures": folder}
 
 
 def report_on(model: PreTrainedModel, plan: Plan, path: Path) -> Report:

@@ -179,17 +179,17 @@ class HybridBackbone:
             "position_ids": position_ids,
             "packing": documents,
         }
-        every = []
+        states = []
         for i, block in enumerate(self.layers, 1):
             keep = positions_to_keep if i == len(self.layers) else None
             hidden = block(hidden, cache_params=cache_params, positions_to_keep=keep, **places)
-            every.append(hidden)
+            states.append(hidden)
         hidden = getattr(self, self.last_norm)(hidden)
-        wanted = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        with_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output = Mamba2Output(
             last_hidden_state=hidden,
             cache_params=cache_params if use_cache else None,
-            hidden_states=(*every, hidden) if wanted else None,
+            hidden_states=(*states, hidden) if with_states else None,
         )
         return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 

@@ -192,7 +192,7 @@ def _device_map(name: str, model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _refuse_offload(name: str, device_map: dict[str, Any]) -> None:
-    """accelerate puts on the CPU or the disk what does not fit, and fetches it for each step, which is too slow to happen unasked.
+    """accelerate puts on the CPU or the disk what does not fit, and fetches it for each step: too slow to happen unasked.
     Whoever wants it says so to transformers (device_map, offload_folder) and hands over the model."""
     devices = {str(device) for device in device_map.values()}
     if "disk" in devices or ("cpu" in devices and len(devices) > 1):
