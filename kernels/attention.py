@@ -42,27 +42,6 @@ def graft_attention(
     return y.view(b, pairs, t, heads // pairs, p).permute(0, 2, 1, 3, 4).reshape(b, t, heads, p)
 
 
-def with_bias(q: Tensor, k: Tensor, query_bias: Tensor, key_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys, widened so that their product is q . k + query_bias + key_bias: a bias for any backend.
-
-    q (b, pairs, t, w), k (b, pairs, s, w), query_bias (b, pairs, t), key_bias (b, pairs, s). A decay is such a bias: with
-    cum_t = a_1 + ... + a_t, the cumulated log decay, query_bias = cum and key_bias = -cum add log prod_{s < i <= t} exp(a_i) to
-    the score of key s. The biases should be float32: each is two dimensions in q and k together, one bias and one 1, or in
-    bfloat16 and float16 six, since cum may be hundreds there while its differences matter to a hundredth.
-    """
-    mine, other = _digits(query_bias, q.dtype), _digits(key_bias, k.dtype)
-    return torch.cat([q, mine, torch.ones_like(mine)], -1), torch.cat([k, torch.ones_like(other), other], -1)
-
-
-def _digits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (...) as numbers of a dtype, (..., 1 or 3), that sum to it up to float32's precision."""
-    parts: list[Tensor] = []
-    for _ in range(3 if dtype.itemsize < 4 else 1):
-        parts.append(x.to(dtype))
-        x = x - parts[-1].to(x.dtype)
-    return torch.stack(parts, -1)
-
-
 def _expanded(mask: Tensor | None, t: int, s: int, device: torch.device) -> Tensor:
     """A mask of keys, or None, as a mask of pairs, causal; a mask of pairs as it is."""
     if mask is not None and mask.dim() == 4:

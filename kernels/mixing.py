@@ -1,12 +1,10 @@
 """Exact causal mixing matrices: the operator M of one head, y = M x, written out.
 
 These are for looking at heads and for checking the scan against, not for running models: M costs rows x t numbers a head,
-so ask for the heads and rows that are needed; `summarise` goes through the rows of a long context in blocks and keeps only
-statistics. Matrices are computed in float32 at least, and differentiable.
+so ask for the heads and rows that are needed. Matrices are computed in float32 at least, and differentiable.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -106,42 +104,3 @@ def attention_matrix(q: Tensor, k: Tensor, *, rows: Tensor | None = None) -> Ten
     rows = columns[:t] if rows is None else columns[:t][rows.to(q.device)]
     scores = q[:, :, rows].to(work) @ k.to(work).transpose(-1, -2)
     return scores.masked_fill(columns > (rows + s - t)[:, None], -torch.inf).softmax(-1)
-
-
-class Summary(NamedTuple):
-    """Statistics of the shares |M_ij| / sum_j |M_ij| with which a row draws from the columns; rows that are all zero give 0.
-
-    entropy (b, heads, t): of a row's shares, in nats. mass (b, heads, t): what a row draws from the given positions. profile
-    (b, heads, bins): the mean share drawn from distances i - j in [edges[k], edges[k + 1]), over the rows that have such
-    distances. edges: 0, 1, 2, 4, 8, ... tokens.
-    """
-
-    entropy: Tensor
-    mass: Tensor
-    profile: Tensor
-    edges: tuple[int, ...]
-
-
-@torch.no_grad()
-def summarise(matrix: Callable[..., Tensor], t: int, *, positions: Tensor | None = None, block: int = 128) -> Summary:
-    """Summarise a square mixing matrix that is too large to hold.
-
-    matrix: gives chosen rows, `matrix(rows=...)` -> (b, heads, rows, t), e.g. partial(ssd_matrix, dt, A, B, C, heads=[3]).
-    positions: boolean, (t,) or (b, t), the columns whose mass is wanted (default: none). block: rows held at once.
-    """
-    edges = (0, *(2**k for k in range(max(t - 1, 1).bit_length() + 1)))
-    columns = torch.arange(t)
-    entropies, masses, total, counted = [], [], None, torch.zeros(len(edges) - 1)
-    for rows in columns.split(block):
-        share = matrix(rows=rows).abs().cpu()
-        share = share / share.sum(-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
-        entropies.append(torch.special.entr(share).sum(-1))
-        wanted = torch.zeros(t, dtype=torch.bool) if positions is None else positions.cpu()
-        masses.append((share * wanted.view(-1, 1, 1, t)).sum(-1))
-        # Which bin each distance is in; distances below 0 (the future, where shares are 0) go to bin 0.
-        bins = torch.bucketize((rows[:, None] - columns).clamp_min(0), torch.tensor(edges), right=True) - 1
-        sums = torch.zeros(*share.shape[:3], len(edges) - 1).scatter_add_(-1, bins.expand(share.shape), share.float())
-        total = sums.sum(2) if total is None else total + sums.sum(2)
-        counted += (rows[:, None] >= torch.tensor(edges[:-1])).sum(0)
-    assert total is not None
-    return Summary(torch.cat(entropies, -1), torch.cat(masses, -1), total / counted.clamp_min(1), edges)

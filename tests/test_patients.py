@@ -126,11 +126,11 @@ def step_by_step(surgery, admitted, tmp_path, patient: Patient) -> None:
     call("plan", "ranked/ranking.json", "--set", "plan.heads=2")
     call("splice", folder, "ranked/plan.json", *words, "--out", "spliced")
     call("tune", "spliced", *few, "--out", "tuned")
-    call("export", "tuned", "--as", "hf", "--out", "whole")
-    call("export", "tuned", "--as", "patch", "--out", "patch")
+    call("export", "tuned", "--format", "hf", "--out", "whole")
+    call("export", "tuned", "--format", "patch", "--out", "patch")
     call("bench", folder, "spliced", "whole", "patch", *few, *words, "--out", "compared")
     finite(tmp_path / "compared" / "report.json")
-    call("export", "patch", "--as", "hf", "--out", "joined")  # its tokenizer goes along where its base has none
+    call("export", "patch", "--format", "hf", "--out", "joined")  # its tokenizer goes along where its base has none
     assert load(tmp_path / "joined").tokenizer.get_vocab() == load(tmp_path / "whole").tokenizer.get_vocab()
     whole, joined = load(tmp_path / "whole").model, load(tmp_path / "joined").model
     assert all(torch.equal(mine, yours) for mine, yours in zip(whole.parameters(), joined.parameters(), strict=True))

@@ -79,8 +79,8 @@ def short_demo() -> str:
     header = ["", "KV 16", "KV 32", "KV 64", "64, unseen keys", "knowledge", "perplexity"]
     return f"""{markdown.table(header, body)}
 
-KV n: accuracy of retrieval from n pairs (chance 1/n). Unseen keys: words that tuning never used. Knowledge: facts asked as cloze. \
-{_measured(report)}"""
+KV n: accuracy of retrieval from n pairs (chance 1/n). Unseen keys: words that tuning never used. Knowledge: facts asked as \
+cloze. {_measured(report)}"""
 
 
 def _short(model: ModelReport) -> list[str]:
@@ -116,7 +116,8 @@ def mamba1() -> str:
     return f"""{markdown.table(*markdown.rows(report))}
 
 Grafted: {markdown.places(chosen)}, behind a gate of {chosen.blend}; {recipe["tune"]["steps"]} steps. Measured \
-{measured.created[:10]} on {measured.machine}, seed {measured.seed}, {examples} examples a cell (`recipes/demo-mamba1.report.json`)."""
+{measured.created[:10]} on {measured.machine}, seed {measured.seed}, {examples} examples a cell \
+(`recipes/demo-mamba1.report.json`)."""
 
 
 def kernels() -> str:

@@ -1,8 +1,7 @@
-"""What the code says of itself, as Markdown for docs/reference/: commands, settings, fields of the report, probes and suites."""
+"""What the code says of itself, as Markdown for docs/reference/: commands, settings, the report's fields, probes, suites."""
 
 import dataclasses
 import inspect
-import re
 from typing import Any
 
 import typer
@@ -28,9 +27,12 @@ def _verb(command: Any) -> str:
     usage = " ".join(
         ["surgery", command.name, *(_metavar(parameter) for parameter in shown if parameter.param_type_name == "argument")]
     )
-    rows = [[_parameter(parameter), cell(getattr(parameter, "help", None) or "")] for parameter in shown]
-    table = "\n\n" + markdown.table(["", "meaning"], rows) if rows else ""
-    return f"## {command.name}\n\n    {usage}{' [OPTIONS]' if rows else ''}\n\n{prose(command.help or '')}{table}"
+    body = [[_parameter(parameter), cell(getattr(parameter, "help", None) or "")] for parameter in shown]
+    table = "\n\n" + markdown.table(["", "meaning"], body) if body else ""
+    text, _, examples = inspect.cleandoc(command.help or "").replace("\b", "").partition("Examples:")
+    lines = "".join(f"\n    {line.strip()}" for line in examples.splitlines() if line.strip())
+    text = prose(text) + (f"\n\nExamples:\n{lines}" if lines else "")
+    return f"## {command.name}\n\n    {usage}{' [OPTIONS]' if body else ''}\n\n{text}{table}"
 
 
 def _metavar(argument: Any) -> str:
@@ -105,7 +107,8 @@ def probes_and_suites() -> str:
 
 {markdown.table(["probe", "kind", "options (default)", "what it asks"], body)}
 
-A *choice* probe asks questions with candidates, and can locate and teach. A *completion* probe asks for a text, and can be measured.
+A *choice* probe asks questions with candidates, and can locate and teach. A *completion* probe asks for a text, and can be
+measured.
 
 ## Suites
 
@@ -114,7 +117,7 @@ A *choice* probe asks questions with candidates, and can locate and teach. A *co
 
 def prose(text: str) -> str:
     """A docstring as Markdown: what looks like markup in it is none."""
-    return re.sub(r"[<\[]", r"\\\g<0>", inspect.cleandoc(text).replace("\f", ""))
+    return inspect.cleandoc(text).replace("\f", "").replace("<", "&lt;").replace("[", "\\[")
 
 
 def cell(text: str) -> str:

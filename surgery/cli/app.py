@@ -5,7 +5,10 @@ and a typo answer at once.
 """
 
 import sys
+from collections.abc import Callable
 from contextvars import copy_context
+from inspect import cleandoc
+from typing import Annotated
 
 import typer
 
@@ -23,33 +26,63 @@ from surgery.cli.settings import list_names, settings
 from surgery.cli.splice import splice
 from surgery.cli.tune import tune
 from surgery.errors import UserError
-from surgery.runtime.processes import is_main
+from surgery.jobs.interruption import Interrupted, continuation, listening
+from surgery.runtime.processes import is_main, several_processes
 from surgery.runtime.quiet import hush_transformers
 
 # In the order of --help: the pipeline first.
-VERBS = (run, locate, prune, plan, splice, tune, export, publish, bench, report_schema, tasks_path, doctor, pretrain)
+VERBS: dict[str, Callable[..., None]] = {
+    "run": run, "locate": locate, "plan": plan, "splice": splice, "tune": tune, "bench": bench, "export": export,
+    "publish": publish, "prune": prune, "settings": settings, "list": list_names, "doctor": doctor, "pretrain": pretrain,
+    "report-schema": report_schema, "tasks-path": tasks_path,
+}  # fmt: skip
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help=(
         "Finds the retrieval heads of a pretrained Mamba and splices attention in their place: "
         "locate, plan, splice, tune, export, bench. `run` does all of it from one recipe."
     ),
 )  # fmt: skip
-for verb in VERBS:
-    app.command()(verb)
-app.command("settings")(settings)
-app.command("list")(list_names)
+for name, verb in VERBS.items():
+    # After \b, click keeps the lines of a paragraph as they are.
+    app.command(name, help=cleandoc(verb.__doc__ or "").replace("\n\nExamples:\n", "\n\n\b\nExamples:\n"))(verb)
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        import importlib.metadata
+
+        print(f"mamba-surgery {importlib.metadata.version('mamba-surgery')}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the version, and exit.")]
+
+
+@app.callback()
+def options(version: Version = False) -> None:
+    """Options that come before a verb."""
 
 
 def main() -> None:
-    """Entry point. A UserError ends with its one line on standard error and status 2."""
+    """Entry point. A UserError ends with its one line on standard error and status 2, Ctrl-C with the command that goes on and
+    status 130, SIGTERM likewise with 143."""
     hush_transformers()
     try:
-        copy_context().run(app)  # in a context of its own, so that the backends it asks for are not asked for afterwards
+        with listening():
+            copy_context().run(app)  # in a context of its own, so that the backends it asks for are not asked for afterwards
     except _user_errors() as error:
-        if is_main():
-            print(f"surgery: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        line, status = f"surgery: {' '.join(str(error).split())}", 2
+    except Interrupted as stop:
+        launched = several_processes()
+        line = f"surgery: interrupted; to go on: {continuation(sys.argv, launched=launched)}"
+        status = 128 + stop.number
+    else:
+        return
+    # Only here are the frames of the error gone, and with them a bar that was on the screen.
+    if is_main():
+        print(line, file=sys.stderr)
+    sys.exit(status)
 
 
 def _user_errors() -> tuple[type[Exception], ...]:

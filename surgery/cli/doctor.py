@@ -10,7 +10,9 @@ from surgery.doctor.groups import GROUPS
 from surgery.errors import UserError
 
 if TYPE_CHECKING:
+    from surgery.doctor.benchmark import Benchmark
     from surgery.doctor.diagnosis import Diagnosis
+    from surgery.doctor.tables import Table
 
 
 def doctor(
@@ -24,20 +26,42 @@ def doctor(
         Path | None, typer.Option("--out", help="Also write the JSON to this file; with --only, into what was measured before.")
     ] = None,
 ) -> None:
-    """Say which kernel serves which operation here, and why the others do not."""
+    """Say which kernels serve on this machine.
+
+    Of every operation: the kernel that serves it, and why the others do not.
+
+    Examples:
+      surgery doctor
+      surgery doctor --bench --only rms_norm_forward --out bench.json
+    """
     if unknown := set(only or ()) - set(GROUPS):
         raise UserError(f"nothing to measure is named '{min(unknown)}'; there are {', '.join(GROUPS)}")
-    from surgery.doctor.benchmark import Benchmark, benchmark
-    from surgery.doctor.diagnosis import diagnose
-    from surgery.doctor.tables import cell_rows, describe, verdict_rows
-
-    result: Diagnosis | Benchmark = benchmark(tuple(only or GROUPS), seconds=seconds) if bench else diagnose()
+    result, rows = _measured(only, seconds, out) if bench else _diagnosed()
     if out:
-        if isinstance(result, Benchmark) and only and out.exists():
-            result = Benchmark.read(out).updated(result)
         result.write(out)
     if as_json:
         print(result.model_dump_json(indent=2))
         return
+    from surgery.doctor.tables import describe
+
     show(describe(result.environment))
-    table(*(cell_rows(result) if isinstance(result, Benchmark) else verdict_rows(result)))
+    table(*rows)
+
+
+def _diagnosed() -> tuple["Diagnosis", "Table"]:
+    from surgery.doctor.diagnosis import diagnose
+    from surgery.doctor.tables import verdict_rows
+
+    diagnosis = diagnose()
+    return diagnosis, verdict_rows(diagnosis)
+
+
+def _measured(only: list[str] | None, seconds: float, out: Path | None) -> tuple["Benchmark", "Table"]:
+    """With `only`, within what an earlier call wrote to `out`."""
+    from surgery.doctor.benchmark import Benchmark, benchmark
+    from surgery.doctor.tables import cell_rows
+
+    result = benchmark(tuple(only or GROUPS), seconds=seconds)
+    if only and out and out.exists():
+        result = Benchmark.read(out).updated(result)
+    return result, cell_rows(result)

@@ -13,7 +13,8 @@ from surgery.exporting.formats import DESCRIPTIONS as FORMATS
 
 def export(
     hybrid: HybridArgument, out: OutRequired,
-    form: Annotated[str, typer.Option("--as", help=f"The form: {', '.join(FORMATS)}.")] = "hf",
+    form: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")] = "hf",
+    old_form: Annotated[str | None, typer.Option("--as", hidden=True)] = None,
     base: Annotated[
         str | None, typer.Option("--base", help="Its base, if not as the hybrid says: a folder or, to be published, a Hub id.")
     ] = None,
@@ -23,14 +24,26 @@ def export(
     ] = None,
     recipe: RecipeOption = None, settings: Settings = None, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
-    """Write a hybrid, or a patch and its base, in another form, and verify it."""
+    """Write a hybrid in another format, and verify it.
+
+    A patch is joined to its base first.
+
+    Examples:
+      surgery export tuned --format patch --out patch
+    """
+    if old_form is not None:
+        from surgery.runtime.progress import say
+
+        say("advice: --as is now --format; old names are read until version 1.0")
+        form = old_form
     if form not in FORMATS:
         raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
     from surgery.exporting import export as exporting
-    from surgery.exporting.source import base_of, check_base_is_here, is_patch, papers_of, report_on
+    from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, report_on, there
     from surgery.jobs.opening import open_checkpoint
     from surgery.loading.checkpoint import plan_of
 
+    advise_tuning(hybrid)
     plan, from_patch = plan_of(hybrid), is_patch(hybrid)
     loaded = open_checkpoint(
         recipe_of("export", recipe, settings, model=hybrid), trust_remote_code, base if from_patch else None
@@ -40,7 +53,7 @@ def export(
         papers |= {"report": report_on(loaded.model, plan, report), "figures": report.parent}
     base_name = base_of(hybrid) if base is None or (from_patch and form != "patch") else base
     if form == "patch":
-        check_base_is_here(base_name, hybrid)
+        there(base_name, hybrid)
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     exporting.export(
         loaded.model, out, format=form, tokenizer=loaded.tokenizer, plan=plan, base=base_name, **papers, **options

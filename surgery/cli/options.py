@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from surgery.records.recipe import Recipe
 
 ModelArgument = Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, original state-spaces folder, or patch.")]
-HybridArgument = Annotated[str, typer.Argument(help="A hybrid's folder, a patch, or the Hub id of one.")]
+HybridArgument = Annotated[str, typer.Argument(help="A hybrid's folder, or a patch.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe, e.g. tune.steps=300.")
 ]
@@ -20,17 +20,23 @@ RecipeOption = Annotated[Path | None, typer.Option("--recipe", help="A recipe to
 Out = Annotated[Path | None, typer.Option("--out", help="Where the output goes.")]
 OutRequired = Annotated[Path, typer.Option("--out", help="Where the output goes.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code that comes with the checkpoint to run.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run in --out, from the first stage whose settings have changed.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove the run in --out first.")]
 
 
 def recipe_of(verb: str, path: Path | None, settings: list[str] | None, **fixed: str) -> "Recipe":
     """Read a verb's recipe, and ask for its kernels from here on. Raises UserError for settings that the verb does not use."""
-    from surgery.kernels.dispatch import ask
     from surgery.records.recipe import read_recipe
 
     recipe = read_recipe(path, settings, **fixed)
     refuse_unused(verb, settings or ())
-    ask(**recipe.kernels)
+    if recipe.kernels:
+        import surgery.kernels.operations  # noqa: F401  # so that a backend that does not exist is refused now
+        from surgery.kernels.dispatch import ask
+
+        ask(**recipe.kernels)
     return recipe
 
 

@@ -7,8 +7,14 @@ from surgery.cli.options import Out, RecipeOption, Settings, recipe_of
 
 
 def plan(ranking: Path, recipe: RecipeOption = None, out: Out = None, settings: Settings = None) -> None:
-    """Decide which heads become attention: plan.json beside the ranking. Settings: plan.heads=2, plan.sites=L1.H3,6, ... The
-    seed is the ranking's, unless it is set."""
+    """Decide which heads become attention.
+
+    Writes plan.json beside the ranking. The seed is the ranking's, unless it is set.
+
+    Examples:
+      surgery plan runs/located/ranking.json --out plan.json
+      surgery plan runs/located/ranking.json --set plan.sites=L1.H3,6
+    """
     from surgery.locating import planning
     from surgery.locating.ranking import Ranking
 

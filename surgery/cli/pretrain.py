@@ -7,7 +7,13 @@ from surgery.cli.options import OutRequired, check_writable
 
 
 def pretrain(recipe: Path, out: OutRequired) -> None:
-    """Train a built-in reference model on the small world, from scratch (tens of minutes on a CPU)."""
+    """Train a built-in reference model from scratch.
+
+    It learns the small world; that takes tens of minutes on a CPU.
+
+    Examples:
+      surgery pretrain recipes/tiny-mamba2.yaml --out runs/tiny-mamba2
+    """
     from surgery.pretraining import pretrain as pretraining
     from surgery.records.pretrain_recipe import read_pretrain_recipe
 

@@ -16,8 +16,14 @@ def publish(
         bool, typer.Option("--overwrite", help="Replace a model there that is no export of this toolkit.")
     ] = False,
 ) -> None:  # fmt: skip
-    """Send a verified export to the Hub with its card, in one commit, and compare what arrived. What an earlier export there
-    had and this one has not is deleted; other files stay."""
+    """Send a verified export to the Hub.
+
+    Sends it with its card, in one commit, and compares what arrived. Files of an earlier export there that this one lacks are
+    deleted; other files stay.
+
+    Examples:
+      surgery publish tuned me/my-hybrid --dry-run
+    """
     from surgery.exporting import publish as publishing
 
     done = publishing.publish(folder, repo, private=private, dry_run=dry_run, overwrite=overwrite)

@@ -2,6 +2,7 @@
 
 import difflib
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,9 +21,12 @@ Names = Iterator[tuple[str, str]]  # name, meaning
 def settings(
     section: Annotated[str, typer.Argument(help="A section (tune, tune.lora, ...) or a key (tune.steps).")] = "",
 ) -> None:
-    """List the settings of a recipe: every key with its type, its default and what it means.
+    """List the settings of a recipe.
 
-    surgery settings tune.lora
+    Every key with its type, its default and what it means.
+
+    Examples:
+      surgery settings tune.lora
     """
     from surgery.records.settings import rows, sections
 
@@ -57,14 +61,17 @@ def _wrapped(text: str, indent: int, further: int | None = None) -> list[str]:
 def list_names(
     kind: Annotated[str, typer.Argument(help="probes, suites, tasks, families, formats, studies or kernels.")],
 ) -> None:
-    """List the names that settings and options take, with what each one means.
+    """List the names that settings and options take.
 
-    surgery list probes
+    Each with what it means.
+
+    Examples:
+      surgery list probes
     """
     if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(KINDS)}"
-        raise UserError(f"there is no list of '{kind}'; {advice}")
+        from surgery.records.complaints import none_named
+
+        raise UserError(none_named("list", kind, KINDS))
     names = list(KINDS[kind]())
     column = max(len(name) for name, _ in names) + 2
     for name, meaning in names:
@@ -78,10 +85,10 @@ def _probes() -> Names:
 
     from surgery.probes import probes
 
-    for name, kind in probes().items():
+    for name, kind in sorted(probes().items()):
         own = [field for field in fields(kind) if field.name not in ("tokenizer", "part")]  # the toolkit gives these
         options = (field.name if field.default is MISSING else f"{field.name}={field.default}" for field in own)
-        yield name, f"{_first_sentence(_module_of(kind))} Options: {', '.join(options)}."
+        yield name, f"{_first_sentence(kind.__doc__ or '')} Options: {', '.join(options)}."
 
 
 def _suites() -> Names:
@@ -110,7 +117,7 @@ def _families() -> Names:
 
     for name, family in families().items():
         if name == family.model_type:
-            yield name, _first_sentence(_module_of(family))
+            yield name, _first_sentence(_file_of(family))
 
 
 def _formats() -> Names:
@@ -128,13 +135,10 @@ def _studies() -> Names:
 
 
 def _kernels() -> Names:
-    from surgery.families import families
-    from surgery.kernels import divergence  # noqa: F401  # registers the operation of tuning
-    from surgery.kernels.dispatch import OPERATIONS, Operation
+    from surgery.kernels.operations import operations
 
-    families()  # register the operations of the models
-    for name in OPERATIONS:
-        yield name, f"Backends, the preferred one first: {', '.join(Operation.registry[name].backends)}."
+    for name, operation in operations().items():
+        yield name, f"Backends, the preferred one first: {', '.join(operation.backends)}."
 
 
 KINDS: dict[str, Callable[[], Names]] = {
@@ -143,14 +147,11 @@ KINDS: dict[str, Callable[[], Names]] = {
 }  # fmt: skip
 
 
-def _module_of(value: Any) -> str:
-    """The docstring of the module that defines a class, or the constant FAMILY."""
-    import sys
-
-    if isinstance(value, type):
-        return sys.modules[value.__module__].__doc__ or ""
-    named = (module for name, module in list(sys.modules.items()) if name.startswith("surgery.families."))
-    return next((module.__doc__ or "" for module in named if getattr(module, "FAMILY", None) is value), "")
+def _file_of(family: Any) -> str:
+    """The docstring of the module that defines a family."""
+    return next(
+        (module.__doc__ or "" for module in list(sys.modules.values()) if getattr(module, "FAMILY", None) is family), ""
+    )
 
 
 def _first_sentence(text: str) -> str:

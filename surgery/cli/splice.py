@@ -14,15 +14,23 @@ def splice(
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Put a plan's grafts into a model: a hybrid folder, untrained."""
+    """Put a plan's grafts into a model.
+
+    Writes a hybrid folder, untrained.
+
+    Examples:
+      surgery splice checkpoints/tiny-mamba2 plan.json --out spliced
+    """
     from surgery.exporting.export import export
-    from surgery.jobs.opening import in_dtype_of, open_checkpoint, open_donor
+    from surgery.exporting.source import advise_tuning
+    from surgery.jobs.opening import in_dtype_of, open_base, open_donor
     from surgery.records.plan import Plan
     from surgery.splicing import splice as splicing
 
     chosen = Plan.read(plan)
-    base = open_checkpoint(in_dtype_of(chosen, recipe_of("splice", recipe, settings, model=model)), trust_remote_code)
+    base = open_base(in_dtype_of(chosen, recipe_of("splice", recipe, settings, model=model)), trust_remote_code)
     splicing.check_base(chosen, base.fingerprint)
     hybrid = splicing.splice(base.model, chosen, open_donor(chosen, trust_remote_code))
     export(hybrid, out, tokenizer=base.tokenizer, plan=chosen, base=base.name)
     show(f"hybrid: {out}")
+    advise_tuning(str(out))

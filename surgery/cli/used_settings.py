@@ -38,9 +38,7 @@ def refuse_unused(verb: str, settings: Sequence[str]) -> None:
         if key == "model":
             raise UserError(f"surgery {verb} takes the model as an argument, not by --set {setting}")
         if not any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in used):
-            raise UserError(f"surgery {verb} has no use for {key}; it uses {', '.join(_sections(used))}")
-
-
-def _sections(used: Sequence[str]) -> list[str]:
-    """Shorter: bench.windows and bench.window as bench.*"""
-    return list(dict.fromkeys(name if "." not in name else f"{name.partition('.')[0]}.*" for name in used))
+            section = key.partition(".")[0]
+            beside = [name for name in used if name.startswith(f"{section}.")]  # it uses others of this section
+            whole = list(dict.fromkeys(name if "." not in name else f"{name.partition('.')[0]}.*" for name in used))
+            raise UserError(f"surgery {verb} has no use for {key}; it uses {', '.join(beside or whole)}")

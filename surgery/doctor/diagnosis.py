@@ -3,6 +3,7 @@
 import torch
 
 from surgery.kernels.dispatch import Operation
+from surgery.kernels.operations import operations
 from surgery.records.record import KERNEL_PACKAGES, PACKAGES, Environment, Record, environment
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -33,10 +34,7 @@ def diagnose() -> Diagnosis:
     return Diagnosis(
         environment=environment((*PACKAGES, *KERNEL_PACKAGES)),
         verdicts=tuple(
-            _verdict(operation, device, dtype)
-            for operation in Operation.registry.values()
-            for device in devices
-            for dtype in DTYPES
+            _verdict(operation, device, dtype) for operation in operations().values() for device in devices for dtype in DTYPES
         ),
     )
 

@@ -17,7 +17,7 @@ from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import gather
 from surgery.runtime.timing import peak_bytes
 from surgery.tuning.batches import BUFFER, loaders, padding_share
-from surgery.tuning.loop import Run, begun
+from surgery.tuning.loop import Run, started_run
 
 STEPS = 3  # the first is not counted: it allocates memory and compiles kernels
 
@@ -80,7 +80,7 @@ def rehearse(
     short: dict[str, Any] = {"steps": STEPS, "report_to": ()}
     short |= dict.fromkeys(("align", "calibrate", "early_stopping", "repeat"))
     whole = options.model_copy(update={"curriculum": 0.0, **short})
-    with begun(model, tokenizer, whole, data=data, seed=seed, teacher=teacher) as run:
+    with started_run(model, tokenizer, whole, data=data, seed=seed, teacher=teacher) as run:
         start = run.checkpoints.tensors()
         try:
             seconds = _seconds(run)
@@ -110,11 +110,11 @@ def _seconds(run: Run) -> float:
     """The mean time of a step, without the first."""
     times: list[float] = []
 
-    def look(_: int) -> tuple[dict[str, float], bool]:
+    def note_time(_: int) -> tuple[dict[str, float], bool]:
         times.append(perf_counter())
         return {}, False
 
-    run.distil(look)
+    run.distil(note_time)
     return (times[-1] - times[0]) / (len(times) - 1)
 
 

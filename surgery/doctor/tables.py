@@ -1,9 +1,13 @@
 """Tables of the doctor's results, for the terminal and the documentation."""
 
-from surgery.doctor.benchmark import Benchmark
+from typing import TYPE_CHECKING
+
 from surgery.doctor.diagnosis import Diagnosis
 from surgery.doctor.groups import GROUPS
 from surgery.records.record import Environment
+
+if TYPE_CHECKING:  # it imports whole models
+    from surgery.doctor.benchmark import Benchmark
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -26,7 +30,7 @@ def verdict_rows(diagnosis: Diagnosis) -> Table:
     return ["operation", "device", "dtype", "served by", "not by"], body
 
 
-def cell_rows(benchmark: Benchmark) -> Table:
+def cell_rows(benchmark: "Benchmark") -> Table:
     """One row for each measurement."""
     body = []
     for group in GROUPS:

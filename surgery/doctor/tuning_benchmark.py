@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel
 
 from surgery.doctor import shapes
 from surgery.records.plan import Plan
@@ -66,6 +66,8 @@ def _graft_step(stock: PreTrainedModel, ids: Tensor, targets: Tensor, text: Tens
 
 
 def _trainer_step(stock: PreTrainedModel, ids: Tensor, targets: Tensor, text: Tensor) -> Callable[[], Tensor]:
+    from transformers import Trainer, TrainingArguments  # seconds, which a mere diagnosis need not take
+
     labels = torch.full_like(ids, IGNORE)
     labels[:, 1:] = targets[:, :-1]  # the stock model shifts them itself
     inputs: dict[str, Any] = {"input_ids": torch.cat([ids, text]), "labels": torch.cat([labels, text])}

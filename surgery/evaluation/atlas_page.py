@@ -1,21 +1,31 @@
 """The layer x head atlas of a ranking, as the page draws it: small maps of one score each, side by side, and for every head all
-that was measured."""
+that was measured.
 
+Of a model with more heads than can be pointed at one by one, a map is an image of all heads, as in atlas.png, and the leading
+heads lie on it as cells.
+"""
+
+import io
+from base64 import b64encode
 from dataclasses import dataclass, field
+from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.colors import to_hex
+from PIL import Image
 
 from surgery.evaluation.charts import minus
-from surgery.locating.atlas import MAPS
+from surgery.locating.atlas import Grid, grid, measured_maps
 from surgery.locating.ranking import Ranking, Score
 from surgery.records.plan import Plan
+from surgery.records.site import Site
+from surgery.statistics import Estimate
 
-MOST = 1024  # heads; of a model that has more, the leading ones
-ACROSS, CELL = 64, 20  # heads in a line, and the side of a cell
+MOST = 512  # heads with cells of their own
+LEADERS = 128  # where there are more
+CELL = 20  # the side of a cell
 GUTTER = 34  # for the layers' names
-NARROW = 20  # heads, up to which a line is read without magnification
+NARROW = 20  # columns, up to which a map is read without magnification
+LABELS = 16  # names of layers, at most
 SCORES = {
     "ablation_drop": "ablated: accuracy lost",
     "ablation_loss": "ablated: loss gained, nats",
@@ -26,7 +36,8 @@ SCORES = {
     "pair_mass": "span's end draws on its span",
 }
 SAYS = (*SCORES.values(), "its graft's start")
-LEADING = 10
+SHARES = [name.endswith("_mass") for name in SCORES]
+LEADING = 10  # in the table
 
 
 @dataclass(frozen=True)
@@ -42,11 +53,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Map:
-    """One score. fills: a colour a head. ends: what the two ends of the scale stand for; steps: its colours."""
+    """One score. fills: a colour a cell; png: an image of all heads instead. ends: what the two ends of the scale stand for;
+    steps: its colours."""
 
     title: str
     unit: str
     fills: list[str]
+    png: str
     ends: tuple[str, str]
     steps: list[str]
 
@@ -62,8 +75,8 @@ class Head:
 
 @dataclass(frozen=True)
 class Atlas:
-    """heads: in the ranking's order. labels: (y, layer). says: what Head.rows are. leading: the first heads, a row each.
-    left_out: heads that are not drawn."""
+    """heads: those that can be pointed at, in the ranking's order. labels: (y, layer). says: what Head.rows are. leading: the
+    first heads, a row each. left_out: heads that cannot be pointed at. together: how many heads share a cell."""
 
     maps: list[Map] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
@@ -77,53 +90,73 @@ class Atlas:
     leading: list[list[str]] = field(default_factory=list)
     wide: bool = False
     left_out: int = 0
+    together: int = 1
 
 
 def atlas(ranking: Ranking, plan: Plan | None) -> Atlas:
-    """Lay the heads out by layer; a layer of many heads takes several lines. plan: its heads (or layers) are outlined."""
-    shown = ranking.heads[:MOST]
+    """Layers from top to bottom, heads from left to right. plan: its heads (or layers) are outlined."""
+    layout = grid(ranking)
+    large = len(ranking.heads) > MOST
+    scores = ranking.heads[:LEADERS] if large else ranking.heads
     grafted = {part for site in (plan.sites if plan else ()) for part in (site.each() or (site,))}
-    layers: dict[int, list[int]] = {}
-    for i in sorted(range(len(shown)), key=lambda i: shown[i].site):
-        layers.setdefault(shown[i].site.layer, []).append(i)
-    most = min(ACROSS, max(map(len, layers.values())))
-    gutter = GUTTER if most <= NARROW else 2 * GUTTER
-    cells, labels, line = [], [], 0
-    for layer, members in layers.items():
-        labels.append((line * CELL, f"L{layer}"))
-        for k, i in enumerate(members):
-            site = shown[i].site
-            outlined = site in grafted or type(site)(layer) in grafted
-            letter = (shown[i].role or " ")[0].upper().strip()
-            cells.append(Cell(i, gutter + CELL * (k % ACROSS), CELL * (line + k // ACROSS), letter, outlined))
-        line += -(-len(members) // ACROSS)
-    measured = [about for about in MAPS if any(getattr(score, about[0]) is not None for score in shown)]
-    maps = [_map(shown, *about) for about in measured]
-    heads = [_head(score, grafted) for score in shown]
+    wide = layout.columns > NARROW
+    gutter = 2 * GUTTER if wide else GUTTER
+    cells = [
+        Cell(
+            i, gutter + CELL * int(layout.places[i]), CELL * score.site.layer, (score.role or " ")[0].upper().strip(),
+            score.site in grafted or Site(score.site.layer) in grafted,
+        )
+        for i, score in enumerate(scores)
+    ]  # fmt: skip
+    heads = [_head(score, grafted) for score in scores]
     leading = [
         [head.site, head.about, *(dict(head.rows).get(i, "") for i in range(len(SAYS)))] for head in heads[:LEADING]
     ]  # as a table, for those who cannot point
+    step = -(-layout.layers // LABELS)
     return Atlas(
-        maps, heads, cells, labels, gutter + CELL * most + 2, CELL * line + 2, gutter=gutter, wide=most > NARROW,
-        leading=leading, left_out=len(ranking.heads) - len(shown),
+        [_map(ranking, scores, layout, large, *about) for about in measured_maps(ranking)], heads, cells,
+        [(CELL * layer, f"L{layer}") for layer in range(0, layout.layers, step)],
+        gutter + CELL * layout.columns + 2, CELL * layout.layers + 2, gutter=gutter, wide=wide, leading=leading,
+        left_out=len(ranking.heads) - len(scores), together=layout.together,
     )  # fmt: skip
 
 
-def _map(scores: tuple[Score, ...], name: str, title: str, unit: str) -> Map:
-    found = [getattr(score, name) for score in scores]
-    values = np.array([np.nan if one is None else one.value for one in found])
+def _map(
+    ranking: Ranking, scores: tuple[Score, ...], layout: Grid, large: bool, name: str, title: str, unit: str
+) -> Map:  # fmt: skip
+    import matplotlib
+    from matplotlib.colors import to_hex
+
+    values = layout.values(ranking, name)
     diverging = unit.startswith("nats")
     high = max(float(np.nanmax(np.abs(values))), 1e-9)
     low = -high if diverging else 0.0
     palette = matplotlib.colormaps["RdBu" if diverging else "viridis"]
-    fills = ["none" if np.isnan(v) else to_hex(palette((v - low) / (high - low))) for v in values]
-    steps = [to_hex(palette(i / 8)) for i in range(9)]
-    return Map(title, unit, fills, (minus(f"{low:.3g}"), f"{high:.3g}"), steps)
+    fills = []
+    for score in () if large else scores:
+        estimate = getattr(score, name)
+        fills.append("none" if estimate is None else to_hex(palette((estimate.value - low) / (high - low))))
+    png = _png(palette((values - low) / (high - low), bytes=True)) if large else ""
+    return Map(title, unit, fills, png, (minus(f"{low:.3g}"), f"{high:.3g}"), [to_hex(palette(i / 8)) for i in range(9)])
 
 
-def _head(score: Score, grafted: set) -> Head:
-    said = [score.kind or "", f"{score.role} head" if score.role else "", "grafted" if score.site in grafted else ""]
-    rows = [(i, minus(f"{one} (n = {one.n})")) for i, name in enumerate(SCORES) if (one := getattr(score, name)) is not None]
+def _png(colors: Any) -> str:
+    """colors (layers, columns, 4), transparent where nothing was measured; a pixel a cell, as base64."""
+    file = io.BytesIO()
+    Image.fromarray(colors, mode="RGBA").save(file, "PNG", optimize=True)
+    return b64encode(file.getvalue()).decode()
+
+
+def _printed(share: bool, estimate: Estimate) -> str:
+    """A change with its sign, a share without."""
+    low, high = estimate.ci95
+    return f"{estimate.value:.3f} [{low:.3f}, {high:.3f}]" if share else minus(str(estimate))
+
+
+def _head(score: Score, grafted: set[Site]) -> Head:
+    parts = [score.kind or "", f"{score.role} head" if score.role else "", "grafted" if score.site in grafted else ""]
+    estimates = ((i, getattr(score, name)) for i, name in enumerate(SCORES))
+    rows = [(i, f"{_printed(SHARES[i], estimate)} (n = {estimate.n})") for i, estimate in estimates if estimate is not None]
     if score.start is not None:
         rows.append((len(SCORES), minus(f"sign {score.start.sign:+d}, scale {score.start.tau:g}")))
-    return Head(str(score.site), ", ".join(part for part in said if part), rows)
+    return Head(str(score.site), ", ".join(part for part in parts if part), rows)

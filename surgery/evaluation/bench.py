@@ -14,7 +14,7 @@ from surgery.evaluation.cells import Cell, check_same, kept, values
 from surgery.evaluation.report import LOSSES, Cost, ModelReport, Perplexity, Report, Speed
 from surgery.evaluation.speed import Timed, decode_cost, speed
 from surgery.evaluation.suites import Task, tasks
-from surgery.loading.digests import Conditions, conditions, fingerprint
+from surgery.loading.digests import Conditions, conditions, fingerprint, tokenizer_digest
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import within
 from surgery.probes.knowledge import Part
@@ -137,10 +137,12 @@ def measure(
     Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
     """
     options, data = options or Bench(), data or Data()
-    named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
+    named = {name: e if isinstance(e, Entry) else Entry(model_of(e, "bench"), name) for name, e in entries.items()}
+    tokenizer = tokenizer_of(next(iter(named.values())).model, tokenizer, "bench")
     todo = tasks(options, tokenizer, data, seed, part)
     adopted = {name: adopt(entry.model).eval() for name, entry in named.items()}
-    under = {name: conditions(model, tokenizer) for name, model in adopted.items()}
+    words = tokenizer_digest(tokenizer)
+    under = {name: conditions(model, tokenizer, words=words) for name, model in adopted.items()}
     if len({each.dtype for each in under.values()}) > 1:
         say(f"the models are in several dtypes: {', '.join(f'{name} in {each.dtype}' for name, each in under.items())}")
     done = _measured(adopted, under, todo, cells)

@@ -5,23 +5,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from surgery.runtime import plotting as plots
+from surgery.runtime import plotting
 from surgery.statistics import Estimate
 
 WIDTH, HEIGHT = 440, 290
-LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 42  # margins
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 42  # margins
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800")
-# Drawn around 0, 0: a model is known by its shape, too.
+# A model is known by its shape, too: as a path around 0, 0, and as matplotlib calls it.
 MARKS = (
-    "M-3.5,0a3.5,3.5 0 1,0 7,0a3.5,3.5 0 1,0 -7,0",
-    "M-3.2,-3.2h6.4v6.4h-6.4z",
-    "M0,-4.2L4.2,3.4H-4.2z",
-    "M0,-4.6L4.6,0L0,4.6L-4.6,0z",
-    "M0,4.2L4.2,-3.4H-4.2z",
-    "M-1.4,-4.2h2.8v2.8h2.8v2.8h-2.8v2.8h-2.8v-2.8h-2.8v-2.8h2.8z",
-    "M-4.2,-2.1h8.4v4.2h-8.4z",
-    "M-2.1,-4.2h4.2v8.4h-4.2z",
-    "M-3.8,-3.8h7.6l-7.6,7.6h7.6z",
+    ("M-3.5,0a3.5,3.5 0 1,0 7,0a3.5,3.5 0 1,0 -7,0", "o"),
+    ("M-3.2,-3.2h6.4v6.4h-6.4z", "s"),
+    ("M0,-4.2L4.2,3.4H-4.2z", "^"),
+    ("M0,-4.6L4.6,0L0,4.6L-4.6,0z", "D"),
+    ("M0,4.2L4.2,-3.4H-4.2z", "v"),
+    ("M-1.4,-4.2h2.8v2.8h2.8v2.8h-2.8v2.8h-2.8v-2.8h-2.8v-2.8h2.8z", "P"),
+    ("M-4.2,-2.1h8.4v4.2h-8.4z", "_"),
+    ("M-2.1,-4.2h4.2v8.4h-4.2z", "|"),
+    ("M-3.8,-3.8h7.6l-7.6,7.6h7.6z", "X"),
 )
 LOGARITHMIC = 20  # the largest by the smallest x, from which on small ones would lie on top of each other
 ROOM = 26  # between two labels
@@ -29,14 +29,22 @@ ROOM = 26  # between two labels
 
 @dataclass(frozen=True)
 class Look:
+    """mark: an SVG path; marker: the same in matplotlib."""
+
     color: str
     mark: str
-    dashed: bool = False
+    marker: str
+    control: bool = False
+
+    @property
+    def paint(self) -> str:
+        """The colour in the page, where the base's is the text's, by day and by night."""
+        return "currentColor" if self.color == plotting.COLORS["base"] else self.color
 
 
 @dataclass(frozen=True)
 class Point:
-    """text: what is said when one points at it. low, high: of its interval, where it has one."""
+    """text: what is shown when a reader points at it. low, high: of its interval, where it has one."""
 
     x: float
     y: float
@@ -54,18 +62,26 @@ class Series:
 
 @dataclass(frozen=True)
 class Line:
-    """A series as paths, and where its marks stand."""
+    """A series as paths, its intervals included, and where its marks stand."""
 
     name: str
     look: Look
     line: str
-    band: str
+    whiskers: str
     marks: list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
+class Band:
+    """All controls as one area, from the lowest to the highest."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
 class Column:
-    """What belongs to one x: a strip to point at, and what it says of every series, the highest first."""
+    """What belongs to one x: a strip to point at, and the text of every series, the highest first."""
 
     left: float
     width: float
@@ -76,17 +92,19 @@ class Column:
 
 @dataclass(frozen=True)
 class Chart:
+    """chance: paths of what guessing gives."""
+
     title: str
     x_label: str
     y_label: str
     lines: list[Line]
+    controls: Band | None
     columns: list[Column]
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     header: list[str]
     table: list[list[str]]
-    chance: str = ""
-    note: str = ""
+    chance: list[str]
     width: int = WIDTH
     height: int = HEIGHT
     left: int = LEFT
@@ -105,53 +123,58 @@ class Bar:
     verdict: str
 
 
+class _Scale:
+    """From values to places in the view box. xs: in order; high: the top of y, whose foot is 0."""
+
+    def __init__(self, xs: list[float], high: float):
+        self.logarithmic = xs[0] > 0 and xs[-1] > LOGARITHMIC * xs[0]
+        self.bend: Callable[[float], float] = math.log2 if self.logarithmic else float
+        self.first, self.high = self.bend(xs[0]), high
+        self.span = self.bend(xs[-1]) - self.first or 1.0
+
+    def x(self, value: float) -> float:
+        return round(LEFT + 10 + (self.bend(value) - self.first) / self.span * (WIDTH - LEFT - RIGHT - 20), 1)
+
+    def y(self, value: float) -> float:
+        return round(HEIGHT - BOTTOM - max(value, 0.0) / self.high * (HEIGHT - BOTTOM - TOP), 1)
+
+    def path(self, points: Sequence[tuple[float, float]]) -> str:
+        return "M" + "L".join(f"{self.x(x):g},{self.y(y):g}" for x, y in points) if points else ""
+
+    def area(self, xs: Sequence[float], low: Sequence[float], high: Sequence[float]) -> str:
+        """Between two lines."""
+        edge = [*zip(xs, high, strict=True), *reversed(list(zip(xs, low, strict=True)))]
+        return self.path(edge) + "z" if edge else ""
+
+
 def looks(names: Sequence[str]) -> dict[str, Look]:
-    """Every model's colour and mark, as in the PNG figures; controls are dashed."""
-    free = iter([color for color in COLORS if color not in {plots.COLORS.get(name) for name in names}] * len(names))
+    """Every model's colour and mark, the same in the page and in the PNG figures."""
+    free = iter([color for color in COLORS if color not in {plotting.COLORS.get(name) for name in names}] * len(names))
     return {
-        name: Look(plots.COLORS.get(name) or next(free), MARKS[i % len(MARKS)], name.startswith("control"))
+        name: Look(plotting.COLORS.get(name) or next(free), *MARKS[i % len(MARKS)], plotting.is_control(name))
         for i, name in enumerate(names)
     }
 
 
 def chart(
     title: str, x_label: str, y_label: str, series: Sequence[Series], *, unit: str, top: float | None = None,
-    chance: bool = False, note: str = "",
+    chance: Sequence[Sequence[tuple[float, float]]] = (),
 ) -> Chart:  # fmt: skip
-    """Lines over a common x. unit: of x, in what is said of a point. top: of y; by default what all intervals need.
-    chance: draw 1/x."""
-    every = [point for one in series for point in one.points]
-    xs = sorted({point.x for point in every})
-    high = top or max(point.y if point.high is None else point.high for point in every) * 1.05 or 1.0
-    logarithmic = xs[0] > 0 and xs[-1] > LOGARITHMIC * xs[0]
-    bend = math.log2 if logarithmic else float
-    span = bend(xs[-1]) - bend(xs[0]) or 1.0
-
-    def across(x: float) -> float:
-        return round(LEFT + 10 + (bend(x) - bend(xs[0])) / span * (WIDTH - LEFT - RIGHT - 20), 1)
-
-    def up(y: float) -> float:
-        return round(HEIGHT - BOTTOM - max(y, 0.0) / high * (HEIGHT - BOTTOM - TOP), 1)
-
-    lines = []
-    for one in series:
-        ordered = sorted(one.points, key=lambda point: point.x)
-        banded = [p for p in ordered if p.low is not None and p.high is not None]
-        edge = [(p.x, p.high) for p in banded] + [(p.x, p.low) for p in reversed(banded)]
-        lines.append(
-            Line(
-                one.name, one.look, _path([(across(p.x), up(p.y)) for p in ordered]),
-                _path([(across(x), up(y or 0.0)) for x, y in edge]) + "z" if edge else "",
-                [(across(p.x), up(p.y)) for p in ordered],
-            )
-        )  # fmt: skip
-    said = {(one.name, point.x): point.text for one in series for point in one.points}
-    steps = [xs[0] * (xs[-1] / xs[0]) ** (i / 60) for i in range(61)] if chance else []
+    """Lines over a common x, and one band for the series of controls. unit: of x, beside the numbers of a point. top: of y;
+    by default what all intervals need. chance: what guessing gives, as lines of (x, y)."""
+    points = [point for line in series for point in line.points]
+    xs = sorted({point.x for point in points})
+    scale = _Scale(xs, top or max(point.y if point.high is None else point.high for point in points) * 1.05 or 1.0)
+    controls = [line for line in series if line.look.control]
+    drawn = [line for line in series if not line.look.control]
+    band = _band(controls, scale) if controls else None
+    texts = {(line.name, point.x): point.text for line in series for point in line.points}
     return Chart(
-        title, f"{x_label} (log scale)" if logarithmic else x_label, y_label, lines, _columns(series, xs, across, unit),
-        _x_ticks(xs, across), [(up(y), f"{y:g}") for y in _round(high)], [unit, *(one.name for one in series)],
-        [[f"{x:,g}", *(said.get((one.name, x), "") for one in series)] for x in xs],
-        _path([(across(x), up(1 / x)) for x in steps]), note,
+        title, f"{x_label} (log scale)" if scale.logarithmic else x_label, y_label,
+        [_line(line, scale) for line in drawn], band, _columns(drawn, controls, xs, scale, unit),
+        _x_ticks(xs, scale), [(scale.y(y), f"{y:g}") for y in _round(scale.high)], [unit, *(line.name for line in series)],
+        [[f"{x:,g}", *(texts.get((line.name, x), "") for line in series)] for x in xs],
+        [scale.path(line) for line in chance],
     )  # fmt: skip
 
 
@@ -166,23 +189,57 @@ def minus(text: str) -> str:
     return text.replace("-", "\N{MINUS SIGN}")
 
 
-def _columns(series: Sequence[Series], xs: list[float], across: Callable[[float], float], unit: str) -> list[Column]:
-    places = [LEFT, *((across(a) + across(b)) / 2 for a, b in pairwise(xs)), WIDTH - RIGHT]
+def _line(series: Series, scale: _Scale) -> Line:
+    points = sorted(series.points, key=lambda point: point.x)
+    limits = [(scale.x(point.x), scale.y(point.low), scale.y(point.high)) for point in points
+              if point.low is not None and point.high is not None]  # fmt: skip
+    whiskers = "".join(f"M{x:g},{low:g}V{high:g}M{x - 3:g},{low:g}h6M{x - 3:g},{high:g}h6" for x, low, high in limits)
+    return Line(
+        series.name, series.look, scale.path([(point.x, point.y) for point in points]), whiskers,
+        [(scale.x(point.x), scale.y(point.y)) for point in points],
+    )  # fmt: skip
+
+
+def _band(controls: Sequence[Series], scale: _Scale) -> Band:
+    ends = _ends(controls)
+    name = plotting.controls_label(len(controls))
+    return Band(name, scale.area(list(ends), [low for low, _ in ends.values()], [high for _, high in ends.values()]))
+
+
+def _ends(controls: Sequence[Series]) -> dict[float, tuple[float, float]]:
+    """x -> the lowest and the highest control."""
+    values: dict[float, list[float]] = {}
+    for control in controls:
+        for point in control.points:
+            values.setdefault(point.x, []).append(point.y)
+    return {x: (min(values[x]), max(values[x])) for x in sorted(values)}
+
+
+def _columns(
+    drawn: Sequence[Series], controls: Sequence[Series], xs: list[float], scale: _Scale, unit: str
+) -> list[Column]:  # fmt: skip
+    edges = [LEFT, *((scale.x(a) + scale.x(b)) / 2 for a, b in pairwise(xs)), WIDTH - RIGHT]
+    ends = _ends(controls)
     columns = []
     for i, x in enumerate(xs):
-        here = [(point, one) for one in series for point in one.points if point.x == x]
-        rows = [(one.name, point.text) for point, one in sorted(here, key=lambda pair: -pair[0].y)]
-        columns.append(Column(places[i], round(places[i + 1] - places[i], 1), across(x), f"{x:,g} {unit}", rows))
+        rows = [(point.y, line.name, point.text) for line in drawn for point in line.points if point.x == x]
+        if x in ends:
+            low, high = ends[x]
+            text = f"{low:.3f}" if low == high else f"{low:.3f} to {high:.3f}"
+            rows.append((high, plotting.controls_label(len(controls)), text))
+        rows.sort(key=lambda row: -row[0])
+        texts = [(name, text) for _, name, text in rows]
+        columns.append(Column(edges[i], round(edges[i + 1] - edges[i], 1), scale.x(x), f"{x:,g} {unit}", texts))
     return columns
 
 
-def _x_ticks(xs: list[float], across: Callable[[float], float]) -> list[tuple[float, str]]:
+def _x_ticks(xs: list[float], scale: _Scale) -> list[tuple[float, str]]:
     """The values of x, but for those whose label would cover the one before."""
     ticks: list[tuple[float, str]] = []
     for x in xs:
         label = f"{x:,g}"
-        if not ticks or across(x) - ticks[-1][0] >= max(ROOM, 7 * len(label)):
-            ticks.append((across(x), label))
+        if not ticks or scale.x(x) - ticks[-1][0] >= max(ROOM, 7 * len(label)):
+            ticks.append((scale.x(x), label))
     return ticks
 
 
@@ -192,7 +249,3 @@ def _round(high: float) -> list[float]:
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough * 0.999)
     return [i * step for i in range(int(high / step * 1.0001) + 1)]
-
-
-def _path(points: Sequence[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:g},{y:g}" for x, y in points) if points else ""

@@ -1,24 +1,31 @@
-"""mixing.json: what a head's mixing matrix was before surgery and is after it, over the tokens of one example."""
+"""mixing.json: what a head's mixing matrix was before surgery and is after it, over the tokens of one example; and grafts.png.
+
+A graft with a gate is shown twice: its own attention, and the mixture of SSM and attention that the gate makes of it.
+"""
 
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from surgery.evaluation.bench import Entry
-from surgery.locating.atlas import example
-from surgery.locating.roles import token_spans
-from surgery.models.anatomy import anatomy
+from surgery.locating.example import example_matrices, example_tokens, window
+from surgery.locating.mixing_figure import Strips, draw_strips
+from surgery.locating.subject import Subject
 from surgery.probes.question import Question
 from surgery.records.plan import Plan
 from surgery.records.record import Provenance, Record
 from surgery.records.site import Site, SiteText
-from surgery.splicing.splice import adopt
+from surgery.runtime import plotting
 
-MOST_SITES = 4  # in a figure; the rest of a plan's heads look alike
+MOST_SITES = 4  # in the page; the rest of a plan's heads look alike
+MOST_DRAWN = 2  # in the PNG
 MOST_HEADS = 32  # of a layer, for its mean: a layer of Mamba-1 has thousands
 MOST_TOKENS = 300  # a figure of more shows nothing
 
@@ -33,60 +40,90 @@ class Weights(Record):
 
     def shares(self) -> np.ndarray:
         """(t, t), to the precision of a byte."""
-        held = np.frombuffer(b64decode(self.rows), dtype=np.uint8)
-        t = int((np.sqrt(8 * len(held) + 1) - 1) / 2)
+        entries = np.frombuffer(b64decode(self.rows), dtype=np.uint8)
+        t = int((np.sqrt(8 * len(entries) + 1) - 1) / 2)
         matrix = np.zeros((t, t))
-        matrix[np.tril_indices(t)] = (held / 255.0) ** 2
+        matrix[np.tril_indices(t)] = (entries / 255.0) ** 2
         return matrix
 
 
 class Panel(Record):
-    """One site in several models, the base first. heads: where the site is a layer, of how many heads each is the mean."""
+    """One site in several models, the base first. models: what the head does there, the mixture where a gate is. attention: the
+    graft's own, for models with a gate; gates: how much of the mixture it is. heads: where the site is a layer, of how many
+    heads each is the mean."""
 
     site: SiteText
     heads: dict[str, int] = {}
     models: dict[str, Weights]
+    attention: dict[str, Weights] = {}
+    gates: dict[str, float] = {}
+
+    def views(self) -> list[tuple[str, str, Weights]]:
+        """Model, what is shown of it, and the matrix: the base, then of every hybrid the attention and, if any, the mixture."""
+        base, *hybrids = self.models
+        views = [(base, "before surgery", self.models[base])]
+        for name in hybrids:
+            views.append((name, "the graft's own attention", self.attention.get(name, self.models[name])))
+            if name in self.attention:
+                views.append((name, f"the mixture, {100 * self.gates[name]:.0f}% attention", self.models[name]))
+        return views
 
 
 class Mixing(Record):
-    """tokens: the example's. answer: which of them hold the answer."""
+    """tokens: the example's. spans: of each the positions of its tokens (files of versions up to 0.6 have none). answer: which
+    tokens hold the answer."""
 
     provenance: Provenance
     tokens: tuple[str, ...]
+    spans: tuple[tuple[int, ...], ...] = ()
     answer: tuple[int, ...]
     panels: tuple[Panel, ...]
 
 
 def mixing(
-    entries: Mapping[str, Entry], tokenizer: PreTrainedTokenizerBase, question: Question, made: Provenance,
+    entries: Mapping[str, Entry], tokenizer: PreTrainedTokenizerBase, question: Question, provenance: Provenance,
     order: Sequence[Site] = (),
 ) -> Mixing | None:  # fmt: skip
     """The matrices of the first few grafted sites, in the base (the first entry) and in every model that has a graft there, but
     for controls and doses. order: of the sites, the most telling first. None where there is no graft or no matrix
     to be had, or the example too long."""
     (base, first), *others = entries.items()
-    grafted = {name: e for name, e in others if e.plan is not None and not name.startswith(("control", "dose_"))}
+    grafted = {
+        name: entry
+        for name, entry in others
+        if entry.plan is not None and not plotting.is_control(name) and not name.startswith("dose_")
+    }
     sites = dict.fromkeys(site for entry in grafted.values() for site in _parts(entry.plan))
     place = {site: i for i, site in enumerate(order)}
     chosen = sorted(sites, key=lambda site: place.get(site, len(place)))[:MOST_SITES]
-    ids, spans = token_spans(tokenizer, question)
+    ids, tokens, spans, answer = example_tokens(tokenizer, question)
     if not chosen or len(ids) > MOST_TOKENS:
         return None
-    answer = () if question.evidence is None else tuple(spans[question.evidence])
-    panels: list[Panel] = []
-    tokens: tuple[str, ...] = ()
+    subjects = {name: Subject.of(entry.model, tokenizer) for name, entry in {base: first, **grafted}.items()}
+    panels = []
     for site in chosen:
-        models, heads = {}, {}
-        for name, entry in {base: first, **{n: e for n, e in grafted.items() if site in _parts(e.plan)}}.items():
-            labels, shares, count = _shares(entry.model, tokenizer, site, question)
-            if shares is not None:
-                tokens = tuple(labels)
-                models[name] = _weights(shares, answer)
-                if not site.heads:
-                    heads[name] = count
-        if len(models) > 1 and base in models:
-            panels.append(Panel(site=site, heads=heads, models=models))
-    return Mixing(provenance=made, tokens=tokens, answer=answer, panels=tuple(panels)) if panels else None
+        names = [base, *(name for name, entry in grafted.items() if site in _parts(entry.plan))]
+        panel = _panel(site, {name: subjects[name] for name in names}, ids, answer)
+        if len(panel.models) > 1 and base in panel.models:
+            panels.append(panel)
+    if not panels:
+        return None
+    return Mixing(provenance=provenance, tokens=tuple(tokens), spans=tuple(spans), answer=answer, panels=tuple(panels))
+
+
+def draw_grafts(mixing: Mixing, path: Path) -> None:
+    """grafts.png: of the first grafted heads the base's mixing, and the attention and the mixture of the last model, over the
+    part of the example where the answer is read."""
+    part, groups = window(mixing.tokens, mixing.spans, mixing.answer), []
+    for panel in mixing.panels[:MOST_DRAWN]:
+        first, *_, last = panel.models
+        views = [
+            (f"{panel.site} of {plotting.shown(name)}: {what}", weights.answer, weights.shares())
+            for name, what, weights in panel.views()
+            if name in (first, last)
+        ]
+        groups.append(Strips(mixing.tokens, part, views))
+    draw_strips(groups, path)
 
 
 def _parts(plan: Plan | None) -> list[Site]:
@@ -94,20 +131,52 @@ def _parts(plan: Plan | None) -> list[Site]:
     return [part for site in (plan.sites if plan else ()) for part in (site.each() or (site,))]
 
 
-def _shares(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, site: Site, question: Question
-) -> tuple[list[str], Tensor | None, int]:
-    """Tokens; how each row divides its weight (t, t), of a layer the mean of its heads; of how many heads that is."""
-    every = site.each()
-    if not every:
-        numbers = range(anatomy(adopt(model)).heads(site.layer))
-        every = tuple(Site(site.layer, (head,)) for head in numbers[:: -(-len(numbers) // MOST_HEADS)])
-    labels, matrices = example(model, tokenizer, every, question)
+def _panel(site: Site, subjects: Mapping[str, Subject], ids: Sequence[int], answer: tuple[int, ...]) -> Panel:
+    weights, attention, gates, heads = {}, {}, {}, {}
+    for name, subject in subjects.items():
+        shares, count = _shares(subject, site, ids)
+        if shares is None:
+            continue
+        weights[name] = _weights(shares, answer)
+        if not site.heads:
+            heads[name] = count
+        with _gate_open(subject, site) as gate:
+            if gate is not None:
+                gates[name] = gate
+                own, _ = _shares(subject, site, ids)
+                assert own is not None
+                attention[name] = _weights(own, answer)
+    return Panel(site=site, heads=heads, models=weights, attention=attention, gates=gates)
+
+
+@contextmanager
+def _gate_open(subject: Subject, site: Site) -> Iterator[float | None]:
+    """The gates of a site's layer fully open: its grafted heads are attention alone. Yields what the site's gate was, or None
+    for a site without a gate."""
+    graft: Any = getattr(subject.anatomy.mixer_of(site).module, "graft", None) if site.heads else None
+    gate = getattr(graft, "gate", None)
+    if gate is None or gate.is_meta or site.heads[0] not in graft.heads:  # meta: on disk, and nothing else would be read
+        yield None
+        return
+    graft.gate = torch.nn.Parameter(torch.ones_like(gate), requires_grad=False)
+    try:
+        yield float(gate[graft.heads.index(site.heads[0])].detach())
+    finally:
+        graft.gate = gate
+
+
+def _shares(subject: Subject, site: Site, ids: Sequence[int]) -> tuple[Tensor | None, int]:
+    """How each row divides its weight (t, t), of a layer the mean of its heads; of how many heads that is."""
+    heads = site.each()
+    if not heads:
+        numbers = range(subject.anatomy.heads(site.layer))
+        heads = tuple(Site(site.layer, (head,)) for head in numbers[:: -(-len(numbers) // MOST_HEADS)])
+    matrices = example_matrices(subject, ids, heads)
     if not matrices:
-        return labels, None, 0
+        return None, 0
     weight = torch.stack([matrix.abs().float().cpu() for matrix in matrices.values()])
     share = weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
-    return labels, share.mean(0), len(matrices)
+    return share.mean(0), len(matrices)
 
 
 def _weights(shares: Tensor, answer: tuple[int, ...]) -> Weights:

@@ -1,12 +1,13 @@
 """The report's figures: retrieval against dictionary size and against the number of grafted heads, and what tokens cost."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib.pyplot as plt
-
+from surgery.evaluation.charts import looks
 from surgery.evaluation.markdown import dosed
-from surgery.evaluation.report import Report
-from surgery.runtime import plotting as plots
+from surgery.evaluation.report import ModelReport, Report
+from surgery.runtime import plotting
 
 
 def draw(report: Report, folder: Path) -> None:
@@ -22,87 +23,92 @@ def draw(report: Report, folder: Path) -> None:
         draw_doses(report, folder / "dose.png")
 
 
-def _style(name: str) -> dict:
-    return {
-        "color": plots.COLORS.get(name),
-        "linestyle": "--" if name.startswith("control") else "-",
-        "marker": "o",
-        "markersize": 3,
-    }
-
-
 def draw_retrieval(report: Report, path: Path) -> None:
-    """Accuracy against pairs, with 95% bands, and chance."""
-    with plt.rc_context(plots.STYLE):
-        figure, axis = plt.subplots(figsize=(6.2, 3.8))
-        for name, model in report.models.items():
-            if name.startswith("dose_"):
-                continue  # a figure of their own
-            sizes = sorted(map(int, model.kv))
-            cells = [model.kv[str(size)] for size in sizes]
-            axis.plot(sizes, [c.accuracy for c in cells], label=name.replace("_", " "), **_style(name))
-            axis.fill_between(
-                sizes, [c.ci95[0] for c in cells], [c.ci95[1] for c in cells], color=plots.COLORS.get(name), alpha=0.15, lw=0
-            )
-        axis.plot(sizes, [1 / size for size in sizes], color="#bbbbbb", lw=1, ls=":", label="chance")
-        axis.set(xlabel="pairs in the dictionary", ylabel="accuracy", ylim=(0, 1.02), xticks=sizes,
-                 title=f"Key-value retrieval, n = {cells[0].n} a point, 95% intervals")  # fmt: skip
-        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        plots.save(figure, path)
+    """Accuracy against pairs: a line for the base and every hybrid, with 95% intervals; one band for all controls; chance."""
+    styles = _styles(report)
+    sizes = sorted(map(int, next(iter(report.models.values())).kv))
+    n = next(iter(report.models.values())).kv[str(sizes[0])].n
+    controls = [model for name, model in report.models.items() if plotting.is_control(name)]
+    with plotting.drawing(path, height=4.0) as (figure, axes):
+        axis = axes[0, 0]
+        for name, style in styles.items():
+            cells = [report.models[name].kv[str(size)] for size in sizes]
+            plotting.draw_line(axis, sizes, [cell.accuracy for cell in cells], [cell.ci95 for cell in cells], **style)
+        if controls:
+            plotting.draw_controls(axis, sizes, [[model.kv[str(size)].accuracy for size in sizes] for model in controls])
+        plotting.draw_chance(axis, sizes, [1 / size for size in sizes])
+        plotting.accuracy_axis(axis, xlabel="pairs in the dictionary", xticks=sizes)
+        axis.set_title(f"Key-value retrieval, n = {n} a point, 95% intervals")
+        plotting.legend(figure, axis)
 
 
 def draw_cost(report: Report, path: Path) -> None:
     """Decoding time and cache bytes against context."""
-    with plt.rc_context(plots.STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(8.2, 3.1))
-        for name, model in report.models.items():
-            if name.startswith(("control", "dose_")):
-                continue  # a control costs what its model costs
-            contexts = [cost.context for cost in model.cost]
-            left.plot(contexts, [cost.milliseconds for cost in model.cost], label=name, **_style(name))
-            right.plot(contexts, [cost.cache_bytes / 2**20 for cost in model.cost], label=name, **_style(name))
-        left.set(xlabel="tokens of context", ylabel="ms per decoded token", title="Decoding, batch 1")
-        right.set(xlabel="tokens of context", ylabel="MiB", title="Cache")
-        left.set_ylim(bottom=0)
-        right.set_ylim(bottom=0)
-        left.legend()
-        figure.tight_layout()
-        plots.save(figure, path)
+
+    def cells(model: ModelReport) -> Sequence[Any]:
+        return model.cost
+
+    panels = {
+        "One more token, batch 1": ("ms", "milliseconds", 1),
+        "Cache, batch 1": ("MiB", "cache_bytes", 2**20),
+    }
+    _draw_costs(report, path, panels, cells)
 
 
 def draw_speed(report: Report, path: Path) -> None:
     """Prefill, decoding and memory against context; the largest batch."""
-    with plt.rc_context(plots.STYLE):
-        figure, axes = plt.subplots(1, 3, figsize=(11, 3.1))
-        batch = next(iter(report.models.values())).speed[-1].batch
-        for name, model in report.models.items():
-            if name.startswith(("control", "dose_")):
-                continue
-            cells = [cell for cell in model.speed if cell.batch == batch]
-            contexts = [cell.context for cell in cells]
-            axes[0].plot(contexts, [cell.prefill_milliseconds for cell in cells], label=name, **_style(name))
-            axes[1].plot(contexts, [cell.decode_milliseconds for cell in cells], label=name, **_style(name))
-            axes[2].plot(contexts, [cell.peak_bytes / 2**20 for cell in cells], label=name, **_style(name))
-        titles = {"Prefill": "ms", "One more token": "ms", "Memory of the prefill": "MiB"}
-        for axis, (title, unit) in zip(axes, titles.items(), strict=True):
-            axis.set(xlabel="tokens of context", ylabel=unit, title=f"{title}, batch {batch}")
-            axis.set_ylim(bottom=0)
-        axes[0].legend()
-        figure.tight_layout()
-        plots.save(figure, path)
+    batch = next(iter(report.models.values())).speed[-1].batch
+
+    def cells(model: ModelReport) -> Sequence[Any]:
+        return [cell for cell in model.speed if cell.batch == batch]
+
+    panels = {
+        f"Prefill, batch {batch}": ("ms", "prefill_milliseconds", 1),
+        f"One more token, batch {batch}": ("ms", "decode_milliseconds", 1),
+        f"Memory of the prefill, batch {batch}": ("MiB", "peak_bytes", 2**20),
+    }
+    _draw_costs(report, path, panels, cells)
 
 
 def draw_doses(report: Report, path: Path) -> None:
-    """Accuracy against the number of grafted heads, one line a dictionary size, with 95% intervals."""
+    """Accuracy against the number of grafted heads, one line a dictionary size, with 95% intervals and chance."""
     doses = dict(sorted(dosed(report).items()))
-    with plt.rc_context(plots.STYLE):
-        figure, axis = plt.subplots(figsize=(5.2, 3.4))
-        for size in next(iter(doses.values())).kv:
+    sizes = list(next(iter(doses.values())).kv)
+    with plotting.drawing(path, height=4.0) as (figure, axes):
+        axis = axes[0, 0]
+        for size, look in zip(sizes, looks([f"{size} pairs" for size in sizes]).values(), strict=True):
             cells = [model.kv[size] for model in doses.values()]
-            low = [cell.accuracy - cell.ci95[0] for cell in cells]
-            high = [cell.ci95[1] - cell.accuracy for cell in cells]
-            axis.errorbar(list(doses), [cell.accuracy for cell in cells], yerr=(low, high), marker="o", markersize=3, capsize=2,
-                          label=f"{size} pairs")  # fmt: skip
-        axis.set(xlabel="grafted heads", ylabel="accuracy", ylim=(0, 1.02), xticks=list(doses), title="Dose and response")
-        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        plots.save(figure, path)
+            plotting.draw_line(axis, list(doses), [cell.accuracy for cell in cells], [cell.ci95 for cell in cells],
+                               marker=look.marker, color=look.color, label=f"{size} pairs")  # fmt: skip
+            axis.axhline(1 / int(size), color=look.color, lw=1.2, ls=(0, (1, 2)), zorder=1)
+        axis.plot([], [], color=plotting.CHANCE, lw=1.2, ls=(0, (1, 2)), label="chance, by size")
+        plotting.accuracy_axis(axis, xlabel="grafted heads", xticks=list(doses))
+        axis.set_title("Dose and response, without training")
+        plotting.legend(figure, axis)
+
+
+def _draw_costs(
+    report: Report, path: Path, panels: dict[str, tuple[str, str, int]], cells_of: Callable[[ModelReport], Sequence[Any]]
+) -> None:
+    """panels: title -> unit, field of a cell, and what the field is divided by. A control costs what its model costs."""
+    styles = _styles(report)
+    with plotting.drawing(path, len(panels), height=0.5 + 2.1 * len(panels), sharex=True) as (figure, axes):
+        for axis, (title, (unit, field, scale)) in zip(axes[:, 0], panels.items(), strict=True):
+            for name, style in styles.items():
+                cells = cells_of(report.models[name])
+                values = [getattr(cell, field) / scale for cell in cells]
+                plotting.draw_line(axis, [cell.context for cell in cells], values, **style)
+            axis.set(ylabel=plotting.lower(unit), title=title)
+            axis.set_ylim(bottom=0)
+        axes[-1, 0].set_xlabel("tokens of context")
+        plotting.legend(figure, axes[0, 0])
+
+
+def _styles(report: Report) -> dict[str, dict[str, Any]]:
+    """Of the base and every hybrid: colour, mark and name, as in the page."""
+    look = looks([name for name in report.models if not name.startswith("dose_")])
+    return {
+        name: {"color": style.color, "marker": style.marker, "label": plotting.shown(name)}
+        for name, style in look.items()
+        if not plotting.is_control(name)
+    }

@@ -123,7 +123,7 @@ def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
         found |= {f"kv_unseen.{size}": ("kv", {"pairs": size, "keys": "unseen"}) for size in unseen}
     if "retrieval" in options.suites:
         for name in sorted({*probes()} - {"kv", "knowledge", "letters", "needle"}):
-            found |= {f"{name}.{size}": (name, fields) for size in options.pairs if (fields := _sized(name, size))}
+            found |= {f"{name}.{size}": (name, fields) for size in options.pairs if (fields := sized_options(name, size))}
         for length in options.contexts:
             for depth in options.depths:
                 found[f"needle.{length}.{round(100 * depth)}"] = ("needle", {"length": length, "depth": depth})
@@ -132,7 +132,7 @@ def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
     return found
 
 
-def _sized(name: str, size: int) -> dict[str, Any] | None:
+def sized_options(name: str, size: int) -> dict[str, Any] | None:
     """A probe's options for a size, its first option: the number of what is to be remembered. None if it takes no such size.
     What else has no default is four times as large (a text among whose words the content words stand)."""
     needed = [field for field in dataclasses.fields(probes()[name]) if field.default is dataclasses.MISSING]

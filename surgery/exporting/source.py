@@ -16,7 +16,7 @@ from surgery.records.recipe import read_back
 from surgery.runtime.progress import say
 from surgery.splicing.patch import RECORD as PATCH
 from surgery.splicing.patch import Patch
-from surgery.splicing.remembered import read_surgery
+from surgery.splicing.remembered import PLAN, read_surgery
 
 
 def is_patch(name: str) -> bool:
@@ -33,7 +33,7 @@ def base_of(name: str) -> str:
     return read_surgery(folder).base or name
 
 
-def check_base_is_here(base: str, hybrid: str) -> str:
+def there(base: str, hybrid: str) -> str:
     """The name of a base that has to be loaded. Raises UserError if it is a folder that is not there."""
     if on_hub(base) or Path(base).is_dir():
         return base
@@ -48,6 +48,17 @@ def holds_base(name: str) -> bool:
     if plan.kind == "layer" or plan.provenance is None or not (folder / RECORD).exists():
         return plan.kind != "layer"
     return Exported.read(folder / RECORD, unsealed="take").base_unchanged
+
+
+def advise_tuning(name: str) -> None:
+    """Say so if a hybrid's attention started at random and was, by what its folder says, never tuned: it is worse than its
+    base."""
+    folder = Path(name)
+    if not is_patch(name) and not (folder / PLAN).exists():  # a base, or a model from elsewhere
+        return
+    plan = plan_of(folder)
+    if plan.init == "random" and not (folder / "recipe.yaml").exists():
+        say(f"{name}: its attention started at random, and no tuning is on record; tune it before use: surgery tune {name}")
 
 
 def papers_of(name: str, model: PreTrainedModel) -> dict[str, Any]:

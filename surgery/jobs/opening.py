@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.kernels.dispatch import Operation, asked_for, use
+from surgery.kernels.dispatch import requested, use
+from surgery.kernels.operations import operations
 from surgery.loading.checkpoint import Checkpoint, load
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
@@ -32,9 +33,41 @@ def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False, base: str |
         base=base,
     )
     with use(**recipe.kernels):
-        for operation in map(Operation.registry.__getitem__, asked_for()):
+        for operation in map(operations().__getitem__, requested()):
             operation.choose(*operation.example(found.model.device, found.model.dtype))
     return found
+
+
+def open_base(recipe: Recipe, trust_remote_code: bool = False) -> Checkpoint:
+    """As open_checkpoint, for what grafts are put into. Raises UserError for a hybrid."""
+    opened = open_checkpoint(recipe, trust_remote_code)
+    if is_hybrid(opened):
+        raise UserError(f"{recipe.model} is a hybrid already; what gets grafts is {_base_of_hybrid(recipe.model)}")
+    return opened
+
+
+def is_hybrid(opened: Checkpoint) -> bool:
+    """Whether a model has grafts."""
+    return bool(getattr(opened.model.config, "grafts", None))
+
+
+def advise_base(opened: Checkpoint) -> None:
+    """Say so if a model that is to be located in is a hybrid: it can be, but no plan can be made of that."""
+    if is_hybrid(opened):
+        say(
+            f"{opened.name} is a hybrid: its heads can be measured, but no plan can be made of their ranking; what gets grafts "
+            f"is {_base_of_hybrid(opened.name)}"
+        )
+
+
+def _base_of_hybrid(name: str) -> str:
+    """A hybrid's base, in words."""
+    from surgery.exporting.source import base_of  # with it come the figures of a card
+
+    try:
+        return f"its base, {base_of(name)}"
+    except UserError:  # it does not say
+        return "its base"
 
 
 def in_dtype_of(plan: Plan, recipe: Recipe) -> Recipe:

@@ -1,45 +1,60 @@
-"""Before a job begins: are its inputs there, and may its output folder be written?"""
-
-from pathlib import Path
-
-import yaml
+"""Before a job begins: are its inputs there?"""
 
 from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.suites import check_probes, standard
-from surgery.loading.checkpoint import Checkpoint
+from surgery.families import family_of
+from surgery.loading.checkpoint import Checkpoint, load_empty
 from surgery.locating.questions import check_questions
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.perplexity import Perplexity
+from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
-from surgery.records.record import write_text
+from surgery.runtime.progress import busy
 from surgery.splicing.splice import check_sites
+from surgery.splicing.start import check_donor, head_starts, layer_start
 from surgery.tuning import batches
-
-RECIPE = "recipe.yaml"
+from surgery.tuning.trackers import check_trackers
 
 
 def check(recipe: Recipe, base: Checkpoint) -> None:
-    """Find out before the work begins whether its inputs are there."""
-    if recipe.bench.doses and recipe.plan.kind != "head":
-        raise UserError(f"bench.doses counts heads, and plan.kind is {recipe.plan.kind}")
-    if wanted := standard(recipe.bench):
-        harness.load(wanted, recipe.bench.include_path, recipe.bench.data_path)
-    check_probes(recipe.bench, base.tokenizer)
-    check_questions(base.tokenizer, recipe.locate, recipe.seed)
-    check_sites(base.model, recipe.plan.sites or ())
-    Knowledge(recipe.data.facts).questions(1, seed=0)
-    Letters(recipe.data.facts).questions(1, seed=0)
-    Perplexity(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
-    batches.check(base.tokenizer, recipe.tune, recipe.data, recipe.bench, recipe.seed)
+    """Find out before the work begins whether its inputs are there. Raises UserError for the first that is not."""
+    with busy("checking the inputs"):
+        if names := standard(recipe.bench):
+            harness.load(names, recipe.bench.include_path, recipe.bench.data_path)
+        check_probes(recipe.bench, base.tokenizer)
+        check_questions(base.tokenizer, recipe.locate, recipe.seed)
+        Knowledge(recipe.data.facts).questions(1, seed=0)
+        Letters(recipe.data.facts).questions(1, seed=0)
+        Perplexity(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
+        batches.check(base.tokenizer, recipe.tune, recipe.data, recipe.bench, recipe.seed)
 
 
-def prepare(out: Path, recipe: Recipe, resume: bool) -> None:
-    """Make the output folder, and see that a resumed run is the same run."""
-    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-    written = out / RECIPE
-    if resume and written.exists() and written.read_text() != text:
-        raise UserError(f"{out} holds a run of another recipe; run without --resume or choose another --out")
-    if not resume and out.exists() and any(out.iterdir()) and not written.exists():
-        raise UserError(f"{out} exists and is no earlier run; choose another --out")
-    write_text(written, text)
+def check_run(recipe: Recipe, base: Checkpoint) -> None:
+    """Find out before anything is located whether what comes after it can be done: the plan with this base, its donor, and the
+    trackers of tuning. Raises UserError for the first that cannot."""
+    check_trackers(recipe.tune)
+    options = recipe.plan
+    layers, heads = family_of(base.model.config).shape(base.model.config)
+    most, leading = (layers * heads, options.heads) if options.kind == "head" else (layers, options.layers)
+    counts = {f"plan.{options.kind}s": leading} if options.sites is None else {}
+    counts |= {"bench.doses": max(recipe.bench.doses, default=0)}
+    for name, count in counts.items():
+        if count > most:
+            raise UserError(f"{name}: the model has {most} {options.kind}s, and {count} are to be grafted")
+    check_sites(base.model, options.sites or ())
+    if options.donor is not None:
+        _check_donor(recipe, base)
+
+
+def _check_donor(recipe: Recipe, base: Checkpoint) -> None:
+    """Whether the grafts can start from the donor, by its configuration: where the sites are not yet known, at the first."""
+    options = recipe.plan
+    donor = load_empty(options.donor or "")
+    trial = Plan(sites=options.sites_named(), **options.model_dump(exclude={"heads", "layers", "sites"}))
+    check_donor(base.model, trial, donor)
+    if trial.kind == "layer":
+        for site in trial.sites:
+            layer_start(base.model, trial, donor, site.layer)
+    else:
+        head_starts(base.model, trial, donor)

@@ -12,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from surgery.errors import UserError
 from surgery.families import families, family_of
+from surgery.loading.devices import check_device
 from surgery.loading.digests import fingerprint, named_dtype
-from surgery.loading.opened import Checkpoint
+from surgery.loading.hub import local_folder, one_line, why_not_fetched
+from surgery.loading.opened import Checkpoint, a_type
 from surgery.loading.original import is_original, load_original
 from surgery.models.quantised import converted
 from surgery.models.tokens import prompting
@@ -28,9 +30,6 @@ ORIGINAL_TOKENIZER = "EleutherAI/gpt-neox-20b"
 
 # What a folder that holds a tokenizer holds, some of it at least.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-
-# What of a Hub repository is fetched; the card says under which licence it is.
-PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.py", "README.md"]
 
 # The one value of `device` that is no device: accelerate's device_map of that name. A recipe's device "auto" is something else.
 BALANCED = "balanced"
@@ -60,29 +59,33 @@ def load(
 
     Raises UserError in one line for anything that cannot be loaded exactly, or onto its devices.
     """
+    if not isinstance(name, str | Path):
+        raise UserError(f"surgery.load takes a Hub id or a folder, not {a_type(name)}")
     name = str(name)
-    folder = _folder(name, revision)
-    wanted = named_dtype(dtype)
+    if device != BALANCED:
+        check_device(device)
+    folder = local_folder(name, revision)
+    torch_dtype = named_dtype(dtype)
     model: Any
     try:
         if (folder / RECORD).exists():
-            model, beside = _load_patch(name, folder, base)
-            beside = folder if _holds_tokenizer(folder) else beside
-            model = model if wanted is None else converted(model, wanted, name)
+            model, tokenizer_folder = _load_patch(name, folder, base)
+            tokenizer_folder = folder if _holds_tokenizer(folder) else tokenizer_folder
+            model = model if torch_dtype is None else converted(model, torch_dtype, name)
         elif base is not None:
             raise UserError(f"{name} is not a patch, and takes no base")
         elif is_original(config := _json(folder / "config.json")):
-            model, beside = load_original(folder, config, wanted), folder
+            model, tokenizer_folder = load_original(folder, config, torch_dtype), folder
         else:
-            model, beside = _load_transformers(folder, wanted, device, trust_remote_code), folder
+            model, tokenizer_folder = _load_transformers(folder, torch_dtype, device, trust_remote_code), folder
         if device == BALANCED and not hasattr(model, "hf_device_map"):
             dispatch_model(model, _device_map(name, model))
-        words = prompting(AutoTokenizer.from_pretrained(tokenizer or _tokenizer(beside), trust_remote_code=trust_remote_code))
+        words = _read_tokenizer(tokenizer or _tokenizer(tokenizer_folder), trust_remote_code)
         model = model.eval() if device == BALANCED else model.eval().to(device)
     except UserError:
         raise
     except Exception as error:  # whatever a damaged file raises, the user gets one line
-        raise UserError(f"cannot load {name}: {_one_line(error)}") from error
+        raise UserError(f"cannot load {name}: {one_line(error)}") from error
     opened = Checkpoint(name, model, words, fingerprint(model))
     if not getattr(model.config, "grafts", None):
         remember(model, base=Opened(name, opened.fingerprint, words))
@@ -93,7 +96,7 @@ def load(
 
 
 def _surgery(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Surgery | None:
-    """What was done to the base of a hybrid that was loaded from a folder; None if that does not say."""
+    """What was done to the base of a hybrid that was loaded from a folder; None if the folder does not say."""
     if (folder / RECORD).exists():
         return replace(model.surgery, tokenizer=tokenizer)
     return read_surgery(folder, tokenizer) if (folder / PLAN).exists() else None
@@ -101,7 +104,7 @@ def _surgery(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Su
 
 def load_base(name: str, revision: str | None = None) -> PreTrainedModel:
     """The model alone, as its folder gives it, on the CPU. Raises UserError as load() does."""
-    folder = _folder(name, revision)
+    folder = local_folder(name, revision)
     if (folder / RECORD).exists():
         raise UserError(f"{name} is a patch; the base of a patch is a whole model")
     try:
@@ -111,24 +114,50 @@ def load_base(name: str, revision: str | None = None) -> PreTrainedModel:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"cannot load {name}: {_one_line(error)}") from error
+        raise UserError(f"cannot load {name}: {one_line(error)}") from error
+
+
+def load_empty(name: str) -> PreTrainedModel:
+    """A Hugging Face model without values in its tensors (on the meta device): what its configuration alone says. Of the Hub,
+    it is fetched whole. Raises UserError in one line if that cannot be."""
+    folder = local_folder(name)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise UserError(f"cannot load {name}: {one_line(error)}") from error
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer that load() finds with a model. Raises UserError if there is none."""
+    return _read_tokenizer(_tokenizer(local_folder(name)), trust_remote_code)
+
+
+def _read_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
-        found = AutoTokenizer.from_pretrained(_tokenizer(_folder(name)), trust_remote_code=trust_remote_code)
+        return prompting(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"cannot load the tokenizer of {name}: {_one_line(error)}") from error
-    return prompting(found)
+        hub = isinstance(source, str) and on_hub(source)
+        reason = why_not_fetched(error) if hub else one_line(error)
+        raise UserError(f"cannot load the tokenizer {source}: {reason} (another one: --set tokenizer=...)") from error
 
 
 def plan_of(folder: str | Path) -> Plan:
     """The plan of a hybrid's folder or patch. Raises UserError if it holds none."""
-    patch = Path(folder) / RECORD
-    return Patch.read(patch).plan if patch.exists() else Plan.read(Path(folder) / PLAN)
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no such folder: {folder}; a hybrid is a folder that `surgery splice`, `tune` or `export` wrote")
+    if (folder / RECORD).exists():
+        return Patch.read(folder / RECORD).plan
+    if not (folder / PLAN).exists():
+        raise UserError(
+            f"{folder} is no hybrid: it holds no {PLAN}. If it is a base, give it grafts first: "
+            f"surgery splice {folder} PLAN --out HYBRID"
+        )
+    return Plan.read(folder / PLAN)
 
 
 def _load_patch(name: str, folder: Path, base: str | None) -> tuple[PreTrainedModel, Path]:
@@ -137,13 +166,13 @@ def _load_patch(name: str, folder: Path, base: str | None) -> tuple[PreTrainedMo
     place, revision = (made_for.place(folder), made_for.revision) if base is None else (base, None)
     if base is None and not made_for.hub and not Path(place).is_dir():
         raise UserError(f"{name} is a patch on {place}, which is not here: say where its base is (--base)")
-    return join(load_base(place, revision), folder), _folder(place, revision)
+    return join(load_base(place, revision), folder), local_folder(place, revision)
 
 
 def brings_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether load(name) gives this tokenizer without being told."""
     try:
-        own = AutoTokenizer.from_pretrained(_tokenizer(_folder(name)))
+        own = AutoTokenizer.from_pretrained(_tokenizer(local_folder(name)))
     except Exception:  # there is none (published Llambas), or it cannot be had
         return False
     return own.get_vocab() == tokenizer.get_vocab()
@@ -202,20 +231,6 @@ def _refuse_offload(name: str, device_map: dict[str, Any]) -> None:
         )
 
 
-def _folder(name: str, revision: str | None = None) -> Path:
-    """The local folder of a model: itself, or the Hub's snapshot."""
-    if Path(name).is_dir():
-        return Path(name)
-    if not on_hub(name):
-        raise UserError(f"no such folder: {name}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
-    except Exception as error:
-        raise UserError(f"no such folder, and not to be had from the Hub: {name} ({_one_line(error)})") from error
-
-
 def _json(path: Path) -> dict:
     if not path.exists():
         raise UserError(f"{path.parent} is not a model folder: it holds no config.json")
@@ -223,7 +238,3 @@ def _json(path: Path) -> dict:
         return json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

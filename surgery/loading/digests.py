@@ -1,11 +1,11 @@
-"""What tells one model, and one tokenizer, from another: digests that are the same wherever a model is alive or reloaded.
+"""Digests that tell one model, and one tokenizer, from another. They are the same for a live model and when it is reloaded.
 
 A model's digest is that of what it computes: its tensors, grafts included, and its configuration without what says nothing of
 the function. So a live hybrid, its exported folder (in one file or in shards), and its patch joined to the base have the same
-digest; adapters count merged, as they are exported. In another dtype it is another model. A base and the same base adopted
-are one. An export as mamba_ssm, read back by our own classes, has the digest of the hybrid too. One as nemotron_h has other
-tensors, by other names: its record carries the digest of the hybrid that it was made from, whose report its card takes, and
-what is measured on the folder itself is of another model.
+digest. Adapters count merged, as they are exported. In another dtype it is another model. A base and the same base adopted
+have one digest. An export as mamba_ssm, read back by our own classes, has the digest of the hybrid too. An export as nemotron_h
+has other tensors, by other names: its record names the digest of the hybrid that it was made from, whose report its card takes;
+measured itself, the folder counts as another model.
 """
 
 import hashlib
@@ -20,20 +20,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.families import families
-from surgery.kernels.dispatch import Operation
+from surgery.kernels.operations import operations
 from surgery.models.answers import described, settle
 from surgery.models.offloaded import named_values
 from surgery.models.quantised import scales
 from surgery.records.record import OPTIONAL, Record, code_digest, environment
 
-# What a configuration says about a file, generation, or the classes around the model, and not about its function.
+# Fields of a configuration about files, generation, or the classes around the model; its function does not depend on them.
 UNRELATED = frozenset(
     """
     _name_or_path name_or_path transformers_version architectures auto_map dtype torch_dtype bos_token_id eos_token_id
     pad_token_id use_cache return_dict output_hidden_states output_attentions initializer_range
     """.split()
 )
-# The same of the families here: what only training from scratch looks at, and what follows from the grafts.
+# For the families here also: fields that only training from scratch reads, and those that follow from the grafts.
 UNRELATED_HERE = UNRELATED | frozenset(
     """
     layer_types surgery rescale_prenorm_residual time_step_min time_step_max time_step_floor time_step_scale
@@ -43,7 +43,7 @@ UNRELATED_HERE = UNRELATED | frozenset(
 
 
 class Conditions(Record):
-    """On what and with what something was measured. Two measurements are of the same thing where all of it agrees.
+    """On what and with what something was measured. Two measurements are of the same thing if all fields agree.
 
     model, tokenizer: digests. dtype: of the model's tensors; several where they differ. device: "cpu", or a GPU's name.
     kernels: by operation, the backend that serves on this device in this dtype. packages: versions of what computes. code: a
@@ -63,8 +63,11 @@ class Conditions(Record):
         return next((name for name in type(self).model_fields if getattr(self, name) != getattr(other, name)), None)
 
 
-def conditions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, digest: str | None = None) -> Conditions:
-    """Those of a measurement that begins now, with the kernels that are asked for now. digest: the model's, if it is known.
+def conditions(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, digest: str | None = None, words: str | None = None
+) -> Conditions:
+    """Those of a measurement that begins now, with the kernels that are chosen now. digest, words: the model's and the
+    tokenizer's digest, if they are known.
 
     Raises KernelError if a backend that was asked for cannot serve.
     """
@@ -72,12 +75,12 @@ def conditions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, diges
     used = ("torch", "transformers", *(name for name in (OPTIONAL["bitsandbytes"],) if hasattr(model, "hf_quantizer")))
     kernels = {
         name: operation.choose(*operation.example(model.device, model.dtype)).name
-        for name, operation in sorted(Operation.registry.items())
+        for name, operation in sorted(operations().items())
         if name != "kl_divergence"  # of tuning
     }
     return Conditions(
         model=digest or model_digest(model),
-        tokenizer=tokenizer_digest(tokenizer),
+        tokenizer=words or tokenizer_digest(tokenizer),
         dtype=dtypes(model),
         device=_device(model),
         kernels=kernels,
@@ -114,10 +117,10 @@ def fingerprint(model: PreTrainedModel, dtype: str = "auto") -> str:
 
 def named_dtype(name: str) -> torch.dtype | None:
     """The dtype of a name, as load() takes it; None for "auto": as stored. Raises UserError for another one."""
-    found = None if name == "auto" else getattr(torch, name, name)
-    if found not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    dtype = None if name == "auto" else getattr(torch, name, name)
+    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise UserError(f"dtype must be auto, float32, bfloat16, float16 or float64, not '{name}'")
-    return found
+    return dtype
 
 
 def dtypes(model: PreTrainedModel) -> str:
@@ -127,7 +130,7 @@ def dtypes(model: PreTrainedModel) -> str:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of all that decides which tokens a text becomes, and what they become again. A chat template does not."""
+    """sha256 of all that decides which tokens a text becomes, and which text tokens become. A chat template does not count."""
     settings = {
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "longest": tokenizer.model_max_length,

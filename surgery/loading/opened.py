@@ -29,18 +29,21 @@ def model_of(base: Any, verb: str) -> PreTrainedModel:
         return base
     if isinstance(base, str | Path):
         raise UserError(f"surgery.{verb} takes a model, not its name; load it first: base = surgery.load({str(base)!r})")
-    raise UserError(f"surgery.{verb} takes a model as surgery.load returns it, not {_a(base)}")
+    raise UserError(f"surgery.{verb} takes a model as surgery.load returns it, not {a_type(base)}")
 
 
 def tokenizer_of(base: Any, tokenizer: Any, verb: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that a verb was given, or the Checkpoint's. Raises UserError if there is none, or if it is none."""
-    if tokenizer is None and isinstance(base, Checkpoint):
-        return base.tokenizer
+    """The tokenizer that a verb was given, or else that of the Checkpoint, or with which surgery.load opened the model. Raises
+    UserError where there is none, and for anything else."""
+    from surgery.splicing.remembered import opened  # it lies above this module
+
+    if tokenizer is None and (known := opened(base) or vars(base).get("_surgery")) is not None:
+        tokenizer = known.tokenizer
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         return tokenizer
     if tokenizer is None:
         raise UserError(f"surgery.{verb} needs a tokenizer beside the model, or a whole Checkpoint, as surgery.load returns it")
-    raise UserError(f"surgery.{verb} takes a tokenizer as surgery.load(...).tokenizer is, not {_a(tokenizer)}")
+    raise UserError(f"surgery.{verb} takes a tokenizer as surgery.load(...).tokenizer is, not {a_type(tokenizer)}")
 
 
 def plan_for(plan: Any, verb: str) -> Plan:
@@ -53,8 +56,9 @@ def plan_for(plan: Any, verb: str) -> Plan:
         raise UserError(f"surgery.{verb} takes a plan, not a ranking; make one: surgery.plan(ranking)")
     if isinstance(plan, str | Path):
         raise UserError(f"surgery.{verb} takes a plan, not its name; read it first: surgery.Plan.read({str(plan)!r})")
-    raise UserError(f"surgery.{verb} takes a plan, as surgery.plan returns it, not {_a(plan)}")
+    raise UserError(f"surgery.{verb} takes a plan, as surgery.plan returns it, not {a_type(plan)}")
 
 
-def _a(value: Any) -> str:
+def a_type(value: Any) -> str:
+    """ "a dict", for a message."""
     return "None" if value is None else f"a {type(value).__name__}"

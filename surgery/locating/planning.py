@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from surgery.errors import UserError
+from surgery.loading.opened import a_type
 from surgery.locating.ranking import Ranking, gain
 from surgery.records.plan import Plan
 from surgery.records.record import first_line
@@ -32,14 +34,20 @@ def plan(
     """The plan that grafts the `heads` leading heads of a ranking (or, of the kind "layer", its `layers` leading layers), or
     `sites` where they are given, also as text ("L1.H3,5"). seed: the ranking's, unless given. The rest as in Plan. Raises
     UserError for what does not fit together."""
-    measured, wanted = (ranking.layers, layers) if kind == "layer" else (ranking.heads, heads)
+    if not isinstance(ranking, Ranking):
+        advice = f"surgery.Ranking.read({str(ranking)!r})" if isinstance(ranking, str | Path) else "surgery.locate makes one"
+        raise UserError(f"surgery.plan takes a Ranking, not {a_type(ranking)}: {advice}")
+    measured, count = (ranking.layers, layers) if kind == "layer" else (ranking.heads, heads)
     if sites is None:
-        if not 1 <= wanted <= len(measured):
-            raise UserError(f"the ranking holds {len(measured)} {kind}s; cannot plan {wanted}")
+        if not isinstance(count, int) or not 1 <= count <= len(measured):
+            raise UserError(f"the ranking holds {len(measured)} {kind}s; cannot plan {count}")
         leading = sorted(measured, key=gain, reverse=True)
         if gain(leading[0])[0] < 2:  # ordered by ablation
-            raise UserError("the ranking is of a model that cannot be spliced: its family has no file in surgery/families/")
-        sites = tuple(score.site for score in leading[:wanted])
+            raise UserError(
+                "the ranking is of a model that cannot be spliced: it has grafts already, or its family has no file in "
+                "surgery/families/"
+            )
+        sites = tuple(score.site for score in leading[:count])
     chosen: tuple[Site, ...] = split_sites(sites)
     if not chosen:
         raise UserError("plan.sites is empty; leave it out to plan the leading ones")
@@ -47,14 +55,14 @@ def plan(
     fields |= {"donor": donor, "donor_heads": donor_heads or {}, "donor_layers": donor_layers or {}, "mlp": mlp}
     fields |= {"shared": shared, "blend": blend, "seed": ranking.provenance.seed if seed is None else seed}
     if kind == "head" and donor is None:
-        found = {str(score.site): score.start for score in ranking.heads}
-        fields["starts"] = {str(head): start for site in chosen for head in site.each() if (start := found.get(str(head)))}
+        start_of = {str(score.site): score.start for score in ranking.heads}
+        fields["starts"] = {str(head): start for site in chosen for head in site.each() if (start := start_of.get(str(head)))}
     try:
-        made = Plan(**fields)
+        complete = Plan(**fields)
     except ValidationError as error:
         raise UserError(f"plan: {first_line(error)}") from error
-    _check_sites(ranking, made)
-    return made
+    _check_sites(ranking, complete)
+    return complete
 
 
 def _check_sites(ranking: Ranking, chosen: Plan) -> None:

@@ -1,16 +1,33 @@
-"""The ranking: scores of all sites, and the plans that follow from it."""
+"""The ranking: scores of all sites, as a table, a data frame and a figure."""
 
-from typing import Any, Literal
+import math
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal
 
+from surgery.errors import UserError
 from surgery.loading.digests import Conditions
-from surgery.locating.stability import Stability
+from surgery.locating.questions import described
+from surgery.locating.stability import ScoreName, Stability
 from surgery.models.anatomy import Kind
+from surgery.records.names import called
 from surgery.records.plan import Start
 from surgery.records.record import Provenance, Record, Sealed
 from surgery.records.site import SiteText
-from surgery.statistics import Estimate
+from surgery.statistics import Accuracy, Estimate
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Role = Literal["gather", "aggregate"]
+SHOWN = 10  # heads, where it is not said how many
+COLUMNS = ("splice_loss", "splice_gain", "attribution", "ablation_loss", "ablation_drop", "answer_mass", "pair_mass")
+# Of them a table has the first three that were measured, so that it fits 80 columns.
+LEGEND = {
+    "splice_loss": "nats of loss saved when the head becomes attention, untrained",
+    "attribution": "the slope of that (nats per unit of gate): it ranks heads, no more",
+    "ablation_loss": "nats of loss that leaving the head out costs",
+    "ablation_drop": "accuracy that leaving the head out costs",
+}
 
 
 class Score(Record):
@@ -43,25 +60,113 @@ class Score(Record):
 class Ranking(Sealed):
     """Heads, best place for a graft first (or, in a family without grafts, the one whose ablation costs most), and whole layers
     in order. drawn: heads that were measured exactly not because they led but at random, as a control of what did not lead.
-    stability: whether other questions rank the same heads first, if that was asked. conditions, questions: which weights were
-    ranked, with what, and a digest of what they were asked (versions up to 0.5.1 did not say)."""
+    base_accuracy: of the base on the questions; chance: that of guessing. stability: whether other questions rank the same
+    heads first, if that was asked. conditions, questions: which weights were ranked, with what, and a digest of what they were
+    asked. Versions up to 0.5.1 did not say the last two, versions up to 0.6 no chance."""
 
     provenance: Provenance
     conditions: Conditions | None = None
     questions: str | None = None
     probe: dict[str, Any]
-    base_accuracy: Estimate
+    base_accuracy: Accuracy
+    chance: float | None = None
     base_loss: Estimate
     heads: tuple[Score, ...]
     layers: tuple[Score, ...]
     drawn: tuple[SiteText, ...] = ()
     stability: Stability | None = None
 
+    @property
+    def score(self) -> ScoreName:
+        """What the leading heads are sorted by."""
+        return next((name for order, name in ORDER if gain(self.heads[0])[0] == order), "splice_loss")
+
+    def top(self, k: int = SHOWN) -> tuple[Score, ...]:
+        """The k leading heads' scores, best first (of all heads, if there are fewer). Raises UserError for a k below 1."""
+        if k < 1:
+            raise UserError(f"Ranking.top takes a number of heads from 1 on, not {k}")
+        return self.heads[:k]
+
+    def table(self, k: int = SHOWN) -> tuple[list[str], list[list[str]]]:
+        """Header and body: the k leading heads and what was measured of them; what they are sorted by, with its interval."""
+        first, *others = names = self._shown()
+        body = []
+        for score in self.top(k):
+            cells = [str(getattr(score, first) or ""), *(_cell(score, name) for name in others)]
+            body.append([str(score.site), score.role or "", *cells])
+        return ["site", "role", *(name.replace("_", " ") for name in names)], body
+
+    def _shown(self) -> list[str]:
+        """The scores in a table, first what the heads are sorted by."""
+        others = [name for name in LEGEND if name != self.score and any(getattr(score, name) for score in self.top())]
+        return [self.score, *others[:2]]
+
+    def to_pandas(self) -> "DataFrame":
+        """A row for every head, in the ranking's order: site, layer, head, kind, role, drawn, sign and tau (of its start), and
+        for each score of COLUMNS its value, and under <score>_low, <score>_high and <score>_n the 95% interval and the number
+        of examples. NaN (n: 0) where it was not measured. Raises UserError if pandas is not installed."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise UserError("Ranking.to_pandas needs pandas, which is not installed: pip install pandas") from error
+        return pandas.DataFrame([_row(score, drawn=score.site in self.drawn) for score in self.heads])
+
+    def __str__(self) -> str:
+        header, body = self.table()
+        widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+        rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *body)]
+        return "\n".join([*self._caption(), *rows, *self._notes(len(body))])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        header, body = self.table()
+        head = "".join(f"<th>{escape(name)}</th>" for name in header)
+        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in body)
+        caption, notes = ("<br>".join(map(escape, lines)) for lines in (self._caption(), self._notes(len(body))))
+        return f"<p>{caption}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table><p>{notes}</p>"
+
+    def _caption(self) -> list[str]:
+        probe = described(self.probe["name"], self.probe["options"])
+        return [
+            f"Ranking of {called(self.provenance.base)}: {len(self.heads):,} heads, by {self.score.replace('_', ' ')}",
+            f"{probe}, {self.probe['examples']} examples; base accuracy {self.base_accuracy}",
+        ]
+
+    def _notes(self, shown: int) -> list[str]:
+        left = len(self.heads) - shown
+        more = [f"... and {left:,} more heads: see top(k) and to_pandas()"] if left > 0 else []
+        return [*more, *(f"{name.replace('_', ' ')}: {LEGEND[name]}" for name in self._shown())]
+
+
+# What heads are sorted by: the first of these that was measured.
+ORDER: tuple[tuple[int, ScoreName], ...] = ((3, "splice_loss"), (2, "attribution"), (1, "ablation_loss"))
+
 
 def gain(score: Score) -> tuple[int, float]:
     """What heads are sorted by: the exact loss that splicing saves; behind those, its attribution where it was not measured;
     behind those, the loss that ablation costs, where nothing can be spliced."""
-    for order, estimate in ((3, score.splice_loss), (2, score.attribution), (1, score.ablation_loss)):
-        if estimate is not None:
+    for order, name in ORDER:
+        if (estimate := getattr(score, name)) is not None:
             return order, estimate.value
     return 0, 0.0
+
+
+def _cell(score: Score, name: str) -> str:
+    """A score without its interval."""
+    estimate = getattr(score, name)
+    return "" if estimate is None else f"{estimate.value:+.3f}"
+
+
+def _row(score: Score, drawn: bool) -> dict[str, Any]:
+    start = score.start
+    row: dict[str, Any] = {"site": str(score.site), "layer": score.site.layer, "head": score.site.heads[0]}
+    row |= {"kind": score.kind, "role": score.role, "drawn": drawn}
+    row |= {"sign": math.nan if start is None else start.sign, "tau": math.nan if start is None else start.tau}
+    for name in COLUMNS:
+        estimate = getattr(score, name)
+        row[name] = math.nan if estimate is None else estimate.value
+        row[f"{name}_low"], row[f"{name}_high"] = (math.nan, math.nan) if estimate is None else estimate.ci95
+        row[f"{name}_n"] = 0 if estimate is None else estimate.n
+    return row

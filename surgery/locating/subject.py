@@ -11,6 +11,7 @@ from surgery.loading.checkpoint import fingerprint
 from surgery.loading.digests import Conditions, conditions
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.anatomy import Anatomy, anatomy
+from surgery.splicing.remembered import opened
 from surgery.splicing.splice import adopt
 
 
@@ -32,8 +33,9 @@ class Subject:
         cls, base: PreTrainedModel | Checkpoint, tokenizer: PreTrainedTokenizerBase | None = None, name: str | None = None,
         *, verb: str = "locate", known_fingerprint: str | None = None,
     ) -> "Subject":  # fmt: skip
-        """The subject of a model and its tokenizer, or of a Checkpoint, which has both and a name. The model is adopted where
-        its family has grafts; its tensors are shared. verb: the public function that was called, for messages.
+        """The subject of a model and its tokenizer, or of a Checkpoint. A model that surgery.load opened knows its tokenizer
+        and its name. It is adopted where its family has grafts; its tensors are shared. verb: the public function that was
+        called, for messages.
 
         Raises UserError for arguments of another type, and if the layout of the model is not known (models/anatomy.py).
         """
@@ -41,7 +43,7 @@ class Subject:
         tokenizer = tokenizer_of(base, tokenizer, verb)
         model = adopt(given).eval()
         if name is None:
-            name = base.name if isinstance(base, Checkpoint) else "base"
+            name = known.name if (known := opened(base)) else "base"
         return cls(model, tokenizer, anatomy(model), name, known_fingerprint)
 
     @property

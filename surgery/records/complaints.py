@@ -1,6 +1,7 @@
 """What is said of a recipe that does not fit: one line, with the key, the value, and what may have been meant."""
 
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 import pydantic
@@ -63,6 +64,13 @@ def meant(root: type[Section], place: tuple[Any, ...]) -> str:
             return f"; did you mean {_either(list(dict.fromkeys(known[key] for key in near))[:3])}?"
     listed = name if root.section == "" else root.section
     return f"; `{' '.join(('surgery settings', *listed.split()))}` lists the keys"
+
+
+def none_named(what: str, name: str, names: Iterable[str]) -> str:
+    """A line for a name that does not exist: the nearest one, or all."""
+    known = sorted(names)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"no {what} is named '{name}'; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
 
 
 def _either(names: list[str]) -> str:

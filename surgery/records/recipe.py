@@ -1,7 +1,7 @@
 """A recipe: one YAML file, one run. Unknown keys are refused by name; defaults are those of the demo's scale."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import pydantic
 from pydantic import Field
@@ -59,6 +59,22 @@ class Recipe(Section):
     study: Annotated[dict[str, Any] | None, pydantic.BeforeValidator(_named)] = None
     """Instead of the main job a study: its name (`surgery list studies`) and its options."""
 
+    @pydantic.field_validator("device")
+    @classmethod
+    def _has_memory(cls, device: str) -> str:
+        if device == "meta":
+            raise ValueError("nothing can be computed on meta, which holds no numbers; take cpu, cuda or auto")
+        return device
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Self:
+        """Refuse sections that contradict each other."""
+        if self.bench.doses and self.plan.kind != "head":
+            raise ValueError(f"bench.doses counts heads, and plan.kind is {self.plan.kind}")
+        if self.plan.kind == "layer" and self.plan.sites is None and not self.locate.layers:
+            raise ValueError("plan.kind=layer takes the leading layers, and locate.layers=false ranks none; name plan.sites")
+        return self
+
 
 def read_recipe(path: str | Path | None, settings: list[str] | None = None, **fixed: Any) -> Recipe:
     """Read a recipe, change it by `key=value` settings (dotted keys, values in YAML), and fix some of its fields."""
@@ -97,7 +113,8 @@ def _apply(tree: dict[str, Any], setting: str, old: dict[str, str]) -> None:
         *_, name = present_key(".".join(parents[: i + 1])).split(".")
         if name != parent:
             old[".".join(parents[: i + 1])] = name
-        if branch.get(name) is None:
+        branch[name] = {"name": branch[name]} if name == "study" and isinstance(branch.get(name), str) else branch.get(name)
+        if branch[name] is None:
             branch[name] = {}
         branch = branch[name]
         if not isinstance(branch, dict):

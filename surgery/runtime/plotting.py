@@ -1,34 +1,112 @@
-"""How the project's figures look: one place for colours, sizes and saving."""
+"""How the project's figures look: one place for colours, sizes, axes and saving.
 
+matplotlib is imported where a figure is drawn. Figures are made without pyplot, so that a notebook keeps its own backend.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
-
-matplotlib.use("Agg")
-
-# Okabe and Ito's palette, safe for colour-blind readers; the base is grey, controls are dashed.
-COLORS = {"base": "#555555", "spliced": "#E69F00", "tuned": "#0072B2", "control_tuned": "#D55E00",
+# Okabe and Ito's palette, safe for colour-blind readers; the base is black.
+COLORS = {"base": "#24292F", "spliced": "#E69F00", "tuned": "#0072B2", "control_tuned": "#D55E00",
           "control_random_site": "#009E73", "control_random_site_tuned": "#CC79A7", "control_random_site_2": "#56B4E9",
           "control_same_layer": "#B8A800", "control_same_layer_tuned": "#8C564B"}  # fmt: skip
+CONTROLS = "#CDD3D9"  # the band of all controls
+CHANCE = "#57606A"
+WIDTH = 5.6  # inches; at the 700 pixels of a README's column, a point of the font is 1.7 pixels high, on a phone .9
 STYLE: dict[Any, Any] = {
-    "figure.dpi": 130,
-    "font.size": 9,
+    "savefig.dpi": 150,
+    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.titlesize": 10,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
     "legend.frameon": False,
-    "savefig.bbox": "tight",
+    "legend.fontsize": 10,
+    "text.parse_math": False,  # a token may be a dollar
 }
+ACCURACY = "accuracy (higher is better)"
+LOSS = "loss, nats per token (lower is better)"
 
 
-def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure as PNG, under its final name only when complete."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", metadata={"Software": None})
-    temporary.replace(path)
-    plt.close(figure)
+def lower(quantity: str) -> str:
+    """The label of an axis of costs."""
+    return f"{quantity} (lower is better)"
+
+
+def shown(name: str) -> str:
+    """A model's name in a figure."""
+    return name.replace("_", " ")
+
+
+def is_control(name: str) -> bool:
+    return name.startswith("control")
+
+
+def controls_label(count: int) -> str:
+    """What the band of controls is called."""
+    return "1 control" if count == 1 else f"{count} controls (lowest to highest)"
+
+
+@contextmanager
+def drawing(
+    path: str | Path, rows: int = 1, columns: int = 1, *, height: float, width: float = WIDTH, **options: Any
+) -> Iterator[tuple[Any, Any]]:
+    """Yields a figure of `width` x `height` inches and its axes (rows, columns), and writes it as PNG at the end, under its
+    final name only when complete. options: of `Figure.subplots`."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False, **options)
+        yield figure, axes
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        figure.savefig(temporary, format="png", metadata={"Software": None})
+        temporary.replace(path)
+
+
+def accuracy_axis(axis: Any, **labels: Any) -> None:
+    """From 0 to 1, with a label that says which way is good."""
+    axis.set(ylabel=ACCURACY, ylim=(0, 1.02), **labels)
+
+
+def draw_line(
+    axis: Any, x: Sequence[float], y: Sequence[float], intervals: Sequence[tuple[float, float]] | None = None, **style: Any
+) -> None:
+    """A line with marks, and a whisker for every interval (the only band of a figure is that of the controls). style: of
+    `Axes.errorbar`."""
+    errors = None
+    if intervals is not None:
+        errors = [[value - low for value, (low, _) in zip(y, intervals, strict=True)],
+                  [high - value for value, (_, high) in zip(y, intervals, strict=True)]]  # fmt: skip
+    axis.errorbar(x, y, yerr=errors, **{"marker": "o", "capsize": 2.5, "elinewidth": 1.2} | style)
+
+
+def draw_controls(axis: Any, x: Sequence[float], values: Sequence[Sequence[float]], label: str = "") -> None:
+    """values: of each control, over x. One grey band from the lowest to the highest, seen also where they are all the same.
+    label: of the legend; by default how many controls there are."""
+    low, high = (list(map(end, zip(*values, strict=True))) for end in (min, max))
+    label = label or controls_label(len(values))
+    axis.fill_between(x, low, high, color=CONTROLS, lw=3, joinstyle="round", zorder=1, label=label)
+
+
+def draw_chance(axis: Any, x: Sequence[float], y: Sequence[float]) -> None:
+    """What guessing gives."""
+    axis.plot(x, y, color=CHANCE, lw=1.2, ls=(0, (1, 2)), label="chance", zorder=1.5)
+
+
+def legend(figure: Any, axis: Any, columns: int = 3) -> None:
+    """Below the figure, whose whole width the axes then have; models first, then the controls and chance."""
+    from matplotlib.container import BarContainer, ErrorbarContainer
+
+    entries = list(zip(*axis.get_legend_handles_labels(), strict=True))
+    entries.sort(key=lambda entry: (not isinstance(entry[0], ErrorbarContainer | BarContainer), entry[1].startswith("chance")))
+    handles, labels = zip(*entries, strict=True)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, columnspacing=1.2)

@@ -11,6 +11,7 @@ from typing import Any
 import pydantic
 
 from surgery.errors import UserError
+from surgery.records.complaints import none_named
 from surgery.records.record import first_line
 from surgery.studies.study import Findings, Study, Subjects
 
@@ -27,7 +28,10 @@ def studies() -> dict[str, type[Study]]:
 def make(name: str, **options: Any) -> Study:
     """The study of that name with these options. Raises UserError for an unknown name, an unknown option or a wrong value."""
     if name not in studies():
-        raise UserError(f"no study is named '{name}'; there are {', '.join(sorted(studies()))}")
+        raise UserError(none_named("study", name, studies()))
+    known = studies()[name].model_fields
+    if unknown := sorted(set(options) - set(known)):
+        raise UserError(f"the study '{name}' has no option '{unknown[0]}'; its options are {', '.join(known) or 'none'}")
     try:
         return studies()[name](**options)
     except pydantic.ValidationError as error:

@@ -1,8 +1,8 @@
 """The steps of a stage, in one process or in several.
 
 accelerate divides every batch among the processes, and the sums of losses are divided by the counts of the whole batch, so the
-number of processes changes nothing but rounding. Each process holds the model (DDP), or a part of it (FSDP2, ZeRO); the main
-process alone writes and prints.
+number of processes changes nothing but rounding. Each process holds the model (DDP) or a part of it (FSDP2, ZeRO). Only the
+main process writes and prints.
 """
 
 import math
@@ -30,15 +30,15 @@ from surgery.tuning.shards import apart, collect, divided
 from surgery.tuning.state import Checkpoints, State
 from surgery.tuning.trackers import begin_trackers, finish_trackers
 
-OUT_OF_MEMORY = ("not enough memory", "can't allocate memory")  # of a CPU, which has no exception of its own for it
-CLIP = 1.0  # the norm of the gradient, at most
+OUT_OF_MEMORY = ("not enough memory", "can't allocate memory")  # in RuntimeErrors: on a CPU there is no OutOfMemoryError
+CLIP = 1.0  # the largest norm of the gradient
 
-Look = Callable[[int], tuple[dict[str, float], bool]]
+AfterStep = Callable[[int], tuple[dict[str, float], bool]]
 
 
-class Driven(nn.Module):
-    """A Distillation, every use of which is a forward of this: there, processes that each hold a part of it bring the parts
-    together."""
+class ForwardOnly(nn.Module):
+    """Wraps a Distillation so that every use of it is a forward of this module. Only in a forward do processes that each hold a
+    part of the model bring the parts together."""
 
     def __init__(self, distillation: Distillation):
         super().__init__()
@@ -50,8 +50,8 @@ class Driven(nn.Module):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A Driven as accelerate wraps it, its optimizer, and what is trained by its name in the model: parameters, or this
-    process's parts of them."""
+    """A ForwardOnly as accelerate has wrapped it, with its optimizer. learning: the trained parameters, or this process's parts
+    of them, by their names in the model."""
 
     module: nn.Module
     optimizer: Any
@@ -59,7 +59,7 @@ class Prepared:
 
 
 class Descent:
-    """What one run has from accelerate: its device, its processes, its trackers; and how it takes steps."""
+    """Takes the steps of one run, with what accelerate gives it: device, processes and trackers."""
 
     def __init__(self, options: Tune, checkpoints: Checkpoints, state: State, description: str, seed: int):
         self.options, self.checkpoints, self.state, self.description = options, checkpoints, state, description
@@ -72,14 +72,15 @@ class Descent:
         )
         kind = self.accelerator.distributed_type
         self.zero = self.accelerator.deepspeed_plugin if kind == DistributedType.DEEPSPEED else None
-        unset_hf_deepspeed_config()  # or all models that are loaded from now on, by one process alone, would be divided, too
+        unset_hf_deepspeed_config()  # otherwise every model that is loaded from now on would be divided, too
         self.sharded = kind == DistributedType.FSDP or (self.zero is not None and self.zero.zero_stage == 3)
         _check(options, self.accelerator)
         begin_trackers(self.accelerator, options, description)
 
     def prepared(self, distillation: Distillation, learning_rate: float, parts: int = 1) -> Prepared:
-        """For one stage; what was prepared for another is let go. What learns is what has a gradient now. parts: as many as a
-        batch will have. Nothing is dropped at random until the steps begin, whatever was done with the model before."""
+        """Prepare the modules of one stage and let go of those of the stage before. The trained parameters are those that have
+        a gradient now. parts: into how many a batch will be divided. The modules are in eval mode, without dropout, until the
+        steps begin."""
         self.accelerator.free_memory()
         self.accelerator.gradient_accumulation_steps = parts
         if self.zero:
@@ -89,8 +90,8 @@ class Descent:
                 "gradient_accumulation_steps": parts,
                 "gradient_clipping": CLIP,
             }
-        module = Driven(apart(distillation) if self.sharded else distillation)
-        # What FSDP is to divide a model by.
+        module = ForwardOnly(apart(distillation) if self.sharded else distillation)
+        # The classes of modules by which FSDP divides a model.
         vars(module)["_no_split_modules"] = sorted({type(block).__name__ for block in distillation.student.base_model.layers})
         optimizer = torch.optim.AdamW(
             parameter_groups(module.named_parameters(), self.options.weight_decay), lr=learning_rate, betas=(0.9, 0.95)
@@ -103,30 +104,32 @@ class Descent:
         return Prepared(module, optimizer, learning)
 
     def collect(self, prepared: Prepared) -> None:
-        """See that the model holds what was learnt. All processes have to call it."""
+        """Write what was learnt into the model, if it is divided. All processes have to call it."""
         if self.sharded:
             collect(prepared.learning, self.checkpoints.trained)
 
     def descend(
         self, prepared: Prepared, use: Callable[..., dict[str, Tensor]], batches: Iterable[list[tuple]], steps: int,
-        look: Look | None = None,
+        after_step: AfterStep | None = None,
     ) -> None:  # fmt: skip
-        """Take the steps of a stage that are not yet done. use: gives the losses of a Distillation and a part of a batch. A
-        batch: the arguments of that, part by part. look: after a step, more figures for its record, and whether it was the
-        last."""
+        """Take the steps of a stage that are not yet done.
+
+        use: from a Distillation and a part of a batch to the losses. batches: for every step a list of the parts, each of them
+        the further arguments of `use`. after_step: from the number of a step to more figures for its record, and whether it was
+        the last. Raises UserError where a loss or a gradient is not finite."""
         state, module, optimizer = self.state, prepared.module, prepared.optimizer
         schedule = cosine_schedule(optimizer, self.options.warmup_steps, steps)
         start, stage = state.step, state.stage
-        what = self.description if stage == "distil" else f"{self.description}, {stage}"
-        progress = Track(batches, what, steps - start)
+        description = self.description if stage == "distil" else f"{self.description}, {stage}"
+        progress = Track(batches, description, steps - start)
         self.checkpoints.restore(optimizer, schedule)
         module.train()
         for parts in progress:
             self._seed()
-            figures = self._step(prepared, use, parts, what, first=state.step == start)
+            figures = self._step(prepared, use, parts, description, first=state.step == start)
             schedule.step()
             state.step += 1
-            more, last = look(state.step) if look else ({}, False)
+            more, last = after_step(state.step) if after_step else ({}, False)
             state.log.append({"stage": stage, "step": state.step, **figures, **more})
             self.track(state.log[-1:])
             progress.note = ", ".join(f"{name} {value:.4g}" for name, value in (figures | more).items() if name != "loss")
@@ -139,14 +142,14 @@ class Descent:
         self.collect(prepared)
 
     def _seed(self) -> None:
-        """What a step draws at random depends on nothing that was drawn before: a resumed run draws the same."""
+        """Seed torch by the step alone, so that a resumed run draws the same random numbers."""
         key = f"{self.state.stage} {self.seed} {self.state.step} {self.accelerator.process_index}"
         torch.manual_seed(random.Random(key).getrandbits(63))
 
     def _step(
-        self, prepared: Prepared, use: Callable[..., dict[str, Tensor]], parts: list[tuple], what: str, *, first: bool
+        self, prepared: Prepared, use: Callable[..., dict[str, Tensor]], parts: list[tuple], description: str, *, first: bool
     ) -> dict[str, float]:
-        """The losses of a batch, after its step. Raises UserError, and takes none, where they are not finite."""
+        """Take a step and return the losses of its batch. Raises UserError, without taking it, where they are not finite."""
         accelerator, optimizer = self.accelerator, prepared.optimizer
         reached: set[str] = set()
         learning = prepared.learning if first else {}
@@ -154,38 +157,38 @@ class Descent:
         losses: dict[str, Tensor] = {}
         for part in parts:
             with accelerator.accumulate(prepared.module):
-                found = prepared.module(use, *part)
-                losses = {name: losses.get(name, 0) + value.detach() for name, value in found.items()}
+                part_losses = prepared.module(use, *part)
+                losses = {name: losses.get(name, 0) + value.detach() for name, value in part_losses.items()}
                 if accelerator.sync_gradients:
                     figures = {name: value.item() for name, value in accelerator.reduce(losses, "mean").items()}
-                    self._check_finite(prepared, figures["loss"], "loss", what)
-                accelerator.backward(found["loss"] * len(parts))
+                    self._check_finite(prepared, figures["loss"], "loss", description)
+                accelerator.backward(part_losses["loss"] * len(parts))
                 if accelerator.sync_gradients:
-                    _every_parameter_learns(learning, reached)
+                    _check_gradients(learning, reached)
                     norm = accelerator.clip_grad_norm_(list(prepared.learning.values()), CLIP)
-                    self._check_finite(prepared, float(norm), "size of the gradient", what)
+                    self._check_finite(prepared, float(norm), "norm of the gradient", description)
                 optimizer.step()
                 optimizer.zero_grad()
         for hook in hooks:
             hook.remove()
         return figures
 
-    def _check_finite(self, prepared: Prepared, value: float, name: str, what: str) -> None:
+    def _check_finite(self, prepared: Prepared, value: float, name: str, description: str) -> None:
         if math.isfinite(value):
             return
-        driven: Any = self.accelerator.unwrap_model(prepared.module)
-        both = driven.distillation  # student and teacher
+        wrapper: Any = self.accelerator.unwrap_model(prepared.module)
+        both = wrapper.distillation  # student and teacher
         stepped = any(record["stage"] != "calibrate" for record in self.state.log)
-        # What learns may have been ruined by a step; all else is as it came.
+        # A step may have made the trained weights not finite; all other weights are as they were loaded.
         why = broken_weight(both, [f"student.{weight}" for weight in prepared.learning] if stepped else ())
         why = why.replace("'student.", "'")
         if not why and stepped:
             why = "lower tune.learning_rate"
         why = why or f"nothing was learnt yet, so the model overflows in {both.student.dtype}"
-        raise UserError(f"{what}: the {name} is {value} at step {self.state.step + 1}; {why}")
+        raise UserError(f"{description}: the {name} is {value} at step {self.state.step + 1}; {why}")
 
     def track(self, records: list[dict[str, Any]]) -> None:
-        """Hand the last records of the log to the trackers."""
+        """Send the last records of the log to the trackers."""
         if self.accelerator.trackers:
             first = len(self.state.log) - len(records) + 1
             for step, record in enumerate(records, first):
@@ -193,38 +196,39 @@ class Descent:
                 self.accelerator.log({f"{record['stage']}/{name}": value for name, value in figures.items()}, step=step)
 
     def finish(self) -> None:
+        """Close the trackers."""
         finish_trackers(self.accelerator)
 
 
 def _check(options: Tune, accelerator: Accelerator) -> None:
-    """Raise UserError for what these processes cannot do."""
+    """Raise UserError for settings that these processes cannot work with."""
     n = accelerator.num_processes
     for name in ("batch_size", "text_batch_size"):
         if (size := getattr(options, name)) % n:
-            raise UserError(f"tune.{name}: {size} cannot be divided among {n} processes; take a multiple of {n}")
+            raise UserError(f"tune.{name}: {size} cannot be divided among {n} processes; choose a multiple of {n}")
     if options.batch_size // n < options.gradient_accumulation_steps:
         raise UserError(
             f"tune.gradient_accumulation_steps: each of {n} processes has {options.batch_size // n} sequences of a batch, "
             f"which cannot be divided into {options.gradient_accumulation_steps} parts"
         )
     if divided() and n > 1 and accelerator.distributed_type == DistributedType.MULTI_CPU:
-        raise UserError("accelerate divides no models on CPUs: run without FSDP there")  # it would use DDP and say nothing
+        raise UserError("accelerate cannot divide models on CPUs; run without FSDP")  # it would use DDP and not say so
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise UserError("tune needs version 2 of FSDP: accelerate launch --fsdp_version 2")
+        raise UserError("tuning needs version 2 of FSDP: accelerate launch --fsdp_version 2")
     if accelerator.mixed_precision != "no":
         raise UserError(
             f"leave out accelerate's {accelerator.mixed_precision}; the recipe has tune.mixed_precision=bf16 for that"
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        asked = accelerator.deepspeed_plugin.deepspeed_config
+        config = accelerator.deepspeed_plugin.deepspeed_config
         for name in ("optimizer", "scheduler"):
-            if name in asked:
-                raise UserError(f"DeepSpeed's configuration has its own {name}; leave it out, the recipe says how to learn")
+            if name in config:
+                raise UserError(f"leave the {name} out of DeepSpeed's configuration; the recipe sets it")
 
 
 @contextmanager
 def fitting(description: str) -> Iterator[None]:
-    """One clear line for a batch that does not fit into memory."""
+    """Raise UserError in one clear line for a batch that does not fit into memory."""
     try:
         yield
     except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -240,9 +244,10 @@ def _note(reached: set[str], name: str, _: Tensor) -> None:
     reached.add(name)
 
 
-def _every_parameter_learns(learning: dict[str, nn.Parameter], reached: set[str]) -> None:
-    """A parameter without a gradient after the first backward would silently stay as it is. reached: names of those that had
-    one on the way; DeepSpeed has taken it from them by now, FSDP gives their parts one at the end only."""
+def _check_gradients(learning: dict[str, nn.Parameter], reached: set[str]) -> None:
+    """Raise UserError for a parameter without a gradient: it would silently stay as it is. reached: the parameters whose
+    gradient was seen in the backward pass. DeepSpeed has already taken it away by now, and with FSDP only the parts have
+    one."""
     for name, p in learning.items():
         if p.grad is None and name not in reached:
-            raise UserError(f"'{name}' was to be trained, but no gradient reaches it")
+            raise UserError(f"'{name}' is to be trained, but no gradient reaches it")

@@ -1,9 +1,9 @@
-"""What tuning must not cost: knowledge and perplexity, looked at on the way.
+"""Early stopping: measures during tuning what it must not cost, knowledge and perplexity.
 
-Bench measures on other examples: the dictionaries are drawn from other seeds, the text is of documents that are neither trained
-on nor in bench's held-out text, and the small world's facts are asked in sentences of the training split, which bench never
-uses. The facts themselves are the same there. Those of a file (data.facts) have one sentence each: they are divided, and what
-is asked here bench does not ask (probes/knowledge.py).
+Bench measures on other examples. The dictionaries are drawn from other seeds. The text comes from documents that are neither
+trained on nor in bench's held-out text. The small world's facts are the same, but are asked here in sentences of the training
+split, which bench never uses. The facts of a file (data.facts) have one sentence each, so they are divided: bench does not ask
+those that are asked here (probes/knowledge.py).
 """
 
 import math
@@ -29,8 +29,10 @@ BATCH = 16
 
 
 class Guard:
-    """Compares a model with the base. divided: several processes divide what is looked at; else each looks at all of it, which
-    those must that hold a part of the model each, since all of them take part in every forward. All get the same figures."""
+    """Compares a model with the base. All processes get the same figures.
+
+    divided: whether the processes divide the examples. If each holds a part of the model they must not, since all of them have
+    to take part in every forward."""
 
     def __init__(
         self,
@@ -43,20 +45,20 @@ class Guard:
         divided: bool = True,
     ):
         self.tokenizer, self.bounds = tokenizer, bounds
-        mine: Callable[[Sequence], list] = share if divided else list
-        self.questions = mine(questions(data.facts, bounds.examples, seed))
-        rows = mine(range(bounds.windows))
+        own_share: Callable[[Sequence], list] = share if divided else list
+        self.questions = own_share(questions(data.facts, bounds.examples, seed))
+        rows = own_share(range(bounds.windows))
         ids, real = held_out_windows(tokenizer, data, options, bounds.windows, seed)
         self.text = ids[rows], real[rows]
 
     def measure(self, distillation: Distillation, base: bool = False) -> dict[str, float]:
-        """{"knowledge": accuracy, "perplexity"} of the student as it is, or of the base."""
+        """{"knowledge": accuracy, "perplexity": per token} of the student as it is, or of the base."""
         whole = distillation.as_teacher() if base else nullcontext(distillation.student)
         with whole as model, distillation.autocast(model.device):
             correct = answer(model, self.tokenizer, self.questions).correct.sum() if self.questions else 0
             shares = gather([(int(correct), len(self.questions), *self._loss(model))])
-        correct, asked, nats, tokens = (sum(column) for column in zip(*shares, strict=True))
-        return {"knowledge": correct / asked, "perplexity": math.exp(nats / tokens)}
+        correct, questions, nats, tokens = (sum(column) for column in zip(*shares, strict=True))
+        return {"knowledge": correct / questions, "perplexity": math.exp(nats / tokens)}
 
     @torch.no_grad()
     def _loss(self, model: PreTrainedModel) -> tuple[float, int]:
@@ -64,23 +66,24 @@ class Guard:
         total, tokens = 0.0, 0
         batches = zip(*(side.to(model.device).split(BATCH) for side in self.text), strict=True)
         for ids, real in batches if len(self.text[0]) else ():
-            asked = real[:, 1:]  # what follows the first token of a row
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1][asked]
-            loss = F.cross_entropy(logits.float(), ids[:, 1:][asked], reduction="sum")
+            targets = real[:, 1:]  # all tokens but the first of a row
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1][targets]
+            loss = F.cross_entropy(logits.float(), ids[:, 1:][targets], reduction="sum")
             with explained(model):
                 total += checked(loss, "the losses of held-out text").item()
-            tokens += int(asked.sum())
+            tokens += int(targets.sum())
         return total, tokens
 
     def allows(self, figures: dict[str, float], base: dict[str, float]) -> bool:
-        """Whether a model with these figures is within the bounds, where the base has those."""
+        """Whether a model with these figures is within the bounds, given the figures of the base."""
         lost = base["knowledge"] - figures["knowledge"]
         risen = figures["perplexity"] / base["perplexity"] - 1
         return lost <= self.bounds.knowledge and risen <= self.bounds.perplexity
 
 
 def questions(source: str, n: int, seed: int) -> list[Question]:
-    """At most n about `source`: of a file's facts, its part for this; of the world's, in a sentence that training uses."""
+    """At most n questions about the facts of `source`. Of a file: the part that bench does not ask. Of the world: in sentences
+    that training uses."""
     if source != "world":
         return Knowledge(source, "keep").questions(n, seed)
     rng, known = random.Random(f"keep {seed}"), facts()

@@ -30,7 +30,7 @@ from surgery.runtime.progress import say
 from surgery.splicing.remembered import remembered_tokenizer
 from surgery.splicing.splice import adopt, stock
 from surgery.tuning.calibrate import calibrate
-from surgery.tuning.descent import Descent, Look, Prepared, fitting
+from surgery.tuning.descent import AfterStep, Descent, Prepared, fitting
 from surgery.tuning.distil import Distillation, StateCache
 from surgery.tuning.early_stopping import Guard
 from surgery.tuning.graft_alignment import alignment_error, gather_states, without_gates
@@ -40,10 +40,10 @@ from surgery.tuning.state import Checkpoints, Log, State
 from surgery.tuning.trackers import check_trackers
 from surgery.tuning.trainable import trainable, training
 
-VERSION = 2  # of how steps are taken: a run that began otherwise cannot end where it would have ended
+VERSION = 3  # of the steps and of the settings' names: a run that another version began cannot be resumed
 DONE = "done"  # what follows the last stage
 PROBE_SEED = 10_007  # added to the run's: calibration looks at other examples than those that the grafts learn from
-HELD_OUT_SEED = 20_011  # and keep at others again
+HELD_OUT_SEED = 20_011  # and early stopping at others again
 
 
 def tune(
@@ -59,28 +59,29 @@ def tune(
     resume: bool = False,
     description: str = "tune",
 ) -> Log:
-    """Train `model` in place and return the log: one record per step, {"stage", "step", "loss", ...}, losses in nats; of distil
-    also "retrieval" and "kl", and, where the recipe asks for it, "knowledge" and "perplexity".
+    """Train `model` in place and return the log: one record for every step, {"stage", "step", "loss", ...}, losses in nats. The
+    records of distil also have "retrieval" and "kl"; with early stopping some have "knowledge" and "perplexity".
 
-    model: a hybrid, whose grafts are trained, or anything with `layers`, whose mixers are trained (the control, which has
-    nothing to align or to calibrate; give it its own copy of the weights). tokenizer: the one that the model brings, unless
-    another is given. teacher: what text is held to; by default the base
-    of the hybrid, whose weights it shares: give the true one for a reloaded hybrid that has adapters merged into it. out: a
-    folder for checkpoints every `options.save_steps` steps; with `resume`, the newest one there is continued.
+    model: a hybrid, whose grafts are trained; or any supported model with `layers`, the numbers of the layers whose mixers are
+    trained. The latter is the control. It has nothing to align or to calibrate, and needs its own copy of the weights. A
+    Checkpoint is taken, too. tokenizer: the one that the model brings, unless another is given. teacher: the model that text is
+    compared with. By default the hybrid's base, whose weights it shares; give the original base for a reloaded hybrid that has
+    adapters merged into it. out: a folder for a checkpoint every `options.save_steps` steps. resume: continue the newest
+    checkpoint in `out`. Raises UserError for settings, data or checkpoints that do not fit.
     """
     hybrid = model_of(model, "tune")
     tokenizer = tokenizer_of(model, remembered_tokenizer(hybrid) if tokenizer is None else tokenizer, "tune")
-    beginning = begun(
+    starting = started_run(
         hybrid, tokenizer, options or Tune(), data=data, seed=seed, layers=layers, teacher=teacher, out=out, resume=resume,
         description=description,
     )  # fmt: skip
-    with beginning as run:
-        run.all()
+    with starting as run:
+        run.finish_stages()
     return run.state.log
 
 
 @contextmanager
-def begun(
+def started_run(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     options: Tune,
@@ -93,14 +94,14 @@ def begun(
     resume: bool = False,
     description: str = "tune",
 ) -> Iterator["Run"]:
-    """A run of tune that has taken no step yet, or, resumed, none after its newest checkpoint; arguments as for tune."""
+    """A run of tune that has taken no step yet, or none since the checkpoint that it resumes. Arguments as for tune."""
     data = data or Data()
     check_trackers(options)
     if layers is None and not getattr(model.config, "grafts", None):
         raise UserError("there is nothing to tune: the model holds no grafts; splice it first: surgery.splice(base, plan)")
     if teacher is None:
         if layers is not None:
-            raise UserError("tuning a model's own layers needs the unchanged base as teacher")
+            raise UserError("tuning a model's own layers needs a teacher: give the unchanged base")
         teacher = adopt(stock(model))
     layers = None if layers is None else list(layers)
     settings = {
@@ -122,8 +123,8 @@ def begun(
 
 
 class Run:
-    """One call of tune, or a process's part in it. Its methods are the stages; what they leave behind is `state` and the
-    trained parameters."""
+    """One call of tune, or one process's part in it. Its methods are the stages. Their results are `state` and the trained
+    parameters."""
 
     def __init__(
         self,
@@ -145,19 +146,19 @@ class Run:
         self.descent = Descent(options, checkpoints, state, description, seed)
         self.accelerator = self.descent.accelerator
         self.micro_batches = MicroBatches(tokenizer, options, data, self.accelerator)
-        # A base in float16 computes in bfloat16, too. Its range needs no scaling of the loss, whose state and skipped steps
-        # would have to be resumed and be alike in all processes, and it holds what float16 cannot (the built-in Mamba-1's
-        # products reach 3e5). On a CPU a step in float16 takes eight times as long.
+        # A base in float16 computes in bfloat16, too. The range of bfloat16 holds what float16 cannot (the built-in Mamba-1's
+        # products reach 3e5), and needs no loss scaling, whose state and skipped steps would have to be resumed and to agree
+        # between processes. On a CPU a step in float16 also takes eight times as long.
         bf16 = options.mixed_precision == "bf16" or model.dtype in (torch.bfloat16, torch.float16)
         self.distillation = Distillation(
             model, teacher, kl_weight=options.kl_weight, cache_bytes=options.cache_bytes, bf16=bf16
         )
-        # A part of it goes there later; and where accelerate fetches the weights, it knows where they belong.
+        # With a divided model each process moves its own part later; accelerate's hooks know where offloaded weights belong.
         if not self.descent.sharded and not hooks(model):
             self.distillation.to(self.accelerator.device)
 
-    def all(self) -> None:
-        """The stages that are not yet done, one after the other, and a checkpoint after each."""
+    def finish_stages(self) -> None:
+        """Do the stages that are not yet done, with a checkpoint after each."""
         for i, stage in enumerate(self.stages):
             if stage == self.state.stage:
                 self.distillation.cache = StateCache(self.options.cache_bytes)  # no other stage has the same batches
@@ -165,46 +166,46 @@ class Run:
                     getattr(self, stage)()
                 self.state.stage, self.state.step = [*self.stages, DONE][i + 1], 0
                 self.checkpoints.save(self.state)
-        self.settle()
+        self.restore_best()
         self.descent.finish()
 
     def align(self) -> None:
-        """Every graft learns to do what the base does in its place."""
-        asked = self.options.align
-        assert asked is not None
+        """Train every graft to do what the base does in its place."""
+        options = self.options.align
+        assert options is not None
         with resting(self.model), without_gates(self.model):
-            prepared = self.descent.prepared(self.distillation, asked.learning_rate)
-            some = self.micro_batches.some(asked.batches, self.seed)
+            prepared = self.descent.prepared(self.distillation, options.learning_rate)
+            batches = self.micro_batches.full_size(options.batches, self.seed)
             with torch.no_grad():
-                states = prepared.module(gather_states, some, self.options.cache_bytes, self.accelerator)
-            steps = ([(states[step % len(states)],)] for step in range(self.state.step, asked.steps))
-            self.descent.descend(prepared, alignment_error, steps, asked.steps)
+                states = prepared.module(gather_states, batches, self.options.cache_bytes, self.accelerator)
+            steps = ([(states[step % len(states)],)] for step in range(self.state.step, options.steps))
+            self.descent.descend(prepared, alignment_error, steps, options.steps)
 
     def calibrate(self) -> None:
-        """Set tau and gate."""
-        asked = self.options.calibrate
-        assert asked is not None
+        """Search for tau and the gates."""
+        options = self.options.calibrate
+        assert options is not None
         prepared = self.descent.prepared(self.distillation, self.options.learning_rate)
-        losses = self.micro_batches.losses("calibrate", asked.examples, self.seed + PROBE_SEED)
+        losses = self.micro_batches.losses("calibrate", options.examples, self.seed + PROBE_SEED)
         with within(f"{self.description}, calibrate"), explained(self.model):
-            records = calibrate(prepared.learning, asked, partial(prepared.module, losses))
+            records = calibrate(prepared.learning, options, partial(prepared.module, losses))
         self.descent.collect(prepared)
         self.state.log += records
         self.descent.track(records)
 
-    def distil(self, look: Look | None = None) -> None:
-        """Train end to end. look: at every step, instead of at what is to be kept."""
-        with self._checkpointing():
+    def distil(self, after_step: AfterStep | None = None) -> None:
+        """Train end to end. after_step: called after every step, instead of early stopping."""
+        with self._gradient_checkpointing():
             prepared = self.descent.prepared(
                 self.distillation, self.options.learning_rate, self.options.gradient_accumulation_steps
             )
             steps = self.micro_batches.steps(self.seed, self.state.step)
-            look = look or self._keeping(prepared)
-            self.descent.descend(prepared, Distillation.__call__, steps, self.options.steps, look)
+            after_step = after_step or self._early_stopping(prepared)
+            self.descent.descend(prepared, Distillation.__call__, steps, self.options.steps, after_step)
 
     @contextmanager
-    def _checkpointing(self) -> Iterator[None]:
-        """The states within the student's blocks are computed again on the way back, if that is asked for."""
+    def _gradient_checkpointing(self) -> Iterator[None]:
+        """If the recipe says so, the states within the student's blocks are computed again in the backward pass."""
         blocks: Any = self.model.base_model.layers if self.options.gradient_checkpointing else ()
         for block in blocks:
             block.gradient_checkpointing = True
@@ -215,19 +216,19 @@ class Run:
             for block in blocks:
                 block.gradient_checkpointing = False
 
-    def settle(self) -> None:
-        """At the end, the best weights, where the recipe asks to keep them."""
+    def restore_best(self) -> None:
+        """After the last stage, put the best weights back, if early stopping has kept any."""
         if self.options.early_stopping is not None and self.state.stage == DONE:
             if self.state.best is None:
                 say(
-                    f"{self.description}: at no step were knowledge and perplexity within the bounds of tune.early_stopping; "
-                    "these are the last weights"
+                    f"{self.description}: knowledge and perplexity were never within the bounds of tune.early_stopping; "
+                    "the weights are those of the last step"
                 )
             else:
                 self.checkpoints.put(self.checkpoints.best)
 
-    def _keeping(self, prepared: Prepared) -> Look | None:
-        """What looks after a step whether the model is still within the bounds, and remembers its best weights."""
+    def _early_stopping(self, prepared: Prepared) -> AfterStep | None:
+        """What is called after every step: it ends the steps when the model leaves the bounds, and keeps its best weights."""
         bounds, state, module = self.options.early_stopping, self.state, prepared.module
         if bounds is None:
             return None
@@ -236,23 +237,23 @@ class Run:
         losses = self.micro_batches.losses("keep", bounds.examples, seed)
         base = module(guard.measure, True)
 
-        def look(step: int) -> tuple[dict[str, float], bool]:
+        def after_step(step: int) -> tuple[dict[str, float], bool]:
             if step % bounds.eval_steps and step != self.options.steps:
                 return {}, False
             module.eval()
             figures, held_out = module(guard.measure), module(losses)["retrieval"]
             module.train()
-            within = guard.allows(figures, base)
-            if within and (state.best is None or held_out < state.best["retrieval"]):
+            within_bounds = guard.allows(figures, base)
+            if within_bounds and (state.best is None or held_out < state.best["retrieval"]):
                 state.best = {"step": step, "retrieval": held_out, **figures}
                 self.descent.collect(prepared)
                 self.checkpoints.best = self.checkpoints.tensors()
-            last = not within and state.best is not None
+            last = not within_bounds and state.best is not None
             if last:
                 compared = ", ".join(f"{name} {figures[name]:.4g}, the base's {base[name]:.4g}" for name in base)
-                say(f"{self.description}: step {step} is beyond tune.early_stopping ({compared}); the steps end")
+                say(f"{self.description}: stopped at step {step}, beyond the bounds of tune.early_stopping ({compared})")
             return {**figures, "held_out": held_out}, last
 
         if state.step == 0:
-            look(0)
-        return look
+            after_step(0)
+        return after_step

@@ -1,11 +1,11 @@
-"""LoRA and its relatives on the base, beside the grafts: adapters by peft, for as long as a model is tuned.
+"""LoRA and its relatives: adapters of peft on the base, beside the grafts, while a model is tuned.
 
-peft passes over much in silence. Here, a target that matches nothing is an error, and so is a module whose weight is read but
-which is never called (Mamba's conv1d, Mamba-1's dt_proj): an adapter there would learn nothing, and merging it would change
-the model all the same. Grafts are trained whole. What was adapted is said in a table.
+peft ignores much without a word. Here a target that matches nothing is an error. So is a module whose weight is read but which
+is never called (Mamba's conv1d, Mamba-1's dt_proj): an adapter would learn nothing there, and merging it would still change the
+model. Grafts are trained whole. A table says what was adapted.
 
-At the end the adapters are merged into copies of the weights, because the base's own are shared with the base itself, which is
-the teacher: nothing ever writes to them.
+At the end the adapters are merged into copies of the weights. The weights themselves belong to the base as well, which is the
+teacher, so nothing ever writes to them.
 """
 
 import os
@@ -34,14 +34,14 @@ from surgery.runtime.processes import is_main
 from surgery.runtime.progress import say
 from surgery.splicing.splice import graft_parameters
 
-NAME = "default"  # peft's, of the only adapter
-PREFIX = "base_model.model."  # of the names in a file of peft's
+NAME = "default"  # peft's name of the only adapter
+PREFIX = "base_model.model."  # of the names in peft's files
 FOLDER, WEIGHTS, TABLE = "adapter", "adapter_model.safetensors", "lora.txt"
 
 
 @dataclass(frozen=True)
 class Match:
-    """A module that a target names, to be adapted with so much rank."""
+    """A module that a target matches, and the rank of its adapter."""
 
     target: str
     module: str
@@ -50,28 +50,29 @@ class Match:
 
 @contextmanager
 def adapted(model: PreTrainedModel, options: Lora | None, *, seed: int = 0, out: Path | None = None) -> Iterator[None]:
-    """`model` with adapters, which are parameters of it in float32 at least, named `.lora_`. At the end they are merged, and
-    unsplice still finds what was there; if something is raised within, the model is as it was. Without options nothing happens.
+    """Give `model` adapters for a while: parameters in float32 or wider, with `.lora_` in their names. At the end they are
+    merged, and unsplice still restores the base. If an error is raised meanwhile, the model is put back as it was. Without
+    options nothing happens.
 
-    out: a folder for the table of what was adapted, and at the end for adapter/: adapters and grafts in peft's form, to be put
-    on the untuned hybrid. Raises UserError for a target that matches nothing, or nothing that an adapter could change.
+    out: a folder for the table of what was adapted, and at the end for adapter/, which holds adapters and grafts in peft's
+    format, to be put on the untuned hybrid. Raises UserError for a target that matches nothing that can be adapted.
     """
     if options is None:
         yield
         return
-    found = matches(model, options)
-    config = _config(options, found)
-    learning = {p: p.requires_grad for p in model.parameters()}
+    matched = matches(model, options)
+    config = _config(options, matched)
+    requires_grad = {p: p.requires_grad for p in model.parameters()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         LoraModel(model, config, NAME)
-    for p, before in learning.items():
-        p.requires_grad_(before)  # peft froze them, the base's own, too
-    layers: dict[str, Any] = {match.module: model.get_submodule(match.module) for match in found}
+    for p, before in requires_grad.items():
+        p.requires_grad_(before)  # peft has frozen all of them
+    layers: dict[str, Any] = {match.module: model.get_submodule(match.module) for match in matched}
     try:
         for p in adapters(model).values():
             p.data = p.data.to(torch.promote_types(p.dtype, torch.float32))
-        lines = table(model, options, found)
+        lines = table(model, options, matched)
         for line in lines:
             say(line)
         yield
@@ -79,7 +80,7 @@ def adapted(model: PreTrainedModel, options: Lora | None, *, seed: int = 0, out:
             write_text(out / TABLE, "\n".join(lines) + "\n")
             _save(model, config, out)
         own = _merge(layers)
-        # Those that were there first: a second tuning adapts what the first one merged.
+        # The first weights count: a second tuning adapts what the first one has merged.
         vars(model)["unadapted"] = own | vars(model).get("unadapted", {})
     finally:
         for name, layer in layers.items():
@@ -94,62 +95,64 @@ def adapters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def resting(model: PreTrainedModel) -> Iterator[None]:
-    """Adapters do not learn meanwhile."""
-    own = {p: p.requires_grad for p in adapters(model).values()}
+    """Keep the adapters fixed for a while."""
+    requires_grad = {p: p.requires_grad for p in adapters(model).values()}
     try:
-        for p in own:
+        for p in requires_grad:
             p.requires_grad_(False)
         yield
     finally:
-        for p, before in own.items():
+        for p, before in requires_grad.items():
             p.requires_grad_(before)
 
 
 def matches(model: PreTrainedModel, options: Lora) -> list[Match]:
-    """What the targets name, in the model's order. Raises UserError for a target that names nothing, or something else than a
-    linear module of the base's blocks that is called."""
+    """The modules that the targets match, in the model's order. Raises UserError for a target that matches nothing, or a module
+    that is not a linear module of the base's blocks, is quantised, or is never called."""
     targets = (
         options.target_modules if isinstance(options.target_modules, dict) else dict.fromkeys(options.target_modules, options.r)
     )
     modules: dict[str, Any] = dict(model.named_modules())
     blocks = next(name for name, module in modules.items() if module is model.base_model.layers) + "."
     called = _called(model)
-    able = [
+    adaptable = [
         name
         for name, module in modules.items()
         if name.startswith(blocks) and ".graft." not in name and isinstance(module, nn.Linear) and name in called
     ]
-    found: dict[str, Match] = {}
+    matched: dict[str, Match] = {}
     for target, rank in targets.items():
         named = [name for name in modules if f".{name}".endswith(f".{target}")]
         own = [name for name in named if name.startswith(blocks) and ".graft." not in name]
         refused = f"tune.lora.target_modules: '{target}'"
-        choice = f"; there are {', '.join(sorted({name.rpartition('.')[2] for name in able}))}"
+        choice = f"; there are {', '.join(sorted({name.rpartition('.')[2] for name in adaptable}))}"
         if not named:
             raise UserError(f"{refused} matches no module{choice}")
         if not own:
-            where = "is in grafts alone, which are trained whole" if ".graft." in named[0] else "is outside of the blocks"
+            where = "is only in grafts, which are trained whole" if ".graft." in named[0] else "is outside the blocks"
             raise UserError(f"{refused} {where}{choice}")
         for name in own:
             if name not in called:
-                raise UserError(f"{refused} is a dead end: the model reads the weight of {name} and never calls it{choice}")
-            if name not in able:
-                raise UserError(f"{refused} matches {name}, a {type(modules[name]).__name__}; adapters are for Linear{choice}")
+                raise UserError(
+                    f"{refused} would learn nothing: the model reads the weight of {name} but never calls it{choice}"
+                )
+            if name not in adaptable:
+                raise UserError(f"{refused} matches {name}, a {type(modules[name]).__name__}; adapters need a Linear{choice}")
             if has_quantised_weight(modules[name]):
                 raise UserError(
-                    f"{refused} matches {name}, which is quantised, and adapters are merged in the end; leave out tune.lora, "
-                    "or take a base that is not quantised"
+                    f"{refused} matches {name}, which is quantised, so the adapter could not be merged; leave out tune.lora, "
+                    "or use a base that is not quantised"
                 )
-            if name in found:
-                raise UserError(f"{refused} matches {name}, and so does '{found[name].target}'")
-            found[name] = Match(target, name, rank)
-    return [found[name] for name in modules if name in found]
+            if name in matched:
+                raise UserError(f"{refused} matches {name}, and so does '{matched[name].target}'")
+            matched[name] = Match(target, name, rank)
+    return [matched[name] for name in modules if name in matched]
 
 
-def table(model: PreTrainedModel, options: Lora, found: list[Match]) -> list[str]:
-    """What each target matched, and how many numbers that trains: of an adapted model."""
+def table(model: PreTrainedModel, options: Lora, matched: list[Match]) -> list[str]:
+    """The lines of a table: what each target matched in an adapted model, and how many numbers are trained there."""
     groups: dict[tuple[str, ...], dict[str, int]] = {}
-    for match in found:
+    for match in matched:
         layer: Any = model.get_submodule(match.module)
         shape = " x ".join(map(str, layer.weight.shape))
         alike = (match.target, re.sub(r"\.\d+\.", ".*.", match.module), shape, str(match.rank))
@@ -158,11 +161,11 @@ def table(model: PreTrainedModel, options: Lora, found: list[Match]) -> list[str
     total = sum(sum(counts.values()) for counts in groups.values())
     rows = [("target", "matched", "modules", "weight", "rank", "trainable")]
     for (target, where, shape, rank), counts in groups.items():
-        only = where if len(counts) > 1 else next(iter(counts))
-        rows.append((target, only, str(len(counts)), shape, rank, f"{sum(counts.values()):,}"))
+        pattern = where if len(counts) > 1 else next(iter(counts))
+        rows.append((target, pattern, str(len(counts)), shape, rank, f"{sum(counts.values()):,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [f"{options.method}: {total:,} trainable numbers in {len(found)} modules", *lines]
+    return [f"{options.method}: {total:,} trainable numbers in {len(matched)} modules", *lines]
 
 
 def _called(model: PreTrainedModel) -> set[str]:
@@ -177,13 +180,13 @@ def _called(model: PreTrainedModel) -> set[str]:
     return called
 
 
-def _config(options: Lora, found: list[Match]) -> LoraConfig:
-    """peft's, which names every module in full: what it matches is what was checked."""
+def _config(options: Lora, matched: list[Match]) -> LoraConfig:
+    """peft's configuration. It names every module in full, so that peft matches exactly what was checked."""
     return LoraConfig(
         r=options.r,
-        target_modules=[match.module for match in found],
-        rank_pattern={match.module: match.rank for match in found if match.rank != options.r},
-        lora_alpha=options.lora_alpha,  # type: ignore[arg-type]  # it may be no whole number
+        target_modules=[match.module for match in matched],
+        rank_pattern={match.module: match.rank for match in matched if match.rank != options.r},
+        lora_alpha=options.lora_alpha,  # type: ignore[arg-type]  # which may also be a float
         lora_dropout=options.lora_dropout,
         use_rslora=options.use_rslora,
         use_dora=options.use_dora,
@@ -191,7 +194,8 @@ def _config(options: Lora, found: list[Match]) -> LoraConfig:
 
 
 def _merge(layers: dict[str, Any]) -> dict[str, nn.Parameter]:
-    """Add the adapters to copies of the weights, and return the weights by their names in the model without adapters."""
+    """Add the adapters to copies of the weights. Returns the weights themselves, by their names in the model without
+    adapters."""
     bases = {name: layer.get_base_layer() for name, layer in layers.items()}
     own = {name: base.weight for name, base in bases.items()}
     try:
@@ -207,7 +211,7 @@ def _merge(layers: dict[str, Any]) -> dict[str, nn.Parameter]:
 
 
 def _save(model: PreTrainedModel, config: LoraConfig, out: Path) -> None:
-    """adapter/: adapter_config.json, adapter_model.safetensors."""
+    """Write adapter/: adapter_config.json and adapter_model.safetensors."""
     tensors = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False) | graft_parameters(model)
     grafts = [name for name, _ in model.named_modules() if name.endswith(".graft")]
     whole = LoraConfig(
@@ -219,7 +223,7 @@ def _save(model: PreTrainedModel, config: LoraConfig, out: Path) -> None:
         whole.save_pretrained(str(temporary))
         file = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(file, temporary / WEIGHTS, metadata={"format": "pt"})
-        (temporary / WEIGHTS).chmod(0o644)  # both are made for the owner only
+        (temporary / WEIGHTS).chmod(0o644)  # both are created for the owner only
         temporary.chmod(0o755)
         if target.exists():
             os.replace(target, aside)

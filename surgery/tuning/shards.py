@@ -1,7 +1,10 @@
-"""FSDP2 and ZeRO: every process holds a part of each tensor, or of what the optimizer knows of it.
+"""FSDP2 and ZeRO: every process holds a part of each tensor, or of the optimizer's state of it.
 
-What is divided is a copy of the module that shares the tensors of the model until then. The model itself stays as it was given,
-and gets what was trained when a checkpoint is written and at the end: so it is exported as if nothing had been divided.
+A copy of the module is divided, which shares the model's tensors until then. The model itself stays whole, and gets the trained
+values when a checkpoint is written and at the end. So it is exported as if nothing had been divided.
+
+torch.distributed.checkpoint.state_dict could gather and scatter the state of FSDP's optimizers, but not of DeepSpeed's, and
+takes an optimizer step of its own whenever a state is loaded; here it is two calls of DTensor's own functions.
 """
 
 import copy
@@ -24,14 +27,14 @@ from surgery.tuning.distil import Distillation
 
 
 def divided() -> bool:
-    """Whether accelerate was asked to divide models, by --use_fsdp, by --zero_stage 3, or by its configuration."""
+    """Whether accelerate is to divide models, by --use_fsdp, by --zero_stage 3 or by its configuration."""
     zero = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
     return parse_flag_from_env("ACCELERATE_USE_FSDP") or zero
 
 
 def apart(distillation: Distillation) -> Distillation:
-    """A copy to divide, by its blocks. Its student shares no parameter with its teacher, since FSDP takes a parameter to belong
-    to one block."""
+    """A copy that can be divided by its blocks. Its student shares no parameter with its teacher, because FSDP assumes that a
+    parameter belongs to one block."""
     own: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in distillation.parameters()}
     copied = copy.deepcopy(distillation, own)
     for part in filter(None, (copied.teacher, copied.teacher_blocks)):
@@ -45,7 +48,7 @@ def apart(distillation: Distillation) -> Distillation:
 
 @torch.no_grad()
 def collect(learning: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter]) -> None:
-    """Write what the processes learned, each a part, into the whole model's parameters. All processes have to call it."""
+    """Write the parts that the processes have learnt into the whole model's parameters. All processes have to call it."""
     with whole(learning.values()):
         for name, p in learning.items():
             trained[name].copy_(gathered(p))
@@ -53,7 +56,7 @@ def collect(learning: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Param
 
 @contextmanager
 def whole(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Parameters can be read and written here, alike in all processes. Elsewhere, ZeRO 3 has nothing in them."""
+    """Within this context, parameters can be read and written, in all processes alike. Elsewhere ZeRO 3 leaves them empty."""
     emptied = [p for p in parameters if hasattr(p, "ds_id")]
     if not emptied:
         yield
@@ -65,26 +68,26 @@ def whole(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def gathered(tree: Any) -> Any:
-    """The same with whole tensors. All processes have to call it."""
+    """The same tree with whole tensors. All processes have to call it."""
     return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree)
 
 
-def of_optimizer(optimizer: Any) -> dict[str, Any]:
-    """The state of an optimizer; all processes have to call it. That of DeepSpeed keeps what it was given in an order of its
-    own, so there the parts of all processes are put side by side."""
+def optimizer_state(optimizer: Any) -> dict[str, Any]:
+    """The state of an optimizer. All processes have to call it. DeepSpeed's optimizer reorders its parameters, so of that one
+    the parts of all processes are listed side by side."""
     if (own := _inner(optimizer)) is None:
         return gathered(optimizer.state_dict())
     rates = [group["lr"] for group in optimizer.param_groups]
     return {"rates": rates, "parts": gather([[own.state[p] for p in _held(optimizer)]])}
 
 
-def to_optimizer(state: dict[str, Any], optimizer: Any) -> None:
-    """The inverse. Raises UserError for the state of processes that divided otherwise."""
+def load_optimizer_state(state: dict[str, Any], optimizer: Any) -> None:
+    """The inverse of `optimizer_state`. Raises UserError for the state of processes that divided the model in another way."""
     own = _inner(optimizer)
     parts = state["parts"][processes().process_index] if "parts" in state else None
     sizes = None if parts is None else [values["exp_avg"].shape for values in parts]
     if sizes != (None if own is None else [p.shape for p in _held(optimizer)]):
-        raise UserError("the checkpoint was made with or without DeepSpeed, or at another stage of it; run without --resume")
+        raise UserError("the checkpoint was made with or without DeepSpeed, or at another stage of it; tune with --overwrite")
     if own is None or parts is None:
         optimizer.load_state_dict(scattered(state, optimizer))
         return
@@ -95,18 +98,18 @@ def to_optimizer(state: dict[str, Any], optimizer: Any) -> None:
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The optimizer within DeepSpeed's, if it is one."""
+    """The torch optimizer inside DeepSpeed's wrapper; None without DeepSpeed."""
     return optimizer.optimizer.optimizer if isinstance(optimizer, DeepSpeedOptimizerWrapper) else None
 
 
 def _held(optimizer: Any) -> list[Tensor]:
-    """What this process holds of the parameters under DeepSpeed."""
+    """The parts of the parameters that this process holds under DeepSpeed."""
     own = vars(optimizer.optimizer)
     return own.get("fp32_partitioned_groups_flat") or own["single_partition_of_fp32_groups"]  # of ZeRO 3, or of 1 and 2
 
 
 def scattered(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The inverse of `gathered` for the state of an optimizer: each tensor divided as its parameter is."""
+    """The inverse of `gathered` for the state of an optimizer: every tensor is divided as its parameter is."""
     order = [p for group in optimizer.param_groups for p in group["params"]]
 
     def part(value: Any, p: Tensor) -> Any:

@@ -1,9 +1,12 @@
-"""Checkpoints of tuning: where a run is, and all that it needs to go on as if nothing had happened.
+"""Checkpoints of tuning: the state of a run, and all that it needs to end as if it had not been interrupted.
 
-One folder each: `trained.safetensors` (and `best.safetensors`), `optimizer.pt` (optimiser, schedule), `state.json` (stage,
-step, log, and the settings that the run must have). No random states: every step begins with its own (descent.py). A folder
-gets its name only when it is complete, and loses its name before it is taken apart, so whenever the process ends, what is
-called checkpoint-N is whole. Of several processes, the main one reads and writes.
+A checkpoint is a folder: `trained.safetensors` (and `best.safetensors`), `optimizer.pt` (optimizer and schedule), `state.json`
+(stage, step, log, and the settings of the run). It holds no random states, since every step seeds its own (descent.py). A
+folder gets its name only when it is complete, and loses it before it is removed, so a folder called checkpoint-N is always
+whole. Of several processes, only the main one reads and writes.
+
+accelerate's save_state would write the whole model and its teacher, thousands of times as much as the trained tensors, and
+would not replace the previous checkpoint in one step.
 """
 
 import io
@@ -23,14 +26,14 @@ from torch import Tensor, nn
 
 from surgery.errors import UserError
 from surgery.runtime.processes import on_main
-from surgery.tuning.shards import of_optimizer, to_optimizer
+from surgery.tuning.shards import load_optimizer_state, optimizer_state
 
 Log = list[dict[str, Any]]
 
 
 @dataclass
 class State:
-    """Where a run is: `step` steps of `stage` are done. best: the step whose tensors are the best so far, and its figures."""
+    """The state of a run: `step` steps of `stage` are done. best: the best step so far, and its figures."""
 
     stage: str
     step: int = 0
@@ -39,9 +42,9 @@ class State:
 
 
 class Checkpoints:
-    """Those of one run, in `out`; without a folder nothing is written.
+    """The checkpoints of one run, in `out`; without a folder nothing is written.
 
-    trained: what is saved and restored in place. settings: what must be the same when the run is resumed; JSON values.
+    trained: the parameters that are saved, and restored in place. settings: JSON values that must be the same in a resumed run.
     """
 
     def __init__(self, out: Path | None, trained: Mapping[str, nn.Parameter], settings: dict[str, Any]):
@@ -50,14 +53,11 @@ class Checkpoints:
         self._optimizer: dict[str, Any] | None = None
 
     def begin(self, state: State, *, resume: bool) -> State:
-        """The state to begin with: that of the newest checkpoint if there is one to resume, else `state`. What an earlier run
-        left in the folder is removed if it is not to be resumed.
-
-        Raises UserError if the checkpoint is not one of this run.
-        """
-        if self.out is None or (found := on_main(partial(self._read, resume))) is None:
+        """The state to begin with: with `resume`, that of the newest checkpoint if there is one; else the given state. Without
+        `resume`, the checkpoints of an earlier run are removed. Raises UserError if the checkpoint belongs to another run."""
+        if self.out is None or (checkpoint := on_main(partial(self._read, resume))) is None:
             return state
-        tensors, self.best, self._optimizer, state = found
+        tensors, self.best, self._optimizer, state = checkpoint
         self.put(tensors)
         return state
 
@@ -65,11 +65,11 @@ class Checkpoints:
         assert self.out is not None
         for leftover in self.out.glob(".checkpoint-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        found = self._found()
+        complete = self._complete()
         if not resume:
-            for folder in found:
+            for folder in complete:
                 _remove(folder)
-        return self._load(found[-1]) if resume and found else None
+        return self._load(complete[-1]) if resume and complete else None
 
     def save(self, state: State, optimizer: Any = None, schedule: Any = None) -> None:
         """Write checkpoint-<records in the log> and remove the older ones. Raises UserError, the older ones untouched, if it
@@ -77,7 +77,7 @@ class Checkpoints:
         if self.out is None:
             return
         training = {
-            "optimizer": optimizer and of_optimizer(optimizer),
+            "optimizer": optimizer and optimizer_state(optimizer),
             "schedule": schedule and schedule.state_dict(),
         }
         on_main(partial(self._write, state, training))
@@ -95,28 +95,28 @@ class Checkpoints:
                 _write(temporary / "best.safetensors", save(self.best))
             _write(temporary / "optimizer.pt", buffer.getbuffer())
             _write(temporary / "state.json", json.dumps({"state": asdict(state), "settings": self.settings}).encode())
-            older = [folder for folder in self._found() if folder != target]
+            older = [folder for folder in self._complete() if folder != target]
             if target.exists():
                 _remove(target)
             os.replace(temporary, target)
         except OSError as error:
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
-            intact = f"; {found[-1]} is intact" if (found := self._found()) else ""
+            intact = f"; {complete[-1]} is intact" if (complete := self._complete()) else ""
             raise UserError(f"cannot write the checkpoint {target}: {error.strerror}{intact}") from error
         for folder in older:
             _remove(folder)
 
     def restore(self, optimizer: Any, schedule: Any) -> None:
-        """Give optimiser and schedule what the checkpoint holds of them. Once; at the beginning of a stage there is nothing to
-        restore."""
-        found, self._optimizer = self._optimizer, None
-        if found is not None and found["optimizer"] is not None:
-            to_optimizer(found["optimizer"], optimizer)
-            schedule.load_state_dict(found["schedule"])
+        """Load the checkpoint's state of optimizer and schedule, the first time that this is called after a resume. A
+        checkpoint between two stages has none."""
+        training, self._optimizer = self._optimizer, None
+        if training is not None and training["optimizer"] is not None:
+            load_optimizer_state(training["optimizer"], optimizer)
+            schedule.load_state_dict(training["schedule"])
 
     def tensors(self) -> dict[str, Tensor]:
-        """A copy of what is trained, on the CPU."""
+        """A copy of the trained tensors on the CPU."""
         return {name: p.detach().to("cpu", copy=True).contiguous() for name, p in self.trained.items()}
 
     @torch.no_grad()
@@ -128,26 +128,26 @@ class Checkpoints:
     def _load(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any], State]:
         tensors = load_file(folder / "trained.safetensors")
         if {name: t.shape for name, t in tensors.items()} != {name: p.shape for name, p in self.trained.items()}:
-            raise UserError(f"{folder} was made by another plan; run without --resume or choose another --out")
-        found = json.loads((folder / "state.json").read_text())
-        if differing := _first_difference(self.settings, found["settings"]):
-            raise UserError(f"{folder} was made with another {differing}; run without --resume or choose another --out")
-        best = {} if found["state"]["best"] is None else load_file(folder / "best.safetensors")
+            raise UserError(f"{folder} was made by another plan; begin anew with --overwrite, or choose another --out")
+        record = json.loads((folder / "state.json").read_text())
+        if differing := _first_difference(self.settings, record["settings"]):
+            raise UserError(f"{folder} was made with another {differing}; begin anew with --overwrite, or choose another --out")
+        best = {} if record["state"]["best"] is None else load_file(folder / "best.safetensors")
         training = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
-        return tensors, best, training, State(**found["state"])
+        return tensors, best, training, State(**record["state"])
 
-    def _found(self) -> list[Path]:
+    def _complete(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
         assert self.out is not None
         return sorted(self.out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
 
 
 def _first_difference(mine: dict[str, Any], other: dict[str, Any], prefix: str = "") -> str | None:
-    """The dotted name of the first setting that is not the same in both."""
+    """The dotted name of the first setting that differs."""
     for name in dict.fromkeys([*mine, *other]):
-        one, two = mine.get(name), other.get(name)
-        if one != two:
-            inner = _first_difference(one, two, f"{prefix}{name}.") if isinstance(one, dict) and isinstance(two, dict) else None
+        a, b = mine.get(name), other.get(name)
+        if a != b:
+            inner = _first_difference(a, b, f"{prefix}{name}.") if isinstance(a, dict) and isinstance(b, dict) else None
             return inner or prefix + name
     return None
 
@@ -156,11 +156,11 @@ def _write(path: Path, content: bytes | memoryview) -> None:
     with path.open("wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())  # or a machine that fails might keep the name and lose the bytes
+        os.fsync(file.fileno())  # otherwise a power cut could keep the name of the file and lose its content
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint; at no time is there a half of it under its name."""
+    """Remove a checkpoint. A part of it never has its name."""
     hidden = folder.with_name(f".{folder.name}")
     os.replace(folder, hidden)
     shutil.rmtree(hidden, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Trackers (TensorBoard, Weights & Biases, ...) through accelerate: every record of the log goes to those asked for."""
+"""Trackers (TensorBoard, Weights & Biases, ...) through accelerate: the chosen ones get every record of the log."""
 
 import json
 
@@ -11,7 +11,7 @@ from surgery.records.recipe import Tune
 
 
 def check_trackers(options: Tune) -> None:
-    """Raise UserError for a tracker that does not exist or is not installed: accelerate passes over the latter in silence."""
+    """Raise UserError for a tracker that does not exist or is not installed; accelerate ignores the latter silently."""
     for name in options.report_to:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise UserError(f"tune.report_to: there is no '{name}'; there are {', '.join(LOGGER_TYPE_TO_CLASS)}")
@@ -20,7 +20,7 @@ def check_trackers(options: Tune) -> None:
 
 
 def begin_trackers(accelerator: Accelerator, options: Tune, project: str) -> None:
-    """Only numbers and words can be noted as settings, so the rest of them is JSON."""
+    """Start the trackers with the settings of the run. They take numbers and strings only; other settings become JSON."""
     if options.report_to:
         settings = options.model_dump(mode="json")
         plain = {name: value if isinstance(value, int | float | str) else json.dumps(value) for name, value in settings.items()}
@@ -28,6 +28,6 @@ def begin_trackers(accelerator: Accelerator, options: Tune, project: str) -> Non
 
 
 def finish_trackers(accelerator: Accelerator) -> None:
-    """Not by accelerate's end_training, which also ends the processes' connection."""
+    """Close the trackers, but not by accelerate's end_training, which would also end the connection between processes."""
     for tracker in accelerator.trackers:
         tracker.finish()

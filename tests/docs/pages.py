@@ -23,8 +23,8 @@ class Block:
     reason: str | None
 
     def commands(self) -> list[str]:
-        """The lines of a shell block, without comments."""
-        lines = (line.split(" # ")[0].strip() for line in self.text.splitlines())
+        """The commands of a shell block, without comments; one that goes on behind a backslash is one."""
+        lines = (line.split(" # ")[0].strip() for line in self.text.replace("\\\n", " ").splitlines())
         return [line for line in lines if line and not line.startswith("#")]
 
 

@@ -1,7 +1,7 @@
 """The code of every page of the documentation runs as it stands, in the order of the page, in one folder a page.
 
-Commands are made smaller (SMALLER) where they do not say how much they measure. Files that a page shows (blocks with a title) are
-written first; those of the package are put where the package finds them.
+Commands are made smaller (SMALLER) where they do not say how much they measure. Files that a page shows (blocks with a title)
+are written first; those of the package are put where the package finds them.
 """
 
 import importlib
@@ -27,7 +27,7 @@ from tests.docs.pages import NOT_RUN, PAGES, Block, blocks, name
 SMALLER = {
     "locate": {"locate.examples": "16", "locate.exact": "false"},
     "prune": {"locate.examples": "8"},
-    "tune": {"tune.steps": "2"},
+    "tune": {"tune.steps": "2", "tune.batch_size": "2", "tune.text_batch_size": "1"},
     "bench": {
         "bench.limit": "20",
         "bench.pairs": "[4,64]",

@@ -1,7 +1,10 @@
 """What is not written by hand on README.md, docs/ and recipes/paper/README.md is what the records and the code say."""
 
+import re
+
 import pytest
 
+import surgery
 from surgery.evaluation.report import Report
 from surgery.studies import Findings
 from tests.conftest import ROOT
@@ -28,3 +31,8 @@ def test_a_record_is_of_its_recipe(kind, record, recipe):
     # A key that is newer than a record had no other value than its default then. Records name no places.
     measured = Recipe.model_validate(public(kind.read(record).provenance.recipe))
     assert measured == Recipe.model_validate(public(read_recipe(ROOT / "recipes" / f"{recipe}.yaml").model_dump(mode="json")))
+
+
+def test_the_python_page_has_every_public_name():
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
+    assert set(re.findall(r"heading: surgery\.(\w+)", page)) == set(surgery.__all__)

@@ -1,8 +1,5 @@
 """A mixing matrix times x is what the kernel computes."""
 
-import math
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgery.kernels.attention import graft_attention
-from surgery.kernels.mixing import attention_matrix, selective_matrix, ssd_matrix, summarise
+from surgery.kernels.mixing import attention_matrix, selective_matrix, ssd_matrix
 from surgery.kernels.ssd import ssd_scan
 from surgery.kernels.ssd_chunked import CHUNK
 from tests.kernels.inputs import assert_near, make_scan, scans
@@ -149,31 +146,3 @@ def test_the_matrix_of_a_channel_times_x_is_its_recurrence(t, forgetting, seed, 
 def test_gradients_of_a_channel_at_strong_decay():
     leaves = [m.requires_grad_() for m in make_selective(9, forgetting=1e6)[1:5]]
     assert all(m.isfinite().all() for m in torch.autograd.grad(selective_matrix(*leaves).square().sum(), leaves))
-
-
-@pytest.mark.parametrize("block", [1, 7, 100])
-def test_a_summary_in_blocks_is_that_of_the_whole_matrix(block):
-    t = 37
-    _, dt, A, B, C, _, _ = make_scan(t, state=False).double()
-    positions = torch.rand(2, t, generator=torch.Generator().manual_seed(0)) < 0.3
-    found = summarise(partial(ssd_matrix, dt, A, B, C, heads=[0, 3]), t, positions=positions, block=block)
-    share = ssd_matrix(dt, A, B, C, heads=[0, 3]).abs()
-    share = share / share.sum(-1, keepdim=True)
-    torch.testing.assert_close(found.entropy, -(share * share.clamp_min(1e-300).log()).sum(-1))
-    torch.testing.assert_close(found.mass, torch.stack([share[i][..., positions[i]].sum(-1) for i in range(2)]))
-    assert found.edges == (0, 1, 2, 4, 8, 16, 32, 64)
-    for k, (low, high) in enumerate(zip(found.edges, found.edges[1:], strict=False)):
-        band = torch.stack([share[:, :, i, max(i - high + 1, 0) : i - low + 1].sum(-1) for i in range(low, t)], -1)
-        torch.testing.assert_close(found.profile[..., k].double(), band.mean(-1), rtol=1e-5, atol=1e-6)
-
-
-def test_the_summary_of_attention_that_sees_everything_alike():
-    found = summarise(partial(attention_matrix, torch.zeros(1, 1, 8, 2), torch.zeros(1, 1, 8, 2)), 8)
-    torch.testing.assert_close(found.entropy[0, 0], torch.arange(1.0, 9.0).log())
-    assert not found.mass.any()
-    assert math.isclose(found.profile[0, 0, 0].item(), sum(1 / i for i in range(1, 9)) / 8, rel_tol=1e-6)
-
-
-def test_a_row_of_zeros_has_no_shares():
-    found = summarise(lambda rows: torch.zeros(1, 1, len(rows), 5), 5, positions=torch.ones(5, dtype=torch.bool))
-    assert not any(m.any() for m in found[:3])

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgery.kernels import triton_attention, triton_attention_kernels
-from surgery.kernels.attention import GRAFT_ATTENTION, graft_attention, with_bias
+from surgery.kernels.attention import GRAFT_ATTENTION, graft_attention
 from surgery.kernels.flash_attention import BACKENDS as FLASH
 from tests.kernels.inputs import assert_near
 from tests.kernels.test_attention import loop, padding
@@ -213,18 +213,6 @@ def test_the_same_bits_every_time(kernel):
     assert all(map(torch.equal, once, again))
 
 
-def test_a_decay(kernel):
-    """The bias of a cumulated log decay, which reaches hundreds, in bfloat16."""
-    q, k, v, _ = make(b=1, t=9, past=0, w=16).to(torch.bfloat16)
-    cum = -100 - 3 * torch.rand(1, 1, 9, generator=torch.Generator().manual_seed(1)).cumsum(-1)
-    bias = (cum[..., :, None] - cum[..., None, :]).double()
-    seen = torch.ones(9, 9, dtype=torch.bool).tril()
-    scores = (q.double() @ k.double().transpose(-1, -2) + bias).masked_fill(~seen, -torch.inf)
-    wide = with_bias(q, k, cum, -cum)
-    y = kernel.module.attend(*(x.to(kernel.device) for x in (*wide, v)))
-    assert_near(y.cpu(), scores.softmax(-1) @ v.double(), 1e-2)
-
-
 def test_tiles():
     assert triton_attention.blocks(129, 64) == (128, 16, 64)
     assert triton_attention.blocks(144, 128) == (128, 16, 128)
@@ -341,7 +329,7 @@ def test_on_a_gpu(dtype, backend):
         ((0, 0), (0, 40), (0.3, 0)),
     ):
         call = make(t=t, past=past, w=w, pairs=pairs, dv=dv, missing=missing, left=left).to(dtype).to("cuda")
-        reason = GRAFT_ATTENTION.why_not(GRAFT_ATTENTION.backends[backend], *call, asked=True)
+        reason = GRAFT_ATTENTION.why_not(GRAFT_ATTENTION.backends[backend], *call, by_name=True)
         if reason:
             continue
         served += 1

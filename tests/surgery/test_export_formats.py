@@ -155,7 +155,7 @@ def test_the_command_verifies_in_a_fresh_process(surgery, tmp_path):
     hybrid.save_pretrained(tmp_path / "hybrid")
     tokenizer.save_pretrained(tmp_path / "hybrid")
     LAYER.write(tmp_path / "hybrid" / "plan.json")
-    status, out, err = surgery("export", "hybrid", "--as", "nemotron_h", "--out", "nemotron")
+    status, out, err = surgery("export", "hybrid", "--format", "nemotron_h", "--out", "nemotron")
     assert (status, out) == (0, "nemotron_h: nemotron\n")
     proof = Exported.read("nemotron/export.json").proof
     assert err.endswith(f"{proof.line()}\n")

@@ -117,7 +117,7 @@ def test_the_command_proves_and_says_so(surgery, tokenizer, tmp_path):
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     HEADS.write(tmp_path / "hybrid" / "plan.json")
-    status, out, err = surgery("export", "hybrid", "--as", "patch", "--base", "base", "--out", "patch")
+    status, out, err = surgery("export", "hybrid", "--format", "patch", "--base", "base", "--out", "patch")
     assert status == 0, err
     proof = folder.Exported.read("patch/export.json").proof
     assert (proof.reader, proof.version, proof.why) == (OURS, folder.environment().toolkit, None)
@@ -162,7 +162,7 @@ def test_other_answers_leave_what_was_there(surgery, tokenizer, tmp_path, monkey
     hybrid_of("mamba2 layer").save_pretrained(tmp_path / "hybrid")
     tokenizer.save_pretrained(tmp_path / "hybrid")
     LAYER.write(tmp_path / "hybrid" / "plan.json")
-    command = ("export", "hybrid", "--as", form, "--out", "out")
+    command = ("export", "hybrid", "--format", form, "--out", "out")
     for before in (None, "an earlier export"):
         if before:
             (tmp_path / "out").mkdir()

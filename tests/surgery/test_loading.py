@@ -129,7 +129,7 @@ def test_a_dtype_is_said_once(surgery, base, tmp_path, monkeypatch):
     monkeypatch.setattr(opening, "load", load)
     done(surgery, "tune", "../layer", *QUICK, "--out", "../tuned")
     assert opened == [("../layer", "auto"), (str(base), "bfloat16")]
-    done(surgery, "export", "../tuned", "--as", "patch", "--out", "../patch")
+    done(surgery, "export", "../tuned", "--format", "patch", "--out", "../patch")
     assert package.load(tmp_path / "patch").model.dtype == torch.bfloat16
 
 
@@ -168,13 +168,13 @@ def test_a_hybrid_finds_its_base_from_any_folder(surgery, base, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     done(surgery, "tune", "moved/made/hybrid", *QUICK, "--out", "tuned")
     assert json.loads((tmp_path / "tuned" / "export.json").read_text())["base"]["name"] == "../moved/base"
-    done(surgery, "export", "tuned", "--as", "patch", "--out", "deep/er/patch")
+    done(surgery, "export", "tuned", "--format", "patch", "--out", "deep/er/patch")
     monkeypatch.chdir(tmp_path / "deep")
     expected = package.load(tmp_path / "tuned").model.backbone.layers[1].mixer.graft.q_proj.weight
     assert torch.equal(package.load("er/patch").model.backbone.layers[1].mixer.graft.q_proj.weight, expected)
 
     shutil.move(tmp_path / "moved" / "base", tmp_path / "elsewhere")
-    for arguments in (("tune", "../tuned", *QUICK), ("export", "../tuned", "--as", "patch"), ("export", "er/patch")):
+    for arguments in (("tune", "../tuned", *QUICK), ("export", "../tuned", "--format", "patch"), ("export", "er/patch")):
         assert "say where" in (err := refused(surgery, *arguments, "--out", "x"))
         assert "(--base)" in err
     done(surgery, "tune", "../tuned", *QUICK, "--base", tmp_path / "elsewhere", "--out", "again")

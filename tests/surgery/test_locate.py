@@ -9,11 +9,12 @@ import torch
 
 from surgery.errors import UserError
 from surgery.locating import walk
-from surgery.locating.atlas import draw_atlas, draw_mixing
+from surgery.locating.atlas import draw_atlas
 from surgery.locating.attribution import STARTS, attribute_starts, best_starts
 from surgery.locating.exact import Exact
 from surgery.locating.locate import locate
 from surgery.locating.matrices import mixing_matrices
+from surgery.locating.mixing_figure import draw_mixing
 from surgery.locating.planning import plan, random_plan
 from surgery.locating.questions import QuestionSet, reference_batch
 from surgery.locating.ranking import Ranking, Score

@@ -5,12 +5,15 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import MambaConfig, MambaForCausalLM
 
+from surgery.hybrids import mamba2
 from surgery.locating.matrices import mixing_matrices
 from surgery.models.anatomy import anatomy
+from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
-from surgery.splicing.splice import adopt
-from tests.conftest import random_base, subject
+from surgery.splicing.splice import adopt, splice
+from tests.conftest import random_base, random_llamba, random_selective, subject
 from tests.surgery.test_anatomy import ARCHITECTURES, build
 from tests.surgery.test_replay import draw, untouched
 
@@ -135,3 +138,35 @@ def test_where_no_matrix_can_be_had_there_is_none(name):
     found = anatomy(model)
     attention = {site for site in found.sites() if found.mixer_of(site).kind == "attention"}
     assert mixing_matrices(subject(model), IDS[0]).keys() == attention
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "mamba", "llamba", "layer"])
+@torch.inference_mode()
+def test_only_the_heads_that_are_named_are_computed(kind):
+    """In any order, grafted ones and others, and as they are among all."""
+    blended = Plan(sites=("L0.H1,3,6",), starts={"L0.H3": Start(sign=-1), "L0.H6": Start(tau=2.0)}, blend=0.3)
+    if kind == "layer":
+        hybrid = splice(random_base(), Plan(kind="layer", sites=("L0",)))
+    else:
+        base = {"mamba2": lambda: random_base(n_groups=2), "llamba": random_llamba}.get(kind) or (
+            lambda: random_selective(MambaConfig, MambaForCausalLM)
+        )
+        hybrid = splice(base(), blended)
+    mixer = anatomy(hybrid).at(0)[0].module
+    hidden = torch.randn(1, 13, hybrid.config.hidden_size, generator=torch.Generator().manual_seed(5))
+    rows = torch.tensor([12, 4])
+    whole = mixer.matrices(hidden, rows)
+    for numbers in ([6, 0, 3], [2], [1]):
+        heads = [number % len(whole) for number in numbers]
+        some = mixer.matrices(hidden, rows, heads)
+        assert some.shape == (len(heads), 2, 13)
+        torch.testing.assert_close(some, whole[heads], rtol=1e-6, atol=1e-7)
+
+
+def test_one_head_costs_no_more_than_one_head(monkeypatch):
+    """Of 8 heads the matrices of the others are not made on the way."""
+    asked = []
+    own = mamba2.ssd_matrix
+    monkeypatch.setattr(mamba2, "ssd_matrix", lambda *args, **kwargs: asked.append(own(*args, **kwargs)) or asked[-1])
+    mixing_matrices(subject(adopt(random_base())), IDS[0], sites=[Site(1, (4,))])
+    assert [matrix.shape[1] for matrix in asked] == [1]

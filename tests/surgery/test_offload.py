@@ -97,8 +97,9 @@ def gradients(hybrid):
     return [p.grad for p in graft_parameters(hybrid).values()]
 
 
-@pytest.mark.parametrize("how", ["cpu", "disk", "map"])
-@pytest.mark.parametrize("family", ["plain", "mamba"])
+@pytest.mark.parametrize(
+    ("family", "how"), [("plain", "cpu"), ("plain", "disk"), ("plain", "map"), ("mamba", "cpu"), ("mamba", "disk")]
+)
 def test_an_offloaded_base_is_spliced_as_a_whole_one(family, how, tmp_path):
     whole = BASES[family]()
     if how == "map":
@@ -109,7 +110,7 @@ def test_an_offloaded_base_is_spliced_as_a_whole_one(family, how, tmp_path):
     away = {name for name, p in base.named_parameters() if p.is_meta}
     assert away
     assert same(answers(adopt(whole)), answers(adopt(base)))
-    for plan in (KINDS["heads"], KINDS["gated"], KINDS["layer"]):
+    for plan in (KINDS["heads"], KINDS["layer"]):
         expected, hybrid = splice(whole, plan), splice(base, plan)
         assert same(answers(expected), answers(hybrid))
         assert same(gradients(expected), gradients(hybrid))
@@ -144,7 +145,7 @@ def test_an_offloaded_base_is_located_tuned_measured_and_exported(tmp_path, caps
     )  # fmt: skip
     results = []
     for base in (AutoModelForCausalLM.from_pretrained(tmp_path / "base"), spread(tmp_path / "base")):
-        ranking = surgery.locate(base, words, options={"pairs": 4}, limit=4)
+        ranking = surgery.locate(base, words, options={"pairs": 4}, examples=4)
         hybrid = splice(base, KINDS["heads"])
         log = surgery.tune(hybrid, words, options.tune)
         report = surgery.bench(base, hybrid, words, options.bench)

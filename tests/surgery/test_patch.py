@@ -179,24 +179,24 @@ def test_the_command_puts_both_together_wherever_the_base_is(place, surgery, tmp
     (tmp_path / "mailed" / RECORD).write_text(json.dumps(record))
     shutil.copy(place / "patch" / WEIGHTS, tmp_path / "mailed")
     shutil.copytree(place / "base", tmp_path / "elsewhere")
-    status, out, err = surgery("export", "mailed", "--as", "hf", "--out", "whole")
+    status, out, err = surgery("export", "mailed", "--format", "hf", "--out", "whole")
     assert (status, out) == (2, "")
     assert err == "surgery: mailed is a patch on ./gone, which is not here: say where its base is (--base)\n"
     assert not (tmp_path / "whole").exists()
-    status, out, err = surgery("export", "mailed", "--as", "hf", "--base", "elsewhere", "--out", "whole")
+    status, out, err = surgery("export", "mailed", "--format", "hf", "--base", "elsewhere", "--out", "whole")
     assert status == 0, err
     assert out == "hf: whole\n"
     assert_same(package.load("whole").model, package.load(place / "hf").model)
-    status, _, err = surgery("export", "whole", "--as", "patch", "--base", "elsewhere", "--out", "again")
+    status, _, err = surgery("export", "whole", "--format", "patch", "--base", "elsewhere", "--out", "again")
     assert status == 0, err
     assert (tmp_path / "again" / WEIGHTS).read_bytes() == (place / "patch" / WEIGHTS).read_bytes()
-    status, _, err = surgery("export", "whole", "--as", "patch", "--base", "whole", "--out", "wrong")
+    status, _, err = surgery("export", "whole", "--format", "patch", "--base", "whole", "--out", "wrong")
     assert (status, err) == (
         2,
         "surgery: whole holds grafts: it is no base that a patch could be made for; say which is (--base)\n",
     )
     status, _, err = surgery(
-        "export", "whole", "--as", "patch", "--base", "elsewhere", "--max-shard-size", "1GB", "--out", "wrong"
+        "export", "whole", "--format", "patch", "--base", "elsewhere", "--max-shard-size", "1GB", "--out", "wrong"
     )
     assert (status, err) == (2, "surgery: an export as 'patch' has no option 'max_shard_size'\n")
     assert not (tmp_path / "wrong").exists()

@@ -234,3 +234,25 @@ def test_a_4_bit_model_that_lost_its_scales_is_refused(folders):
     base.backbone.layers[0].mixer.in_proj.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(UserError, match="changed its scales; load it once more"):
         splice(base, HEADS)
+
+
+WHOLE_JOB = """
+locate: {examples: 4, options: {pairs: 4}}
+tune: {steps: 2, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
+bench: {pairs: [4], limit: 4, windows: 2, window: 32, contexts: [16]}
+"""
+
+
+@pytest.mark.parametrize(("family", "bits"), [("mamba2", 4), ("falcon", 8), ("llamba", 8)])
+def test_the_whole_job(surgery, folders, tmp_path, family, bits):
+    """`surgery run`, controls included, and what it exports is still quantised."""
+    base = stored(folders, tmp_path / "base", bits, family)
+    (tmp_path / "job.yaml").write_text(f"model: {base}\n{WHOLE_JOB}")
+    status, _, err = surgery("run", "job.yaml", "--out", tmp_path / "run")
+    assert status == 0, err
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert {"base", "spliced", "tuned", "control_tuned", "control_same_layer_tuned"} <= report["models"].keys()
+    hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hybrid")
+    assert hybrid.config.quantization_config is not None
+    assert all(p.is_floating_point() for p in graft_parameters(hybrid).values())
+    assert any(p.dtype in (torch.int8, torch.uint8) for p in hybrid.parameters())

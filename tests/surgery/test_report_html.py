@@ -1,6 +1,8 @@
 """report.html: all of a report in one file, drawn in a real browser, at desktop and phone width, and nothing asked for."""
 
+import base64
 import html as escaping
+import io
 import json
 import re
 import shutil
@@ -9,23 +11,26 @@ import subprocess
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from surgery.errors import UserError
-from surgery.evaluation import html
+from surgery.evaluation import atlas_page, html
 from surgery.evaluation.bench import Entry
 from surgery.evaluation.charts import Point, Series, chart, looks
 from surgery.evaluation.head_matrices import Mixing, mixing
 from surgery.evaluation.report import Cost, ModelReport, Perplexity, Report, Speed
-from surgery.locating.atlas import short_question
+from surgery.locating import atlas as locating_atlas
+from surgery.locating.example import short_question
 from surgery.locating.matrices import mixing_matrices
 from surgery.locating.ranking import Ranking, Score
+from surgery.locating.subject import Subject
 from surgery.records.plan import Plan
 from surgery.records.record import provenance
 from surgery.records.site import Site
-from surgery.splicing.splice import adopt, splice
+from surgery.splicing.splice import splice
 from surgery.statistics import difference, evidence, mean, proportion
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, random_base, subject
+from tests.conftest import ROOT, random_base
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 EVIL = "x\"'><script>document.title = 'taken'</script><img src=https://example.org/x.png>"
@@ -124,7 +129,8 @@ def test_everything_is_in_it_and_nothing_else_is_asked_for(page, measured):
     said = [f"{100 * part:+.1f}".replace("-", "\N{MINUS SIGN}") for part in (change.value, *change.ci95)]
     assert f"That is {said[0]} points [{said[1]}, {said[2]}]" in text
     assert {str(score.site) for score in ranking.heads} <= set(re.findall(r">(L\d\.H\d)</option>", page))
-    assert page.count('<figure class="mixing"') == sum(len(panel.models) for panel in matrices.panels) == 4
+    pictures = sum(len(panel.views()) for panel in matrices.panels)
+    assert page.count('<figure class="mixing"') == pictures == 4
     assert page.count("<script>") == 1  # what a name says stays text
     assert EVIL in text
     assert "Splice attribution (ranks heads) nats per unit of gate" in re.sub(r"\s+", " ", text)
@@ -156,14 +162,25 @@ def test_a_report_may_hold_less(measured):
 
 
 def test_the_atlas_lays_many_heads_out(measured, monkeypatch):
+    """More heads than can be pointed at: an image of all, cells for the leading ones; neighbours share a cell."""
     _, ranking, _ = measured
-    monkeypatch.setitem(html.atlas.__globals__, "ACROSS", 3)
-    monkeypatch.setitem(html.atlas.__globals__, "MOST", 20)
-    laid = html.atlas(ranking, PLAN)
-    assert laid.left_out == len(ranking.heads) - 20 == 4
-    assert len({(cell.x, cell.y) for cell in laid.cells}) == len(laid.cells) == 20
-    assert {laid.heads[cell.head].site for cell in laid.cells if cell.grafted} <= {"L1.H2", "L1.H5"}
-    assert max(cell.x for cell in laid.cells) == laid.gutter + 2 * laid.cell
+    monkeypatch.setattr(atlas_page, "MOST", 20)
+    monkeypatch.setattr(atlas_page, "LEADERS", 10)
+    monkeypatch.setattr(locating_atlas, "MOST_COLUMNS", 4)
+    laid = atlas_page.atlas(ranking, PLAN)
+    assert laid.left_out == len(ranking.heads) - 10 == 14
+    assert [head.site for head in laid.heads] == [str(score.site) for score in ranking.heads[:10]]
+    assert laid.together == 2
+    for cell, score in zip(laid.cells, ranking.heads, strict=False):
+        assert (cell.x, cell.y) == (laid.gutter + laid.cell * (score.site.heads[0] // 2), laid.cell * score.site.layer)
+        assert cell.grafted == (str(score.site) in ("L1.H2", "L1.H5"))
+    for map, (name, _, _) in zip(laid.maps, locating_atlas.measured_maps(ranking), strict=True):
+        picture = np.array(Image.open(io.BytesIO(base64.b64decode(map.png))))
+        assert picture.shape == (3, 4, 4)
+        values = {score.site: getattr(score, name).value for score in ranking.heads}
+        largest = max((values[Site(1, (head,))] for head in (4, 5)), key=abs)
+        assert locating_atlas.grid(ranking).values(ranking, name)[1, 2] == largest
+    assert "data:image/png;base64," in html.render(measured[0], ranking)
 
 
 def test_what_leaves_out_0_by_itself_alone_is_not_decided(measured):
@@ -186,8 +203,7 @@ def test_matrices_are_those_of_the_models(measured, entries, words):
     assert len(ids) == len(matrices.tokens)
     for panel in matrices.panels:
         for name, weights in panel.models.items():
-            model = adopt(entries[name].model)
-            exact = mixing_matrices(subject(model), ids, sites=[panel.site])[panel.site].abs()
+            exact = mixing_matrices(Subject.of(entries[name].model, words), ids, sites=[panel.site])[panel.site].abs()
             exact = (exact / exact.sum(-1, keepdim=True)).numpy()
             np.testing.assert_allclose(np.sqrt(weights.shares()), np.sqrt(exact), atol=0.5001 / 255)
             assert weights.answer == pytest.approx(exact[-1, list(matrices.answer)].sum(), abs=1e-5)

@@ -16,7 +16,7 @@ from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.records.recipe import Align, Calibrate, Data, EarlyStopping, Lesson, Lora, Tune
 from surgery.splicing.splice import graft_parameters, splice
-from surgery.tuning import keep, loop, state
+from surgery.tuning import early_stopping, loop, state
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer
@@ -169,7 +169,7 @@ def interrupted(patch, after):
     fatal(Distillation, "forward")
     fatal(loop, "alignment_error")
     fatal(loop, "gather_states")
-    fatal(keep.Guard, "measure")
+    fatal(early_stopping.Guard, "measure")
     fatal(state.Checkpoints, "save")
     return kinds
 
@@ -298,7 +298,7 @@ def test_a_checkpoint_of_0_5_is_refused(hybrid, tokenizer, tmp_path, monkeypatch
     content = json.loads(written.read_text())
     del content["settings"]["version"]
     written.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="with another version; run without --resume"):
+    with pytest.raises(UserError, match="with another version; begin anew with --overwrite"):
         tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 1}), out=tmp_path, resume=True)
 
 

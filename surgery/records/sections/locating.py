@@ -29,8 +29,11 @@ class Locate(ProbeChoice):
 
     examples: int = Field(default=256, ge=2, le=MOST)
     """Questions that the model answers."""
-    exact: bool = True
-    """Also measure every head by itself, not only by attribution (one forward and backward for all heads)."""
+    exact: bool | None = None
+    """Also measure every head by itself, not only by attribution (one forward and backward for all heads). By default, if that
+    takes at most `budget` seconds, by the time of one forward of the model."""
+    budget: float = Field(default=600.0, ge=0)
+    """Seconds that measuring all heads may take where neither exact nor confirm says what is measured."""
     confirm: float | None = Field(default=None, gt=0, le=1)
     """Measure only this share of the heads exactly: the leading ones by attribution."""
     layers: bool = True
@@ -85,11 +88,15 @@ class PlanOptions(Section):
             raise ValueError("layers: counts layers, and kind is head; set plan.heads, or plan.kind=layer")
         if self.sites is not None and not self.sites:
             raise ValueError("sites: is empty; leave it out to plan the leading ones")
-        # Which sites lead is not known yet. In their place stand those that are named elsewhere, or any.
-        named = tuple(map(Site.parse, self.donor_layers if layer else self.donor_heads))
-        sites = self.sites or named or (Site(0, () if layer else (0,)),)
         try:
-            Plan(sites=sites, **self.model_dump(exclude={"heads", "layers", "sites"}))
+            Plan(sites=self.sites_named(), **self.model_dump(exclude={"heads", "layers", "sites"}))
         except pydantic.ValidationError as error:
             raise ValueError(first_line(error)) from error
         return self
+
+    def sites_named(self) -> tuple[Site, ...]:
+        """The sites, or while it is not known which ones lead, others in their place: those that donor_heads or donor_layers
+        name, or the first."""
+        layer = self.kind == "layer"
+        named = tuple(map(Site.parse, self.donor_layers if layer else self.donor_heads))
+        return self.sites or named or (Site(0, () if layer else (0,)),)

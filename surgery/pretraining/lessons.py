@@ -1,0 +1,52 @@
+"""What the built-in models learn from: dictionaries of a growing number of pairs, documents, and lettered questions."""
+
+import random
+from collections.abc import Iterator
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from surgery.records.pretrain_recipe import Curriculum, PretrainRecipe
+from surgery.tuning.sequences import Piece, collate, kv_pieces, letter_pieces, text_pieces
+
+
+class Progress:
+    """How far the curriculum has come. A pair is added whenever the running loss falls below the threshold; the curriculum is
+    done when that happens with the largest size."""
+
+    def __init__(self, options: Curriculum):
+        self.options, self.most, self.running, self.done = options, options.first, 5.0, False
+
+    def record(self, loss: float) -> None:
+        self.running = 0.95 * self.running + 0.05 * loss
+        if self.running < self.options.threshold:
+            self.done = self.most == self.options.last
+            if not self.done:
+                self.most, self.running = self.most + 1, 3 * self.options.threshold
+
+
+def dictionaries(recipe: PretrainRecipe, rng: random.Random, most: int) -> list[list[Piece]]:
+    """Dictionaries of one random size, of at most `most` pairs, with about `recipe.kv_targets` questions in all."""
+    pairs = rng.randint(recipe.curriculum.first, most)
+    sequences = max(1, recipe.kv_targets // min(pairs, recipe.queries))
+    return [kv_pieces(rng, pairs, recipe.queries, keys="all") for _ in range(sequences)]
+
+
+def lesson(
+    tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe, rng: random.Random, most: int
+) -> dict[str, list[list[Piece]]]:
+    """The sequences of a step: kind -> sequences."""
+    return {
+        "kv": dictionaries(recipe, rng, most),
+        "text": [text_pieces(rng, tokenizer.eos_token, recipe.text_sentences) for _ in range(recipe.text_sequences)],
+        "letters": [letter_pieces(rng, recipe.letter_questions) for _ in range(recipe.letter_sequences)],
+    }
+
+
+def batches_of_all_kinds(tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe) -> Iterator[Tensor]:
+    """Endless batches of token ids (b, t), padded with 0 on the right: the kinds of sequence take turns."""
+    rng = random.Random(recipe.seed)
+    while True:
+        for batch in lesson(tokenizer, recipe, rng, recipe.curriculum.last).values():
+            if batch:
+                yield collate(tokenizer, batch)[0]

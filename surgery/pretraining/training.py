@@ -1,0 +1,99 @@
+"""Trains a model on the small world, from scratch: first retrieval by itself, then everything at once."""
+
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.pretraining.hints import hint_loss
+from surgery.pretraining.lessons import Progress, dictionaries, lesson
+from surgery.pretraining.measuring import measured_probes
+from surgery.probes.scoring import answer
+from surgery.records.pretrain_recipe import Hints, PretrainRecipe
+from surgery.runtime.progress import Track, say
+from surgery.tuning.optimizer import parameter_groups
+from surgery.tuning.sequences import IGNORE, collate
+
+
+def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe) -> list[dict[str, float]]:
+    """Train in place, first retrieval by itself, then everything, and return the log: a record for every 50th step."""
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model.named_parameters(), recipe.weight_decay), lr=recipe.learning_rate, betas=(0.9, 0.95)
+    )
+
+    def rate(step: int) -> float:
+        left = (recipe.steps - step) / (recipe.steps * (1 - recipe.decay_from))
+        return min(1.0, (step + 1) / recipe.warmup_steps) * min(1.0, max(0.05, left))
+
+    rng, curriculum = random.Random(recipe.seed), Progress(recipe.curriculum)
+    log: list[dict[str, float]] = []
+
+    def step(losses: dict[str, Tensor], progress: Track, number: int) -> None:
+        torch.stack(list(losses.values())).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curriculum.record(losses["kv"].item())
+        progress.note = f"pairs {curriculum.most}, " + ", ".join(f"{name} {loss.item():.3f}" for name, loss in losses.items())
+        if number % 50 == 0:
+            rounded = {name: round(loss.item(), 4) for name, loss in losses.items()}
+            log.append({"step": number, "pairs": curriculum.most, **rounded})
+
+    hints = recipe.hints
+    if hints is not None:
+        model.set_attn_implementation("eager")  # the only one that returns attention weights
+    progress, number = Track(range(hints.steps if hints else recipe.first_layer_steps), "pretrain retrieval"), -1
+    for number in progress:
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * min(1.0, (number + 1) / recipe.warmup_steps)
+        batch = collate(tokenizer, dictionaries(recipe, rng, curriculum.most))
+        step(_hinted(model, *batch, hints) if hints else {"kv": _loss(model, *batch, layers=1)}, progress, number + 1)
+        if curriculum.done:
+            break
+    say(f"retrieval alone: {number + 1} steps, {curriculum.most} pairs")
+    if hints is not None:
+        model.set_attn_implementation("sdpa")
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    progress = Track(range(recipe.steps), "pretrain")
+    for number in progress:
+        batches = lesson(tokenizer, recipe, rng, curriculum.most)
+        losses = {name: _loss(model, *collate(tokenizer, batch)) for name, batch in batches.items() if batch}
+        step(losses, progress, number + 1)
+        schedule.step()
+        if (number + 1) % 500 == 0:
+            say(f"step {number + 1}: {_glance(model, tokenizer)}")
+    return log
+
+
+def _loss(model: Any, ids: Tensor, targets: Tensor, layers: int | None = None) -> Tensor:
+    """The cross-entropy at the targets. layers: of the model that consists of its first so many layers."""
+    decoder, is_target = model.base_model, targets != IGNORE
+    all_layers = decoder.layers
+    try:
+        decoder.layers = all_layers[:layers]
+        hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
+    finally:
+        decoder.layers = all_layers
+    return F.cross_entropy(model.lm_head(hidden[is_target]), targets[is_target])
+
+
+def _hinted(model: Any, ids: Tensor, targets: Tensor, hints: Hints) -> dict[str, Tensor]:
+    """The loss of dictionaries, and that of the hints."""
+    output, is_target = model.base_model(input_ids=ids, use_cache=False, output_attentions=True), targets != IGNORE
+    return {
+        "kv": F.cross_entropy(model.lm_head(output.last_hidden_state[is_target]), targets[is_target]),
+        "hints": hints.weight * hint_loss(output.attentions, ids, targets, hints.gather, hints.aggregate),
+    }
+
+
+def _glance(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The accuracies of a model in training on a few questions, as one line."""
+    model.eval()
+    questions = {name: probe.questions(200, seed=1) for name, probe in measured_probes().items()}
+    figures = {name: answer(model, tokenizer, asked).correct.mean() for name, asked in questions.items()}
+    model.train()
+    return ", ".join(f"{name} {figure:.2f}" for name, figure in figures.items())

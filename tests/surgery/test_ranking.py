@@ -1,0 +1,190 @@
+"""A ranking as a table and a data frame, and what the verbs around it say to arguments of other types."""
+
+import builtins
+import gc
+import math
+from html import unescape
+from pathlib import Path
+
+import pytest
+import torch
+
+import surgery as package
+from surgery.errors import UserError
+from surgery.evaluation import bench as benching
+from surgery.locating.attribution import attribute_starts
+from surgery.locating.locate import locate
+from surgery.locating.planning import plan
+from surgery.locating.ranking import COLUMNS
+from surgery.locating.subject import Subject
+from surgery.locating.walk import fully_gated
+from surgery.probes.kv import KVRetrieval
+from surgery.probes.scoring import encode
+from surgery.records.recipe import Bench
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import random_base
+from tests.surgery.test_anatomy import build
+
+FEW = {"options": {"pairs": 4}, "examples": 4}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer):
+    return random_base(vocab_size=-(-len(tokenizer) // 16) * 16, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def ranking(base, tokenizer):
+    return locate(base, tokenizer, **FEW, confirm=0.2, name="some/folder/base")
+
+
+@pytest.fixture(scope="module")
+def ablated(tokenizer):
+    return locate(build("llama", vocab_size=-(-len(tokenizer) // 16) * 16), tokenizer, **FEW, confirm=0.3)
+
+
+def test_a_ranking_reads_as_a_table(ranking, ablated):
+    lines = str(ranking).splitlines()
+    assert repr(ranking) == str(ranking)
+    assert lines[0] == "Ranking of base: 16 heads, by splice loss"
+    accuracy, (low, high) = ranking.base_accuracy.accuracy, ranking.base_accuracy.ci95
+    assert lines[1].endswith(f"4 examples; base accuracy {accuracy:.3f} [{low:.3f}, {high:.3f}]")
+    assert lines[2].split() == ["site", "role", "splice", "loss", "attribution", "ablation", "loss"]
+    first = ranking.heads[0]
+    others = [f"{first.attribution.value:+.3f}", f"{first.ablation_loss.value:+.3f}"]
+    assert lines[3].split() == [str(first.site), *str(first.splice_loss).split(), *others]
+    assert [line.split()[0] for line in lines[3:13]] == [str(score.site) for score in ranking.top()]
+    assert lines[13].startswith("... and 6 more heads")
+    assert all(len(line) <= 80 for line in lines)
+    assert str(ablated).splitlines()[0] == "Ranking of base: 12 heads, by ablation loss"
+    assert "attribution" not in str(ablated)
+
+
+def test_a_notebook_shows_the_same(ranking):
+    page = ranking._repr_html_()
+    _, body = ranking.table()
+    assert page.count("<tr>") == 1 + len(body)
+    cells = unescape(page.replace("</td>", "|"))
+    assert all(f"{cell}|" in cells for row in body for cell in row)
+    named = ranking.model_copy(update={"provenance": ranking.provenance.model_copy(update={"base": "<script>"})})
+    assert "<script>" not in named._repr_html_()
+
+
+def test_the_leading_heads(ranking):
+    assert ranking.top(3) == ranking.heads[:3]
+    assert ranking.top(99) == ranking.heads
+    assert len(ranking.table(2)[1]) == 2
+    with pytest.raises(UserError, match="from 1 on, not 0"):
+        ranking.top(0)
+
+
+def test_a_data_frame_holds_all_heads(ranking, ablated):
+    frame = ranking.to_pandas()
+    assert list(frame["site"]) == [str(score.site) for score in ranking.heads]
+    assert frame["drawn"].sum() == len(ranking.drawn) > 0
+    for score, row in zip(ranking.heads, frame.to_dict("records"), strict=True):
+        assert (row["layer"], row["head"], row["sign"]) == (score.site.layer, score.site.heads[0], score.start.sign)
+        for name in COLUMNS:
+            estimate = getattr(score, name)
+            if estimate is None:
+                assert math.isnan(row[name])
+                assert row[f"{name}_n"] == 0
+            else:
+                assert (row[name], (row[f"{name}_low"], row[f"{name}_high"])) == (estimate.value, estimate.ci95)
+                assert row[f"{name}_n"] == estimate.n
+    assert ablated.to_pandas()[["sign", "attribution", "splice_loss"]].isna().all().all()
+
+
+def test_without_pandas_it_says_so(ranking, monkeypatch):
+    own = builtins.__import__
+
+    def absent(name, *args, **kwargs):
+        if name == "pandas":
+            raise ImportError(name)
+        return own(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(UserError, match="needs pandas, which is not installed: pip install pandas"):
+        ranking.to_pandas()
+
+
+def test_a_checkpoint_is_located_in_without_naming_its_tokenizer(tiny):
+    whole = locate(tiny, **FEW, exact=False, seed=2)
+    assert whole.provenance.base == "tiny-mamba2"
+    for model in (tiny.model, package.adopt(tiny.model)):
+        alone = locate(model, tiny.tokenizer, **FEW, exact=False, seed=2, name=tiny.name)
+        assert alone.heads == whole.heads
+        assert alone.conditions == whole.conditions
+    assert locate(tiny.model, **FEW, exact=False, seed=2).heads == whole.heads  # surgery.load told it
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (
+            lambda b, r: package.locate("folder"),
+            r"not its name; load it first: base = surgery.load\('folder'\)",
+        ),
+        (lambda b, r: package.locate(Path("a/b")), r"surgery.load\('a/b'\)"),
+        (lambda b, r: package.locate(None), "takes a model as surgery.load returns it, not None"),
+        (lambda b, r: package.locate(b), "locate needs a tokenizer beside the model"),
+        (lambda b, r: package.locate(b, "gpt2"), "takes a tokenizer as .* not a str"),
+        (
+            lambda b, r: package.locate(b, build_tokenizer(), confirm=7),
+            "locate: confirm: Input should be less than or equal to 1",
+        ),
+        (lambda b, r: package.locate(b, build_tokenizer(), options=4), "locate: options: Input should be a valid dictionary"),
+        (lambda b, r: package.locate(b, build_tokenizer(), also=["mqar"]), "locate: also.0: Input should be"),
+        (lambda b, r: package.load(b), "load takes a Hub id or a folder, not a Mamba2ForCausalLM"),
+        (lambda b, r: package.load(None), "load takes a Hub id or a folder, not None"),
+        (lambda b, r: package.plan("r.json"), r"plan takes a Ranking, not a str: surgery.Ranking.read\('r.json'\)"),
+        (lambda b, r: package.plan(b), "plan takes a Ranking, not a Mamba2ForCausalLM: surgery.locate makes one"),
+        (lambda b, r: package.plan(r, heads="two"), "holds 16 heads; cannot plan two"),
+        (lambda b, r: package.tune("hybrid"), "tune takes a model, not its name"),
+        (lambda b, r: package.tune(b), "tune needs a tokenizer"),
+        (lambda b, r: package.bench({"base": "folder"}), "bench takes a model, not its name"),
+        (lambda b, r: package.bench({"base": b}), "bench needs a tokenizer"),
+    ],
+)
+def test_other_types_are_named_in_one_line(base, ranking, call, complaint):
+    with pytest.raises(UserError, match=complaint) as refused:
+        call(base, ranking)
+    assert "\n" not in str(refused.value)
+
+
+def test_options_are_checked_before_anything_is_measured(base, tokenizer):
+    with pytest.raises(UserError, match="ablation: Input should be 'zero', 'mean' or 'resample'"):
+        locate(base, tokenizer, ablation="none")
+    assert plan(locate(base, tokenizer, **FEW, exact=False), heads=1).sites
+
+
+def live_bytes():
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def test_attribution_keeps_no_activations(base, tokenizer):
+    """A hook on a tensor that holds the tensor is a cycle which Python's collector does not see."""
+    gated = fully_gated(Subject.of(base, tokenizer))
+    encoded = encode(tokenizer, KVRetrieval(16).questions(6, seed=0))
+    attribute_starts(gated, encoded)
+    before = live_bytes()
+    for _ in range(3):
+        attribute_starts(gated, encoded)
+    assert live_bytes() == before
+
+
+def test_bench_digests_the_tokenizer_once(base, tokenizer, monkeypatch):
+    counted = []
+    own = benching.tokenizer_digest
+    monkeypatch.setattr(benching, "tokenizer_digest", lambda words: counted.append(words) or own(words))
+    options = Bench(pairs=(2,), examples=2, windows=1, window=8, contexts=())
+    reports = benching.bench({"base": base, "again": base}, tokenizer, options)
+    assert len(counted) == 1
+    assert {report.conditions.tokenizer for report in reports.values()} == {own(tokenizer)}

@@ -1,0 +1,233 @@
+"""How the package is imported: quickly, in any order, every module as it is written, and from the bottom to the top."""
+
+import ast
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import surgery
+from surgery.cli.app import VERBS
+from tools.startup import COMMANDS, Startup, measure, slower
+
+ROOT = Path(__file__).parent.parent
+
+# From the bottom to the top: a package imports only from those of its own row and of the rows before.
+LAYOUT = (
+    {"errors"},
+    {"records", "runtime", "statistics"},
+    {"kernels"},
+    {"hybrids"},
+    {"families", "models", "loading"},
+    {"world", "probes"},
+    {"splicing"},
+    {"locating"},
+    {"tuning"},
+    {"pretraining"},
+    {"evaluation"},
+    {"exporting"},
+    {"jobs"},
+    {"studies", "doctor"},
+    {"cli"},
+)
+# What imports from further up: (module, package) -> why.
+EXCEPTIONS = {
+    (
+        "surgery.families.dual_start",
+        "splicing",
+    ): "a hybrid that transformers loads recalls the plan and the base that its folder names",
+    ("surgery.loading.checkpoint", "splicing"): "load() opens what splicing wrote: patches, which it joins, and hybrids",
+    ("surgery.loading.opened", "locating"): "a message, for a ranking that was given in place of a plan",
+}
+
+
+def modules() -> dict[str, Path]:
+    """Name -> file of every module of the package; kernels/ is a symbolic link."""
+    files = [Path(folder, name) for folder, _, names in os.walk(ROOT / "surgery", followlinks=True) for name in names]
+    parts = {file: file.relative_to(ROOT).with_suffix("").parts for file in files if file.suffix == ".py"}
+    named = {".".join(part for part in names if part != "__init__"): file for file, names in parts.items()}
+    return {name: file for name, file in named.items() if file.name != "dataset.py"}  # read by the harness, as a file
+
+
+def imported(module: str, file: Path) -> set[str]:
+    """The packages of ours that a module imports from, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "surgery":
+            names |= {f"surgery.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{module}: a relative import"
+            names.add(node.module)
+    return {name.split(".")[1] for name in names if name.startswith("surgery.")}
+
+
+def test_every_module_is_imported_as_it_is_written():
+    """`import surgery.X.Y as z`: no function may stand where a module is to be found."""
+    for name in modules():
+        namespace: dict[str, object] = {}
+        exec(f"import {name} as z", namespace)
+        assert namespace["z"] is sys.modules[name], name
+
+
+def test_no_package_names_something_else_as_it_names_a_module():
+    for name in modules():
+        parent, _, own = name.rpartition(".")
+        if parent:
+            importlib.import_module(name)
+            assert getattr(importlib.import_module(parent), own) is sys.modules[name], name
+    assert not set(surgery.__all__) & {name.split(".")[1] for name in modules() if "." in name}
+
+
+def test_imports_go_one_way():
+    row = {package: number for number, packages in enumerate(LAYOUT) for package in packages}
+    upwards = set()
+    for name, file in modules().items():
+        package = name.split(".")[1] if "." in name else None
+        if package in (None, "__main__"):
+            continue
+        upwards |= {(name, other) for other in imported(name, file) if row.get(other, 99) > row[package]}
+    assert upwards == set(EXCEPTIONS), "beside those that are listed with a reason"
+
+
+def test_type_checkers_see_what_is_resolved_when_it_is_used():
+    tree = ast.parse(Path(surgery.__file__).read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.name: node.module.removeprefix("surgery.")
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    assert seen == surgery._MODULES
+    assert set(surgery.__all__) == {*seen, "UserError"} <= set(dir(surgery))
+    for name in surgery.__all__:
+        assert getattr(surgery, name).__name__ == name
+    assert surgery.__version__
+    with pytest.raises(AttributeError, match="has no attribute 'splize'"):
+        _ = surgery.splize
+
+
+def fresh(program: str) -> list:
+    """What a program prints as JSON in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+HEAVY = ("torch", "transformers", "accelerate", "peft", "datasets", "pandas", "matplotlib", "scipy", "numpy", "jinja2")
+START = f"""
+import contextlib, io, json, sys
+import surgery
+report = [["import surgery", 0, "", [name for name in {HEAVY} if name in sys.modules]]]
+from surgery.cli.app import main
+for arguments in json.loads(sys.argv[1] if len(sys.argv) > 1 else '''ARGUMENTS'''):
+    sys.argv = ["surgery", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            main()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code or 0
+    report.append([" ".join(arguments), status, out.getvalue(), [name for name in {HEAVY} if name in sys.modules]])
+print(json.dumps(report))
+"""
+
+
+def test_help_version_and_a_typo_import_nothing_heavy():
+    calls = [["--help"], ["--version"], [], ["lcoate"], ["locate"], ["locate", "x", "--stes", "y"]]
+    calls += [[verb, "--help"] for verb in VERBS]
+    report = {called: rest for called, *rest in fresh(START.replace("ARGUMENTS", json.dumps(calls)))}
+    assert {called: modules for called, (_, _, modules) in report.items() if modules} == {}
+    assert all(report[f"{verb} --help"][0] == 0 for verb in VERBS)
+    assert report["--version"][:2] == [0, f"mamba-surgery {surgery.__version__}\n"]
+    for called, words in {
+        "lcoate": "Did you mean 'locate'?", "locate": "Missing argument", "locate x --stes y": "Possible options: --set"
+    }.items():  # fmt: skip
+        status, printed, _ = report[called]
+        assert status == 2
+        assert words in printed
+    assert all(verb in report["--help"][1] for verb in VERBS)
+    assert "bench.suites=" in report["bench --help"][1]
+
+
+USE = """
+import json, sys
+from transformers import AutoConfig
+sizes = dict(num_heads=2, head_dim=4, hidden_size=4, state_size=4, num_hidden_layers=1, vocab_size=8, n_groups=1)
+config = AutoConfig.for_model("mamba2_hybrid", **sizes)
+answers = [type(config).__module__, type(AutoConfig.for_model("llamba")).__module__]
+from transformers import AutoModelForCausalLM
+answers.append(type(AutoModelForCausalLM.from_config(config)).__module__)
+answers += [type(finder).__module__ for finder in sys.meta_path if "surgery.runtime" in type(finder).__module__]
+print(json.dumps(answers))
+"""
+REGISTERED = ["surgery.hybrids.mamba2", "surgery.hybrids.llamba", "surgery.hybrids.mamba2"]
+ORDERS = (
+    "import surgery",
+    "import transformers, surgery",
+    "from transformers import AutoConfig; import surgery",
+    "from transformers import AutoModelForCausalLM; import surgery",
+    "import surgery; import transformers.modeling_utils",
+    "import surgery; import transformers.models.auto.modeling_auto",
+    "import surgery; from transformers import Mamba2ForCausalLM, pipeline",
+    "import surgery; import peft",
+    "import surgery.hybrids.mamba2",
+    "import surgery.families.mamba",
+    "import surgery; surgery.load",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_hybrids_are_known_to_transformers_in_every_order(order):
+    """And what waited for the import is gone from Python's finders afterwards."""
+    assert fresh(order + USE) == REGISTERED
+
+
+ENTRY_POINTS = """
+[surgery.families]
+outside = tests.surgery.outside:FAMILY
+broken = tests.surgery.not_there:FAMILY
+"""
+WITH_OTHERS = """
+import sys, warnings
+import surgery
+assert "torch" not in sys.modules
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    FIRST
+    from transformers import AutoConfig
+assert type(AutoConfig.for_model("outside_mamba_hybrid")).__module__ == "tests.surgery.outside"
+messages = [str(warning.message) for warning in caught if "model family" in str(warning.message)]
+assert len(messages) == 1 and "the model family 'broken' cannot be imported: ModuleNotFoundError" in messages[0], messages
+"""
+
+
+@pytest.mark.parametrize("first", ["pass", pytest.param("import tests.surgery.outside", marks=pytest.mark.slow)])
+def test_families_of_other_packages_are_registered_too(first, tmp_path, monkeypatch):
+    """One that cannot be imported is a warning: it must not make transformers' own import fail."""
+    folder = tmp_path / "outside-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert fresh(WITH_OTHERS.replace("FIRST", first) + USE) == REGISTERED
+
+
+def test_bitsandbytes_is_hushed_before_it_is_imported():
+    program = "import surgery, logging, sys; print([logging.getLogger('bitsandbytes').level, int('peft' in sys.modules)])"
+    assert fresh(program) == [40, 0]
+
+
+def test_starting_takes_no_longer_than_is_on_record():
+    """CPU time as a ratio to that of `import typer`, in one run. The bound is wide: torch alone takes twenty times as long."""
+    recorded = Startup.read(ROOT / "recipes" / "startup.json")
+    assert recorded.ratios.keys() == COMMANDS.keys()
+    assert slower(measure(rounds=2), recorded) == []
+    assert slower(recorded.model_copy(update={"ratios": dict.fromkeys(COMMANDS, 20.0)}), recorded)
