@@ -68,7 +68,7 @@ def papers_of(name: str, model: PreTrainedModel) -> dict[str, Any]:
     model: what was loaded from there.
     """
     folder = Path(name)
-    found: dict[str, Any] = {}
+    papers: dict[str, Any] = {}
     if not (folder / RECORD).exists():
         return {}
     try:
@@ -77,16 +77,16 @@ def papers_of(name: str, model: PreTrainedModel) -> dict[str, Any]:
         say(f"recipe and report stay behind: {error}")
         return {}
     if (folder / "recipe.yaml").exists():
-        found["recipe"] = read_back(folder / "recipe.yaml")
+        papers["recipe"] = read_back(folder / "recipe.yaml")
     if (folder / "report.json").exists():
         report = Report.read(folder / "report.json", unsealed="refuse")
         try:
             check_report(report, model_digest(model), dtypes(model))
         except UserError as error:
             say(f"report and figures stay behind: {error}")
-            return found
-        found["report"] = report
-    return found | {"figures": folder}
+            return papers
+        papers["report"] = report
+    return papers | {"figures": folder}
 
 
 def report_on(model: PreTrainedModel, plan: Plan, path: Path) -> Report:
