@@ -30,7 +30,6 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a token may be a dollar
 }
 ACCURACY = "accuracy (higher is better)"
-LOSS = "loss, nats per token (lower is better)"
 
 
 def lower(quantity: str) -> str:
