@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.locating.mixing_figure import draw_mixing
 from surgery.locating.questions import described
-from surgery.locating.ranking import Ranking, Score, gain
+from surgery.locating.ranking import Ranking, ablation_cost, gain
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.runtime import plotting
@@ -131,7 +131,7 @@ def _mark(axis: Any, layout: Grid, ranking: Ranking, planned: set[Site]) -> None
     from matplotlib.patheffects import withStroke
 
     large = layout.layers * layout.columns > LARGE
-    with_role = sorted((score for score in ranking.heads if score.role), key=_cost, reverse=True)
+    with_role = sorted((score for score in ranking.heads if score.role), key=ablation_cost, reverse=True)
     halo = withStroke(linewidth=2, foreground="white")
     for score in with_role[:MOST_LETTERS]:
         axis.text(
@@ -168,7 +168,3 @@ def _draw_leading(axis: Any, ranking: Ranking, planned: set[Site]) -> None:
     axis.axvline(0, color="#57606A", lw=0.8)
     axis.set_xlabel(ORDERED_BY[order], fontsize=8.5)
     axis.set_title("Leading heads, 95% intervals", fontsize=9.5)
-
-
-def _cost(score: Score) -> float:
-    return score.ablation_loss.value if score.ablation_loss else 0.0

@@ -170,3 +170,8 @@ def _row(score: Score, drawn: bool) -> dict[str, Any]:
         row[f"{name}_low"], row[f"{name}_high"] = (math.nan, math.nan) if estimate is None else estimate.ci95
         row[f"{name}_n"] = 0 if estimate is None else estimate.n
     return row
+
+
+def ablation_cost(score: Score) -> float:
+    """The loss that ablating a head costs; 0 where it was not measured."""
+    return score.ablation_loss.value if score.ablation_loss else 0.0
