@@ -1,6 +1,6 @@
-"""Intervals and tests, each chosen once, by what it covers. tests/surgery/test_statistics.py repeats the simulations.
+"""Intervals and tests, each chosen by its measured coverage. tests/surgery/test_statistics.py repeats the simulations.
 
-What is printed as a 95% interval is over examples, each for itself, and covers at least 93% for 50 examples or more:
+A 95% interval is over examples, is not corrected for the number of intervals, and covers at least 93% from 50 examples on:
 
 - an accuracy: Clopper and Pearson's exact interval. Wilson's covers 84% to 92% where about .2 errors are expected among all.
 - a difference of two models' decisions on the same examples: Bonett and Price's adjusted Wald interval (J. Educ. Behav. Stat.
@@ -144,8 +144,8 @@ def intervals(values: np.ndarray, *, decisions: bool = False, level: float = LEV
         part = values[:, columns]
         n = (~np.isnan(part)).sum(0)
         gained, lost = (part > 0).sum(0), (part < 0).sum(0)
-        found = _bonett_price(gained, lost, n, level) if decisions else _student_hall(part, n, level)
-        for whole, piece in zip(out, (*found, n), strict=True):
+        estimates = _bonett_price(gained, lost, n, level) if decisions else _student_hall(part, n, level)
+        for whole, piece in zip(out, (*estimates, n), strict=True):
             whole[columns] = piece
     return out
 
@@ -190,17 +190,17 @@ def _unskewed(t: np.ndarray, asymmetry: np.ndarray) -> np.ndarray:
     return np.where(flat, t, 3 / bend * (np.cbrt(1 + bend * (t - bend / 6)) - 1))
 
 
-def correlation(one: np.ndarray, other: np.ndarray) -> Estimate | None:
+def correlation(first: np.ndarray, second: np.ndarray) -> Estimate | None:
     """Spearman's rank correlation with its interval over the pairs; None for fewer than four, or where one side is constant.
 
     The interval is the wider, at each end, of Bonett and Wright's (Psychometrika 65, 2000), which holds for few pairs, and of
     one from the statistic's influence values, which holds where the pairs agree almost everywhere. Of normal pairs with
     correlations up to .997 it covered 95% or more, from 5 pairs on.
     """
-    n = len(one)
-    if n < 4 or np.ptp(one) == 0 or np.ptp(other) == 0:
+    n = len(first)
+    if n < 4 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
-    x, y = ((stats.rankdata(v) - (n + 1) / 2) / n for v in (one, other))
+    x, y = ((stats.rankdata(v) - (n + 1) / 2) / n for v in (first, second))
     rho = float(np.clip((x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()), -1, 1))
     t = stats.t.isf(LEVEL / 2, n - 2)
     influence = (12 * (x * y + _mean_above(x, y) + _mean_above(y, x))).std(ddof=1) / np.sqrt(n)

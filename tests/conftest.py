@@ -121,13 +121,13 @@ def read_back_here():
     comparison follows, with fewer tokens. Tests of the proof itself ask for `fresh_process`."""
     from surgery.exporting import verify
     from surgery.kernels.dispatch import use
-    from surgery.models.answers import asked
+    from surgery.models.answers import load_and_answer
 
     ask = verify.ask
 
     def here(_, folders):
         with use(**verify.KERNELS):
-            return [asked(lines, PROVED) for lines in folders.values()]
+            return [load_and_answer(lines, PROVED) for lines in folders.values()]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "ask", here)

@@ -65,22 +65,22 @@ def load(
     if device != BALANCED:
         check_device(device)
     folder = local_folder(name, revision)
-    wanted = named_dtype(dtype)
+    torch_dtype = named_dtype(dtype)
     model: Any
     try:
         if (folder / RECORD).exists():
-            model, beside = _load_patch(name, folder, base)
-            beside = folder if _holds_tokenizer(folder) else beside
-            model = model if wanted is None else converted(model, wanted, name)
+            model, tokenizer_folder = _load_patch(name, folder, base)
+            tokenizer_folder = folder if _holds_tokenizer(folder) else tokenizer_folder
+            model = model if torch_dtype is None else converted(model, torch_dtype, name)
         elif base is not None:
             raise UserError(f"{name} is not a patch, and takes no base")
         elif is_original(config := _json(folder / "config.json")):
-            model, beside = load_original(folder, config, wanted), folder
+            model, tokenizer_folder = load_original(folder, config, torch_dtype), folder
         else:
-            model, beside = _load_transformers(folder, wanted, device, trust_remote_code), folder
+            model, tokenizer_folder = _load_transformers(folder, torch_dtype, device, trust_remote_code), folder
         if device == BALANCED and not hasattr(model, "hf_device_map"):
             dispatch_model(model, _device_map(name, model))
-        words = _read_tokenizer(tokenizer or _tokenizer(beside), trust_remote_code)
+        words = _read_tokenizer(tokenizer or _tokenizer(tokenizer_folder), trust_remote_code)
         model = model.eval() if device == BALANCED else model.eval().to(device)
     except UserError:
         raise
@@ -96,7 +96,7 @@ def load(
 
 
 def _surgery(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Surgery | None:
-    """What was done to the base of a hybrid that was loaded from a folder; None if that does not say."""
+    """What was done to the base of a hybrid that was loaded from a folder; None if the folder does not say."""
     if (folder / RECORD).exists():
         return replace(model.surgery, tokenizer=tokenizer)
     return read_surgery(folder, tokenizer) if (folder / PLAN).exists() else None

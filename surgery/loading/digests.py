@@ -1,11 +1,11 @@
-"""What tells one model, and one tokenizer, from another: digests that are the same wherever a model is alive or reloaded.
+"""Digests that tell one model, and one tokenizer, from another. They are the same for a live model and when it is reloaded.
 
 A model's digest is that of what it computes: its tensors, grafts included, and its configuration without what says nothing of
 the function. So a live hybrid, its exported folder (in one file or in shards), and its patch joined to the base have the same
-digest; adapters count merged, as they are exported. In another dtype it is another model. A base and the same base adopted
-are one. An export as mamba_ssm, read back by our own classes, has the digest of the hybrid too. One as nemotron_h has other
-tensors, by other names: its record carries the digest of the hybrid that it was made from, whose report its card takes, and
-what is measured on the folder itself is of another model.
+digest. Adapters count merged, as they are exported. In another dtype it is another model. A base and the same base adopted
+have one digest. An export as mamba_ssm, read back by our own classes, has the digest of the hybrid too. An export as nemotron_h
+has other tensors, by other names: its record names the digest of the hybrid that it was made from, whose report its card takes;
+measured itself, the folder counts as another model.
 """
 
 import hashlib
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,17 +22,18 @@ from surgery.errors import UserError
 from surgery.families import families
 from surgery.kernels.operations import operations
 from surgery.models.answers import described, settle
+from surgery.models.offloaded import named_values
 from surgery.models.quantised import scales
 from surgery.records.record import OPTIONAL, Record, code_digest, environment
 
-# What a configuration says about a file, generation, or the classes around the model, and not about its function.
+# Fields of a configuration about files, generation, or the classes around the model; its function does not depend on them.
 UNRELATED = frozenset(
     """
     _name_or_path name_or_path transformers_version architectures auto_map dtype torch_dtype bos_token_id eos_token_id
     pad_token_id use_cache return_dict output_hidden_states output_attentions initializer_range
     """.split()
 )
-# The same of the families here: what only training from scratch looks at, and what follows from the grafts.
+# For the families here also: fields that only training from scratch reads, and those that follow from the grafts.
 UNRELATED_HERE = UNRELATED | frozenset(
     """
     layer_types surgery rescale_prenorm_residual time_step_min time_step_max time_step_floor time_step_scale
@@ -43,7 +43,7 @@ UNRELATED_HERE = UNRELATED | frozenset(
 
 
 class Conditions(Record):
-    """On what and with what something was measured. Two measurements are of the same thing where all of it agrees.
+    """On what and with what something was measured. Two measurements are of the same thing if all fields agree.
 
     model, tokenizer: digests. dtype: of the model's tensors; several where they differ. device: "cpu", or a GPU's name.
     kernels: by operation, the backend that serves on this device in this dtype. packages: versions of what computes. code: a
@@ -106,9 +106,8 @@ def fingerprint(model: PreTrainedModel, dtype: str = "auto") -> str:
     total = hashlib.sha256()
     for name, scale in sorted(scales(model).items()):
         total.update(f"{name} {described(scale)} ".encode())
-    for name, parameter in sorted(model.named_parameters()):
-        if ".graft." in name:
-            continue
+    names = sorted(name for name, _ in model.named_parameters() if ".graft." not in name)
+    for name, parameter in named_values(model, names):
         tensor = parameter.detach().cpu().contiguous()
         tensor = tensor if seen_as is None or not tensor.is_floating_point() else tensor.to(seen_as)
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -118,10 +117,10 @@ def fingerprint(model: PreTrainedModel, dtype: str = "auto") -> str:
 
 def named_dtype(name: str) -> torch.dtype | None:
     """The dtype of a name, as load() takes it; None for "auto": as stored. Raises UserError for another one."""
-    found = None if name == "auto" else getattr(torch, name, name)
-    if found not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    dtype = None if name == "auto" else getattr(torch, name, name)
+    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise UserError(f"dtype must be auto, float32, bfloat16, float16 or float64, not '{name}'")
-    return found
+    return dtype
 
 
 def dtypes(model: PreTrainedModel) -> str:
@@ -131,7 +130,7 @@ def dtypes(model: PreTrainedModel) -> str:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of all that decides which tokens a text becomes, and what they become again. A chat template does not."""
+    """sha256 of all that decides which tokens a text becomes, and which text tokens become. A chat template does not count."""
     settings = {
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "longest": tokenizer.model_max_length,
@@ -167,22 +166,15 @@ def _function(config: Any) -> dict[str, Any]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """By name, sorted: what a folder of the model holds, tied parameters once, and also what accelerate has put on a disk."""
+    """By name, sorted: what a folder of the model holds, tied parameters once, and also what accelerate has put away."""
     once = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(once)
-    known = set(getattr(model, "all_tied_weights_keys", None) or ())  # what accelerate has put away shares no tensor any more
     for name, tensor in sorted(model.state_dict().items()):
-        if name in tied or not isinstance(tensor, Tensor) or (tensor.is_meta and name in known):
+        if name in tied or not isinstance(tensor, Tensor):
             continue
-        if tensor.is_meta:
-            owner, _, leaf = name.rpartition(".")
-            module = model.get_submodule(owner)
-            with align_module_device(module):
-                yield name, getattr(module, leaf)
-        else:
-            yield name, tensor
+        yield from named_values(model, [name]) if tensor.is_meta else ((name, tensor),)
 
 
 def _device(model: PreTrainedModel) -> str:
-    kinds = {p.device for p in model.parameters()}
+    kinds = {p.device for p in model.parameters() if not p.is_meta} or {model.device}
     return ", ".join(sorted({torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type for kind in kinds}))

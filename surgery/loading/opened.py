@@ -37,7 +37,7 @@ def tokenizer_of(base: Any, tokenizer: Any, verb: str) -> PreTrainedTokenizerBas
     UserError where there is none, and for anything else."""
     from surgery.splicing.remembered import opened  # it lies above this module
 
-    if tokenizer is None and (known := opened(base)) is not None:
+    if tokenizer is None and (known := opened(base) or vars(base).get("_surgery")) is not None:
         tokenizer = known.tokenizer
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         return tokenizer

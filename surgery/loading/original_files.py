@@ -49,13 +49,13 @@ def _read_shards(index: Path) -> dict[str, torch.Tensor]:
 
     tensors: dict[str, torch.Tensor] = {}
     for shard in shards:
-        found = _read(index.parent / shard)
-        named = {name for name, holder in weight_map.items() if holder == shard}
-        if lacking := sorted(named - set(found)):
-            raise UserError(f"{index}: the tensor {lacking[0]!r} is missing in its shard {shard!r}")
-        if extra := sorted(set(found) - named):
+        in_shard = _read(index.parent / shard)
+        in_index = {name for name, holder in weight_map.items() if holder == shard}
+        if missing := sorted(in_index - set(in_shard)):
+            raise UserError(f"{index}: the tensor {missing[0]!r} is missing in its shard {shard!r}")
+        if extra := sorted(set(in_shard) - in_index):
             raise UserError(f"{index}: the tensor {extra[0]!r} in the shard {shard!r} is unexpected, the index does not say so")
-        tensors |= found
+        tensors |= in_shard
     return tensors
 
 

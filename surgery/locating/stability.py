@@ -36,7 +36,8 @@ class Repeat(Record):
 
 
 class Agreement(Record):
-    """Between two rankings (numbers of repeats), by one score. shared: of the leading 1, 5, 10 heads, how many are in both."""
+    """Between two rankings (their numbers among the repeats), by one score. shared: how many of the leading 1, 5, 10 heads are
+    the same in both."""
 
     between: tuple[int, int]
     score: ScoreName
@@ -58,19 +59,19 @@ class Stability(Record):
     def table(self) -> tuple[list[str], list[list[str]]]:
         """A row for every two rankings and score."""
         rows = []
-        for one in self.agreements:
-            names = [f"{described(**self.repeats[i].probe)}, seed {self.repeats[i].seed}" for i in one.between]
-            shared = [f"{one.shared[top]}/{top}" if top in one.shared else "" for top in TOPS]
-            rows.append([*names, one.score.replace("_", " "), str(one.correlation or ""), *shared])
+        for agreement in self.agreements:
+            names = [f"{described(**self.repeats[i].probe)}, seed {self.repeats[i].seed}" for i in agreement.between]
+            shared = [f"{agreement.shared[top]}/{top}" if top in agreement.shared else "" for top in TOPS]
+            rows.append([*names, agreement.score.replace("_", " "), str(agreement.correlation or ""), *shared])
         return ["ranking", "and", "by", "rank correlation", *(f"top {top} shared" for top in TOPS)], rows
 
     def summary(self) -> str:
-        """What else there is to say, in a sentence or two."""
+        """What the table does not show, in a sentence or two."""
         drawn = f", heads drawn at random {self.drawn}" if self.drawn else ""
         what = {"splice_loss": "save", "ablation_loss": "cost when ablated", "attribution": "have a slope of"}[self.score]
         unit = "nats per unit of gate" if self.score == "attribution" else "nats"
         said = f"On the other rankings' questions the first one's leading {EXACT} heads {what} {self.leading} {unit}{drawn}."
-        misses = [len(one.missed) for one in self.repeats if one.missed is not None]
+        misses = [len(repeat.missed) for repeat in self.repeats if repeat.missed is not None]
         if misses:
             said += (
                 f" Attribution's leading {PREFILTERED} lack {sum(misses)} of the {EXACT * len(misses)} exact leading {EXACT}."
@@ -91,8 +92,8 @@ class Scores:
     def centres(self, score: ScoreName) -> np.ndarray:
         """(sites,): means over the questions that were asked; NaN where none was."""
         values = self.columns[score]
-        asked = (~np.isnan(values)).sum(0)
-        return np.divide(np.nansum(values, axis=0), asked, out=np.full(len(asked), np.nan), where=asked > 0)
+        counts = (~np.isnan(values)).sum(0)
+        return np.divide(np.nansum(values, axis=0), counts, out=np.full(len(counts), np.nan), where=counts > 0)
 
     def leading(self, score: ScoreName, top: int) -> list[int]:
         """Indices of the best sites that were measured, best first."""
@@ -102,12 +103,12 @@ class Scores:
 
 
 def stability(sites: Sequence[Site], scores: Sequence[Scores], score: ScoreName, drawn: Sequence[Site]) -> Stability:
-    """Compare two or more. Every one has measured `drawn`, and the leading five of the first, on all of its questions."""
+    """Compare two rankings or more. Each has measured `drawn`, and the leading five of the first, on all of its questions."""
     first, *others = scores
     at = {site: i for i, site in enumerate(sites)}
     return Stability(
         score=score,
-        repeats=tuple(_repeat(sites, one, score) for one in scores),
+        repeats=tuple(_repeat(sites, ranking, score) for ranking in scores),
         agreements=tuple(
             _agreement(pair, scores[pair[0]], scores[pair[1]], name)
             for name in first.columns for pair in combinations(range(len(scores)), 2)
@@ -117,21 +118,21 @@ def stability(sites: Sequence[Site], scores: Sequence[Scores], score: ScoreName,
     )  # fmt: skip
 
 
-def _repeat(sites: Sequence[Site], one: Scores, score: ScoreName) -> Repeat:
+def _repeat(sites: Sequence[Site], ranking: Scores, score: ScoreName) -> Repeat:
     missed = None
-    if score != "attribution" and "attribution" in one.columns and not np.isnan(one.centres(score)).any():
-        passed = set(one.leading("attribution", PREFILTERED))
-        missed = tuple(sites[i] for i in one.leading(score, EXACT) if i not in passed)
+    if score != "attribution" and "attribution" in ranking.columns and not np.isnan(ranking.centres(score)).any():
+        passed = set(ranking.leading("attribution", PREFILTERED))
+        missed = tuple(sites[i] for i in ranking.leading(score, EXACT) if i not in passed)
     return Repeat(
-        probe=one.probe, seed=one.seed, base_accuracy=proportion(one.correct),
-        leading=tuple(sites[i] for i in one.leading(score, max(TOPS))), missed=missed,
+        probe=ranking.probe, seed=ranking.seed, base_accuracy=proportion(ranking.correct),
+        leading=tuple(sites[i] for i in ranking.leading(score, max(TOPS))), missed=missed,
     )  # fmt: skip
 
 
-def _agreement(pair: tuple[int, int], one: Scores, other: Scores, score: ScoreName) -> Agreement:
-    both = np.stack([one.centres(score), other.centres(score)])
+def _agreement(pair: tuple[int, int], first: Scores, second: Scores, score: ScoreName) -> Agreement:
+    both = np.stack([first.centres(score), second.centres(score)])
     measured = both[:, ~np.isnan(both).any(0)]
-    shared = {top: (set(one.leading(score, top)), set(other.leading(score, top))) for top in TOPS}
+    shared = {top: (set(first.leading(score, top)), set(second.leading(score, top))) for top in TOPS}
     return Agreement(
         between=pair, score=score, correlation=correlation(*measured),
         shared={top: len(a & b) for top, (a, b) in shared.items() if len(a) == len(b) == top},
@@ -139,4 +140,4 @@ def _agreement(pair: tuple[int, int], one: Scores, other: Scores, score: ScoreNa
 
 
 def _on_others(others: Sequence[Scores], score: ScoreName, chosen: list[int]) -> Estimate:
-    return mean(np.concatenate([one.columns[score][:, chosen].mean(1) for one in others]))
+    return mean(np.concatenate([ranking.columns[score][:, chosen].mean(1) for ranking in others]))

@@ -1,12 +1,13 @@
 """Where the mixers and heads of a model are: Mambas, Transformers, hybrids of both, and this project's own classes.
 
-For every mixer, SSM or attention, a head owns the columns [h * width, (h + 1) * width) of what the mixer's output projection
-reads. To ablate a head is to replace those columns; nothing else about a family needs to be known to analyse it. What does
-need to be known stands in SLOTS: a model of another layout is one more line there.
+In every mixer, SSM or attention, a head owns the columns [h * width, (h + 1) * width) of what the mixer's output projection
+reads. To ablate a head is to replace those columns. So a family can be analysed as soon as it is known where its blocks hold
+their mixers, which SLOTS says: a model of another layout is one more line there.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ Kind = Literal["ssm", "attention"]
 class Slot:
     """Where a block may hold a mixer: `path`, from the block; `outs`, what its output projection may be called.
 
-    kind None: to be told from its projections. feeds: the block's other mixer reads what this one wrote.
+    kind None: its projections tell which kind it is. feeds: the block's other mixer reads what this one wrote.
     """
 
     path: str
@@ -44,9 +45,9 @@ SLOTS = (
     Slot("attention", "attention", ("dense",)),  # GPT-NeoX
     Slot("self_attention", "attention", ("dense",)),  # Falcon
 )
-BLOCKS = ("layers", "h", "decoder.layers")  # where the blocks may be, from the model without its head
+BLOCKS = ("layers", "h", "decoder.layers")  # paths to the blocks, from the model without its language-model head
 WIDTHS: dict[Kind, tuple[str, ...]] = {"ssm": ("head_v_dim", "head_dim"), "attention": ("v_head_dim", "head_dim", "head_size")}
-NO_MIXER = ("down_proj", "experts")  # what a module in a slot has if it mixes channels only (NemotronH's MLP and MoE blocks)
+NO_MIXER = ("down_proj", "experts")  # a module in a slot that has one of these mixes channels only (NemotronH's MLPs and MoEs)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,11 @@ class Anatomy:
 
     def at(self, layer: int) -> tuple[Mixer, ...]:
         """The mixers of a layer."""
-        return tuple(mixer for mixer in self.mixers if mixer.layer == layer)
+        return self._by_layer.get(layer, ())
+
+    @cached_property
+    def _by_layer(self) -> dict[int, tuple[Mixer, ...]]:
+        return {layer: tuple(mixers) for layer, mixers in groupby(self.mixers, key=lambda mixer: mixer.layer)}
 
     def heads(self, layer: int) -> int:
         """How many heads a layer has, of both kinds."""
@@ -128,12 +133,12 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     blocks = _blocks(model)
     mixers: list[Mixer] = []
     for layer, block in enumerate(blocks):
-        held = [(slot, module) for slot in SLOTS if (module := _descend(block, slot.path)) is not None]
-        if not held:
+        filled = [(slot, module) for slot in SLOTS if (module := _descend(block, slot.path)) is not None]
+        if not filled:
             names = ", ".join(slot.path for slot in SLOTS)
             raise _unknown(model, f"layer {layer} ({type(block).__name__}) holds no mixer under any of {names}")
         first = 0
-        for slot, module in held:
+        for slot, module in filled:
             mixer = _mixer(model, layer, slot, module, first)
             if mixer is not None:
                 mixers.append(mixer)
@@ -147,21 +152,21 @@ def _blocks(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     if getattr(model.config, "is_encoder_decoder", False):
         raise _unknown(model, "it has an encoder")
     for path in BLOCKS:
-        found = _descend(model.base_model, path)
-        if isinstance(found, nn.ModuleList) and len(found):
-            return tuple(found)
+        blocks = _descend(model.base_model, path)
+        if isinstance(blocks, nn.ModuleList) and len(blocks):
+            return tuple(blocks)
     raise _unknown(model, f"its blocks are under none of {', '.join(BLOCKS)}")
 
 
 def _mixer(model: PreTrainedModel, layer: int, slot: Slot, module: nn.Module, first: int) -> Mixer | None:
-    out = next((found for name in slot.outs if (found := getattr(module, name, None)) is not None), None)
+    out = next((projection for name in slot.outs if (projection := getattr(module, name, None)) is not None), None)
     if out is None and any(hasattr(module, name) for name in NO_MIXER):
         return None
     where = f"layer {layer}'s {type(module).__name__}"
     if not isinstance(out, nn.Linear):
         raise _unknown(model, f"{where} has no linear output projection named {' or '.join(slot.outs)}")
     kind: Kind = slot.kind or ("attention" if hasattr(module, "q_proj") else "ssm")
-    width = next((int(found) for name in WIDTHS[kind] if (found := getattr(module, name, None))), None)
+    width = next((int(size) for name in WIDTHS[kind] if (size := getattr(module, name, None))), None)
     if width is None:
         width = 1 if kind == "ssm" else out.in_features // model.config.num_attention_heads
     if out.in_features % width:
@@ -171,10 +176,10 @@ def _mixer(model: PreTrainedModel, layer: int, slot: Slot, module: nn.Module, fi
 
 def _descend(module: nn.Module, path: str) -> Any:
     """The submodule at a dotted path, or None."""
-    found: Any = module
+    submodule: Any = module
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+        submodule = getattr(submodule, name, None)
+    return submodule
 
 
 def _unknown(model: PreTrainedModel, why: str) -> UserError:

@@ -1,12 +1,12 @@
-"""What two forms of one model are compared by: its tensors, its logits after prompts of several lengths, and the greedy tokens
-of a padded batch.
+"""What two forms of one model are compared by: their tensors, their logits after prompts of several lengths, and the greedy
+tokens of a padded batch.
 
-It needs torch and transformers alone, and as a script it answers for folders in a process of its own, on the CPU:
+This file needs torch and transformers alone. As a script it answers for folders in a process of its own, on the CPU:
 
     python -P answers.py PLACE NAME LINES [NAME LINES ...] > answers.safetensors
 
-LINES: Python that loads `tokenizer` and `model`. PLACE: the folder that holds this package, or "-" if it is to be as if it were
-not installed. The answers lie in the file under the names, the tensors' digests in its metadata.
+LINES: Python that loads `tokenizer` and `model`. PLACE: the folder that holds this package, or "-" to hide it, as if it were
+not installed. The file holds the answers under the names, and the tensors' digests in its metadata.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ NEW = 64  # greedy tokens
 
 
 def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All that a model's folder holds, by name: parameters, tied ones once, the buffers that are saved, and what quantised
+    """All tensors in a model's folder, by name: parameters, tied ones once, the buffers that are saved, and what quantised
     modules save beside their weights."""
     settle(model)
     saved = model.state_dict()
     own, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
-    beside = {name: tensor for name, tensor in saved.items() if name not in own | buffers}  # scales of quantised weights
-    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved} | beside
+    scales = {name: tensor for name, tensor in saved.items() if name not in own | buffers}  # of quantised weights
+    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved} | scales
 
 
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:
@@ -74,7 +74,7 @@ def answers(model: PreTrainedModel, vocabulary: int, new: int = NEW) -> dict[str
     model.eval()
     try:
         prompts = [torch.randint(vocabulary, (length,), generator=generator) for length in LENGTHS]
-        found = {
+        logits = {
             f"prompt {len(prompt)}": model(input_ids=prompt[None].to(model.device), use_cache=False).logits[0].float().cpu()
             for prompt in prompts
         }
@@ -85,18 +85,20 @@ def answers(model: PreTrainedModel, vocabulary: int, new: int = NEW) -> dict[str
             min_new_tokens=new, max_new_tokens=new, do_sample=False, num_beams=1, pad_token_id=0,
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
-        made: Any = model.generate(  # type: ignore[operator]
+        generated: Any = model.generate(  # type: ignore[operator]
             ids.to(model.device), attention_mask=real.to(model.device), generation_config=greedy
         )
     finally:
         model.train(training)
-    found["batch"] = torch.stack(made.logits, dim=1).float().cpu()
-    found["tokens"] = made.sequences[:, max(LENGTHS) :].cpu()
-    return found
+    batch = {
+        "batch": torch.stack(generated.logits, dim=1).float().cpu(),
+        "tokens": generated.sequences[:, max(LENGTHS) :].cpu(),
+    }
+    return logits | batch
 
 
-def asked(lines: str, new: int = NEW) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Of the model that the lines load: its answers, in float32, and the digests of its tensors as they were loaded."""
+def load_and_answer(lines: str, new: int = NEW) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """For the model that the lines load: its answers, in float32, and the digests of its tensors as they were loaded."""
     user: dict[str, Any] = {}
     exec(lines, user)
     digests = {name: described(tensor) for name, tensor in tensors(user["model"]).items()}
@@ -107,19 +109,19 @@ def main(place: str, *names_and_lines: str) -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # what anything prints while loading goes to standard error
     if place == "-":
-        sys.modules["surgery"] = None  # type: ignore[assignment]  # whoever imports it fails, as if it were not there
+        sys.modules["surgery"] = None  # type: ignore[assignment]  # imports fail, as if it were not installed
     else:
         sys.path.append(place)
     for kernels in ("mamba_ssm", "causal_conv1d"):  # transformers' own Mambas would take them on the CPU too, where they fail
         sys.modules[kernels] = None  # type: ignore[assignment]
-    every: dict[str, Tensor] = {}
-    digests: dict[str, str] = {}
+    all_answers: dict[str, Tensor] = {}
+    all_digests: dict[str, str] = {}
     for name, lines in zip(names_and_lines[::2], names_and_lines[1::2], strict=True):
-        found, held = asked(lines)
-        every |= {f"{name} {key}": value.contiguous() for key, value in found.items()}
-        digests |= {f"{name} {key}": value for key, value in held.items()}
+        tensors_of_one, digests = load_and_answer(lines)
+        all_answers |= {f"{name} {key}": value.contiguous() for key, value in tensors_of_one.items()}
+        all_digests |= {f"{name} {key}": value for key, value in digests.items()}
     with os.fdopen(out, "wb") as file:
-        file.write(save(every, metadata=digests))
+        file.write(save(all_answers, metadata=all_digests))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Numbers that are not finite are an error with a name, never an answer.
+"""Numbers that are not finite raise an error that says where they come from; they never become a score.
 
 A NaN compares false with everything, and argmax takes it for the largest: without a check a broken model gets a score that
-looks like any other. What is checked is what is read: scores of candidates, losses. A NaN or an infinity among the logits of a
-row makes every log-probability of that row NaN or -inf, so nothing is missed; -inf may stand where a model masks ids that are
-padding. Why is looked for only afterwards.
+looks like any other. Only what is used is checked: scores of candidates, losses. That is enough, because a NaN or an infinity
+among the logits of a row makes every log-probability of that row NaN or -inf; -inf is allowed, because models mask ids of
+padding with it. The cause is looked for only after a check has failed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from surgery.runtime.processes import state
 
 
 class NotFinite(UserError):
-    """what: the logits, say. where: while what was done. why: what holds the NaN, if that is known."""
+    """what: is not finite ("the logits"). where: what was being done. why: what holds the NaN, if that is known."""
 
     def __init__(self, what: str, where: str = "", why: str = ""):
         self.what, self.where, self.why = what, where, why
@@ -36,7 +36,7 @@ def checked(values: Tensor, what: str) -> Tensor:
 
 @contextmanager
 def within(where: str) -> Iterator[None]:
-    """Say in a NotFinite where it was."""
+    """Add to a NotFinite what was being done."""
     try:
         yield
     except NotFinite as error:
@@ -45,7 +45,7 @@ def within(where: str) -> Iterator[None]:
 
 @contextmanager
 def explained(model: nn.Module, rows: Sequence[Sequence[int]] | Tensor | None = None) -> Iterator[None]:
-    """Say in a NotFinite why it is so. rows: token ids, of one length or to be padded on the right, with which it happens."""
+    """Add the cause to a NotFinite. rows: token ids, of one length or to be padded on the right, with which it happens."""
     try:
         yield
     except NotFinite as error:
@@ -56,10 +56,10 @@ def explained(model: nn.Module, rows: Sequence[Sequence[int]] | Tensor | None = 
 
 @contextmanager
 def watching_logits(model: PreTrainedModel) -> Iterator[None]:
-    """All logits of a model are checked while this lasts, for whoever reads them elsewhere."""
+    """Within this context all logits of a model are checked, also those that only other code reads."""
 
     def check(_: nn.Module, __: Any, returned: Any) -> None:
-        checked(returned.logits.amax(-1), "the logits")  # one pass: a NaN is the largest, and -inf is allowed beside others
+        checked(returned.logits.amax(-1), "the logits")  # one pass: a NaN is the largest, and a single -inf is allowed
 
     handle = model.register_forward_hook(check)
     try:
@@ -69,9 +69,9 @@ def watching_logits(model: PreTrainedModel) -> Iterator[None]:
 
 
 def broken_weight(model: nn.Module, besides: Sequence[str] = ()) -> str:
-    """ "the weight 'backbone.layers.3.mixer.D' holds a NaN", or nothing. besides: weights that are not looked at."""
+    """ "the weight 'backbone.layers.3.mixer.D' holds a NaN", or "". besides: weights that are left out."""
     for name, whole in [*model.named_parameters(), *model.named_buffers()]:
-        weight = whole.to_local() if hasattr(whole, "to_local") else whole  # other processes may have no error to look into
+        weight = whole.to_local() if hasattr(whole, "to_local") else whole  # other processes may not take part in this
         if name not in besides and not weight.is_meta and _is_broken(weight):
             return f"the weight '{name}' holds {'a NaN' if weight.isnan().any() else 'an infinity'}"
     return ""
@@ -86,8 +86,8 @@ def _is_broken(values: Any) -> bool:
 
 @torch.no_grad()
 def _first_output(model: nn.Module, rows: Sequence[Sequence[int]] | Tensor | None) -> str:
-    """The first module whose output is not finite, or nothing. Not if the model may be spread over processes: one alone cannot
-    run it."""
+    """The first module whose output is not finite, or "". Also "" if the model may be divided among processes, as one of them
+    alone cannot run it."""
     if rows is None or state().num_processes > 1:
         return ""
     ids = pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)

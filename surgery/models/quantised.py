@@ -1,7 +1,7 @@
 """Quantised models (bitsandbytes, 8 and 4 bits): the weights of their linear modules are integers, with scales beside them.
 
-Such a weight means something to its own module alone. So a hybrid uses the base's modules, not only their tensors, and whoever
-needs the weight itself asks for it here.
+Such a weight means something to its own module alone. So a hybrid uses the base's modules, not only their tensors, and the
+weight itself, in floating point, is to be had from `dense`.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from surgery.errors import UserError
 from surgery.hybrids.parts import is_quantised_weight
 from surgery.models.answers import settle
 
-# What transformers notes about a quantised model, for those who save it or move it.
+# The attributes of a quantised model by which transformers knows how to save and move it.
 NOTES = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_8bit", "is_loaded_in_4bit")
 
 
@@ -43,9 +43,9 @@ def dense(module: nn.Linear) -> Tensor:
 
 
 def exact(model: PreTrainedModel) -> None:
-    """Let quantised modules compute with the numbers that they hold.
+    """Make quantised modules compute with the numbers that are stored.
 
-    Raises UserError if they have lost them: see answers.settle.
+    Raises UserError if bitsandbytes has changed these: see answers.settle.
     """
     settle(model)
     for module in model.modules():
@@ -54,7 +54,7 @@ def exact(model: PreTrainedModel) -> None:
 
 
 def scales(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a quantised model's folder holds beside parameters and buffers, by name; of other models nothing."""
+    """The tensors that a quantised model's folder holds beside parameters and buffers, by name; none for other models."""
     if not is_quantised(model):
         return {}
     exact(model)
@@ -64,7 +64,7 @@ def scales(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def note(source: Any, target: Any, kept: list[str]) -> None:
-    """Let a model that uses the modules of a quantised one be known as quantised. kept: names of its modules that are not."""
+    """Mark a model that uses the modules of a quantised one as quantised. kept: names of its modules that are not quantised."""
     for name in NOTES:
         if name in vars(source):
             setattr(target, name, vars(source)[name])

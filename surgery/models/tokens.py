@@ -1,8 +1,8 @@
 """Texts as tokens: what a prompt begins with, and what follows it.
 
-Tokens of two texts are not always the tokens of both together. A SentencePiece tokenizer (Llama's) begins every text that it is
-given with a space of its own, and any tokenizer may merge letters across the border. What follows a prompt is therefore cut
-from the tokens of the whole, where lm-evaluation-harness cuts it: behind as many tokens as the prompt alone has,
+The tokens of two texts are not always the tokens of both together. A SentencePiece tokenizer (Llama's) begins every text with
+a space of its own, and any tokenizer may merge letters across the border. What follows a prompt is therefore cut from the
+tokens of the whole, where lm-evaluation-harness cuts it: behind as many tokens as the prompt alone has,
 
     following(prompt, text) = tokens(prompt + text)[len(tokens(prompt)):]
 
@@ -11,10 +11,11 @@ these are the tokens of the whole. Where one does, they are what the harness sco
 one of the prompt's, as far as the prompt has tokens.
 
 A thousand questions with 64 candidates each are 64,000 texts of some hundred tokens that differ in the last one or two. So the
-prompt's beginning is left out where that changes nothing (`_tail`): a tokenizer of the usual kind never joins what stands
-before a space between two visible characters to what stands behind it. That holds if no entry of its vocabulary does so, since
-its model merges (BPE) or chooses (Unigram) nothing but entries, and if the text is cut into words from there on as it is in the
-whole, which is tried once on texts that hold all there is in prompts. Of any other tokenizer the whole is taken.
+prompt's beginning is left out where that changes nothing (`_tail`). Most tokenizers never join what stands before a space
+between two visible characters to what stands behind it. This is the case if two conditions hold. No entry of the vocabulary
+crosses such a space, since the model merges (BPE) or chooses (Unigram) entries only. And the text behind the space is cut into
+words in the same way whether or not the text before it is there, which is tried once on texts like those of all prompts. With
+any other tokenizer the whole text is tokenised.
 """
 
 import copy
@@ -50,8 +51,8 @@ def divided(prompt: str, text: str) -> tuple[str, str]:
 
 
 def opening(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of texts that something is to follow: with the special tokens that the tokenizer puts before a text, and
-    without those that it appends."""
+    """The token ids of prompts: with the special tokens that the tokenizer puts before a text, and without those that it
+    appends."""
     if not texts:
         return []
     appended = len(_added(tokenizer)[1])
@@ -62,7 +63,7 @@ def following(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str
     """For every (prompt, text) the token ids of the text behind the prompt; see the module. An empty list where the text is
     part of the prompt's last token."""
     if not pairs:
-        return []  # not every tokenizer takes no texts
+        return []  # some tokenizers refuse an empty list
     cut = _tail if _is_local(tokenizer) else str
     tails = {prompt: cut(prompt) for prompt in dict.fromkeys(prompt for prompt, _ in pairs)}
     short = [(tails[prompt], text) for prompt, text in pairs]
@@ -72,9 +73,9 @@ def following(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str
 
 
 def prompting(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer; if it appends special tokens to every text, which would end every prompt, a copy that does not.
+    """The tokenizer, or, if it appends special tokens to each text, which would end each prompt, a copy that does not.
 
-    Raises UserError if it cannot be told not to.
+    Raises UserError if this cannot be switched off.
     """
     if not (appended := _added(tokenizer)[1]):
         return tokenizer
@@ -111,14 +112,14 @@ def _end_with_text(processor: dict[str, Any] | None) -> None:
 
 
 def _tail(prompt: str) -> str:
-    """A prompt from its last barrier but one on: behind the last one, its tokens are the whole prompt's, however the tokenizer
-    begins a text."""
+    """The end of a prompt, from its last barrier but one: behind the last barrier, its tokens are those of the whole prompt,
+    however the tokenizer begins a text."""
     barriers = [match.start() for match in BARRIER.finditer(prompt, max(0, len(prompt) - REACH))]
     return prompt[barriers[-2] :] if len(barriers) > 1 else prompt
 
 
 def _is_local(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether barriers hold for a tokenizer."""
+    """Whether a tokenizer joins nothing across a barrier."""
     known = _local.get(tokenizer)
     if known is None or known[0] != len(tokenizer):
         known = _local[tokenizer] = (len(tokenizer), _try_barriers(tokenizer))

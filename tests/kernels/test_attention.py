@@ -107,7 +107,6 @@ def test_keys_that_do_not_exist(backend, qkv, pads, seed):
     exact = gradients(q.double(), k.double(), v.double(), mask, "reference")
     for actual, truth in zip(gradients(q, k, v, exists, backend), exact, strict=True):
         assert_near(actual, truth, floor=1)
-    assert exact[0].abs().max() < 1e-5  # what all scores of a query have in common, softmax does not see
 
 
 @pytest.mark.parametrize("blocked", [-math.inf, torch.finfo(torch.float32).min])
