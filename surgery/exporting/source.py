@@ -14,8 +14,8 @@ from surgery.records.names import on_hub
 from surgery.records.plan import Plan
 from surgery.records.recipe import read_back
 from surgery.runtime.progress import say
-from surgery.splicing.patch import RECORD as PATCH
-from surgery.splicing.patch import Patch
+from surgery.splicing.joining import RECORD as PATCH
+from surgery.splicing.joining import Patch
 from surgery.splicing.remembered import PLAN, read_surgery
 
 
