@@ -3,13 +3,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check promises docs clean
+.PHONY: demo test test-slow check promises docs clean
 
 demo: .venv/.installed
 	$(BIN)/surgery run recipes/demo.yaml
 
 test: .venv/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+# What takes long, each beside a quicker test of the same law. CI runs both.
+test-slow: .venv/.installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 promises:
 	$(BIN)/python tools/promises.py runs/demo/report.json

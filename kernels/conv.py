@@ -2,9 +2,9 @@
 
     y_t[c] = bias[c] + sum_i weight[c, k-1-i] x_{t-i}[c]        with nothing before the first token
 
-The mixer's projection is (b, t, channels), which a convolution has to turn around first, for longer than it then computes.
-`native` (pointwise.c) is ours, in C for a CPU; `shifted` adds up the k shifted products where they lie; `stock` is PyTorch's
-convolution, `causal_conv1d` the CUDA package of Mamba's authors.
+The mixer's projection is (b, t, channels). PyTorch's convolution has to transpose it, which takes longer than to compute.
+`native` (conv_norm.c) is ours, in C for a CPU; `shifted` adds up the k shifted products without a transpose; `stock` is
+PyTorch's convolution, `causal_conv1d` the CUDA package of Mamba's authors.
 """
 
 from importlib import import_module
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.kernels.conv_norm_native import convolution_refuses, convolve
 from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.packing import Packing
-from surgery.kernels.pointwise import convolution_refuses, convolve
 
 SILU = ("silu", "swish")  # what configs call that activation
 

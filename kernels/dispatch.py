@@ -26,7 +26,7 @@ OPERATIONS = (
     *("causal_conv", "ssd_scan", "ssd_step", "selective_scan", "selective_step", "graft_attention", "rms_norm"),
     "kl_divergence",  # of tuning
 )
-_asked: ContextVar[dict[str, str] | None] = ContextVar("surgery_kernels", default=None)
+_requested: ContextVar[dict[str, str] | None] = ContextVar("surgery_kernels", default=None)
 
 
 class KernelError(ValueError):
@@ -37,7 +37,7 @@ def _takes_everything(*_: Any) -> None:
     return None
 
 
-@dataclass(frozen=True, eq=False)  # as a key by identity: by its fields would take longer than the rest of a choice
+@dataclass(frozen=True, eq=False)  # hashed by identity: by its fields would take longer than the rest of a choice
 class Backend:
     """One implementation of an operation.
 
@@ -74,11 +74,11 @@ class Operation:
 
     def choose(self, *args: Any, backend: str | None = None) -> Backend:
         """The backend for a call. Raises KernelError if the one that was asked for cannot serve."""
-        if asked := backend or asked_for().get(self.name):
-            self.check(asked)
-            if reason := self.why_not(self.backends[asked], *args, asked=True):
-                raise KernelError(f"{self.name}: the backend '{asked}' was asked for and cannot serve: {reason}")
-            return self.backends[asked]
+        if name := backend or requested().get(self.name):
+            self.check(name)
+            if reason := self.why_not(self.backends[name], *args, by_name=True):
+                raise KernelError(f"{self.name}: the backend '{name}' was asked for and cannot serve: {reason}")
+            return self.backends[name]
         for candidate in self.backends.values():
             if not candidate.declines(*args) and not self.why_not(candidate, *args):
                 return candidate
@@ -89,9 +89,9 @@ class Operation:
         if backend not in self.backends:
             raise KernelError(f"{self.name} has no backend named '{backend}'; it has {', '.join(self.backends)}")
 
-    def why_not(self, backend: Backend, *args: Any, asked: bool = False) -> str | None:
-        """Why `backend` cannot take such a call, or None. asked: for by its name."""
-        if backend.on_request and not asked:
+    def why_not(self, backend: Backend, *args: Any, by_name: bool = False) -> str | None:
+        """Why `backend` cannot take such a call, or None. by_name: whether it was asked for by its name."""
+        if backend.on_request and not by_name:
             return "it must be asked for by name"
         if reason := backend.refuses(*args):
             return reason
@@ -101,7 +101,7 @@ class Operation:
 @cache
 def _probe(operation: Operation, backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
     """One small call of the backend beside the reference; what went wrong, or None. In a thread of its own, where none of the
-    caller's modes is on (autocast, torch.func, a default device, FakeTensorMode): what is found out holds for the process."""
+    caller's modes is on (autocast, torch.func, a default device, FakeTensorMode): the outcome is cached for the process."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_try, operation, backend, device, dtype).result()
 
@@ -112,9 +112,11 @@ def _try(operation: Operation, backend: Backend, device: torch.device, dtype: to
             args, again = operation.example(device, dtype), operation.example(device, dtype)
             if reason := backend.refuses(*args):
                 return reason
-            got, wanted = (_tensors(run(*given)) for run, given in ((backend.run, args), (operation.reference.run, again)))
+            results = _tensors(backend.run(*args))
+            expected = _tensors(operation.reference.run(*again))
         # Rounded to the dtype in other places, the two differ; a broken build is not off by a little.
-        error = max(((g.float() - w.float()).norm() / w.float().norm()).item() for g, w in zip(got, wanted, strict=True))
+        pairs = zip(results, expected, strict=True)
+        error = max(((result.float() - true.float()).norm() / true.float().norm()).item() for result, true in pairs)
     except Exception as failure:  # whatever a foreign package throws is the reason why it does not serve
         return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
     return None if error < 0.05 else f"its result is wrong: off by {error:.2g} on a small example"
@@ -133,8 +135,8 @@ def not_for_cuda_package(x: Tensor, *_: Any) -> str | None:
 
 def ask(**backends: str) -> Token:
     """Ask for backends by operation from here on. Raises KernelError for an unknown name."""
-    _known(backends)
-    return _asked.set({**(_asked.get() or {}), **backends})
+    _check_known(backends)
+    return _requested.set({**(_requested.get() or {}), **backends})
 
 
 @contextmanager
@@ -144,12 +146,12 @@ def use(**backends: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _asked.reset(token)
+        _requested.reset(token)
 
 
-def asked_for() -> dict[str, str]:
+def requested() -> dict[str, str]:
     """Operation -> backend, as asked for by the environment or, before it, by `use` and `ask`."""
-    return _parse(os.environ.get("SURGERY_KERNELS", "")) | (_asked.get() or {})
+    return _parse(os.environ.get("SURGERY_KERNELS", "")) | (_requested.get() or {})
 
 
 @cache
@@ -157,13 +159,13 @@ def _parse(text: str) -> dict[str, str]:
     pairs = [item.split("=", 1) for item in text.split(",") if item.strip()]
     if any(len(pair) != 2 or not pair[1].strip() for pair in pairs):
         raise KernelError("SURGERY_KERNELS must read operation=backend[,operation=backend...]")
-    asked = {operation.strip(): name.strip() for operation, name in pairs}
-    _known(asked)
-    return asked
+    backends = {operation.strip(): name.strip() for operation, name in pairs}
+    _check_known(backends)
+    return backends
 
 
-def _known(asked: Mapping[str, str]) -> None:
-    for operation, backend in asked.items():
+def _check_known(backends: Mapping[str, str]) -> None:
+    for operation, backend in backends.items():
         if operation not in OPERATIONS:
             raise KernelError(f"no operation is named '{operation}'; there are {', '.join(OPERATIONS)}")
         if operation in Operation.registry:  # an exported checkpoint carries only the operations that it needs

@@ -17,25 +17,25 @@ typedef struct { /* mirrored in divergence.py. All is contiguous */
     int64_t next, failed;           /* the counter; never set here */
 } divergence;
 
-typedef struct { /* of a row of logits: log sum exp = most + log2_sum ln 2 */
+typedef struct { /* of a row of logits: log sum exp = most + log2_sum ln 2; most: the largest logit */
     float most;
     double log2_sum;
 } scale;
 
-/* LANES logits from the w-th on; what is beyond the last has no probability */
-static inline vec some(const float *logits, int64_t w, int64_t words) {
+/* LANES logits from the w-th on; -infinity, and so probability 0, beyond the last word */
+static inline vec logits_at(const float *logits, int64_t w, int64_t words) {
     return get_or(logits + w, words - w, all(-__builtin_inff()));
 }
 
-/* p, where a logit's distance from the largest is given */
+/* from a logit's distance to the largest one of its row */
 static inline vec probability(vec distance, double log2_sum) {
     return exp2_vec(distance * LOG2E - all((float)log2_sum));
 }
 
 static scale scale_of(const float *logits, int64_t words) {
-    vec most = some(logits, 0, words);
+    vec most = logits_at(logits, 0, words);
     for (int64_t w = LANES; w < words; w += LANES) {
-        vec v = some(logits, w, words);
+        vec v = logits_at(logits, w, words);
         most = chosen(v > most, v, most);
     }
     scale s = {most[0], 0};
@@ -44,7 +44,7 @@ static scale scale_of(const float *logits, int64_t words) {
     for (int64_t block = 0; block < words; block += BLOCK) {
         vec sum = {0};
         for (int64_t w = block; w < smaller(block + BLOCK, words); w += LANES)
-            sum += probability(some(logits, w, words) - s.most, 0);
+            sum += probability(logits_at(logits, w, words) - s.most, 0);
         whole += lane_sum(sum);
     }
     s.log2_sum = __builtin_log2(whole);
@@ -56,17 +56,17 @@ static double diverge_token(const divergence *k, int64_t token) {
     const float *student = k->student + token * k->words, *teacher = k->teacher + token * k->words;
     float *gradient = k->gradient + token * k->words;
     const scale s = scale_of(student, k->words), t = scale_of(teacher, k->words);
-    const vec apart = all((float)((t.log2_sum - s.log2_sum) * LN2));
+    const vec offset = all((float)((t.log2_sum - s.log2_sum) * LN2));
     double whole = 0;
     for (int64_t block = 0; block < k->words; block += BLOCK) {
         vec sum = {0};
         for (int64_t w = block; w < smaller(block + BLOCK, k->words); w += LANES) {
             const int64_t count = k->words - w;
-            vec mine = some(student, w, k->words) - s.most, wanted = some(teacher, w, k->words) - t.most;
-            vec p = probability(wanted, t.log2_sum), term = p * (wanted - mine - apart);
+            vec x = logits_at(student, w, k->words) - s.most, target = logits_at(teacher, w, k->words) - t.most;
+            vec p = probability(target, t.log2_sum), term = p * (target - x - offset);
             for (int64_t i = count; i < LANES; i++) term[i] = 0; /* not infinity - infinity */
             sum += term;
-            put(gradient + w, probability(mine, s.log2_sum) - p, count);
+            put(gradient + w, probability(x, s.log2_sum) - p, count);
         }
         whole += lane_sum(sum);
     }

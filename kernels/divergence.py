@@ -1,10 +1,10 @@
-"""How far a student's predictions are from its teacher's, and which way is nearer.
+"""The Kullback-Leibler divergence of a student's predictions from its teacher's, and its gradient.
 
     KL = sum_w p_w (log p_w - log q_w)        dKL/dlogits_w = q_w - p_w        p = softmax(teacher), q = softmax(student)
 
-With a logit for every token and every word of a vocabulary, whatever lies between logits and these two takes more room than all
-else in a step of tuning. `native` (divergence.c) is ours, in C for a CPU, and makes nothing in between; `stock` is made of few
-operations of PyTorch's; `reference` writes the formulas down.
+There is a logit for every token and every word of the vocabulary, and an intermediate result of that size takes more memory
+than the rest of a step of tuning. `native` (divergence.c) is ours, in C for a CPU, and stores none; `stock` is a few operations
+of PyTorch; `reference` writes the formulas down.
 """
 
 from ctypes import Structure, c_int64, c_void_p
@@ -40,20 +40,20 @@ def _refuses(student: Tensor, teacher: Tensor) -> str | None:
 
 def _native(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     check((teacher, (n := len(student), words := student.shape[1])))
-    mine, wanted = contiguous(student.float(), teacher.float())
-    gradient, sums = torch.empty_like(mine), mine.new_empty(n, dtype=torch.double)
+    own, target = contiguous(student.float(), teacher.float())
+    gradient, sums = torch.empty_like(own), own.new_empty(n, dtype=torch.double)
     work = _Divergence(n, words)
-    fill(work, {"student": mine, "teacher": wanted, "gradient": gradient, "divergence": sums})
-    run(load("divergence").diverge, work, 1 if mine.numel() <= ALONE else n)
+    fill(work, {"student": own, "teacher": target, "gradient": gradient, "divergence": sums})
+    run(load("divergence").diverge, work, 1 if own.numel() <= ALONE else n)
     return sums.sum().float(), gradient.to(student.dtype)
 
 
 def _stock(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     least = torch.promote_types(student.dtype, torch.float32)
-    wanted, given = teacher.to(least).log_softmax(-1), student.to(least).log_softmax(-1)
-    p = wanted.exp()
-    total = torch.dot(p.flatten(), wanted.sub_(given).flatten())
-    return total, given.exp_().sub_(p).to(student.dtype)
+    log_p, log_q = teacher.to(least).log_softmax(-1), student.to(least).log_softmax(-1)
+    p = log_p.exp()
+    total = torch.dot(p.flatten(), log_p.sub_(log_q).flatten())
+    return total, log_q.exp_().sub_(p).to(student.dtype)
 
 
 def _reference(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,12 +73,12 @@ def attend(
     if mask is None:
         y = _first(dense(q, k, v, **options))
     else:  # packed: queries and keys that exist, sequence after sequence, the last query aligned to the last key as before
-        there = mask[:, None].expand(b, pairs, s).flatten(0, 1)
-        asked = there[:, s - t :]
-        lengths = (F.pad(x.sum(1).cumsum(0, dtype=torch.int32), (1, 0)) for x in (asked, there))
-        packed = _first(varlen(q[asked], k[there], v[there], *lengths, t, s, **options))
+        keys = mask[:, None].expand(b, pairs, s).flatten(0, 1)
+        queries = keys[:, s - t :]
+        lengths = (F.pad(x.sum(1).cumsum(0, dtype=torch.int32), (1, 0)) for x in (queries, keys))
+        packed = _first(varlen(q[queries], k[keys], v[keys], *lengths, t, s, **options))
         y = packed.new_zeros(b * pairs, t, c.pieces, c.value)
-        y[asked] = packed
+        y[queries] = packed
     return y.flatten(2)[..., :dv].unflatten(0, (b, pairs))
 
 
@@ -126,8 +126,8 @@ def _objections(version: int, package: str, q: Tensor, k: Tensor, v: Tensor, mas
 
 @cache
 def _installed(package: str) -> bool:
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None  # a plain folder named `kernels` in the working directory has none
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a plain folder named `kernels` in the working directory has none
 
 
 def _declines(version: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:

@@ -1,4 +1,4 @@
-"""What the kernels here have in common: they choose their precision themselves, and torch.func cannot take them."""
+"""What the kernels here have in common: they choose their precision themselves, and torch.func cannot transform them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +19,7 @@ def autocasts(device: str) -> bool:
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """Of what a scan of x gives: that of x, but float32 for float16, whose range a long sum soon goes beyond."""
+    """The dtype of a scan's result: that of x, but float32 for float16, whose range a long sum soon exceeds."""
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
@@ -44,19 +44,19 @@ def without_autocast(run: Pass) -> Pass:
 
 
 def transformed(*_: object) -> str | None:
-    """Why nothing with a gradient of its own takes a call now, or None: torch.func and forward-mode derivatives need more of it
-    than autograd does."""
+    """Why no kernel with a gradient of its own takes a call now, or None: torch.func and forward-mode derivatives need more
+    than a backward pass."""
     return "torch.func cannot transform it" if torch._C._are_functorch_transforms_active() else in_forward_mode()
 
 
 def in_forward_mode(*_: object) -> str | None:
-    """Why nothing without a forward-mode derivative takes a call now, or None."""
+    """Why no kernel without a forward-mode derivative takes a call now, or None."""
     return "it has no forward-mode derivative" if forward_ad._current_level >= 0 else None
 
 
 def unreadable(*tensors: Tensor | None) -> str | None:
-    """Why nothing that reads memory by its address takes these, or None: those of FakeTensorMode have none, and what other
-    subclasses of Tensor stand for does not lie there."""
+    """Why no kernel that reads memory by its address takes these, or None: tensors of FakeTensorMode have no memory, and other
+    subclasses of Tensor keep their values elsewhere."""
     if any(m is not None and type(m) not in PLAIN for m in tensors):
         return "it takes plain tensors"
     if torch._C._len_torch_dispatch_stack() and any(

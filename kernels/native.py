@@ -27,8 +27,8 @@ from surgery.kernels.functions import transformed, unreadable
 FLAGS = "-O3 -std=gnu11 -fPIC -shared -fno-strict-aliasing -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
 FOLDER = Path(__file__).parent
 _STARTED_IN = os.getpid()
-ALONE = 2**17  # numbers up to which one thread is done about when another would have begun
-STEP_ALONE = 2**21  # numbers in the states up to which one thread is done with a step about when another would have begun
+ALONE = 2**17  # numbers up to which starting a second thread takes longer than it saves
+STEP_ALONE = 2**21  # the same for a step: numbers in its states
 TARGETS = ("-march=native", "-mcpu=native", "")  # the first that the compiler knows; ARM's often know the second alone
 
 
@@ -50,9 +50,9 @@ def load(name: str) -> ctypes.CDLL:
             folder.mkdir(parents=True, exist_ok=True)
             # Made in a folder of its own and renamed: no other process ever sees half a library.
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                made = Path(temporary) / library.name
-                _call([*compiler, *flags, str(source), "-o", str(made)])
-                os.replace(made, library)
+                built = Path(temporary) / library.name
+                _call([*compiler, *flags, str(source), "-o", str(built)])
+                os.replace(built, library)
         return ctypes.CDLL(str(library))
     except OSError as failure:
         raise RuntimeError(f"the compiled kernel cannot be kept in {folder}: {failure}") from failure
@@ -90,7 +90,7 @@ _VIEW, _PLACE = Struct("@P3q"), Struct("@P")
 
 
 def fill(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> None:
-    """Tell C of tensors: each as a View where the structure has one, else where it lies."""
+    """Enter tensors into a structure: each as a View where it has one, else as a pointer."""
     places = _places(type(structure))
     for name, m in tensors.items():
         if m is None:
@@ -104,18 +104,18 @@ def fill(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> None
 
 @cache
 def _places(kind: type[ctypes.Structure]) -> dict[str, tuple[int, bool]]:
-    """Of every field, where it begins, and whether it is a View."""
+    """Field -> its offset, and whether it is a View."""
     return {name: (getattr(kind, name).offset, of is View) for name, of in kind._fields_}  # type: ignore[misc]
 
 
 def refuses(*tensors: Tensor | None) -> str | None:
     """Why no kernel here takes these, or None."""
-    given = [m for m in tensors if m is not None]
-    if not all(m.is_cpu for m in given):
+    present = [m for m in tensors if m is not None]
+    if not all(m.is_cpu for m in present):
         return "it runs on a CPU"
-    if any(m.dtype == torch.float64 for m in given):
+    if any(m.dtype == torch.float64 for m in present):
         return "it computes in float32"
-    return unreadable(*given) or transformed()
+    return unreadable(*present) or transformed()
 
 
 def step_refuses(state: Tensor, *others: Tensor | None) -> str | None:
@@ -135,17 +135,17 @@ def check(*shapes: tuple[Tensor | None, tuple[int, ...]]) -> None:
 
 
 def contiguous(*tensors: Any) -> list[Any]:
-    """Each as C wants what is no View."""
+    """Each contiguous, as C expects what is not passed as a View."""
     return [None if m is None else m.contiguous() for m in tensors]
 
 
 def rows(*tensors: Tensor) -> list[Tensor]:
-    """Each with the numbers of its last dimension as neighbours."""
+    """Each with its last dimension contiguous, copied where it is not."""
     return [m if m.stride(-1) == 1 else m.contiguous() for m in tensors]
 
 
 def learns(*tensors: Tensor | None) -> bool:
-    """Whether a gradient will be wanted of any of these."""
+    """Whether any of these needs a gradient."""
     return torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in tensors)
 
 

@@ -3,7 +3,7 @@
     y = weight v / sqrt(mean(v^2) + eps),    v = x silu(gate)
 
 with the mean over each group of neighbouring channels. Computed in float32 and rounded before the weight is applied, as in
-transformers. `mamba_ssm` is the CUDA package of Mamba's authors, `native` (pointwise.c) is ours, in C for a CPU, `stock`
+transformers. `mamba_ssm` is the CUDA package of Mamba's authors, `native` (conv_norm.c) is ours, in C for a CPU, `stock`
 repeats the steps of transformers, and `reference` computes in the dtype that it is given.
 """
 
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.kernels.conv_norm_native import norm_refuses, normalise
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
-from surgery.kernels.pointwise import norm_refuses, normalise
 
 
 def rms_norm(

@@ -1,9 +1,9 @@
 """Documents that share a row of a batch.
 
-What mixes tokens (convolution, scan, attention) may mix those of one document only. So it gets the documents as rows of their
-own, those of similar length together and padded on the right, and what it gives is put back. Every kernel serves so, none can
-see another document, and a number that is not finite stays in the document that it is in. Nothing needs a mask: all of it is
-causal, and padding comes after what is real.
+Convolution, scan and attention mix tokens, and may mix those of one document only. So each document becomes a row of its own;
+documents of similar length form a group, padded on the right; and the results are put back in place. Any kernel can be used
+this way, no document sees another one, and a number that is not finite stays in its document. No mask is needed: all of these
+are causal, and padding comes last.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from surgery.kernels.functions import own_precision
 
-PADDING = 0.25  # of the longest document of a group: a shorter one by more than that goes to another group
-FEW = 16  # tokens of padding that a call more would not save
+PADDING = 0.25  # the share of a group's longest document by which its other documents may be shorter
+FEW = 16  # tokens by which they may be shorter in any case: another call would cost more than this padding
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +82,10 @@ def packed(numbers: Tensor, device: torch.device | None = None, *, alike: bool =
     starts, lengths = bounds[:-1][inside], bounds.diff()[inside]
     order = lengths.argsort(descending=True, stable=True)
     places, groups, offset = torch.zeros(numbers.numel(), dtype=torch.long), [], 0
-    for some in order.split(_sizes(lengths[order].tolist()) if alike else [len(order)]):
-        across = torch.arange(int(lengths[some[0]]))
-        pads = across >= lengths[some, None]
-        index = starts[some, None] + across.minimum(lengths[some, None] - 1)
+    for members in order.split(_sizes(lengths[order].tolist()) if alike else [len(order)]):
+        across = torch.arange(int(lengths[members[0]]))
+        pads = across >= lengths[members, None]
+        index = starts[members, None] + across.minimum(lengths[members, None] - 1)
         places[index[~pads]] = offset + (~pads).flatten().nonzero()[:, 0]
         offset += index.numel()
         groups.append(Group(index.to(device), pads.to(device) if pads.any() else None))
@@ -113,7 +113,7 @@ def _sizes(lengths: list[int]) -> list[int]:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """One behind the other, as they are: autocast to bfloat16 takes no float16 here."""
+    """Concatenated in their own dtype: under autocast to bfloat16, torch.cat refuses float16."""
     with own_precision(parts[0].device.type):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

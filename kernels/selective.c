@@ -144,7 +144,7 @@ static inline void reverse_pair(const vec *state, vec *g, const vec *A, const fl
     for (int k = 0; k < PAIR; k++) g[k] = s[k], dA[k] = sum[k];
 }
 
-/* What a unit of work is: one sequence's channels from `first` on, `vectors` of them, and the sizes in common. */
+/* A unit of work: `vectors` vectors of one sequence's channels, from `first` on; and the sizes that all units share. */
 typedef struct {
     int64_t group, b, first, vectors, padded, chunks;
 } unit;
@@ -246,7 +246,7 @@ static void backward_unit(const scan *s, const unit *w, vec *space) {
     }
 }
 
-/* Works on units until none is left. */
+/* Takes units until none is left. */
 static void work(scan *s, void (*run)(const scan *, const unit *, vec *)) {
     unit w;
     size_t floats = (size_t)(3 * GROUP + 2 + 2 * CHUNK) * LANES + 2 * CHUNK;

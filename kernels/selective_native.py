@@ -33,11 +33,11 @@ def run(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
     """Arguments and results as in selective_scan."""
     (b, t, d), n = x.shape, A.shape[-1]
     check((dt, (b, t, d)), (A, (d, n)), (B, (b, t, n)), (C, (b, t, n)), (D, (d,)), (initial_state, (b, d, n)))
-    given = [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
-    if learns(*given):
-        y, state = _NativeScan.apply(*given)
+    inputs = [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
+    if learns(*inputs):
+        y, state = _NativeScan.apply(*inputs)
     else:
-        y, state, _ = _forward(*given, keep=False)
+        y, state, _ = _forward(*inputs, keep=False)
     return y.to(result_dtype(x)), state
 
 

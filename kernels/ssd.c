@@ -25,7 +25,7 @@
 #define COLS 2
 #define WIDE (COLS * LANES)
 #define LOG2E 1.4426950408889634
-/* Compilers would read a vector again for every product, and reading is what takes longest then. */
+/* Without this, compilers read a vector again for every product, and reading takes longer than multiplying. */
 #if defined(__AVX512F__)
 #define IN_REGISTER(v) __asm__("" : "+v"(v))
 #elif defined(__SSE__)
@@ -441,7 +441,7 @@ static void backward_unit(const scan *s, unit *w) {
     for (int64_t h = 0; h < w->heads; h++)
         store_state(state_of(w, w->dstates, 0, h), remote(s, w, s->dinitial, h), p, n);
     if (__atomic_add_fetch(&s->done[w->b * s->groups + w->group], 1, __ATOMIC_ACQ_REL) < s->parts) return;
-    sum_parts(&s->dB, &s->dBs, s, w); /* by whoever ends last, but in the parts' order */
+    sum_parts(&s->dB, &s->dBs, s, w); /* by the worker that ends last, but in the order of the parts */
     sum_parts(&s->dC, &s->dCs, s, w);
 }
 
@@ -511,7 +511,7 @@ static void divide(const scan *s, unit *w, int backward) {
     w->dstates = part(w, heads * w->n * w->p);
 }
 
-/* Works on units until none is left. */
+/* Takes units until none is left. */
 static void work(scan *s, int backward) {
     unit w = {0};
     void *space = 0;

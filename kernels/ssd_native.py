@@ -40,11 +40,11 @@ def run(x, dt, A, B, C, D, initial_state, chunk_size) -> tuple[Tensor, Tensor]:
     (b, t, h, p), (g, n) = x.shape, B.shape[2:]
     check((dt, (b, t, h)), (A, (h,)), (B, (b, t, g, n)), (C, (b, t, g, n)), (D, (h,)), (initial_state, (b, h, p, n)))
     _whole_groups(h, g)
-    given = [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
-    if learns(*given):
-        y, state = _NativeScan.apply(*given)
+    inputs = [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
+    if learns(*inputs):
+        y, state = _NativeScan.apply(*inputs)
     else:
-        y, state, _ = _forward(*given, keep=False)
+        y, state, _ = _forward(*inputs, keep=False)
     return y.to(result_dtype(x)), state
 
 

@@ -36,6 +36,10 @@ LAYOUT = (
 )
 # What imports from further up: (module, package) -> why.
 EXCEPTIONS = {
+    (
+        "surgery.families.dual_start",
+        "splicing",
+    ): "a hybrid that transformers loads recalls the plan and the base that its folder names",
     ("surgery.loading.checkpoint", "splicing"): "load() opens what splicing wrote: patches, which it joins, and hybrids",
     ("surgery.loading.opened", "locating"): "a message, for a ranking that was given in place of a plan",
 }

@@ -54,7 +54,7 @@ def contender(
         for n, width in ((queries, shape.w), (tokens, shape.w), (tokens, shape.dv))
     )
     q.data *= shape.w**-0.5
-    if reason := GRAFT_ATTENTION.why_not(backend, q, k, v, None, asked=True):
+    if reason := GRAFT_ATTENTION.why_not(backend, q, k, v, None, by_name=True):
         return None, reason
     if not train:
         return lambda: backend.run(q, k, v, None), ""

@@ -26,7 +26,8 @@ from surgery.cli.settings import list_names, settings
 from surgery.cli.splice import splice
 from surgery.cli.tune import tune
 from surgery.errors import UserError
-from surgery.runtime.processes import is_main
+from surgery.jobs.interruption import Interrupted, continuation, listening
+from surgery.runtime.processes import is_main, several_processes
 from surgery.runtime.quiet import hush_transformers
 
 # In the order of --help: the pipeline first.
@@ -64,14 +65,24 @@ def options(version: Version = False) -> None:
 
 
 def main() -> None:
-    """Entry point. A UserError ends with its one line on standard error and status 2."""
+    """Entry point. A UserError ends with its one line on standard error and status 2, Ctrl-C with the command that goes on and
+    status 130, SIGTERM likewise with 143."""
     hush_transformers()
     try:
-        copy_context().run(app)  # in a context of its own, so that the backends it asks for are not asked for afterwards
+        with listening():
+            copy_context().run(app)  # in a context of its own, so that the backends it asks for are not asked for afterwards
     except _user_errors() as error:
-        if is_main():
-            print(f"surgery: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        line, status = f"surgery: {' '.join(str(error).split())}", 2
+    except Interrupted as stop:
+        launched = several_processes()
+        line = f"surgery: interrupted; to go on: {continuation(sys.argv, launched=launched)}"
+        status = 128 + stop.number
+    else:
+        return
+    # Only here are the frames of the error gone, and with them a bar that was on the screen.
+    if is_main():
+        print(line, file=sys.stderr)
+    sys.exit(status)
 
 
 def _user_errors() -> tuple[type[Exception], ...]:

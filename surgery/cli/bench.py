@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.console import show, table
-from surgery.cli.options import ModelArgument, Out, RecipeOption, Resume, Settings, Trust, recipe_of
+from surgery.cli.console import show, starting, table
+from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
 from surgery.runtime.processes import is_main
 
 
@@ -22,34 +22,38 @@ def bench(
         ),
     ] = None,
     recipe: RecipeOption = None, settings: Settings = None, out: Out = None, resume: Resume = False,
-    trust_remote_code: Trust = False,
+    overwrite: Overwrite = False, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Compare models on the same examples.
 
     Writes report.html, .md and .json and figures into --out (runs/bench-<first hybrid>). What is measured: bench.suites, of
-    quick, retrieval, language, knowledge, paper and speed. `accelerate launch -m surgery bench ...` divides the work among
+    quick, retrieval, language, knowledge, paper and speed. With --resume, what an earlier
+    run into the same folder has measured is not measured again. `accelerate launch -m surgery bench ...` divides the work among
     processes.
 
     Examples:
       surgery bench checkpoints/tiny-mamba2 tuned --require "kv.32 >= base"
       surgery bench checkpoints/tiny-mamba2 tuned --set bench.suites=quick,speed
     """
-    from surgery.evaluation import markdown
-    from surgery.evaluation.gate import requirement
-    from surgery.evaluation.suites import names
-    from surgery.exporting.source import advise_tuning
-    from surgery.jobs.comparison import compare
-    from surgery.jobs.opening import labels
+    with starting():
+        from surgery.evaluation import markdown
+        from surgery.evaluation.gate import requirement
+        from surgery.evaluation.judgement import did_it_help
+        from surgery.evaluation.suites import names
+        from surgery.exporting.source import advise_tuning
+        from surgery.jobs.comparison import compare
+        from surgery.jobs.opening import labels
 
+        options = recipe_of("bench", recipe, settings, model=base)
     out = out or Path("runs") / f"bench-{Path(hybrids[0]).name}"
-    options = recipe_of("bench", recipe, settings, model=base)
     requirements = [requirement(text, list(labels(hybrids)), names(options.bench)) for text in require or []]
     for hybrid in hybrids:
         advise_tuning(hybrid)
-    report = compare(options, hybrids, out, resume=resume, trust_remote_code=trust_remote_code)
+    report = compare(options, hybrids, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
     failures = [line for required in requirements for line in required.failures(report)]
     if is_main():
         table(*markdown.rows(report))
+        show(f"\n{did_it_help(report)}\n")
         show(f"Report: {out / 'report.html'} (and .md, .json)")
         for line in failures:
             print(f"surgery: {line}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """What the verbs print on standard output: lines and tables. Of several processes, only the main one prints."""
 
-import sys
+from contextlib import AbstractContextManager
 
 from surgery.runtime.processes import is_main
 
@@ -13,14 +13,16 @@ def show(text: str) -> None:
         Console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def table(header: list[str], body: list[list[str]]) -> None:
-    """Print a table."""
-    if not is_main():
-        return
-    from rich.console import Console
-    from rich.table import Table
+def starting() -> AbstractContextManager[None]:
+    """While a verb's packages are imported, which takes seconds."""
+    from surgery.runtime.progress import busy
 
-    grid = Table(*header)
-    for row in body:
-        grid.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 160).print(grid)
+    return busy("starting")
+
+
+def table(header: list[str], body: list[list[str]]) -> None:
+    """Print a table, in parts where it is wider than the terminal."""
+    if is_main():
+        from surgery.runtime.tables import print_table
+
+        print_table(header, body)

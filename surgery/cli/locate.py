@@ -1,12 +1,25 @@
 """surgery locate"""
 
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from surgery.cli.console import show, table
-from surgery.cli.options import ModelArgument, Out, RecipeOption, Resume, Settings, Trust, recipe_of
+from surgery.cli.console import show, starting, table
+from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
 
-SCORES = ("splice_gain", "splice_loss", "attribution", "ablation_drop", "ablation_loss", "answer_mass")
+if TYPE_CHECKING:
+    from surgery.locating.ranking import Score
+
+# Score -> the head of its column.
+SCORES = {
+    "splice_gain": "accuracy gained, spliced",
+    "splice_loss": "loss saved, spliced (nats)",
+    "attribution": "attribution (a slope)",
+    "ablation_drop": "accuracy lost, ablated",
+    "ablation_loss": "loss added, ablated (nats)",
+    "answer_mass": "attention to the answer (share)",
+}
+
+LEGEND = "The leading heads. Brackets: 95% intervals over questions. Signs: of differences to the unchanged base."
 
 
 def locate(
@@ -15,6 +28,7 @@ def locate(
     settings: Settings = None,
     out: Out = None,
     resume: Resume = False,
+    overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Rank every head of a model.
@@ -24,34 +38,31 @@ def locate(
 
     Examples:
       surgery locate checkpoints/tiny-mamba2 --out runs/located
-      surgery locate checkpoints/tiny-mamba2 --set locate.probe=mqar
+      surgery locate checkpoints/tiny-mamba2 --set locate.options.pairs=16
     """
-    from surgery.jobs.locating_stage import located
-    from surgery.jobs.opening import advise_base, open_checkpoint
-    from surgery.jobs.preparing import prepare
-    from surgery.locating.locate import check_locatable
-    from surgery.locating.questions import check_questions
-    from surgery.models.anatomy import anatomy
-    from surgery.runtime.processes import on_main
+    with starting():
+        from surgery.jobs.locating_stage import locate_model
+        from surgery.models.anatomy import anatomy
 
-    options = recipe_of("locate", recipe, settings, model=model)
-    base = open_checkpoint(options, trust_remote_code)
-    advise_base(base)
-    check_locatable(base.model, options.locate.exact)
+        options = recipe_of("locate", recipe, settings, model=model)
     out = out or Path("runs") / f"locate-{Path(model).name}"
-    check_questions(base.tokenizer, options.locate, options.seed)
-    on_main(partial(prepare, out, options, resume))
-    ranking = located(options, base, out, resume=resume)
+    ranking, base = locate_model(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
     leading = ranking.heads[:10]
     fields = [field for field in SCORES if any(getattr(score, field) is not None for score in leading)]
     if "splice_gain" in fields and "ablation_drop" in fields:
         fields.remove("ablation_drop")  # too wide a table
-    body = [[str(s.site), s.kind or "", s.role or "", *(str(getattr(s, field) or "") for field in fields)] for s in leading]
-    names = ("attribution (a slope)" if field == "attribution" else field.replace("_", " ") for field in fields)
-    table(["site", "kind", "role", *names], body)
+    body = [[str(s.site), s.kind or "", s.role or "", *(_cell(s, field) for field in fields)] for s in leading]
+    table(["site", "kind", "role", *(SCORES[field] for field in fields)], body)
+    show(LEGEND)
     if ranking.stability is not None:
         table(*ranking.stability.table())
         show(ranking.stability.summary())
-    accuracy = str(ranking.base_accuracy).replace("+", "")  # signs are for differences
-    show(f"Layers: {anatomy(base.model).kinds()}. Base accuracy {accuracy}.")
+    chance = "" if ranking.chance is None else f", chance {ranking.chance:.3f}"
+    show(f"Layers: {anatomy(base.model).kinds()}. Accuracy of the base: {ranking.base_accuracy}{chance}.")
     show(f"Ranking: {out / 'ranking.json'}, maps: {out / 'atlas.png'}")
+
+
+def _cell(score: "Score", field: str) -> str:
+    """Its estimate; a share of attention is no difference and has no sign."""
+    estimate = getattr(score, field)
+    return "" if estimate is None else estimate.unsigned() if field == "answer_mass" else str(estimate)

@@ -20,7 +20,10 @@ RecipeOption = Annotated[Path | None, typer.Option("--recipe", help="A recipe to
 Out = Annotated[Path | None, typer.Option("--out", help="Where the output goes.")]
 OutRequired = Annotated[Path, typer.Option("--out", help="Where the output goes.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code that comes with the checkpoint to run.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run in --out, from the first stage whose settings have changed.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove the run in --out first.")]
 
 
 def recipe_of(verb: str, path: Path | None, settings: list[str] | None, **fixed: str) -> "Recipe":

@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
-from surgery.cli.console import show, table
-from surgery.cli.options import Out, Resume, Settings, Trust, recipe_of
+from surgery.cli.console import show, starting, table
+from surgery.cli.options import Out, Overwrite, Resume, Settings, Trust, recipe_of
 
 
 def run(
-    recipe: Path, out: Out = None, settings: Settings = None, resume: Resume = False, trust_remote_code: Trust = False
+    recipe: Path,
+    out: Out = None,
+    settings: Settings = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Do everything that a recipe says.
 
@@ -17,21 +22,22 @@ def run(
       surgery run recipes/demo.yaml
     """
     out = out or Path("runs") / recipe.stem
-    options = recipe_of("run", recipe, settings)
-    if options.study is not None:
+    with starting():
+        from surgery.evaluation import markdown
+        from surgery.evaluation.judgement import did_it_help
+        from surgery.jobs import run as job
         from surgery.studies.conduct import FIGURE, FINDINGS, conduct
 
-        findings = conduct(options, out, resume=resume, trust_remote_code=trust_remote_code)
+        options = recipe_of("run", recipe, settings)
+    if options.study is not None:
+        findings = conduct(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
         table(*findings.table())
         show(f"{findings.summary}\nFindings: {out / FINDINGS}, figure: {out / FIGURE}")
         return
-    from surgery.evaluation import markdown
-    from surgery.jobs import run as job
-
-    report = job.run(options, out, resume=resume, trust_remote_code=trust_remote_code)
+    report = job.run(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
     table(*markdown.rows(report))
     show(markdown.EXPLANATION + "\n")
     for name, model in report.models.items():
         sites = f" ({markdown.places(model.plan)})" if model.plan else ""
         show(f"{name}: {model.description}{sites}")
-    show(f"\nReport: {out / 'report.html'} (and .md, .json)\nHybrid: {out / 'hybrid'}")
+    show(f"\n{did_it_help(report)}\n\nReport: {out / 'report.html'} (and .md, .json)\nHybrid: {out / 'hybrid'}")

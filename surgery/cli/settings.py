@@ -2,6 +2,7 @@
 
 import difflib
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,10 +85,10 @@ def _probes() -> Names:
 
     from surgery.probes import probes
 
-    for name, kind in probes().items():
+    for name, kind in sorted(probes().items()):
         own = [field for field in fields(kind) if field.name not in ("tokenizer", "part")]  # the toolkit gives these
         options = (field.name if field.default is MISSING else f"{field.name}={field.default}" for field in own)
-        yield name, f"{_first_sentence(_module_of(kind))} Options: {', '.join(options)}."
+        yield name, f"{_first_sentence(kind.__doc__ or '')} Options: {', '.join(options)}."
 
 
 def _suites() -> Names:
@@ -116,7 +117,7 @@ def _families() -> Names:
 
     for name, family in families().items():
         if name == family.model_type:
-            yield name, _first_sentence(_module_of(family))
+            yield name, _first_sentence(_file_of(family))
 
 
 def _formats() -> Names:
@@ -146,14 +147,11 @@ KINDS: dict[str, Callable[[], Names]] = {
 }  # fmt: skip
 
 
-def _module_of(value: Any) -> str:
-    """The docstring of the module that defines a class, or the constant FAMILY."""
-    import sys
-
-    if isinstance(value, type):
-        return sys.modules[value.__module__].__doc__ or ""
-    named = (module for name, module in list(sys.modules.items()) if name.startswith("surgery.families."))
-    return next((module.__doc__ or "" for module in named if getattr(module, "FAMILY", None) is value), "")
+def _file_of(family: Any) -> str:
+    """The docstring of the module that defines a family."""
+    return next(
+        (module.__doc__ or "" for module in list(sys.modules.values()) if getattr(module, "FAMILY", None) is family), ""
+    )
 
 
 def _first_sentence(text: str) -> str:

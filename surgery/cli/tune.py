@@ -1,12 +1,11 @@
 """surgery tune"""
 
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from surgery.cli.console import show, table
-from surgery.cli.options import HybridArgument, OutRequired, RecipeOption, Resume, Settings, Trust, check_writable, recipe_of
+from surgery.cli.console import show, starting, table
+from surgery.cli.options import HybridArgument, OutRequired, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
 
 if TYPE_CHECKING:
     from surgery.doctor.rehearsal import Rehearsal
@@ -16,7 +15,7 @@ def tune(
     hybrid: HybridArgument, out: OutRequired, recipe: RecipeOption = None, settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is trained and what it costs; write nothing.")] = False,
     base: Annotated[str | None, typer.Option("--base", help="Its base, if not where the hybrid says.")] = None,
-    resume: Resume = False, trust_remote_code: Trust = False,
+    resume: Resume = False, overwrite: Overwrite = False, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Train a hybrid's grafts.
 
@@ -27,53 +26,16 @@ def tune(
       surgery tune spliced --out tuned --dry-run
       surgery tune spliced --out tuned --set tune.steps=100
     """
-    from surgery.doctor.rehearsal import rehearse
-    from surgery.exporting.export import export
-    from surgery.exporting.source import base_of, holds_base, is_patch, there
-    from surgery.jobs.opening import in_dtype_of, open_checkpoint
-    from surgery.loading.checkpoint import plan_of
-    from surgery.runtime.processes import on_main
-    from surgery.splicing.splice import adopt, check_base
-    from surgery.tuning import batches, loop
-    from surgery.tuning.lora import matches
-    from surgery.tuning.shards import divided
-    from surgery.tuning.trackers import check_trackers
+    with starting():
+        from surgery.jobs.tune_hybrid import tune_hybrid
 
-    options = recipe_of("tune", recipe, settings, model=hybrid)
-    check_trackers(options.tune)
-    plan = plan_of(hybrid)
-    # A whole model may be too large for one device.
-    placed = options.model_copy(update={"device": "cpu"}) if divided() else options
-    loaded = open_checkpoint(placed, trust_remote_code, base if is_patch(hybrid) else None)
-    batches.check(loaded.tokenizer, options.tune, options.data, options.bench, options.seed)
-    if options.tune.lora is not None:
-        matches(loaded.model, options.tune.lora)
-    base_name = base_of(hybrid) if base is None else base
-    teacher = None
-    if not holds_base(hybrid):
-        opened = in_dtype_of(plan, placed.model_copy(update={"model": there(base_name, hybrid)}))
-        original = open_checkpoint(opened, trust_remote_code)
-        if opened.dtype == plan.dtype:
-            check_base(plan, original.fingerprint)
-        teacher = adopt(original.model)
-    if dry_run:
-        _show_rehearsal(rehearse(
-            loaded.model, loaded.tokenizer, options.tune, data=options.data, seed=options.seed, teacher=teacher
-        ))  # fmt: skip
-        return
-    work = out.with_name(f"{out.name}-tuning")
-    on_main(partial(check_writable, work))
-    log = loop.tune(
-        loaded.model,
-        loaded.tokenizer,
-        options.tune,
-        data=options.data,
-        seed=options.seed,
-        teacher=teacher,
-        out=work,
-        resume=resume,
+        options = recipe_of("tune", recipe, settings, model=hybrid)
+    log = tune_hybrid(
+        options, out, base=base, dry_run=dry_run, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code
     )
-    on_main(partial(export, loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=base_name, recipe=options))
+    if not isinstance(log, list):
+        _show_rehearsal(log)
+        return
     for stage in dict.fromkeys(record["stage"] for record in log):
         records = [record for record in log if record["stage"] == stage]
         what = "retrieval" if "retrieval" in records[0] else "loss"

@@ -15,7 +15,7 @@ SYMBOLS = {"better": "▲", "worse": "▼", "none": "=", "unknown": "?"}  # a ve
 
 @dataclass(frozen=True)
 class Difference:
-    """A comparison with the base. verdict: better, worse, none or unknown. words: empty where the report holds no test of it."""
+    """A comparison with the base. verdict: better, worse, none or unknown. words: empty where the report has no test of it."""
 
     task: str
     base: str

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.evaluation.bench import Entry
 from surgery.locating.example import example_matrices, example_tokens, window
-from surgery.locating.mixing_figure import draw_strips
+from surgery.locating.mixing_figure import Strips, draw_strips
 from surgery.locating.subject import Subject
 from surgery.probes.question import Question
 from surgery.records.plan import Plan
@@ -114,15 +114,16 @@ def mixing(
 def draw_grafts(mixing: Mixing, path: Path) -> None:
     """grafts.png: of the first grafted heads the base's mixing, and the attention and the mixture of the last model, over the
     part of the example where the answer is read."""
-    groups = []
+    part, groups = window(mixing.tokens, mixing.spans, mixing.answer), []
     for panel in mixing.panels[:MOST_DRAWN]:
-        names = [*panel.models][0], [*panel.models][-1]
-        groups.append([
+        first, *_, last = panel.models
+        views = [
             (f"{panel.site} of {plotting.shown(name)}: {what}", weights.answer, weights.shares())
             for name, what, weights in panel.views()
-            if name in names
-        ])  # fmt: skip
-    draw_strips(groups, mixing.tokens, window(mixing.tokens, mixing.spans, mixing.answer), path)
+            if name in (first, last)
+        ]
+        groups.append(Strips(mixing.tokens, part, views))
+    draw_strips(groups, path)
 
 
 def _parts(plan: Plan | None) -> list[Site]:
@@ -150,7 +151,8 @@ def _panel(site: Site, subjects: Mapping[str, Subject], ids: Sequence[int], answ
 
 @contextmanager
 def _gate_open(subject: Subject, site: Site) -> Iterator[float | None]:
-    """The gates of a site's layer fully open, so that its grafted heads are attention alone; yields what the site's gate is, None for one without a gate."""
+    """The gates of a site's layer fully open: its grafted heads are attention alone. Yields what the site's gate was, or None
+    for a site without a gate."""
     graft: Any = getattr(subject.anatomy.mixer_of(site).module, "graft", None) if site.heads else None
     gate = getattr(graft, "gate", None)
     if gate is None or gate.is_meta or site.heads[0] not in graft.heads:  # meta: on disk, and nothing else would be read

@@ -9,7 +9,7 @@ from typing import Literal
 
 from surgery.evaluation.report import ModelReport, Report, value
 from surgery.evaluation.suites import LOSSES
-from surgery.statistics import Estimate, Evidence, Proportion
+from surgery.statistics import Estimate, Evidence, at_chance
 
 UNSEEN = "kv_unseen"
 CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
@@ -46,11 +46,6 @@ def judge(report: Report) -> list[Judgement]:
     if {"spliced", "tuned"} <= {*names}:
         names.remove("spliced")
     return [_judged(report, name) for name in names]
-
-
-def at_chance(accuracy: Proportion, chance: float) -> bool:
-    """Whether the interval of an accuracy reaches what guessing gives."""
-    return accuracy.ci95[0] <= chance
 
 
 def heading(task: str) -> str:

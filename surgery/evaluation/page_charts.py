@@ -25,10 +25,10 @@ def retrieval_charts(report: Report, look: dict[str, Look]) -> list[Chart]:
         if family == UNSEEN and len(sizes) == 1:
             continue  # it has its column in the table
         series = []
-        for name in look:
+        for name, style in look.items():
             results = report.models[name].results()
             points = tuple(_point(float(size), results[task]) for task, size in sizes.items() if task in results)
-            series.append(Series(name, look[name], points))
+            series.append(Series(name, style, points))
         title, unit, label = _labels(family, depth)
         guesses = [(float(size), guess) for task, size in sizes.items() if (guess := chance(task)) is not None]
         lines = [sorted(guesses)] if guesses else []

@@ -4,7 +4,6 @@ else, so that it can be made again and compared."""
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
@@ -15,6 +14,7 @@ from surgery.evaluation.report import Report
 from surgery.families import family_of
 from surgery.loading.origin import Origin
 from surgery.records.plan import Plan
+from surgery.runtime import plotting
 
 COLUMNS = 128  # of the map; more heads than that (the channels of a Mamba-1) share columns
 
@@ -52,16 +52,22 @@ def draw_sites(hybrid: PreTrainedModel, plan: Plan, path: Path) -> None:
     """The layer x head map of where attention went in, as PNG."""
     layers, heads = family_of(hybrid.config).shape(hybrid.config)
     columns = min(heads, COLUMNS)
-    grid = np.zeros((layers, columns))
+    grafted = np.zeros((layers, columns))
     for site in plan.sites:
         for head in site.heads or range(heads):
-            grid[site.layer, head * columns // heads] += 1
+            grafted[site.layer, head * columns // heads] += 1
     sizes = np.bincount([head * columns // heads for head in range(heads)], minlength=columns)
-    with plt.rc_context(plots.STYLE):
-        figure, axis = plt.subplots(figsize=(min(1.6 + 0.22 * columns, 8), min(1.2 + 0.22 * layers, 7)))
-        shown = np.where(grid > 0, 0.45 + 0.55 * grid / sizes, 0)  # a single channel of a column is still seen
+    if plan.kind == "head":
+        title = f"Attention at {sum(len(site.heads) for site in plan.sites):,} of {layers * heads:,} heads"
+        if columns < heads:
+            title += f"\n{-(-heads // columns)} heads a column, the darker the more"
+    else:
+        title = f"Attention instead of the mixer in {len(plan.sites)} of {layers} layers"
+    with plotting.drawing(path, height=min(1.5 + 0.22 * layers, 7)) as (_, axes):
+        axis = axes[0, 0]
+        shades = np.where(grafted > 0, 0.45 + 0.55 * grafted / sizes, 0)  # a single channel of a column is still seen
         extent = (-0.5, heads - 0.5, layers - 0.5, -0.5)
-        axis.imshow(shown, cmap="Blues", vmin=0, vmax=1.2, aspect="auto", extent=extent, interpolation="nearest")
+        axis.imshow(shades, cmap="Blues", vmin=0, vmax=1.2, aspect="auto", extent=extent, interpolation="nearest")
         axis.set_xticks(_ticks(heads))
         axis.set_yticks(_ticks(layers))
         if columns == heads <= 64:  # a frame around every head
@@ -69,13 +75,7 @@ def draw_sites(hybrid: PreTrainedModel, plan: Plan, path: Path) -> None:
             axis.set_yticks(np.arange(layers + 1) - 0.5, minor=True)
             axis.grid(which="minor", color="#cccccc", lw=0.5)
             axis.tick_params(which="minor", length=0)
-        title = f"Attention instead of the mixer in {len(plan.sites)} of {layers} layers"
-        if plan.kind == "head":
-            title = f"Attention at {sum(len(site.heads) for site in plan.sites):,} of {layers * heads:,} heads"
-            if columns < heads:
-                title += f"; {-(-heads // columns)} heads a column, the darker the more"
         axis.set(xlabel="head", ylabel="layer", title=title)
-        plots.save(figure, path)
 
 
 LOADS = {

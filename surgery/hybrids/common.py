@@ -257,6 +257,17 @@ class HybridCausalLM:
         return inputs
 
     @property
+    def device(self: Any) -> torch.device:
+        """Where the inputs belong; also of a model whose weights accelerate keeps elsewhere and fetches."""
+        if (here := next((p.device for p in self.parameters() if not p.is_meta), None)) is not None:
+            return here
+        for module in self.modules():
+            device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+            if device is not None:
+                return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        return torch.device("meta")
+
+    @property
     def surgery(self: Any) -> Any:
         """What was done to the base: its plan, and the base's name and fingerprint. None for a model without grafts, and where
         mamba-surgery is not installed."""

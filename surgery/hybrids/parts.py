@@ -1,5 +1,6 @@
 """What layer grafts and all that hybrids have in common both need."""
 
+import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
@@ -41,6 +42,16 @@ def fetching(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return fetched
 
     return decorate
+
+
+def take_hook(module: nn.Module, hook: Any) -> None:
+    """Give a module a hook of accelerate that another module has: its tensors are then fetched from the same place."""
+    from accelerate.hooks import add_hook_to_module  # whoever has a hook has accelerate
+
+    own = copy.copy(hook)
+    if hasattr(own, "hooks"):  # several in a row
+        own.hooks = tuple(map(copy.copy, own.hooks))
+    add_hook_to_module(module, own)
 
 
 class RMSNorm(Mamba2RMSNorm):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from surgery.errors import UserError
 from surgery.hybrids.layer_graft import LayerGraftMixer
+from surgery.hybrids.parts import take_hook
 
 
 @contextmanager
@@ -56,6 +57,9 @@ def _base_block(model: Any, index: int) -> nn.Module:
     common = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     for name in [name for name, _ in (*base_block.named_parameters(), *base_block.named_buffers())]:
         _exchange(base_block, name, mixer.removed.get(here + name, common.get(name)))
+    for name, hook in vars(model).get("base_hooks", {}).items():  # models/offloaded.py
+        if f"{name}.".startswith(here):
+            take_hook(base_block.get_submodule(f"{name}.".removeprefix(here).rstrip(".")), hook)
     return base_block.train(block.training)
 
 

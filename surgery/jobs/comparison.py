@@ -2,16 +2,20 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from surgery.errors import UserError
 from surgery.evaluation.bench import Entry, measure
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.jobs.opening import open_compared
-from surgery.jobs.preparing import RECIPE, check, prepare
-from surgery.jobs.report_folder import write_report
+from surgery.jobs.output_folder import RECIPE, begin, check_folder
+from surgery.jobs.preparing import check
+from surgery.jobs.report_folder import REPORT, write_report
 from surgery.kernels.dispatch import use
+from surgery.loading.digests import Conditions, conditions
 from surgery.locating.example import short_question
-from surgery.probes.knowledge import Part
+from surgery.probes.knowledge import part_for_bench
 from surgery.records.names import called, public
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
@@ -19,36 +23,68 @@ from surgery.records.record import provenance, read_text
 from surgery.records.renamed import current
 from surgery.records.yaml_text import parse_yaml
 from surgery.runtime.processes import on_main
+from surgery.runtime.progress import busy, say
+from surgery.splicing.splice import adopt
 
 
-def compare(recipe: Recipe, others: list[str], out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Report:
-    """Bench the recipe's model against `others` on the same examples. Writes report.json, report.md, report.html and
-    figures into `out`."""
-    recipe, base, beside = open_compared(recipe, others, trust_remote_code)
+def compare(
+    recipe: Recipe,
+    others: list[str],
+    out: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+) -> Report:
+    """Bench the recipe's model against `others` on the same examples. Writes report.json, report.md, report.html and figures
+    into `out`.
+
+    resume: go on with an earlier comparison there; a cell of the same model and questions is not measured again. overwrite:
+    remove it first. Raises UserError, and writes nothing, where one is there and neither is given.
+    """
+    check_folder(out, "bench", resume=resume, overwrite=overwrite)
+    with busy("opening the models"):
+        recipe, base, beside = open_compared(recipe, others, trust_remote_code)
+    part = part_for_bench([recipe.tune.early_stopping, *map(_early_stopping_of, (recipe.model, *others))])
     entries = {"base": Entry(base.model, called(base.name))}
-    part: Part | None = (
-        "bench" if recipe.tune.early_stopping is not None or any(map(_stopped_early, (recipe.model, *others))) else None
-    )
     for label, other in beside.items():
-        found = Path(other.name) / "plan.json"
-        entries[label] = Entry(other.model, called(other.name), Plan.read(found) if found.exists() else None)
+        plan = Path(other.name) / "plan.json"
+        entries[label] = Entry(other.model, called(other.name), Plan.read(plan) if plan.exists() else None)
     check(recipe, base)
-    on_main(partial(prepare, out, recipe, resume))
+    on_main(partial(begin, out, "bench", recipe, resume=resume, overwrite=overwrite))
+    settings = public(recipe.model_dump(mode="json"))
     with use(**recipe.kernels):
+        if resume:
+            with busy("reading the weights"):
+                now = {name: conditions(adopt(entry.model), base.tokenizer) for name, entry in entries.items()}
+            if (earlier := on_main(partial(_finished, out, settings, now))) is not None:
+                say(f"nothing has changed, and everything is finished: this is the result in {out}")
+                return earlier
         measured = measure(
             entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells", part=part
         )
-    settings = public(recipe.model_dump(mode="json"))
-    made = provenance(base.name, base.fingerprint, recipe.seed, settings)
-    report = Report(provenance=made, plan=None, models=measured, timings={}, training={}, settings=settings["bench"])
-    example = short_question(base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
-    on_main(lambda: write_report(report, out, mixing(entries, base.tokenizer, example, made)))
+    origin = provenance(base.name, base.fingerprint, recipe.seed, settings)
+    report = Report(provenance=origin, plan=None, models=measured, timings={}, training={}, settings=settings["bench"])
+    with busy("drawing the report"):
+        example = short_question(base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
+        on_main(lambda: write_report(report, out, mixing(entries, base.tokenizer, example, origin)))
     return report
 
 
-def _stopped_early(folder: str) -> bool:
-    """Whether a hybrid's folder says that its tuning might stop early, and so asked part of the facts."""
+def _finished(out: Path, settings: dict[str, Any], now: dict[str, Conditions]) -> Report | None:
+    """The report in the folder, if it is of the same settings and models."""
+    try:
+        report = Report.read(out / REPORT, unsealed="refuse") if (out / REPORT).exists() else None
+    except UserError:  # damaged, or of another version
+        return None
+    if report is None or report.provenance.recipe != settings:
+        return None
+    return report if {name: model.conditions for name, model in report.models.items()} == now else None
+
+
+def _early_stopping_of(folder: str) -> Any:
+    """What tune.early_stopping was when the hybrid in a folder was tuned, by its recipe; None where it was not set."""
     written = Path(folder) / RECIPE
-    made = parse_yaml(read_text(written, "the recipe"), str(written)) if written.exists() else None
-    tuning = current(made).get("tune") if isinstance(made, dict) else None
-    return isinstance(tuning, dict) and tuning.get("early_stopping") is not None
+    recipe = parse_yaml(read_text(written, "the recipe"), str(written)) if written.exists() else None
+    tuning = current(recipe).get("tune") if isinstance(recipe, dict) else None
+    return tuning.get("early_stopping") if isinstance(tuning, dict) else None

@@ -1,50 +1,60 @@
-"""Locates into a folder: writes the ranking and its figures, and reads them again where a run is resumed."""
+"""Locates into a folder: writes the ranking and its figures, and reads the ranking again where a run is resumed."""
 
 import shutil
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+from surgery.jobs.opening import advise_base, open_checkpoint
+from surgery.jobs.output_folder import begin, check_folder
+from surgery.jobs.stages import first_change, first_difference, shown
 from surgery.loading.checkpoint import Checkpoint
 from surgery.locating.atlas import draw_atlas
-from surgery.locating.locate import rank
-from surgery.locating.questions import question_sets, questions_digest
+from surgery.locating.locate import check_locatable, rank
+from surgery.locating.questions import check_questions, described, question_sets, questions_digest
 from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.records.names import public
 from surgery.records.recipe import Recipe
 from surgery.runtime.processes import on_main
-from surgery.runtime.progress import say
+from surgery.runtime.progress import busy, say
 
 RANKING = "ranking.json"
 
 
-def located(recipe: Recipe, base: Checkpoint, out: Path, *, resume: bool = False, figures: bool = True) -> Ranking:
-    """Locate, and write ranking.json into `out`, with `figures` also atlas.png and mixing.png. What is measured is kept in
-    out/locate until then: with `resume`, nothing of it is measured again, and a ranking that is there is only read, if it is of
-    these weights and questions, by the same kernels and code. Of several processes, the main one writes.
+def located(
+    recipe: Recipe, base: Checkpoint, out: Path, *, resume: bool = False, figures: bool = True, subject: Subject | None = None
+) -> Ranking:
+    """Locate, and write ranking.json into `out`, with `figures` also atlas.png and mixing.png. Until then, what is measured is
+    kept in out/locate. With `resume`, nothing of it is measured again, and a ranking that is there is only read, if it is of
+    the same weights, questions and settings of locating, by the same kernels and code. Of several processes, the main one
+    writes. subject: of the base, if there is one already.
 
     Raises UserError for a ranking, or a part of one, that is not as it was measured."""
     path, kept, settings = out / RANKING, out / "locate", public(recipe.model_dump(mode="json"))
-    subject = Subject.of(base, known_fingerprint=base.fingerprint)
+    subject = subject or Subject.of(base, known_fingerprint=base.fingerprint)
 
-    def there() -> Ranking | None:
+    def earlier_ranking() -> Ranking | None:
         if not resume:
             shutil.rmtree(kept, ignore_errors=True)
         if not resume or not path.exists():
             return None
         earlier = Ranking.read(path, unsealed="refuse")
-        if (other := _outdated(earlier, recipe, subject, settings)) is not None:
+        if (other := _outdated(earlier, recipe, subject)) is not None:
             say(f"{path} is of another {other}: locating again")
             return None
         return earlier
 
-    if (done := on_main(there)) is not None:
-        return done
+    if (ranking := on_main(earlier_ranking)) is not None:
+        return ranking
+    options, shape = recipe.locate, subject.anatomy
+    heads = f"{len(shape.sites()):,} heads in {len(shape.layers())} layers"
+    say(f"locating: {options.examples} questions of {described(options.probe, options.options)}, {heads}")
     ranking = rank(subject, recipe.locate, seed=recipe.seed, recipe=settings, kept=kept)
 
     def write() -> None:
         if figures:
-            draw_atlas(base.model, base.tokenizer, ranking, out)
+            with busy("drawing the atlas"):
+                draw_atlas(base.model, base.tokenizer, ranking, out)
         ranking.write(path)
         shutil.rmtree(kept, ignore_errors=True)
 
@@ -52,13 +62,36 @@ def located(recipe: Recipe, base: Checkpoint, out: Path, *, resume: bool = False
     return ranking
 
 
-def _outdated(ranking: Ranking, recipe: Recipe, subject: Subject, settings: dict[str, Any]) -> str | None:
-    """What a ranking depends on that is not the same now; None if all of it is."""
-    if ranking.provenance.recipe != settings:
-        return "recipe"
+def _outdated(ranking: Ranking, recipe: Recipe, subject: Subject) -> str | None:
+    """What a ranking depends on that is not the same now; None if all of it is. Model, tokenizer, dtype and device are in its
+    conditions, whatever the recipe calls them."""
+    earlier, now = ranking.provenance.recipe or {}, public(recipe.model_dump(mode="json"))
+    for section in ("seed", "kernels", "locate"):
+        if (difference := first_difference(earlier.get(section), now[section], section)) is not None:
+            return f"{difference[0]} ({shown(difference[1])})"
     if ranking.conditions is None:
         return "version"
     if (other := ranking.conditions.differs(subject.conditions)) is not None:
         return other
     sets = question_sets(subject.tokenizer, recipe.locate, seed=recipe.seed, device=subject.model.device)
     return None if ranking.questions == questions_digest(sets) else "set of questions"
+
+
+def locate_model(
+    recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool = False, trust_remote_code: bool = False
+) -> tuple[Ranking, Checkpoint]:
+    """What `surgery locate` does: rank the heads of the recipe's model into `out`. Returns the model as well.
+
+    resume: go on with an earlier search in `out`. overwrite: remove what it has left there. Raises UserError, and writes
+    nothing, where one is there and neither is given.
+    """
+    check_folder(out, "locate", resume=resume, overwrite=overwrite)
+    with busy("opening the model"):
+        base = open_checkpoint(recipe, trust_remote_code)
+    advise_base(base)
+    check_locatable(base.model, recipe.locate.exact)
+    check_questions(base.tokenizer, recipe.locate, recipe.seed)
+    earlier = on_main(partial(begin, out, "locate", recipe, resume=resume, overwrite=overwrite))
+    if earlier and (change := first_change(earlier, recipe, ("locate",))) is not None:
+        say(str(change))
+    return located(recipe, base, out, resume=resume), base

@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.exporting.source import base_of
-from surgery.kernels.dispatch import asked_for, use
+from surgery.kernels.dispatch import requested, use
 from surgery.kernels.operations import operations
 from surgery.loading.checkpoint import Checkpoint, load
 from surgery.records.names import on_hub
@@ -34,7 +33,7 @@ def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False, base: str |
         base=base,
     )
     with use(**recipe.kernels):
-        for operation in map(operations().__getitem__, asked_for()):
+        for operation in map(operations().__getitem__, requested()):
             operation.choose(*operation.example(found.model.device, found.model.dtype))
     return found
 
@@ -63,6 +62,8 @@ def advise_base(opened: Checkpoint) -> None:
 
 def _base_of_hybrid(name: str) -> str:
     """A hybrid's base, in words."""
+    from surgery.exporting.source import base_of  # with it come the figures of a card
+
     try:
         return f"its base, {base_of(name)}"
     except UserError:  # it does not say

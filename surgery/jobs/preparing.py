@@ -1,8 +1,4 @@
-"""Before a job begins: are its inputs there, and may its output folder be written?"""
-
-from pathlib import Path
-
-import yaml
+"""Before a job begins: are its inputs there?"""
 
 from surgery.errors import UserError
 from surgery.evaluation import harness
@@ -14,25 +10,24 @@ from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.perplexity import Perplexity
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
-from surgery.records.record import write_text
+from surgery.runtime.progress import busy
 from surgery.splicing.splice import check_sites
 from surgery.splicing.start import check_donor, head_starts, layer_start
 from surgery.tuning import batches
 from surgery.tuning.trackers import check_trackers
 
-RECIPE = "recipe.yaml"
-
 
 def check(recipe: Recipe, base: Checkpoint) -> None:
-    """Find out before the work begins whether its inputs are there."""
-    if wanted := standard(recipe.bench):
-        harness.load(wanted, recipe.bench.include_path, recipe.bench.data_path)
-    check_probes(recipe.bench, base.tokenizer)
-    check_questions(base.tokenizer, recipe.locate, recipe.seed)
-    Knowledge(recipe.data.facts).questions(1, seed=0)
-    Letters(recipe.data.facts).questions(1, seed=0)
-    Perplexity(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
-    batches.check(base.tokenizer, recipe.tune, recipe.data, recipe.bench, recipe.seed)
+    """Find out before the work begins whether its inputs are there. Raises UserError for the first that is not."""
+    with busy("checking the inputs"):
+        if names := standard(recipe.bench):
+            harness.load(names, recipe.bench.include_path, recipe.bench.data_path)
+        check_probes(recipe.bench, base.tokenizer)
+        check_questions(base.tokenizer, recipe.locate, recipe.seed)
+        Knowledge(recipe.data.facts).questions(1, seed=0)
+        Letters(recipe.data.facts).questions(1, seed=0)
+        Perplexity(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
+        batches.check(base.tokenizer, recipe.tune, recipe.data, recipe.bench, recipe.seed)
 
 
 def check_run(recipe: Recipe, base: Checkpoint) -> None:
@@ -63,14 +58,3 @@ def _check_donor(recipe: Recipe, base: Checkpoint) -> None:
             layer_start(base.model, trial, donor, site.layer)
     else:
         head_starts(base.model, trial, donor)
-
-
-def prepare(out: Path, recipe: Recipe, resume: bool) -> None:
-    """Make the output folder, and see that a resumed run is the same run."""
-    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-    written = out / RECIPE
-    if resume and written.exists() and written.read_text() != text:
-        raise UserError(f"{out} holds a run of another recipe; run without --resume or choose another --out")
-    if not resume and out.exists() and any(out.iterdir()) and not written.exists():
-        raise UserError(f"{out} exists and is no earlier run; choose another --out")
-    write_text(written, text)

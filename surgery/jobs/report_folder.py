@@ -11,6 +11,8 @@ from surgery.locating.atlas import draw_scores
 from surgery.locating.ranking import Ranking
 from surgery.records.record import write_text
 
+REPORT = "report.json"
+
 
 def write_report(report: Report, out: Path, matrices: Mixing | None) -> None:
     """report.json, report.md, report.html (with the atlas of a ranking that lies there) and their figures."""
@@ -28,7 +30,7 @@ def describe(report: Report, out: Path, matrices: Mixing | None) -> None:
     ranking = _ranking(report, out)
     write_text(out / "report.md", markdown.render(report))
     write_text(out / "report.html", html.render(report, ranking, matrices))
-    report.write(out / "report.json")
+    report.write(out / REPORT)
 
 
 def _ranking(report: Report, out: Path) -> Ranking | None:

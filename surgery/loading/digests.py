@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,6 +22,7 @@ from surgery.errors import UserError
 from surgery.families import families
 from surgery.kernels.operations import operations
 from surgery.models.answers import described, settle
+from surgery.models.offloaded import named_values
 from surgery.models.quantised import scales
 from surgery.records.record import OPTIONAL, Record, code_digest, environment
 
@@ -106,9 +106,8 @@ def fingerprint(model: PreTrainedModel, dtype: str = "auto") -> str:
     total = hashlib.sha256()
     for name, scale in sorted(scales(model).items()):
         total.update(f"{name} {described(scale)} ".encode())
-    for name, parameter in sorted(model.named_parameters()):
-        if ".graft." in name:
-            continue
+    names = sorted(name for name, _ in model.named_parameters() if ".graft." not in name)
+    for name, parameter in named_values(model, names):
         tensor = parameter.detach().cpu().contiguous()
         tensor = tensor if seen_as is None or not tensor.is_floating_point() else tensor.to(seen_as)
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -167,23 +166,15 @@ def _function(config: Any) -> dict[str, Any]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """By name, sorted: the tensors that a folder of the model holds, tied parameters once, also those that accelerate has put
-    on a disk."""
+    """By name, sorted: what a folder of the model holds, tied parameters once, and also what accelerate has put away."""
     once = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(once)
-    known = set(getattr(model, "all_tied_weights_keys", None) or ())  # offloaded by accelerate, they share no tensor any more
     for name, tensor in sorted(model.state_dict().items()):
-        if name in tied or not isinstance(tensor, Tensor) or (tensor.is_meta and name in known):
+        if name in tied or not isinstance(tensor, Tensor):
             continue
-        if tensor.is_meta:
-            owner, _, leaf = name.rpartition(".")
-            module = model.get_submodule(owner)
-            with align_module_device(module):
-                yield name, getattr(module, leaf)
-        else:
-            yield name, tensor
+        yield from named_values(model, [name]) if tensor.is_meta else ((name, tensor),)
 
 
 def _device(model: PreTrainedModel) -> str:
-    kinds = {p.device for p in model.parameters()}
+    kinds = {p.device for p in model.parameters() if not p.is_meta} or {model.device}
     return ", ".join(sorted({torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type for kind in kinds}))

@@ -1,7 +1,7 @@
 """Exact measurements of sites on all the questions, collected from the walks through their batches."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ from surgery.models.finite import explained, within
 from surgery.probes.scoring import Encoded, padded
 from surgery.records.site import Site
 from surgery.runtime import processes
-from surgery.runtime.progress import Track
+from surgery.runtime.progress import counting
 
 KINDS = ("base", "ablate", "splice")  # of variants
 RELEVANT = 0.01  # nats that a head must gain (or cost) to be worth more questions
@@ -67,17 +67,16 @@ class Exact:
         measured = set(self.subject.anatomy.sites() if heads is None else heads)
         sites = len(measured) + (len(self.subject.anatomy.layers()) if layers else 0)
         per_batch = 1 + sites * len([kind for kind in kinds if kind == "ablate" or self.gated is not None])
-        progress = iter(Track(range(len(processes.share(self.groups)) * per_batch), "locate"))
-        for begin, end in pairwise(_stops(len(self.groups), leading is not None)):
-            if begin:
-                assert leading is not None
-                measured = measured - self._hopeless(sorted(measured), kinds[0], leading)
-            self._measure(range(begin, end), measured, layers, kinds, progress)
-        for _ in progress:  # what was given up, or read from the ledger
-            pass
+        # Of what is counted, some may be given up, or read from the ledger.
+        with counting(len(processes.share(self.groups)) * per_batch, "locate" if sites else "asking the base") as advance:
+            for begin, end in pairwise(_stops(len(self.groups), leading is not None)):
+                if begin:
+                    assert leading is not None
+                    measured = measured - self._hopeless(sorted(measured), kinds[0], leading)
+                self._measure(range(begin, end), measured, layers, kinds, advance)
 
     def _measure(
-        self, numbers: Iterable[int], heads: Collection[Site], layers: bool, kinds: Sequence[str], progress: Iterator[int]
+        self, numbers: Iterable[int], heads: Collection[Site], layers: bool, kinds: Sequence[str], advance: Callable[[], None]
     ) -> None:
         """The same heads on some of the batches."""
         what = [layers, [str(site) for site in sorted(heads)], list(kinds)]
@@ -100,7 +99,7 @@ class Exact:
                     with within(f"{variant.kind} {variant.site}" if variant.site else "the whole model"):
                         correct.append(encoded.correct(variant.logits).cpu())
                         losses.append(encoded.losses(variant.logits).cpu())
-                    next(progress, None)
+                    advance()
                     if not (heads or layers):
                         break
             return {"variants": torch.tensor(names), "correct": torch.stack(correct), "losses": torch.stack(losses)}

@@ -75,8 +75,11 @@ def window(tokens: Sequence[str], spans: Sequence[Sequence[int]], answer: Collec
         after = [held[-1] + 1] if held and held[-1] < last - CONTEXT else []
         columns = sorted({*held, *after, *range(len(tokens) - (CONTEXT if held else MOST_COLUMNS), len(tokens))})
     shown = set(columns)
-    ends = {span[-1] + 1: "".join(tokens[i] for i in span).replace("\\n", "").strip() for span in spans if span}
-    rows = {row: f"after {text}" for row, text in ends.items() if row in shown and row != last}
+    rows = {
+        span[-1] + 1: "after " + "".join(tokens[i] for i in span).replace("\\n", "").strip()
+        for span in spans
+        if shown.issuperset([*span, *([span[-1] + 1] if span else [])]) and span and span[-1] + 1 < last
+    }
     if not rows and not spans:
         rows = {row: tokens[row] for row in columns[-MOST_ROWS:-1]}
     rows = dict(list(rows.items())[-MOST_ROWS:]) | {last: "last token"}

@@ -82,9 +82,10 @@ def _read(path: Path) -> Tensors:
         with safe_open(path, framework="pt") as file:
             tensors, seal = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {path}: {error}; run without --resume") from error
+        raise UserError(f"cannot read {path}: {error}; delete it, and it is measured again") from error
     if seal != _seal(tensors, path):
-        raise UserError(f"{path} was changed after it was written: its content does not fit its seal; run without --resume")
+        changed = f"{path} was changed after it was written: its content does not fit its seal"
+        raise UserError(f"{changed}; delete it, and it is measured again")
     return tensors
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
 from surgery.locating import roles
+from surgery.locating.budget import look_at_base, with_exactness
 from surgery.locating.exact import Exact
 from surgery.locating.ledger import Ledger
 from surgery.locating.prefilter import prefilter
@@ -26,7 +27,7 @@ from surgery.models.anatomy import anatomy
 from surgery.records.recipe import Locate
 from surgery.records.record import first_line, provenance
 from surgery.records.site import Site
-from surgery.statistics import LEVEL, intervals, mean, means, proportion
+from surgery.statistics import LEVEL, intervals, mean, means
 
 ROLE_EXAMPLES = 32  # mixing matrices vary little between dictionaries
 ROLE_HEADS = 2048  # of more heads, matrices are written out for those alone that were measured exactly
@@ -42,13 +43,14 @@ def locate(
     probe: str = "kv",
     options: Mapping[str, Any] | None = None,
     examples: int = 256,
-    exact: bool = True,
+    exact: bool | None = None,
     confirm: float | None = None,
     layers: bool = True,
     ablation: How = "zero",
     batch_size: int = 32,
     seeds: int = 1,
     also: Sequence[Mapping[str, Any]] = (),
+    budget: float = 600.0,
     seed: int = 0,
     name: str | None = None,
     recipe: dict[str, Any] | None = None,
@@ -59,11 +61,11 @@ def locate(
     base: a Checkpoint as surgery.load returns it, or a model with its tokenizer. One of a family with grafts is spliced and
     ablated; any other model whose layout is known (models/anatomy.py), hybrids among them, is ablated.
 
-    exact: measure heads by ablating and splicing them (a head costs the layers above it); without, attribution alone (one
-    forward and one backward). confirm: the share of heads, the leading ones by attribution, that are measured exactly; a few
-    others, drawn at random, stand beside them. Those that cannot be among the LEADING ones are given up on the way, and only
-    these are ablated as well as spliced. In a family without grafts there is no attribution: the heads of the layers whose
-    ablation costs most lead. layers: measure whole layers too.
+    exact: measure heads by ablating and splicing them (a head costs the layers above it); False: attribution alone (one
+    forward and one backward); None: exactly if that takes at most `budget` seconds (budget.py). confirm: the share of heads,
+    the leading ones by attribution, that are measured exactly; a few others, drawn at random, stand beside them. Those that
+    cannot be among the LEADING ones are given up on the way, and only these are ablated as well as spliced. In a family without
+    grafts there is no attribution: the heads of the layers whose ablation costs most lead. layers: measure whole layers too.
     ablation: what comes instead of an ablated head: "zero", its "mean" over other questions, or its values on another one
     ("resample").
     seeds, also: repeat the ranking (its score alone, with the same grafts) with the questions of seed + 1, ..., and of other
@@ -80,16 +82,16 @@ def locate(
     try:
         chosen = Locate(
             probe=probe, examples=examples, exact=exact, confirm=confirm, layers=layers, ablation=ablation,
-            batch_size=batch_size, seeds=seeds, **given,
+            batch_size=batch_size, seeds=seeds, budget=budget, **given,
         )  # fmt: skip
     except ValidationError as error:
         raise UserError(f"locate: {first_line(error)}") from error
     return rank(Subject.of(base, tokenizer, name), chosen, seed=seed, recipe=recipe, kept=kept)
 
 
-def check_locatable(base: PreTrainedModel, exact: bool = True) -> None:
+def check_locatable(base: PreTrainedModel, exact: bool | None = None) -> None:
     """Raise UserError if locate has nothing to measure in such a model."""
-    if not exact and not is_graftable(base):
+    if exact is False and not is_graftable(base):
         raise UserError(
             f"a {base.config.model_type} model can only be ablated, so there is no attribution: locate needs exact=true"
         )
@@ -102,7 +104,9 @@ def rank(
     """What locate does, with its options in one record."""
     check_locatable(subject.model, options.exact)
     first, *others = sets = question_sets(subject.tokenizer, options, seed=seed, device=subject.model.device)
-    ledger = Ledger(kept, subject.conditions.model_dump(), recipe)
+    ledger = Ledger(kept, subject.conditions.model_dump())
+    base_accuracy, chance = look_at_base(subject, first, options, ledger)
+    options = with_exactness(options, subject, sets, kept)
     filtered, attributions = prefilter(subject, first.groups, ledger) if subject.graftable else (None, None)
     search = Search(subject, filtered, ledger, options)
     measured, leading, control = search.first(first, attributions)
@@ -124,8 +128,8 @@ def rank(
         )
         for i, site in enumerate(sites)
     ]
-    chance = float(np.mean([1 / max(1, len(question.spans)) for question in shown]))
-    scores = _with_roles(scores, columns, chance, pair_mass)
+    even = float(np.mean([1 / max(1, len(question.spans)) for question in shown]))
+    scores = _with_roles(scores, columns, even, pair_mass)
     compared = _compare(search, first, others, measured, attributions, control) if others else None
     return Ranking(
         provenance=provenance(subject.name, subject.fingerprint, seed, recipe),
@@ -133,9 +137,11 @@ def rank(
         questions=questions_digest(sets),
         probe={
             "name": first.name, "options": first.options, "examples": len(first.questions), "seed": seed,
-            "threads": torch.get_num_threads(), "ablation": options.ablation, "confirm": options.confirm,
+            "threads": torch.get_num_threads(), "ablation": options.ablation, "exact": options.exact,
+            "confirm": options.confirm,
         },
-        base_accuracy=proportion(measured.correct["base", None]),
+        base_accuracy=base_accuracy,
+        chance=chance,
         base_loss=mean(measured.losses["base", None]),
         heads=tuple(sorted(scores, key=gain, reverse=True)),
         layers=_layer_scores(subject, measured, attributions),

@@ -1,6 +1,7 @@
 """Mixing matrices as figures: what the ends of an example's spans, and its last token, draw on."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,16 @@ the colour is the root of the share). Framed: what the last token puts on the
 answer. Of an SSM, the time step is included, D is not."""
 
 
+@dataclass(frozen=True)
+class Strips:
+    """Matrices over the same tokens. part: what of them is drawn. panels: of each its title, the share of the last row on the
+    answer, and the matrix as shares (t, t)."""
+
+    tokens: Sequence[str]
+    part: Window
+    panels: Sequence[tuple[str, float | None, np.ndarray]]
+
+
 def draw_mixing(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranking: Ranking, path: Path, top: int = 4) -> None:
     """The mixing matrices of the leading heads (and of the first gather heads) over one example's tokens."""
     leading = [score for score in ranking.heads if score.pair_mass is not None][:top]  # heads whose matrices can be had
@@ -38,7 +49,7 @@ def draw_mixing(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranki
         matrix = shares(matrices[score.site])
         title = f"{score.site}, {score.role} head" if score.role else str(score.site)
         panels.append((title, float(matrix[-1, list(answer)].sum()) if answer else None, matrix))
-    draw_strips([panels], tokens, window(tokens, spans, answer), path)
+    draw_strips([Strips(tokens, window(tokens, spans, answer), panels)], path)
 
 
 def shares(matrix: Tensor) -> np.ndarray:
@@ -47,16 +58,15 @@ def shares(matrix: Tensor) -> np.ndarray:
     return weight / np.maximum(weight.sum(-1, keepdims=True), 1e-12)
 
 
-def draw_strips(
-    groups: Sequence[Sequence[tuple[str, float | None, np.ndarray]]], tokens: Sequence[str], part: Window, path: Path
-) -> None:
-    """groups: matrices as shares (t, t) under each other, each with a title and the share of the last row on the answer; the
-    tokens' labels stand once below every group. part: what of the matrices is drawn."""
-    panels = [(panel, panel is group[-1]) for group in groups for panel in group]
-    height = len(panels) * (len(part.rows) * CELL + TITLE) + len(groups) * LABELS + CAPTION_HEIGHT
-    with plotting.drawing(path, len(panels), height=height) as (figure, axes):
-        for axis, ((title, answer, matrix), labels) in zip(axes[:, 0], panels, strict=True):
-            paint(axis, matrix, tokens, part, labels=labels)
+def draw_strips(groups: Sequence[Strips], path: Path) -> None:
+    """All matrices under each other; the tokens' labels stand once below every group."""
+    panels = [(group, panel) for group in groups for panel in group.panels]
+    height = sum(len(group.part.rows) * CELL + TITLE for group, _ in panels) + len(groups) * LABELS + CAPTION_HEIGHT
+    ratios = [len(group.part.rows) for group, _ in panels]
+    with plotting.drawing(path, len(panels), height=height, height_ratios=ratios) as (figure, axes):
+        for axis, (group, panel) in zip(axes[:, 0], panels, strict=True):
+            title, answer, matrix = panel
+            paint(axis, matrix, group.tokens, group.part, labels=panel is group.panels[-1])
             axis.set_title(title)
             if answer is not None:
                 axis.set_title(f"answer: {100 * answer:.0f}%", loc="right", fontsize=9, fontweight="normal")

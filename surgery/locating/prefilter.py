@@ -15,6 +15,8 @@ from surgery.locating.questions import Groups
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
 from surgery.records.plan import Start
+from surgery.runtime import processes
+from surgery.runtime.progress import counting
 
 START_EXAMPLES = 64  # few questions decide on a sign
 
@@ -31,10 +33,14 @@ class Prefilter:
         """(examples, layers, heads). known: by number of the batch, (questions, layers, heads), where they are known."""
         of_batch = {number: {"values": values} for number, values in (known or {}).items()}
         rest = [number for number in range(len(groups)) if number not in of_batch]
-        of_batch |= self.ledger.gather(
-            rest, lambda number: digest(groups[number][1]),
-            lambda number: {"values": attribute_starts(self.gated, groups[number][1], [None])[0]},
-        )  # fmt: skip
+
+        def measure(number: int) -> Tensors:
+            values = attribute_starts(self.gated, groups[number][1], [None])[0]
+            advance()
+            return {"values": values}
+
+        with counting(len(processes.share(rest)), "attribution") as advance:
+            of_batch |= self.ledger.gather(rest, lambda number: digest(groups[number][1]), measure)
         examples = np.concatenate([chosen for chosen, _ in groups])
         values = torch.cat([of_batch[number]["values"] for number in range(len(groups))])
         return values.double().numpy()[examples.argsort()]
@@ -51,9 +57,12 @@ def prefilter(subject: Subject, groups: Groups, ledger: Ledger) -> tuple[Prefilt
         return ["every start", digest(groups[number][1])]
 
     def measure(number: int) -> Tensors:
-        return {"every": attribute_starts(ungated, groups[number][1])}
+        values = attribute_starts(ungated, groups[number][1])
+        advance()
+        return {"every": values}
 
-    mine = ledger.share(range(first), key, measure)  # of all starts, too much to send to others: the sums are small
+    with counting(len(processes.share(range(first))), "attribution, all starts") as advance:
+        mine = ledger.share(range(first), key, measure)  # of all starts, too much to send to others: the sums are small
     sums = gathered({number: {"sum": tensors["every"].sum(1)} for number, tensors in mine.items()})
     channels = subject.anatomy.mixers[0].width == 1
     starts = best_starts(torch.stack([tensors["sum"] for tensors in sums.values()]).sum(0), channels)

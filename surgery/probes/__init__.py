@@ -1,8 +1,8 @@
 """Probes: synthetic tasks with a metric that exposes retrieval, or watches over everything else.
 
-One file per probe, found by listing this folder: a new probe is a new file that defines `PROBES`, its names and their
-dataclasses. A probe of the choice kind makes `Question`s from a seed, one of the other kind `Completion`s;
-`surgery.probes.scoring` answers the ones and completes the others.
+One file per probe, found by listing this folder: a new probe is a new file that defines `PROBES`, name -> dataclass. The first
+sentence of the dataclass says what the probe asks (`surgery list probes` prints it), its fields are the probe's options. A
+probe makes either `Question`s with choices or `Completion`s from a seed; `surgery.probes.scoring` puts both to a model.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from surgery.records.complaints import none_named
 @cache
 def probes() -> dict[str, type]:
     """name -> the dataclass whose fields are the probe's options."""
-    found: dict[str, type] = {}
+    known: dict[str, type] = {}
     for module in pkgutil.iter_modules(__path__):
-        found |= getattr(importlib.import_module(f"{__name__}.{module.name}"), "PROBES", {})
-    return found
+        known |= getattr(importlib.import_module(f"{__name__}.{module.name}"), "PROBES", {})
+    return known
 
 
 def without_unseen(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a probe that may not ask for the keys which are for bench alone: of lessons, and of what locates."""
+    """The options of a probe without the keys that only bench may ask for: for lessons, and for locating."""
     kind = probes().get(name)
     has_keys = kind is not None and any(field.name == "keys" for field in dataclasses.fields(kind))
     return ({"keys": "lessons"} if has_keys else {}) | dict(options)
@@ -39,8 +39,7 @@ def without_unseen(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def make(name: str, *, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> Probe | CompletionProbe:
     """The probe of that name. Raises UserError for a name or an option that does not exist, and for a value that does not fit.
 
-    tokenizer: of the model that will be asked. Only a probe that measures its prompts in tokens needs it, the others ignore it,
-    so that whoever has one can make any probe.
+    tokenizer: of the model that will be asked. Only a probe that measures its prompts in tokens needs it; others ignore it.
     """
     if name not in probes():
         raise UserError(none_named("probe", name, probes()))

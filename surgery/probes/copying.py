@@ -1,8 +1,8 @@
 """Copying of "Repeat After Me: Transformers are Better than State Space Models at Copying" (arXiv 2402.01032).
 
-A string of random words stands `shown` times in the prompt (twice there, which shows what is wanted), then its first word: the
+A string of random words stands `shown` times in the prompt (twice in the paper, which shows the task), then its first word: the
 model has to write the others. Words are drawn independently and may recur, so that one word does not always determine the next.
-There the strings are natural or shuffled text, and what a model writes after the copy counts; here it does not.
+In the paper the strings are natural or shuffled text, and what a model writes after the copy counts; here it does not.
 """
 
 import random
@@ -15,7 +15,10 @@ from surgery.world.words import Keys, key_words
 
 @dataclass(frozen=True)
 class Copying:
-    """Strings of `length` words (at least 2)."""
+    """Copying: a string of random words stands in the prompt, and has to be written once more.
+
+    length: words of a string, at least 2. shown: how often it stands in the prompt. keys: which words may occur, as for `kv`.
+    """
 
     length: int
     shown: int = 2

@@ -12,6 +12,7 @@ templates that bench never uses.
 import json
 import random
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -28,6 +29,12 @@ SHARE = 4  # one fact in so many is for tune.early_stopping
 CAPITALS = Path(__file__).parent / "capitals.jsonl"
 
 
+def part_for_bench(watched: Iterable[object]) -> Part | None:
+    """The part of a file's facts that bench asks: its own where a model was tuned under tune.early_stopping, which asked the
+    other; else all (None). watched: that setting of every model that was tuned; None where it was not set."""
+    return "bench" if any(bounds is not None for bounds in watched) else None
+
+
 def _lines(source: str, part: Part | None = None) -> list[dict]:
     text = read_text(CAPITALS if source == "capitals" else source, "the facts in")
     try:
@@ -40,7 +47,7 @@ def _lines(source: str, part: Part | None = None) -> list[dict]:
             raise UserError(f"{source}, line {number}: needs prompt, answer and choices, the answer among the choices")
     if not items:
         raise UserError(f"{source} holds no facts")
-    chosen = [item for item in items if part is None or _for_keep(item["prompt"]) == (part == "keep")]
+    chosen = [item for item in items if part is None or _for_tuning(item["prompt"]) == (part == "keep")]
     if not chosen:
         raise UserError(
             f"{source} has too few facts to be divided between tune.early_stopping and bench; add facts, or leave out "
@@ -49,14 +56,17 @@ def _lines(source: str, part: Part | None = None) -> list[dict]:
     return chosen
 
 
-def _for_keep(prompt: str) -> bool:
+def _for_tuning(prompt: str) -> bool:
+    """Whether a fact is in the quarter that tuning asks."""
     return zlib.crc32(prompt.encode("utf-8", "surrogatepass")) % SHARE == 0
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """Fact cloze. `source`: "world", "capitals" (58 real ones, for real models), or a JSON-lines file. part: of a file's facts
-    those for tune.early_stopping, or those for bench; all of them without."""
+    """Facts as sentences to be completed, which only the weights can know.
+
+    source: "world", "capitals" (58 real ones, for real models), or a JSON-lines file. part: of a file's facts those for
+    tune.early_stopping, or those for bench; all of them without."""
 
     source: str = "world"
     part: Part | None = None
@@ -65,21 +75,23 @@ class Knowledge:
         """At most n; there are no more than there are facts."""
         rng = random.Random(f"knowledge {seed}")
         if self.source == "world":
-            every = [
+            questions = [
                 Question(f.prompt(f.held_out_template), tuple(f" {c}" for c in f.choices), f.choices.index(f.value))
                 for f in facts()
             ]
         else:
-            every = [
+            questions = [
                 Question(i["prompt"], tuple(i["choices"]), i["choices"].index(i["answer"]))
                 for i in _lines(self.source, self.part)
             ]
-        return every if n >= len(every) else rng.sample(every, n)
+        return questions if n >= len(questions) else rng.sample(questions, n)
 
 
 @dataclass(frozen=True)
 class Letters:
-    """The same facts with lettered options. `source` and `part` as for Knowledge."""
+    """The same facts as questions with lettered options: the letter has to be retrieved.
+
+    source, part: as for `knowledge`."""
 
     source: str = "world"
     part: Part | None = None

@@ -28,8 +28,10 @@ def dictionary(rng: random.Random, pairs: int, keys: Keys = "all") -> dict[str, 
 
 @dataclass(frozen=True)
 class KVRetrieval:
-    """Dictionaries of `pairs` entries, one query each: at most 100, or 64 of the keys that lessons may hold ("lessons") or that
-    none of them holds ("unseen")."""
+    """Key-value retrieval: a dictionary, then one of its keys, whose value is asked for.
+
+    pairs: entries of a dictionary, at most 100. keys: which words may be keys: "all", those that lessons may hold ("lessons"),
+    or those that no lesson holds ("unseen"); of the latter two there are 64 each."""
 
     pairs: int
     keys: Keys = "all"

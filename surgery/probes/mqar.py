@@ -1,13 +1,13 @@
 """Multi-query associative recall (MQAR) of "Zoology: Measuring and Improving Recall in Efficient Language Models" (arXiv
 2312.04927), in words.
 
-`pairs` lines of a key and its value, an empty line, then `queries` keys, each on a line of its own. The earlier ones stand with
-their right values and the last one is asked for, so that it is answered as the last query of such a sequence is: knowing the
-earlier answers. The model's answer is the value, among those of all pairs (the answered ones included), whose tokens have the
+The prompt has `pairs` lines of a key and its value, an empty line, then `queries` keys, each on a line of its own. The earlier
+keys stand with their right values. The last one is asked for, as the last query of such a sequence, with the earlier answers
+known. The model's answer is the value, among those of all pairs (the answered ones included), whose tokens have the
 largest summed log-probability. Chance is 1 / pairs.
 
-As there, keys and values are distinct words of disjoint sets, and no key is asked for twice. Not as there, queries come in
-random order: the power law for the distance between a pair and its query is left out.
+As in the paper, keys and values are distinct words of disjoint sets, and no key is asked for twice. Unlike the paper, queries
+come in random order: the power law for the distance between a pair and its query is left out.
 """
 
 import random
@@ -22,8 +22,10 @@ MOST_PAIRS = len(KEYS) // 2
 
 @dataclass(frozen=True)
 class MQAR:
-    """`pairs` of words (at most 64, or 32 of the words that lessons may hold); the last of `queries` queries (at most `pairs`)
-    is asked."""
+    """Multi-query associative recall: pairs of words, then several of the keys, of which the last one's value is asked for.
+
+    pairs: at most 64. queries: how many keys are asked for, at most `pairs`; the earlier ones stand with their values. keys:
+    which words may occur, as for `kv`; without "all", at most 32 pairs."""
 
     pairs: int
     queries: int = 4
@@ -48,9 +50,9 @@ class MQAR:
         for line in lines:
             spans.append((len(prompt), len(prompt) + len(line)))
             prompt += line
-        *answered, asked = rng.sample(range(self.pairs), self.queries)
-        prompt += "\n" + "".join(lines[i] for i in answered) + keys[asked]
-        return Question(prompt, tuple(f" {value}" for value in values), asked, tuple(spans), asked)
+        *answered, last = rng.sample(range(self.pairs), self.queries)
+        prompt += "\n" + "".join(lines[i] for i in answered) + keys[last]
+        return Question(prompt, tuple(f" {value}" for value in values), last, tuple(spans), last)
 
 
 PROBES = {"mqar": MQAR}

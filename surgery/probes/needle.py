@@ -21,15 +21,16 @@ from surgery.world.words import Keys, key_words
 
 CHOICES = 10
 SPARE = 64  # words beyond the cut, from which the haystack's last ones are chosen
-BACK = 24  # words before the cut that may give way to others; with 8, one prompt in a thousand was a token short
+BACK = 24  # words before the cut that may be replaced by others; with 8, one prompt in a thousand was a token short
 
 
 @dataclass(frozen=True)
 class Needle:
-    """Prompts of `length` tokens of `tokenizer`, the needle at `depth` of the haystack (0: before it, 1: after it).
+    """A needle in a haystack: a number told somewhere in a long text is asked for at its end.
 
-    `source`: "world" (held-out documents of the small world) or a text file, of which random stretches are read. White space
-    becomes single spaces.
+    length: tokens of the prompt, by `tokenizer`. depth: where the needle is in the haystack (0: before it, 1: after it).
+    source: "world" (held-out documents of the small world) or a text file, of which random stretches are read, with single
+    spaces for white space. keys: which words may name the number, as for `kv`.
     """
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
@@ -52,24 +53,24 @@ class Needle:
 
     def _haystack(self, rng: random.Random, text: list[str]) -> list[str]:
         """More words than can fit, as a word has at least one token; fewer where the text is short."""
-        wanted = self.length + SPARE
+        count = self.length + SPARE
         if self.source == "world":
             words: list[str] = []
-            while len(words) < wanted:
+            while len(words) < count:
                 words += document(rng, held_out=True).split()
             return words
-        start = rng.randrange(max(1, len(text) - wanted + 1))
-        return text[start : start + wanted]
+        start = rng.randrange(max(1, len(text) - count + 1))
+        return text[start : start + count]
 
     def _question(self, rng: random.Random, haystack: list[str]) -> Question:
-        asked = f"The secret number of {rng.choice(key_words(self.keys, 1))} is"
+        question = f"The secret number of {rng.choice(key_words(self.keys, 1))} is"
         numbers = rng.sample(range(10, 100), CHOICES)
         answer = rng.randrange(CHOICES)
-        needle = f"{asked} {numbers[answer]}."
+        needle = f"{question} {numbers[answer]}."
 
         def prompt(words: list[str]) -> str:
             place = self._place(words)
-            return " ".join([*words[:place], needle, *words[place:]]) + f"\n{asked}"
+            return " ".join([*words[:place], needle, *words[place:]]) + f"\n{question}"
 
         text = prompt(self._fitting(haystack, lambda words: self._tokens(prompt(words))))
         begin = text.index(needle)
@@ -84,16 +85,16 @@ class Needle:
         return min(ends, key=lambda end: abs(end - self.depth * len(words)))
 
     def _fitting(self, words: list[str], tokens: Callable[[list[str]], int]) -> list[str]:
-        """The haystack's first words, as many as fit, and then such of the following ones that fill the rest exactly.
+        """The haystack's first words, as many as fit, and then some of the following ones, chosen to fill the rest exactly.
 
-        tokens: of the prompt with such a haystack. If some tokens cannot be filled, the prompt is that much shorter.
+        tokens: counts those of the prompt with such a haystack. If some cannot be filled, the prompt is that much shorter.
         """
         if (least := tokens([])) > self.length:
             raise UserError(f"a needle of {self.length} tokens is too short: the question alone has {least}")
         if (most := tokens(words)) < self.length:
             raise UserError(f"{self.source} has {self._tokens(' '.join(words))} tokens; a needle of {self.length} needs more")
         fit, beyond = 0, len(words) + 1
-        while beyond - fit > 1:  # by interpolation: to count the tokens of a long text is what takes the time
+        while beyond - fit > 1:  # by interpolation, because counting the tokens of a long text is what takes the time
             share = (self.length - least) / max(most - least, 1)
             middle = fit + min(max(int(share * (beyond - fit)), 1), beyond - fit - 1)
             if (count := tokens(words[:middle])) <= self.length:

@@ -1,8 +1,8 @@
 """Phone book lookup of "Repeat After Me: Transformers are Better than State Space Models at Copying" (arXiv 2402.01032).
 
-`entries` lines "Name: number", then two of them again as examples, then a third name. Names are distinct; numbers have ten
-digits, the first from 6 to 9, as there. There a model has to write the number; here its answer is the number, among those of
-the book, whose tokens have the largest summed log-probability, so that chance is 1 / entries.
+The prompt has `entries` lines "Name: number", then two of them again as examples, then a third name. Names are distinct;
+numbers have ten digits, the first from 6 to 9, as in the paper. In the paper a model has to write the number. Here its answer
+is the number, among those of the book, whose tokens have the largest summed log-probability, so that chance is 1 / entries.
 """
 
 import random
@@ -27,7 +27,9 @@ SHOTS = 2
 
 @dataclass(frozen=True)
 class PhoneBook:
-    """Books of `entries` entries (at least 3), one lookup each."""
+    """Phone book: names with numbers, then one of the names, whose number is asked for.
+
+    entries: of a book, at least 3."""
 
     entries: int
 
@@ -47,9 +49,9 @@ class PhoneBook:
         for line in lines:
             spans.append((len(prompt), len(prompt) + len(line)))
             prompt += line
-        *shown, asked = rng.sample(range(self.entries), SHOTS + 1)
-        prompt += "\n" + "".join(lines[i] for i in shown) + f"\n{names[asked]}:"
-        return Question(prompt, tuple(f" {number}" for number in numbers), asked, tuple(spans), asked)
+        *shown, last = rng.sample(range(self.entries), SHOTS + 1)
+        prompt += "\n" + "".join(lines[i] for i in shown) + f"\n{names[last]}:"
+        return Question(prompt, tuple(f" {number}" for number in numbers), last, tuple(spans), last)
 
 
 PROBES = {"phonebook": PhoneBook}

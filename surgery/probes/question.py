@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 class Question:
     """A prompt, the texts that may follow it, and which of them is right.
 
-    `spans` are the character ranges of the prompt that hold the evidence (for retrieval: one per pair, its newline included, in
-    order) and `evidence` says which of them holds the answer; the roles of heads are read from the attention between them.
+    spans: the ranges of characters of the prompt that hold the evidence (for retrieval: one per pair, its newline included, in
+    order). evidence: which of them holds the answer. The roles of heads are read from the attention between them.
     """
 
     prompt: str

@@ -1,9 +1,8 @@
-"""Answers a choice probe (one forward for all candidates where they are single tokens, exact where they are not), and checks
-completions.
+"""Asks a model the questions of choice probes, and checks its completions.
 
 The score of a candidate is the summed log-probability of its tokens after the prompt (the published protocol). A row of the
-batch is a prompt plus a *proper prefix* of some candidate's tokens; its last position gives the log-probability of every
-candidate that continues that prefix. Single-token candidates share the one row with the empty prefix.
+batch is a prompt plus a *proper prefix* of some candidate's tokens; its last position gives the log-probability of each
+candidate's next token after that prefix. Candidates of a single token share one row, with the empty prefix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,8 +34,8 @@ class Encoded:
     answers: Tensor  # (questions,)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """logits (rows, vocabulary) -> summed log-probabilities (questions, most choices), -inf where there is no candidate.
-        Raises NotFinite."""
+        """logits (rows, vocabulary) -> summed log-probabilities (questions, choices), -inf where a question has fewer choices
+        than another. Raises NotFinite."""
         question, choice, row, token = self.terms.to(logits.device).unbind(1)
         log_p = checked(logits.float().log_softmax(-1)[row, token], "the logits")
         width = int(self.choices.max())
@@ -63,7 +62,7 @@ class Result:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]) -> Encoded:
-    """Tokenise prompts (special tokens included), and candidates as what follows them in the whole text (see tokens.py)."""
+    """Tokenise prompts (special tokens included), and candidates as they are divided behind the prompt (models/tokens.py)."""
     rows: list[list[int]] = []
     terms: list[tuple[int, int, int, int]] = []
     pairs = [(q.prompt, choice) for q in questions for choice in q.choices]
@@ -85,7 +84,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]) ->
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-    """For every (prompt, text) the tokens of both."""
+    """For each (prompt, text) the tokens of both."""
     split = [divided(*pair) for pair in pairs]
     prompts = [*dict.fromkeys(prompt for prompt, _ in split)]
     openings = dict(zip(prompts, opening(tokenizer, prompts), strict=True))
@@ -135,7 +134,8 @@ def answer(
 
 
 def _next_logits(model: PreTrainedModel, rows: list[list[int]], batch_size: int) -> Tensor:
-    """(rows, vocabulary): what every row predicts next. A row that is the start of another is read off that one."""
+    """(rows, vocabulary): what each row predicts next. A row that is the start of another is not run: the other one has its
+    logits, too."""
     carriers = _carriers(rows)
     forwarded = sorted(set(carriers))
     order: list[int] = []
@@ -145,16 +145,16 @@ def _next_logits(model: PreTrainedModel, rows: list[list[int]], batch_size: int)
         carried = [row for row, carrier in enumerate(carriers) if carrier in place]
         ids, _ = padded([rows[carrier] for carrier in place], model.device)
         last = torch.tensor([len(rows[row]) - 1 for row in carried], device=ids.device)
-        keep, where = last.unique(return_inverse=True)
-        kept = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
-        logits.append(kept[torch.tensor([place[carriers[row]] for row in carried], device=ids.device), where])
+        positions, where = last.unique(return_inverse=True)
+        predicted = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
+        logits.append(predicted[torch.tensor([place[carriers[row]] for row in carried], device=ids.device), where])
         order += carried
     return torch.cat(logits)[torch.tensor(order).argsort()]
 
 
 def _carriers(rows: list[list[int]]) -> list[int]:
-    """For every row the index of one that starts with it and is not itself the start of a longer one: its own, mostly."""
-    order = sorted(range(len(rows)), key=lambda i: rows[i])  # what starts with a row follows it directly
+    """For each row, the index of a longest row that starts with it: mostly its own."""
+    order = sorted(range(len(rows)), key=lambda i: rows[i])  # a row that starts with another follows it directly
     carriers = list(range(len(rows)))
     for row, after in reversed(list(pairwise(order))):
         if rows[after][: len(rows[row])] == rows[row]:
@@ -184,13 +184,13 @@ def complete(
             rows = [[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, answers, strict=True)]
             ids, last = padded(rows, model.device)
             first = min(map(len, prompts)) - 1  # the first position that predicts a token of an answer
-            keep = torch.arange(first, ids.shape[1], device=ids.device)
-            logits = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
+            positions = torch.arange(first, ids.shape[1], device=ids.device)
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
             for i, tokens, row, end in zip(chosen, answers, logits, (last - first + 1).tolist(), strict=True):
                 predicting = row[end - len(tokens) : end].float()
-                wanted = torch.tensor(tokens, device=ids.device)
-                correct[i] = bool((predicting.argmax(-1) == wanted).all())
-                loss[i] = torch.nn.functional.cross_entropy(predicting, wanted).item()
+                expected = torch.tensor(tokens, device=ids.device)
+                correct[i] = bool((predicting.argmax(-1) == expected).all())
+                loss[i] = torch.nn.functional.cross_entropy(predicting, expected).item()
             with explained(model, rows):
                 checked(torch.from_numpy(loss[chosen]), "the logits")
     return Result(correct, loss)

@@ -2,8 +2,8 @@
 words.
 
 `count` content words stand at random places among noise words, and the model has to write the content words in order. Content
-words are concrete nouns, all different; noise words are function words, as there are many of in any text. A model that was not
-trained on the task cannot guess it, so that one solved example of the same size, of other content words, comes first.
+words are concrete nouns, all different; noise words are function words, which are frequent in any text. A model that was not
+trained on the task cannot guess it, so a solved example of the same size, with other content words, comes first.
 """
 
 import random
@@ -19,7 +19,9 @@ MOST = len(KEYS) // 2
 
 @dataclass(frozen=True)
 class SelectiveCopying:
-    """`count` content words (at most 64, or 32 of those that lessons may hold) in `length` words in all."""
+    """Selective copying: the nouns among noise words have to be written in their order.
+
+    count: nouns, at most 64. length: words in all. keys: which nouns may occur, as for `kv`; without "all", at most 32."""
 
     count: int
     length: int
@@ -38,9 +40,9 @@ class SelectiveCopying:
 
     def _completion(self, rng: random.Random) -> Completion:
         chosen = rng.sample(key_words(self.keys, 2 * self.count), 2 * self.count)
-        example, asked = chosen[: self.count], chosen[self.count :]
-        prompt = f"{self._task(rng, example)} {' '.join(example)}\n\n{self._task(rng, asked)}"
-        return Completion(prompt, "".join(f" {word}" for word in asked))
+        example, answer = chosen[: self.count], chosen[self.count :]
+        prompt = f"{self._task(rng, example)} {' '.join(example)}\n\n{self._task(rng, answer)}"
+        return Completion(prompt, "".join(f" {word}" for word in answer))
 
     def _task(self, rng: random.Random, content: list[str]) -> str:
         words = rng.choices(NOISE, k=self.length)

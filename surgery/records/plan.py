@@ -10,44 +10,48 @@ from surgery.records.site import Site, SitesText, SiteText
 
 
 class Start(Record):
-    """What the dual start leaves open for a head: the sign of its scores (kept for good) and their scale (trained)."""
+    """What the dual start leaves open for a head."""
 
     sign: Literal[1, -1] = 1
+    """The sign of its scores, which is not trained."""
     tau: float = Field(default=1.0, gt=0)
+    """The factor of its scores (an inverse temperature), which is trained."""
 
 
 class Plan(Record):
-    """Where attention goes and how it starts.
-
-    kind: `head`, attention inside the SSM's mixer, or `layer`, attention instead of it. init: `dual`, from the SSM head's own
-    weights; `donor`, from a donor's; `random`. A head starts dual and a layer from its donor or at random, unless it says
-    otherwise. donor: the donor's name or path.
-
-    For heads: sites: heads, one site a layer. starts: by head ("L1.H3"); a head that is not named starts with sign 1 and scale
-    1. time_step: add log dt to the scores; not with a donor, whose scores know no time step, unless asked for. width: of
-    queries and keys; None means the state size, and at least 32, or a donor's. shared: one query-key pair per B/C group instead
-    of one per head. blend: None puts attention in place of the SSM; a number from 0 to 1 keeps both under a learned gate that
-    starts there (at 0 the hybrid equals the base exactly). donor_heads: head -> the donor's ("L1.H3" -> "L7.H10"), the same
-    address where none is named.
-
-    For layers: sites: layers ("L3"). donor_layers: layer -> number of the donor's layer ("L3" -> 7), the same where none is
-    named. mlp: the donor's MLP and norms come too. width: of a head without a donor, 64 where that divides the hidden size.
-    """
+    """Where attention goes and how it starts."""
 
     kind: Literal["head", "layer"] = "head"
+    """`head`: attention inside the SSM's mixer. `layer`: attention instead of the whole mixer."""
     sites: SitesText
+    """For kind head: heads, one site for each layer. For kind layer: layers ("L3")."""
     starts: dict[str, Start] = {}
+    """Head ("L1.H3") -> how it starts. A head that is not named starts with sign 1 and tau 1. For kind head."""
     init: Literal["dual", "donor", "random"] = "dual"
+    """`dual`: from the SSM head's own weights; `donor`: from a donor's; `random`. By default a head starts dual, and a layer
+    from its donor or at random."""
     donor: str | None = None
+    """The donor's name or path."""
     donor_heads: dict[str, SiteText] = {}
+    """Head -> the donor's head ("L1.H3" -> "L7.H10"); the same address where a head is not named. For kind head."""
     donor_layers: dict[str, Annotated[int, Field(ge=0)]] = {}
+    """Layer -> the number of the donor's layer ("L3" -> 7); the same number where a layer is not named. For kind layer."""
     mlp: bool = False
+    """The donor's MLP and norms come too. For kind layer."""
     time_step: bool = True
+    """Add log dt to the scores. By default not with a donor, whose scores know no time step. For kind head."""
     width: int | None = Field(default=None, ge=1)
+    """Width of queries and keys; by default the state size, and at least 32, or the donor's. For kind layer without a donor: of
+    a head, by default 64 where that divides the hidden size."""
     shared: bool = False
+    """One query-key pair for each B/C group instead of one for each head. For kind head."""
     blend: float | None = Field(default=None, ge=0, le=1)
+    """None: attention in place of the SSM. A number: both, under a learned gate that starts there (at 0 the hybrid equals the
+    base exactly). For kind head."""
     seed: int = 0
+    """Of what starts at random."""
     provenance: Provenance | None = None
+    """Where the plan comes from."""
 
     @model_validator(mode="before")
     @classmethod
@@ -73,7 +77,7 @@ class Plan(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        """Refuse what would not be obeyed."""
+        """Refuse fields that splice would not obey."""
         starts = {"head": ("dual", "donor"), "layer": ("donor", "random")}[self.kind]
         if self.init not in starts:
             raise ValueError(f"init: a {self.kind} graft starts {' or '.join(starts)}, not {self.init}")
@@ -96,7 +100,7 @@ class Plan(Record):
 
     @property
     def dtype(self) -> str:
-        """In what the base was opened for the ranking, as it was said there: "auto" (as stored) or a torch name."""
+        """The dtype in which the base was opened for the ranking: "auto" (as stored) or a torch name."""
         recipe = self.provenance and self.provenance.recipe
         return (recipe or {}).get("dtype", "auto")
 
@@ -115,8 +119,8 @@ class Plan(Record):
 
 
 def published(plan: Plan) -> Plan:
-    """The plan as a record of what was done, for others to read: a donor stands by its name, wherever it lay."""
+    """The plan for others to read: base and donor by their names, without paths."""
     changes: dict[str, Any] = {"donor": plan.donor and called(plan.donor)}
-    if (made := plan.provenance) is not None:
-        changes["provenance"] = made.model_copy(update={"base": called(made.base), "recipe": public(made.recipe)})
+    if (origin := plan.provenance) is not None:
+        changes["provenance"] = origin.model_copy(update={"base": called(origin.base), "recipe": public(origin.recipe)})
     return plan.model_copy(update=changes)

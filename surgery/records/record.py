@@ -22,14 +22,14 @@ from surgery.records.names import called, public
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "scipy", "tokenizers", "peft")
 # Optional ones, named where they are in use: module -> distribution.
 OPTIONAL = {"lm_eval": "lm_eval", "bitsandbytes": "bitsandbytes", "datasets": "datasets", "sentencepiece": "sentencepiece"}
-ABANDONED = 600  # seconds
+ABANDONED = 600  # seconds, after which nobody is still writing a temporary file
 KERNEL_PACKAGES = ("triton", "mamba-ssm", "causal-conv1d", "flash-attn", "kernels")  # optional, and only of use on GPUs
 
 
 class Record(pydantic.BaseModel):
-    """A frozen record that refuses unknown keys."""
+    """A frozen record that refuses unknown keys. The text below a field is its description in the JSON schema."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -52,29 +52,27 @@ class Record(pydantic.BaseModel):
 
 
 class Sealed(Record):
-    """A measurement: its file carries a digest of its own content, so that one which was changed by hand or by a damaged disk
-    is not taken for what was measured. It is no signature: who makes the seal anew is not found out.
-
-    seal: sha256 of the file's JSON without this field (keys sorted, no blanks). Only in files; a record in memory has none.
-    """
+    """A measurement: its file carries a digest of its own content, so that a file which was changed by hand or by a damaged
+    disk is not taken for what was measured. It is no signature: a seal that was made again does not show."""
 
     seal: str | None = None
+    """sha256 of the file's JSON without this field (keys sorted, no blanks). Only in files; a record in memory has none."""
 
     @classmethod
     def read(cls, path: str | Path, *, unsealed: Literal["refuse", "say", "take"] = "say") -> Self:
-        """As Record.read, and UserError if the seal does not fit. unsealed: what to do with a file without a seal, as versions
-        up to 0.5.1 wrote them: refuse it as evidence, say so where it is only shown, or take it as it is."""
+        """As Record.read. Raises UserError also if the seal does not fit. unsealed: what to do with a file without a seal, as
+        versions up to 0.5.1 wrote them: refuse it as evidence, say so where it is only shown, or take it as it is."""
         text = read_text(path)
-        found = cls._parsed(text, path)
-        if found.seal is None and unsealed == "refuse":
+        record = cls._parsed(text, path)
+        if record.seal is None and unsealed == "refuse":
             raise UserError(f"{path} has no seal: it is of version 0.5.1 or earlier, or was edited; make it again")
-        if found.seal is None and unsealed == "say":
+        if record.seal is None and unsealed == "say":
             from surgery.runtime.progress import say
 
-            say(f"{path} is unsealed: whether it is as it was measured is not known")
-        if found.seal not in (None, _seal(text)):
+            say(f"{path} has no seal: it is not known whether it still holds what was measured")
+        if record.seal not in (None, _seal(text)):
             raise UserError(f"{path} is not as it was written: its content does not fit its seal; make it again")
-        return found.model_copy(update={"seal": None})
+        return record.model_copy(update={"seal": None})
 
     def text(self) -> str:
         content = self.model_dump_json(indent=2, exclude={"seal"})
@@ -87,29 +85,39 @@ def _seal(text: str) -> str:
 
 
 class Environment(Record):
-    """When, with what and on what something was made or measured. packages: the versions of those in use. code: a digest of
-    this toolkit's own source files, which a version number does not tell apart in a checkout."""
+    """When, with what and on what something was made or measured."""
 
     schema_version: int = 1
+    """The version of this record's fields."""
     toolkit: str
+    """The version of this package."""
     code: str | None = None
+    """A digest of this package's source files: in a checkout they can differ under one version number."""
     created: str
+    """When, in UTC."""
     packages: dict[str, str]
+    """The versions of the packages in use."""
     machine: str
+    """System, processors and GPU."""
     threads: int
+    """Threads of torch."""
 
 
 class Provenance(Environment):
-    """Where a file comes from. base, recipe: no places on the machine that made it; what lay there stands by its name."""
+    """Where a file comes from. It names no path on the machine that made it: files and folders stand by their last part."""
 
     seed: int
+    """The seed of the run."""
     base: str
+    """The base: an id of the Hub, or the name of its folder."""
     base_fingerprint: str
+    """A digest of the base's configuration and weights."""
     recipe: dict[str, Any] | None = None
+    """The whole recipe, defaults included."""
 
 
 def environment(packages: tuple[str, ...] = PACKAGES) -> Environment:
-    """The environment of something that is made now. packages: named whether they are in use or not."""
+    """The environment, now. packages: named whether they are in use or not."""
     import torch
 
     used = [distribution for module, distribution in OPTIONAL.items() if module in sys.modules]
@@ -125,7 +133,7 @@ def environment(packages: tuple[str, ...] = PACKAGES) -> Environment:
 
 
 def provenance(base: str, fingerprint: str, seed: int, recipe: dict[str, Any] | None = None) -> Provenance:
-    """The provenance of something that is made now."""
+    """The provenance of what is made now."""
     return Provenance(
         **environment().model_dump(), seed=seed, base=called(base), base_fingerprint=fingerprint, recipe=public(recipe)
     )
@@ -174,7 +182,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def sweep(path: Path) -> None:
-    """Remove what killed writers of a file have left beside it: as old as this, nobody is writing it any more."""
+    """Remove the temporary files that killed writers of a file have left beside it: those that are older than ABANDONED."""
     for left in path.parent.glob(glob.escape(f".{path.name}.") + "*"):
         try:
             if time.time() - left.stat().st_mtime > ABANDONED:

@@ -92,7 +92,7 @@ def _default(kind: type[Section], field: FieldInfo) -> str:
 def _plain(value: Any) -> Any:
     """As it would be written in a recipe: a section without what is at its default."""
     if isinstance(value, Record):
-        return {name: _plain(getattr(value, name)) for name in value.model_fields if name in value.model_fields_set}
+        return {name: _plain(getattr(value, name)) for name in type(value).model_fields if name in value.model_fields_set}
     if isinstance(value, tuple | list):
         return [_plain(part) for part in value]
     return {key: _plain(part) for key, part in value.items()} if isinstance(value, dict) else value

@@ -15,7 +15,7 @@ COLORS = {"base": "#24292F", "spliced": "#E69F00", "tuned": "#0072B2", "control_
 CONTROLS = "#CDD3D9"  # the band of all controls
 CHANCE = "#57606A"
 WIDTH = 5.6  # inches; at the 700 pixels of a README's column, a point of the font is 1.7 pixels high, on a phone .9
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "savefig.dpi": 150,
     "font.size": 10,
     "axes.spines.top": False,
@@ -91,10 +91,12 @@ def draw_line(
     axis.errorbar(x, y, yerr=errors, **{"marker": "o", "capsize": 2.5, "elinewidth": 1.2} | style)
 
 
-def draw_controls(axis: Any, x: Sequence[float], values: Sequence[Sequence[float]]) -> None:
-    """values: of each control, over x. One grey band from the lowest to the highest, seen also where they are all the same."""
+def draw_controls(axis: Any, x: Sequence[float], values: Sequence[Sequence[float]], label: str = "") -> None:
+    """values: of each control, over x. One grey band from the lowest to the highest, seen also where they are all the same.
+    label: of the legend; by default how many controls there are."""
     low, high = (list(map(end, zip(*values, strict=True))) for end in (min, max))
-    axis.fill_between(x, low, high, color=CONTROLS, lw=3, joinstyle="round", zorder=1, label=controls_label(len(values)))
+    label = label or controls_label(len(values))
+    axis.fill_between(x, low, high, color=CONTROLS, lw=3, joinstyle="round", zorder=1, label=label)
 
 
 def draw_chance(axis: Any, x: Sequence[float], y: Sequence[float]) -> None:
@@ -104,10 +106,9 @@ def draw_chance(axis: Any, x: Sequence[float], y: Sequence[float]) -> None:
 
 def legend(figure: Any, axis: Any, columns: int = 3) -> None:
     """Below the figure, whose whole width the axes then have; models first, then the controls and chance."""
-    from matplotlib.container import ErrorbarContainer
+    from matplotlib.container import BarContainer, ErrorbarContainer
 
-    entries = sorted(
-        zip(*axis.get_legend_handles_labels(), strict=True), key=lambda entry: not isinstance(entry[0], ErrorbarContainer)
-    )
+    entries = list(zip(*axis.get_legend_handles_labels(), strict=True))
+    entries.sort(key=lambda entry: (not isinstance(entry[0], ErrorbarContainer | BarContainer), entry[1].startswith("chance")))
     handles, labels = zip(*entries, strict=True)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, columnspacing=1.2)

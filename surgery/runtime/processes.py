@@ -29,10 +29,14 @@ def state() -> "PartialState":
     return PartialState(cpu=not torch.cuda.is_available())
 
 
+def several_processes() -> bool:
+    """Whether a launcher started this process beside others; known without asking accelerate."""
+    return any(os.environ.get(name, "1") != "1" for name in WORLD_SIZES)
+
+
 def is_main() -> bool:
     """Whether this process is the one that prints and writes. A process on its own is, and need not ask accelerate."""
-    launched = any(os.environ.get(name, "1") != "1" for name in WORLD_SIZES)
-    return not launched or state().is_main_process
+    return not several_processes() or state().is_main_process
 
 
 def own_device() -> str | None:

@@ -14,13 +14,16 @@ def hush_bitsandbytes() -> None:
 
 
 def hush_transformers() -> None:
-    """For the command line: no notes on GPU kernels that are missing, and no bars beside ours. transformers is not imported for
-    that: where it is not yet, it reads the environment when it is."""
+    """For the command line: no notes on GPU kernels that are missing, no retries of a Hub that cannot be reached, and no bars
+    beside ours. transformers is not imported for that: where it is not yet, it reads the environment when it is."""
     if "transformers.utils.logging" in sys.modules:
+        from huggingface_hub.utils import logging as hub_logging
         from transformers.utils import logging as transformers_logging
 
+        hub_logging.set_verbosity_error()
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
     else:
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -15,6 +15,7 @@ from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.hybrids.parts import is_quantised_weight
 from surgery.loading.digests import fingerprint
 from surgery.loading.opened import Checkpoint, model_of, plan_for
+from surgery.models.offloaded import device_of, fetched, is_offloaded, placeholder, take_hooks
 from surgery.models.quantised import exact, has_quantised_weight, is_quantised, note
 from surgery.records.plan import Plan
 from surgery.records.site import Site
@@ -68,16 +69,21 @@ def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | N
     share(base, hybrid, "the base lacks the tensor '{}'")
     for site in plan.sites if plan else ():
         assert plan is not None
-        mixer, like = grafted_mixer(hybrid, site.layer), grafted_mixer(base, site.layer).out_proj.weight
-        mixer.graft.to_empty(device=like.device)
-        mixer.graft.to(base.dtype if is_quantised_weight(like) else like.dtype)
-        if plan.kind == "layer":
-            remove(base, hybrid, site.layer)
-            fill_layer(mixer.graft, layers[site.layer], plan)
-        elif heads:
-            fill_heads(mixer, plan, heads)
-        else:
-            family.initialise(mixer, plan)
+        graft, out_proj = grafted_mixer(hybrid, site.layer).graft, grafted_mixer(base, site.layer).out_proj
+        graft.to_empty(device=device_of(out_proj, out_proj.weight))
+        graft.to(base.dtype if is_quantised_weight(out_proj.weight) else out_proj.weight.dtype)
+    take_hooks(base, hybrid)
+    for site in plan.sites if plan else ():
+        assert plan is not None
+        mixer = grafted_mixer(hybrid, site.layer)
+        with fetched(mixer):
+            if plan.kind == "layer":
+                remove(base, hybrid, site.layer)
+                fill_layer(mixer.graft, layers[site.layer], plan)
+            elif heads:
+                fill_heads(mixer, plan, heads)
+            else:
+                family.initialise(mixer, plan)
     return hybrid
 
 
@@ -131,6 +137,7 @@ def stock(hybrid: PreTrainedModel) -> PreTrainedModel:
     """As unsplice, with the parameters frozen as they are in the hybrid, which goes on with them."""
     base = family_of(hybrid.config).empty_base(hybrid.config)
     share(hybrid, base, "the folder of a hybrid does not hold what a layer graft replaced ('{}'); load the base instead")
+    take_hooks(hybrid, base)
     return base
 
 
@@ -173,22 +180,22 @@ def remove(base: PreTrainedModel, hybrid: PreTrainedModel, layer: int) -> None:
 
 
 def share(source: PreTrainedModel, target: PreTrainedModel, lacking: str) -> None:
-    """Let `target` use the parameters of `source`, wherever both have them, and its quantised modules. lacking: what to say of
-    a parameter that only `target` has."""
-    if any(p.is_meta for p in source.parameters()):
+    """Let `target` use the parameters of `source`, wherever both have them, and its quantised modules; what accelerate has put
+    away comes with its hooks (take_hooks). lacking: what to say of a parameter that only `target` has."""
+    if is_quantised(source) and is_offloaded(source):
         raise UserError(
-            "accelerate has offloaded weights of this model to the CPU or the disk; load it whole on the CPU, splice and export"
-            " it there, and load the export with a device_map"
+            "accelerate has offloaded quantised weights of this model to the CPU or the disk, which only their own modules can "
+            "fetch; load it whole on the CPU, splice and export it there, and load the export with a device_map"
         )
     exact(source)
     names = {name for name, _ in target.named_modules()}
     for name, module in _quantised(source).items():
         if name in names:
             target.set_submodule(name, module)
-    tensors = _tensors(source)
+    tensors = {name: placeholder(tensor) if tensor.is_meta else tensor for name, tensor in _tensors(source).items()}
     trainable = {name: tensor.requires_grad for name, tensor in tensors.items()}
-    wanted = {name: tensors[name] for name in target.state_dict() if name in tensors}
-    missing, _ = target.load_state_dict(wanted, strict=False, assign=True)
+    shared = {name: tensors[name] for name in target.state_dict() if name in tensors}
+    missing, _ = target.load_state_dict(shared, strict=False, assign=True)
     if unshared := [name for name in missing if ".graft." not in name]:
         raise UserError(lacking.format(unshared[0]))
     for name, tensor in tensors.items():

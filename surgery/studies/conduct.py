@@ -5,34 +5,42 @@ from pathlib import Path
 
 from surgery.errors import UserError
 from surgery.jobs.opening import open_beside, open_checkpoint
-from surgery.jobs.preparing import prepare
+from surgery.jobs.output_folder import begin, check_folder
 from surgery.kernels.dispatch import use
 from surgery.loading.digests import conditions, model_digest
 from surgery.records.names import public
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance
 from surgery.runtime.processes import on_main
+from surgery.runtime.progress import busy, say
 from surgery.studies import make
 from surgery.studies.study import Findings, Subjects
 
 FINDINGS, FIGURE = "findings.json", "figure.png"
 
 
-def conduct(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_code: bool = False) -> Findings:
+def conduct(
+    recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool = False, trust_remote_code: bool = False
+) -> Findings:
     """Conduct the recipe's study and write findings.json and figure.png to `out`.
 
-    resume: read the findings in `out` instead of measuring again, if recipe, models, kernels and code are the same. Raises
-    UserError for a recipe without a study, or for a findings file that was changed after it was written."""
+    resume: read the findings in `out` instead of measuring again, if recipe, models, kernels and code are the same. overwrite:
+    remove what an earlier run has left in `out`.
+
+    Raises UserError for a recipe without a study, for a findings file that was changed after it was written, and for a folder
+    with an earlier run where neither `resume` nor `overwrite` is given."""
     if recipe.study is None:
         raise UserError("the recipe names no study")
     options = dict(recipe.study)
     study = make(options.pop("name", ""), **options)
     study.check(recipe)
+    check_folder(out, "run", resume=resume, overwrite=overwrite)
     with use(**recipe.kernels):
-        checkpoint = open_checkpoint(recipe, trust_remote_code)
+        with busy("opening the model"):
+            checkpoint = open_checkpoint(recipe, trust_remote_code)
         other_name = getattr(study, "other", None)
         other = open_beside(checkpoint, other_name, recipe, trust_remote_code) if other_name else None
-        on_main(partial(prepare, out, recipe, resume))
+        on_main(partial(begin, out, "run", recipe, resume=resume, overwrite=overwrite))
         settings = public(recipe.model_dump(mode="json"))
         measured_under = conditions(checkpoint.model, checkpoint.tokenizer)
         other_digest = model_digest(other.model) if other else None
@@ -45,6 +53,7 @@ def conduct(recipe: Recipe, out: Path, *, resume: bool = False, trust_remote_cod
             return earlier if comparable == (settings, measured_under, other_digest) else None
 
         if (finished := on_main(read_finished)) is not None:
+            say(f"nothing has changed, and everything is finished: these are the findings in {out}")
             return finished
         subjects = Subjects(recipe, checkpoint, out, other=other, resume=resume)
         measurements = study.measure(subjects)

@@ -36,7 +36,7 @@ class CrucialHeads(OfHeads):
             rows=rows([whole, *kept.values()]),
         )
 
-    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
+    def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
         draw_bars(findings, self.title, path)
 
 

@@ -30,7 +30,7 @@ class CrucialLayers(Study):
             rows=rows([whole, *cuts]),
         )
 
-    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
+    def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
         draw_bars(findings, self.title, path)
 
 

@@ -26,7 +26,7 @@ class Delegation(Study):
             rows=rows([whole, *outcomes.values()]),
         )
 
-    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
+    def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
         draw_bars(findings, self.title, path)
 
 

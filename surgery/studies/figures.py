@@ -1,73 +1,155 @@
-"""The figures of studies: bars for every cut, curves over dictionary sizes, mixing matrices."""
+"""The figures of studies: bars for every cut, curves over dictionary sizes, points for every seed, mixing matrices."""
 
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 
-from surgery.locating.atlas import example, paint
+from surgery.errors import UserError
+from surgery.evaluation.chance import chance
+from surgery.evaluation.report import value
+from surgery.locating.example import example_matrices, example_tokens, window
+from surgery.locating.mixing_figure import Strips, draw_strips, shares
+from surgery.locating.subject import Subject
+from surgery.probes import make
+from surgery.probes.knowledge import Knowledge
 from surgery.probes.kv import KVRetrieval
+from surgery.probes.question import Question
 from surgery.records.site import Site
-from surgery.runtime import plotting as plots
-from surgery.statistics import Proportion
+from surgery.runtime import plotting
+from surgery.statistics import Estimate, Proportion
 from surgery.studies.study import Findings, Subjects
 
 PROBES = {"retrieval": "#0072B2", "knowledge": "#E69F00"}
-LINES = ("#555555", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#56B4E9")
+LINES = ("#24292F", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#56B4E9")
+AT_RANDOM = "at random"  # in the name of a row that is a control
 
 
 def draw_bars(findings: Findings, title: str, path: Path) -> None:
-    """Draw a pair of bars for every row: accuracy on both probes, with 95% intervals."""
-    with plt.rc_context(plots.STYLE):
-        figure, axis = plt.subplots(figsize=(max(4.5, 1.2 + 0.8 * len(findings.rows)), 3.4))
-        centres = np.arange(len(findings.rows))
+    """Draw a pair of bars for every row: accuracy on both probes, with 95% intervals, and dotted what guessing gives."""
+    rows = findings.rows
+    labels = [textwrap.fill(row.what, 24) for row in rows]
+    with plotting.drawing(path, height=1.5 + 0.62 * len(rows)) as (figure, axes):
+        axis = axes[0, 0]
+        centres = np.arange(len(rows))
         for i, (probe, color) in enumerate(PROBES.items()):
-            results = [row.figures[probe] for row in findings.rows]
-            heights = [result.accuracy for result in results if isinstance(result, Proportion)]
-            below = [height - result.ci95[0] for height, result in zip(heights, results, strict=True)]
-            above = [result.ci95[1] - height for height, result in zip(heights, results, strict=True)]
-            axis.bar(centres + (i - 0.5) * 0.38, heights, 0.36, yerr=(below, above), color=color, label=probe,
-                     error_kw={"lw": 0.8, "ecolor": "#333333"})  # fmt: skip
-        axis.set_xticks(centres, [row.what for row in findings.rows], rotation=30, ha="right")
-        axis.set(ylabel="accuracy", ylim=(0, 1.02), title=title)
-        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        plots.save(figure, path)
+            results = [row.figures[probe] for row in rows]
+            lengths = [value(result) for result in results]
+            below = [length - result.ci95[0] for length, result in zip(lengths, results, strict=True)]
+            above = [result.ci95[1] - length for length, result in zip(lengths, results, strict=True)]
+            axis.barh(centres + (i - 0.5) * 0.38, lengths, 0.36, xerr=(below, above), color=color, label=probe,
+                      error_kw={"lw": 1, "ecolor": "#24292F", "capsize": 2})  # fmt: skip
+        for probe, guess in _guesses(findings).items():
+            axis.axvline(guess, color=PROBES[probe], lw=1.6, ls=(0, (1, 1.5)), label=f"chance, {probe}")
+        axis.set_yticks(centres, labels)
+        axis.invert_yaxis()
+        axis.set(xlabel=plotting.ACCURACY, xlim=(0, 1.02))
+        _headline(figure, title)
+        plotting.legend(figure, axis, columns=2)
 
 
 def draw_curves(findings: Findings, title: str, path: Path) -> None:
-    """Draw accuracy against dictionary size: a line for every row with its 95% band, and a line for chance."""
-    with plt.rc_context(plots.STYLE):
-        figure, axis = plt.subplots(figsize=(6.2, 3.6))
-        sizes = [int(size) for size in findings.rows[0].figures]
-        for i, row in enumerate(findings.rows):
-            results = [result for result in row.figures.values() if isinstance(result, Proportion)]
-            color = LINES[i % len(LINES)]
-            style = "--" if "random" in row.what else "-"
-            accuracies = [result.accuracy for result in results]
-            lower, upper = zip(*(result.ci95 for result in results), strict=True)
-            axis.plot(sizes, accuracies, color=color, ls=style, marker="o", ms=3, label=row.what)
-            axis.fill_between(sizes, lower, upper, color=color, alpha=0.15, lw=0)
-        axis.plot(sizes, [1 / size for size in sizes], color="#bbbbbb", lw=1, ls=":", label="chance")
-        axis.set(xlabel="pairs in the dictionary", ylabel="accuracy", ylim=(0, 1.02), xticks=sizes, title=title)
-        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        plots.save(figure, path)
+    """Draw accuracy against dictionary size: a line for every row with its 95% intervals, one band for the heads at random, and
+    chance."""
+    sizes = [int(size) for size in findings.rows[0].figures]
+    curves = {row.what: [row.figures[str(size)] for size in sizes] for row in findings.rows}
+    controls = [[value(result) for result in results] for name, results in curves.items() if AT_RANDOM in name]
+    with plotting.drawing(path, height=4.2) as (figure, axes):
+        axis = axes[0, 0]
+        drawn = {name: results for name, results in curves.items() if AT_RANDOM not in name}
+        for color, (name, results) in zip(LINES * len(drawn), drawn.items(), strict=False):
+            intervals = [result.ci95 for result in results]
+            plotting.draw_line(axis, sizes, [value(result) for result in results], intervals, color=color, label=name)
+        if controls:
+            plotting.draw_controls(axis, sizes, controls, f"{len(controls)} draws of random heads")
+        plotting.draw_chance(axis, sizes, [chance(f"kv.{size}") or 0.0 for size in sizes])
+        plotting.accuracy_axis(axis, xlabel="pairs in the dictionary", xticks=sizes)
+        _headline(figure, title)
+        plotting.legend(figure, axis, columns=2)
+
+
+def draw_seeds(
+    models: Mapping[str, Sequence[Mapping[str, Proportion | Estimate]]],
+    labels: Mapping[str, str],
+    title: str,
+    path: Path,
+    *,
+    control: str,
+) -> None:
+    """Draw a panel for every column: for each model a point a seed, side by side, with its 95% interval. Behind them lies the
+    band of the model `control`, from its lowest to its highest seed. models: of each, the columns seed by seed. labels: column
+    -> the label of its axis; of an accuracy also chance is drawn."""
+    rows = -(-len(labels) // 2)
+    with plotting.drawing(path, rows, 2, width=6.4, height=0.5 + 3.1 * rows) as (figure, axes):
+        for axis in axes.flat[len(labels) :]:
+            axis.set_visible(False)
+        for axis, (column, label) in zip(axes.flat, labels.items(), strict=False):
+            names = [name for name in models if column in models[name][0]]
+            for place, name in enumerate(names):
+                color = plotting.CHANCE if name == control else LINES[list(models).index(name) % len(LINES)]
+                _draw_points(axis, place, color, [figures[column] for figures in models[name]])
+            if control in names:
+                values = [value(figures[column]) for figures in models[control]]
+                plotting.draw_controls(axis, [-0.5, len(names) - 0.5], [[each, each] for each in values])
+            axis.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor", fontsize=9)
+            axis.set_title(column.partition(",")[0].replace("kv.", "KV "))
+            axis.set_ylabel(label, fontsize=9.5)
+            axis.set_xlim(-0.5, len(names) - 0.5)
+            if label == plotting.ACCURACY:
+                axis.set_ylim(0, 1.02)
+                if (guess := chance(column)) is not None:
+                    plotting.draw_chance(axis, [-0.5, len(names) - 0.5], [guess, guess])
+            else:
+                axis.axhline(0, color=plotting.CHANCE, lw=1)
+        _headline(figure, f"{title}: a point a seed, 95% intervals; grey: {control}; dotted: chance")
 
 
 def draw_matrices(findings: Findings, title: str, path: Path, subjects: Subjects, pairs: int) -> None:
-    """Draw a row of panels for each model: the mixing matrices of its heads over the tokens of one dictionary."""
+    """Draw for each model the mixing matrices of its heads over one dictionary: what the ends of pairs and the last token draw
+    on."""
     checkpoints = [subjects.checkpoint, *([subjects.other] if subjects.other else [])]
     question = KVRetrieval(pairs).questions(1, subjects.recipe.seed)[0]
-    columns = max(len(findings.about[checkpoint.name]) for checkpoint in checkpoints)
-    with plt.rc_context(plots.STYLE):
-        figure, axes = plt.subplots(len(checkpoints), columns, figsize=(5.0 * columns, 4.9 * len(checkpoints)), squeeze=False)
-        for panels, checkpoint in zip(axes, checkpoints, strict=True):
-            sites = [Site.parse(text) for text in findings.about[checkpoint.name]]
-            labels, matrices = example(checkpoint.model, checkpoint.tokenizer, sites, question)
-            for axis in panels[len(matrices) :]:
-                axis.set_visible(False)
-            for axis, (site, matrix) in zip(panels, matrices.items(), strict=False):
-                prefix = f"{Path(checkpoint.name).name} {site} "
-                paint(axis, matrix, labels, next(row.what for row in findings.rows if row.what.startswith(prefix)))
-        figure.suptitle(f"{title}: share of each row's weight (square root)", fontsize=10)
-        figure.tight_layout()
-        plots.save(figure, path)
+    groups = []
+    for checkpoint in checkpoints:
+        sites = [Site.parse(text) for text in findings.about[checkpoint.name]]
+        ids, tokens, spans, answer = example_tokens(checkpoint.tokenizer, question)
+        panels = []
+        for site, matrix in example_matrices(Subject.of(checkpoint), ids, sites).items():
+            prefix = f"{Path(checkpoint.name).name} {site} "
+            name = next(row.what for row in findings.rows if row.what.startswith(prefix))
+            share = shares(matrix)
+            panels.append((name, float(share[-1, list(answer)].sum()), share))
+        groups.append(Strips(tokens, window(tokens, spans, answer), panels))
+    draw_strips(groups, path)
+
+
+def _draw_points(axis: Any, place: int, color: str, results: Sequence[Proportion | Estimate]) -> None:
+    for i, result in enumerate(results):
+        x, height = place + (i - (len(results) - 1) / 2) * 0.6 / len(results), value(result)
+        errors = ([height - result.ci95[0]], [result.ci95[1] - height])
+        axis.errorbar(x, height, errors, fmt="o", ms=3.5, lw=1, color=color)
+
+
+def _guesses(findings: Findings) -> dict[str, float]:
+    """By probe what guessing gives, where its questions can be made from the recipe alone."""
+    recipe, guesses = findings.provenance.recipe or {}, {}
+    for probe in PROBES:
+        try:
+            questions = _questions(probe, recipe)
+        except UserError:  # a probe that needs the tokenizer, or facts of a file that is not here
+            continue
+        guesses[probe] = float(np.mean([1 / len(question.choices) for question in questions]))
+    return guesses
+
+
+def _questions(probe: str, recipe: Mapping[str, Any]) -> list[Question]:
+    if probe == "knowledge":
+        return Knowledge(recipe["data"]["facts"]).questions(100, seed=0)
+    probe_of_recipe = make(recipe["locate"]["probe"], **recipe["locate"]["options"])
+    return probe_of_recipe.questions(100, seed=0)  # type: ignore[union-attr]  # what locates is a probe of questions
+
+
+def _headline(figure: Any, title: str) -> None:
+    figure.suptitle(textwrap.fill(title, 62), fontsize=11, fontweight="bold", ha="left", x=0.01)

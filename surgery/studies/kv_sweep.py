@@ -43,7 +43,7 @@ class KVSweep(OfHeads):
             ),
         )
 
-    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
+    def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
         draw_curves(findings, self.title, path)
 
 

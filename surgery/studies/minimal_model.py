@@ -26,7 +26,7 @@ class MinimalModel(Study):
             rows=rows([pruner.base, *cuts]),
         )
 
-    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
+    def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
         draw_bars(findings, self.title, path)
 
 

@@ -18,6 +18,8 @@ class MixingMatrices(Study):
         "SSM's are smoother."
     )
 
+    draws_models: ClassVar[bool] = True
+
     other: str
     pairs: int = 6
 
@@ -44,7 +46,8 @@ class MixingMatrices(Study):
             about=about, summary=f"The answer's share of what the query position draws from pairs: {named}.", rows=tuple(rows)
         )
 
-    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
+    def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
+        assert subjects is not None
         draw_matrices(findings, self.title, path, subjects, self.pairs)
 
 

@@ -38,7 +38,7 @@ class Replacement(Study):
             rows=rows([whole, *outcomes]),
         )
 
-    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
+    def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
         draw_bars(findings, self.title, path)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, ClassVar
 
-import matplotlib.pyplot as plt
 from pydantic import Field
 from transformers import PreTrainedModel
 
@@ -21,19 +20,22 @@ from surgery.errors import UserError
 from surgery.evaluation.bench import measure
 from surgery.evaluation.report import ModelReport, value
 from surgery.jobs.locating_stage import located
+from surgery.jobs.tuning_stage import SECONDS, tuned
 from surgery.locating.planning import plan
+from surgery.probes.knowledge import part_for_bench
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
 from surgery.records.record import write_text
+from surgery.runtime import plotting
 from surgery.runtime.processes import on_main
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, Proportion
-from surgery.studies.figures import LINES
+from surgery.studies.figures import draw_seeds
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
-from surgery.tuning.loop import tune
 
 KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
 CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
+LABELS = {KNOWLEDGE: "change of accuracy\n(higher is better)", TEXT: "change of loss, nats per token\n(lower is better)"}
 BASE, CONTROL = "base", "no graft"
 SEED = ", seed "  # between a model and its seed, in the name of a row
 
@@ -86,25 +88,11 @@ class Seeds(Study):
         cost = f"knowledge {knowledge:+.3f} and loss on text {loss:+.4f} nats at worst"
         return f"{way}: {', '.join(retrieval)}; {cost}; {median(seconds[way]):.0f} s of tuning."
 
-    def draw(self, findings: Findings, path: Path, subjects: Subjects) -> None:
-        columns = [name for name in findings.rows[0].figures if name.startswith("kv.")]
-        columns = [*columns[-2:], KNOWLEDGE, TEXT]
-        models = list(dict.fromkeys(row.what.rpartition(SEED)[0] for row in findings.rows))
-        with plt.rc_context(plots.STYLE):
-            figure, axes = plt.subplots(1, len(columns), figsize=(3.1 * len(columns), 3.4), squeeze=False)
-            for axis, column in zip(axes[0], columns, strict=True):
-                names = [name for name in models if column in _of_model(findings.rows, name)[0]]
-                for place, name in enumerate(names):
-                    _draw_points(axis, place, LINES[models.index(name) % len(LINES)], _of_model(findings.rows, name), column)
-                axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
-                axis.set(title=column.replace("kv.", "KV "), xlim=(-0.5, len(names) - 0.5))
-                if column.startswith("kv."):
-                    axis.set_ylim(0, 1.02)
-                else:
-                    axis.axhline(0, color="#bbbbbb", lw=1)
-            figure.suptitle(self.title, fontsize=10)
-            figure.tight_layout()
-            plots.save(figure, path)
+    def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
+        columns = [name for name in findings.rows[0].figures if name.startswith("kv.")][-2:]
+        labels = dict.fromkeys(columns, plotting.ACCURACY) | LABELS
+        models = dict.fromkeys(row.what.rpartition(SEED)[0] for row in findings.rows)
+        draw_seeds({model: _of_model(findings.rows, model) for model in models}, labels, self.title, path, control=CONTROL)
 
 
 def _run_seed(
@@ -115,26 +103,32 @@ def _run_seed(
     ranking = located(recipe, base, out, resume=subjects.resume, figures=False)
     chosen = plan(ranking, **recipe.plan.model_dump(), seed=recipe.seed)
     models: dict[str, PreTrainedModel] = {BASE: base.model}
-    timings = out / "seconds.json"
-    recorded = on_main(lambda: timings.read_text() if subjects.resume and timings.exists() else "{}")
-    seconds: dict[str, float] = json.loads(recorded)
-    for name, tuned in {**recipes, CONTROL: recipe}.items():
+    seconds: dict[str, float] = {}
+    for name, way in {**recipes, CONTROL: recipe}.items():
         layers = [site.layer for site in chosen.sites] if name == CONTROL else None
         model = splice(base.model, chosen) if layers is None else copy.deepcopy(adopt(base.model))
-        start = time.monotonic()
-        tune(
-            model, base.tokenizer, tuned.tune, data=recipe.data, seed=recipe.seed, layers=layers, teacher=adopt(base.model),
-            out=out / "tuning" / name, resume=name in seconds, description=f"seed {recipe.seed}, {name}",
+        folder, start = out / "tuning" / name, time.monotonic()
+        # An interrupted tuning starts again, or only a part of it would be timed.
+        resume = subjects.resume and on_main((folder / SECONDS).exists)
+        tuned(
+            model, base, way, folder, plan=chosen if layers is None else None, layers=layers, teacher=adopt(base.model),
+            resume=resume, description=f"seed {recipe.seed}, {name}",
         )  # fmt: skip
         models[name] = model
-        if name not in seconds:  # an interrupted tuning starts again, or only a part of it would be timed
-            seconds[name] = round(time.monotonic() - start, 1)
-            on_main(partial(write_text, timings, json.dumps(seconds)))
+        seconds[name] = on_main(partial(_recorded, folder / SECONDS, round(time.monotonic() - start, 1)))
     reports = measure(
         models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells",
-        part=None if all(way.tune.early_stopping is None for way in recipes.values()) else "bench",
+        part=part_for_bench(way.tune.early_stopping for way in recipes.values()),
     )  # fmt: skip
     return chosen, reports, seconds
+
+
+def _recorded(path: Path, seconds: float) -> float:
+    """How long a tuning took: by its file, if it was finished before; else this long, which is written there."""
+    if path.exists():
+        return json.loads(path.read_text())
+    write_text(path, json.dumps(seconds))
+    return seconds
 
 
 def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
@@ -146,14 +140,6 @@ def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
 def _of_model(rows: Sequence[Row], name: str) -> list[dict[str, Proportion | Estimate]]:
     """The figures of a model, seed by seed."""
     return [row.figures for row in rows if row.what.rpartition(SEED)[0] == name]
-
-
-def _draw_points(axis: Any, place: int, color: str, seeds: list[dict[str, Proportion | Estimate]], column: str) -> None:
-    """Draw a point for every seed, side by side, each with its 95% interval."""
-    for i, result in enumerate(figures[column] for figures in seeds):
-        x, height = place + (i - (len(seeds) - 1) / 2) * 0.6 / len(seeds), value(result)
-        errors = ([height - result.ci95[0]], [result.ci95[1] - height])
-        axis.errorbar(x, height, errors, fmt="o", ms=3.5, lw=0.9, color=color)
 
 
 STUDY = Seeds

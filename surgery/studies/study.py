@@ -54,10 +54,12 @@ class Findings(Sealed, Measurements):
 
 
 class Study(Record):
-    """The options of a study. title: of its figure. published: what the paper reports, where there is something to compare."""
+    """The options of a study. title: of its figure. published: what the paper reports, where there is something to compare.
+    draws_models: whether its figure needs the models, and not the findings alone."""
 
     title: ClassVar[str]
     published: ClassVar[str] = ""
+    draws_models: ClassVar[bool] = False
 
     def check(self, recipe: Recipe) -> None:
         """Raise UserError for options that do not fit the recipe."""
@@ -66,8 +68,8 @@ class Study(Record):
         """Take the measurements."""
         raise NotImplementedError
 
-    def draw(self, findings: Findings, path: Path, subjects: "Subjects") -> None:
-        """Draw the figure of the study."""
+    def draw(self, findings: Findings, path: Path, subjects: "Subjects | None") -> None:
+        """Draw the figure of the study. subjects: may be None unless `draws_models`."""
         raise NotImplementedError
 
 
@@ -95,7 +97,10 @@ class Subjects:
 
     def rank(self, subject: Subject) -> Ranking:
         """Of another model's heads."""
-        return rank(subject, self.recipe.locate, seed=self.recipe.seed, recipe=self.recipe.model_dump(mode="json"))
+        options = self.recipe.locate
+        if options.exact is None:  # roles need ablations, however long they take
+            options = options.model_copy(update={"exact": True})
+        return rank(subject, options, seed=self.recipe.seed, recipe=self.recipe.model_dump(mode="json"))
 
     def minimal_model(self, layers: int | None, holding: Collection[Site] = ()) -> tuple[int, Outcome]:
         """The minimal model: its number of layers, and its accuracy on both probes.

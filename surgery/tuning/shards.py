@@ -87,7 +87,7 @@ def load_optimizer_state(state: dict[str, Any], optimizer: Any) -> None:
     parts = state["parts"][processes().process_index] if "parts" in state else None
     sizes = None if parts is None else [values["exp_avg"].shape for values in parts]
     if sizes != (None if own is None else [p.shape for p in _held(optimizer)]):
-        raise UserError("the checkpoint was made with or without DeepSpeed, or at another stage of it; run without --resume")
+        raise UserError("the checkpoint was made with or without DeepSpeed, or at another stage of it; tune with --overwrite")
     if own is None or parts is None:
         optimizer.load_state_dict(scattered(state, optimizer))
         return

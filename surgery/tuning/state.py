@@ -128,10 +128,10 @@ class Checkpoints:
     def _load(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any], State]:
         tensors = load_file(folder / "trained.safetensors")
         if {name: t.shape for name, t in tensors.items()} != {name: p.shape for name, p in self.trained.items()}:
-            raise UserError(f"{folder} was made by another plan; run without --resume or choose another --out")
+            raise UserError(f"{folder} was made by another plan; begin anew with --overwrite, or choose another --out")
         record = json.loads((folder / "state.json").read_text())
         if differing := _first_difference(self.settings, record["settings"]):
-            raise UserError(f"{folder} was made with another {differing}; run without --resume or choose another --out")
+            raise UserError(f"{folder} was made with another {differing}; begin anew with --overwrite, or choose another --out")
         best = {} if record["state"]["best"] is None else load_file(folder / "best.safetensors")
         training = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
         return tensors, best, training, State(**record["state"])

@@ -67,7 +67,7 @@ def case(operation, dtype):
 def serving(operation, backend, dtype):
     """The arguments of `case` for a backend that serves here, or a skip that says why not."""
     kernel = next(o for o in OPERATIONS if o.name == operation)
-    if reason := kernel.why_not(kernel.backends[backend], *kernel.example(torch.device("cpu"), dtype), asked=True):
+    if reason := kernel.why_not(kernel.backends[backend], *kernel.example(torch.device("cpu"), dtype), by_name=True):
         pytest.skip(f"{backend}: {reason}")
     return case(operation, dtype)
 

@@ -329,7 +329,7 @@ def test_on_a_gpu(dtype, backend):
         ((0, 0), (0, 40), (0.3, 0)),
     ):
         call = make(t=t, past=past, w=w, pairs=pairs, dv=dv, missing=missing, left=left).to(dtype).to("cuda")
-        reason = GRAFT_ATTENTION.why_not(GRAFT_ATTENTION.backends[backend], *call, asked=True)
+        reason = GRAFT_ATTENTION.why_not(GRAFT_ATTENTION.backends[backend], *call, by_name=True)
         if reason:
             continue
         served += 1

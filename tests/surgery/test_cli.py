@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,24 +98,93 @@ def test_run_does_everything(finished):
     assert "control_tuned" in card
 
 
-def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, tmp_path):
+def written(folder):
+    """When each of the files below a folder was written."""
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_is_not_overwritten_unasked(surgery, folder, finished, tmp_path):
     done = shutil.copytree(finished[0], tmp_path / "runs" / "quick")
-    first = json.loads((done / "report.json").read_text())
-    ranking = (done / "ranking.json").read_bytes()
-    cells = {path.name: path.stat().st_mtime_ns for path in (done / "cells").iterdir()}
+    before = written(done)
+    status, out, err = surgery("run", folder / "quick.yaml")
+    assert (status, out) == (2, "")
+    offer = "--resume goes on with it, --overwrite replaces it (or choose another --out)"
+    assert err == f"surgery: runs/quick holds an earlier run: {offer}\n"
+    for verb in ("locate", "prune"):
+        status, _, err = surgery(verb, folder / "base", "--out", "runs/quick")
+        assert status == 2
+        assert "holds an earlier run" in err
+    status, _, err = surgery("bench", folder / "base", done / "hybrid", "--out", "runs/quick", "--resume")
+    assert (status, "holds a run of `surgery run`, which `surgery bench` cannot resume" in err) == (2, True)
+    status, _, err = surgery("run", folder / "quick.yaml", "--resume", "--overwrite")
+    assert (status, "give one of them" in err) == (2, True)
+    status, _, err = surgery("run", folder / "quick.yaml", "--out", done / "hybrid", "--overwrite")  # holds a recipe, too
+    assert (status, "is no earlier run of this toolkit" in err) == (2, True)
+    assert written(done) == before
+
+    status, out, err = surgery("run", folder / "quick.yaml", "--resume")
+    assert "nothing has changed, and everything is finished" in err
+    assert "Did it help?" in out
+    after = written(done)
+    assert {name for name in after if after[name] != before.get(name)} <= {
+        Path(n) for n in ("recipe.yaml", "run.json", "plan.json")
+    }
+
+
+def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, tmp_path):
+    """Also that what is done again is what changed, and what depends on it."""
+    done = shutil.copytree(finished[0], tmp_path / "runs" / "quick")
+    first, before = json.loads((done / "report.json").read_text()), written(done)
+    cells = {name for name in before if name.parts[0] == "cells"}
     assert len(cells) == len(MODELS) * 6 + 2  # and what tokens cost after two contexts, of all models at once
+
+    def again(*settings):
+        """Resume: (standard error, the report, the files that were written)."""
+        earlier = written(done)
+        status, _, err = surgery("run", folder / "quick.yaml", "--resume", *(part for s in settings for part in ("--set", s)))
+        assert status == 0, err
+        now = written(done)
+        return err, json.loads((done / "report.json").read_text()), {n for n in now if now[n] != earlier.get(n)}
+
+    def kept(changed):
+        """Nothing was located or tuned again."""
+        return not any(n.name == "ranking.json" or n.name.startswith("checkpoint") or "checkpoint" in str(n) for n in changed)
+
     shutil.rmtree(done / "hybrid")
     (done / "report.json").unlink()
-    assert surgery("run", folder / "quick.yaml", "--resume")[0] == 0
-    assert (done / "ranking.json").read_bytes() == ranking
-    assert {path.name: path.stat().st_mtime_ns for path in (done / "cells").iterdir()} == cells
-    second = json.loads((done / "report.json").read_text())
+    _, second, changed = again()
+    assert kept(changed)
+    assert not changed & cells
     for name in MODELS:
         assert second["models"][name]["kv"] == first["models"][name]["kv"]
         assert second["models"][name]["perplexity"] == first["models"][name]["perplexity"]
-    status, _, err = surgery("run", folder / "quick.yaml", "--resume", "--set", "tune.steps=9")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "another recipe" in err
+
+    fewer = ("bench.controls=false", "bench.limit=6")
+    err, second, changed = again(*fewer)
+    assert "bench.limit was 12 and is 6: going on from bench" in err
+    assert kept(changed)
+    assert second["models"]["tuned"]["kv"]["8"]["n"] == 6
+    assert second["models"]["tuned"]["conditions"] == first["models"]["tuned"]["conditions"]
+
+    err, second, changed = again(*fewer, "tune.steps=1")
+    assert "tune.steps was 3 and is 1: going on from tune" in err
+    assert "tuning tuned again" in err
+    assert Path("ranking.json") not in changed
+    assert Path("tuning/tuned/checkpoint-1/state.json") in changed
+    assert second["models"]["tuned"]["conditions"]["model"] != first["models"]["tuned"]["conditions"]["model"]
+
+    other = json.loads((done / "ranking.json").read_text())["heads"][-1]["site"]
+    err, third, changed = again(*fewer, "tune.steps=1", f"plan.sites={other}")
+    assert "going on from plan" in err  # other heads of the same shapes: the checkpoints would fit
+    assert third["plan"]["sites"] == [other]
+    assert third["models"]["tuned"]["conditions"]["model"] != second["models"]["tuned"]["conditions"]["model"]
+
+    (done / "notes.txt").write_text("mine")
+    status, _, err = surgery("run", folder / "quick.yaml", "--overwrite", "--set", "bench.controls=false")
+    assert status == 0, err
+    assert {path.name for path in (done / "tuning").iterdir()} == {"tuned", "tuned.csv"}
+    assert (done / "notes.txt").read_text() == "mine"
+    assert json.loads((done / "report.json").read_text())["models"]["tuned"]["kv"] == first["models"]["tuned"]["kv"]
 
 
 def test_the_verbs_one_by_one(surgery, folder, tmp_path):
@@ -198,7 +268,7 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
         ),
         (("locate", "{f}/base", "--set", "locate.pairs=8"), "unknown key 'locate.pairs'"),
         (("locate", "{f}/base", "--set", "locate.probe=mqra"), "no probe is named 'mqra'"),
-        (("locate", "{f}/base", "--set", "locate.probe=[kv]"), "locate.probe: Input should be a valid string"),
+        (("locate", "{f}/base", "--set", "locate.probe=[kv]"), "locate.probe takes text, not ['kv']"),
         (("locate", "{f}/base", "--set", "locate.options.pairs=0"), "kv takes 1 to 100 pairs"),
         (("locate", "{f}/base", "--set", "locate.probe=copying", "--set", "locate.options.length=4"), "asks for completions"),
         (
@@ -286,7 +356,7 @@ def test_a_recipe_chooses_kernels(surgery, folder, tmp_path):
         attributions.append({head["site"]: head["attribution"]["value"] for head in ranking["heads"]})
     assert attributions[0] != attributions[1]
     assert attributions[0] == pytest.approx(attributions[1], rel=1e-2, abs=1e-4)
-    assert dispatch.asked_for() == {}
+    assert dispatch.requested() == {}
 
 
 def test_a_plan_for_another_base_is_refused(surgery, folder, finished, tmp_path):

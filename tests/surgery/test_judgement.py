@@ -3,10 +3,10 @@
 import pytest
 
 from surgery.evaluation.html import render as page
-from surgery.evaluation.judgement import at_chance, did_it_help, judge
+from surgery.evaluation.judgement import did_it_help, judge
 from surgery.evaluation.markdown import render
 from surgery.evaluation.report import Located, Report
-from surgery.statistics import Estimate, Proportion
+from surgery.statistics import Estimate, Proportion, at_chance
 from tests.conftest import ROOT
 
 

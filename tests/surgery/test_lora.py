@@ -250,7 +250,7 @@ def test_the_control_has_the_same_adapters():
     [
         ("tune.lora.target_modules=[]", "tune.lora.target_modules"),
         ("tune.lora={target_modules: [in_proj], r: 0}", "tune.lora.r"),
-        ("tune.lora={}", "tune.lora.target_modules: Field required"),
+        ("tune.lora={}", "tune.lora.target_modules is missing"),
         ("tune.lora.target=[in_proj]", "tune.lora"),
     ],
 )

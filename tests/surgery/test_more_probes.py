@@ -93,7 +93,7 @@ def test_what_is_asked_follows_from_the_seed(name, characters):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("kvs", {}, "no probe is named 'kvs'; there are copying, knowledge, kv, "),
+        ("kvs", {}, "no probe is named 'kvs'; did you mean kv?"),
         ("kv", {}, "needs the option 'pairs'"),
         ("kv", {"pears": 3}, "no option 'pears'; its options are pairs"),
         ("kv", {"pairs": "many"}, "option 'pairs' is 'many'; input should be a valid integer"),

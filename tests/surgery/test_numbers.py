@@ -238,7 +238,7 @@ def test_a_ranking_is_resumed_only_for_the_same_weights(surgery, place, tmp_path
     other = ("--set", "locate={options: {pairs: 4}, examples: 4, layers: false, ablation: mean}")
     status, _, err = surgery("locate", "hybrid", *other, "--out", "out", "--resume")
     assert status == 0, err
-    assert "out/ranking.json is of another recipe: locating again" in err
+    assert "out/ranking.json is of another locate.ablation (zero): locating again" in err
     Path("out/recipe.yaml").unlink()
 
     for change in ({"base_accuracy": {"value": 1.0, "ci95": [1.0, 1.0], "n": 4}}, {"seal": None}):  # falsified; of 0.5.1
@@ -249,8 +249,8 @@ def test_a_ranking_is_resumed_only_for_the_same_weights(surgery, place, tmp_path
         status, _, err = surgery("plan", "out/ranking.json")
         assert status == 2  # a falsified one is not planned by, an unsealed one is said to be one
         assert "does not fit its seal" in err or "cannot be spliced" in err
-    assert "out/ranking.json is unsealed" in err
-    assert surgery("locate", "hybrid", *ASKED, "--out", "out")[0] == 0  # the way out
+    assert "out/ranking.json has no seal" in err
+    assert surgery("locate", "hybrid", *ASKED, "--out", "out", "--overwrite")[0] == 0  # the way out
     asked = ("--set", "locate={options: {pairs: 4}, examples: 4, layers: false}")
     with monkeypatch.context() as patched:  # other questions by the same recipe
         patched.setattr(locating_stage, "questions_digest", lambda _: "another")
@@ -300,10 +300,10 @@ def test_a_part_of_a_ranking_is_what_its_name_says(tmp_path):
     first, second = sorted(tmp_path.iterdir())
     held = first.read_bytes()
     shutil.copy(second, first)
-    with pytest.raises(UserError, match=r"is not what its name says.*run without --resume"):
+    with pytest.raises(UserError, match=r"was changed after it was written.*delete it, and it is measured again"):
         ledger.share([0, 1], str, measured)
     first.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
-    with pytest.raises(UserError, match=r"is not what its name says.*run without --resume"):
+    with pytest.raises(UserError, match=r"was changed after it was written.*delete it, and it is measured again"):
         ledger.share([0, 1], str, measured)
 
 
@@ -445,7 +445,8 @@ def test_no_record_and_no_export_says_where_its_maker_keeps_things(surgery, plac
     assert report.provenance.base == "base"
     assert report.provenance.recipe["model"] == "base"
     assert report.provenance.recipe["data"]["held_out_text"] == "text.txt"
-    local = {"recipe.yaml", "state.json", "adapter_config.json"}  # to go on here: of the run's own folder, not of an export
+    # To go on here: of the run's own folder, not of an export.
+    local = {"recipe.yaml", "state.json", "tuning.json", "adapter_config.json"}
     for folder in (out, home / "tuned", home / "patch", home / "compared"):
         for path in folder.rglob("*"):
             exported = any((above / RECORD).exists() for above in path.parents)

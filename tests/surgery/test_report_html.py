@@ -130,7 +130,7 @@ def test_everything_is_in_it_and_nothing_else_is_asked_for(page, measured):
     assert f"That is {said[0]} points [{said[1]}, {said[2]}]" in text
     assert {str(score.site) for score in ranking.heads} <= set(re.findall(r">(L\d\.H\d)</option>", page))
     pictures = sum(len(panel.views()) for panel in matrices.panels)
-    assert page.count("<figure class=\"mixing\"") == pictures == 4
+    assert page.count('<figure class="mixing"') == pictures == 4
     assert page.count("<script>") == 1  # what a name says stays text
     assert EVIL in text
     assert "Splice attribution (ranks heads) nats per unit of gate" in re.sub(r"\s+", " ", text)

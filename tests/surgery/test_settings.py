@@ -1,13 +1,28 @@
 """Settings: their old names, where they are listed, and what is said of wrong ones."""
 
+import re
+from functools import cache
+from typing import get_args
+
 import pytest
 import yaml
 
+from surgery.cli.settings import KINDS
+from surgery.cli.used_settings import USED
 from surgery.errors import UserError
+from surgery.evaluation.folders import TASKS
+from surgery.exporting.formats import DESCRIPTIONS as FORMATS
+from surgery.jobs.preparing import check_run
+from surgery.kernels.dispatch import OPERATIONS
+from surgery.loading.checkpoint import load
+from surgery.probes import probes
 from surgery.records import renamed
-from surgery.records.pretrain_recipe import PretrainRecipe
-from surgery.records.recipe import Bench, Lora, Recipe, Tune, changed, read_back, read_recipe
+from surgery.records.pretrain_recipe import PretrainRecipe, read_pretrain_recipe
+from surgery.records.recipe import Bench, Lora, Recipe, Suite, Text, Tune, changed, read_back, read_recipe
 from surgery.records.renamed import RENAMED, current
+from surgery.records.settings import rows, sections
+from surgery.records.site import Site
+from surgery.studies import studies
 from tests.conftest import ROOT
 
 OLD = """
@@ -104,3 +119,245 @@ def test_no_shipped_recipe_uses_an_old_name(capsys):
         if "architecture:" not in path.read_text():
             read_recipe(path)
     assert capsys.readouterr().err == ""
+
+
+def said(*settings, path=None):
+    """What is said of wrong settings."""
+    with pytest.raises(UserError) as refusal:
+        read_recipe(path, ["model=m", *settings])
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("tune.stpes=7", "unknown key 'tune.stpes'; did you mean tune.steps?"),
+        ("steps=7", "unknown key 'steps'; did you mean tune.steps or tune.align.steps?"),
+        ("tune.early_stopping={every_steps: 3}", "did you mean tune.early_stopping.eval_steps?"),
+        ("tune.lora.rnak=3", "unknown key 'tune.lora.rnak'; did you mean tune.lora.r?"),
+        ("bench.task_example=3", "did you mean bench.task_limit?"),
+        ("tune.lessons=[{pairs: 8}]", "unknown key 'tune.lessons.0.pairs'; did you mean bench.pairs?"),
+        ("tune.foo=1", "unknown key 'tune.foo'; `surgery settings tune` lists the keys"),
+        ("xyz=1", "unknown key 'xyz'; `surgery settings` lists the keys"),
+        ("tune.steps=many", "tune.steps takes a whole number, not 'many'"),
+        ("tune.learning_rate=.inf", "tune.learning_rate takes a finite number, not inf"),
+        ("tune.lessons=[{weight: -.inf}]", "tune.lessons.0.weight"),
+        ("tune.steps=" + "9" * 30, "tune.steps: must be less than or equal to 1000000000"),
+        ("seed=-1", "seed: must be greater than or equal to 0, not -1"),
+        ("plan.kind=lyaer", "plan.kind takes 'head' or 'layer', not 'lyaer'; did you mean layer?"),
+        ("bench.suites=quick,sped", "bench.suites.1 takes 'quick', "),
+        ("bench.limit=", "bench.limit takes a whole number, not nothing"),
+        ("tune.align=yes", "tune.align takes keys and values ({} for its defaults), not True"),
+        ("study.name=3", "study: needs the name of a study"),
+        ("device=meta", "device: nothing can be computed on meta"),
+        ("data={facts: x, facts: y}", "the key 'facts' is there twice"),
+        ("seed=" + "[" * 500, "nested too deeply"),
+        ("seed=2024-99-99", "is not YAML: month must be in 1..12"),
+    ],
+)
+def test_wrong_settings_are_answered_in_one_line(setting, line):
+    assert line in said(setting)
+    assert "\n" not in said(setting)
+
+
+def test_a_model_is_missing():
+    with pytest.raises(UserError, match="recipe: model is missing"):
+        read_recipe(None, [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["plan.kind=layer", "plan.blend=0.5"], "plan.blend: means nothing for a layer graft that starts random"),
+        (["plan.kind=layer", "plan.heads=2"], "plan.heads: counts heads, and kind is layer; set plan.layers"),
+        (["plan.layers=2"], "plan.layers: counts layers, and kind is head"),
+        (["plan.kind=layer", "locate.layers=false"], "locate.layers=false ranks none"),
+        (["plan.kind=layer", "bench.doses=1,2"], "bench.doses counts heads, and plan.kind is layer"),
+        (["plan.mlp=true"], "plan.mlp: means nothing for a head graft that starts dual"),
+        (["plan.donor_heads={L1.H0: L2.H0}"], "plan.donor_heads: means nothing for a head graft that starts dual"),
+        (["plan.donor=x", "plan.sites=L1.H0", "plan.donor_heads={L2.H0: L2.H0}"], "L2.H0 is not among the sites"),
+        (["plan.kind=layer", "plan.sites=L1.H3"], "L1.H3 names heads; a layer graft takes a whole layer"),
+        (["plan.sites=[]"], "plan.sites: is empty"),
+    ],
+)
+def test_sections_that_contradict_themselves_or_each_other_are_refused(settings, line):
+    assert line in said(*settings)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("bench.pairs=16", (16,)),
+        ("bench.pairs=16,32", (16, 32)),
+        ("bench.pairs=[16, 32]", (16, 32)),
+        ("bench.suites=quick,speed", ("quick", "speed")),
+        ("bench.depths=.5", (0.5,)),
+        ("bench.tasks=", None),
+        ("tune.report_to=tensorboard", ("tensorboard",)),
+        ("tune.lora.target_modules=in_proj, out_proj", ("in_proj", "out_proj")),
+        ("tune.lora.target_modules={in_proj: 2}", {"in_proj": 2}),
+        ("tune.mixed_precision=no", None),
+        ("plan.sites=L0.H3,5", (Site(0, (3, 5)),)),
+        ("plan.sites=L0.H3,5;L1.H2", (Site(0, (3, 5)), Site(1, (2,)))),
+        ("plan.sites=L0.H3,5, L1.H2", (Site(0, (3, 5)), Site(1, (2,)))),
+        ("plan.sites=[L0.H3,5, L1.H2]", (Site(0, (3, 5)), Site(1, (2,)))),
+        ("data.train_text=a,b.txt", (Text(source="a,b.txt"),)),
+        ("study=seeds", {"name": "seeds"}),
+    ],
+)
+def test_values_as_users_write_them(setting, value):
+    if value is None and setting.endswith("="):
+        assert "takes a list" in said(setting)
+        return
+    read = read_recipe(None, ["model=m", setting])
+    for name in setting.partition("=")[0].split("."):
+        read = getattr(read, name)
+    assert read == value
+
+
+def test_settings_below_what_a_written_recipe_leaves_empty(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(Recipe(model="m", study={"name": "seeds"}).model_dump(mode="json")))
+    recipe = read_recipe(path, ["tune.align.steps=3", "study.seeds=2"])
+    assert recipe.tune.align.steps == 3
+    assert recipe.study == {"name": "seeds", "seeds": 2}
+    assert read_recipe(None, ["model=m", "study=seeds", "study.seeds=2"]).study == {"name": "seeds", "seeds": 2}
+
+
+def test_the_two_kinds_of_recipe_are_told_apart():
+    with pytest.raises(UserError, match=r"tiny-mamba2.yaml is a recipe for `surgery pretrain`"):
+        read_recipe(ROOT / "recipes" / "tiny-mamba2.yaml")
+    with pytest.raises(UserError, match=r"demo.yaml is a recipe for `surgery run`"):
+        read_pretrain_recipe(ROOT / "recipes" / "demo.yaml")
+
+
+def test_a_recipe_for_pretraining_is_answered_in_one_line(tmp_path):
+    (tmp_path / "x.yaml").write_text("architecture: {model_type: mamba2}\nstepz: 3\n")
+    with pytest.raises(UserError, match=r"unknown key 'stepz'; did you mean steps\?"):
+        read_pretrain_recipe(tmp_path / "x.yaml")
+
+
+def test_every_setting_says_what_it_means():
+    known = sections()
+    assert [place for place in known if known[place].section != place] == []
+    for place in known:
+        assert known[place].__doc__.strip()
+        for row in rows(place):
+            assert row.meaning.endswith((".", ")")), row.key
+            assert row.type, row.key
+    table = {row.key: row for place in known for row in rows(place)}
+    assert table["tune.steps"][1:3] == ("int >= 0", "150")
+    assert table["tune.report_to"][1:3] == ("list of str", "[]")
+    assert table["plan.kind"][1:3] == ("head | layer", "head")
+    assert table["tune.lessons"][2] == "[{options: {pairs: [4, 64]}}]"
+    assert table["locate.options"][2] == "{pairs: 32}"
+    assert table["tune.lora.target_modules"][2] == ""
+
+
+def test_defaults_that_are_listed_are_those_that_are_read():
+    """What the list gives as default, set, changes nothing."""
+    listed = [row for place in ("", "data", "plan", "tune", "bench") for row in rows(place)]
+    settings = [f"{row.key}={row.default}" for row in listed if row.default]
+    assert len(settings) > 50
+    assert read_recipe(None, ["model=m", *settings]) == Recipe(model="m")
+
+
+NAMES = {
+    "probes": probes,
+    "suites": lambda: get_args(Suite),
+    "studies": studies,
+    "formats": lambda: FORMATS,
+    "kernels": lambda: OPERATIONS,
+    "families": lambda: ("mamba", "mamba2", "falcon_mamba", "llamba"),
+    "tasks": lambda: [path.stem for path in TASKS.glob("*.yaml")],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_are_listed_with_a_meaning(kind, surgery):
+    status, out, _ = surgery("list", kind)
+    assert status == 0
+    entries = re.findall(r"^(\S+)  +\S", out, flags=re.M)
+    assert set(NAMES[kind]()) <= set(entries)
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+def test_settings_are_listed(surgery):
+    status, out, _ = surgery("settings", "tune.lora")
+    assert status == 0
+    assert re.findall(r"^  (tune\.lora\.\w+)  \[", out, flags=re.M) == [row.key for row in rows("tune.lora")]
+    assert "tune.lora.r  [int >= 1; default 8]\n      The rank." in out
+    assert surgery("settings", "tune.steps")[1].startswith("  tune.steps  [int >= 0; default 150]\n")
+    assert surgery("settings")[1].count("\n  ") > 100
+    assert surgery("settings", "tune.stpes")[::2] == (
+        2, "surgery: there is no section or key 'tune.stpes'; did you mean tune.steps?\n"
+    )  # fmt: skip
+    assert surgery("list", "probe")[::2] == (2, "surgery: no list is named 'probe'; did you mean probes?\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("locate", "m", "--set", "bench.limit=3"), "surgery locate has no use for bench.limit; it uses tokenizer, "),
+        (("locate", "m", "--set", "model=x"), "surgery locate takes the model as an argument"),
+        (
+            ("bench", "m", "m", "--set", "bench.controls=false"),
+            "surgery bench has no use for bench.controls; it uses bench.suites",
+        ),
+        (("bench", "m", "m", "--set", "tune.steps=3"), "surgery bench has no use for tune.steps"),
+        (("tune", "m", "--out", "x", "--set", "locate.seeds=3"), "surgery tune has no use for locate.seeds"),
+        (("prune", "m", "--set", "plan.heads=3"), "surgery prune has no use for plan.heads"),
+        (("locate", "m", "--set", "bench.limti=3"), "did you mean bench.limit?"),
+    ],
+)
+def test_settings_that_a_verb_does_not_use_are_refused(arguments, line, surgery):
+    status, _, error = surgery(*arguments)
+    assert status == 2
+    assert line in error
+    assert len(error.splitlines()) == 1
+
+
+def test_what_a_verb_uses_exists():
+    keys = {row.key for place in sections() for row in rows(place)} | set(sections())
+    for verb, used in USED.items():
+        assert set(used) <= keys, verb
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["plan.heads=999"], "plan.heads: the model has 32 heads, and 999 are to be grafted"),
+        (["plan={kind: layer, layers: 5}"], "plan.layers: the model has 4 layers, and 5 are to be grafted"),
+        (["bench.doses=1,99"], "bench.doses: the model has 32 heads, and 99 are to be grafted"),
+        (["plan.sites=L9.H0"], "the model has no site L9.H0"),
+        (["tune.report_to=nope"], "tune.report_to: there is no 'nope'"),
+        (["plan={donor: ./nope}"], "no such folder: ./nope"),
+        (["plan={kind: layer, donor: checkpoints/tiny-mamba}"], "a mamba model cannot be a donor"),
+        (["plan={kind: layer, donor: checkpoints/tiny-llama, donor_layers: {L1: 9}}"], "the donor has no layer 9"),
+        (["plan={donor: checkpoints/tiny-llama}"], "turn with the position"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_before_locating(settings, line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe = read_recipe(None, ["model=checkpoints/tiny-mamba2", *settings])
+    with pytest.raises(UserError, match=re.escape(line)):
+        check_run(recipe, opened(recipe.model))
+
+
+@pytest.mark.parametrize("plan", ["{heads: 32}", "{kind: layer, layers: 4}", "{kind: layer, donor: checkpoints/tiny-llama}"])
+def test_a_plan_that_can_be_passes(plan, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe = read_recipe(None, ["model=checkpoints/tiny-mamba2", f"plan={plan}"])
+    check_run(recipe, opened(recipe.model))
+
+
+@cache
+def opened(name):
+    return load(name)
+
+
+def test_a_run_is_refused_before_it_writes(surgery, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    status, _, error = surgery("run", "recipes/demo.yaml", "--out", str(tmp_path / "out"), "--set", "plan.heads=999")
+    assert (status, error) == (2, "surgery: plan.heads: the model has 32 heads, and 999 are to be grafted\n")
+    assert not (tmp_path / "out").exists()

@@ -298,7 +298,7 @@ def test_a_checkpoint_of_0_5_is_refused(hybrid, tokenizer, tmp_path, monkeypatch
     content = json.loads(written.read_text())
     del content["settings"]["version"]
     written.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="with another version; run without --resume"):
+    with pytest.raises(UserError, match="with another version; begin anew with --overwrite"):
         tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 1}), out=tmp_path, resume=True)
 
 

@@ -29,8 +29,11 @@ class Locate(ProbeChoice):
 
     examples: int = Field(default=256, ge=2, le=MOST)
     """Questions that the model answers."""
-    exact: bool = True
-    """Also measure every head by itself, not only by attribution (one forward and backward for all heads)."""
+    exact: bool | None = None
+    """Also measure every head by itself, not only by attribution (one forward and backward for all heads). By default, if that
+    takes at most `budget` seconds, by the time of one forward of the model."""
+    budget: float = Field(default=600.0, ge=0)
+    """Seconds that measuring all heads may take where neither exact nor confirm says what is measured."""
     confirm: float | None = Field(default=None, gt=0, le=1)
     """Measure only this share of the heads exactly: the leading ones by attribution."""
     layers: bool = True

@@ -20,7 +20,6 @@ class Section(Record):
     section: its place in a recipe ("tune.lora"), by which the old names of its settings are found.
     """
 
-    model_config = pydantic.ConfigDict(use_attribute_docstrings=True)
     section: ClassVar[str] = ""
 
     @pydantic.model_validator(mode="before")

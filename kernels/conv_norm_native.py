@@ -1,4 +1,4 @@
-"""The convolution and the norm of a mixer in C (pointwise.c), and their gradients: the calls.
+"""The convolution and the norm of a mixer in C (conv_norm.c), and their gradients: the calls.
 
 What is saved for the backward pass is the input alone. Each unit of work sums up its own share in the gradients of weights, so
 that the number of threads changes nothing.
@@ -15,12 +15,12 @@ from surgery.kernels.functions import without_autocast
 from surgery.kernels.native import ALONE, View, check, contiguous, fill, learns, load, rows, run
 from surgery.kernels.native import refuses as not_here
 
-TOKENS = 32  # of a unit of work, as in pointwise.c
+TOKENS = 32  # of a unit of work, as in conv_norm.c
 MOST_TAPS = 16  # there
 
 
-class _Pointwise(Structure):
-    """`pointwise` in pointwise.c."""
+class _ConvNorm(Structure):
+    """`conv_norm` in conv_norm.c."""
 
     _fields_ = (
         *((size, c_int64) for size in ("batch", "before", "length", "channels", "taps", "silu", "group")),
@@ -52,8 +52,8 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, t: int, silu: bool)
     if not 0 < t <= s:
         raise ValueError(f"{t} outputs of {s} tokens")
     newest_first = weight[:, 0].float().t().flip(0)
-    given = (x.float(), newest_first, None if bias is None else bias.float(), t, silu)
-    return (_Convolution.apply(*given) if learns(*given[:3]) else _convolution(*given)).to(x.dtype)
+    inputs = (x.float(), newest_first, None if bias is None else bias.float(), t, silu)
+    return (_Convolution.apply(*inputs) if learns(*inputs[:3]) else _convolution(*inputs)).to(x.dtype)
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, group: int) -> Tensor:
@@ -62,16 +62,16 @@ def normalise(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, group:
     check((weight, (c,)), (gate, tuple(x.shape)))
     if c % group:
         raise ValueError(f"{c} channels in groups of {group}")
-    given = (_sequences(x), weight.float(), None if gate is None else _sequences(gate), eps, group)
-    y = _Norm.apply(*given) if learns(*given[:3]) else _norm(*given)
+    inputs = (_sequences(x), weight.float(), None if gate is None else _sequences(gate), eps, group)
+    y = _Norm.apply(*inputs) if learns(*inputs[:3]) else _norm(*inputs)
     return y.view(x.shape).to(torch.promote_types(x.dtype, weight.dtype))
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, t: int, silu: bool) -> Tensor:
-    (b, s, c), (given,) = x.shape, rows(x)
+    (b, s, c), (inputs,) = x.shape, rows(x)
     weight, bias = contiguous(weight, bias)
-    y = given.new_empty(b, t, c)
-    _call("convolve", _Pointwise(b, s - t, t, c, len(weight), silu), x=given, y=y, weight=weight, bias=bias)
+    y = inputs.new_empty(b, t, c)
+    _call("convolve", _ConvNorm(b, s - t, t, c, len(weight), silu), x=inputs, y=y, weight=weight, bias=bias)
     return y
 
 
@@ -89,11 +89,11 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple:
         x, weight, bias = ctx.saved_tensors
         (b, s, c), t, taps = x.shape, dy.shape[1], len(weight)
-        (given, dy), (weight, bias) = rows(x, dy), contiguous(weight, bias)
+        (inputs, dy), (weight, bias) = rows(x, dy), contiguous(weight, bias)
         dx = dy.new_zeros(b, s, c) if s > t else dy.new_empty(b, s, c)  # context that no output has read has no gradient
         shares = dy.new_empty(_units(b, t), taps + 1, c) if any(ctx.needs_input_grad[1:3]) else None
-        work = _Pointwise(b, s - t, t, c, taps, ctx.silu)
-        _call("convolve_backward", work, x=given, dy=dy, dx=dx, weight=weight, bias=bias, shares=shares)
+        work = _ConvNorm(b, s - t, t, c, taps, ctx.silu)
+        _call("convolve_backward", work, x=inputs, dy=dy, dx=dx, weight=weight, bias=bias, shares=shares)
         if shares is None:
             return dx, None, None, None, None
         learnt = shares.sum(0)
@@ -102,7 +102,7 @@ class _Convolution(torch.autograd.Function):
 
 def _norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, group: int) -> Tensor:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _call("normalise", _Pointwise(*_size(x), group=group, epsilon=eps), x=x, gate=gate, y=y, weight=weight.contiguous())
+    _call("normalise", _ConvNorm(*_size(x), group=group, epsilon=eps), x=x, gate=gate, y=y, weight=weight.contiguous())
     return y
 
 
@@ -123,7 +123,7 @@ class _Norm(torch.autograd.Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dgate = None if gate is None else torch.empty_like(dx)
         shares = dy.new_empty(_units(*x.shape[:2]), x.shape[2]) if ctx.needs_input_grad[1] else None
-        work = _Pointwise(*_size(x), **ctx.options)
+        work = _ConvNorm(*_size(x), **ctx.options)
         _call("normalise_backward", work, x=x, gate=gate, dy=dy, dx=dx, dgate=dgate, weight=weight, shares=shares)
         return dx, None if shares is None else shares.sum(0), dgate, None, None
 
@@ -140,7 +140,7 @@ def _units(batch: int, length: int) -> int:
     return batch * -(-length // TOKENS)
 
 
-def _call(name: str, work: _Pointwise, **tensors: Tensor | None) -> None:
+def _call(name: str, work: _ConvNorm, **tensors: Tensor | None) -> None:
     fill(work, tensors)
     alone = work.batch * work.length * work.channels <= ALONE
-    run(getattr(load("pointwise"), name), work, 1 if alone else _units(work.batch, work.length))
+    run(getattr(load("conv_norm"), name), work, 1 if alone else _units(work.batch, work.length))

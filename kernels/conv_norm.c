@@ -15,7 +15,7 @@ typedef struct { /* (batch, time, contiguous); strides in elements */
     int64_t batch, time, last;
 } view;
 
-typedef struct { /* mirrored in pointwise.py. Those marked ? may be NULL */
+typedef struct { /* mirrored in conv_norm_native.py. Those marked ? may be NULL */
     int64_t batch, before, length, channels, taps, silu, group;
     view x, gate /*?*/, y;         /* x of the convolution has `before` tokens more than `length` */
     view dy, dx, dgate /*?*/;      /* gradients; dx is as long as x */
@@ -23,7 +23,7 @@ typedef struct { /* mirrored in pointwise.py. Those marked ? may be NULL */
     float *shares /*?*/; /* of every unit in the gradients of weight and bias: (units, taps + 1 or 1, channels) */
     double epsilon;
     int64_t next, failed; /* the counter; never set here */
-} pointwise;
+} conv_norm;
 
 /* f / (1 + exp(-v)); exp(-v) is infinite beyond all floats */
 static inline vec times_sigmoid(vec f, vec v) {
@@ -37,7 +37,7 @@ static inline vec silu(vec v) { return times_sigmoid(v, v); }
 /* the derivative of silu at v, from s = 1 / (1 + exp(-v)) */
 static inline vec slope(vec v, vec s) { return s * (1.0f + v * (1.0f - s)); }
 
-static int take(pointwise *w, int64_t *unit, int64_t *b, int64_t *from, int64_t *to) {
+static int take(conv_norm *w, int64_t *unit, int64_t *b, int64_t *from, int64_t *to) {
     int64_t per_sequence = (w->length + TOKENS - 1) / TOKENS, i = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED);
     *unit = i, *b = i / per_sequence, *from = i % per_sequence * TOKENS, *to = smaller(*from + TOKENS, w->length);
     return *b < w->batch;
@@ -46,7 +46,7 @@ static int take(pointwise *w, int64_t *unit, int64_t *b, int64_t *from, int64_t 
 static inline float *at(const view *v, int64_t b, int64_t t) { return v->data + b * v->batch + t * v->time; }
 
 /* of the token whose input lies at x; inlined, for the number of taps to be a constant */
-INLINE void convolve_token(const pointwise *w, int64_t taps, const float *x, float *y) {
+INLINE void convolve_token(const conv_norm *w, int64_t taps, const float *x, float *y) {
     for (int64_t c = 0; c < w->channels; c += LANES) {
         const int64_t count = w->channels - c;
         vec sum = w->bias ? get(w->bias + c, count) : all(0);
@@ -56,7 +56,7 @@ INLINE void convolve_token(const pointwise *w, int64_t taps, const float *x, flo
     }
 }
 
-void convolve(pointwise *w) {
+void convolve(conv_norm *w) {
     int64_t unit, b, from, to;
     unsigned mode = flush();
     while (take(w, &unit, &b, &from, &to))
@@ -72,7 +72,7 @@ void convolve(pointwise *w) {
 /* Of LANES channels from c on. The gradient before the activation of token t reaches the inputs of t and the taps - 1 before it,
    so those of a unit's last inputs come from tokens of the next. Inlined, for `most`, the number of taps, to be a constant. */
 INLINE void convolve_back(
-    const pointwise *w, int64_t most, int64_t b, int64_t from, int64_t to, int64_t c, float *shares) {
+    const conv_norm *w, int64_t most, int64_t b, int64_t from, int64_t to, int64_t c, float *shares) {
     const int64_t count = w->channels - c, last = smaller(to + most - 1, w->length);
     vec inner[TOKENS + MOST_TAPS], weight[MOST_TAPS], dweight[MOST_TAPS] = {0}, dbias = {0};
     for (int64_t i = 0; i < most; i++) weight[i] = get(w->weight + i * w->channels + c, count);
@@ -102,7 +102,7 @@ INLINE void convolve_back(
     put(shares + most * w->channels + c, dbias, count);
 }
 
-void convolve_backward(pointwise *w) {
+void convolve_backward(conv_norm *w) {
     int64_t unit, b, from, to;
     unsigned mode = flush();
     while (take(w, &unit, &b, &from, &to)) {
@@ -115,7 +115,7 @@ void convolve_backward(pointwise *w) {
 }
 
 /* y = weight v / sqrt(mean(v^2) + epsilon) with v = x silu(gate), the mean over each `group` of channels */
-void normalise(pointwise *w) {
+void normalise(conv_norm *w) {
     int64_t unit, b, from, to;
     unsigned mode = flush();
     while (take(w, &unit, &b, &from, &to))
@@ -142,7 +142,7 @@ void normalise(pointwise *w) {
 }
 
 /* With r = 1 / sqrt(mean(v^2) + epsilon) and a = weight dy:  dv = r a - r^3 mean(a v) v,  dweight = sum dy r v */
-void normalise_backward(pointwise *w) {
+void normalise_backward(conv_norm *w) {
     int64_t unit, b, from, to;
     unsigned mode = flush();
     while (take(w, &unit, &b, &from, &to)) {

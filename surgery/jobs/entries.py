@@ -1,0 +1,72 @@
+"""The models that a run measures: the base, the hybrid before and after tuning, and the controls that stand beside them."""
+
+import copy
+import sys
+from collections.abc import Callable
+
+from transformers import PreTrainedModel
+
+from surgery.evaluation.bench import Entry
+from surgery.locating.planning import plan, random_plan
+from surgery.locating.ranking import Ranking
+from surgery.probes.knowledge import PARTS, Knowledge
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe
+from surgery.splicing.splice import adopt, splice
+
+# Tunes a model in place and returns it: (its name, the model, its plan, of a control the layers whose mixers are tuned).
+Tune = Callable[..., PreTrainedModel]
+STARTS = {"donor": "a donor's", "dual": "the heads' own", "random": "random"}
+
+
+def entries_of(
+    base: PreTrainedModel, recipe: Recipe, ranking: Ranking, chosen: Plan, donor: PreTrainedModel | None, tune: Tune
+) -> dict[str, Entry]:
+    """By name, the base first."""
+
+    def spliced(at: Plan) -> PreTrainedModel:
+        return splice(base, at, donor)
+
+    start = STARTS[chosen.init]
+    entries = {
+        "base": Entry(base, "the pretrained model, unchanged"),
+        "spliced": Entry(
+            spliced(chosen), f"attention spliced in, initialised from {start} weights, no training", chosen
+        ),
+        "tuned": Entry(
+            tune("tuned", spliced(chosen), chosen), f"the same, its grafts tuned{_division(recipe)}", chosen
+        ),
+    }  # fmt: skip
+    if recipe.bench.controls:
+        layers = [site.layer for site in chosen.sites]
+        names = ", ".join(f"L{layer}" for layer in layers)
+        entries["control_tuned"] = Entry(
+            tune("control_tuned", copy.deepcopy(adopt(base)), chosen, layers),
+            f"no graft: the base's own mixer of {names} tuned on the same data for the same steps",
+        )
+        for i in range(recipe.bench.random_sites):
+            if elsewhere := random_plan(ranking, chosen, recipe.seed + i):
+                name = "control_random_site" + (f"_{i + 1}" if i else "")
+                description = "the graft at random heads of other layers, no training"
+                entries[name] = Entry(spliced(elsewhere), description, elsewhere)
+                if i == 0:
+                    model = tune(f"{name}_tuned", spliced(elsewhere), elsewhere)
+                    entries[f"{name}_tuned"] = Entry(model, "the same, its grafts tuned", elsewhere)
+        if beside := random_plan(ranking, chosen, recipe.seed, same_layers=True):
+            name, description = "control_same_layer", "the graft at random other heads of the same layer, no training"
+            entries[name] = Entry(spliced(beside), description, beside)
+            model = tune(f"{name}_tuned", spliced(beside), beside)
+            entries[f"{name}_tuned"] = Entry(model, "the same, its grafts tuned", beside)
+    for dose in recipe.bench.doses:
+        leading = plan(ranking, **recipe.plan.model_dump() | {"heads": dose, "sites": None}, seed=recipe.seed)
+        description = f"the leading heads spliced, {dose} of them, no training"
+        entries[f"dose_{dose}"] = Entry(spliced(leading), description, leading)
+    return entries
+
+
+def _division(recipe: Recipe) -> str:
+    """How a file's facts were divided between tuning, which watched over them, and bench."""
+    if recipe.tune.early_stopping is None or recipe.data.facts == "world":
+        return ""
+    kept, measured = (len(Knowledge(recipe.data.facts, part).questions(sys.maxsize, seed=0)) for part in PARTS)
+    return f"; tune.early_stopping asked {kept} of the {kept + measured} facts, bench the other {measured}"

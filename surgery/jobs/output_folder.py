@@ -1,0 +1,101 @@
+"""The output folder of a verb. What an earlier run left in it is never overwritten unasked: --resume goes on with it,
+--overwrite removes it first."""
+
+import shutil
+from pathlib import Path
+
+import yaml
+
+from surgery.errors import UserError
+from surgery.exporting.folder import RECORD as EXPORT
+from surgery.jobs.interruption import note_beginning
+from surgery.records.recipe import Recipe, read_back
+from surgery.records.record import Record, toolkit, write_text
+
+RECIPE, RUN = "recipe.yaml", "run.json"
+# What the verbs leave in a folder, so that --overwrite removes nothing else. (exporting/ removes its own leftovers.)
+LEFT = (
+    RECIPE, RUN, "ranking.json", "atlas.png", "mixing.png", "mixing.json", "grafts.png", "plan.json", "report.json",
+    "report.md", "report.html", "retrieval.png", "cost.png", "speed.png", "dose.png", "findings.json", "figure.png",
+    "pruning.json", "checkpoint-*", ".checkpoint-*", "tuning.json", "adapter", "lora.txt",
+    "locate", "tuning", "cells", "hybrid", "seed-*",
+)  # fmt: skip
+
+
+class Run(Record):
+    """run.json: that a folder belongs to a verb of this toolkit. Versions up to 0.6 wrote none."""
+
+    schema_version: int = 1
+    toolkit: str
+    verb: str
+
+
+def check_folder(out: Path, verb: str, *, resume: bool = False, overwrite: bool = False, resumable: bool = True) -> None:
+    """See that `verb` may write into `out`. Cheap: called before anything is loaded.
+
+    Raises UserError for a folder of something else, for one that holds an earlier run where neither `resume` nor `overwrite` is
+    given, and where it is to be resumed by another verb.
+    """
+    if resume and overwrite:
+        raise UserError("--resume goes on with the earlier run and --overwrite removes it: give one of them")
+    if is_empty(out):
+        return
+    if not holds_run(out):
+        raise UserError(f"{out} exists and is no earlier run of this toolkit; choose another --out")
+    if overwrite:
+        return
+    if not resume:
+        ways = "--resume goes on with it, --overwrite replaces it" if resumable else "--overwrite replaces it"
+        raise UserError(f"{out} holds an earlier run: {ways} (or choose another --out)")
+    if (out / RUN).exists() and (earlier := Run.read(out / RUN).verb) != verb:
+        raise UserError(f"{out} holds a run of `surgery {earlier}`, which `surgery {verb}` cannot resume; choose another --out")
+
+
+def begin(
+    out: Path, verb: str, recipe: Recipe, *, resume: bool = False, overwrite: bool = False, resumable: bool = True
+) -> Recipe | None:
+    """Make the folder ready once all inputs are known to be good, and return the recipe of the run that is resumed (None: there
+    is none, or it cannot be read any more). Raises UserError as check_folder does."""
+    check_folder(out, verb, resume=resume, overwrite=overwrite, resumable=resumable)
+    earlier = _earlier(out / RECIPE) if resume else None
+    if overwrite:
+        clear(out)
+    note_beginning()
+    Run(toolkit=toolkit(), verb=verb).write(out / RUN)
+    write_text(out / RECIPE, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+    return earlier
+
+
+def is_empty(out: Path) -> bool:
+    """Whether there is nothing at a place. Raises UserError for what is no folder."""
+    try:
+        if out.is_dir():
+            return not any(out.iterdir())
+        if out.exists() or out.is_symlink():
+            raise UserError(f"cannot write {out}: it is no folder")
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from error
+    return True
+
+
+def holds_run(out: Path) -> bool:
+    """Whether a folder was written by a verb that keeps a run. An exported hybrid holds a recipe too, and is none."""
+    if (out / RUN).exists():
+        return True
+    return not (out / EXPORT).exists() and any((out / name).exists() for name in (RECIPE, "pruning.json"))
+
+
+def clear(out: Path) -> None:
+    """Remove what a run has left in a folder, and nothing else that lies there."""
+    for path in (path for pattern in LEFT for path in out.glob(pattern)):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _earlier(path: Path) -> Recipe | None:
+    try:
+        return read_back(path) if path.exists() else None
+    except UserError:  # of another version, which the stages find out by themselves
+        return None

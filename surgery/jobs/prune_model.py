@@ -1,0 +1,42 @@
+"""Prunes a model into a folder, as `surgery prune` does."""
+
+from functools import partial
+from pathlib import Path
+
+from surgery.jobs.opening import open_checkpoint
+from surgery.jobs.output_folder import begin, check_folder
+from surgery.locating.prune import Pruning, prune
+from surgery.locating.questions import check_questions
+from surgery.locating.ranking import Ranking
+from surgery.locating.subject import Subject
+from surgery.probes.knowledge import Knowledge
+from surgery.records.recipe import Recipe
+from surgery.runtime.processes import on_main
+from surgery.runtime.progress import busy, say
+
+PRUNING = "pruning.json"
+
+
+def prune_model(
+    recipe: Recipe, ranking: Path | None, out: Path, *, overwrite: bool = False, trust_remote_code: bool = False
+) -> Pruning:
+    """Find the minimal model of the recipe's model and write pruning.json into `out`. ranking: of locate, whose gather and
+    aggregate heads are kept alone. overwrite: replace an earlier run in `out`; without, it raises UserError for one."""
+    check_folder(out, "prune", overwrite=overwrite, resumable=False)
+    ranked = Ranking.read(ranking) if ranking else None
+    with busy("opening the model"):
+        base = open_checkpoint(recipe, trust_remote_code)
+    check_questions(base.tokenizer, recipe.locate, recipe.seed)
+    on_main(partial(begin, out, "prune", recipe, overwrite=overwrite, resumable=False))
+    gather, aggregate = (
+        [score.site for score in ranked.heads if score.role == role] if ranked else [] for role in ("gather", "aggregate")
+    )
+    subject = Subject.of(base, known_fingerprint=base.fingerprint)
+    layers = len(subject.anatomy.blocks)
+    say(f"pruning: up to {layers} shorter models, then each without one of its layers, on {recipe.locate.examples} questions")
+    pruning = prune(
+        subject, recipe.locate, Knowledge(recipe.data.facts), gather=gather, aggregate=aggregate, seed=recipe.seed,
+        recipe=recipe.model_dump(mode="json"),
+    )  # fmt: skip
+    on_main(partial(pruning.write, out / PRUNING))
+    return pruning

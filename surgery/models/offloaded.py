@@ -1,0 +1,101 @@
+"""Models whose weights accelerate keeps on the CPU or the disk, and fetches whenever the module that owns them is called.
+
+Such a weight lies on the meta device. Its value is in the map that its module's hook holds (on a disk: read when it is asked
+for). A hybrid has modules of its own and the hooks of its base: the same maps, so that no weight is held twice.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from accelerate.hooks import AlignDevicesHook, SequentialHook
+from torch import Tensor, nn
+
+from surgery.errors import UserError
+from surgery.hybrids.parts import take_hook
+
+HOOKS = "base_hooks"  # what a hybrid remembers of its base's: some belong to modules that layer grafts have replaced
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether some of a model's weights have to be fetched."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())) and bool(hooks(model))
+
+
+def hooks(model: nn.Module) -> dict[str, Any]:
+    """accelerate's hooks by the names of their modules; of a hybrid, those of its base."""
+    own = {name: module._hf_hook for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
+    return vars(model).get(HOOKS, {}) | own
+
+
+def take_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Let `target` fetch what `source` fetches, from the same place, and run where it runs: module by module, by name.
+
+    Raises UserError for hooks that fetch whole modules at once (preload_module_classes): they know no grafts.
+    """
+    modules, found = dict(target.named_modules()), hooks(source)
+    for name, hook in found.items():
+        if any(part.place_submodules for part in _fetching(hook)):
+            raise UserError(f"accelerate fetches '{name}' as a whole (preload_module_classes); load the model without that")
+        if name in modules:
+            take_hook(modules[name], hook)
+    if found:
+        vars(target)[HOOKS] = found
+    if hasattr(source, "hf_device_map"):
+        target.hf_device_map = source.hf_device_map
+
+
+def device_of(module: nn.Module, tensor: Tensor) -> torch.device:
+    """Where a tensor of a module is used: where it lies, or where it is fetched to."""
+    for hook in _fetching(getattr(module, "_hf_hook", None)) if tensor.is_meta else ():
+        device = hook.execution_device
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return tensor.device
+
+
+def placeholder(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device for another model's module: accelerate exchanges it when the module is called."""
+    empty = torch.empty_like(tensor)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+@contextmanager
+def fetched(module: nn.Module) -> Iterator[None]:
+    """While this lasts, the tensors of a module and of all its parts have values."""
+    with ExitStack() as after:
+        for part in module.modules():
+            after.enter_context(_own_fetched(part))
+        yield
+
+
+def named_values(model: nn.Module, names: list[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by name, one after the other, those that are fetched only until the next one is asked for. names: as
+    state_dict has them; by default those of all parameters. Of weights that are tied and were put away, which share no tensor
+    any more, the first alone."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    for name in [name for name, _ in model.named_parameters()] if names is None else names:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        tensor = getattr(module, leaf)
+        if not tensor.is_meta:
+            yield name, tensor
+        elif name not in tied:
+            with _own_fetched(module):
+                yield name, getattr(module, leaf)
+
+
+@contextmanager
+def _own_fetched(module: nn.Module) -> Iterator[None]:
+    """As fetched, for the module's own tensors."""
+    with ExitStack() as after:
+        for hook in _fetching(getattr(module, "_hf_hook", None)):
+            hook.pre_forward(module)
+            after.callback(hook.post_forward, module, None)
+        yield
+
+
+def _fetching(hook: Any) -> list[AlignDevicesHook]:
+    """Of a module's hook, the parts that fetch its weights."""
+    parts = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return [part for part in parts if isinstance(part, AlignDevicesHook) and part.offload]

@@ -1,0 +1,69 @@
+"""The examples in every verb's help, executed as they stand, in one folder, in the order of the pipeline."""
+
+import io
+import shlex
+import shutil
+import sys
+from contextlib import redirect_stdout
+
+import pytest
+
+from surgery.cli.app import VERBS, main
+from tests.conftest import ROOT
+
+# What an example leaves at its default and takes long. The help shows what a user types, who has the time.
+LOCATE = "locate.examples=8 locate.batch_size=8 locate.confirm=0.1 locate.layers=false"
+BENCH = "bench.pairs=4,32 bench.unseen_pairs=[] bench.limit=8 bench.windows=2 bench.contexts=16 bench.batches=1"
+SMALLER = {
+    "run": f"{LOCATE} {BENCH} tune.steps=2 bench.controls=false",
+    "locate": LOCATE,
+    "prune": "locate.examples=8",
+    "tune": "tune.steps=2 tune.align=null tune.calibrate=null",
+    "bench": BENCH,
+}
+SLOW = {"run", "pretrain", "doctor"}  # a whole run, a training, and measurements; left to the slow test
+
+
+def shown(verb: str) -> list[list[str]]:
+    """The arguments of the examples that --help shows; what a shell would do with the output is left out."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "argv", ["surgery", verb, "--help"])
+        with pytest.raises(SystemExit):
+            main()
+    text = out.getvalue().partition("Examples:\n")[2].partition("\n\n")[0]
+    commands = [shlex.split(line.partition(" > ")[0]) for line in text.splitlines()]
+    assert commands, f"the help of {verb} shows no example"
+    assert all(command[:2] == ["surgery", verb] for command in commands), text
+    assert max(map(len, text.splitlines())) <= 80, "a terminal would break the line"
+    return [command[1:] for command in commands]
+
+
+def executed(surgery, verbs) -> None:
+    for verb in verbs:
+        settings = [part for setting in SMALLER.get(verb, "").split() for part in ("--set", setting)]
+        for arguments in shown(verb):
+            own = {part.partition("=")[0] for part in arguments}  # what an example says itself stays
+            added = [part for pair in zip(settings[::2], settings[1::2], strict=True) if pair[1].partition("=")[0] not in own
+                     for part in pair]  # fmt: skip
+            status, out, err = surgery(*arguments, *added)
+            assert status == 0, (arguments, err)
+            assert out, arguments
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """What the examples name, as it lies in the repository."""
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes", ignore=shutil.ignore_patterns("paper", "*.json", "*.png"))
+
+
+def test_the_examples_of_the_help(surgery, repository):
+    executed(surgery, [verb for verb in VERBS if verb not in SLOW])
+
+
+@pytest.mark.slow
+def test_the_examples_that_take_long(surgery, repository, tmp_path):
+    recipe = tmp_path / "recipes" / "tiny-mamba2.yaml"
+    lines = [f"steps: {2}" if line.startswith("steps:") else line for line in recipe.read_text().splitlines()]
+    recipe.write_text("\n".join(lines))
+    executed(surgery, SLOW)

@@ -1,0 +1,80 @@
+"""Ctrl-C ends with one line, which says by which command the job goes on."""
+
+import os
+import signal
+
+import pytest
+
+from surgery.jobs import interruption, output_folder
+from surgery.jobs.interruption import continuation
+from surgery.records.recipe import Recipe
+
+
+@pytest.mark.parametrize(
+    ("argv", "begun", "command"),
+    [
+        ("surgery run demo.yaml", True, "surgery run demo.yaml --resume"),
+        ("surgery run demo.yaml --resume --set tune.steps=3", True, "surgery run demo.yaml --set tune.steps=3 --resume"),
+        ("surgery bench base a --overwrite", True, "surgery bench base a --resume"),
+        ("surgery bench base a --overwrite", False, "surgery bench base a --overwrite"),  # the earlier run is still there
+        ("surgery prune base", True, "surgery prune base"),  # has no --resume
+        ("surgery export hybrid --out x", True, "surgery export hybrid --out x"),
+        ("/x/surgery/__main__.py tune h --out t", True, "python -m surgery tune h --out t --resume"),
+        ("surgery", False, "surgery"),
+    ],
+)
+def test_the_command_that_goes_on(argv, begun, command):
+    assert continuation(argv.split(), begun=begun) == command
+
+
+def test_what_a_shell_would_take_apart_is_quoted():
+    argv = ["/no/such place/surgery", "locate", "m", "--set", "locate.options={pairs: 4}"]
+    assert continuation(argv, begun=True) == "'/no/such place/surgery' locate m --set 'locate.options={pairs: 4}' --resume"
+    assert continuation(argv, begun=True, launched=True).startswith("accelerate launch ... -m surgery locate")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_verb_with_one_line(surgery, monkeypatch, tmp_path, number, status):
+    """The verb is stopped after its folder was made ready."""
+    from surgery.jobs import locating_stage
+
+    before = signal.getsignal(number)
+
+    def stopped(recipe, out, **_):
+        output_folder.begin(out, "locate", recipe)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(locating_stage, "locate_model", stopped)
+    code, out, err = surgery("locate", "./base", "--out", "here", "--set", "locate.examples=4")
+    assert (code, out) == (status, "")
+    assert err == "surgery: interrupted; to go on: surgery locate ./base --out here --set locate.examples=4 --resume\n"
+    assert signal.getsignal(number) is before
+    assert output_folder.holds_run(tmp_path / "here")
+
+
+def test_a_second_signal_is_not_held_back():
+    """What ends in an orderly way may hang: the second Ctrl-C is the system's own."""
+    second = []
+
+    def work():
+        with interruption.listening():
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            finally:
+                second.append(signal.getsignal(signal.SIGINT))
+
+    with pytest.raises(interruption.Interrupted):
+        work()
+    assert second == [signal.SIG_DFL]
+
+
+def test_overwriting_removes_a_run_and_nothing_else(tmp_path):
+    recipe = Recipe(model="base")
+    output_folder.begin(tmp_path, "locate", recipe)
+    for name in ("ranking.json", "notes.txt", "locate/part.safetensors", "mine/ranking.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    output_folder.begin(tmp_path, "run", recipe, overwrite=True)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"run.json", "recipe.yaml", "notes.txt", "mine/ranking.json"}
+    assert output_folder.begin(tmp_path, "run", recipe, resume=True) == recipe

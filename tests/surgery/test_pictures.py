@@ -1,0 +1,200 @@
+"""Figures: controls as one band, chance, the grafts' own attention, what of an example is drawn, and atlases of many heads."""
+
+import ast
+
+import numpy as np
+import pytest
+from matplotlib import image as images
+
+from surgery.evaluation import plots
+from surgery.evaluation.bench import Entry
+from surgery.evaluation.chance import chance
+from surgery.evaluation.charts import Point, Series, chart, looks
+from surgery.evaluation.head_matrices import draw_grafts, mixing
+from surgery.evaluation.report import Report
+from surgery.locating.atlas import draw_scores, grid
+from surgery.locating.example import short_question, window
+from surgery.locating.ranking import Ranking, Score
+from surgery.records.plan import Plan
+from surgery.records.record import provenance
+from surgery.records.site import Site
+from surgery.runtime import plotting
+from surgery.splicing.splice import adopt, splice
+from surgery.statistics import mean
+from surgery.studies import redraw
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import ROOT, random_base
+
+CONTROL_NAMES = ("control_tuned", "control_random_site", "control_same_layer")
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes of every figure that is drawn, instead of a file."""
+    figures = []
+    original = plotting.drawing
+
+    def spy(path, *args, **options):
+        context = original(path, *args, **options)
+        figure, axes = context.gen.send(None)
+        figures.append((figure, axes))
+
+        class Entered:
+            def __enter__(self):
+                return figure, axes
+
+            def __exit__(self, *error):
+                context.gen.close()
+
+        return Entered()
+
+    monkeypatch.setattr(plotting, "drawing", spy)
+    return figures
+
+
+def test_controls_are_one_band_and_chance_is_drawn(drawn, tmp_path):
+    report = Report.read(ROOT / "recipes" / "demo.report.json")
+    plots.draw_retrieval(report, tmp_path / "x.png")
+    ((figure, axes),) = drawn
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    assert sorted(labels) == ["6 controls (lowest to highest)", "base", "chance", "spliced", "tuned"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()][-1] == "chance"
+    assert axes[0, 0].get_ylabel() == "accuracy (higher is better)"
+    named = dict(zip(labels, handles, strict=True))
+    low, high = (limit[1] for limit in named["6 controls (lowest to highest)"].get_datalim(axes[0, 0].transData).get_points())
+    accuracies = [cell.accuracy for name, model in report.models.items() if "control" in name for cell in model.kv.values()]
+    assert (low, high) == pytest.approx((min(accuracies), max(accuracies)))
+    assert list(named["chance"].get_ydata()) == [1 / size for size in (4, 8, 16, 32, 64)]
+
+
+def test_the_page_draws_the_same_band():
+    look = looks(["base", *CONTROL_NAMES])
+    values = dict(zip(look, ((0.5, 0.5), (0.4, 0.2), (0.6, 0.1), (0.5, 0.3)), strict=True))
+    series = [
+        Series(name, look[name], tuple(Point(x, y, f"{y}") for x, y in zip((4, 8), values[name], strict=True))) for name in look
+    ]
+    laid = chart("", "pairs", "accuracy", series, unit="pairs", top=1.0, chance=[[(4, 0.25), (8, 0.125)]])
+    assert [line.name for line in laid.lines] == ["base"]
+    assert laid.columns[0].rows == [("3 controls (lowest to highest)", "0.400 to 0.600"), ("base", "0.5")]
+    assert laid.columns[1].rows == [("base", "0.5"), ("3 controls (lowest to highest)", "0.100 to 0.300")]
+    heights = [float(place.rpartition(",")[2]) for place in laid.controls.path.strip("Mz").split("L")]
+    scale = laid.bottom - laid.top
+    assert [round((laid.bottom - height) / scale, 2) for height in heights] == [0.6, 0.3, 0.1, 0.4]
+    assert len(laid.chance) == 1
+    assert laid.header == ["pairs", "base", *CONTROL_NAMES]  # the table has each by itself
+
+
+def test_chance_is_known_of_the_projects_probes():
+    assert [chance(task) for task in ("kv.32", "kv_unseen.64", "mqar.8", "needle.256.50")] == [1 / 32, 1 / 64, 1 / 8, 1 / 10]
+    assert [chance(task) for task in ("phonebook.8", "copying.8")] == [0, 0]
+    assert [chance(task) for task in ("knowledge", "perplexity", "arc_easy", "kv.100000")] == [None] * 4
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "mamba"])
+def test_a_graft_is_shown_as_its_own_attention_and_as_the_mixture(kind, tmp_path):
+    words = build_tokenizer()
+    base = random_base(vocab_size=-(-len(words) // 16) * 16) if kind == "mamba2" else mamba1(len(words))
+    plan = Plan(sites=("L1.H2,5",), blend=0.3)
+    models = {"base": Entry(base, ""), "open": Entry(splice(base, plan.model_copy(update={"blend": 1.0})), "", plan),
+              "hybrid": Entry(splice(base, plan), "", plan)}  # fmt: skip
+    before = [gate.clone() for name, gate in models["hybrid"].model.named_parameters() if name.endswith("gate")]
+    matrices = mixing(models, words, short_question(words, "kv", {"pairs": 32}, 0), provenance("x", "f" * 64, 0, {}))
+    after = [gate for name, gate in models["hybrid"].model.named_parameters() if name.endswith("gate")]
+    assert len(before) == len(after) == 1
+    assert before[0].equal(after[0])
+    assert len(matrices.spans) == 4
+    assert matrices.spans[[matrices.answer == span for span in matrices.spans].index(True)] == matrices.answer
+    panel = matrices.panels[0]
+    assert panel.gates == pytest.approx({"open": 1.0, "hybrid": 0.3})
+    assert [(name, what) for name, what, _ in panel.views()][-2:] == [
+        ("hybrid", "the graft's own attention"), ("hybrid", "the mixture, 30% attention"),
+    ]  # fmt: skip
+    own, mixture, ssm = panel.attention["hybrid"], panel.models["hybrid"], panel.models["base"]
+    assert own.rows == panel.models["open"].rows  # what a gate of 1 does
+    assert own.rows not in (mixture.rows, ssm.rows)
+    draw_grafts(matrices, tmp_path / "grafts.png")
+    height, width, _ = images.imread(tmp_path / "grafts.png").shape
+    assert width == round(plotting.WIDTH * plotting.STYLE["savefig.dpi"])
+    assert height > width
+
+
+def mamba1(words):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch_config = MambaConfig(vocab_size=-(-words // 16) * 16, hidden_size=32, num_hidden_layers=2, state_size=4)
+    return adopt(MambaForCausalLM(torch_config).eval())
+
+
+def test_what_does_not_fit_is_cut_to_evidence_and_question():
+    tokens = [f"t{i}" for i in range(200)]
+    spans = [tuple(range(start, start + 6)) for start in range(5, 185, 6)]
+    part = window(tokens, spans, spans[7])
+    assert part.rows == [spans[7][-1] + 1, 199]
+    assert part.labels[-1] == "last token"
+    assert [part.columns[i] for i in part.answer] == list(spans[7])
+    assert part.columns[-1] == 199
+    assert len(part.columns) <= 36
+    short = window(tokens[:20], spans[:2], spans[0])
+    assert short.columns == list(range(5, 20))
+    assert short.rows == [11, 17, 19]
+    bare = window(tokens[:9], [], ())
+    assert (bare.rows, bare.columns) == ([1, 2, 3, 4, 5, 6, 7, 8], list(range(9)))
+    assert window(["a"], [], ()).rows == [0]
+
+
+def ranking(layers, heads, **scores):
+    estimates = {name: [mean(np.array([v, v])) for v in values] for name, values in scores.items()}
+    sites = [Site(layer, (head,)) for layer in range(layers) for head in range(heads)]
+    rows = tuple(
+        Score(site=site, role="gather" if i == 1 else None, **{name: values[i] for name, values in estimates.items()})
+        for i, site in enumerate(sites)
+    )
+    zero, probe = mean(np.zeros(3)), {"name": "kv", "options": {"pairs": 4}, "seed": 3, "examples": 3}
+    return Ranking(provenance=provenance("x", "f" * 64, 0, {}), probe=probe, base_accuracy=zero, base_loss=zero, heads=rows,
+                   layers=())  # fmt: skip
+
+
+def test_an_atlas_of_thousands_of_heads_shows_the_strongest_of_each_cell(drawn, tmp_path):
+    values = np.random.default_rng(0).normal(size=(2, 1000))
+    many = ranking(2, 1000, attribution=values.ravel())
+    layout = grid(many)
+    assert (layout.together, layout.columns) == (11, 91)
+    cells = layout.values(many, "attribution")
+    for layer, column in ((0, 0), (1, 45), (1, 90)):
+        part = values[layer, 11 * column : 11 * column + 11]
+        assert cells[layer, column] == part[np.abs(part).argmax()]
+    draw_scores(many, tmp_path / "x.png", Plan(sites=("L0.H3,4", "L1.H990")))
+    ((_, axes),) = drawn
+    map, bars = axes[0, 0], axes[1, 0]
+    frames = [patch for patch in map.patches if not patch.get_fill()]
+    assert sorted(frame.get_xy() for frame in frames) == [(-0.5, -0.5), (-0.5, -0.5), (989.5, 0.5)]
+    assert [text.get_text() for text in map.texts] == ["G"]
+    assert [label.get_text().strip() for label in bars.get_yticklabels()][::-1][:2] == ["L0.H0", "L0.H1 G"]
+
+
+def test_a_small_atlas_has_a_cell_a_head_and_no_bars_of_what_was_not_measured(tmp_path):
+    few = ranking(2, 3, answer_mass=[0.1] * 6)
+    assert grid(few).together == 1
+    draw_scores(few, tmp_path / "atlas.png")
+    assert images.imread(tmp_path / "atlas.png").shape[1] == 960
+
+
+def test_a_figure_is_drawn_again_from_its_findings(tmp_path, capsys):
+    source = ROOT / "recipes" / "paper" / "delegation.findings.json"
+    copy = tmp_path / "delegation.findings.json"
+    copy.write_bytes(source.read_bytes())
+    assert redraw.main([str(copy)]) == 0
+    figure = tmp_path / "delegation.png"
+    assert capsys.readouterr().out.strip() == str(figure)
+    committed = images.imread(source.with_name("delegation.png"))
+    assert np.abs(images.imread(figure) - committed).mean() < 0.01
+    assert redraw.main([str(tmp_path / "nothing.json")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_matplotlib_is_imported_where_a_figure_is_drawn():
+    for path in (ROOT / "surgery").rglob("*.py"):
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [name.name for name in statement.names] if isinstance(statement, ast.Import) else []
+            names += [statement.module or ""] if isinstance(statement, ast.ImportFrom) else []
+            assert not [name for name in names if name.startswith("matplotlib")], path
