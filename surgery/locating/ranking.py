@@ -82,7 +82,8 @@ class Ranking(Sealed):
     @property
     def score(self) -> ScoreName:
         """What the leading heads are sorted by."""
-        return next((name for order, name in ORDER if gain(self.heads[0])[0] == order), "splice_loss")
+        best = gain(self.heads[0])[0] if self.heads else 0
+        return next((name for order, name in ORDER if order == best), "splice_loss")
 
     def top(self, k: int = SHOWN) -> tuple[Score, ...]:
         """The k leading heads' scores, best first (of all heads, if there are fewer). Raises UserError for a k below 1."""
@@ -140,10 +141,10 @@ class Ranking(Sealed):
         return f"<p>{caption}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table><p>{notes}</p>"
 
     def _caption(self) -> list[str]:
-        probe = described(self.probe["name"], self.probe["options"])
+        probe = described(self.probe.get("name", "?"), self.probe.get("options", {}))
         return [
             f"Ranking of {called(self.provenance.base)}: {len(self.heads):,} heads, by {self.score.replace('_', ' ')}",
-            f"{probe}, {self.probe['examples']} examples; base accuracy {self.base_accuracy}",
+            f"{probe}, {self.probe.get('examples', '?')} examples; base accuracy {self.base_accuracy}",
         ]
 
     def _notes(self, shown: int) -> list[str]:

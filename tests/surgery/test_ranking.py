@@ -199,3 +199,8 @@ def test_bench_digests_the_tokenizer_once(base, tokenizer, monkeypatch):
     reports = benching.measure({"base": base, "again": base}, tokenizer, options)
     assert len(counted) == 1
     assert {report.conditions.tokenizer for report in reports.values()} == {own(tokenizer)}
+
+
+def test_a_ranking_without_heads_or_with_an_older_probe_still_reads(ranking):
+    assert "0 heads" in str(ranking.model_copy(update={"heads": ()}))
+    assert str(ranking.model_copy(update={"probe": {"name": "kv"}})).splitlines()[1].startswith("kv, ? examples")
