@@ -137,8 +137,7 @@ def measure(
     Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
     """
     options, data = options or Bench(), data or Data()
-    named = {name: e if isinstance(e, Entry) else Entry(model_of(e, "bench"), name) for name, e in entries.items()}
-    tokenizer = tokenizer_of(next(iter(named.values())).model, tokenizer, "bench")
+    named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
     todo = tasks(options, tokenizer, data, seed, part)
     adopted = {name: adopt(entry.model).eval() for name, entry in named.items()}
     words = tokenizer_digest(tokenizer)

@@ -262,7 +262,7 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
             ("locate", "{f}/base", "--set", "locate.also=[{{probe: letters, options: {{source: x.jsonl}}}}]"),
             "cannot read the facts",
         ),
-        (("locate", "{f}/base", "--set", "locate.seeds=0"), "locate.seeds: Input should be greater than or equal to 1"),
+        (("locate", "{f}/base", "--set", "locate.seeds=0"), "locate.seeds: must be greater than or equal to 1"),
         (("prune", "{f}/base", "--set", "locate.probe=copying", "--set", "locate.options.length=4"), "asks for completions"),
         (("plan", "./no.json"), "cannot read"),
         (("splice", "{f}/base", "./no.json", "--out", "x"), "cannot read"),
@@ -291,7 +291,7 @@ def test_a_layer_from_a_donor(surgery, folder, finished, tmp_path):
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     assert not torch.equal(tuned.backbone.layers[1].mixer.graft.q_proj.weight, donor.self_attn.q_proj.weight)
     status, _, err = surgery("plan", *layer, "--set", "plan.sites=[L1.H2]", "--out", "wrong.json")
-    assert (status, err) == (2, "surgery: plan: sites: L1.H2 names heads; a layer graft takes a whole layer, e.g. L1\n")
+    assert (status, err) == (2, "surgery: --set: plan.sites: L1.H2 names heads; a layer graft takes a whole layer, e.g. L1\n")
 
 
 @pytest.mark.parametrize(
