@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import explained, within
+from surgery.models.offloaded import hooks
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import state as processes
 from surgery.runtime.progress import say
@@ -144,7 +145,8 @@ class Run:
         self.distillation = Distillation(
             model, teacher, kl_weight=options.kl_weight, cache_bytes=options.cache_bytes, bf16=bf16
         )
-        if not self.descent.sharded:  # otherwise each process moves its own part there later
+        # With a divided model each process moves its own part later; accelerate's hooks know where offloaded weights belong.
+        if not self.descent.sharded and not hooks(model):
             self.distillation.to(self.accelerator.device)
 
     def finish_stages(self) -> None:
