@@ -7,8 +7,8 @@ from typing import Any
 import pydantic
 
 from surgery.records.record import complaint_line
+from surgery.records.sections.listing import keys, section_of
 from surgery.records.sections.section import Section
-from surgery.records.sections.walk import keys, section_of
 
 # pydantic's type of error -> what the setting takes.
 TAKES = {
@@ -22,9 +22,7 @@ TAKES = {
 
 def complaint(error: pydantic.ValidationError, root: type[Section]) -> str:
     """The first complaint of a validation error."""
-    details = error.errors()
-    # A misspelt key comes first: what is missing may be what it was meant to be.
-    detail = next((detail for detail in details if detail["type"] == "extra_forbidden"), details[0])
+    detail = _first(error)
     kind, value, line = detail["type"], detail["input"], complaint_line(detail)
     name = ".".join(map(str, detail["loc"]))
     shown = f", not {_short(value)}"
@@ -43,6 +41,17 @@ def complaint(error: pydantic.ValidationError, root: type[Section]) -> str:
     elif isinstance(value, str | int | float):
         line = line.replace("Input should be", "must be") + shown
     return line
+
+
+def place_of(error: pydantic.ValidationError) -> str:
+    """The dotted key that complaint() is about; "" for the whole."""
+    return ".".join(map(str, _first(error)["loc"]))
+
+
+def _first(error: pydantic.ValidationError) -> Any:
+    """A misspelt key comes first: what is missing may be what it was meant to be."""
+    details = error.errors()
+    return next((detail for detail in details if detail["type"] == "extra_forbidden"), details[0])
 
 
 def _with_key(line: str, name: str, root: type[Section], place: tuple[Any, ...]) -> str:

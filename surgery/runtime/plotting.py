@@ -54,10 +54,10 @@ def controls_label(count: int) -> str:
 
 @contextmanager
 def drawing(
-    path: str | Path, rows: int = 1, columns: int = 1, *, height: float, width: float = WIDTH, **options: Any
+    path: str | Path | None, rows: int = 1, columns: int = 1, *, height: float, width: float = WIDTH, **options: Any
 ) -> Iterator[tuple[Any, Any]]:
     """Yields a figure of `width` x `height` inches and its axes (rows, columns), and writes it as PNG at the end, under its
-    final name only when complete. options: of `Figure.subplots`."""
+    final name only when complete; where there is no path, not at all. options: of `Figure.subplots`."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -68,6 +68,8 @@ def drawing(
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False, **options)
         yield figure, axes
+        if path is None:
+            return
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp")

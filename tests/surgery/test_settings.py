@@ -160,6 +160,15 @@ def test_wrong_settings_are_answered_in_one_line(setting, line):
     assert "\n" not in said(setting)
 
 
+def test_the_source_of_what_is_wrong_is_named(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("model: m\nbench: {limit: many}\n")
+    assert said(path=path).startswith(f"recipe {path}: bench.limit takes")
+    assert said("bench.limit=few", path=path).startswith("--set: bench.limit takes a whole number, not 'few'")
+    assert said("bench.limit=7", "plan.kind=layer", "plan.blend=1", path=path).startswith("--set: plan.blend: means nothing")
+    assert said("tune.keep.evry=3", "bench.limit=7", path=path).startswith("--set: unknown key 'tune.early_stopping.evry'")
+
+
 def test_a_model_is_missing():
     with pytest.raises(UserError, match="recipe: model is missing"):
         read_recipe(None, [])
