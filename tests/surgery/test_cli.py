@@ -87,6 +87,7 @@ def test_run_does_everything(finished):
         "report.md",
         "report.html",
         "mixing.json",
+        "grafts.png",
         "hybrid/report.json",
         "hybrid/report.html",
         "hybrid/retrieval.png",
