@@ -114,7 +114,7 @@ def _how(plan: Plan, base_unchanged: bool) -> str:
 def _measured(report: Report, record: Any) -> str:
     """The table, its controls, and the differences to the base with their intervals. Raises UserError for a report that did not
     measure these weights."""
-    row, made = record.digest and report.row_of(record.digest), report.provenance
+    row, origins = record.digest and report.row_of(record.digest), report.provenance
     if row is None:
         raise UserError("report.json did not measure the weights that export.json names")
     parts = [markdown.results(report), f"The weights of this export are the row **{row}**, measured in {record.dtype}.\n"]
@@ -127,7 +127,7 @@ def _measured(report: Report, record: Any) -> str:
         parts.append(f"Difference to the base on the same examples, with 95% intervals:\n\n{markdown.table(header, rows)}\n")
     if next(iter(report.models.values())).kv:
         parts.append("![Retrieval against dictionary size](retrieval.png)\n")
-    parts.append(f"Measured {made.created[:10]} on {made.machine}, seed {made.seed}; all of it is in `report.json`.\n")
+    parts.append(f"Measured {origins.created[:10]} on {origins.machine}, seed {origins.seed}; all of it is in `report.json`.\n")
     return "\n".join(parts)
 
 

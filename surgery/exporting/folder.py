@@ -93,6 +93,7 @@ def save(
     recipe: Recipe | None = None,
     report: Report | None = None,
     figures: Path | None = None,
+    digest: str | None = None,
     **options: Any,
 ) -> Proof:
     """Write the folder in the format `name`, prove it, say so, and return the proof. An existing folder at `path` is replaced
@@ -106,7 +107,7 @@ def save(
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=_hidden(path, "new-")))
         lock = _lock(temporary)
-        digest = model_digest(hybrid)
+        digest = digest or model_digest(hybrid)
         if report is not None:
             check_report(report, digest, dtypes(hybrid))
         try:
@@ -150,13 +151,13 @@ def _tokenizers_errors() -> Iterator[None]:
 
 def digests(folder: Path) -> dict[str, str]:
     """sha256 of every file of an export but its record and its card, by name."""
-    found = {}
+    present = {}
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
         if name not in (RECORD, CARD) and not file.is_dir():
             with file.open("rb") as opened:
-                found[name] = hashlib.file_digest(opened, "sha256").hexdigest()
-    return found
+                present[name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return present
 
 
 def check(folder: Path) -> Exported:
@@ -164,10 +165,10 @@ def check(folder: Path) -> Exported:
     if not (folder / RECORD).exists():
         raise UserError(f"{folder} was not verified: it holds no {RECORD}; make it with `surgery export`")
     record = Exported.read(folder / RECORD, unsealed="refuse")
-    found = digests(folder)
-    for file in sorted(record.files | found):
-        if found.get(file) != record.files.get(file):
-            what = "is missing" if file not in found else "was added" if file not in record.files else "was changed"
+    present = digests(folder)
+    for file in sorted(record.files | present):
+        if present.get(file) != record.files.get(file):
+            what = "is missing" if file not in present else "was added" if file not in record.files else "was changed"
             raise UserError(f"{folder} is not as it was verified: '{file}' {what}")
     if not record.proof.difference <= record.proof.tolerance:
         raise UserError(f"{folder} was not verified: its logits differ by {record.proof.difference:g}")

@@ -78,7 +78,7 @@ def why_not(config: Any) -> str | None:
 
 
 def _lost(config: Any, again: Any) -> str | None:
-    """What the configuration that was read back has otherwise."""
+    """What was lost in the configuration that was read back, or None."""
     for spec in config.grafts:
         (other,) = (other for other in again.grafts if other["layer"] == spec["layer"])
         for name, value in spec.items():
@@ -126,7 +126,7 @@ def fields(config: Any) -> dict[str, Any]:
 def _attention(spec: dict[str, Any]) -> dict[str, Any]:
     """The arguments of mamba_ssm's MHA, whose own defaults are not causal and biased."""
     rope = spec["rope"] or {"dim": 0}
-    found = {
+    arguments = {
         "num_heads": spec["num_heads"],
         "num_heads_kv": spec["num_key_value_heads"],
         "head_dim": spec["head_dim"],
@@ -137,10 +137,10 @@ def _attention(spec: dict[str, Any]) -> dict[str, Any]:
         "rotary_emb_dim": rope.get("dim", 0),
     }
     if rope.get("theta", 10000.0) != 10000.0:
-        found["rotary_emb_base"] = rope["theta"]
+        arguments["rotary_emb_base"] = rope["theta"]
     if spec["scale"] != spec["head_dim"] ** -0.5:
-        found["softmax_scale"] = spec["scale"]
-    return found
+        arguments["softmax_scale"] = spec["scale"]
+    return arguments
 
 
 def _whole(parts: list[Tensor]) -> Tensor:

@@ -1,5 +1,5 @@
-"""The patch: what the hybrid adds to its base or changes in it, in one safetensors and one JSON. splice/patch.py puts base and
-patch together again."""
+"""The patch: what the hybrid adds to its base or changes in it, in one safetensors and one JSON. splicing/joining.py joins base
+and patch again."""
 
 import hashlib
 from pathlib import Path
@@ -15,10 +15,11 @@ from surgery.families.dual_start import OWN
 from surgery.loading.checkpoint import brings_tokenizer, fingerprint, load_base
 from surgery.loading.origin import origin
 from surgery.models.answers import described, tensors
+from surgery.models.offloaded import held
 from surgery.models.quantised import is_quantised
 from surgery.records.plan import Plan, published
 from surgery.records.record import environment
-from surgery.splicing.patch import RECORD, WEIGHTS, Patch
+from surgery.splicing.joining import RECORD, WEIGHTS, Patch
 from surgery.splicing.splice import check_base
 
 USE = """\
@@ -41,9 +42,10 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
             f"{base} is not quantised, and the hybrid's base is: save that with save_pretrained, and name its folder (--base)"
         )
     check_base(plan, fingerprint(original, plan.dtype))
-    before, after = tensors(original), tensors(hybrid)
+    before, after = tensors(original), set()
     changed = {}
-    for name, tensor in after.items():
+    for name, tensor in held(hybrid):
+        after.add(name)
         kept = before.get(name)
         if kept is not None and not is_quantised(original):
             kept = kept.to(hybrid.dtype)

@@ -23,8 +23,8 @@ from surgery.exporting.card import card
 from surgery.exporting.export import FORMATS
 from surgery.exporting.folder import CARD, RECORD, Exported, check
 from surgery.exporting.verify import Proof
-from surgery.splicing.patch import RECORD as PATCH
-from surgery.splicing.patch import Patch
+from surgery.splicing.joining import RECORD as PATCH
+from surgery.splicing.joining import Patch
 
 # Files at the top of a repository that decide what is loaded from it, whoever wrote them: weights, adapters, configuration and
 # tokenizer, as transformers looks for them.
@@ -76,8 +76,8 @@ def publish(
         api = HfApi()
         url = str(api.create_repo(repo, private=private, exist_ok=True))
         parent = api.repo_info(repo).sha
-        there = _files(api, repo, parent)
-        stale = _stale(api, repo, parent, there, overwrite) - set(contents)
+        held = _files(api, repo, parent)
+        stale = _stale(api, repo, parent, held, overwrite) - set(contents)
         additions = [CommitOperationAdd(name, content) for name, content in contents.items()]
         done = api.create_commit(
             repo,
@@ -85,7 +85,7 @@ def publish(
             commit_message=f"Hybrid of {record.base.name}" if record.base.hub else "Hybrid",
             parent_commit=parent,
         )
-        there = _files(api, repo, done.oid)
+        held = _files(api, repo, done.oid)
     except HFValidationError as error:
         raise UserError(f"'{repo}' is not a repository of the Hub: {_first(error)}") from error
     except LocalTokenNotFoundError as error:
@@ -93,11 +93,11 @@ def publish(
     except (HfHubHTTPError, OSError, ValueError) as error:  # ValueError: the Hub refuses the card's licence, say
         raise UserError(f"cannot publish to {repo}: {_first(error)}; run the command again to continue") from error
     for name, content in contents.items():
-        if name not in there or not _arrived(there[name], content):
+        if name not in held or not _arrived(held[name], content):
             raise UserError(f"{repo} does not hold '{name}' as it was sent (commit {done.oid}); run the command again")
-    if left := sorted(stale & set(there)):
+    if left := sorted(stale & set(held)):
         raise UserError(f"{repo} still holds '{left[0]}' of an earlier export (commit {done.oid}); run the command again")
-    others = sorted(set(there) - set(contents) - {".gitattributes"})
+    others = sorted(set(held) - set(contents) - {".gitattributes"})
     return Published(sizes, text, record.proof, url, done.oid, tuple(sorted(stale)), tuple(others))
 
 
@@ -121,17 +121,17 @@ def _files(api: HfApi, repo: str, revision: str | None) -> dict[str, RepoFile]:
     return {file.path: file for file in tree if isinstance(file, RepoFile)}
 
 
-def _stale(api: HfApi, repo: str, revision: str | None, there: Iterable[str], overwrite: bool) -> set[str]:
+def _stale(api: HfApi, repo: str, revision: str | None, held: Iterable[str], overwrite: bool) -> set[str]:
     """What of a repository another export replaces: the files of the export that is there, and whatever would be loaded. Raises
     UserError if what is there is another model and is not to be overwritten."""
-    stale = {name for name in there if any(fnmatch.fnmatchcase(name, pattern) for pattern in LOADED)}
-    earlier = _earlier(api, repo, revision) if RECORD in there else None
+    stale = {name for name in held if any(fnmatch.fnmatchcase(name, pattern) for pattern in LOADED)}
+    earlier = _earlier(api, repo, revision) if RECORD in held else None
     if earlier is None and stale and not overwrite:
         raise UserError(
             f"{repo} holds a model that is no export of this toolkit ('{min(stale)}'); choose another name, or replace it "
             "with --overwrite"
         )
-    return stale | ({*(earlier or ()), RECORD} & {*there})
+    return stale | ({*(earlier or ()), RECORD} & {*held})
 
 
 def _earlier(api: HfApi, repo: str, revision: str | None) -> set[str] | None:
@@ -156,11 +156,11 @@ def check_export(folder: Path) -> Exported:
     written = (folder / CARD).read_text()
     name = next((line.removeprefix("# ") for line in written.splitlines() if line.startswith("# ")), folder.name)
     expected = card(name, folder, record, FORMATS[record.format].USE)
-    for number, (there, made) in enumerate(_lines(written, expected), start=1):
-        if there != made:
+    for number, (held, generated) in enumerate(_lines(written, expected), start=1):
+        if held != generated:
             raise UserError(
-                f"the card of {folder} is not what its report.json and plan.json give: line {number} reads '{there}', not "
-                f"'{made}'"
+                f"the card of {folder} is not what its report.json and plan.json give: line {number} reads '{held}', not "
+                f"'{generated}'"
             )
     return record
 

@@ -28,7 +28,8 @@ from surgery.errors import UserError
 from surgery.families import family_of
 from surgery.kernels.dispatch import use
 from surgery.models import answers as script
-from surgery.models.answers import LENGTHS, NEW, answers, described, tensors
+from surgery.models.answers import LENGTHS, NEW, answers, described
+from surgery.models.offloaded import held, named_values
 from surgery.models.quantised import is_quantised
 from surgery.records.record import Record
 
@@ -86,21 +87,21 @@ class Proof(Record):
 
 def prove(reader: Reader, hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Proof:
     """Raises UserError if the folder cannot be read, or is another model than the live one."""
-    (there,) = ask(reader.package, {folder: reader.lines.replace("NAME", str(folder.resolve()))})
-    return compare(reader, hybrid, len(tokenizer), there)
+    (read_back,) = ask(reader.package, {folder: reader.lines.replace("NAME", str(folder.resolve()))})
+    return compare(reader, hybrid, len(tokenizer), read_back)
 
 
-def compare(reader: Reader, hybrid: PreTrainedModel, vocabulary: int, there: Answers) -> Proof:
+def compare(reader: Reader, hybrid: PreTrainedModel, vocabulary: int, read_back: Answers) -> Proof:
     """Raises UserError if what was read back is not the live model: by the name of a tensor that differs, or by how much the
     logits do."""
-    found, digests = there
+    logits, digests = read_back
     if reader.same:
-        live = {name: described(tensor) for name, tensor in tensors(hybrid).items()}
+        live = {name: described(tensor) for name, tensor in held(hybrid)}
         for name in sorted(live | digests):
             if live.get(name) != digests.get(name):
                 raise UserError(f"what was read back is not what was written: the tensor '{name}' differs; nothing was written")
     with use(**KERNELS):
-        worst = difference(answers(in_float32(hybrid), vocabulary, NEW), found)
+        worst = difference(answers(in_float32(hybrid), vocabulary, NEW), logits)
     if not worst <= CLOSE:
         how = f"its logits differ by {worst:.3g}" if math.isfinite(worst) else "it chooses other tokens"
         raise UserError(f"what {reader.package} reads back is not the live model: {how}; nothing was written")
@@ -119,12 +120,12 @@ def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     return float("inf") if math.isnan(worst) else worst
 
 
-def ask(package: str, asked: Mapping[Path, str]) -> list[Answers]:
+def ask(package: str, folders: Mapping[Path, str]) -> list[Answers]:
     """For each folder the answers to the model that its lines load, by the classes of `package`, in one fresh process for all.
     Raises UserError if one cannot be read."""
     root = str(Path(script.__file__).parent.parent.parent)
     command = [sys.executable, "-P", script.__file__, root if package == OURS else "-"]
-    for folder, lines in asked.items():
+    for folder, lines in folders.items():
         command += [str(folder), lines]
     with tempfile.TemporaryDirectory() as place:
         # transformers copies a folder's code to HF_MODULES_CACHE; it is to download no kernels.
@@ -134,27 +135,27 @@ def ask(package: str, asked: Mapping[Path, str]) -> list[Answers]:
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         end = f"signal {-done.returncode} ended it" if done.returncode < 0 or not said else said[-1]
-        raise UserError(f"{package} cannot read {', '.join(map(str, asked))} in a fresh process: {end}")
-    every = load(done.stdout)
+        raise UserError(f"{package} cannot read {', '.join(map(str, folders))} in a fresh process: {end}")
+    everything = load(done.stdout)
     header = json.loads(done.stdout[8 : 8 + int.from_bytes(done.stdout[:8], "little")])
     digests: dict[str, str] = header["__metadata__"]
-    return [(_of(folder, every), _of(folder, digests)) for folder in asked]
+    return [(_of(folder, everything), _of(folder, digests)) for folder in folders]
 
 
-def _of(folder: Path, every: dict[str, T]) -> dict[str, T]:
-    return {name.removeprefix(f"{folder} "): value for name, value in every.items() if name.startswith(f"{folder} ")}
+def _of(folder: Path, everything: dict[str, T]) -> dict[str, T]:
+    return {name.removeprefix(f"{folder} "): value for name, value in everything.items() if name.startswith(f"{folder} ")}
 
 
 def in_float32(hybrid: PreTrainedModel) -> PreTrainedModel:
     """The model itself if it is on the CPU in float32, or a copy that is."""
-    wanted = (torch.device("cpu"), torch.float32)
-    if all((p.device, p.dtype) == wanted for p in hybrid.parameters()) and not hasattr(hybrid, "hf_device_map"):
+    target = (torch.device("cpu"), torch.float32)
+    if all((p.device, p.dtype) == target for p in hybrid.parameters()) and not hasattr(hybrid, "hf_device_map"):
         return hybrid
     if is_quantised(hybrid):
         return script.in_float32(copy.deepcopy(hybrid))
     copied = family_of(hybrid.config).empty(hybrid.config, None, hybrid.config.grafts)
-    state = {name: tensor.detach().to(*wanted) for name, tensor in hybrid.state_dict().items()}
-    copied.load_state_dict(state, assign=True)
+    state = {name: tensor.detach().to(*target) for name, tensor in named_values(hybrid, list(hybrid.state_dict()))}
+    copied.load_state_dict(state, assign=True, strict=False)  # of weights that are tied and were put away there is one
     copied.tie_weights()
     copied.generation_config = hybrid.generation_config
     return copied

@@ -18,7 +18,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mam
 
 from surgery.hybrids.layer_graft import is_layer_graft, make_mixer, whole_block
 from surgery.hybrids.packed import PACKED, packing
-from surgery.hybrids.parts import RMSNorm, as_weight, at, normed
+from surgery.hybrids.parts import RMSNorm, as_weight, at, fetched_state, normed
 from surgery.hybrids.sources import write_sources
 from surgery.hybrids.switching import grafts_off
 
@@ -133,6 +133,8 @@ class HybridBackbone:
     mixer_class: ClassVar[type]
     last_norm: ClassVar[str] = "norm_f"
     norm_f: Any  # mypy would compare it with the parent's
+    _no_split_modules: Any = ["HybridBlock"]
+    _supports_sdpa = True
 
     def __init__(self: Any, config: Any):
         PreTrainedModel.__init__(self, config)  # the parent's would build a stock backbone
@@ -179,17 +181,17 @@ class HybridBackbone:
             "position_ids": position_ids,
             "packing": documents,
         }
-        every = []
+        states = []
         for i, block in enumerate(self.layers, 1):
             keep = positions_to_keep if i == len(self.layers) else None
             hidden = block(hidden, cache_params=cache_params, positions_to_keep=keep, **places)
-            every.append(hidden)
+            states.append(hidden)
         hidden = getattr(self, self.last_norm)(hidden)
-        wanted = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        with_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output = Mamba2Output(
             last_hidden_state=hidden,
             cache_params=cache_params if use_cache else None,
-            hidden_states=(*every, hidden) if wanted else None,
+            hidden_states=(*states, hidden) if with_states else None,
         )
         return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
@@ -207,6 +209,8 @@ class HybridCausalLM:
     backbone_class: ClassVar[type]
     # Where mamba-surgery is installed: reads what `surgery` is to be for a model that transformers loaded.
     recall: ClassVar[Any] = None
+    _no_split_modules: Any = ["HybridBlock"]
+    _supports_sdpa = True
 
     def __init__(self: Any, config: Any):
         PreTrainedModel.__init__(self, config)
@@ -290,6 +294,8 @@ class HybridCausalLM:
         into the same folder."""
         if getattr(self, "is_quantized", False):  # transformers 5.23 cannot save again what it read as integers, otherwise
             kwargs.setdefault("save_original_format", False)
+        if not hasattr(self, "hf_device_map") and any(p.is_meta for p in self.parameters()):  # else transformers fetches them
+            kwargs.setdefault("state_dict", fetched_state(self))
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         write_sources(save_directory, type(self))
         if self.surgery is not None:

@@ -1,18 +1,27 @@
 """The hybrid of Mamba-2: some heads are attention.
 
-The dual graft (DESIGN.md of the project; notation of arXiv 2405.21060). A Mamba-2 head computes
+Notation of arXiv 2405.21060. For each token t a layer projects its input to a gate z, a value x, a write vector B, a read
+vector C and a time step dt > 0; x, B and C then pass a short convolution and SiLU. A head keeps a state S (head_dim x d_state),
+which decays by exp(A dt_t), A < 0, is written at every token, and is read:
+
+    S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t^T,    y_t = S_t C_t + D x_t
+
+With the recursion written out, and a_t = A dt_t, the state is a sum over all earlier tokens s, and so is the output:
 
     y_t = sum_{s<=t} exp(a_{s+1} + ... + a_t) (C_t . B_s) dt_s x_s + D x_t
 
-which is linear attention with query C, key B, value x and a decay. A grafted head keeps x, D, gate, norm and out_proj and
-replaces the mixing alone:
+This is linear attention: C is the query, B the key, x the value, C_t . B_s the score, exp(...) a decay with the distance, and
+dt_s says how much token s writes. The *dual graft* of a head keeps x, D, gate, norm and out_proj, and replaces the sum alone:
 
     y_t = sigma sum_{s<=t} softmax_s(sigma tau C'_t . B'_s + log dt_s) x_s + D x_t
 
-where C' and B' come from the graft's own projections and conv filters, initialised as copies of the base's rows for C and B.
-sigma is +1 or -1, for good: linear attention cannot tell a score from its negative, because what reads the head can turn the
-sign back, but softmax can. A head whose match is its most *negative* score, which is as good for it, needs sigma = -1.
-log dt_s keeps the SSM's own choice of which tokens to write: a token with a small time step draws little attention.
+C' and B' come from the graft's own projections and convolution, which start as copies of the base's rows for C and B. The decay
+is left out: softmax decides by the scores alone which tokens count, at any distance.
+
+tau > 0, an inverse temperature, is learned; it starts at 1, or where the plan says. sigma is +1 or -1 and stays so: whatever
+reads a head's output can turn its sign, so linear attention may have learned a match as its most *negative* score, which is as
+good for it, and which softmax without sigma would never choose. log dt_s multiplies the weight of token s by dt_s, as in the
+SSM: a token with a small time step draws little attention.
 """
 
 from collections.abc import Sequence
@@ -61,12 +70,9 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         self.take_grafts(config, layer_idx)
 
     def project(
-        self,
-        hidden_states: Tensor,
-        cache_params: Cache | None = None,
-        attention_mask: Tensor | None = None,
+        self, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None,
         packing: Packing | None = None,
-    ) -> tuple:
+    ) -> tuple:  # fmt: skip
         """u (b, t, d) -> gate z (b, t, h * p), x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h) ready for use, in
         float32 at least, and the grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's conv state."""
         b, t, _ = hidden_states.shape
@@ -80,15 +86,9 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk
 
     def scan(
-        self,
-        x: Tensor,
-        B: Tensor,
-        C: Tensor,
-        dt: Tensor,
-        heads: list[int],
-        cache_params: Cache | None,
+        self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None,
         packing: Packing | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The SSM's mixing for `heads`; x (b, t, len(heads), p)."""
         A = -torch.exp(self.A_log.float())
         D: Tensor = self.D
@@ -104,6 +104,7 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         matrix = ssd_matrix(dt, -torch.exp(self.A_log.float()), B, C, heads=heads, rows=rows)[0]
         return matrix if self.graft is None or qk is None else self.graft.into(matrix, qk, dt, rows, heads)
 
+    @fetching("norm")  # locate calls it alone
     def finish(self, y: Tensor, gate: Tensor) -> Tensor:
         """Gate, norm and output projection: (..., h, p) -> (..., d)."""
         norm = self.norm
@@ -114,15 +115,11 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
 class Mamba2HybridModel(HybridBackbone, Mamba2Model):
     config_class = Mamba2HybridConfig
     mixer_class = Mamba2HybridMixer
-    _no_split_modules = ["HybridBlock"]
-    _supports_sdpa = True
 
 
 class Mamba2HybridForCausalLM(HybridCausalLM, Mamba2ForCausalLM):
     config_class = Mamba2HybridConfig
     backbone_class = Mamba2HybridModel
-    _no_split_modules = ["HybridBlock"]
-    _supports_sdpa = True
 
 
 AutoConfig.register(Mamba2HybridConfig.model_type, Mamba2HybridConfig, exist_ok=True)

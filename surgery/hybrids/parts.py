@@ -44,6 +44,22 @@ def fetching(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
+def fetched_state(model: Any) -> dict[str, Tensor]:
+    """state_dict with what accelerate keeps on the CPU or the disk, all of it at once; of tied weights that are there, one."""
+    state = model.state_dict()
+    tied = getattr(model, "all_tied_weights_keys", None) or ()
+    for name in [name for name, tensor in state.items() if tensor.is_meta]:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if name in tied:
+            del state[name]
+            continue
+        module._hf_hook.pre_forward(module)
+        state[name] = getattr(module, leaf).detach().cpu()
+        module._hf_hook.post_forward(module, None)
+    return state
+
+
 def take_hook(module: nn.Module, hook: Any) -> None:
     """Give a module a hook of accelerate that another module has: its tensors are then fetched from the same place."""
     from accelerate.hooks import add_hook_to_module  # whoever has a hook has accelerate

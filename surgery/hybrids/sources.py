@@ -15,17 +15,17 @@ IMPORT = re.compile(r"^from surgery\.(?:\w+\.)?(\w+) import|^from \.(\w+) import
 
 def sources(model_class: type) -> dict[str, str]:
     """What to write for the module of a class and all that it imports of ours: file name -> text."""
-    here, found = Path(__file__).parent, {}
-    wanted = [Path(str(sys.modules[model_class.__module__].__file__))]
-    while wanted:
-        path = wanted.pop()
-        if path.name not in found:
+    here, texts = Path(__file__).parent, {}
+    paths = [Path(str(sys.modules[model_class.__module__].__file__))]
+    while paths:
+        path = paths.pop()
+        if path.name not in texts:
             text = path.read_text()
-            found[path.name] = IMPORT.sub(lambda match: f"from .{match[1] or match[2]} import", text)
+            texts[path.name] = IMPORT.sub(lambda match: f"from .{match[1] or match[2]} import", text)
             for absolute, relative in IMPORT.findall(text):
                 places = (here / folder / f"{absolute or relative}.py" for folder in FOLDERS)
-                wanted.append(next(place for place in places if place.exists()))
-    return found
+                paths.append(next(place for place in places if place.exists()))
+    return texts
 
 
 def write_sources(folder: str | Path, model_class: type) -> None:

@@ -21,7 +21,7 @@ from surgery.models.quantised import converted
 from surgery.models.tokens import prompting
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
-from surgery.splicing.patch import RECORD, Patch, join
+from surgery.splicing.joining import RECORD, Patch, join
 from surgery.splicing.remembered import PLAN, Opened, Surgery, read_surgery, remember
 from surgery.splicing.splice import freeze
 
@@ -221,11 +221,14 @@ def _device_map(name: str, model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _refuse_offload(name: str, device_map: dict[str, Any]) -> None:
-    """accelerate puts on the CPU or the disk what does not fit, and fetches it for every step: far too slow to be meant, and
-    its tensors hold no values to fingerprint or to splice."""
+    """accelerate puts on the CPU or the disk what does not fit, and fetches it for each step: too slow to happen unasked.
+    Whoever wants it says so to transformers (device_map, offload_folder) and hands over the model."""
     devices = {str(device) for device in device_map.values()}
     if "disk" in devices or ("cpu" in devices and len(devices) > 1):
-        raise UserError(f"{name} does not fit on the devices of this machine")
+        raise UserError(
+            f"{name} does not fit on the devices of this machine; to run it slowly from the CPU or the disk, load it with "
+            "transformers (device_map, offload_folder) and give the model to surgery.splice"
+        )
 
 
 def _json(path: Path) -> dict:

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from surgery.locating.questions import question_of_row
 from surgery.locating.subject import Subject
 from surgery.models.finite import checked, explained
+from surgery.models.offloaded import own_fetched
 from surgery.probes.scoring import Encoded, padded
 from surgery.records.plan import Start
 from surgery.records.site import Site
@@ -66,7 +67,7 @@ def attribute_starts(gated: Subject, encoded: Encoded, starts: Sequence[Start | 
             y = y if y.requires_grad else y.detach().requires_grad_()  # at the first layer nothing does
 
             def read(gradient: Tensor) -> None:
-                with torch.no_grad():
+                with torch.no_grad(), own_fetched(mixer):
                     values, own = [], (graft.signs, graft.log_tau.clone())
                     for start in starts:
                         if start is not None:

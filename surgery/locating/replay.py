@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.errors import UserError
-from surgery.locating.patching import block_shapes, identity, replaced
 from surgery.locating.recording import Recorded, Walk, picked, with_states
 from surgery.locating.subject import Subject
+from surgery.locating.substitution import block_shapes, identity, replaced
 from surgery.models.anatomy import Mixer
+from surgery.models.offloaded import fetched
 from surgery.models.quantised import has_quantised_weight
 
 How = Literal["zero", "mean", "resample"]
@@ -125,7 +126,7 @@ class Layer:
                 continue
             columns: slice | Tensor = mixer.columns(mine[0])
             if len(mine) > 1:
-                all_columns = torch.arange(mixer.heads * mixer.width, device=mixer.out.weight.device)
+                all_columns = torch.arange(mixer.heads * mixer.width, device=self._columns[i].device)
                 columns = torch.cat([all_columns[mixer.columns(h)] for h in mine])
             before = self._columns[i][..., columns]
             after = torch.zeros_like(before) if how == "zero" else self._instead(i, columns, how)
@@ -134,7 +135,9 @@ class Layer:
             elif has_quantised_weight(mixer.out):  # it rounds what it reads, so no part of its output can be computed apart
                 change[i] = Edit(columns, after).applied(self._recorded[i].project)(self._columns[i])
             else:
-                change[i] = self._outputs[i] + F.linear(after - before, mixer.out.weight[:, columns].to(before.dtype))
+                with fetched(mixer.out):
+                    weight = mixer.out.weight[:, columns].to(before.dtype)
+                change[i] = self._outputs[i] + F.linear(after - before, weight)
         return change
 
     def _touched(self, heads: Sequence[int] | None) -> list[Mixer]:

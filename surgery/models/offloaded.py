@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from surgery.errors import UserError
 from surgery.hybrids.parts import take_hook
+from surgery.models.answers import tensors
 
 HOOKS = "base_hooks"  # what a hybrid remembers of its base's: some belong to modules that layer grafts have replaced
 
@@ -65,7 +66,7 @@ def fetched(module: nn.Module) -> Iterator[None]:
     """While this lasts, the tensors of a module and of all its parts have values."""
     with ExitStack() as after:
         for part in module.modules():
-            after.enter_context(_own_fetched(part))
+            after.enter_context(own_fetched(part))
         yield
 
 
@@ -81,12 +82,40 @@ def named_values(model: nn.Module, names: list[str] | None = None) -> Iterator[t
         if not tensor.is_meta:
             yield name, tensor
         elif name not in tied:
-            with _own_fetched(module):
+            with own_fetched(module):
                 yield name, getattr(module, leaf)
 
 
+def held(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """All that a model's folder holds, by name, as models/answers.py has it; what is fetched, one after the other."""
+    saved = tensors(model)
+    return named_values(model, list(saved)) if is_offloaded(model) else iter(saved.items())
+
+
+def same_tensors(first: nn.Module, second: nn.Module) -> bool:
+    """Whether two modules hold the same parameters, by name and value; what both fetch from one place is not fetched."""
+    names = [name for name, _ in first.named_parameters()]
+    if names != [name for name, _ in second.named_parameters()]:
+        return False
+    return all(_same_tensor(first, second, name) for name in names)
+
+
+def _same_tensor(first: nn.Module, second: nn.Module, name: str) -> bool:
+    if (own := first.get_parameter(name)) is (other := second.get_parameter(name)):
+        return True
+    if not (own.is_meta or other.is_meta):
+        return torch.equal(own, other)
+    owner, _, leaf = name.rpartition(".")
+    modules = first.get_submodule(owner), second.get_submodule(owner)
+    ours, theirs = ([hook.weights_map for hook in _fetching(getattr(module, "_hf_hook", None))] for module in modules)
+    if ours and len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True)):
+        return True
+    with own_fetched(modules[0]), own_fetched(modules[1]):
+        return torch.equal(getattr(modules[0], leaf), getattr(modules[1], leaf))
+
+
 @contextmanager
-def _own_fetched(module: nn.Module) -> Iterator[None]:
+def own_fetched(module: nn.Module) -> Iterator[None]:
     """As fetched, for the module's own tensors."""
     with ExitStack() as after:
         for hook in _fetching(getattr(module, "_hf_hook", None)):

@@ -7,8 +7,8 @@ from typing import Any
 import pydantic
 
 from surgery.records.record import complaint_line
+from surgery.records.sections.listing import keys, section_of
 from surgery.records.sections.section import Section
-from surgery.records.sections.walk import keys, section_of
 
 # pydantic's type of error -> what the setting takes.
 TAKES = {

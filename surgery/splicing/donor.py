@@ -95,10 +95,10 @@ def donor_head(donor: PreTrainedModel, site: Site, hidden_size: int) -> DonorHea
         "are normalised": spec["qk_norm"] is not None,
         "have a bias": "q_proj" in spec["bias"] or "k_proj" in spec["bias"],
     }
-    if found := [what for what, present in extras.items() if present]:
+    if extra_parts := [what for what, present in extras.items() if present]:
         raise UserError(
-            f"the donor's head {site} does not fit a head graft: its queries and keys {found[0]}, which a head graft's cannot; "
-            f"graft the whole layer instead (kind: layer)"
+            f"the donor's head {site} does not fit a head graft: its queries and keys {extra_parts[0]}, which a head graft's "
+            f"cannot; graft the whole layer instead (kind: layer)"
         )
     width, shared = spec["head_dim"], head // (spec["num_heads"] // spec["num_key_value_heads"])
     q, k = (tensors[f"{name}.weight"].unflatten(0, (-1, width)) for name in ("q_proj", "k_proj"))
@@ -160,7 +160,7 @@ def _rope(donor: PreTrainedModel, attention: Any) -> dict[str, Any] | None:
     if rotary.rope_type in CHANGING:
         raise UserError(f"the donor's RoPE ('{rotary.rope_type}') changes with the length of the text, which a graft's cannot")
     with torch.device("cpu"):
-        made = type(rotary)(donor.config)  # anew: a donor in bfloat16 may have rounded its own
+        fresh = type(rotary)(donor.config)  # anew: a donor in bfloat16 may have rounded its own
     if rotary.rope_type == "default":
-        return {"dim": 2 * len(made.inv_freq), "theta": float(donor.config.rope_parameters["rope_theta"])}
-    return {"inv_freq": made.inv_freq.tolist(), "scaling": float(made.attention_scaling)}
+        return {"dim": 2 * len(fresh.inv_freq), "theta": float(donor.config.rope_parameters["rope_theta"])}
+    return {"inv_freq": fresh.inv_freq.tolist(), "scaling": float(fresh.attention_scaling)}

@@ -82,8 +82,8 @@ def read_surgery(folder: str | Path, tokenizer: PreTrainedTokenizerBase | None =
     """What the folder of a hybrid says was done. Raises UserError if it holds no plan."""
     folder = Path(folder)
     plan = Plan.read(folder / PLAN)
-    made = plan.provenance
-    base, fingerprint = (None, None) if made is None else (made.base, made.base_fingerprint)
+    origins = plan.provenance
+    base, fingerprint = (None, None) if origins is None else (origins.base, origins.base_fingerprint)
     if (folder / EXPORT).exists():
         with suppress(UserError, ValueError, KeyError, TypeError):  # a damaged one keeps nobody from using the hybrid
             base = Origin.model_validate(json.loads(read_text(folder / EXPORT))["base"]).place(folder)

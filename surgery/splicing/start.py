@@ -39,8 +39,8 @@ def layer_start(base: PreTrainedModel, plan: Plan, donor: PreTrainedModel | None
         if hidden % width:
             raise UserError(f"heads of width {width} do not divide the base's hidden size, {hidden}")
         return DonorLayer(layer_spec(layer, hidden // width, width), {})
-    found = donor_layer(donor, plan.donor_layer(layer), hidden, mlp=plan.mlp)
-    return DonorLayer(found.spec | {"layer": layer}, found.tensors)
+    taken = donor_layer(donor, plan.donor_layer(layer), hidden, mlp=plan.mlp)
+    return DonorLayer(taken.spec | {"layer": layer}, taken.tensors)
 
 
 @torch.no_grad()
@@ -62,19 +62,19 @@ def head_starts(base: PreTrainedModel, plan: Plan, donor: PreTrainedModel) -> tu
     """The donor's head for every head of the plan, and the width of the graft. Raises UserError where one does not fit."""
     heads = [head for site in plan.sites for head in site.each()]
     hidden = base.config.hidden_size
-    found = {head: donor_head(donor, plan.donor_head(head.layer, head.heads[0]), hidden) for head in heads}
-    needed = max(len(start.q) for start in found.values())
+    of_site = {head: donor_head(donor, plan.donor_head(head.layer, head.heads[0]), hidden) for head in heads}
+    needed = max(len(start.q) for start in of_site.values())
     if plan.width is not None and plan.width < needed:
         raise UserError(f"the donor's heads are {needed} wide, and the plan's queries and keys {plan.width}")
-    return found, plan.width or needed
+    return of_site, plan.width or needed
 
 
 @torch.no_grad()
-def fill_heads(mixer: Any, plan: Plan, found: dict[Site, DonorHead]) -> None:
+def fill_heads(mixer: Any, plan: Plan, of_site: dict[Site, DonorHead]) -> None:
     """Give a head graft the queries and keys of donor heads. Dimensions beyond theirs have random queries and zero keys, which
     add exactly nothing to the scores."""
     graft, layer = mixer.graft, mixer.layer_idx
-    starts = [found[Site(layer, (head,))] for head in graft.heads]
+    starts = [of_site[Site(layer, (head,))] for head in graft.heads]
     random = generator(plan, layer)
     taus = [plan.start(layer, head).tau * start.scale for head, start in zip(graft.heads, starts, strict=True)]
     graft.log_tau.copy_(torch.tensor(taus).log())

@@ -21,6 +21,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from surgery.errors import UserError
 from surgery.models.finite import broken_weight
+from surgery.models.offloaded import hooks
 from surgery.records.recipe import Tune
 from surgery.runtime.progress import Track
 from surgery.tuning.distil import Distillation
@@ -95,7 +96,8 @@ class Descent:
         optimizer = torch.optim.AdamW(
             parameter_groups(module.named_parameters(), self.options.weight_decay), lr=learning_rate, betas=(0.9, 0.95)
         )
-        module, optimizer = self.accelerator.prepare(module, optimizer)
+        placed = None if not hooks(distillation.student) else [False, True]  # accelerate's hooks say where it belongs
+        module, optimizer = self.accelerator.prepare(module, optimizer, device_placement=placed)
         module.eval()
         own = self.accelerator.unwrap_model(module)
         learning = {name.rpartition("student.")[2]: p for name, p in own.named_parameters() if p.requires_grad}

@@ -20,6 +20,7 @@ from surgery.families import Hybrid
 from surgery.hybrids.common import HybridCausalLM
 from surgery.hybrids.parts import as_weight, at
 from surgery.kernels.packing import packed
+from surgery.models.offloaded import same_tensors
 from surgery.tuning.chunked_kl import chunked_kl_divergence
 from surgery.tuning.sequences import IGNORE
 
@@ -236,8 +237,7 @@ def _coincide(ours: nn.Module, theirs: nn.Module | None) -> bool:
     """Whether a module of the student and one of the teacher compute the same, now and after training."""
     if type(ours) is not type(theirs) or theirs is None or _trained(ours):
         return False
-    a, b = dict(ours.named_parameters()), dict(theirs.named_parameters())
-    return a.keys() == b.keys() and all(p is b[name] or torch.equal(p, b[name]) for name, p in a.items())
+    return same_tensors(ours, theirs)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import explained, within
+from surgery.models.offloaded import hooks
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import state as processes
 from surgery.runtime.progress import say
@@ -81,18 +82,10 @@ def tune(
 
 @contextmanager
 def started_run(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    options: Tune,
-    *,
-    data: Data | None = None,
-    seed: int = 0,
-    layers: Iterable[int] | None = None,
-    teacher: PreTrainedModel | None = None,
-    out: Path | None = None,
-    resume: bool = False,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Tune, *, data: Data | None = None, seed: int = 0,
+    layers: Iterable[int] | None = None, teacher: PreTrainedModel | None = None, out: Path | None = None, resume: bool = False,
     description: str = "tune",
-) -> Iterator["Run"]:
+) -> Iterator["Run"]:  # fmt: skip
     """A run of tune that has taken no step yet, or none since the checkpoint that it resumes. Arguments as for tune."""
     data = data or Data()
     check_trackers(options)
@@ -152,7 +145,8 @@ class Run:
         self.distillation = Distillation(
             model, teacher, kl_weight=options.kl_weight, cache_bytes=options.cache_bytes, bf16=bf16
         )
-        if not self.descent.sharded:  # otherwise each process moves its own part there later
+        # With a divided model each process moves its own part later; accelerate's hooks know where offloaded weights belong.
+        if not self.descent.sharded and not hooks(model):
             self.distillation.to(self.accelerator.device)
 
     def finish_stages(self) -> None:

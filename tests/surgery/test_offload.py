@@ -8,12 +8,13 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
-from surgery.errors import UserError
+import surgery
 from surgery.hybrids.layer_graft import layer_spec
 from surgery.hybrids.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
-from surgery.loading.digests import model_digest
+from surgery.loading.digests import fingerprint, model_digest
 from surgery.records.plan import Plan
-from surgery.splicing.splice import adopt, splice
+from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
+from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES
 
 IDS = torch.randint(1, 99, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -86,19 +87,90 @@ def test_mixing_matrices_and_halves_of_an_offloaded_model():
         assert same(before, (mixer.matrices(hidden), *mixer.halves(hidden)))
 
 
-@pytest.mark.parametrize("plan", [None, KINDS["heads"]], ids=["adopt", "splice"])
-def test_an_offloaded_base_is_refused_with_what_to_do(plan):
-    base = offloaded(BASES["plain"](), None, "cpu")
-    with pytest.raises(UserError, match="splice and export it there, and load the export with a device_map"):
-        splice(base, plan) if plan else adopt(base)
+def spread(folder):
+    """A model of a folder, its layers on the CPU and the disk."""
+    return AutoModelForCausalLM.from_pretrained(folder, device_map=SPREAD, offload_folder=f"{folder}-away")
+
+
+def gradients(hybrid):
+    hybrid(IDS, labels=IDS).loss.backward()
+    return [p.grad for p in graft_parameters(hybrid).values()]
+
+
+@pytest.mark.parametrize(
+    ("family", "how"), [("plain", "cpu"), ("plain", "disk"), ("plain", "map"), ("mamba", "cpu"), ("mamba", "disk")]
+)
+def test_an_offloaded_base_is_spliced_as_a_whole_one(family, how, tmp_path):
+    whole = BASES[family]()
+    if how == "map":
+        whole.save_pretrained(tmp_path / "base")
+        base = spread(tmp_path / "base")
+    else:
+        base = offloaded(BASES[family](), tmp_path / "away", how)
+    away = {name for name, p in base.named_parameters() if p.is_meta}
+    assert away
+    assert same(answers(adopt(whole)), answers(adopt(base)))
+    for plan in (KINDS["heads"], KINDS["layer"]):
+        expected, hybrid = splice(whole, plan), splice(base, plan)
+        assert same(answers(expected), answers(hybrid))
+        assert same(gradients(expected), gradients(hybrid))
+        assert {name for name, p in hybrid.named_parameters() if p.requires_grad} == set(graft_parameters(hybrid))
+        with hybrid.disable_grafts():
+            assert same(answers(adopt(whole)), answers(hybrid))
+        assert same(answers(expected), answers(hybrid))
+        assert {name for name, p in hybrid.named_parameters() if p.is_meta} == away & {n for n, _ in hybrid.named_parameters()}
+        assert (fingerprint(hybrid), model_digest(hybrid)) == (fingerprint(expected), model_digest(expected))
+        assert same(answers(unsplice(expected)), answers(unsplice(hybrid)))
+    assert same(answers(whole), answers(base))
+
+
+def test_no_weight_is_held_twice(tmp_path):
+    base = offloaded(BASES["plain"](), tmp_path, "disk")
+    hybrid = splice(base, KINDS["heads"])
+    ours, theirs = (model.backbone.layers[0].mixer.in_proj._hf_hook for model in (hybrid, base))
+    assert ours.weights_map is theirs.weights_map
+
+
+def test_an_offloaded_base_is_located_tuned_measured_and_exported(tmp_path, capsys):
+    """With the numbers of the same model loaded whole."""
+    words = build_tokenizer()
+    BASES["plain"](vocab_size=-(-len(words) // 16) * 16).save_pretrained(tmp_path / "base")
+    options = surgery.Recipe(
+        model="x",
+        tune={
+            "steps": 2, "batch_size": 2, "text_batch_size": 1, "text_tokens": 16, "lessons": [{"options": {"pairs": 2}}],
+            "align": {"steps": 1, "batches": 1},
+        },
+        bench={"pairs": [4], "limit": 10, "windows": 2, "window": 32, "contexts": []},
+    )  # fmt: skip
+    results = []
+    for base in (AutoModelForCausalLM.from_pretrained(tmp_path / "base"), spread(tmp_path / "base")):
+        ranking = surgery.locate(base, words, options={"pairs": 4}, examples=4)
+        hybrid = splice(base, KINDS["heads"])
+        log = surgery.tune(hybrid, words, options.tune)
+        report = surgery.bench(base, hybrid, words, options.bench)
+        out = tmp_path / ("whole" if not results else "offloaded")
+        surgery.export(hybrid, out, tokenizer=words)
+        surgery.export(hybrid, out.with_suffix(".patch"), tokenizer=words, format="patch")
+        results.append((ranking.heads, log, {name: model.results() for name, model in report.models.items()}))
+    assert results[0] == results[1]
+    for suffix in ("", ".patch"):
+        whole, away = (surgery.load(tmp_path / f"{name}{suffix}").model for name in ("whole", "offloaded"))
+        assert model_digest(whole) == model_digest(away)
+
+
+def test_an_offloaded_hybrid_can_be_saved(tmp_path):
+    hybrid = splice(offloaded(BASES["plain"](), None, "cpu"), KINDS["heads"])
+    hybrid.save_pretrained(tmp_path)
+    assert same(answers(hybrid), answers(AutoModelForCausalLM.from_pretrained(tmp_path)))
 
 
 def test_an_exported_folder_on_a_device_map(tmp_path):
     """Loaded by a device_map that names CPU and disk, by the folder's own code where this package is not installed."""
     hybrid = splice(BASES["plain"](), KINDS["heads"])
     hybrid.save_pretrained(tmp_path / "hybrid")
-    spread = {"device_map": SPREAD, "offload_folder": str(tmp_path / "offload")}
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid", **spread)
+    places = {"device_map": SPREAD, "offload_folder": str(tmp_path / "offload")}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid", **places)
     assert loaded.backbone.layers[0].mixer.conv1d.weight.is_meta
     assert same(answers(hybrid), answers(loaded))
     torch.save(answers(hybrid), tmp_path / "answers")
@@ -106,7 +178,7 @@ def test_an_exported_folder_on_a_device_map(tmp_path):
 import sys, torch
 sys.modules["surgery"] = None
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "hybrid")!r}, trust_remote_code=True, **{spread!r})
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "hybrid")!r}, trust_remote_code=True, **{places!r})
 ids, (logits, tokens) = torch.tensor({IDS.tolist()!r}), torch.load({str(tmp_path / "answers")!r})
 assert model.backbone.layers[0].mixer.conv1d.weight.is_meta and "transformers_modules" in type(model).__module__
 with torch.no_grad():

@@ -52,18 +52,22 @@ class Patch(Environment):
 
 def check_tensors(patch: Patch, base: PreTrainedModel) -> None:
     """Raise UserError, by its name, for the first tensor of the base that is not the one which the patch was made for."""
-    found, refused = tensors(base), f"this is not the base that the patch was made for ({patch.base.name})"
+    remaining, refused = tensors(base), f"this is not the base that the patch was made for ({patch.base.name})"
     for name, expected in patch.base_tensors.items():
-        if name not in found:
+        if name not in remaining:
             raise UserError(f"{refused}: the tensor '{name}' is missing")
-        actual = described(found.pop(name))
-        for part, (wanted, there) in enumerate(zip(expected.split(" "), actual.split(" "), strict=True)):
-            if wanted != there and part == 0:
-                raise UserError(f"{refused}: '{name}' is {there}, not {wanted}; a copy in another precision will not do")
-            if wanted != there:
-                raise UserError(f"{refused}: the tensor '{name}' differs{f': {there}, not {wanted}' if part == 1 else ''}")
-    if found:
-        raise UserError(f"{refused}: it has a tensor '{min(found)}', which the patch does not know")
+        actual = described(remaining.pop(name))
+        for part, (expected_part, actual_part) in enumerate(zip(expected.split(" "), actual.split(" "), strict=True)):
+            if expected_part != actual_part and part == 0:
+                raise UserError(
+                    f"{refused}: '{name}' is {actual_part}, not {expected_part}; a copy in another precision will not do"
+                )
+            if expected_part != actual_part:
+                raise UserError(
+                    f"{refused}: the tensor '{name}' differs{f': {actual_part}, not {expected_part}' if part == 1 else ''}"
+                )
+    if remaining:
+        raise UserError(f"{refused}: it has a tensor '{min(remaining)}', which the patch does not know")
 
 
 def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -82,9 +86,9 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
         setattr(config, name, value)
     hybrid = family.empty(config, None, patch.grafts)
     share(converted(base, getattr(torch, patch.dtype), patch.base.name), hybrid, "the base lacks the tensor '{}'")
-    wanted = hybrid.state_dict()
-    lacking = [name for name, tensor in wanted.items() if tensor.is_meta and name not in weights]
-    for name in (*lacking, *sorted(set(weights) - set(wanted))):
+    state = hybrid.state_dict()
+    lacking = [name for name, tensor in state.items() if tensor.is_meta and name not in weights]
+    for name in (*lacking, *sorted(set(weights) - set(state))):
         what = "lacks the tensor" if name in lacking else "holds a tensor that the hybrid has no place for,"
         raise UserError(f"{folder / WEIGHTS} {what} '{name}'")
     hybrid.load_state_dict(weights, strict=False, assign=True)
