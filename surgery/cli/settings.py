@@ -29,7 +29,7 @@ def settings(
     """
     from surgery.records.complaints import named_like
     from surgery.records.recipe import Recipe
-    from surgery.records.sections.walk import keys
+    from surgery.records.sections.listing import keys
     from surgery.records.settings import rows, sections
 
     known = sections()
