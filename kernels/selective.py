@@ -30,17 +30,9 @@ from surgery.kernels.selective_native import step
 
 
 def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    *,
-    packing: Packing | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, initial_state: Tensor | None = None,
+    *, packing: Packing | None = None, backend: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Scan a sequence.
 
     x and dt (b, t, d), dt positive; A (d, n), negative; B and C (b, t, n); D (d,); initial_state (b, d, n). Returns y (b, t, d)
@@ -129,16 +121,9 @@ SELECTIVE_SCAN = Operation(
 
 
 def selective_step(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    *,
-    backend: str | None = None,
-) -> Tensor:
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    *, backend: str | None = None,
+) -> Tensor:  # fmt: skip
     """One token. Updates `state` (b, d, n) in place and returns y (b, d) in the dtype of x.
 
     x and dt (b, d), dt ready for use; A (d, n); B and C (b, n); D (d,).

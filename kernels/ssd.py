@@ -27,18 +27,9 @@ from surgery.kernels.ssd_native import refuses, run, step
 
 
 def ssd_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    *,
-    packing: Packing | None = None,
-    chunk_size: int = 256,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, initial_state: Tensor | None = None,
+    *, packing: Packing | None = None, chunk_size: int = 256, backend: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Scan a sequence.
 
     x (b, t, h, p); dt (b, t, h), positive; A (h,), negative; B and C (b, t, g, n) with h a multiple of g; D (h,);
@@ -110,16 +101,9 @@ SSD_SCAN = Operation(
 
 
 def ssd_step(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    *,
-    backend: str | None = None,
-) -> Tensor:
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    *, backend: str | None = None,
+) -> Tensor:  # fmt: skip
     """One token. Updates `state` (b, h, p, n) in place and returns y (b, h, p).
 
     x (b, h, p); dt (b, h), ready for use; A (h,); B and C (b, g, n); D (h,).

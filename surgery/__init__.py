@@ -13,6 +13,7 @@ imported when it is used, and hybrids are registered with transformers when its 
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from surgery.errors import UserError
@@ -82,11 +83,12 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("mamba-surgery")
-    if name not in _MODULES:
-        raise AttributeError(f"module 'surgery' has no attribute '{name}'")
-    value = getattr(import_module(f"surgery.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+    if name in _MODULES:
+        value = globals()[name] = getattr(import_module(f"surgery.{_MODULES[name]}"), name)
+        return value
+    if not name.startswith("_") and find_spec(f"surgery.{name}") is not None:
+        return import_module(f"surgery.{name}")  # `surgery.probes` after `import surgery` alone
+    raise AttributeError(f"module 'surgery' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

@@ -30,8 +30,9 @@ LAYOUT = (
     {"pretraining"},
     {"evaluation"},
     {"exporting"},
+    {"doctor"},
     {"jobs"},
-    {"studies", "doctor"},
+    {"studies"},
     {"cli"},
 )
 # What imports from further up: (module, package) -> why.
@@ -39,8 +40,9 @@ EXCEPTIONS = {
     (
         "surgery.families.dual_start",
         "splicing",
-    ): "a hybrid that transformers loads recalls the plan and the base that its folder names",
+    ): "a hybrid that transformers loads recalls its plan and base",
     ("surgery.loading.checkpoint", "splicing"): "load() opens what splicing wrote: patches, which it joins, and hybrids",
+    ("surgery.loading.opened", "splicing"): "a model that load() opened remembers its tokenizer",
     ("surgery.loading.opened", "locating"): "a message, for a ranking that was given in place of a plan",
 }
 
@@ -109,6 +111,7 @@ def test_type_checkers_see_what_is_resolved_when_it_is_used():
     for name in surgery.__all__:
         assert getattr(surgery, name).__name__ == name
     assert surgery.__version__
+    assert surgery.__getattr__("probes") is sys.modules["surgery.probes"]
     with pytest.raises(AttributeError, match="has no attribute 'splize'"):
         _ = surgery.splize
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from surgery.doctor.benchmark import Benchmark
-from surgery.doctor.tables import cell_rows, describe
+from surgery.doctor.result_tables import cell_rows, describe
 from surgery.evaluation import markdown
 from surgery.evaluation.report import ModelReport, Report
 from surgery.records.renamed import current

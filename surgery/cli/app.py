@@ -48,8 +48,8 @@ for name, verb in VERBS.items():
     app.command(name, help=cleandoc(verb.__doc__ or "").replace("\n\nExamples:\n", "\n\n\b\nExamples:\n"))(verb)
 
 
-def print_version(asked: bool) -> None:
-    if asked:
+def print_version(requested: bool) -> None:
+    if requested:
         import importlib.metadata
 
         print(f"mamba-surgery {importlib.metadata.version('mamba-surgery')}")

@@ -33,7 +33,7 @@ def bench(
 
     Examples:
       surgery bench checkpoints/tiny-mamba2 tuned --require "kv.32 >= base"
-      surgery bench checkpoints/tiny-mamba2 tuned --set bench.suites=quick,speed
+      surgery bench checkpoints/tiny-mamba2 spliced --set bench.suites=speed
     """
     with starting():
         from surgery.evaluation import markdown

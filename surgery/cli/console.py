@@ -17,7 +17,7 @@ def starting() -> AbstractContextManager[None]:
     """While a verb's packages are imported, which takes seconds."""
     from surgery.runtime.progress import busy
 
-    return busy("starting")
+    return busy("starting", after=None)
 
 
 def table(header: list[str], body: list[list[str]]) -> None:

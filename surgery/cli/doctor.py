@@ -12,7 +12,7 @@ from surgery.errors import UserError
 if TYPE_CHECKING:
     from surgery.doctor.benchmark import Benchmark
     from surgery.doctor.diagnosis import Diagnosis
-    from surgery.doctor.tables import Table
+    from surgery.doctor.result_tables import Table
 
 
 def doctor(
@@ -42,7 +42,7 @@ def doctor(
     if as_json:
         print(result.model_dump_json(indent=2))
         return
-    from surgery.doctor.tables import describe
+    from surgery.doctor.result_tables import describe
 
     show(describe(result.environment))
     table(*rows)
@@ -50,7 +50,7 @@ def doctor(
 
 def _diagnosed() -> tuple["Diagnosis", "Table"]:
     from surgery.doctor.diagnosis import diagnose
-    from surgery.doctor.tables import verdict_rows
+    from surgery.doctor.result_tables import verdict_rows
 
     diagnosis = diagnose()
     return diagnosis, verdict_rows(diagnosis)
@@ -59,7 +59,7 @@ def _diagnosed() -> tuple["Diagnosis", "Table"]:
 def _measured(only: list[str] | None, seconds: float, out: Path | None) -> tuple["Benchmark", "Table"]:
     """With `only`, within what an earlier call wrote to `out`."""
     from surgery.doctor.benchmark import Benchmark, benchmark
-    from surgery.doctor.tables import cell_rows
+    from surgery.doctor.result_tables import cell_rows
 
     result = benchmark(tuple(only or GROUPS), seconds=seconds)
     if only and out and out.exists():

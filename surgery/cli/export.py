@@ -42,20 +42,23 @@ def export(
     from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, report_on, there
     from surgery.jobs.opening import open_checkpoint
     from surgery.loading.checkpoint import plan_of
+    from surgery.loading.digests import model_digest
 
     advise_tuning(hybrid)
     plan, from_patch = plan_of(hybrid), is_patch(hybrid)
     loaded = open_checkpoint(
         recipe_of("export", recipe, settings, model=hybrid), trust_remote_code, base if from_patch else None
     )
-    papers = papers_of(hybrid, loaded.model)
+    digest = model_digest(loaded.model)  # once: a pass over all weights
+    papers = papers_of(hybrid, loaded.model, digest)
     if report is not None:
-        papers |= {"report": report_on(loaded.model, plan, report), "figures": report.parent}
+        papers |= {"report": report_on(loaded.model, digest, plan, report), "figures": report.parent}
     base_name = base_of(hybrid) if base is None or (from_patch and form != "patch") else base
     if form == "patch":
         there(base_name, hybrid)
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     exporting.export(
-        loaded.model, out, format=form, tokenizer=loaded.tokenizer, plan=plan, base=base_name, **papers, **options
+        loaded.model, out, format=form, tokenizer=loaded.tokenizer, plan=plan, base=base_name, digest=digest, **papers,
+        **options,
     )  # fmt: skip
     show(f"{form}: {out}")

@@ -17,10 +17,10 @@ from surgery.doctor import shapes
 from surgery.families import Hybrid
 from surgery.locating.attribution import attribute_starts, best_starts
 from surgery.locating.exact import Exact
-from surgery.locating.patching import silenced
 from surgery.locating.questions import QuestionSet
 from surgery.locating.search import LEADING
 from surgery.locating.subject import Subject
+from surgery.locating.substitution import silenced
 from surgery.locating.walk import fully_gated
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import Encoded, batches, padded

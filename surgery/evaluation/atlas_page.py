@@ -7,6 +7,7 @@ heads lie on it as cells.
 
 import io
 from base64 import b64encode
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,8 @@ import numpy as np
 from PIL import Image
 
 from surgery.evaluation.charts import minus
-from surgery.locating.atlas import Grid, grid, measured_maps
-from surgery.locating.ranking import Ranking, Score
+from surgery.locating.atlas import MOST_LETTERS, Grid, grid, measured_maps
+from surgery.locating.ranking import Ranking, Score, ablation_cost
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.statistics import Estimate
@@ -97,22 +98,23 @@ def atlas(ranking: Ranking, plan: Plan | None) -> Atlas:
     """Layers from top to bottom, heads from left to right. plan: its heads (or layers) are outlined."""
     layout = grid(ranking)
     large = len(ranking.heads) > MOST
-    scores = ranking.heads[:LEADERS] if large else ranking.heads
     grafted = {part for site in (plan.sites if plan else ()) for part in (site.each() or (site,))}
+    shown = _shown(ranking, grafted) if large else range(len(ranking.heads))
+    scores = [ranking.heads[i] for i in shown]
     wide = layout.columns > NARROW
     gutter = 2 * GUTTER if wide else GUTTER
     cells = [
         Cell(
-            i, gutter + CELL * int(layout.places[i]), CELL * score.site.layer, (score.role or " ")[0].upper().strip(),
+            number, gutter + CELL * int(layout.places[i]), CELL * score.site.layer, (score.role or "")[:1].upper(),
             score.site in grafted or Site(score.site.layer) in grafted,
         )
-        for i, score in enumerate(scores)
+        for number, (i, score) in enumerate(zip(shown, scores, strict=True))
     ]  # fmt: skip
     heads = [_head(score, grafted) for score in scores]
     leading = [
         [head.site, head.about, *(dict(head.rows).get(i, "") for i in range(len(SAYS)))] for head in heads[:LEADING]
     ]  # as a table, for those who cannot point
-    step = -(-layout.layers // LABELS)
+    step = max(-(-layout.layers // LABELS), 2 if wide else 1)  # the labels of wide maps are higher than a line
     return Atlas(
         [_map(ranking, scores, layout, large, *about) for about in measured_maps(ranking)], heads, cells,
         [(CELL * layer, f"L{layer}") for layer in range(0, layout.layers, step)],
@@ -121,8 +123,16 @@ def atlas(ranking: Ranking, plan: Plan | None) -> Atlas:
     )  # fmt: skip
 
 
+def _shown(ranking: Ranking, grafted: set[Site]) -> list[int]:
+    """Which heads of many have cells: the leading ones, the grafted ones, and those with a role whose ablation costs most."""
+    with_role = [i for i, score in enumerate(ranking.heads) if score.role]
+    with_role.sort(key=lambda i: -ablation_cost(ranking.heads[i]))
+    of_plan = [i for i, score in enumerate(ranking.heads) if score.site in grafted]
+    return sorted({*range(min(LEADERS, len(ranking.heads))), *with_role[:MOST_LETTERS], *of_plan})
+
+
 def _map(
-    ranking: Ranking, scores: tuple[Score, ...], layout: Grid, large: bool, name: str, title: str, unit: str
+    ranking: Ranking, scores: Sequence[Score], layout: Grid, large: bool, name: str, title: str, unit: str
 ) -> Map:  # fmt: skip
     import matplotlib
     from matplotlib.colors import to_hex

@@ -23,7 +23,7 @@ from surgery.records.plan import Plan, published
 from surgery.records.recipe import Bench, Data
 from surgery.records.record import KERNEL_PACKAGES, PACKAGES, environment, provenance
 from surgery.runtime.processes import gather, is_main, share, state
-from surgery.runtime.progress import Track, say
+from surgery.runtime.progress import Track, busy, say
 from surgery.splicing.remembered import opened, remembered_tokenizer
 from surgery.splicing.splice import adopt
 from surgery.statistics import Estimate, Evidence, Proportion, decisions, difference, evidence, mean, proportion
@@ -72,9 +72,9 @@ def bench(
     words = _tokenizer(named, entries, tokenizer)
     options = options or Bench()
     name = known.name if known else entry.model.name_or_path or first
-    made = provenance(name, known.fingerprint if known else fingerprint(entry.model), seed)
+    origin = provenance(name, known.fingerprint if known else fingerprint(entry.model), seed)
     return Report(
-        provenance=made,
+        provenance=origin,
         plan=next((published(each.plan) for each in entries.values() if each.plan), None),
         models=measure(entries, words, options, data=data, seed=seed, cells=cells, part=part),
         timings={},
@@ -139,43 +139,45 @@ def measure(
     Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
     """
     options, data = options or Bench(), data or Data()
-    named = {name: e if isinstance(e, Entry) else Entry(model_of(e, "bench"), name) for name, e in entries.items()}
-    tokenizer = tokenizer_of(next(iter(named.values())).model, tokenizer, "bench")
+    named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
     todo = tasks(options, tokenizer, data, seed, part)
     adopted = {name: adopt(entry.model).eval() for name, entry in named.items()}
     words = tokenizer_digest(tokenizer)
-    under = {name: conditions(model, tokenizer, words=words) for name, model in adopted.items()}
-    if len({each.dtype for each in under.values()}) > 1:
-        say(f"the models are in several dtypes: {', '.join(f'{name} in {each.dtype}' for name, each in under.items())}")
-    done = _measured(adopted, under, todo, cells)
-    timed = _timed(adopted, under, options, tokenizer.model_max_length, cells)
+    with busy("reading the weights"):
+        measured_under = {name: conditions(model, tokenizer, words=words) for name, model in adopted.items()}
+    if len({each.dtype for each in measured_under.values()}) > 1:
+        dtypes = ", ".join(f"{name} in {each.dtype}" for name, each in measured_under.items())
+        say(f"the models are in several dtypes: {dtypes}")
+    cells_of = _measured(adopted, measured_under, todo, cells)
+    timed = _timed(adopted, measured_under, options, tokenizer.model_max_length, cells)
     first = next(iter(named))
     pairs: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
-    for name, by_task in done.items():
+    for name, by_task in cells_of.items():
         for task, measured in by_task.items():
             if name != first:
-                check_same(done[first][task], measured)
-                pairs[name, task] = (values(done[first][task]), values(measured))
-    found = evidence(pairs)
+                check_same(cells_of[first][task], measured)
+                pairs[name, task] = (values(cells_of[first][task]), values(measured))
+    tests = evidence(pairs)
     return {
         name: _report(
             entry,
-            under[name],
-            done[name],
+            measured_under[name],
+            cells_of[name],
             {task: difference(base, model) for (n, task), (base, model) in pairs.items() if n == name},
-            {task: said for (n, task), said in found.items() if n == name},
-            tuple(one.costs[i] for one in timed if one.costs),
-            tuple(one.speeds[i] for one in timed if one.speeds),
+            {task: test for (n, task), test in tests.items() if n == name},
+            tuple(each.costs[i] for each in timed if each.costs),
+            tuple(each.speeds[i] for each in timed if each.speeds),
         )
         for i, (name, entry) in enumerate(named.items())
     }
 
 
 def _measured(
-    models: dict[str, PreTrainedModel], under: dict[str, Conditions], todo: list[Task], folder: Path | None
+    models: dict[str, PreTrainedModel], measured_under: dict[str, Conditions], todo: list[Task], folder: Path | None
 ) -> dict[str, dict[str, list[Cell]]]:
     """By model and task, one cell a seed, or a part of a group. Each process measures its share."""
     jobs = [(name, task) for name in models for task in todo]
+    say(f"measuring {len(models)} models on {len({task.name for task in todo})} tasks: {len(jobs)} cells")
     progress = Track(share(jobs), "bench")
     mine: list[Cell] = []
     for name, task in progress:
@@ -189,18 +191,18 @@ def _measured(
                 asked=outcome.asked, values=tuple(map(float, outcome.values)),
             )  # fmt: skip
 
-        key = under[name].model_dump() | {"settings of generation": _generation(models[name]), **task.key()}
+        key = measured_under[name].model_dump() | {"settings of generation": _generation(models[name]), **task.key()}
         cell = kept(folder, key, Cell, measure)
-        mine.append(cell.model_copy(update={"model": name, "seed": task.seed}))  # kept under another name, perhaps
-    every = {(cell.model, cell.task, cell.part, cell.seed): cell for cell in gather(mine)}
-    done: dict[str, dict[str, list[Cell]]] = {name: {} for name in models}
+        mine.append(cell.model_copy(update={"model": name, "seed": task.seed}))  # it may have been kept by another name
+    gathered = {(cell.model, cell.task, cell.part, cell.seed): cell for cell in gather(mine)}
+    cells_of: dict[str, dict[str, list[Cell]]] = {name: {} for name in models}
     for name, task in jobs:
-        done[name].setdefault(task.name, []).append(every[name, task.name, task.part, task.seed])
-    return done
+        cells_of[name].setdefault(task.name, []).append(gathered[name, task.name, task.part, task.seed])
+    return cells_of
 
 
 def _timed(
-    models: dict[str, PreTrainedModel], under: dict[str, Conditions], options: Bench, longest: int, folder: Path | None
+    models: dict[str, PreTrainedModel], measured_under: dict[str, Conditions], options: Bench, longest: int, folder: Path | None
 ) -> list[Timed]:
     """What tokens cost, measured by the first process while the others wait."""
     contexts = [context for context in options.contexts if context <= longest]
@@ -213,14 +215,14 @@ def _timed(
     packages = {name: here.packages[name] for name in (*PACKAGES, *KERNEL_PACKAGES)}
     common = {
         "machine": here.machine, "number of threads": here.threads, "packages": packages,
-        "models": [each.model_dump() for each in under.values()],
+        "models": [each.model_dump() for each in measured_under.values()],
     }  # fmt: skip
-    found: list[Timed] = []
+    timings: list[Timed] = []
     if is_main():
-        for what, measure in Track(jobs, "timing"):
-            found.append(kept(folder, {"cell": what, **common}, Timed, measure))
+        for cell, measure in Track(jobs, "timing"):
+            timings.append(kept(folder, {"cell": cell, **common}, Timed, measure))
     state().wait_for_everyone()
-    return found
+    return timings
 
 
 def _generation(model: PreTrainedModel) -> dict[str, Any]:
@@ -236,8 +238,8 @@ def _result(task: str, measured: np.ndarray) -> Proportion | Estimate | Perplexi
 
 
 def _report(
-    entry: Entry, under: Conditions, cells: dict[str, list[Cell]], change: dict[str, Estimate], said: dict[str, Evidence],
-    cost: tuple[Cost, ...], fast: tuple[Speed, ...],
+    entry: Entry, measured_under: Conditions, cells: dict[str, list[Cell]], change: dict[str, Estimate],
+    tests: dict[str, Evidence], cost: tuple[Cost, ...], fast: tuple[Speed, ...],
 ) -> ModelReport:  # fmt: skip
     results = {task: _result(task, values(measured)) for task, measured in cells.items()}
     kv = {task.removeprefix("kv."): results.pop(task) for task in [*results] if task.startswith("kv.")}
@@ -247,7 +249,8 @@ def _report(
         for task, several in cells.items()
         if len({cell.seed for cell in several}) > 1
     }
+    fields = {"description": entry.description, "plan": entry.plan and published(entry.plan), "conditions": measured_under}
     return ModelReport.model_validate(
-        {"description": entry.description, "plan": entry.plan and published(entry.plan), "conditions": under, "kv": kv, **own,
-         "tasks": results, "cost": cost, "speed": fast, "change": change, "evidence": said, "seeds": seeds}
+        {**fields, "kv": kv, **own, "tasks": results, "cost": cost, "speed": fast, "change": change, "evidence": tests,
+         "seeds": seeds}
     )  # fmt: skip

@@ -29,7 +29,7 @@ class Kept(Sealed):
     key: dict[str, Any] = {}
 
 
-Found = TypeVar("Found", bound=Kept)
+Cells = TypeVar("Cells", bound=Kept)
 
 
 class Cell(Kept):
@@ -51,7 +51,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def kept(folder: Path | None, key: dict[str, Any], kind: type[Found], measure: Callable[[], Found]) -> Found:
+def kept(folder: Path | None, key: dict[str, Any], kind: type[Cells], measure: Callable[[], Cells]) -> Cells:
     """The cell (or what else is measured at once) from `folder` if it was finished there, else measured now and kept.
 
     key: JSON values. Raises UserError for a file that is not what its name says.
@@ -62,15 +62,15 @@ def kept(folder: Path | None, key: dict[str, Any], kind: type[Found], measure: C
     path = folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
     if path.exists():
         try:
-            found = kind.read(path, unsealed="refuse")
+            cell = kind.read(path, unsealed="refuse")
         except UserError as error:
             raise UserError(f"{error} (delete it, and it is measured again)") from error
-        if other := next((name for name in {**key, **found.key} if key.get(name) != found.key.get(name)), None):
+        if other := next((name for name in {**key, **cell.key} if key.get(name) != cell.key.get(name)), None):
             raise UserError(f"{path} is not what its name says: it was measured with another {other}; delete it")
-        return found
-    found = measure().model_copy(update={"key": key})
-    found.write(path)
-    return found
+        return cell
+    cell = measure().model_copy(update={"key": key})
+    cell.write(path)
+    return cell
 
 
 @contextmanager
@@ -98,10 +98,10 @@ def values(cells: list[Cell]) -> np.ndarray:
 
 def check_same(base: list[Cell], model: list[Cell]) -> None:
     """Raise UserError unless both were asked the same."""
-    for one, other in zip(base, model, strict=True):
-        where = next((i for i, (a, b) in enumerate(zip(one.asked, other.asked, strict=False)) if a != b), None)
-        if where is not None or len(one.asked) != len(other.asked):
+    for mine, other in zip(base, model, strict=True):
+        where = next((i for i, (a, b) in enumerate(zip(mine.asked, other.asked, strict=False)) if a != b), None)
+        if where is not None or len(mine.asked) != len(other.asked):
             which = f"example {where}" if where is not None else "the number of examples"
-            raise UserError(f"{one.model} and {other.model} were not asked the same in {one.task}: {which} differs")
-        if one.inputs != other.inputs:
-            raise UserError(f"{one.model} and {other.model} were not asked the same in {one.task}: they read other tokens")
+            raise UserError(f"{mine.model} and {other.model} were not asked the same in {mine.task}: {which} differs")
+        if mine.inputs != other.inputs:
+            raise UserError(f"{mine.model} and {other.model} were not asked the same in {mine.task}: they read other tokens")

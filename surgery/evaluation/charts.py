@@ -142,7 +142,9 @@ class _Scale:
         return "M" + "L".join(f"{self.x(x):g},{self.y(y):g}" for x, y in points) if points else ""
 
     def area(self, xs: Sequence[float], low: Sequence[float], high: Sequence[float]) -> str:
-        """Between two lines."""
+        """Between two lines; of a single x, across the whole chart."""
+        if len(xs) == 1:
+            return f"M{LEFT},{self.y(high[0]):g}H{WIDTH - RIGHT}V{self.y(low[0]):g}H{LEFT}z"
         edge = [*zip(xs, high, strict=True), *reversed(list(zip(xs, low, strict=True)))]
         return self.path(edge) + "z" if edge else ""
 
@@ -174,7 +176,7 @@ def chart(
         [_line(line, scale) for line in drawn], band, _columns(drawn, controls, xs, scale, unit),
         _x_ticks(xs, scale), [(scale.y(y), f"{y:g}") for y in _round(scale.high)], [unit, *(line.name for line in series)],
         [[f"{x:,g}", *(texts.get((line.name, x), "") for line in series)] for x in xs],
-        [scale.path(line) for line in chance],
+        [scale.path(line) if len(line) > 1 else f"M{LEFT},{scale.y(line[0][1]):g}H{WIDTH - RIGHT}" for line in chance],
     )  # fmt: skip
 
 

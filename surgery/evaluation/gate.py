@@ -41,34 +41,34 @@ class Requirement:
             if self.task not in results:  # longer than the models' context, say
                 lines.append(f"requirement '{self.text}' failed: {self.task} of {name} was not measured")
                 continue
-            has, bound, said = value(results[self.task]), self.number, ""
+            has, bound, source = value(results[self.task]), self.number, ""
             if self.other is not None:
                 bound = CHANGES[self.change](value(report.models[self.other].results()[self.task]), self.number)
-                said = f" ({self.other} {self.change} {self.number:g})"
+                source = f" ({self.other} {self.change} {self.number:g})"
             if not COMPARISONS[self.comparison](has, bound):
                 lines.append(
                     f"requirement '{self.text}' failed: {self.task} of {name} is {has:.4g}, not {self.comparison} "
-                    f"{bound:.4g}{said}: off by {abs(has - bound):.2g}"
+                    f"{bound:.4g}{source}: off by {abs(has - bound):.2g}"
                 )
         return lines
 
 
 def requirement(text: str, models: list[str], tasks: list[str]) -> Requirement:
     """Read one. models: as in the report, the base first. Raises UserError for what cannot be read or is not measured."""
-    found = FORM.fullmatch(text.strip())
-    if not found:
+    match = FORM.fullmatch(text.strip())
+    if not match:
         raise UserError(f"--require takes TASK >= NUMBER or TASK >= MODEL + NUMBER (or <=, >, <; -, *), not '{text}'")
-    left, comparison, alone, other, change, number = found.groups()
-    asked: list[str] = models[1:]
+    left, comparison, alone, other, change, number = match.groups()
+    held: list[str] = models[1:]
     task = left
     if task not in tasks:
-        asked = [name for name in models if left.startswith(f"{name}.") and left[len(name) + 1 :] in tasks]
-        if not asked:
+        held = [name for name in models if left.startswith(f"{name}.") and left[len(name) + 1 :] in tasks]
+        if not held:
             raise UserError(f"--require '{text}': '{left}' is not measured; there are {', '.join(tasks)}")
-        task = left[len(asked[0]) + 1 :]
+        task = left[len(held[0]) + 1 :]
     if other is not None and other not in (*models, "base"):
         blanks = " (+, - and * stand between blanks)" if {*other} & {*CHANGES} else ""
         raise UserError(f"--require '{text}': no model is named '{other}'{blanks}; there are {', '.join(models)}")
     if other == "base" and "base" not in models:
         other = models[0]
-    return Requirement(text, tuple(asked), task, comparison, other, change or "+", float(alone or number or 0))
+    return Requirement(text, tuple(held), task, comparison, other, change or "+", float(alone or number or 0))

@@ -63,7 +63,7 @@ def verdict(task: str, change: Estimate, said: Evidence) -> str:
     if short.startswith("perhaps"):
         return f"{short} (p = {said.p:.2g} by itself, {said.p_holm:.2g} among all comparisons)"
     if said.detectable is None:
-        return "no difference seen, of too few examples to say more"
+        return "no difference seen; too few examples to see a small one"
     if said.detectable <= CERTAIN:
         return f"no difference seen, and n = {said.n} was enough to see {'2%' if loss else '2 points'}"
     least = f"{100 * said.detectable:.1f}{'%' if loss else ' points'}"

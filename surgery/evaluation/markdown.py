@@ -199,7 +199,7 @@ def _cell(model: ModelReport, task: str) -> str:
 
 def unit(task: str) -> str:
     """What differences of a task are in, for the head of a column."""
-    return {"perplexity": "loss (nats)", "sliding": "sliding loss (nats)"}.get(task, heading(task))
+    return {"perplexity": "loss (nats per token)", "sliding": "sliding loss (nats per token)"}.get(task, heading(task))
 
 
 def _count(result) -> int:

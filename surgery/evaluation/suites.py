@@ -63,12 +63,12 @@ class Task:
 
 def names(options: Bench) -> list[str]:
     """The tasks of the suites, in the order of the report. Known without a model."""
-    found = list(_probes(options))
+    result = list(_probes(options))
     if "quick" in options.suites:
-        found.append("perplexity")
+        result.append("perplexity")
     if "language" in options.suites:
-        found.append("sliding")
-    return [*found, *standard(options)]
+        result.append("sliding")
+    return [*result, *standard(options)]
 
 
 def standard(options: Bench) -> list[str]:
@@ -80,15 +80,15 @@ def standard(options: Bench) -> list[str]:
 def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int, part: Part | None = None) -> list[Task]:
     """All tasks of all seeds. An example that an earlier seed asked, too, is not asked twice; a task that cannot ask another
     example (a fixed set of them) has one cell. part: of a file's facts, those to ask about."""
-    found: list[Task] = []
+    result: list[Task] = []
     for name, (probe, fields) in _probes(options).items():
         facts = {"source": data.facts, "part": part} if probe in ("knowledge", "letters") else {}
-        found += _probe_tasks(name, probe, fields | facts, options, tokenizer, data, seed)
-    found += _text_tasks(options, tokenizer, data, seed)
-    if wanted := standard(options):
-        loaded = harness.load(wanted, options.include_path, options.data_path)
-        found += [_standard_task(name, task, options, tokenizer) for name in wanted for task in loaded[name]]
-    return found
+        result += _probe_tasks(name, probe, fields | facts, options, tokenizer, data, seed)
+    result += _text_tasks(options, tokenizer, data, seed)
+    if names_of := standard(options):
+        loaded = harness.load(names_of, options.include_path, options.data_path)
+        result += [_standard_task(name, task, options, tokenizer) for name in names_of for task in loaded[name]]
+    return result
 
 
 def check_probes(options: Bench, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -117,19 +117,19 @@ def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
     """Task -> the probe and its options."""
     pairs = [*(options.pairs if {"quick", "retrieval"} & {*options.suites} else ())]
     pairs += [size for size in PAPER_PAIRS if "paper" in options.suites and size not in pairs]
-    found: dict[str, tuple[str, dict[str, Any]]] = {f"kv.{size}": ("kv", {"pairs": size, "keys": "lessons"}) for size in pairs}
+    result: dict[str, tuple[str, dict[str, Any]]] = {f"kv.{size}": ("kv", {"pairs": size, "keys": "lessons"}) for size in pairs}
     if {"quick", "retrieval"} & {*options.suites}:
         unseen = options.pairs[-1:] if options.unseen_pairs is None else options.unseen_pairs
-        found |= {f"kv_unseen.{size}": ("kv", {"pairs": size, "keys": "unseen"}) for size in unseen}
+        result |= {f"kv_unseen.{size}": ("kv", {"pairs": size, "keys": "unseen"}) for size in unseen}
     if "retrieval" in options.suites:
         for name in sorted({*probes()} - {"kv", "knowledge", "letters", "needle"}):
-            found |= {f"{name}.{size}": (name, fields) for size in options.pairs if (fields := sized_options(name, size))}
+            result |= {f"{name}.{size}": (name, fields) for size in options.pairs if (fields := sized_options(name, size))}
         for length in options.contexts:
             for depth in options.depths:
-                found[f"needle.{length}.{round(100 * depth)}"] = ("needle", {"length": length, "depth": depth})
+                result[f"needle.{length}.{round(100 * depth)}"] = ("needle", {"length": length, "depth": depth})
     if "quick" in options.suites:
-        found |= {name: (name, {}) for name in ("knowledge", "letters")}
-    return found
+        result |= {name: (name, {}) for name in ("knowledge", "letters")}
+    return result
 
 
 def sized_options(name: str, size: int) -> dict[str, Any] | None:
@@ -152,14 +152,14 @@ def _probe_tasks(
             return []
         fields = fields | {"source": data.held_out_text}
     asks = make(probe, tokenizer=tokenizer, **fields)
-    found: list[Task] = []
+    result: list[Task] = []
     known: set = set()
     for s in range(seed, seed + options.seeds):
-        made = examples(asks, probe in WRITTEN, options.limit, bench_seed(s))
-        fresh = [one for one in made if one not in known]
-        known |= {*made}
+        drawn = examples(asks, probe in WRITTEN, options.limit, bench_seed(s))
+        fresh = [example for example in drawn if example not in known]
+        known |= {*drawn}
         if fresh:
-            asked = tuple(digest(repr(one)) for one in fresh)
+            asked = tuple(digest(repr(example)) for example in fresh)
             ask = complete if isinstance(fresh[0], Completion) else answer
 
             def measure(
@@ -169,19 +169,19 @@ def _probe_tasks(
                     correct = ask(model, tokenizer, fresh, options.batch_size).correct
                 return Outcome(correct.astype(float), asked, inputs())
 
-            found.append(Task(name, s, f"{name} {' '.join(asked)}", measure))
-    return found
+            result.append(Task(name, s, f"{name} {' '.join(asked)}", measure))
+    return result
 
 
 def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> list[Task]:
     text = Perplexity(data.held_out_text, options.windows, options.window)
-    wanted: list[tuple[str, Callable, Callable]] = []
+    texts: list[tuple[str, Callable, Callable]] = []
     if "quick" in options.suites:
-        wanted.append(("perplexity", lambda windows: windows, text.losses))
+        texts.append(("perplexity", lambda windows: windows, text.losses))
     if "language" in options.suites:
-        wanted.append(("sliding", sliding_rows, sliding_losses))
-    found: list[Task] = []
-    for name, rows_of, losses in wanted:
+        texts.append(("sliding", sliding_rows, sliding_losses))
+    result: list[Task] = []
+    for name, rows_of, losses in texts:
         known: set[str] = set()
         for s in range(seed, seed + options.seeds):
             rows = rows_of(text.token_windows(tokenizer, bench_seed(s)))
@@ -197,8 +197,8 @@ def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, 
                     values = losses(model, rows)
                 return Outcome(values, asked, inputs())
 
-            found.append(Task(name, s, f"{name} {' '.join(asked)}", measure))
-    return found
+            result.append(Task(name, s, f"{name} {' '.join(asked)}", measure))
+    return result
 
 
 def _standard_task(name: str, task: Any, options: Bench, tokenizer: PreTrainedTokenizerBase) -> Task:

@@ -35,16 +35,18 @@ def export(
     recipe: Recipe | None = None,
     report: Report | None = None,
     figures: Path | None = None,
+    digest: str | None = None,
     form: str | None = None,
     **options: Any,
 ) -> Proof:
     """Write a hybrid in one of FORMATS, and return how a fresh process proved that the folder is the live model.
 
     tokenizer, plan, base (its name, as load() takes it): unless given, those that the hybrid remembers (`hybrid.surgery`); the
-    tokenizer is else taken from the base's folder. figures: a folder whose atlas travels along. form: the former name of
-    `format`. options: the format's own, such as max_shard_size="5GB" of `hf`. An existing folder at `path` is replaced if it is
-    an earlier export. Raises UserError, and leaves nothing behind, if the format cannot hold the hybrid exactly, if writing or
-    proving fails, or if something that is not given is not remembered either.
+    tokenizer is else taken from the base's folder. figures: a folder whose atlas travels along. digest: of the hybrid
+    (digests.model_digest), where it is known. form: the former name of `format`. options: the format's own, such as
+    max_shard_size="5GB" of `hf`. An existing folder at `path` is replaced if it is an earlier export. Raises UserError, and
+    leaves nothing behind, if the format cannot hold the hybrid exactly, if writing or proving fails, or if something that is
+    not given is not remembered either.
     """
     if form is not None:
         say("export(form=...) is now export(format=...)")
@@ -66,7 +68,7 @@ def export(
     tokenizer = tokenizer_of(hybrid, tokenizer, "export")
     return folder.save(
         format, written, model, path, tokenizer=prompting(tokenizer), plan=plan, base=base, recipe=recipe, report=report,
-        figures=figures, **options,
+        figures=figures, digest=digest, **options,
     )  # fmt: skip
 
 

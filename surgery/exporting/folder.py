@@ -93,6 +93,7 @@ def save(
     recipe: Recipe | None = None,
     report: Report | None = None,
     figures: Path | None = None,
+    digest: str | None = None,
     **options: Any,
 ) -> Proof:
     """Write the folder in the format `name`, prove it, say so, and return the proof. An existing folder at `path` is replaced
@@ -106,7 +107,7 @@ def save(
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=_hidden(path, "new-")))
         lock = _lock(temporary)
-        digest = model_digest(hybrid)
+        digest = digest or model_digest(hybrid)
         if report is not None:
             check_report(report, digest, dtypes(hybrid))
         try:

@@ -78,7 +78,7 @@ def why_not(config: Any) -> str | None:
 
 
 def _lost(config: Any, again: Any) -> str | None:
-    """What the configuration that was read back has otherwise."""
+    """What was lost in the configuration that was read back, or None."""
     for spec in config.grafts:
         (other,) = (other for other in again.grafts if other["layer"] == spec["layer"])
         for name, value in spec.items():

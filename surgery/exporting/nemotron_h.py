@@ -81,7 +81,7 @@ def _unlike(spec: dict[str, Any], first: dict[str, Any]) -> str | None:
         "mlp": "brings its donor's MLP and norms", "bias": "has biases",
     }.items():  # fmt: skip
         if spec[name]:
-            return f"{where} the attention {what}, which it has not"
+            return f"{where} the attention {what}, which nemotron_h cannot express"
     if spec | {"layer": 0} != first | {"layer": 0}:
         return f"{where} the attention has another shape than in L{first['layer']}, and all must be alike"
     return None

@@ -1,5 +1,5 @@
-"""The patch: what the hybrid adds to its base or changes in it, in one safetensors and one JSON. splice/patch.py puts base and
-patch together again."""
+"""The patch: what the hybrid adds to its base or changes in it, in one safetensors and one JSON. splicing/joining.py joins base
+and patch again."""
 
 import hashlib
 from pathlib import Path
@@ -19,7 +19,7 @@ from surgery.models.offloaded import held
 from surgery.models.quantised import is_quantised
 from surgery.records.plan import Plan, published
 from surgery.records.record import environment
-from surgery.splicing.patch import RECORD, WEIGHTS, Patch
+from surgery.splicing.joining import RECORD, WEIGHTS, Patch
 from surgery.splicing.splice import check_base
 
 USE = """\

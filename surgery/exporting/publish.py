@@ -23,8 +23,8 @@ from surgery.exporting.card import card
 from surgery.exporting.export import FORMATS
 from surgery.exporting.folder import CARD, RECORD, Exported, check
 from surgery.exporting.verify import Proof
-from surgery.splicing.patch import RECORD as PATCH
-from surgery.splicing.patch import Patch
+from surgery.splicing.joining import RECORD as PATCH
+from surgery.splicing.joining import Patch
 
 # Files at the top of a repository that decide what is loaded from it, whoever wrote them: weights, adapters, configuration and
 # tokenizer, as transformers looks for them.

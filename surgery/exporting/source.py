@@ -9,13 +9,13 @@ from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.exporting.folder import RECORD, Exported, check, check_report
 from surgery.loading.checkpoint import plan_of
-from surgery.loading.digests import dtypes, model_digest
+from surgery.loading.digests import dtypes
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
 from surgery.records.recipe import read_back
 from surgery.runtime.progress import say
-from surgery.splicing.patch import RECORD as PATCH
-from surgery.splicing.patch import Patch
+from surgery.splicing.joining import RECORD as PATCH
+from surgery.splicing.joining import Patch
 from surgery.splicing.remembered import PLAN, read_surgery
 
 
@@ -61,11 +61,11 @@ def advise_tuning(name: str) -> None:
         say(f"{name}: its attention started at random, and no tuning is on record; tune it before use: surgery tune {name}")
 
 
-def papers_of(name: str, model: PreTrainedModel) -> dict[str, Any]:
+def papers_of(name: str, model: PreTrainedModel, digest: str) -> dict[str, Any]:
     """Recipe, report and figures that go with the same weights in another form; nothing, and a line that says so, if the folder
     is no longer what was verified: they may then be about another model. Nor do report and figures go with another dtype.
 
-    model: what was loaded from there.
+    model: what was loaded from there. digest: the model's.
     """
     folder = Path(name)
     papers: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def papers_of(name: str, model: PreTrainedModel) -> dict[str, Any]:
     if (folder / "report.json").exists():
         report = Report.read(folder / "report.json", unsealed="refuse")
         try:
-            check_report(report, model_digest(model), dtypes(model))
+            check_report(report, digest, dtypes(model))
         except UserError as error:
             say(f"report and figures stay behind: {error}")
             return papers
@@ -89,13 +89,14 @@ def papers_of(name: str, model: PreTrainedModel) -> dict[str, Any]:
     return papers | {"figures": folder}
 
 
-def report_on(model: PreTrainedModel, plan: Plan, path: Path) -> Report:
-    """A report of bench about a hybrid. Raises UserError if it measured other weights, or is not as it was written."""
+def report_on(model: PreTrainedModel, digest: str, plan: Plan, path: Path) -> Report:
+    """A report of bench about a hybrid with this digest. Raises UserError if it measured other weights, or is not as it was
+    written."""
     report = Report.read(path, unsealed="refuse")
     if plan.provenance is not None and plan.provenance.base_fingerprint != report.provenance.base_fingerprint:
         raise UserError(f"{path} is a report on another base, {report.provenance.base}")
     try:
-        check_report(report, model_digest(model), dtypes(model))
+        check_report(report, digest, dtypes(model))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     return report

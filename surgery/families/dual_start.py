@@ -14,7 +14,7 @@ from surgery.hybrids.common import HybridCausalLM
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 
-# Fields that a hybrid's configuration has and its base's has not, or has with another value.
+# Fields that only a hybrid's configuration has, or whose values differ from its base's.
 OWN = ("model_type", "architectures", "grafts", "layer_types", "auto_map")
 
 

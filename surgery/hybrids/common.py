@@ -133,6 +133,8 @@ class HybridBackbone:
     mixer_class: ClassVar[type]
     last_norm: ClassVar[str] = "norm_f"
     norm_f: Any  # mypy would compare it with the parent's
+    _no_split_modules: Any = ["HybridBlock"]
+    _supports_sdpa = True
 
     def __init__(self: Any, config: Any):
         PreTrainedModel.__init__(self, config)  # the parent's would build a stock backbone
@@ -207,6 +209,8 @@ class HybridCausalLM:
     backbone_class: ClassVar[type]
     # Where mamba-surgery is installed: reads what `surgery` is to be for a model that transformers loaded.
     recall: ClassVar[Any] = None
+    _no_split_modules: Any = ["HybridBlock"]
+    _supports_sdpa = True
 
     def __init__(self: Any, config: Any):
         PreTrainedModel.__init__(self, config)

@@ -94,15 +94,9 @@ class DualMixer:
 
     @fetching(*READ)
     def forward(
-        self: Any,
-        hidden_states: Tensor,
-        cache_params: Cache | None = None,
-        attention_mask: Tensor | None = None,
-        causal_mask: Tensor | None = None,
-        positions_to_keep: Tensor | None = None,
-        packing: Packing | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+        self: Any, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None,
+        causal_mask: Tensor | None = None, positions_to_keep: Tensor | None = None, packing: Packing | None = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
         gate, x, B, C, dt, qk = self.project(hidden_states, cache_params, attention_mask, packing)
         y = self.mix(x, B, C, dt, qk, cache_params, causal_mask, packing)
         return self.finish(at(positions_to_keep, y), at(positions_to_keep, gate))

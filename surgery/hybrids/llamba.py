@@ -150,12 +150,9 @@ class LlambaMixer(DualMixer, nn.Module):
         self.take_grafts(config, layer_idx)
 
     def project(
-        self,
-        hidden_states: Tensor,
-        cache_params: Cache | None = None,
-        attention_mask: Tensor | None = None,
+        self, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None,
         packing: Packing | None = None,
-    ) -> tuple:
+    ) -> tuple:  # fmt: skip
         """u (b, t, d) -> gate z with its bias (b, t, h * p), x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h) in float32 at
         least, and the grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's conv state."""
         b, t, _ = hidden_states.shape
@@ -171,15 +168,9 @@ class LlambaMixer(DualMixer, nn.Module):
         return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk
 
     def scan(
-        self,
-        x: Tensor,
-        B: Tensor,
-        C: Tensor,
-        dt: Tensor,
-        heads: list[int],
-        cache_params: Cache | None,
+        self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None,
         packing: Packing | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The SSM's mixing for `heads`; x (b, t, len(heads), p) and dt (b, t, len(heads))."""
         D: Tensor = self.D
         if len(heads) < self.num_heads:
@@ -226,9 +217,7 @@ class LlambaPreTrainedModel(PreTrainedModel):
     config_class = LlambaConfig
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["LlambaBlock"]
     _is_stateful = True
-    _supports_sdpa = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -242,6 +231,7 @@ class LlambaPreTrainedModel(PreTrainedModel):
 
 class LlambaModel(HybridBackbone, LlambaPreTrainedModel):
     last_norm = "final_layernorm"
+    _no_split_modules = ["LlambaBlock"]
 
     def __init__(self, config: LlambaConfig):
         PreTrainedModel.__init__(self, config)
@@ -263,6 +253,7 @@ class LlambaModel(HybridBackbone, LlambaPreTrainedModel):
 
 class LlambaForCausalLM(HybridCausalLM, LlambaPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "backbone.embedding.weight"}
+    _no_split_modules = ["LlambaBlock"]
 
     def __init__(self, config: LlambaConfig):
         PreTrainedModel.__init__(self, config)

@@ -107,15 +107,9 @@ class _HybridMixer:
 
     @fetching(*READ)
     def forward(
-        self: Any,
-        hidden_states: Tensor,
-        cache_params: Cache | None = None,
-        attention_mask: Tensor | None = None,
-        causal_mask: Tensor | None = None,
-        positions_to_keep: Tensor | None = None,
-        packing: Packing | None = None,
-        **_: Any,
-    ) -> Tensor:
+        self: Any, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None,
+        causal_mask: Tensor | None = None, positions_to_keep: Tensor | None = None, packing: Packing | None = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
         x, dt, B, C, gate = self.project(hidden_states, cache_params, attention_mask, packing)
         y = self.mix(x, dt, B, C, cache_params, causal_mask, packing)
         return self.finish(at(positions_to_keep, y), at(positions_to_keep, gate))
@@ -310,29 +304,21 @@ class FalconMambaHybridMixer(_HybridMixer, FalconMambaMixer):
 class MambaHybridModel(HybridBackbone, MambaModel):
     config_class = MambaHybridConfig
     mixer_class = MambaHybridMixer
-    _no_split_modules = ["HybridBlock"]
-    _supports_sdpa = True
 
 
 class FalconMambaHybridModel(HybridBackbone, FalconMambaModel):
     config_class = FalconMambaHybridConfig
     mixer_class = FalconMambaHybridMixer
-    _no_split_modules = ["HybridBlock"]
-    _supports_sdpa = True
 
 
 class MambaHybridForCausalLM(HybridCausalLM, MambaForCausalLM):
     config_class = MambaHybridConfig
     backbone_class = MambaHybridModel
-    _no_split_modules = ["HybridBlock"]
-    _supports_sdpa = True
 
 
 class FalconMambaHybridForCausalLM(HybridCausalLM, FalconMambaForCausalLM):
     config_class = FalconMambaHybridConfig
     backbone_class = FalconMambaHybridModel
-    _no_split_modules = ["HybridBlock"]
-    _supports_sdpa = True
 
 
 for _config, _model in (

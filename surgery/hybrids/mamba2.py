@@ -70,12 +70,9 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         self.take_grafts(config, layer_idx)
 
     def project(
-        self,
-        hidden_states: Tensor,
-        cache_params: Cache | None = None,
-        attention_mask: Tensor | None = None,
+        self, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None,
         packing: Packing | None = None,
-    ) -> tuple:
+    ) -> tuple:  # fmt: skip
         """u (b, t, d) -> gate z (b, t, h * p), x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h) ready for use, in
         float32 at least, and the grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's conv state."""
         b, t, _ = hidden_states.shape
@@ -89,15 +86,9 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk
 
     def scan(
-        self,
-        x: Tensor,
-        B: Tensor,
-        C: Tensor,
-        dt: Tensor,
-        heads: list[int],
-        cache_params: Cache | None,
+        self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None,
         packing: Packing | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The SSM's mixing for `heads`; x (b, t, len(heads), p)."""
         A = -torch.exp(self.A_log.float())
         D: Tensor = self.D
@@ -124,15 +115,11 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
 class Mamba2HybridModel(HybridBackbone, Mamba2Model):
     config_class = Mamba2HybridConfig
     mixer_class = Mamba2HybridMixer
-    _no_split_modules = ["HybridBlock"]
-    _supports_sdpa = True
 
 
 class Mamba2HybridForCausalLM(HybridCausalLM, Mamba2ForCausalLM):
     config_class = Mamba2HybridConfig
     backbone_class = Mamba2HybridModel
-    _no_split_modules = ["HybridBlock"]
-    _supports_sdpa = True
 
 
 AutoConfig.register(Mamba2HybridConfig.model_type, Mamba2HybridConfig, exist_ok=True)

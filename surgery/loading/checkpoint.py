@@ -21,7 +21,7 @@ from surgery.models.quantised import converted
 from surgery.models.tokens import prompting
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
-from surgery.splicing.patch import RECORD, Patch, join
+from surgery.splicing.joining import RECORD, Patch, join
 from surgery.splicing.remembered import PLAN, Opened, Surgery, read_surgery, remember
 from surgery.splicing.splice import freeze
 

@@ -33,12 +33,9 @@ def model_of(base: Any, verb: str) -> PreTrainedModel:
 
 
 def tokenizer_of(base: Any, tokenizer: Any, verb: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that a verb was given, or else that of the Checkpoint, or with which surgery.load opened the model. Raises
-    UserError where there is none, and for anything else."""
-    from surgery.splicing.remembered import opened  # it lies above this module
-
-    if tokenizer is None and (known := opened(base) or vars(base).get("_surgery")) is not None:
-        tokenizer = known.tokenizer
+    """The tokenizer that a verb was given, or the Checkpoint's. Raises UserError if there is none, and for anything else."""
+    if tokenizer is None and isinstance(base, Checkpoint):
+        return base.tokenizer
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         return tokenizer
     if tokenizer is None:

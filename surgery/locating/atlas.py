@@ -6,17 +6,20 @@ the one of them whose score is largest in size.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.locating.mixing_figure import draw_mixing
 from surgery.locating.questions import described
-from surgery.locating.ranking import Ranking, Score, gain
+from surgery.locating.ranking import Ranking, ablation_cost, gain
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.runtime import plotting
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MOST_COLUMNS = 96  # of a map; more heads share cells
 WIDE = 16  # heads, from which a map takes the whole width
@@ -80,9 +83,10 @@ def draw_atlas(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rankin
     draw_mixing(base, tokenizer, ranking, out / "mixing.png")
 
 
-def draw_scores(ranking: Ranking, path: Path, plan: Plan | None = None) -> None:
-    """Heat maps layer x head, one for every score that was measured, and the leading heads as bars. A, G: aggregate and gather
-    heads; framed: the heads of `plan`. White with a cross: not measured, or a head that the layer lacks."""
+def draw_scores(ranking: Ranking, path: Path | None = None, plan: Plan | None = None) -> "Figure":
+    """Heat maps layer x head, one for every score that was measured, and the leading heads as bars, written to `path` if there
+    is one. A, G: aggregate and gather heads; framed: the heads of `plan`. White with a cross: not measured, or a head that the
+    layer lacks."""
     maps, layout = measured_maps(ranking), grid(ranking)
     planned = {part for site in (plan.sites if plan else ()) for part in (site.each() or (site,))}
     columns = 1 if layout.columns > WIDE else 2
@@ -101,6 +105,7 @@ def draw_scores(ranking: Ranking, path: Path, plan: Plan | None = None) -> None:
             f"{described(probe['name'], probe['options'])}, n = {probe['examples']}, base accuracy "
             f"{ranking.base_accuracy.accuracy:.2f}\n{_legend(layout, bool(planned))}", fontsize=9.5, ha="left", x=0.01,
         )  # fmt: skip
+    return figure
 
 
 def _legend(layout: Grid, planned: bool) -> str:
@@ -131,7 +136,7 @@ def _mark(axis: Any, layout: Grid, ranking: Ranking, planned: set[Site]) -> None
     from matplotlib.patheffects import withStroke
 
     large = layout.layers * layout.columns > LARGE
-    with_role = sorted((score for score in ranking.heads if score.role), key=_cost, reverse=True)
+    with_role = sorted((score for score in ranking.heads if score.role), key=ablation_cost, reverse=True)
     halo = withStroke(linewidth=2, foreground="white")
     for score in with_role[:MOST_LETTERS]:
         axis.text(
@@ -168,7 +173,3 @@ def _draw_leading(axis: Any, ranking: Ranking, planned: set[Site]) -> None:
     axis.axvline(0, color="#57606A", lw=0.8)
     axis.set_xlabel(ORDERED_BY[order], fontsize=8.5)
     axis.set_title("Leading heads, 95% intervals", fontsize=9.5)
-
-
-def _cost(score: Score) -> float:
-    return score.ablation_loss.value if score.ablation_loss else 0.0

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.kernels.mixing import selective_matrix, ssd_matrix
-from surgery.locating.patching import replaced
 from surgery.locating.subject import Subject
+from surgery.locating.substitution import replaced
 from surgery.models.anatomy import Mixer
 from surgery.records.site import Site
 

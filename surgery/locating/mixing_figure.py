@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.locating.example import Window, example_matrices, example_tokens, short_question, window
-from surgery.locating.ranking import Ranking, Score
+from surgery.locating.ranking import Ranking, ablation_cost
 from surgery.locating.subject import Subject
 from surgery.runtime import plotting
 
@@ -36,7 +36,8 @@ class Strips:
 def draw_mixing(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranking: Ranking, path: Path, top: int = 4) -> None:
     """The mixing matrices of the leading heads (and of the first gather heads) over one example's tokens."""
     leading = [score for score in ranking.heads if score.pair_mass is not None][:top]  # heads whose matrices can be had
-    gather = [score for score in _by_ablation(ranking) if score.role == "gather" and score not in leading]
+    by_cost = sorted(ranking.heads, key=ablation_cost, reverse=True)
+    gather = [score for score in by_cost if score.role == "gather" and score not in leading]
     chosen = leading + gather[:2]
     if not chosen:
         return
@@ -96,7 +97,3 @@ def paint(axis: Any, matrix: np.ndarray, tokens: Sequence[str], part: Window, *,
 def printed(token: str) -> str:
     """A token as a label."""
     return token.replace("\\n", "↵") or "␣"
-
-
-def _by_ablation(ranking: Ranking) -> list[Score]:
-    return sorted(ranking.heads, key=lambda score: -(score.ablation_loss.value if score.ablation_loss else 0.0))

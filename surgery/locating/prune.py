@@ -23,9 +23,9 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.locating.patching import silenced, without
 from surgery.locating.questions import choice_probe
 from surgery.locating.subject import Subject
+from surgery.locating.substitution import silenced, without
 from surgery.models.anatomy import Kind
 from surgery.models.finite import explained
 from surgery.probes.question import Probe, Question

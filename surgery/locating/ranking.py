@@ -1,7 +1,9 @@
 """The ranking: scores of all sites, as a table, a data frame and a figure."""
 
 import math
+from functools import partial
 from html import escape
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, Literal
 
 from surgery.errors import UserError
@@ -16,6 +18,7 @@ from surgery.records.site import SiteText
 from surgery.statistics import Accuracy, Estimate
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 Role = Literal["gather", "aggregate"]
@@ -79,7 +82,8 @@ class Ranking(Sealed):
     @property
     def score(self) -> ScoreName:
         """What the leading heads are sorted by."""
-        return next((name for order, name in ORDER if gain(self.heads[0])[0] == order), "splice_loss")
+        best = gain(self.heads[0])[0] if self.heads else 0
+        return next((name for order, name in ORDER if order == best), "splice_loss")
 
     def top(self, k: int = SHOWN) -> tuple[Score, ...]:
         """The k leading heads' scores, best first (of all heads, if there are fewer). Raises UserError for a k below 1."""
@@ -111,6 +115,15 @@ class Ranking(Sealed):
             raise UserError("Ranking.to_pandas needs pandas, which is not installed: pip install pandas") from error
         return pandas.DataFrame([_row(score, drawn=score.site in self.drawn) for score in self.heads])
 
+    def plot(self) -> "Figure":
+        """A matplotlib figure: heat maps layer x head, one for every score that was measured, with letters at aggregate and
+        gather heads, and the leading heads as bars. A notebook shows it; for a file, call its savefig."""
+        from surgery.locating.atlas import draw_scores
+
+        figure = draw_scores(self)
+        vars(figure)["_repr_png_"] = partial(_png, figure)  # for notebooks, whatever their backend
+        return figure
+
     def __str__(self) -> str:
         header, body = self.table()
         widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
@@ -128,15 +141,15 @@ class Ranking(Sealed):
         return f"<p>{caption}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table><p>{notes}</p>"
 
     def _caption(self) -> list[str]:
-        probe = described(self.probe["name"], self.probe["options"])
+        probe = described(self.probe.get("name", "?"), self.probe.get("options", {}))
         return [
             f"Ranking of {called(self.provenance.base)}: {len(self.heads):,} heads, by {self.score.replace('_', ' ')}",
-            f"{probe}, {self.probe['examples']} examples; base accuracy {self.base_accuracy}",
+            f"{probe}, {self.probe.get('examples', '?')} examples; base accuracy {self.base_accuracy}",
         ]
 
     def _notes(self, shown: int) -> list[str]:
         left = len(self.heads) - shown
-        more = [f"... and {left:,} more heads: see top(k) and to_pandas()"] if left > 0 else []
+        more = [f"... and {left:,} more heads: see top(k), to_pandas() and plot()"] if left > 0 else []
         return [*more, *(f"{name.replace('_', ' ')}: {LEGEND[name]}" for name in self._shown())]
 
 
@@ -159,6 +172,12 @@ def _cell(score: Score, name: str) -> str:
     return "" if estimate is None else f"{estimate.value:+.3f}"
 
 
+def _png(figure: "Figure") -> bytes:
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=100)
+    return content.getvalue()
+
+
 def _row(score: Score, drawn: bool) -> dict[str, Any]:
     start = score.start
     row: dict[str, Any] = {"site": str(score.site), "layer": score.site.layer, "head": score.site.heads[0]}
@@ -170,3 +189,8 @@ def _row(score: Score, drawn: bool) -> dict[str, Any]:
         row[f"{name}_low"], row[f"{name}_high"] = (math.nan, math.nan) if estimate is None else estimate.ci95
         row[f"{name}_n"] = 0 if estimate is None else estimate.n
     return row
+
+
+def ablation_cost(score: Score) -> float:
+    """The loss that ablating a head costs; 0 where it was not measured."""
+    return score.ablation_loss.value if score.ablation_loss else 0.0

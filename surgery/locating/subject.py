@@ -11,7 +11,7 @@ from surgery.loading.checkpoint import fingerprint
 from surgery.loading.digests import Conditions, conditions
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.anatomy import Anatomy, anatomy
-from surgery.splicing.remembered import opened
+from surgery.splicing.remembered import opened, remembered_tokenizer
 from surgery.splicing.splice import adopt
 
 
@@ -40,7 +40,7 @@ class Subject:
         Raises UserError for arguments of another type, and if the layout of the model is not known (models/anatomy.py).
         """
         given = model_of(base, verb)
-        tokenizer = tokenizer_of(base, tokenizer, verb)
+        tokenizer = tokenizer_of(base, remembered_tokenizer(given) if tokenizer is None else tokenizer, verb)
         model = adopt(given).eval()
         if name is None:
             name = known.name if (known := opened(base)) else "base"

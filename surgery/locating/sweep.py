@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from surgery.errors import UserError
-from surgery.locating.patching import silenced, without
 from surgery.locating.prune import heads_of
 from surgery.locating.subject import Subject
+from surgery.locating.substitution import silenced, without
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import answer
 from surgery.records.record import Record

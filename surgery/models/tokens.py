@@ -22,6 +22,7 @@ import copy
 import json
 import re
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -59,16 +60,16 @@ def opening(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[li
     return [ids[: len(ids) - appended] for ids in tokenizer(list(texts))["input_ids"]]
 
 
-def following(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+def following(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str]]) -> list[list[int]]:
     """For every (prompt, text) the token ids of the text behind the prompt; see the module. An empty list where the text is
     part of the prompt's last token."""
-    if not pairs:
+    if not texts:
         return []  # some tokenizers refuse an empty list
     cut = _tail if _is_local(tokenizer) else str
-    tails = {prompt: cut(prompt) for prompt in dict.fromkeys(prompt for prompt, _ in pairs)}
-    short = [(tails[prompt], text) for prompt, text in pairs]
-    texts = sorted({tail for tail, _ in short} | {tail + text for tail, text in short})
-    ids = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
+    tails = {prompt: cut(prompt) for prompt in dict.fromkeys(prompt for prompt, _ in texts)}
+    short = [(tails[prompt], text) for prompt, text in texts]
+    distinct = sorted({tail for tail, _ in short} | {tail + text for tail, text in short})
+    ids = dict(zip(distinct, tokenizer(distinct, add_special_tokens=False)["input_ids"], strict=True))
     return [ids[tail + text][len(ids[tail]) :] for tail, text in short]
 
 
@@ -133,8 +134,7 @@ def _try_barriers(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
     if any(map(ACROSS.search, tokenizer.get_vocab())):
         return False
-    pairs = [(prompt, text) for prompt in PROMPTS for text in TEXTS]
-    for prompt, text in pairs:
+    for prompt, text in product(PROMPTS, TEXTS):
         tail = _tail(prompt)
         texts = [prompt, prompt + text, tail, tail + text]
         of_prompt, of_both, of_tail, of_tail_and_text = tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -1,5 +1,6 @@
 """A recipe: one YAML file, one run. Unknown keys are refused by name; defaults are those of the demo's scale."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -7,7 +8,7 @@ import pydantic
 from pydantic import Field
 
 from surgery.errors import UserError
-from surgery.records.complaints import complaint
+from surgery.records.complaints import complaint, place_of
 from surgery.records.record import read_text
 from surgery.records.renamed import advise, current, current_key
 from surgery.records.sections.benching import Bench, Suite
@@ -84,7 +85,7 @@ def read_recipe(path: str | Path | None, settings: list[str] | None = None, **fi
         _apply(tree, setting, old)
     advise(old)
     tree |= {key: value for key, value in fixed.items() if value is not None}
-    return _valid(tree, "recipe" if path is None else f"recipe {path}")
+    return _valid(tree, "recipe" if path is None else f"recipe {path}", settings or ())
 
 
 def read_back(path: str | Path) -> Recipe:
@@ -139,8 +140,13 @@ def changed(recipe: Recipe, **changes: Any) -> Recipe:
     return _valid(tree, "recipe, changed")
 
 
-def _valid(tree: dict[str, Any], what: str) -> Recipe:
+def _valid(tree: dict[str, Any], source: str, settings: Sequence[str] = ()) -> Recipe:
+    """settings: those of --set that are in the tree; a complaint about one of them does not name the source."""
     try:
         return Recipe.model_validate(tree)
     except pydantic.ValidationError as error:
-        raise UserError(f"{what}: {complaint(error, Recipe)}") from error
+        place = f"{place_of(error)}."
+        keys = [f"{present_key(setting.partition('=')[0])}." for setting in settings]
+        if any(place.startswith(key) or key.startswith(place) for key in keys):
+            source = "--set"
+        raise UserError(f"{source}: {complaint(error, Recipe)}") from error

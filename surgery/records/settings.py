@@ -12,8 +12,8 @@ from pydantic_core import PydanticUndefined
 from surgery.records.pretrain_recipe import PretrainRecipe
 from surgery.records.recipe import Recipe
 from surgery.records.record import Record
+from surgery.records.sections.listing import walk
 from surgery.records.sections.section import MOST, Section
-from surgery.records.sections.walk import walk
 from surgery.records.site import Site
 
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

@@ -3,6 +3,7 @@
 matplotlib is imported where a figure is drawn. Figures are made without pyplot, so that a notebook keeps its own backend.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,6 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a token may be a dollar
 }
 ACCURACY = "accuracy (higher is better)"
-LOSS = "loss, nats per token (lower is better)"
 
 
 def lower(quantity: str) -> str:
@@ -54,17 +54,22 @@ def controls_label(count: int) -> str:
 
 @contextmanager
 def drawing(
-    path: str | Path, rows: int = 1, columns: int = 1, *, height: float, width: float = WIDTH, **options: Any
+    path: str | Path | None, rows: int = 1, columns: int = 1, *, height: float, width: float = WIDTH, **options: Any
 ) -> Iterator[tuple[Any, Any]]:
     """Yields a figure of `width` x `height` inches and its axes (rows, columns), and writes it as PNG at the end, under its
-    final name only when complete. options: of `Figure.subplots`."""
+    final name only when complete; where there is no path, not at all. options: of `Figure.subplots`."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=r"Glyph \d+ .*missing from"
+        )  # drawn as a box; names and tokens may be anything
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False, **options)
         yield figure, axes
+        if path is None:
+            return
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp")
@@ -94,11 +99,15 @@ def draw_controls(axis: Any, x: Sequence[float], values: Sequence[Sequence[float
     label: of the legend; by default how many controls there are."""
     low, high = (list(map(end, zip(*values, strict=True))) for end in (min, max))
     label = label or controls_label(len(values))
+    if len(x) == 1:  # a band all the same
+        x, low, high = [x[0] - 1, x[0] + 1], low * 2, high * 2
     axis.fill_between(x, low, high, color=CONTROLS, lw=3, joinstyle="round", zorder=1, label=label)
 
 
 def draw_chance(axis: Any, x: Sequence[float], y: Sequence[float]) -> None:
     """What guessing gives."""
+    if len(x) == 1:
+        x, y = [x[0] - 1, x[0] + 1], [*y, *y]
     axis.plot(x, y, color=CHANCE, lw=1.2, ls=(0, (1, 2)), label="chance", zorder=1.5)
 
 

@@ -53,10 +53,10 @@ class Track(Iterable[T]):
         return self._bar() if console.is_terminal else self._lines()
 
     def _bar(self) -> Iterator[T]:
-        with _row(self.description, self.total) as (display, row):
+        with _row(self.description, self.total, lambda: self.note) as (display, row):
             for item in self.items:
                 yield item
-                display.update(row, advance=1, note=self.note)
+                display.update(row, advance=1)
 
     def _lines(self) -> Iterator[T]:
         start = last = time.monotonic()
@@ -85,16 +85,18 @@ def counting(total: int, description: str) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def busy(description: str, every: float = EVERY) -> Iterator[None]:
+def busy(description: str, after: float | None = EVERY) -> Iterator[None]:
     """Work whose end cannot be foreseen: on a terminal a moving bar and the time that has passed; elsewhere a line, if it takes
-    longer than `every` seconds."""
+    longer than `after` seconds (None: none)."""
     if not is_main():
         yield
     elif console.is_terminal:
         with _row(description, None):
             yield
+    elif after is None:
+        yield
     else:
-        late = threading.Timer(every, lambda: print(f"{description} ...", file=sys.stderr, flush=True))
+        late = threading.Timer(after, lambda: print(f"{description} ...", file=sys.stderr, flush=True))
         late.daemon = True
         late.start()
         try:
@@ -117,20 +119,20 @@ class _Line(ProgressColumn):
         state = f"{done}, about {duration(left)} left" if left is not None else f"{done}, {duration(elapsed)} so far"
         line = Text(f"{task.description} ", no_wrap=True, overflow="ellipsis")
         line.append("━" * full, "green").append("─" * (BAR - full), "dim")
-        return line.append(f" {state}  {task.fields['note']}")
+        return line.append(f" {state}  {task.fields['note']()}")
 
 
 _display: list[Progress] = []  # the one that is shown, as rich can show one at a time
 
 
 @contextmanager
-def _row(description: str, total: int | None) -> Iterator[tuple[Progress, TaskID]]:
+def _row(description: str, total: int | None, note: Callable[[], str] = str) -> Iterator[tuple[Progress, TaskID]]:
     """A row of the display, which is shown as long as it has any."""
     if not _display:
         _display.append(Progress(_Line(), console=console, transient=True))
         _display[0].start()
     display = _display[0]
-    row = display.add_task(description, total=total, note="")
+    row = display.add_task(description, total=total, note=note)
     try:
         yield display, row
     finally:

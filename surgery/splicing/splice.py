@@ -158,7 +158,7 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     for module in model.modules():
         if isinstance(module, LayerGraftMixer):
             tensors |= module.removed
-    return tensors | vars(model).get("unadapted", {})  # tune/lora.py
+    return tensors | vars(model).get("unadapted", {})  # tuning/lora.py
 
 
 def _quantised(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -82,18 +82,10 @@ def tune(
 
 @contextmanager
 def started_run(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    options: Tune,
-    *,
-    data: Data | None = None,
-    seed: int = 0,
-    layers: Iterable[int] | None = None,
-    teacher: PreTrainedModel | None = None,
-    out: Path | None = None,
-    resume: bool = False,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Tune, *, data: Data | None = None, seed: int = 0,
+    layers: Iterable[int] | None = None, teacher: PreTrainedModel | None = None, out: Path | None = None, resume: bool = False,
     description: str = "tune",
-) -> Iterator["Run"]:
+) -> Iterator["Run"]:  # fmt: skip
     """A run of tune that has taken no step yet, or none since the checkpoint that it resumes. Arguments as for tune."""
     data = data or Data()
     check_trackers(options)

@@ -18,7 +18,7 @@ import yaml
 
 from surgery.families import families
 from surgery.probes import probes
-from surgery.records.recipe import read_recipe
+from surgery.records.recipe import Bench, read_recipe
 from surgery.world.text import document
 from tests.conftest import ROOT, TINY
 from tests.docs.pages import NOT_RUN, PAGES, Block, blocks, name
@@ -37,6 +37,17 @@ SMALLER = {
     },
 }
 SLOW = {"docs/quicktour.md"}  # runs as large as it stands, because it says what comes out
+
+
+class SmallBench(Bench):
+    """As SMALLER, where Python does not say how much it measures."""
+
+    pairs: tuple[int, ...] = (4, 64)
+    limit: int = 20
+    contexts: tuple[int, ...] = (64,)
+    windows: int = 8
+
+
 LANGUAGES = {"bash", "python", "yaml", "json", "toml", "text"}
 WITH_CODE = [page for page in PAGES if any(block.language != "text" and block.reason is None for block in blocks(page))]
 
@@ -82,7 +93,8 @@ def _look_again() -> None:
 @pytest.mark.parametrize(
     "page", [pytest.param(page, id=name(page), marks=[pytest.mark.slow] * (name(page) in SLOW)) for page in WITH_CODE]
 )
-def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed):
+def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed, monkeypatch):
+    monkeypatch.setattr("surgery.evaluation.bench.Bench", SmallBench)
     cells: dict = {"__name__": "page"}
     commands: list[str] = []
     for block in blocks(page):

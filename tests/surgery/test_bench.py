@@ -217,7 +217,7 @@ def test_the_report_in_words(finished, pair):
         ("kv.8", 0.0, {"detectable": 0.019}, "no difference seen, and n = 9 was enough to see 2 points"),
         ("perplexity", 0.0, {"detectable": 0.019}, "no difference seen, and n = 9 was enough to see 2%"),
         ("kv.8", 0.0, {"detectable": 0.043}, "no difference seen, but n = 9 shows only differences of 4.3 points or more"),
-        ("kv.8", 0.0, {"detectable": None}, "no difference seen, of too few examples to say more"),
+        ("kv.8", 0.0, {"detectable": None}, "no difference seen; too few examples to see a small one"),
         ("kv.8", 0.02, {"p_holm": 0.3}, "perhaps better (p = 0.01 by itself, 0.3 among all comparisons)"),
         ("perplexity", 0.02, {"p_holm": 0.3}, "perhaps worse (p = 0.01 by itself, 0.3 among all comparisons)"),
         ("kv.8", -0.02, {"p_holm": 0.3}, "perhaps worse (p = 0.01 by itself, 0.3 among all comparisons)"),

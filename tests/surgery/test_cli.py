@@ -87,6 +87,7 @@ def test_run_does_everything(finished):
         "report.md",
         "report.html",
         "mixing.json",
+        "grafts.png",
         "hybrid/report.json",
         "hybrid/report.html",
         "hybrid/retrieval.png",
@@ -172,19 +173,6 @@ def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, tmp_path
     assert Path("ranking.json") not in changed
     assert Path("tuning/tuned/checkpoint-1/state.json") in changed
     assert second["models"]["tuned"]["conditions"]["model"] != first["models"]["tuned"]["conditions"]["model"]
-
-    other = json.loads((done / "ranking.json").read_text())["heads"][-1]["site"]
-    err, third, changed = again(*fewer, "tune.steps=1", f"plan.sites={other}")
-    assert "going on from plan" in err  # other heads of the same shapes: the checkpoints would fit
-    assert third["plan"]["sites"] == [other]
-    assert third["models"]["tuned"]["conditions"]["model"] != second["models"]["tuned"]["conditions"]["model"]
-
-    (done / "notes.txt").write_text("mine")
-    status, _, err = surgery("run", folder / "quick.yaml", "--overwrite", "--set", "bench.controls=false")
-    assert status == 0, err
-    assert {path.name for path in (done / "tuning").iterdir()} == {"tuned", "tuned.csv"}
-    assert (done / "notes.txt").read_text() == "mine"
-    assert json.loads((done / "report.json").read_text())["models"]["tuned"]["kv"] == first["models"]["tuned"]["kv"]
 
 
 def test_the_verbs_one_by_one(surgery, folder, tmp_path):
@@ -275,7 +263,7 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
             ("locate", "{f}/base", "--set", "locate.also=[{{probe: letters, options: {{source: x.jsonl}}}}]"),
             "cannot read the facts",
         ),
-        (("locate", "{f}/base", "--set", "locate.seeds=0"), "locate.seeds: Input should be greater than or equal to 1"),
+        (("locate", "{f}/base", "--set", "locate.seeds=0"), "locate.seeds: must be greater than or equal to 1"),
         (("prune", "{f}/base", "--set", "locate.probe=copying", "--set", "locate.options.length=4"), "asks for completions"),
         (("plan", "./no.json"), "cannot read"),
         (("splice", "{f}/base", "./no.json", "--out", "x"), "cannot read"),
@@ -304,7 +292,7 @@ def test_a_layer_from_a_donor(surgery, folder, finished, tmp_path):
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     assert not torch.equal(tuned.backbone.layers[1].mixer.graft.q_proj.weight, donor.self_attn.q_proj.weight)
     status, _, err = surgery("plan", *layer, "--set", "plan.sites=[L1.H2]", "--out", "wrong.json")
-    assert (status, err) == (2, "surgery: plan: sites: L1.H2 names heads; a layer graft takes a whole layer, e.g. L1\n")
+    assert (status, err) == (2, "surgery: --set: plan.sites: L1.H2 names heads; a layer graft takes a whole layer, e.g. L1\n")
 
 
 @pytest.mark.parametrize(

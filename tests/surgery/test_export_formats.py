@@ -137,7 +137,7 @@ def test_the_comparison_sees_what_a_default_would_change(tmp_path):
 
 
 def test_nemotron_h_in_16_bits_has_the_same_weights_or_none(tmp_path):
-    """Heads of 16 need a factor of 2, which bfloat16 has; heads of 32 one of the root of 2, which it has not."""
+    """Heads of 16 need a factor of 2, which bfloat16 has; heads of 32 need one of the root of 2, which it lacks."""
     half = splice(lively(random_base()).to(torch.bfloat16), LAYER)
     written(nemotron_h, half, tmp_path)
     loaded = NemotronHForCausalLM.from_pretrained(tmp_path, dtype="auto")

@@ -16,9 +16,11 @@ from surgery.errors import UserError
 from surgery.evaluation import cells, suites
 from surgery.evaluation.bench import measure
 from surgery.evaluation.report import ModelReport, Report
+from surgery.exporting import folder as export_folder
 from surgery.exporting.export import export
 from surgery.exporting.folder import RECORD, Exported
 from surgery.jobs import locating_stage, report_folder
+from surgery.loading import digests
 from surgery.loading.digests import conditions, model_digest, tokenizer_digest
 from surgery.locating.ledger import Ledger
 from surgery.locating.locate import locate
@@ -310,7 +312,7 @@ def test_a_part_of_a_ranking_is_what_its_name_says(tmp_path):
 # Cards
 
 
-def test_a_card_takes_only_a_report_on_its_own_weights(surgery, place, tmp_path):
+def test_a_card_takes_only_a_report_on_its_own_weights(surgery, place, tmp_path, monkeypatch):
     base = package.load(place / "base").model
     plan = Plan(sites=("L1.H3",), provenance=provenance("base", package.load(place / "base").fingerprint, 0))
     hybrid = splice(base, plan)
@@ -328,8 +330,13 @@ def test_a_card_takes_only_a_report_on_its_own_weights(surgery, place, tmp_path)
     assert status == 2
     assert "(they are in bfloat16, and it measured float32)" in err or "another base" in err
     assert not Path("out").exists()
-    status, _, err = surgery("export", "spliced", *asked)
+    passes, own = [], digests.model_digest
+    with monkeypatch.context() as patch:
+        for module in (digests, export_folder):
+            patch.setattr(module, "model_digest", lambda model: passes.append(model) or own(model))
+        status, _, err = surgery("export", "spliced", *asked)
     assert status == 0, err
+    assert len(passes) == 1  # over all weights
     assert "The weights of this export are the row **spliced**, measured in float32." in Path("out/README.md").read_text()
 
     with pytest.raises(UserError, match="the report measured other weights than these"):

@@ -20,7 +20,7 @@ from surgery.loading.checkpoint import load_base
 from surgery.models.answers import tensors
 from surgery.records.plan import Plan
 from surgery.records.recipe import Lora
-from surgery.splicing.patch import RECORD, WEIGHTS, Patch, check_tensors, join
+from surgery.splicing.joining import RECORD, WEIGHTS, Patch, check_tensors, join
 from surgery.splicing.splice import graft_parameters, splice, unsplice
 from surgery.tuning.lora import adapted, adapters
 from surgery.world.tokenizer import build_tokenizer

@@ -198,3 +198,18 @@ def test_matplotlib_is_imported_where_a_figure_is_drawn():
             names = [name.name for name in statement.names] if isinstance(statement, ast.Import) else []
             names += [statement.module or ""] if isinstance(statement, ast.ImportFrom) else []
             assert not [name for name in names if name.startswith("matplotlib")], path
+
+
+def test_a_single_size_has_its_chance_and_its_controls_too(drawn, tmp_path):
+    look = looks(["base", "control"])
+    series = [Series(name, look[name], (Point(32, y, ""),)) for name, y in (("base", 0.5), ("control", 0.4))]
+    laid = chart("", "pairs", "accuracy", series, unit="pairs", top=1.0, chance=[[(32, 0.25)]])
+    assert f"H{laid.right}" in laid.chance[0]
+    assert f"H{laid.right}" in laid.controls.path
+    report = Report.read(ROOT / "recipes" / "demo.report.json")
+    small = {name: model.model_copy(update={"kv": {"32": model.kv["32"]}}) for name, model in report.models.items()}
+    plots.draw_retrieval(report.model_copy(update={"models": small}), tmp_path / "x.png")
+    handles, labels = drawn[0][1][0, 0].get_legend_handles_labels()
+    line = handles[labels.index("chance")]
+    assert np.ptp(line.get_xdata()) > 0
+    assert set(line.get_ydata()) == {1 / 32}

@@ -20,8 +20,8 @@ from surgery.exporting.export import export
 from surgery.exporting.verify import CLOSE
 from surgery.loading.checkpoint import fingerprint
 from surgery.loading.digests import dtypes, model_digest
-from surgery.locating.patching import replaced
 from surgery.locating.replay import Replay
+from surgery.locating.substitution import replaced
 from surgery.models.anatomy import anatomy
 from surgery.models.quantised import dense, exact
 from surgery.records.plan import Plan

@@ -100,6 +100,17 @@ def test_a_data_frame_holds_all_heads(ranking, ablated):
     assert ablated.to_pandas()[["sign", "attribution", "splice_loss"]].isna().all().all()
 
 
+def test_the_figure_has_a_map_for_each_score_that_was_measured(ranking, ablated, tmp_path):
+    for made, titles in ((ranking, {"Ablated: loss gained", "Spliced: loss saved"}), (ablated, {"Ablated: loss gained"})):
+        figure = made.plot()
+        drawn = {axis.get_title() or axis.get_title(loc="left") for axis in figure.axes if axis.images}
+        assert titles <= drawn
+        assert ("Spliced: loss saved" in drawn) == (made is ranking)
+        assert figure._repr_png_().startswith(b"\x89PNG")
+    figure.savefig(tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 10_000
+
+
 def test_without_pandas_it_says_so(ranking, monkeypatch):
     own = builtins.__import__
 
@@ -184,7 +195,12 @@ def test_bench_digests_the_tokenizer_once(base, tokenizer, monkeypatch):
     counted = []
     own = benching.tokenizer_digest
     monkeypatch.setattr(benching, "tokenizer_digest", lambda words: counted.append(words) or own(words))
-    options = Bench(pairs=(2,), examples=2, windows=1, window=8, contexts=())
-    reports = benching.bench({"base": base, "again": base}, tokenizer, options)
+    options = Bench(pairs=(2,), limit=2, windows=1, window=8, contexts=())
+    reports = benching.measure({"base": base, "again": base}, tokenizer, options)
     assert len(counted) == 1
     assert {report.conditions.tokenizer for report in reports.values()} == {own(tokenizer)}
+
+
+def test_a_ranking_without_heads_or_with_an_older_probe_still_reads(ranking):
+    assert "0 heads" in str(ranking.model_copy(update={"heads": ()}))
+    assert str(ranking.model_copy(update={"probe": {"name": "kv"}})).splitlines()[1].startswith("kv, ? examples")

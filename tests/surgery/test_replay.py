@@ -7,8 +7,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from surgery.errors import UserError
-from surgery.locating.patching import silenced, without
 from surgery.locating.replay import Replay
+from surgery.locating.substitution import silenced, without
 from surgery.models.anatomy import anatomy
 from surgery.records.site import Site
 from tests.conftest import subject

@@ -163,15 +163,19 @@ def test_a_report_may_hold_less(measured):
 
 def test_the_atlas_lays_many_heads_out(measured, monkeypatch):
     """More heads than can be pointed at: an image of all, cells for the leading ones; neighbours share a cell."""
-    _, ranking, _ = measured
+    original = measured[1]
+    last = original.heads[-1]  # L0.H0, the only one with a role
+    ranking = original.model_copy(update={"heads": (*(s.model_copy(update={"role": None}) for s in original.heads[:-1]), last)})
     monkeypatch.setattr(atlas_page, "MOST", 20)
     monkeypatch.setattr(atlas_page, "LEADERS", 10)
     monkeypatch.setattr(locating_atlas, "MOST_COLUMNS", 4)
     laid = atlas_page.atlas(ranking, PLAN)
-    assert laid.left_out == len(ranking.heads) - 10 == 14
-    assert [head.site for head in laid.heads] == [str(score.site) for score in ranking.heads[:10]]
+    named = ranking.heads[:10] + tuple(score for score in ranking.heads[10:] if str(score.site) in ("L1.H2", "L1.H5", "L0.H0"))
+    assert laid.left_out == len(ranking.heads) - 13 == 11
+    assert [head.site for head in laid.heads] == [str(score.site) for score in named]
+    assert [cell.letter for cell in laid.cells].count("G") == 1
     assert laid.together == 2
-    for cell, score in zip(laid.cells, ranking.heads, strict=False):
+    for cell, score in zip(laid.cells, named, strict=True):
         assert (cell.x, cell.y) == (laid.gutter + laid.cell * (score.site.heads[0] // 2), laid.cell * score.site.layer)
         assert cell.grafted == (str(score.site) in ("L1.H2", "L1.H5"))
     for map, (name, _, _) in zip(laid.maps, locating_atlas.measured_maps(ranking), strict=True):

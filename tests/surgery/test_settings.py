@@ -160,6 +160,15 @@ def test_wrong_settings_are_answered_in_one_line(setting, line):
     assert "\n" not in said(setting)
 
 
+def test_the_source_of_what_is_wrong_is_named(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("model: m\nbench: {limit: many}\n")
+    assert said(path=path).startswith(f"recipe {path}: bench.limit takes")
+    assert said("bench.limit=few", path=path).startswith("--set: bench.limit takes a whole number, not 'few'")
+    assert said("bench.limit=7", "plan.kind=layer", "plan.blend=1", path=path).startswith("--set: plan.blend: means nothing")
+    assert said("tune.keep.evry=3", "bench.limit=7", path=path).startswith("--set: unknown key 'tune.early_stopping.evry'")
+
+
 def test_a_model_is_missing():
     with pytest.raises(UserError, match="recipe: model is missing"):
         read_recipe(None, [])
@@ -292,6 +301,10 @@ def test_settings_are_listed(surgery):
     assert surgery("settings", "tune.stpes")[::2] == (
         2, "surgery: there is no section or key 'tune.stpes'; did you mean tune.steps?\n"
     )  # fmt: skip
+    assert "tune.report_to  [" in surgery("settings", "tune.trackers")[1]
+    for wrong, meant in {"keep": "tune.early_stopping", "tune.Steps": "tune.steps?", "TUNE": "tune"}.items():
+        assert surgery("settings", wrong)[2].startswith(f"surgery: there is no section or key '{wrong}'; did you mean {meant}")
+    assert "; the sections are data, " in surgery("settings", "nonsense")[2]
     assert surgery("list", "probe")[::2] == (2, "surgery: no list is named 'probe'; did you mean probes?\n")
 
 

@@ -103,6 +103,7 @@ def child(hybrid, tokenizer, options, data, folder, result, *when):
     os._exit(0)
 
 
+@pytest.mark.slow  # some 20 processes each; test_interrupted_and_resumed_has_the_same_log interrupts once
 @pytest.mark.parametrize("name", ["streamed text", "adapters, the same batches again"])
 def test_killed_again_and_again_it_ends_where_the_uninterrupted_run_does(name, base, hybrid, tokenizer, tmp_path):
     options, data = ALL, Data()
@@ -174,6 +175,7 @@ def interrupted(patch, after):
     return kinds
 
 
+@pytest.mark.slow  # up to nine runs each; test_interrupted_and_resumed_has_the_same_log interrupts once
 @pytest.mark.parametrize("change", [{"curriculum": 0.5}, {"repeat": 2, "align": None}], ids=["curriculum", "repeated batches"])
 def test_interrupted_at_a_border_of_stages_or_anywhere_it_ends_the_same(change, base, tokenizer, tmp_path):
     options = RANDOM.model_copy(update=change)

@@ -302,6 +302,7 @@ def test_what_divided_models_export_is_what_whole_ones_do(together, alone, token
         assert torch.equal(p, exported.get_parameter(name)), name
 
 
+@pytest.mark.slow  # three launches; the resumed run of one process has a test of its own in test_tune_resume.py
 def test_of_two_processes_one_is_killed_and_they_end_where_the_uninterrupted_ones_do(together, make, tokenizer, tmp_path):
     """In the middle of a step, and in the middle of a checkpoint."""
     folder = tmp_path / "killed"

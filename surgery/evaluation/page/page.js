@@ -1,12 +1,12 @@
 "use strict";
-// Says more about what one points at. Everything is drawn without this.
+// Says more about what a reader points at. Everything is drawn without this.
 const all = (query, root = document) => [...root.querySelectorAll(query)];
 const make = (tag, text = "", className = "") => Object.assign(document.createElement(tag), { textContent: text, className });
 
 // Charts: all values at one x, by pointer, touch or keyboard.
 const tip = document.getElementById("tip");
 function show(column, x, y) {
-  const buttons = new Map(all("[data-toggle]", column.closest("figure")).map((one) => [one.dataset.toggle, one]));
+  const buttons = new Map(all("[data-toggle]", column.closest("figure")).map((button) => [button.dataset.toggle, button]));
   const rows = JSON.parse(column.dataset.rows).filter(([name]) => buttons.get(name).getAttribute("aria-pressed") === "true");
   tip.replaceChildren(make("b", column.dataset.title), ...rows.map(([name, text]) => {
     const line = make("div");

@@ -1,0 +1,141 @@
+"""What a run says before and while it works, what it decides by the clock, and what a resumed tuning goes on with."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from surgery.jobs import tuning_stage
+from surgery.jobs.stages import first_change
+from surgery.jobs.tuning_stage import TUNED, tuned
+from surgery.loading.opened import Checkpoint
+from surgery.locating import budget
+from surgery.locating.locate import locate
+from surgery.records.plan import Plan
+from surgery.records.recipe import Locate, Recipe, changed
+from surgery.runtime import progress, tables
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import random_base
+
+FEW = {"options": {"pairs": 3}, "examples": 8, "layers": False}
+
+
+@pytest.fixture(scope="module")
+def words():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def base(words):
+    return random_base(vocab_size=-(-len(words) // 16) * 16)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "options", "exact"),
+    [
+        (1.0, {}, True),
+        (1e6, {}, False),
+        (1e6, {"exact": True}, True),  # obeyed, whatever it takes
+        (1e6, {"confirm": 0.2}, True),
+        (1e6, {"budget": 1e12}, True),
+        (1e-6, {"exact": False}, False),
+    ],
+)
+def test_heads_are_measured_exactly_within_the_budget(base, words, monkeypatch, capsys, seconds, options, exact):
+    monkeypatch.setattr(budget, "_seconds", lambda _: seconds)
+    ranking = locate(base, words, **FEW, **options)
+    assert ranking.probe["exact"] is exact
+    assert any(score.splice_loss is not None for score in ranking.heads) is exact
+    said = " ".join(capsys.readouterr().err.split())
+    assert ("by attribution alone" in said) is (seconds == 1e6 and options == {})
+    assert "warning: the base is at chance on kv (pairs 3, keys lessons)" in said  # it is random
+    assert ranking.chance == pytest.approx(1 / 3)
+
+
+def test_a_clock_does_not_decide_twice(base, words, tmp_path, monkeypatch):
+    """An interrupted search goes on with its decision, unless it is asked for something else."""
+    options = Locate(budget=100, **FEW)
+    assert budget._decided(tmp_path / "exact.json", options, exact=False) is False
+    assert budget._decided(tmp_path / "exact.json", options, exact=True) is False
+    assert budget._decided(tmp_path / "exact.json", options.model_copy(update={"budget": 200.0}), exact=True) is True
+
+
+def test_the_first_stage_whose_settings_changed():
+    recipe = Recipe(model="base")
+    assert first_change(recipe, recipe) is None
+    assert first_change(recipe, changed(recipe, tune={"save_steps": 7})) is None  # of no consequence for the result
+    for changes, stage, key in (
+        ({"bench": {"limit": 9}}, "bench", "bench.limit"),
+        ({"tune": {"steps": 9}, "bench": {"limit": 9}}, "tune", "tune.steps"),
+        ({"data": {"facts": "capitals"}}, "tune", "data.facts"),
+        ({"plan": {"heads": 2}, "tune": {"steps": 9}}, "plan", "plan.heads"),
+        ({"locate": {"options": {"pairs": 9}}, "plan": {"heads": 2}}, "locate", "locate.options.pairs"),
+        ({"seed": 9}, "locate", "seed"),
+    ):
+        change = first_change(recipe, changed(recipe, **changes))
+        assert (change.stage, change.key) == (stage, key)
+        assert str(change).endswith(f"going on from {stage}")
+
+
+def test_a_tuning_of_other_heads_is_not_gone_on_with(base, words, tmp_path, monkeypatch):
+    """Their grafts have the same names and shapes, so the checkpoints would fit."""
+    resumed = []
+    monkeypatch.setattr(tuning_stage, "tune", lambda *_, resume, **__: resumed.append(resume) or [])
+    checkpoint = Checkpoint("base", base, words, "f")
+    recipe = Recipe(model="base")
+
+    def go_on(plan, recipe=recipe, layers=None):
+        tuned(base, checkpoint, recipe, tmp_path, plan=plan, layers=layers, resume=True, digest="d")
+        (tmp_path / "checkpoint-1").mkdir(exist_ok=True)
+
+    first, second = Plan(sites=("L1.H3",)), Plan(sites=("L1.H5",))
+    for plan, settings in (
+        (first, recipe), (first, recipe), (second, recipe), (second, changed(recipe, tune={"steps": 3})),
+        (second, changed(recipe, tune={"steps": 3}, bench={"limit": 3})),
+    ):  # fmt: skip
+        go_on(plan, settings)
+    assert resumed == [False, True, False, False, True]
+    assert json.loads((tmp_path / TUNED).read_text())["plan"]["sites"] == ["L1.H5"]
+    go_on(None, layers=[1])
+    assert resumed[-1] is False
+
+
+def test_tables_fit_the_terminal_and_break_no_figure():
+    header = ["model", *(f"KV {2**i}, unseen keys" for i in range(9)), "difference"]
+    body = [["control_random_site_tuned", *["0.123"] * 9, "+0.123 [-0.456, +0.789]"] for _ in range(3)]
+    out = io.StringIO()
+    tables.print_table(header, body, Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("control_random_site_tuned" in line for line in lines) >= 6  # in parts, each with the first column
+    assert sum(line.count("0.123 ") for line in lines) == 3 * 10
+    assert sum("+0.123 [-0.456, +0.789]" in line for line in lines) == 3
+
+
+def test_plain_lines_say_what_is_left(monkeypatch, capsys):
+    clock = iter(range(0, 1000, 20))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    for _ in progress.Track(range(3), "work"):
+        pass
+    assert capsys.readouterr().err.splitlines() == [
+        "work: 1/3, about 40 s left", "work: 2/3, about 20 s left", "work: 3/3, about 1 s left",
+    ]  # fmt: skip
+
+
+def test_a_bar_is_there_from_the_beginning(monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "console", Console(file=out, force_terminal=True, width=60))
+    with progress.busy("outer"), progress.counting(3, "inner") as advance:
+        assert "outer" in out.getvalue()
+        advance()
+        progress._display[0].refresh()
+        assert "inner" in out.getvalue()
+    assert progress._display == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.2, "1 s"), (89, "89 s"), (100, "2 min"), (5400, "1.5 h"), (200_000, "2 days")]
+)
+def test_durations_as_one_says_them(seconds, words):
+    assert progress.duration(seconds) == words
