@@ -1,12 +1,12 @@
 """Hybrid model surgery: find the retrieval heads of a pretrained Mamba and splice attention in their place.
 
     base = surgery.load("checkpoints/tiny-mamba2")
-    ranking = surgery.locate(base.model, base.tokenizer)
+    ranking = surgery.locate(base)
     plan = surgery.plan(ranking, heads=1)
-    hybrid = surgery.splice(base.model, plan)
-    surgery.tune(hybrid, base.tokenizer)
-    surgery.bench({"base": base.model, "hybrid": hybrid}, base.tokenizer)
-    surgery.export(hybrid, "hybrid", tokenizer=base.tokenizer, plan=plan, base=base.name)
+    hybrid = surgery.splice(base, plan)
+    surgery.tune(hybrid)
+    surgery.bench(base, hybrid)
+    surgery.export(hybrid, "hybrid")
 
 Importing the package also makes `AutoModelForCausalLM` load hybrids. It imports neither torch nor transformers: what is used is
 imported when it is used, and hybrids are registered with transformers when its Auto classes are imported.

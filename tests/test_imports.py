@@ -42,7 +42,6 @@ EXCEPTIONS = {
         "splicing",
     ): "a hybrid that transformers loads recalls its plan and base",
     ("surgery.loading.checkpoint", "splicing"): "load() opens what splicing wrote: patches, which it joins, and hybrids",
-    ("surgery.loading.opened", "splicing"): "a model that load() opened remembers its tokenizer",
     ("surgery.loading.opened", "locating"): "a message, for a ranking that was given in place of a plan",
 }
 

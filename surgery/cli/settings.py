@@ -1,6 +1,5 @@
 """surgery settings, surgery list: what can be set, and the names that settings take."""
 
-import difflib
 import shutil
 import sys
 import textwrap
@@ -28,17 +27,23 @@ def settings(
     Examples:
       surgery settings tune.lora
     """
+    from surgery.records.complaints import named_like
+    from surgery.records.recipe import Recipe
+    from surgery.records.sections.listing import keys
     from surgery.records.settings import rows, sections
 
     known = sections()
+    section = keys(Recipe).get(section, section)  # an old name
     chosen = [place for place in known if not section or place == section or place.startswith(f"{section}.")]
     if not chosen:
-        keys = {row.key: row for place in known for row in rows(place)}
-        if section not in keys:
-            near = difflib.get_close_matches(section, [*known, *keys], n=1)
-            advice = f"did you mean {near[0]}?" if near else f"the sections are {', '.join(filter(None, known))}"
-            raise UserError(f"there is no section or key '{section}'; {advice}")
-        show("\n".join(_setting(keys[section])))
+        settings = {row.key: row for place in known for row in rows(place)}
+        if section not in settings:
+            present = {**dict(zip(known, known, strict=True)), **{key: key for key in settings}, **keys(Recipe)}
+            raise UserError(
+                f"there is no section or key '{section}'"
+                + (named_like(section, present) or f"; the sections are {', '.join(filter(None, known))}")
+            )
+        show("\n".join(_setting(settings[section])))
         return
     for place in chosen:
         title = place or "a recipe, top level"

@@ -111,7 +111,9 @@ def _tokenizer(named: dict[str, Any], entries: dict[str, Entry], tokenizer: Any)
         brought = given.tokenizer if isinstance(given, Checkpoint) else remembered_tokenizer(entry.model)
         if brought is not None:
             own[name] = brought
-    words = tokenizer_of(None, tokenizer if tokenizer is not None else next(iter(own.values()), None), "bench")
+    words = tokenizer_of(
+        next(iter(entries.values())).model, tokenizer if tokenizer is not None else next(iter(own.values()), None), "bench"
+    )
     for name, other in own.items():
         if other is not words and other.get_vocab() != words.get_vocab():
             raise UserError(f"{name} has another tokenizer than the others; their examples would not be the same")

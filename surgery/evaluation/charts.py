@@ -176,7 +176,7 @@ def chart(
         [_line(line, scale) for line in drawn], band, _columns(drawn, controls, xs, scale, unit),
         _x_ticks(xs, scale), [(scale.y(y), f"{y:g}") for y in _round(scale.high)], [unit, *(line.name for line in series)],
         [[f"{x:,g}", *(texts.get((line.name, x), "") for line in series)] for x in xs],
-        [scale.area(*zip(*((x, y, y) for x, y in line), strict=True)) for line in chance],
+        [scale.path(line) if len(line) > 1 else f"M{LEFT},{scale.y(line[0][1]):g}H{WIDTH - RIGHT}" for line in chance],
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """What is said of a recipe that does not fit: one line, with the key, the value, and what may have been meant."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pydantic
@@ -65,14 +65,22 @@ def meant(root: type[Section], place: tuple[Any, ...]) -> str:
     """The end of a line about an unknown key: what may have been meant, or where the keys are listed."""
     *parents, last = place
     known, (name, section) = keys(root), section_of(root, tuple(parents))
-    if section is not None:
-        siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == name}
-        elsewhere = [key for key in known if key.rpartition(".")[2] == last]
-        near = [siblings[leaf] for leaf in difflib.get_close_matches(str(last), siblings, n=1, cutoff=0.7)]
-        if near := elsewhere or near:
-            return f"; did you mean {_either(list(dict.fromkeys(known[key] for key in near))[:3])}?"
+    if section is not None and (advice := named_like(f"{name}.{last}".lstrip("."), known)):
+        return advice
     listed = name if root.section == "" else root.section
     return f"; `{' '.join(('surgery settings', *listed.split()))}` lists the keys"
+
+
+def named_like(name: str, known: Mapping[str, str]) -> str:
+    """What a dotted key that does not exist may have meant, as the end of a line, or nothing: the same in lower case, else what
+    ends alike, else what is spelt alike in the same section. known: every key, the old ones too -> the present one."""
+    section, _, last = name.lower().rpartition(".")
+    leaves = {key: key.rpartition(".")[2] for key in known}
+    near = [key for key in known if key == name.lower()] or [key for key, leaf in leaves.items() if leaf == last]
+    if not near:
+        siblings = {leaf: key for key, leaf in leaves.items() if key.rpartition(".")[0] == section}
+        near = [siblings[leaf] for leaf in difflib.get_close_matches(last, siblings, n=1, cutoff=0.7)]
+    return f"; did you mean {_either(list(dict.fromkeys(known[key] for key in near))[:3])}?" if near else ""
 
 
 def none_named(what: str, name: str, names: Iterable[str]) -> str:

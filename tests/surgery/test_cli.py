@@ -87,6 +87,7 @@ def test_run_does_everything(finished):
         "report.md",
         "report.html",
         "mixing.json",
+        "grafts.png",
         "hybrid/report.json",
         "hybrid/report.html",
         "hybrid/retrieval.png",
@@ -269,7 +270,7 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
         (("tune", "{f}/base", "--out", "x"), "is no hybrid: it holds no plan.json"),
         (("export", "{f}/base", "--format", "gguf", "--out", "x"), "cannot export as 'gguf'"),
         (("bench", "{f}/base", "./nowhere"), "no such folder"),
-        (("pretrain", "{f}/quick.yaml", "--out", "x"), "architecture: Field required"),
+        (("pretrain", "{f}/quick.yaml", "--out", "x"), "is a recipe for `surgery run`"),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(surgery, folder, tmp_path, arguments, complaint):

@@ -301,6 +301,10 @@ def test_settings_are_listed(surgery):
     assert surgery("settings", "tune.stpes")[::2] == (
         2, "surgery: there is no section or key 'tune.stpes'; did you mean tune.steps?\n"
     )  # fmt: skip
+    assert "tune.report_to  [" in surgery("settings", "tune.trackers")[1]
+    for wrong, meant in {"keep": "tune.early_stopping", "tune.Steps": "tune.steps?", "TUNE": "tune"}.items():
+        assert surgery("settings", wrong)[2].startswith(f"surgery: there is no section or key '{wrong}'; did you mean {meant}")
+    assert "; the sections are data, " in surgery("settings", "nonsense")[2]
     assert surgery("list", "probe")[::2] == (2, "surgery: no list is named 'probe'; did you mean probes?\n")
 
 

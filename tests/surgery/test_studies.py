@@ -93,8 +93,8 @@ def test_seeds(surgery, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"name": "sweeping"}, "no study is named 'sweeping'; there are crucial_heads,"),
-        ({"name": "kv_sweep", "size": 3}, "the study 'kv_sweep': unknown key 'size'"),
+        ({"name": "sweeping"}, "no study is named 'sweeping'; did you mean kv_sweep"),
+        ({"name": "kv_sweep", "size": 3}, "the study 'kv_sweep' has no option 'size'; its options are gather,"),
         ({"name": "replacement"}, "the study 'replacement': other: "),
     ],
 )

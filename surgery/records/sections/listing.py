@@ -20,8 +20,8 @@ def walk(section: type[Section], place: str = "") -> Iterator[tuple[str, type[Se
     """(place, section) of a section and of those in it: ("tune", Tune), ("tune.lora", Lora), ..."""
     yield place, section
     for name, field in section.model_fields.items():
-        if (found := inner(field.annotation)) is not None:
-            yield from walk(found, f"{place}.{name}".lstrip("."))
+        if (part := inner(field.annotation)) is not None:
+            yield from walk(part, f"{place}.{name}".lstrip("."))
 
 
 @cache
@@ -42,8 +42,8 @@ def section_of(root: type[Section], place: tuple[str | int, ...]) -> tuple[str, 
             continue
         name = f"{name}.{part}".lstrip(".")
         field = section.model_fields.get(part)
-        found = None if field is None else inner(field.annotation)
-        if found is None:
+        held = None if field is None else inner(field.annotation)
+        if held is None:
             return name, None
-        section = found
+        section = held
     return name, section
