@@ -36,7 +36,8 @@ SMALLER = {
         "bench.windows": "8",
     },
 }
-SLOW = {"docs/quicktour.md"}  # runs as large as it stands, because it says what comes out
+FULL = {"docs/quicktour.md"}  # runs as large as it stands, because it says what comes out
+SLOW = {"README.md", *FULL}  # its Python tunes forty steps
 
 
 class SmallBench(Bench):
@@ -104,7 +105,7 @@ def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed, mon
             continue
         if block.language == "bash":
             for command in block.commands():
-                _run(surgery, workplace, commands, command, saved, smaller=name(page) not in SLOW)
+                _run(surgery, workplace, commands, command, saved, smaller=name(page) not in FULL)
         elif block.language == "python" and (block.title is None or block.title.startswith("tests/")):
             exec(compile(block.text, f"{name(page)}", "exec"), cells)
             for test in [value for key, value in cells.items() if key.startswith("test_") and block.title]:
