@@ -67,8 +67,8 @@ def evaluate(
         samples = harness(asker, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)["samples"][name]
     first = samples[0]["filter"]  # a task with several ways to read an answer lists the samples once for each
     samples = [sample for sample in samples if sample["filter"] == first]
-    asked = (digest(f"{sample['doc_hash']} {sample['arguments']} {sample['target_hash']}") for sample in samples)
-    return np.array([float(sample[metric]) for sample in samples]), tuple(asked)
+    prompts = (digest(f"{sample['doc_hash']} {sample['arguments']} {sample['target_hash']}") for sample in samples)
+    return np.array([float(sample[metric]) for sample in samples]), tuple(prompts)
 
 
 @cache
@@ -80,18 +80,18 @@ def _load(name: str, include_path: str | None, data_path: str | None) -> list[An
         raise UserError(f"no task is named '{name}', in lm-evaluation-harness or in {include_path or 'bench.include_path'}")
     try:
         with redirect_stderr(StringIO()), _local(data_path):
-            found = manager.load([name])
+            loaded = manager.load([name])
     except Exception as error:  # whatever its code or its data raise
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"cannot load the task '{name}': {message}") from error
-    for group in found.get("groups", {}).values():
+    for group in loaded.get("groups", {}).values():
         if not all(entry.weight_by_size for entry in group.aggregate_metric_list or ()):
             raise UserError(f"the group '{group.name}' counts its tasks alike, whatever their size; name the tasks instead")
-    for task in found["tasks"].values():
+    for task in loaded["tasks"].values():
         _metric(task)
         if task.config.num_fewshot is None:
             task.set_config(key="num_fewshot", value=0)
-    return list(found["tasks"].values())
+    return list(loaded["tasks"].values())
 
 
 @contextmanager

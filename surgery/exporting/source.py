@@ -33,7 +33,7 @@ def base_of(name: str) -> str:
     return read_surgery(folder).base or name
 
 
-def there(base: str, hybrid: str) -> str:
+def present(base: str, hybrid: str) -> str:
     """The name of a base that has to be loaded. Raises UserError if it is a folder that is not there."""
     if on_hub(base) or Path(base).is_dir():
         return base

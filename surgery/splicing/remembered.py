@@ -6,7 +6,7 @@ plan.json and export.json.
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
 from surgery.loading.origin import Origin, origin
+from surgery.records.names import called
 from surgery.records.plan import Plan, published
 from surgery.records.record import Record, read_text
 
@@ -50,6 +51,10 @@ class Surgery:
     base: str | None = None
     base_fingerprint: str | None = None
     tokenizer: PreTrainedTokenizerBase | None = field(default=None, repr=False, compare=False)
+
+    def published(self) -> "Surgery":
+        """For others, to whom it is no matter where the base lies here."""
+        return self if self.base is None else replace(self, base=called(self.base))
 
     def write(self, folder: str | Path) -> None:
         """Write plan.json and base.json."""
