@@ -4,21 +4,18 @@ A gain is called a gain only where the base retrieves at all, where the differen
 no control does as well. What it costs stands beside it.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from surgery.evaluation.report import ModelReport, Report, value
 from surgery.evaluation.suites import LOSSES
+from surgery.records.names import is_control, is_dose
 from surgery.statistics import Estimate, Evidence, at_chance
 
 UNSEEN = "kv_unseen"
 CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
 CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 NAMED = 6  # tasks in a sentence
-# What a run calls the models that stand beside its hybrid (jobs/entries.py). Any other name is the user's.
-CONTROL = re.compile(r"control_(tuned|(random_site(_\d+)?|same_layer)(_tuned)?)")
-DOSE = re.compile(r"dose_\d+")
 
 Verdict = Literal["yes", "perhaps", "unclear", "no", "not to be judged"]
 
@@ -46,7 +43,7 @@ def did_it_help(report: Report) -> str:
 
 def judge(report: Report) -> list[Judgement]:
     """One judgement for each hybrid of the report; of a run, for the tuned one alone."""
-    names = [name for name in list(report.models)[1:] if not (CONTROL.fullmatch(name) or DOSE.fullmatch(name))]
+    names = [name for name in list(report.models)[1:] if not (is_control(name) or is_dose(name))]
     if {"spliced", "tuned"} <= {*names}:
         names.remove("spliced")
     return [_judged(report, name) for name in names]
@@ -140,7 +137,7 @@ def _chance(report: Report) -> str:
 def _controls(report: Report, name: str, task: str) -> tuple[str, bool]:
     """The control that comes closest to a model, and whether the model is clearly better than it (their intervals of the
     difference to the base have nothing in common)."""
-    controls = {other: each for other, each in report.models.items() if CONTROL.fullmatch(other) and task in each.change}
+    controls = {other: each for other, each in report.models.items() if is_control(other) and task in each.change}
     if not controls:
         return "No control was measured, so what made the difference is not known.", True
     best = max(controls, key=lambda other: controls[other].change[task].value)

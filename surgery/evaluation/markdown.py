@@ -2,6 +2,7 @@
 
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.report import ModelReport, Report, value
+from surgery.records.names import is_dose
 from surgery.records.plan import Plan
 from surgery.statistics import Estimate, Proportion
 
@@ -130,7 +131,7 @@ def dosed(report: Report) -> dict[int, ModelReport]:
     spliced = {
         sum(len(site.heads) for site in model.plan.sites): model
         for name, model in report.models.items()
-        if name.startswith("dose_") and model.plan
+        if is_dose(name) and model.plan
     }
     return {0: next(iter(report.models.values())), **spliced} if spliced else {}
 

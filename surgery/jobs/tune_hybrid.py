@@ -7,7 +7,7 @@ from surgery.doctor.rehearsal import Rehearsal, rehearse
 from surgery.errors import UserError
 from surgery.exporting.export import export
 from surgery.exporting.folder import RECORD as EXPORT
-from surgery.exporting.folder import Exported
+from surgery.exporting.folder import Exported, holds_hybrid
 from surgery.exporting.source import base_of, holds_base, is_patch, present
 from surgery.jobs.opening import in_dtype_of, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, is_empty
@@ -84,7 +84,7 @@ def _check_folders(out: Path, work: Path, *, resume: bool, overwrite: bool) -> N
     check_folder(work, "tune", resume=resume, overwrite=overwrite)
     if is_empty(out):
         return
-    if not (out / "plan.json").exists():  # as exporting/folder.py asks, but before the work
+    if not holds_hybrid(out):  # as export asks, but before the work
         raise UserError(f"{out} exists and is no hybrid; choose another --out")
     if overwrite:
         return

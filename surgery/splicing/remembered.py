@@ -102,7 +102,8 @@ def recalled(hybrid: PreTrainedModel) -> Surgery | None:
     """Of a hybrid that transformers loaded, from beside its weights; None if they lie there without a plan."""
     quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     try:
-        path = cached_file(str(hybrid.name_or_path), PLAN, _raise_exceptions_for_gated_repo=False, **quietly)
+        revision = getattr(hybrid.config, "_commit_hash", None)  # of the Hub: the one that the weights are of
+        path = cached_file(str(hybrid.name_or_path), PLAN, revision=revision, _raise_exceptions_for_gated_repo=False, **quietly)
         return None if path is None else read_surgery(Path(path).parent)
     except (OSError, UserError):
         return None

@@ -15,6 +15,7 @@ import surgery
 from surgery.errors import UserError
 from surgery.exporting.source import base_of
 from surgery.records.plan import Plan
+from surgery.splicing.remembered import recalled
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, TINY, random_base
@@ -141,6 +142,15 @@ def test_pushed_to_the_hub_a_hybrid_does_not_say_where_its_base_lies(folder, tmp
     assert json.loads(sent["base.json"])["base"]["name"] == "base"
     assert not any(tmp_path.name in text for text in sent.values())
     assert hybrid.surgery.base == str(folder)  # here it is still known
+
+
+def test_of_the_hub_a_plan_is_read_at_the_revision_of_the_weights(monkeypatch):
+    _, hybrid = built("heads")
+    hybrid.config._commit_hash = "abc"
+    read = {}
+    monkeypatch.setattr("surgery.splicing.remembered.cached_file", lambda *_, **options: read.update(options))
+    assert recalled(hybrid) is None
+    assert read["revision"] == "abc"
 
 
 def test_what_learns_is_printed_as_peft_does(capsys):
