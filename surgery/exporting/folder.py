@@ -100,6 +100,7 @@ def save(
     """Write the folder in the format `name`, prove it, say so, and return the proof. An existing folder at `path` is replaced
     if it is an earlier export. Raises UserError, and leaves nothing behind, if writing or proving fails."""
     path = Path(path)
+    check_name(path)
     temporary: Path | None = None
     try:
         recover(path)
@@ -174,6 +175,12 @@ def check(folder: Path) -> Exported:
     if not record.proof.difference <= record.proof.tolerance:
         raise UserError(f"{folder} was not verified: its logits differ by {record.proof.difference:g}")
     return record
+
+
+def check_name(folder: Path) -> None:
+    """Raise UserError for a place that no folder can be moved to."""
+    if folder.name in ("", ".."):
+        raise UserError(f"cannot write a hybrid to '{folder}': give the folder a name of its own")
 
 
 def holds_hybrid(folder: Path) -> bool:

@@ -7,7 +7,7 @@ from surgery.doctor.rehearsal import Rehearsal, rehearse
 from surgery.errors import UserError
 from surgery.exporting.export import export
 from surgery.exporting.folder import RECORD as EXPORT
-from surgery.exporting.folder import Exported, holds_hybrid
+from surgery.exporting.folder import Exported, check_name, holds_hybrid
 from surgery.exporting.source import base_of, holds_base, is_patch, present
 from surgery.jobs.opening import in_dtype_of, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, is_empty
@@ -43,6 +43,7 @@ def tune_hybrid(
     the same hybrid and settings; else tune anew. overwrite: remove what it has left, and replace the hybrid in `out`. Raises
     UserError, and writes nothing, where one is there and neither is given.
     """
+    check_name(out)
     hybrid, work = recipe.model, out.with_name(f"{out.name}-tuning")
     if not dry_run:
         on_main(partial(_check_folders, out, work, resume=resume, overwrite=overwrite))

@@ -91,6 +91,12 @@ def test_an_export_may_be_replaced_but_nothing_else(hybrid, tokenizer, tmp_path)
         export(hybrid, tmp_path / "mine", tokenizer=tokenizer, plan=PLAN, base="b")
 
 
+@pytest.mark.parametrize("place", [".", "..", "/"])
+def test_a_hybrid_needs_a_folder_with_a_name(hybrid, tokenizer, place):
+    with pytest.raises(UserError, match="give the folder a name of its own"):
+        export(hybrid, place, tokenizer=tokenizer, plan=PLAN, base="b")
+
+
 def test_a_full_disk_leaves_nothing(hybrid, tokenizer, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
