@@ -7,9 +7,10 @@ sum of A dt over the chunk's tokens up to i, S the state that enters and everyth
     S'   = exp(a_Q) S + sum_j exp(a_Q - a_j) dt_j x_j B_j^T
 
 Four things make it several times faster than the usual chunked form on a CPU. Chunks are short, because the quadratic part
-costs most there. A segment of a few chunks is finished before the next one begins, so that it stays in the cache. C B^T is computed
-once per *group*. The products with the state, which are most of the work, run over all heads of a group as one large matrix
-product.
+costs most there. A segment of a few chunks is finished before the next one begins, so that it stays in the cache. C B^T is
+computed once per *group*. The products with the state, which are most of the work, run over all heads of a group as one large
+matrix product.
+
 The backward pass is written by hand. It keeps only the states that enter the chunks, and computes the rest again.
 
 Shapes below: b sequences, c chunks of q tokens in a segment, h heads of p channels, g groups of r heads, n the state size.
