@@ -1,12 +1,13 @@
 """The selective scan in PyTorch, on any device and in any precision, in bounded memory.
 
-The sequence is taken in segments and the channels in blocks, so that the largest tensors, (b, segment, n, channels), hold a
-fixed number of numbers. Within a segment the recurrence runs over the positions of a chunk, for all chunks at once: about twice
-the square root of the segment's length in steps, instead of its length. What entered each chunk is added afterwards. Products
-of decays are at most 1, and nothing is ever divided by them, so that a token that forgets everything does no harm.
+The sequence is taken in segments and the channels in blocks, so the largest tensors, (b, segment, n, channels), never grow
+with the length of the text. A segment is divided into chunks. The recurrence runs over the positions within a chunk, for all
+chunks at once, and then adds to each chunk the state that entered it. That takes about twice as many steps as the square root
+of the segment's length. Products of decays are at most 1 and nothing is divided by them, so a token that forgets everything
+(decay 0) causes no overflow.
 
-The backward pass is written by hand: from the states that entered the segments (all that is kept) it computes a segment again,
-then runs the same recurrence from the end for the gradients by the states.
+The backward pass is written by hand. The forward pass keeps only the states that entered the segments. From them the backward
+pass computes each segment again, and runs the same recurrence from the end, which gives the gradients by the states.
 """
 
 import math
@@ -18,13 +19,13 @@ from torch.autograd.function import once_differentiable
 from surgery.kernels.functions import result_dtype, without_autocast
 
 SEGMENT = 256  # tokens
-CPU_BLOCK, GPU_BLOCK = 2**19, 2**25  # numbers: of a processor's cache; enough to keep a GPU busy
+CPU_BLOCK, GPU_BLOCK = 2**19, 2**25  # numbers in a block: what fits a CPU's cache; what keeps a GPU busy
 
 
 def run(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
     """Arguments and results as in selective_scan."""
-    given = [m for m in (x, dt, A, B, C, D, initial_state) if m is not None]
-    work = torch.promote_types(torch.float32, max((m.dtype for m in given), key=lambda dtype: dtype.itemsize))
+    inputs = [m for m in (x, dt, A, B, C, D, initial_state) if m is not None]
+    work = torch.promote_types(torch.float32, max((m.dtype for m in inputs), key=lambda dtype: dtype.itemsize))
     wide, dt, A, B, C = (m.to(work) for m in (x, dt, A, B, C))
     state = wide.new_zeros(x.shape[0], *A.shape) if initial_state is None else initial_state.to(work)
     y, state = _ChunkedScan.apply(wide, dt, A, B, C, state)
@@ -78,7 +79,8 @@ class _ChunkedScan(torch.autograd.Function):
 def _blocks(x: Tensor, A: Tensor):
     """Slices of the batch and of the channels."""
     (b, t, d), n = x.shape, A.shape[1]
-    room = (CPU_BLOCK if x.device.type == "cpu" else GPU_BLOCK) // (n * min(t, SEGMENT))  # channels of all sequences together
+    # Channels of a block, those of all its sequences together.
+    room = (CPU_BLOCK if x.device.type == "cpu" else GPU_BLOCK) // (n * min(t, SEGMENT))
     channels = min(d, max(room, 32))
     sequences = max(1, room // channels)
     for i in range(0, b, sequences):

@@ -6,10 +6,12 @@ sum of A dt over the chunk's tokens up to i, S the state that enters and everyth
     y_i  = sum_{j<=i} exp(a_i - a_j) (C_i . B_j) dt_j x_j  +  exp(a_i) S C_i
     S'   = exp(a_Q) S + sum_j exp(a_Q - a_j) dt_j x_j B_j^T
 
-What makes it several times faster than the usual chunked form on a CPU: chunks are short (the quadratic part is what costs
-there); a segment of a few chunks at a time is done from end to end, so that it stays in the cache; C B^T is formed once per
-*group*; and the products with the state, which are most of the work, run over all heads of a group as one large matrix product.
-The backward pass is written out: it keeps only the states that enter the chunks and forms the rest again.
+Four things make it several times faster than the usual chunked form on a CPU. Chunks are short, because the quadratic part
+costs most there. A segment of a few chunks is finished before the next one begins, so that it stays in the cache. C B^T is
+computed once per *group*. The products with the state, which are most of the work, run over all heads of a group as one large
+matrix product.
+
+The backward pass is written by hand. It keeps only the states that enter the chunks, and computes the rest again.
 
 Shapes below: b sequences, c chunks of q tokens in a segment, h heads of p channels, g groups of r heads, n the state size.
 """
@@ -23,9 +25,9 @@ from torch.autograd.function import once_differentiable
 
 from surgery.kernels.functions import result_dtype, without_autocast
 
-CHUNK = 32  # tokens, at least: twice that where there are few heads, whose larger matrices still fit a core's cache
-CHUNK_ON_GPU = 256  # there a chunk's matrices are small work, and every launch costs
-SEGMENT = 2**18  # numbers in the x of a segment, at most, unless a single chunk has more
+CHUNK = 32  # tokens; twice as many where there are few heads, since their larger matrices still fit a core's cache
+CHUNK_ON_GPU = 256  # a GPU computes a chunk's matrices quickly, but every launch takes time
+SEGMENT = 2**18  # numbers that a segment's x may hold; a single chunk may hold more
 
 
 def chunked_scan(

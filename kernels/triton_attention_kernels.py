@@ -74,7 +74,7 @@ def _scores(a1, a2, b1, b2, W2: tl.constexpr):
 
 
 @_jit
-def _there(exists, keys, step, s, HOLES: tl.constexpr):
+def _existing(exists, keys, step, s, HOLES: tl.constexpr):
     """Which of the keys exist."""
     keep = keys < s
     if HOLES:
@@ -118,7 +118,7 @@ def forward(
             begin, end = full, high
         for start in range(begin, end, BN):
             keys = start + tl.arange(0, BN)
-            keep = _there(exists, keys, e_s, s, HOLES)
+            keep = _existing(exists, keys, e_s, s, HOLES)
             k1, k2 = _two_tiles(k, keys, k_s, k_w, keep, W, W1, W2)
             scores = _scores(q1, q2, k1, k2, W2)
             if edge:
@@ -182,7 +182,7 @@ def backward_queries(
             begin, end = full, high
         for start in range(begin, end, BN):
             keys = start + tl.arange(0, BN)
-            keep = _there(exists, keys, e_s, s, HOLES)
+            keep = _existing(exists, keys, e_s, s, HOLES)
             k1, k2 = _two_tiles(k, keys, k_s, k_w, keep, W, W1, W2)
             scores = _scores(q1, q2, k1, k2, W2)
             if edge:
@@ -225,7 +225,7 @@ def backward_keys(
     if HOLES:
         exists += b * e_b
     keys = n + tl.arange(0, BN)
-    keep = _there(exists, keys, e_s, s, HOLES)
+    keep = _existing(exists, keys, e_s, s, HOLES)
     k1, k2 = _two_tiles(k, keys, k_s, k_w, keep, W, W1, W2)
     if KEYS:
         values = _tile(v, keys, v_s, v_d, keep, 0, BV, DV)  # stays if it is all

@@ -129,22 +129,22 @@ def findings() -> str:
     """A section for every study: what was published, what was found here, and what to think of it."""
     sections = []
     for name, verdict in VERDICTS.items():
-        found = Findings.read(PAPER / f"{name}.findings.json")
-        made, study = found.provenance, studies()[found.study]
-        examples = (made.recipe or {})["locate"]["examples"]
+        result = Findings.read(PAPER / f"{name}.findings.json")
+        origin, study = result.provenance, studies()[result.study]
+        examples = (origin.recipe or {})["locate"]["examples"]
         sections.append(f"""## {study.title}
 
 **Published.** {study.published}
 
-**Here** ([{name}.yaml]({name}.yaml), `{made.base}`). {found.summary}
+**Here** ([{name}.yaml]({name}.yaml), `{origin.base}`). {result.summary}
 
-{markdown.table(*found.table())}
+{markdown.table(*result.table())}
 
 ![{study.title}]({name}.png)
 
 {verdict}
 
-Measured {made.created[:10]} on {made.machine}, seed {made.seed}, {examples} examples.""")
+Measured {origin.created[:10]} on {origin.machine}, seed {origin.seed}, {examples} examples.""")
     return "\n\n".join(sections)
 
 
@@ -152,12 +152,13 @@ def seeds() -> str:
     """What the study of seeds says of each built-in base, the worst of all seeds."""
     parts = []
     for path in SEEDS:
-        found = Findings.read(path)
-        made, rows = found.provenance, "\n".join(f"- {line}" for line in found.summary.splitlines())
-        recipe = made.recipe or {}
-        last = recipe["seed"] + len({row.what.rpartition(" ")[2] for row in found.rows}) - 1
-        parts.append(f"""`{made.base}`, seeds {recipe["seed"]} to {last}, {current(recipe)["bench"]["limit"]} examples a cell, \
-{made.threads} thread, version {made.toolkit}:
+        result = Findings.read(path)
+        origin, rows = result.provenance, "\n".join(f"- {line}" for line in result.summary.splitlines())
+        recipe = origin.recipe or {}
+        last = recipe["seed"] + len({row.what.rpartition(" ")[2] for row in result.rows}) - 1
+        limit = current(recipe)["bench"]["limit"]
+        parts.append(f"""`{origin.base}`, seeds {recipe["seed"]} to {last}, {limit} examples a cell, \
+{origin.threads} thread, version {origin.toolkit}:
 
 {rows}""")
     return "\n\n".join(parts) + "\n\n![Tuned on every seed anew](../../recipes/seeds.png)"

@@ -39,7 +39,7 @@ def export(
     if form not in FORMATS:
         raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
     from surgery.exporting import export as exporting
-    from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, report_on, there
+    from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, present, report_on
     from surgery.jobs.opening import open_checkpoint
     from surgery.loading.checkpoint import plan_of
     from surgery.loading.digests import model_digest
@@ -55,7 +55,7 @@ def export(
         papers |= {"report": report_on(loaded.model, digest, plan, report), "figures": report.parent}
     base_name = base_of(hybrid) if base is None or (from_patch and form != "patch") else base
     if form == "patch":
-        there(base_name, hybrid)
+        present(base_name, hybrid)
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     exporting.export(
         loaded.model, out, format=form, tokenizer=loaded.tokenizer, plan=plan, base=base_name, digest=digest, **papers,

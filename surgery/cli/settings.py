@@ -109,9 +109,9 @@ def _tasks() -> Names:
 
     for path in sorted(TASKS.glob("*.yaml")):
         if "metadata" in (text := path.read_text()) and "probe:" in text:
-            asked = yaml.safe_load(text)["metadata"]
-            options = ", ".join(f"{option} {value}" for option, value in asked["options"].items())
-            yield path.stem, f"The probe {asked['probe']}, {options}."
+            metadata = yaml.safe_load(text)["metadata"]
+            options = ", ".join(f"{option} {value}" for option, value in metadata["options"].items())
+            yield path.stem, f"The probe {metadata['probe']}, {options}."
         else:
             yield path.stem, _first_sentence(" ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#")))
     yield "...", "And every task of lm-evaluation-harness: `lm-eval ls tasks` lists them."

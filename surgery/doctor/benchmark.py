@@ -117,7 +117,7 @@ def benchmark(groups: tuple[str, ...] = GROUPS, *, device: torch.device | None =
         for threads in (thread_counts if case.memory else [all_threads])  # whole models take long
     ]
     cells: dict[str, list[Cell]] = {}
-    progress = Track(work, "bench", every=10)
+    progress = Track(work, "bench", interval=10)
     try:
         for case, threads in progress:
             progress.note = f"{case.group} {case.shape}, {case.tokens} tokens, {threads} threads"

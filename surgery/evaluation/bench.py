@@ -188,7 +188,7 @@ def _measured(
                 outcome = task.measure(models[name])
             return Cell(
                 model=name, task=task.name, part=task.part, seed=task.seed, metric=task.metric, inputs=outcome.inputs,
-                asked=outcome.asked, values=tuple(map(float, outcome.values)),
+                asked=outcome.digests, values=tuple(map(float, outcome.values)),
             )  # fmt: skip
 
         key = measured_under[name].model_dump() | {"settings of generation": _generation(models[name]), **task.key()}

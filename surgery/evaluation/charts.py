@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from surgery.records.names import is_control
 from surgery.runtime import plotting
 from surgery.statistics import Estimate
 
@@ -153,7 +154,7 @@ def looks(names: Sequence[str]) -> dict[str, Look]:
     """Every model's colour and mark, the same in the page and in the PNG figures."""
     free = iter([color for color in COLORS if color not in {plotting.COLORS.get(name) for name in names}] * len(names))
     return {
-        name: Look(plotting.COLORS.get(name) or next(free), *MARKS[i % len(MARKS)], plotting.is_control(name))
+        name: Look(plotting.COLORS.get(name) or next(free), *MARKS[i % len(MARKS)], is_control(name))
         for i, name in enumerate(names)
     }
 

@@ -6,7 +6,7 @@ from surgery.evaluation import markdown
 from surgery.evaluation.charts import Bar, bar, minus
 from surgery.evaluation.judgement import heading, verdict
 from surgery.evaluation.report import LOSSES, ModelReport, Perplexity, Report, value
-from surgery.runtime import plotting
+from surgery.records.names import is_control
 from surgery.statistics import Estimate, Proportion
 
 MOST_NAMED = 6  # tasks in a sentence
@@ -50,7 +50,7 @@ def summaries(report: Report) -> list[Summary]:
 def closest_control(report: Report) -> str:
     """The control that gains most, in the words of a sceptic."""
     base = next(iter(report.models.values()))
-    controls = {name: model for name, model in report.models.items() if plotting.is_control(name)}
+    controls = {name: model for name, model in report.models.items() if is_control(name)}
     if not (controls and base.kv):
         return ""
     task = f"kv.{max(base.kv, key=int)}"

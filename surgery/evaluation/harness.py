@@ -30,8 +30,8 @@ FEWSHOT_SEED = 1234  # the command's
 
 
 def load(names: list[str], include_path: str | None = None, data_path: str | None = None) -> dict[str, list[Any]]:
-    """Name -> the harness's tasks that it stands for: one, or those of a group or a tag, whose examples are pooled. Raises
-    UserError for what cannot be loaded."""
+    """By name, the harness's tasks: one, or all of a group or a tag, whose examples are pooled. Raises UserError for a name
+    that cannot be loaded."""
     if find_spec("lm_eval") is None:
         raise UserError(f"the task {names[0]} needs lm-evaluation-harness: pip install 'mamba-surgery[eval]'")
     for option, path in (("include_path", include_path), ("data_path", data_path)):
@@ -59,16 +59,16 @@ def evaluate(
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UserError(f"the task {name}: lm-evaluation-harness needs a tokenizer with a BOS or an EOS token")
     tokenizer = prompting(tokenizer)
-    if tokenizer.pad_token is None:  # the harness would give the caller's one
+    if tokenizer.pad_token is None:  # the harness would set one, also for the caller
         tokenizer = copy.deepcopy(tokenizer)
-    with explained(model), watching_logits(model), redirect_stderr(StringIO()):  # its bars; one at a time: ours
+    with explained(model), watching_logits(model), redirect_stderr(StringIO()):  # no bars of its own beside ours
         # The same length limit as the command's: none is passed.
         asker = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
         samples = harness(asker, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)["samples"][name]
     first = samples[0]["filter"]  # a task with several ways to read an answer lists the samples once for each
     samples = [sample for sample in samples if sample["filter"] == first]
-    asked = (digest(f"{sample['doc_hash']} {sample['arguments']} {sample['target_hash']}") for sample in samples)
-    return np.array([float(sample[metric]) for sample in samples]), tuple(asked)
+    prompts = (digest(f"{sample['doc_hash']} {sample['arguments']} {sample['target_hash']}") for sample in samples)
+    return np.array([float(sample[metric]) for sample in samples]), tuple(prompts)
 
 
 @cache
@@ -80,18 +80,18 @@ def _load(name: str, include_path: str | None, data_path: str | None) -> list[An
         raise UserError(f"no task is named '{name}', in lm-evaluation-harness or in {include_path or 'bench.include_path'}")
     try:
         with redirect_stderr(StringIO()), _local(data_path):
-            found = manager.load([name])
+            loaded = manager.load([name])
     except Exception as error:  # whatever its code or its data raise
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"cannot load the task '{name}': {message}") from error
-    for group in found.get("groups", {}).values():
+    for group in loaded.get("groups", {}).values():
         if not all(entry.weight_by_size for entry in group.aggregate_metric_list or ()):
             raise UserError(f"the group '{group.name}' counts its tasks alike, whatever their size; name the tasks instead")
-    for task in found["tasks"].values():
+    for task in loaded["tasks"].values():
         _metric(task)
         if task.config.num_fewshot is None:
             task.set_config(key="num_fewshot", value=0)
-    return list(found["tasks"].values())
+    return list(loaded["tasks"].values())
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def _local(data_path: str | None) -> Iterator[None]:
     def load_dataset(path: str, *args: Any, **kwargs: Any) -> Any:
         if data_path is None or not (folder := Path(data_path, path).resolve()).is_dir():
             return given(path, *args, **kwargs)
-        # What datasets (5.2) once made of a folder it takes for what any folder of that name holds, so that each has a cache.
+        # datasets (5.2) knows a folder in its cache by its name alone, whatever it holds: each content needs its own cache.
         files = [(str(file), file.stat().st_mtime_ns) for file in sorted(folder.rglob("*"))]
         cache = Path(datasets.config.HF_DATASETS_CACHE, f"folder-{digest(str(files))}")
         return given(str(folder), *args, cache_dir=str(cache), **kwargs)

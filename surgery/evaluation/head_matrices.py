@@ -19,6 +19,7 @@ from surgery.locating.example import example_matrices, example_tokens, window
 from surgery.locating.mixing_figure import Strips, draw_strips
 from surgery.locating.subject import Subject
 from surgery.probes.question import Question
+from surgery.records.names import is_control, is_dose
 from surgery.records.plan import Plan
 from surgery.records.record import Provenance, Record
 from surgery.records.site import Site, SiteText
@@ -88,11 +89,7 @@ def mixing(
     for controls and doses. order: of the sites, the most telling first. None where there is no graft or no matrix
     to be had, or the example too long."""
     (base, first), *others = entries.items()
-    grafted = {
-        name: entry
-        for name, entry in others
-        if entry.plan is not None and not plotting.is_control(name) and not name.startswith("dose_")
-    }
+    grafted = {name: entry for name, entry in others if entry.plan is not None and not is_control(name) and not is_dose(name)}
     sites = dict.fromkeys(site for entry in grafted.values() for site in _parts(entry.plan))
     place = {site: i for i, site in enumerate(order)}
     chosen = sorted(sites, key=lambda site: place.get(site, len(place)))[:MOST_SITES]

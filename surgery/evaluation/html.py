@@ -20,14 +20,14 @@ from surgery.evaluation.mixing_page import mixing_page
 from surgery.evaluation.page_charts import cost_charts, dose_charts, retrieval_charts
 from surgery.evaluation.report import Report
 from surgery.locating.ranking import Ranking
-from surgery.runtime import plotting
+from surgery.records.names import is_control, is_dose
 
 
 def render(report: Report, ranking: Ranking | None = None, mixing: Mixing | None = None) -> str:
     """The page. ranking: of the base, for the atlas; one of another model is left out."""
     if ranking is not None and ranking.provenance.base_fingerprint != report.provenance.base_fingerprint:
         ranking = None
-    look = looks([name for name in report.models if not name.startswith("dose_")])
+    look = looks([name for name in report.models if not is_dose(name)])
     base = next(iter(report.models.values()))
     models = summaries(report)
     folder = Path(__file__).parent / "page"
@@ -37,8 +37,8 @@ def render(report: Report, ranking: Ranking | None = None, mixing: Mixing | None
     content: dict[str, Any] = {
         "report": report, "answers": _answers(report), "base": next(iter(report.models)), "looks": look, "symbols": SYMBOLS,
         "explanation": markdown.EXPLANATION,
-        "hybrids": [model for model in models if not (plotting.is_control(model.name) or model.name.startswith("dose_"))],
-        "controls": [model for model in models if plotting.is_control(model.name)],
+        "hybrids": [model for model in models if not (is_control(model.name) or is_dose(model.name))],
+        "controls": [model for model in models if is_control(model.name)],
         "closest": closest_control(report), "results": markdown.rows(report), "summaries": models,
         "retrieval": retrieval_charts(report, look), "doses": dose_charts(report), "costs": cost_charts(report, look),
         "atlas": atlas(ranking, report.plan) if ranking else Atlas(), "mixing": mixing_page(mixing) if mixing else None,

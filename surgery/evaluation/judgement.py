@@ -9,6 +9,7 @@ from typing import Literal
 
 from surgery.evaluation.report import ModelReport, Report, value
 from surgery.evaluation.suites import LOSSES
+from surgery.records.names import is_control, is_dose
 from surgery.statistics import Estimate, Evidence, at_chance
 
 UNSEEN = "kv_unseen"
@@ -33,7 +34,7 @@ def did_it_help(report: Report) -> str:
     """The answer with controls and cost: a paragraph for the tuned model of a run, one for each model of a comparison."""
     judgements = judge(report)
     if not judgements:
-        return "Did it help? Only the base was measured."
+        return "Did it help? No hybrid was measured."
     several = len(judgements) > 1
     return "\n\n".join(
         " ".join([f"Did {each.model if several else 'it'} help? {each.answer}", *each.details]) for each in judgements
@@ -42,7 +43,7 @@ def did_it_help(report: Report) -> str:
 
 def judge(report: Report) -> list[Judgement]:
     """One judgement for each hybrid of the report; of a run, for the tuned one alone."""
-    names = [name for name in list(report.models)[1:] if not name.startswith(("control", "dose_"))]
+    names = [name for name in list(report.models)[1:] if not (is_control(name) or is_dose(name))]
     if {"spliced", "tuned"} <= {*names}:
         names.remove("spliced")
     return [_judged(report, name) for name in names]
@@ -85,7 +86,10 @@ def _judged(report: Report, name: str) -> Judgement:
         return Judgement(name, "not to be judged", answer, (_cost(base, model),))
     size = max(base.kv, key=int)  # the largest size, and not the one that looks best
     task = f"kv.{size}"
-    change, accuracy = model.change[task], base.kv[size]
+    change, accuracy = model.change.get(task), base.kv[size]
+    if change is None:
+        answer = f"Not to be judged: the report does not compare its answers with the base's ({task})."
+        return Judgement(name, "not to be judged", answer, (_cost(base, model),))
     direction = _direction(task, change, model.evidence.get(task))
     compared = (
         f"with {size} pairs {name} answers {model.kv[size].accuracy:.3f} of the questions, the base {accuracy.accuracy:.3f} "
@@ -95,12 +99,12 @@ def _judged(report: Report, name: str) -> Judgement:
     verdict: Verdict = "no"
     if chance and "better" in direction:
         verdict, answer = "not to be judged", (
-            f"Not to be judged: the base is at chance on this probe ({chance}), so it does not retrieve, and no head of it can "
-            f"have been located by its retrieval. It is true that {compared}, but this difference cannot be attributed to "
-            "surgery of located heads; choose a probe that the base can do in part."
+            f"Not to be judged: the base is at chance {chance}, so no head of it can have been located by what it does there. "
+            f"It is true that {compared}, but this difference cannot be attributed to surgery of located heads; choose a "
+            "probe that the base can do in part."
         )  # fmt: skip
     elif chance:
-        answer = f"No: {compared}. The base is at chance on this probe ({chance}); choose one that it can do in part."
+        answer = f"No: {compared}. The base is at chance {chance}; choose a probe that it can do in part."
     elif direction == "better" and clear:
         verdict, answer = "yes", f"Yes: {compared}."
     elif direction == "better":
@@ -123,17 +127,17 @@ def _chance(report: Report) -> str:
     measured. Empty where it is better."""
     located, kv = report.located, next(iter(report.models.values())).kv
     if located is not None and at_chance(located.accuracy, located.chance):
-        return f"{located.probe}: {located.accuracy}, chance {located.chance:.3f}"
+        return f"on the probe that located the heads ({located.probe}: {located.accuracy}, chance {located.chance:.3f})"
     if all(at_chance(accuracy, 1 / int(size)) for size, accuracy in kv.items()):
         size = min(kv, key=int)
-        return f"even with {size} pairs: {kv[size]}, chance {1 / int(size):.3f}"
+        return f"on this probe (even with {size} pairs: {kv[size]}, chance {1 / int(size):.3f})"
     return ""
 
 
 def _controls(report: Report, name: str, task: str) -> tuple[str, bool]:
     """The control that comes closest to a model, and whether the model is clearly better than it (their intervals of the
     difference to the base have nothing in common)."""
-    controls = {other: model for other, model in report.models.items() if other.startswith("control")}
+    controls = {other: each for other, each in report.models.items() if is_control(other) and task in each.change}
     if not controls:
         return "No control was measured, so what made the difference is not known.", True
     best = max(controls, key=lambda other: controls[other].change[task].value)
@@ -151,14 +155,14 @@ def _cost(base: ModelReport, model: ModelReport) -> str:
     before, after = base.results(), model.results()
     parts = []
     if model.knowledge is not None and base.knowledge is not None:
-        said = _direction("knowledge", model.change["knowledge"], model.evidence.get("knowledge"))
-        parts.append(f"knowledge {model.knowledge.accuracy:.3f} (base {base.knowledge.accuracy:.3f}, {said})")
-    if model.perplexity is not None and base.perplexity is not None:
-        change = model.change["perplexity"]
-        said = _direction("perplexity", change, model.evidence.get("perplexity"))
         parts.append(
-            f"loss on held-out text {change.value:+.4f} nats per token (perplexity {model.perplexity.value:.3f}, base "
-            f"{base.perplexity.value:.3f}, {said})"
+            f"knowledge {model.knowledge.accuracy:.3f} (base {base.knowledge.accuracy:.3f}{_said(model, 'knowledge')})"
+        )
+    if model.perplexity is not None and base.perplexity is not None:
+        change = model.perplexity.loss.value - base.perplexity.loss.value
+        parts.append(
+            f"loss on held-out text {change:+.4f} nats per token (perplexity {model.perplexity.value:.3f}, base "
+            f"{base.perplexity.value:.3f}{_said(model, 'perplexity')})"
         )
     worse = [
         f"{heading(task)} {value(after[task]):.3f} (base {value(before[task]):.3f})"
@@ -171,3 +175,9 @@ def _cost(base: ModelReport, model: ModelReport) -> str:
         return costs
     more = f" and {len(worse) - NAMED} more" if len(worse) > NAMED else ""
     return f"{costs} Worse: {'; '.join(worse[:NAMED])}{more}."
+
+
+def _said(model: ModelReport, task: str) -> str:
+    """What the difference to the base says, after a comma; nothing where the report has none."""
+    change = model.change.get(task)
+    return "" if change is None else f", {_direction(task, change, model.evidence.get(task))}"

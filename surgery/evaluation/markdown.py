@@ -2,6 +2,7 @@
 
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.report import ModelReport, Report, value
+from surgery.records.names import is_dose
 from surgery.records.plan import Plan
 from surgery.statistics import Estimate, Proportion
 
@@ -127,12 +128,12 @@ def _doses(report: Report) -> list[str]:
 
 def dosed(report: Report) -> dict[int, ModelReport]:
     """Number of grafted heads -> model, where a run measured several; the base is the dose 0."""
-    found = {
+    spliced = {
         sum(len(site.heads) for site in model.plan.sites): model
         for name, model in report.models.items()
-        if name.startswith("dose_") and model.plan
+        if is_dose(name) and model.plan
     }
-    return {0: next(iter(report.models.values())), **found} if found else {}
+    return {0: next(iter(report.models.values())), **spliced} if spliced else {}
 
 
 def _cost(report: Report) -> list[str]:
@@ -175,11 +176,11 @@ def _cost(report: Report) -> list[str]:
 
 def _weights(report: Report) -> list[str]:
     """Which weights were measured, and with what."""
-    under = {name: model.conditions for name, model in report.models.items() if model.conditions is not None}
-    if not under:
+    conditions = {name: model.conditions for name, model in report.models.items() if model.conditions is not None}
+    if not conditions:
         return []
-    body = [[name, f"`{each.model[:16]}`", each.dtype, each.device] for name, each in under.items()]
-    first = next(iter(under.values()))
+    body = [[name, f"`{each.model[:16]}`", each.dtype, each.device] for name, each in conditions.items()]
+    first = next(iter(conditions.values()))
     kernels = ", ".join(f"{operation} by {backend}" for operation, backend in first.kernels.items())
     return [
         f"## Weights\n\n{table(['model', 'digest', 'dtype', 'device'], body)}\n\nKernels: {kernels}. Tokenizer "

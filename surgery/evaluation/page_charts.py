@@ -8,6 +8,7 @@ from surgery.evaluation.charts import Chart, Look, Point, Series, chart, looks
 from surgery.evaluation.comparisons import count, result_text
 from surgery.evaluation.judgement import UNSEEN
 from surgery.evaluation.report import ModelReport, Perplexity, Report, value
+from surgery.records.names import is_control
 from surgery.runtime import plotting
 from surgery.statistics import Estimate, Proportion
 
@@ -54,7 +55,7 @@ def dose_charts(report: Report) -> list[Chart]:
 def cost_charts(report: Report, look: dict[str, Look]) -> list[Chart]:
     """Time and memory against context. A control costs what its model costs and is left out."""
     first = next(iter(report.models.values()))
-    models = {name: report.models[name] for name in look if not plotting.is_control(name)}
+    models = {name: report.models[name] for name in look if not is_control(name)}
 
     def drawn(title: str, unit: str, points: Callable[[ModelReport], list[tuple[int, float]]]) -> Chart:
         series = [

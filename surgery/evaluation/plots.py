@@ -7,6 +7,7 @@ from typing import Any
 from surgery.evaluation.charts import looks
 from surgery.evaluation.markdown import dosed
 from surgery.evaluation.report import ModelReport, Report
+from surgery.records.names import is_control, is_dose
 from surgery.runtime import plotting
 
 
@@ -28,7 +29,7 @@ def draw_retrieval(report: Report, path: Path) -> None:
     styles = _styles(report)
     sizes = sorted(map(int, next(iter(report.models.values())).kv))
     n = next(iter(report.models.values())).kv[str(sizes[0])].n
-    controls = [model for name, model in report.models.items() if plotting.is_control(name)]
+    controls = [model for name, model in report.models.items() if is_control(name)]
     with plotting.drawing(path, height=4.0) as (figure, axes):
         axis = axes[0, 0]
         for name, style in styles.items():
@@ -106,9 +107,9 @@ def _draw_costs(
 
 def _styles(report: Report) -> dict[str, dict[str, Any]]:
     """Of the base and every hybrid: colour, mark and name, as in the page."""
-    look = looks([name for name in report.models if not name.startswith("dose_")])
+    look = looks([name for name in report.models if not is_dose(name)])
     return {
         name: {"color": style.color, "marker": style.marker, "label": plotting.shown(name)}
         for name, style in look.items()
-        if not plotting.is_control(name)
+        if not is_control(name)
     }

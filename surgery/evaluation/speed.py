@@ -1,7 +1,7 @@
 """What a token costs: time, cache and memory against context length and batch.
 
-Models are timed in turn within each round, so that a disturbance of the machine hits all of them, and medians are taken: one
-context (and batch) of all models is what is measured, and kept, at once.
+In each round all models are timed, one after the other, so that a disturbance of the machine hits all of them; the median of
+the rounds counts. One context (and batch) is measured for all models before the next one, and its times are kept together.
 """
 
 import inspect
@@ -98,7 +98,7 @@ def _decoding(models: Mapping[str, PreTrainedModel], caches: dict[str, Cache], b
 
 
 def _cached(model: PreTrainedModel, cache: Cache) -> dict[str, Any]:
-    """A state-space model and a Transformer have another name for it."""
+    """The cache as a keyword argument: state-space models call it by another name than Transformers do."""
     name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
     return {name: cache}
 

@@ -33,10 +33,10 @@ WRITTEN = ("phonebook",)
 
 @dataclass(frozen=True)
 class Outcome:
-    """values: one an example; asked: a digest of each; inputs: of what entered the model."""
+    """values: one an example; digests: one an example, of what was asked; inputs: of what entered the model."""
 
     values: np.ndarray
-    asked: tuple[str, ...]
+    digests: tuple[str, ...]
     inputs: str
 
 
@@ -159,17 +159,17 @@ def _probe_tasks(
         fresh = [example for example in drawn if example not in known]
         known |= {*drawn}
         if fresh:
-            asked = tuple(digest(repr(example)) for example in fresh)
+            digests = tuple(digest(repr(example)) for example in fresh)
             ask = complete if isinstance(fresh[0], Completion) else answer
 
             def measure(
-                model: PreTrainedModel, fresh: list = fresh, asked: tuple[str, ...] = asked, ask: Callable = ask
+                model: PreTrainedModel, fresh: list = fresh, digests: tuple[str, ...] = digests, ask: Callable = ask
             ) -> Outcome:
                 with watched(model) as inputs:
                     correct = ask(model, tokenizer, fresh, options.batch_size).correct
-                return Outcome(correct.astype(float), asked, inputs())
+                return Outcome(correct.astype(float), digests, inputs())
 
-            result.append(Task(name, s, f"{name} {' '.join(asked)}", measure))
+            result.append(Task(name, s, f"{name} {' '.join(digests)}", measure))
     return result
 
 
@@ -185,26 +185,26 @@ def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, 
         known: set[str] = set()
         for s in range(seed, seed + options.seeds):
             rows = rows_of(text.token_windows(tokenizer, bench_seed(s)))
-            asked = tuple(digest(str(row)) for row in rows.tolist())
-            if {*asked} <= known:  # a text file is the same for every seed
+            digests = tuple(digest(str(row)) for row in rows.tolist())
+            if {*digests} <= known:  # a text file is the same for every seed
                 continue
-            known |= {*asked}
+            known |= {*digests}
 
             def measure(
-                model: PreTrainedModel, rows: Tensor = rows, asked: tuple[str, ...] = asked, losses: Callable = losses
+                model: PreTrainedModel, rows: Tensor = rows, digests: tuple[str, ...] = digests, losses: Callable = losses
             ) -> Outcome:
                 with watched(model) as inputs:
                     values = losses(model, rows)
-                return Outcome(values, asked, inputs())
+                return Outcome(values, digests, inputs())
 
-            result.append(Task(name, s, f"{name} {' '.join(asked)}", measure))
+            result.append(Task(name, s, f"{name} {' '.join(digests)}", measure))
     return result
 
 
 def _standard_task(name: str, task: Any, options: Bench, tokenizer: PreTrainedTokenizerBase) -> Task:
     def measure(model: PreTrainedModel) -> Outcome:
-        values, asked = harness.evaluate(model, tokenizer, task, options.batch_size, options.task_limit)
-        return Outcome(values, asked, digest(" ".join(asked)))
+        values, digests = harness.evaluate(model, tokenizer, task, options.batch_size, options.task_limit)
+        return Outcome(values, digests, digest(" ".join(digests)))
 
     identity = f"{name} {harness.identity(task)} {options.task_limit}"
     return Task(name, 0, identity, measure, task.config.task, package_version("lm_eval"))

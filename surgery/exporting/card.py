@@ -13,6 +13,7 @@ from surgery.evaluation import markdown
 from surgery.evaluation.report import Report
 from surgery.families import family_of
 from surgery.loading.origin import Origin
+from surgery.records.names import is_control
 from surgery.records.plan import Plan
 from surgery.runtime import plotting
 
@@ -140,7 +141,7 @@ def _limits(report: Report | None, base: Origin) -> str:
                 f"Retrieval was measured on synthetic dictionaries of at most {max(map(int, sizes))} pairs, {examples} "
                 "examples a cell."
             )
-        controls = [name for name in report.models if name.startswith("control")]
+        controls = [name for name in report.models if is_control(name)]
         lines.append(
             "Rows named control show what the same tuning does without a graft and what a graft does at random heads: a gain "
             "counts only as far as it exceeds theirs."

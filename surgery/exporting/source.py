@@ -33,8 +33,8 @@ def base_of(name: str) -> str:
     return read_surgery(folder).base or name
 
 
-def there(base: str, hybrid: str) -> str:
-    """The name of a base that has to be loaded. Raises UserError if it is a folder that is not there."""
+def present(base: str, hybrid: str) -> str:
+    """The base's name, if it can be loaded: an id of the Hub, or a folder that exists. Raises UserError for any other."""
     if on_hub(base) or Path(base).is_dir():
         return base
     raise UserError(f"the base of {hybrid} is not here ({base}): say where it is (--base)")

@@ -302,3 +302,16 @@ class HybridCausalLM:
             self.surgery.write(save_directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(save_directory)
+
+    def _push_to_hub(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. base.json then names the base without its place on this machine."""
+        remembered = self.surgery
+        if remembered is not None:
+            vars(self)["_surgery"] = remembered.published()
+        try:
+            return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if remembered is not None:
+                vars(self)["_surgery"] = remembered
+
+    push_to_hub: Any = _push_to_hub  # mypy would compare it with what transformers puts together when it is imported

@@ -42,7 +42,7 @@ def compare(
     resume: go on with an earlier comparison there; a cell of the same model and questions is not measured again. overwrite:
     remove it first. Raises UserError, and writes nothing, where one is there and neither is given.
     """
-    check_folder(out, "bench", resume=resume, overwrite=overwrite)
+    on_main(partial(check_folder, out, "bench", resume=resume, overwrite=overwrite))
     with busy("opening the models"):
         recipe, base, beside = open_compared(recipe, others, trust_remote_code)
     part = part_for_bench([recipe.tune.early_stopping, *map(_early_stopping_of, (recipe.model, *others))])

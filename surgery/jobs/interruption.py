@@ -60,8 +60,8 @@ def continuation(argv: list[str], *, begun: bool | None = None, launched: bool =
     elif Path(program).name == "__main__.py":
         command = "python -m surgery"
     else:
-        found = os.path.realpath(shutil.which("surgery") or "surgery") == os.path.realpath(program)
-        command = "surgery" if found else shlex.quote(program)
+        on_path = os.path.realpath(shutil.which("surgery") or "surgery") == os.path.realpath(program)
+        command = "surgery" if on_path else shlex.quote(program)
     verb = next((argument for argument in arguments if not argument.startswith("-")), "")
     if verb in RESUMABLE and (_begun.is_set() if begun is None else begun):
         arguments = [argument for argument in arguments if argument not in ("--overwrite", "--resume")]

@@ -85,7 +85,7 @@ def locate_model(
     resume: go on with an earlier search in `out`. overwrite: remove what it has left there. Raises UserError, and writes
     nothing, where one is there and neither is given.
     """
-    check_folder(out, "locate", resume=resume, overwrite=overwrite)
+    on_main(partial(check_folder, out, "locate", resume=resume, overwrite=overwrite))
     with busy("opening the model"):
         base = open_checkpoint(recipe, trust_remote_code)
     advise_base(base)

@@ -24,7 +24,7 @@ def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False, base: str |
     device = recipe.device
     if device == "auto":
         device = own_device() or ("cuda" if torch.cuda.is_available() else "cpu")
-    found = load(
+    opened = load(
         recipe.model,
         tokenizer=recipe.tokenizer,
         dtype=recipe.dtype,
@@ -34,8 +34,8 @@ def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False, base: str |
     )
     with use(**recipe.kernels):
         for operation in map(operations().__getitem__, requested()):
-            operation.choose(*operation.example(found.model.device, found.model.dtype))
-    return found
+            operation.choose(*operation.example(opened.model.device, opened.model.dtype))
+    return opened
 
 
 def open_base(recipe: Recipe, trust_remote_code: bool = False) -> Checkpoint:
@@ -96,7 +96,7 @@ def open_compared(
     base = open_checkpoint(recipe, trust_remote_code)
     named = list(labels(others).items())[1:]
     beside = {label: open_beside(base, name, recipe, trust_remote_code) for label, name in named}
-    dtypes = [str(found.model.dtype).removeprefix("torch.") for found in (*beside.values(), base)]
+    dtypes = [str(each.model.dtype).removeprefix("torch.") for each in (*beside.values(), base)]
     if "dtype" in recipe.model_fields_set or len(set(dtypes)) == 1:
         return recipe, base, beside
     say(f"the models are stored in {' and '.join(sorted(set(dtypes)))}; all are compared in {dtypes[0]}, unless dtype is set")

@@ -89,7 +89,10 @@ def holds_run(out: Path) -> bool:
     """Whether a folder was written by a verb that keeps a run. An exported hybrid holds a recipe too, and is none."""
     if (out / RUN).exists():
         return True
-    return not (out / EXPORT).exists() and any((out / name).exists() for name in (RECIPE, "pruning.json"))
+    # Versions up to 0.6: a recipe alone may be the user's own.
+    results = (*LOCATE, *BENCH, "plan.json", "tuning", "findings.json")
+    recorded = (out / RECIPE).exists() and any((out / name).exists() for name in results)
+    return not (out / EXPORT).exists() and (recorded or (out / "pruning.json").exists())
 
 
 def clear(out: Path) -> None:

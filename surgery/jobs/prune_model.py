@@ -22,7 +22,7 @@ def prune_model(
 ) -> Pruning:
     """Find the minimal model of the recipe's model and write pruning.json into `out`. ranking: of locate, whose gather and
     aggregate heads are kept alone. overwrite: replace an earlier run in `out`; without, it raises UserError for one."""
-    check_folder(out, "prune", overwrite=overwrite, resumable=False)
+    on_main(partial(check_folder, out, "prune", overwrite=overwrite, resumable=False))
     ranked = Ranking.read(ranking) if ranking else None
     with busy("opening the model"):
         base = open_checkpoint(recipe, trust_remote_code)

@@ -55,7 +55,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool = Fa
     resume: go on with an earlier run in `out`, from the first stage whose own settings are others. overwrite: remove what an
     earlier run has left there. Raises UserError, and writes nothing, where one is there and neither is given.
     """
-    check_folder(out, "run", resume=resume, overwrite=overwrite)
+    on_main(partial(check_folder, out, "run", resume=resume, overwrite=overwrite))
     with use(**recipe.kernels):
         with busy("opening the model"):
             base = open_base(recipe, trust_remote_code)

@@ -35,8 +35,8 @@ class Origin(Record):
 def origin(name: str, record: Path) -> Origin:
     """What can be read without a network; what is not here stays empty. record: the folder in which it is to be written."""
     folder, revision, hub = Path(name), None, on_hub(name)
-    if hub and isinstance(found := try_to_load_from_cache(name, "config.json"), str):
-        folder = Path(found).parent
+    if hub and isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+        folder = Path(cached).parent
         revision = folder.name
     card = folder / "README.md"
     stated = (metadata_load(card) or {}) if card.is_file() else {}

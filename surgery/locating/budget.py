@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,10 +80,14 @@ def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], 
     with busy("timing the model"):
         step = _seconds(partial(_forward, subject, *padded(rows, subject.model.device)))
     seconds = step * forwards(subject, sets, options.layers) / processes.state().num_processes
-    exact = seconds <= options.budget if kept is None else _decided(kept / "exact.json", options, seconds <= options.budget)
+    affordable = exact = seconds <= options.budget
+    if kept is not None:
+        exact = _decided(kept / "exact.json", options, subject.conditions.model_dump(mode="json"), exact)
     heads = f"{len(subject.anatomy.sites()):,} heads"
     if exact:
         say(f"measuring {heads} exactly, each ablated and spliced: about {duration(seconds)}")
+    elif affordable:
+        say("locating by attribution alone, as this search began; locate.exact=true measures all heads")
     else:
         say(
             f"locating by attribution alone: measuring {heads} exactly would take about {duration(seconds)}, more than "
@@ -92,13 +97,13 @@ def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], 
     return exact
 
 
-def _decided(path: Path, options: Locate, exact: bool) -> bool:
-    """The decision in a file, if it was made for the same options; else this one, which is written there."""
-    key = options.model_dump(mode="json")
+def _decided(path: Path, options: Locate, conditions: dict[str, Any], exact: bool) -> bool:
+    """The decision in a file, if it was made for the same model and options; else this one, which is written there."""
+    key = {"options": options.model_dump(mode="json"), "conditions": conditions}
     earlier = json.loads(read_text(path)) if path.exists() else {}
-    if earlier.get("options") == key:
+    if {name: earlier.get(name) for name in key} == key:
         return earlier["exact"] is True
-    write_text(path, json.dumps({"options": key, "exact": exact}))
+    write_text(path, json.dumps({**key, "exact": exact}))
     return exact
 
 

@@ -43,7 +43,7 @@ class Exact:
         self.subject, self.gated, self.groups = subject, gated, questions.groups
         self.how, self.reference = ablation, questions.reference
         reference = None if self.reference is None else [part.tolist() for part in self.reference]
-        self.ledger = (ledger or Ledger()).under(ablation, reference)
+        self.ledger = (ledger or Ledger()).extended(ablation, reference)
         examples = sum(len(chosen) for chosen, _ in self.groups)
         # Of every question; NaN where a site was not measured on it.
         self.correct: dict[tuple[str, Site | None], np.ndarray] = defaultdict(lambda: np.full(examples, np.nan))

@@ -35,7 +35,7 @@ class Ledger:
     def __init__(self, folder: Path | None = None, *key: Any):
         self.folder, self.key = folder, _sha(key)
 
-    def under(self, *key: Any) -> "Ledger":
+    def extended(self, *key: Any) -> "Ledger":
         """A ledger in the same folder for measurements that depend on more."""
         return Ledger(self.folder, self.key, *key)
 

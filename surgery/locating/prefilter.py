@@ -68,7 +68,7 @@ def prefilter(subject: Subject, groups: Groups, ledger: Ledger) -> tuple[Prefilt
     starts = best_starts(torch.stack([tensors["sum"] for tensors in sums.values()]).sum(0), channels)
     index = torch.tensor(_numbers(list(starts.values()))).view(1, 1, len(subject.anatomy.blocks), subject.anatomy.heads(0))
     known = gathered({number: {"values": tensors["every"].take_along_dim(index, 0)[0]} for number, tensors in mine.items()})
-    chosen = Prefilter(fully_gated(subject, starts), starts, ledger.under("starts", index.flatten().tolist()))
+    chosen = Prefilter(fully_gated(subject, starts), starts, ledger.extended("starts", index.flatten().tolist()))
     return chosen, chosen.attributions(groups, {number: tensors["values"] for number, tensors in known.items()})
 
 

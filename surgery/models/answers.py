@@ -65,8 +65,9 @@ def described(tensor: Tensor) -> str:
 
 @torch.inference_mode()
 def answers(model: PreTrainedModel, vocabulary: int, new: int = NEW) -> dict[str, Tensor]:
-    """By name: `prompt 17`, the logits at every position of a prompt, one row alone (t, V); `batch`, those of each new token
-    after a left-padded batch of all the prompts (b, new, V); `tokens` (b, new), what was chosen. On the CPU, in float32.
+    """By name: `prompt 17`, the logits at all positions of the prompt of 17 tokens (t, V); `batch`, the logits of each new
+    token after all prompts in one left-padded batch (b, new, V); `tokens`, which tokens were chosen there (b, new). On the
+    CPU, in float32.
 
     vocabulary: prompts are made of token ids below this.
     """
@@ -80,7 +81,7 @@ def answers(model: PreTrainedModel, vocabulary: int, new: int = NEW) -> dict[str
         }
         ids = torch.stack([torch.nn.functional.pad(prompt, (max(LENGTHS) - len(prompt), 0)) for prompt in prompts])
         real = torch.stack([torch.arange(max(LENGTHS)) >= max(LENGTHS) - length for length in LENGTHS]).long()
-        # No end of text: every row has as many tokens as every other.
+        # Without an end of text, so that all rows have equally many tokens.
         greedy = GenerationConfig(
             min_new_tokens=new, max_new_tokens=new, do_sample=False, num_beams=1, pad_token_id=0,
             return_dict_in_generate=True, output_logits=True,

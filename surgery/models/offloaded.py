@@ -35,14 +35,14 @@ def take_hooks(source: nn.Module, target: nn.Module) -> None:
 
     Raises UserError for hooks that fetch whole modules at once (preload_module_classes): they know no grafts.
     """
-    modules, found = dict(target.named_modules()), hooks(source)
-    for name, hook in found.items():
+    modules, shared = dict(target.named_modules()), hooks(source)
+    for name, hook in shared.items():
         if any(part.place_submodules for part in _fetching(hook)):
             raise UserError(f"accelerate fetches '{name}' as a whole (preload_module_classes); load the model without that")
         if name in modules:
             take_hook(modules[name], hook)
-    if found:
-        vars(target)[HOOKS] = found
+    if shared:
+        vars(target)[HOOKS] = shared
     if hasattr(source, "hf_device_map"):
         target.hf_device_map = source.hf_device_map
 

@@ -94,6 +94,6 @@ def _glance(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     """The accuracies of a model in training on a few questions, as one line."""
     model.eval()
     questions = {name: probe.questions(200, seed=1) for name, probe in measured_probes().items()}
-    figures = {name: answer(model, tokenizer, asked).correct.mean() for name, asked in questions.items()}
+    figures = {name: answer(model, tokenizer, batch).correct.mean() for name, batch in questions.items()}
     model.train()
     return ", ".join(f"{name} {figure:.2f}" for name, figure in figures.items())

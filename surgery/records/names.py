@@ -1,8 +1,23 @@
 """Names of models and files for records that others read: ids of the Hub and names of folders, no path on this machine."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
+
+# What a run calls the models beside its hybrid (jobs/entries.py). Any other name of a model is the user's.
+CONTROL = re.compile(r"control_(tuned|(random_site(_\d+)?|same_layer)(_tuned)?)")
+DOSE = re.compile(r"dose_\d+")
+
+
+def is_control(name: str) -> bool:
+    """Whether a report's model is one of a run's controls."""
+    return CONTROL.fullmatch(name) is not None
+
+
+def is_dose(name: str) -> bool:
+    """Whether a report's model is the base with a number of leading heads spliced, which bench.doses asks for."""
+    return DOSE.fullmatch(name) is not None
 
 
 def on_hub(name: str) -> bool:

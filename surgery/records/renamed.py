@@ -18,7 +18,11 @@ RENAMED: dict[str, dict[str, str | dict[str, dict[str, Any]]]] = {
     },
     "tune.early_stopping": {"every": "eval_steps"},
     "tune.lora": {
-        "kind": {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}},
+        "kind": {
+            "lora": {"use_rslora": False, "use_dora": False},
+            "rslora": {"use_rslora": True, "use_dora": False},
+            "dora": {"use_rslora": False, "use_dora": True},
+        },
         "targets": "target_modules",
         "rank": "r",
         "alpha": "lora_alpha",
@@ -49,7 +53,7 @@ def current(tree: Mapping[str, Any], section: str = "", old: dict[str, str] | No
             if not (isinstance(value, str) and value in name):
                 raise UserError(f"{_dotted(section, key)}: '{value}' is none of {', '.join(name)}")
             entries = name[value]
-            advice = " or ".join(new for entry in name.values() for new in entry)
+            advice = " or ".join(dict.fromkeys(new for entry in name.values() for new in entry))
         else:
             inner = _dotted(section, name)
             entries = {name: current(value, inner, old) if isinstance(value, Mapping) and inner in RENAMED else value}

@@ -10,6 +10,7 @@ from typing import Any
 Action = Callable[[], None]
 _waiting: list[tuple[str, Action]] = []
 _depth = threading.local()
+_lock = threading.Lock()  # of _waiting: imports may end in several threads at once
 
 
 def after_import(name: str, action: Action) -> None:
@@ -66,10 +67,11 @@ def _watch(loader: Any) -> None:
 
 
 def _act() -> None:
-    due = [entry for entry in _waiting if entry[0] in sys.modules]
-    for entry in due:
-        _waiting.remove(entry)
-    if not _waiting and _FINDER in sys.meta_path:
-        sys.meta_path.remove(_FINDER)
+    with _lock:
+        due = [entry for entry in _waiting if entry[0] in sys.modules]
+        for entry in due:
+            _waiting.remove(entry)
+        if not _waiting and _FINDER in sys.meta_path:
+            sys.meta_path.remove(_FINDER)
     for _, action in due:
         action()

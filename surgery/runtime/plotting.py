@@ -43,10 +43,6 @@ def shown(name: str) -> str:
     return name.replace("_", " ")
 
 
-def is_control(name: str) -> bool:
-    return name.startswith("control")
-
-
 def controls_label(count: int) -> str:
     """What the band of controls is called."""
     return "1 control" if count == 1 else f"{count} controls (lowest to highest)"

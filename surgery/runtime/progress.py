@@ -38,12 +38,12 @@ def duration(seconds: float) -> str:
 class Track(Iterable[T]):
     """Iterate with progress. `note` shows a figure (a loss, say) beside it.
 
-    Without a terminal a line is printed after the first item, if the rest is going to take longer than `every` seconds, and
-    then at most every `every` seconds; none for work that is done before that.
+    Without a terminal a line is printed after the first item, if the rest is going to take longer than `interval` seconds, and
+    then at most every `interval` seconds; none for work that is done before that.
     """
 
-    def __init__(self, items: Iterable[T], description: str, total: int | None = None, every: float = EVERY):
-        self.items, self.description, self.every = items, description, every
+    def __init__(self, items: Iterable[T], description: str, total: int | None = None, interval: float = EVERY):
+        self.items, self.description, self.interval = items, description, interval
         self.total = total if total is not None else len(items)  # type: ignore[arg-type]
         self.note = ""
 
@@ -64,7 +64,7 @@ class Track(Iterable[T]):
             yield item
             now = time.monotonic()
             left = (now - start) / done * (self.total - done)
-            if now - last > self.every or (done == 1 and left > self.every):
+            if now - last > self.interval or (done == 1 and left > self.interval):
                 last = now
                 line = f"{self.description}: {done}/{self.total}, about {duration(left)} left  {self.note}"
                 print(line.rstrip(), file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ plan.json and export.json.
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
 from surgery.loading.origin import Origin, origin
+from surgery.records.names import called
 from surgery.records.plan import Plan, published
 from surgery.records.record import Record, read_text
 
@@ -50,6 +51,10 @@ class Surgery:
     base: str | None = None
     base_fingerprint: str | None = None
     tokenizer: PreTrainedTokenizerBase | None = field(default=None, repr=False, compare=False)
+
+    def published(self) -> "Surgery":
+        """For others, to whom it is no matter where the base lies here."""
+        return self if self.base is None else replace(self, base=called(self.base))
 
     def write(self, folder: str | Path) -> None:
         """Write plan.json and base.json."""
@@ -97,7 +102,8 @@ def recalled(hybrid: PreTrainedModel) -> Surgery | None:
     """Of a hybrid that transformers loaded, from beside its weights; None if they lie there without a plan."""
     quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     try:
-        path = cached_file(str(hybrid.name_or_path), PLAN, _raise_exceptions_for_gated_repo=False, **quietly)
+        revision = getattr(hybrid.config, "_commit_hash", None)  # of the Hub: the one that the weights are of
+        path = cached_file(str(hybrid.name_or_path), PLAN, revision=revision, _raise_exceptions_for_gated_repo=False, **quietly)
         return None if path is None else read_surgery(Path(path).parent)
     except (OSError, UserError):
         return None

@@ -34,7 +34,7 @@ def conduct(
     options = dict(recipe.study)
     study = make(options.pop("name", ""), **options)
     study.check(recipe)
-    check_folder(out, "run", resume=resume, overwrite=overwrite)
+    on_main(partial(check_folder, out, "run", resume=resume, overwrite=overwrite))
     with use(**recipe.kernels):
         with busy("opening the model"):
             checkpoint = open_checkpoint(recipe, trust_remote_code)

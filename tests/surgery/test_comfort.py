@@ -4,6 +4,7 @@ import copy
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ import surgery
 from surgery.errors import UserError
 from surgery.exporting.source import base_of
 from surgery.records.plan import Plan
+from surgery.splicing.remembered import recalled
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, TINY, random_base
@@ -120,6 +122,35 @@ def test_only_grafts_learn_until_unsplice(case):
     assert {name: p.requires_grad for name, p in base.named_parameters()} == before
     adopt(base)
     assert {name: p.requires_grad for name, p in base.named_parameters()} == before
+
+
+def test_pushed_to_the_hub_a_hybrid_does_not_say_where_its_base_lies(folder, tmp_path, monkeypatch):
+    hybrid = splice(surgery.load(folder), HEADS)
+    sent = {}
+
+    def send(self, path, *_, **__):
+        sent.update({file.name: file.read_text() for file in Path(path).glob("*.json")})
+
+    monkeypatch.setattr(
+        "transformers.utils.hub.hf_api", lambda: SimpleNamespace(create_repo=lambda *_, **__: SimpleNamespace(repo_id="me/it"))
+    )
+    monkeypatch.setattr(
+        "transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: SimpleNamespace(save=lambda _: None)
+    )
+    monkeypatch.setattr(type(hybrid), "_upload_modified_files", send)
+    hybrid.push_to_hub("me/it")
+    assert json.loads(sent["base.json"])["base"]["name"] == "base"
+    assert not any(tmp_path.name in text for text in sent.values())
+    assert hybrid.surgery.base == str(folder)  # here it is still known
+
+
+def test_of_the_hub_a_plan_is_read_at_the_revision_of_the_weights(monkeypatch):
+    _, hybrid = built("heads")
+    hybrid.config._commit_hash = "abc"
+    read = {}
+    monkeypatch.setattr("surgery.splicing.remembered.cached_file", lambda *_, **options: read.update(options))
+    assert recalled(hybrid) is None
+    assert read["revision"] == "abc"
 
 
 def test_what_learns_is_printed_as_peft_does(capsys):

@@ -86,6 +86,15 @@ def test_an_export_may_be_replaced_but_nothing_else(hybrid, tokenizer, tmp_path)
     with pytest.raises(UserError, match="not an earlier export"):
         export(hybrid, tmp_path / "mine", tokenizer=tokenizer, plan=PLAN, base="b")
     assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
+    PLAN.write(tmp_path / "mine" / "plan.json")  # where `surgery plan` leaves one: beside a ranking
+    with pytest.raises(UserError, match="not an earlier export"):
+        export(hybrid, tmp_path / "mine", tokenizer=tokenizer, plan=PLAN, base="b")
+
+
+@pytest.mark.parametrize("place", [".", "..", "/"])
+def test_a_hybrid_needs_a_folder_with_a_name(hybrid, tokenizer, place):
+    with pytest.raises(UserError, match="give the folder a name of its own"):
+        export(hybrid, place, tokenizer=tokenizer, plan=PLAN, base="b")
 
 
 def test_a_full_disk_leaves_nothing(hybrid, tokenizer, tmp_path, monkeypatch):

@@ -167,13 +167,14 @@ def test_other_answers_leave_what_was_there(surgery, tokenizer, tmp_path, monkey
         if before:
             (tmp_path / "out").mkdir()
             LAYER.write(tmp_path / "out" / "plan.json")
+            (tmp_path / "out" / "config.json").write_text("{}")
         with monkeypatch.context() as patched:
             patched.setattr(verify, "ask", partial(_other(key, change), verify.ask))
             status, out, err = surgery(*command)
         assert (status, out, err.count("surgery: ")) == (2, "", 1)
         assert re.match(f"surgery: .*{complaint}", err.splitlines()[-1])  # behind the progress of writing what is exported
         assert sorted(os.listdir(tmp_path)) == (["hybrid", "out"] if before else ["hybrid"])
-    assert os.listdir(tmp_path / "out") == ["plan.json"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "plan.json"]
 
 
 @pytest.mark.parametrize(

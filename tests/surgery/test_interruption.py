@@ -5,8 +5,10 @@ import signal
 
 import pytest
 
+from surgery.errors import UserError
 from surgery.jobs import interruption, output_folder
 from surgery.jobs.interruption import continuation
+from surgery.jobs.tune_hybrid import tune_hybrid
 from surgery.records.recipe import Recipe
 
 
@@ -78,3 +80,21 @@ def test_overwriting_removes_a_run_and_nothing_else(tmp_path):
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"run.json", "recipe.yaml", "notes.txt", "hybrid/plan.json"}  # the hybrid is none of locate
     assert output_folder.begin(tmp_path, "run", recipe, resume=True) == recipe
+
+
+def test_a_recipe_of_the_users_own_is_no_run(tmp_path):
+    """--overwrite must not remove it; a run of version 0.6, which left results beside its recipe, may be overwritten."""
+    (tmp_path / "recipe.yaml").write_text("model: base  # with a remark\n")
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(UserError, match="is no earlier run of this toolkit"):
+        output_folder.check_folder(tmp_path, "run", overwrite=True)
+    (tmp_path / "ranking.json").write_text("{}")
+    output_folder.check_folder(tmp_path, "run", overwrite=True)
+
+
+@pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}, {}])
+def test_tuning_refuses_a_folder_that_it_could_not_replace_before_the_work(tmp_path, options):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("x")
+    with pytest.raises(UserError, match="exists and is no hybrid; choose another --out"):
+        tune_hybrid(Recipe(model=str(tmp_path / "missing")), tmp_path / "thesis", **options)

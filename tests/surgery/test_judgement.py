@@ -108,3 +108,24 @@ def test_without_retrieval_there_is_nothing_to_judge(report):
     (judged,) = judge(report.model_copy(update={"models": models}))
     assert judged.verdict == "not to be judged"
     assert "retrieval was not measured" in judged.answer
+
+
+def test_a_user_may_call_a_hybrid_as_it_pleases(report):
+    """In a comparison, names are those of folders: only a run's own controls are controls."""
+    models = {"base": report.models["base"], "controlled": report.models["tuned"], "dose_high": report.models["spliced"]}
+    judged = judge(report.model_copy(update={"models": models}))
+    assert [each.model for each in judged] == ["controlled", "dose_high"]
+    assert all("No control was measured" in each.details[0] for each in judged)
+
+
+def test_a_report_without_differences_is_not_judged(report):
+    bare = {name: model.model_copy(update={"change": {}}) for name, model in report.models.items()}
+    (judged,) = judge(report.model_copy(update={"models": bare}))
+    assert judged.verdict == "not to be judged"
+    assert judged.details[0].startswith("Cost: knowledge 0.980 (base 0.988); loss on held-out text +0.0026 nats per token")
+
+
+def test_chance_is_said_of_the_probe_that_it_is_true_of(report):
+    located = Located(probe="mqar", accuracy=Proportion(accuracy=0.05, ci95=(0.02, 0.08), n=256), chance=1 / 32)
+    (judged,) = judge(report.model_copy(update={"located": located}))
+    assert "at chance on the probe that located the heads (mqar: 0.050" in judged.answer

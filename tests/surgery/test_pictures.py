@@ -201,8 +201,8 @@ def test_matplotlib_is_imported_where_a_figure_is_drawn():
 
 
 def test_a_single_size_has_its_chance_and_its_controls_too(drawn, tmp_path):
-    look = looks(["base", "control"])
-    series = [Series(name, look[name], (Point(32, y, ""),)) for name, y in (("base", 0.5), ("control", 0.4))]
+    look = looks(["base", "control_tuned"])
+    series = [Series(name, look[name], (Point(32, y, ""),)) for name, y in (("base", 0.5), ("control_tuned", 0.4))]
     laid = chart("", "pairs", "accuracy", series, unit="pairs", top=1.0, chance=[[(32, 0.25)]])
     assert f"H{laid.right}" in laid.chance[0]
     assert f"H{laid.right}" in laid.controls.path

@@ -56,9 +56,21 @@ def test_heads_are_measured_exactly_within_the_budget(base, words, monkeypatch, 
 def test_a_clock_does_not_decide_twice(base, words, tmp_path, monkeypatch):
     """An interrupted search goes on with its decision, unless it is asked for something else."""
     options = Locate(budget=100, **FEW)
-    assert budget._decided(tmp_path / "exact.json", options, exact=False) is False
-    assert budget._decided(tmp_path / "exact.json", options, exact=True) is False
-    assert budget._decided(tmp_path / "exact.json", options.model_copy(update={"budget": 200.0}), exact=True) is True
+    small, large = {"model": "small"}, {"model": "large"}
+    assert budget._decided(tmp_path / "exact.json", options, small, exact=False) is False
+    assert budget._decided(tmp_path / "exact.json", options, small, exact=True) is False
+    assert budget._decided(tmp_path / "exact.json", options.model_copy(update={"budget": 200.0}), small, exact=True) is True
+    assert budget._decided(tmp_path / "exact.json", options, large, exact=False) is False  # another model has another cost
+
+
+def test_a_decision_that_was_kept_is_said_as_one(base, words, tmp_path, monkeypatch, capsys):
+    """What would fit the budget now is not said to take longer than the budget."""
+    for seconds in (1e6, 1e-6):
+        monkeypatch.setattr(budget, "_seconds", lambda _, seconds=seconds: seconds)
+        assert locate(base, words, **FEW, kept=tmp_path).probe["exact"] is False
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("more than locate.budget") == 1
+    assert said.count("as this search began") == 1
 
 
 def test_the_first_stage_whose_settings_changed():

@@ -374,3 +374,11 @@ def test_a_run_is_refused_before_it_writes(surgery, tmp_path, monkeypatch):
     status, _, error = surgery("run", "recipes/demo.yaml", "--out", str(tmp_path / "out"), "--set", "plan.heads=999")
     assert (status, error) == (2, "surgery: plan.heads: the model has 32 heads, and 999 are to be grafted\n")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("kind", "method"), [("lora", "lora"), ("rslora", "rslora"), ("dora", "dora")])
+def test_the_old_kind_of_adapters_replaces_another(tmp_path, kind, method):
+    for before in ("lora", "rslora", "dora"):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(f"model: m\ntune: {{lora: {{kind: {before}, targets: [in_proj]}}}}\n")
+        assert read_recipe(path, [f"tune.lora.kind={kind}"]).tune.lora.method == method
