@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from surgery.cli.console import show, starting, table
+from surgery.cli.console import prose, show, starting, table
 from surgery.cli.options import HybridArgument, OutRequired, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def tune(
     for stage in dict.fromkeys(record["stage"] for record in log):
         records = [record for record in log if record["stage"] == stage]
         what = "retrieval" if "retrieval" in records[0] else "loss"
-        show(_course(stage, what, [record[what] for record in records]))
+        prose(_course(stage, what, [record[what] for record in records]))
     show(f"hybrid: {out}")
 
 
@@ -58,7 +58,7 @@ def _show_rehearsal(rehearsal: "Rehearsal") -> None:
     table(*rehearsal.tensor_rows())
     show(f"{rehearsal.numbers():,} numbers in {len(rehearsal.trained)} tensors would be trained.")
     table(*rehearsal.cost_rows())
-    show(
+    prose(
         "Measured here: the time of a step, and the memory that it takes beyond the weights. Computed from sizes: weights, "
         "gradients and optimizer; activations are what remains. The stages before the steps, and early stopping, come on top."
     )

@@ -154,7 +154,9 @@ def test_how_a_tuning_went_is_told_by_means_of_its_steps():
     from surgery.cli.tune import _course
 
     losses = [0.001, 0.9, 0.5, 0.4, 0.5, 0.4, 0.5, 0.4, 0.1, 0.3]  # the first batch was an easy one
-    assert _course("distil", "retrieval", losses) == "distil: retrieval 0.451 -> 0.200 (means of the first and the last 2 steps)"
+    assert (
+        _course("distil", "retrieval", losses) == "distil: retrieval 0.451 -> 0.200 (means of the first and the last 2 steps)"
+    )
     assert _course("distil", "retrieval", losses[:2]) == "distil: retrieval 0.001 -> 0.900"
     assert _course("calibrate", "loss", [0.5, 0.2, 0.4]) == "calibrate: loss 0.500 -> 0.200"
 
