@@ -27,6 +27,11 @@ CHUNK = 4096  # columns at once: a Mamba-1 has thousands of heads
 Key = TypeVar("Key")
 
 
+def written(value: float) -> str:
+    """A figure of a table: three decimals; none from a thousand on, as a perplexity of text that the model never saw."""
+    return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
 class Estimate(Record):
     """A mean with its 95% interval over n examples. A single example has no interval: both ends are the value."""
 

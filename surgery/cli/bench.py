@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.console import show, starting, table
+from surgery.cli.console import prose, show, starting, table
 from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
 from surgery.runtime.processes import is_main
 
@@ -53,8 +53,9 @@ def bench(
     failures = [line for required in requirements for line in required.failures(report)]
     if is_main():
         table(*markdown.rows(report))
-        show(f"\n{did_it_help(report)}\n")
-        show(f"Report: {out / 'report.html'} (and .md, .json)")
+        show("")
+        prose(did_it_help(report))
+        show(f"\nReport: {out / 'report.html'} (and .md, .json)")
         for line in failures:
             print(f"surgery: {line}", file=sys.stderr)
     if failures:

@@ -13,6 +13,19 @@ def show(text: str) -> None:
         Console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def prose(text: str) -> None:
+    """Print sentences. On a terminal they are broken between words where they are too long."""
+    if is_main():
+        import textwrap
+
+        from rich.console import Console
+
+        console = Console()
+        if console.is_terminal:
+            text = textwrap.fill(text, console.width, break_long_words=False, break_on_hyphens=False)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def starting() -> AbstractContextManager[None]:
     """While a verb's packages are imported, which takes seconds."""
     from surgery.runtime.progress import busy

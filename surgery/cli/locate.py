@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surgery.cli.console import show, starting, table
+from surgery.cli.console import prose, show, starting, table
 from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
 
 if TYPE_CHECKING:
@@ -53,12 +53,12 @@ def locate(
         fields.remove("ablation_drop")  # too wide a table
     body = [[str(s.site), s.kind or "", s.role or "", *(_cell(s, field) for field in fields)] for s in leading]
     table(["site", "kind", "role", *(SCORES[field] for field in fields)], body)
-    show(LEGEND)
+    prose(LEGEND)
     if ranking.stability is not None:
         table(*ranking.stability.table())
-        show(ranking.stability.summary())
+        prose(ranking.stability.summary())
     chance = "" if ranking.chance is None else f", chance {ranking.chance:.3f}"
-    show(f"Layers: {anatomy(base.model).kinds()}. Accuracy of the base: {ranking.base_accuracy}{chance}.")
+    prose(f"Layers: {anatomy(base.model).kinds()}. Accuracy of the base: {ranking.base_accuracy}{chance}.")
     show(f"Ranking: {out / 'ranking.json'}, maps: {out / 'atlas.png'}")
 
 

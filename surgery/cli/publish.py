@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.console import show, table
+from surgery.cli.console import prose, show, table
 
 
 def publish(
@@ -27,7 +27,7 @@ def publish(
     from surgery.exporting import publish as publishing
 
     done = publishing.publish(folder, repo, private=private, dry_run=dry_run, overwrite=overwrite)
-    show(done.proof.line())
+    prose(done.proof.line())
     table(["file", "bytes"], [[name, f"{size:,}"] for name, size in done.files.items()])
     if done.url is None:
         show(f"{done.card}\nNothing was sent to {repo}: {sum(done.files.values()):,} bytes and this card would be.")

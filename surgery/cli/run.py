@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from surgery.cli.console import show, starting, table
+from surgery.cli.console import prose, show, starting, table
 from surgery.cli.options import Out, Overwrite, Resume, Settings, Trust, recipe_of
 
 
@@ -36,8 +36,11 @@ def run(
         return
     report = job.run(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
     table(*markdown.rows(report))
-    show(markdown.EXPLANATION + "\n")
+    prose(markdown.EXPLANATION)
+    show("")
     for name, model in report.models.items():
         sites = f" ({markdown.places(model.plan)})" if model.plan else ""
         show(f"{name}: {model.description}{sites}")
-    show(f"\n{did_it_help(report)}\n\nReport: {out / 'report.html'} (and .md, .json)\nHybrid: {out / 'hybrid'}")
+    show("")
+    prose(did_it_help(report))
+    show(f"\nReport: {out / 'report.html'} (and .md, .json)\nHybrid: {out / 'hybrid'}")

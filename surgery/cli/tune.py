@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from surgery.cli.console import show, starting, table
+from surgery.cli.console import prose, show, starting, table
 from surgery.cli.options import HybridArgument, OutRequired, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
 
 if TYPE_CHECKING:
@@ -39,15 +39,26 @@ def tune(
     for stage in dict.fromkeys(record["stage"] for record in log):
         records = [record for record in log if record["stage"] == stage]
         what = "retrieval" if "retrieval" in records[0] else "loss"
-        show(f"{stage}: {what} {records[0][what]:.3f} -> {records[-1][what]:.3f}")
+        prose(_course(stage, what, [record[what] for record in records]))
     show(f"hybrid: {out}")
+
+
+def _course(stage: str, what: str, losses: list[float]) -> str:
+    """How a stage began and ended. The loss of a step says little, as questions are easy or hard by the batch: means of the
+    first and the last fifth of the steps are compared. A search keeps the best of what it tried."""
+    if stage == "calibrate":
+        return f"{stage}: {what} {losses[0]:.3f} -> {min(losses):.3f}"
+    steps = max(1, len(losses) // 5)
+    first, last = sum(losses[:steps]) / steps, sum(losses[-steps:]) / steps
+    meant = f" (means of the first and the last {steps} steps)" if steps > 1 else ""
+    return f"{stage}: {what} {first:.3f} -> {last:.3f}{meant}"
 
 
 def _show_rehearsal(rehearsal: "Rehearsal") -> None:
     table(*rehearsal.tensor_rows())
     show(f"{rehearsal.numbers():,} numbers in {len(rehearsal.trained)} tensors would be trained.")
     table(*rehearsal.cost_rows())
-    show(
+    prose(
         "Measured here: the time of a step, and the memory that it takes beyond the weights. Computed from sizes: weights, "
         "gradients and optimizer; activations are what remains. The stages before the steps, and early stopping, come on top."
     )

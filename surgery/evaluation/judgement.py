@@ -10,7 +10,7 @@ from typing import Literal
 from surgery.evaluation.report import ModelReport, Report, value
 from surgery.evaluation.suites import LOSSES
 from surgery.records.names import is_control, is_dose
-from surgery.statistics import Estimate, Evidence, at_chance
+from surgery.statistics import Estimate, Evidence, at_chance, written
 
 UNSEEN = "kv_unseen"
 CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
@@ -161,11 +161,11 @@ def _cost(base: ModelReport, model: ModelReport) -> str:
     if model.perplexity is not None and base.perplexity is not None:
         change = model.perplexity.loss.value - base.perplexity.loss.value
         parts.append(
-            f"loss on held-out text {change:+.4f} nats per token (perplexity {model.perplexity.value:.3f}, base "
-            f"{base.perplexity.value:.3f}{_said(model, 'perplexity')})"
+            f"loss on held-out text {change:+.4f} nats per token (perplexity {written(model.perplexity.value)}, base "
+            f"{written(base.perplexity.value)}{_said(model, 'perplexity')})"
         )
     worse = [
-        f"{heading(task)} {value(after[task]):.3f} (base {value(before[task]):.3f})"
+        f"{heading(task)} {written(value(after[task]))} (base {written(value(before[task]))})"
         for task, change in model.change.items()
         if task not in ("knowledge", "perplexity")
         and _direction(task, change, model.evidence.get(task)) == "worse"

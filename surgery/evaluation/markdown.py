@@ -4,7 +4,7 @@ from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.report import ModelReport, Report, value
 from surgery.records.names import is_dose
 from surgery.records.plan import Plan
-from surgery.statistics import Estimate, Proportion
+from surgery.statistics import Estimate, Proportion, written
 
 EXPLANATION = """\
 KV n: accuracy of key-value retrieval from a dictionary of n pairs (chance 1/n); unseen keys: of words that no lesson of tuning
@@ -195,7 +195,7 @@ def _family(task: str) -> str:
 
 
 def _cell(model: ModelReport, task: str) -> str:
-    return f"{value(model.results()[task]):.3f}"
+    return written(value(model.results()[task]))
 
 
 def unit(task: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from surgery.loading.digests import Conditions
 from surgery.records.plan import Plan
 from surgery.records.record import Provenance, Record, Sealed
-from surgery.statistics import Estimate, Evidence, Proportion
+from surgery.statistics import Estimate, Evidence, Proportion, written
 
 LOSSES = ("perplexity", "sliding")  # tasks whose differences are those of a loss in nats per token: less is better
 
@@ -110,7 +110,7 @@ class Report(Sealed):
         from surgery.evaluation.judgement import did_it_help, heading  # they read reports
 
         tasks = list(next(iter(self.models.values())).results())
-        body = [[heading(task), *(f"{value(model.results()[task]):.3f}" for model in self.models.values())] for task in tasks]
+        body = [[heading(task), *(written(value(model.results()[task])) for model in self.models.values())] for task in tasks]
         table = [["", *self.models], *body]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [

@@ -2,6 +2,7 @@
 shows any."""
 
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,8 +22,10 @@ BAR = 16  # characters
 
 
 def say(line: str) -> None:
-    """One line for the person who waits."""
+    """One line for the person who waits. On a terminal it is broken between words where it is too long."""
     if is_main():
+        if console.is_terminal:
+            line = textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False)
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -36,14 +39,16 @@ def duration(seconds: float) -> str:
 
 
 class Track(Iterable[T]):
-    """Iterate with progress. `note` shows a figure (a loss, say) beside it.
+    """Iterate with progress. `note` shows a figure (a loss, say) beside it. `before` items of `total` were done earlier.
 
     Without a terminal a line is printed after the first item, if the rest is going to take longer than `interval` seconds, and
     then at most every `interval` seconds; none for work that is done before that.
     """
 
-    def __init__(self, items: Iterable[T], description: str, total: int | None = None, interval: float = EVERY):
-        self.items, self.description, self.interval = items, description, interval
+    def __init__(
+        self, items: Iterable[T], description: str, total: int | None = None, interval: float = EVERY, before: int = 0
+    ):  # fmt: skip
+        self.items, self.description, self.interval, self.before = items, description, interval, before
         self.total = total if total is not None else len(items)  # type: ignore[arg-type]
         self.note = ""
 
@@ -53,7 +58,7 @@ class Track(Iterable[T]):
         return self._bar() if console.is_terminal else self._lines()
 
     def _bar(self) -> Iterator[T]:
-        with _row(self.description, self.total, lambda: self.note) as (display, row):
+        with _row(self.description, self.total, lambda: self.note, self.before) as (display, row):
             for item in self.items:
                 yield item
                 display.update(row, advance=1)
@@ -63,10 +68,10 @@ class Track(Iterable[T]):
         for done, item in enumerate(self.items, 1):
             yield item
             now = time.monotonic()
-            left = (now - start) / done * (self.total - done)
+            left = (now - start) / done * (self.total - self.before - done)
             if now - last > self.interval or (done == 1 and left > self.interval):
                 last = now
-                line = f"{self.description}: {done}/{self.total}, about {duration(left)} left  {self.note}"
+                line = f"{self.description}: {self.before + done}/{self.total}, about {duration(left)} left  {self.note}"
                 print(line.rstrip(), file=sys.stderr, flush=True)
 
 
@@ -115,7 +120,8 @@ class _Line(ProgressColumn):
             return Text(f"{task.description}  {duration(elapsed)}", no_wrap=True, overflow="ellipsis")
         full = round(BAR * task.completed / task.total) if task.total else BAR
         done = f"{task.completed:.0f}/{task.total:.0f}"
-        left = elapsed / task.completed * (task.total - task.completed) if task.completed else None
+        now = task.completed - task.fields["before"]  # what this process has done
+        left = elapsed / now * (task.total - task.completed) if now else None
         state = f"{done}, about {duration(left)} left" if left is not None else f"{done}, {duration(elapsed)} so far"
         line = Text(f"{task.description} ", no_wrap=True, overflow="ellipsis")
         line.append("━" * full, "green").append("─" * (BAR - full), "dim")
@@ -126,13 +132,15 @@ _display: list[Progress] = []  # the one that is shown, as rich can show one at 
 
 
 @contextmanager
-def _row(description: str, total: int | None, note: Callable[[], str] = str) -> Iterator[tuple[Progress, TaskID]]:
+def _row(
+    description: str, total: int | None, note: Callable[[], str] = str, before: int = 0
+) -> Iterator[tuple[Progress, TaskID]]:
     """A row of the display, which is shown as long as it has any."""
     if not _display:
         _display.append(Progress(_Line(), console=console, transient=True))
         _display[0].start()
     display = _display[0]
-    row = display.add_task(description, total=total, note=note)
+    row = display.add_task(description, total=total, completed=before, note=note, before=before)
     try:
         yield display, row
     finally:

@@ -121,7 +121,7 @@ class Descent:
         schedule = cosine_schedule(optimizer, self.options.warmup_steps, steps)
         start, stage = state.step, state.stage
         description = self.description if stage == "distil" else f"{self.description}, {stage}"
-        progress = Track(batches, description, steps - start)
+        progress = Track(batches, description, steps, before=start)
         self.checkpoints.restore(optimizer, schedule)
         module.train()
         for parts in progress:

@@ -135,6 +135,44 @@ def test_plain_lines_say_what_is_left(monkeypatch, capsys):
     ]  # fmt: skip
 
 
+def test_what_is_resumed_is_counted_from_where_it_stood(monkeypatch, capsys):
+    clock = iter(range(0, 1000, 20))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    for _ in progress.Track(range(2), "work", 12, before=10):
+        pass
+    assert capsys.readouterr().err.splitlines() == ["work: 11/12, about 20 s left", "work: 12/12, about 1 s left"]
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "console", Console(file=out, force_terminal=True, width=60))
+    with progress._row("work", 12, before=10) as (display, row):
+        display.refresh()
+        assert "10/12, 1 s so far" in out.getvalue()
+        display.update(row, advance=1)
+        display.refresh()
+        assert "11/12, about" in out.getvalue()
+
+
+def test_a_long_line_is_broken_between_words_on_a_terminal_alone(monkeypatch):
+    line = "logits differ by at most 6.7e-06 after prompts of 1, 6, 17 and 40 tokens, alone and in a padded batch"
+    for terminal in (True, False):
+        out = io.StringIO()
+        monkeypatch.setattr(progress, "console", Console(file=out, force_terminal=terminal, width=60))
+        progress.say(line)
+        lines = out.getvalue().splitlines()
+        assert " ".join(map(str.strip, lines)) == line
+        assert (max(map(len, lines)) <= 60) == terminal
+
+
+def test_how_a_tuning_went_is_told_by_means_of_its_steps():
+    from surgery.cli.tune import _course
+
+    losses = [0.001, 0.9, 0.5, 0.4, 0.5, 0.4, 0.5, 0.4, 0.1, 0.3]  # the first batch was an easy one
+    assert (
+        _course("distil", "retrieval", losses) == "distil: retrieval 0.451 -> 0.200 (means of the first and the last 2 steps)"
+    )
+    assert _course("distil", "retrieval", losses[:2]) == "distil: retrieval 0.001 -> 0.900"
+    assert _course("calibrate", "loss", [0.5, 0.2, 0.4]) == "calibrate: loss 0.500 -> 0.200"
+
+
 def test_a_bar_is_there_from_the_beginning(monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(progress, "console", Console(file=out, force_terminal=True, width=60))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from surgery.statistics import LEVEL, correlation, difference, evidence, holm, intervals, mean, means, proportion
+from surgery.statistics import LEVEL, correlation, difference, evidence, holm, intervals, mean, means, proportion, written
 
 SIZES = (50, 100, 500, 1000)
 SIMULATIONS = 2000
@@ -206,3 +206,8 @@ def test_copies_that_agree_everywhere():
     assert (said.p, said.differs) == (1, False)
     assert 0 < said.detectable < 0.01
     assert evidence({"loss": (np.array([1.5]), np.array([1.6]))})["loss"].detectable is None
+
+
+def test_figures_of_a_table():
+    assert [written(value) for value in (0.5, 5.8514, 999.9994, -0.25)] == ["0.500", "5.851", "999.999", "-0.250"]
+    assert [written(value) for value in (1000, 139632.312)] == ["1,000", "139,632"]
