@@ -29,6 +29,7 @@ from surgery.errors import UserError
 from surgery.evaluation.plots import draw_retrieval
 from surgery.evaluation.report import Report
 from surgery.exporting import card
+from surgery.exporting.earlier import CARD, RECORD, check_replaceable
 from surgery.exporting.verify import Proof, Reader, prove
 from surgery.loading.checkpoint import fingerprint
 from surgery.loading.digests import dtypes, model_digest
@@ -40,7 +41,6 @@ from surgery.records.record import Environment, Sealed, environment
 from surgery.runtime.progress import say
 from surgery.splicing.splice import graft_parameters
 
-RECORD, CARD = "export.json", "README.md"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
 
@@ -101,9 +101,8 @@ def save(
     path = Path(path)
     temporary: Path | None = None
     try:
+        check_replaceable(path)
         recover(path)
-        if path.exists() and not (path.is_dir() and ((path / "plan.json").exists() or not any(path.iterdir()))):
-            raise UserError(f"{path} exists and is not an earlier export; choose another place")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=_hidden(path, "new-")))
         lock = _lock(temporary)

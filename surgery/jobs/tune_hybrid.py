@@ -5,6 +5,7 @@ from pathlib import Path
 
 from surgery.doctor.rehearsal import Rehearsal, rehearse
 from surgery.errors import UserError
+from surgery.exporting.earlier import check_replaceable
 from surgery.exporting.export import export
 from surgery.exporting.folder import RECORD as EXPORT
 from surgery.exporting.folder import Exported
@@ -43,7 +44,7 @@ def tune_hybrid(
     the same hybrid and settings; else tune anew. overwrite: remove what it has left, and replace the hybrid in `out`. Raises
     UserError, and writes nothing, where one is there and neither is given.
     """
-    hybrid, work = recipe.model, out.with_name(f"{out.name}-tuning")
+    hybrid, work = recipe.model, out.parent / f"{out.name}-tuning"
     if not dry_run:
         _check_folders(out, work, resume=resume, overwrite=overwrite)
     check_trackers(recipe.tune)
@@ -81,6 +82,7 @@ def tune_hybrid(
 
 def _check_folders(out: Path, work: Path, *, resume: bool, overwrite: bool) -> None:
     """Both the hybrid's folder and that of the checkpoints may be written."""
+    check_replaceable(out)  # now, and not after hours of tuning
     check_folder(work, "tune", resume=resume, overwrite=overwrite)
     if is_empty(out) or overwrite:
         return
