@@ -1,4 +1,4 @@
-"""Whether an export may take the place of what is at its destination: only where nothing but an earlier export would be lost."""
+"""Whether an export may take the place of what is at its destination: only where nothing but an earlier export is lost."""
 
 import json
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ def check_replaceable(path: Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     if others:
         more = f" and {len(others) - 1} more" if others[1:] else ""
-        raise UserError(f"{path} also holds '{others[0]}'{more}, which no export wrote: move that away, or choose another place")
+        raise UserError(f"{path} also holds '{others[0]}'{more}, which no export wrote; move that away or choose another place")
 
 
 def _written(record: Path) -> list[str]:

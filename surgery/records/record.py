@@ -38,6 +38,8 @@ class Record(pydantic.BaseModel):
 
     @classmethod
     def _file_text(cls, path: str | Path) -> str:
+        if not isinstance(path, str | Path):
+            raise UserError(f"{cls.__name__}.read takes the name of a file, not {type(path).__name__}")
         usual = Path(path) / f"{cls.__name__.lower()}.json"
         if Path(path).is_dir():
             hint = f"; did you mean {usual}?" if usual.exists() else ""

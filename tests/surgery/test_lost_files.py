@@ -1,13 +1,18 @@
 """No verb removes what it has not written."""
 
 import json
+import shutil
 
 import pytest
 
+import surgery
 from surgery.errors import UserError
 from surgery.exporting.earlier import check_replaceable
 from surgery.jobs.output_folder import check_folder
 from surgery.jobs.tune_hybrid import tune_hybrid
+from surgery.locating.atlas import grid
+from surgery.locating.ranking import Ranking
+from surgery.pretraining.pretrain import check_place
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 
@@ -30,7 +35,7 @@ def test_an_export_replaces_nothing_but_an_export(tmp_path, monkeypatch):
     (tmp_path / "hybrid" / "README.md").unlink()
     check_replaceable(tmp_path / "hybrid")  # as save_pretrained writes it
     (tmp_path / "hybrid" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"hybrid also holds 'notes.txt', which no export wrote: move that away, or choose"):
+    with pytest.raises(UserError, match=r"hybrid also holds 'notes.txt', which no export wrote; move that away or choose"):
         check_replaceable(tmp_path / "hybrid")
 
     # `surgery plan` writes its plan beside the ranking, and the hybrids lie below it.
@@ -77,3 +82,30 @@ def test_what_is_needed_is_named(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UserError, match=r"other.json holds no plan: the key 'sites' is missing$"):
         Plan.read(tmp_path / "other.json")
+
+
+def test_pretraining_replaces_nothing_but_a_pretraining(tmp_path):
+    check_place(tmp_path)
+    check_place(tmp_path / "free")
+    shutil.copytree("checkpoints/tiny-mamba2", tmp_path / "tiny")
+    check_place(tmp_path / "tiny")
+    for folder in (tmp_path, tmp_path / "tiny"):
+        (folder / "thesis.tex").write_text("years of work")
+        with pytest.raises(UserError, match="is not an earlier pretraining"):
+            check_place(folder)
+
+
+def test_wrong_types_are_named():
+    """In Python, where a name or a number stands for something else."""
+    ranking = Ranking.model_construct(heads=())
+    for work, complaint in (
+        (lambda: surgery.run({}, "out"), "surgery.run takes a recipe, as surgery.read_recipe returns it, not a dict"),
+        (lambda: surgery.read_recipe({}), "read_recipe takes the name of a file, not dict"),
+        (lambda: surgery.unsplice(None), "surgery.unsplice takes a model as surgery.load returns it, not None"),
+        (lambda: surgery.adopt("x"), "surgery.adopt takes a model, not its name"),
+        (lambda: Plan.read(3), "Plan.read takes the name of a file, not int"),
+        (lambda: ranking.top("a"), "Ranking.top takes a number of heads from 1 on, not a"),
+        (lambda: grid(ranking), "the ranking holds no heads"),
+    ):
+        with pytest.raises(UserError, match=complaint):
+            work()
