@@ -101,7 +101,7 @@ def test_unknown_dtypes(both: Both, dtype: str) -> None:
 @pytest.mark.parametrize("device", ["abacus", "auto", *([] if HAS_GPU else ["cuda"])])
 def test_unknown_devices(both: Both, device: str) -> None:
     for folder in both("mamba")[:2]:
-        refused(folder, "cannot load", str(folder), device=device)
+        refused(folder, "device", device, "auto, cpu, cuda" if device != "cuda" else "set device=cpu", device=device)
 
 
 @pytest.mark.parametrize("model_type", MODELS)

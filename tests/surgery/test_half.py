@@ -301,7 +301,7 @@ def test_what_does_not_fit_into_float16_is_said(tokenizer):
     hybrid = splice(random_base().half(), HEADS)
     name = "backbone.layers.0.mixer.graft.q_proj.weight"
     with (
-        pytest.raises(UserError, match=f"'{name}' was tuned beyond the range of float16; take a base in bfloat16"),
+        pytest.raises(UserError, match=f"'{name}' is beyond the range of float16; use a base in bfloat16"),
         training(hybrid, trainable(hybrid, None)) as trained,
         torch.no_grad(),
     ):

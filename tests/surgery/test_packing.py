@@ -29,7 +29,7 @@ ONE_A_FAMILY = ("plain: one head", "mamba: one head", "falcon mamba: one head", 
 
 @pytest.fixture
 def model(request):
-    return (MODELS | ADOPTED)[request.param]()
+    return (MODELS | ADOPTED)[request.param]().requires_grad_(True)  # gradients of everything are compared
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_divergence_ends_with_a_clear_line(world_base, tokenizer):
 def test_nothing_to_tune_is_refused(world_base, tokenizer):
     with pytest.raises(UserError, match="holds no grafts"):
         tune(adopt(world_base), tokenizer, SHORT)
-    with pytest.raises(UserError, match="as teacher"):
+    with pytest.raises(UserError, match="needs a teacher"):
         tune(adopt(world_base), tokenizer, SHORT, layers=[0])
 
 
