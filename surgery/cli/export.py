@@ -39,11 +39,13 @@ def export(
     if form not in FORMATS:
         raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
     from surgery.exporting import export as exporting
+    from surgery.exporting.earlier import check_replaceable
     from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, present, report_on
     from surgery.jobs.opening import open_checkpoint
     from surgery.loading.checkpoint import plan_of
     from surgery.loading.digests import model_digest
 
+    check_replaceable(out)
     advise_tuning(hybrid)
     plan, from_patch = plan_of(hybrid), is_patch(hybrid)
     loaded = open_checkpoint(

@@ -18,6 +18,7 @@ def pretrain(recipe: Path, out: OutRequired) -> None:
     from surgery.records.pretrain_recipe import read_pretrain_recipe
 
     options = read_pretrain_recipe(recipe)
+    pretraining.check_place(out)
     check_writable(out.parent)
     for name, value in pretraining.pretrain(options, out).items():
         show(f"{name}: {value}")

@@ -21,12 +21,14 @@ def splice(
     Examples:
       surgery splice checkpoints/tiny-mamba2 plan.json --out spliced
     """
+    from surgery.exporting.earlier import check_replaceable
     from surgery.exporting.export import export
     from surgery.exporting.source import advise_tuning
     from surgery.jobs.opening import in_dtype_of, open_base, open_donor
     from surgery.records.plan import Plan
     from surgery.splicing import splice as splicing
 
+    check_replaceable(out)
     chosen = Plan.read(plan)
     base = open_base(in_dtype_of(chosen, recipe_of("splice", recipe, settings, model=model)), trust_remote_code)
     splicing.check_base(chosen, base.fingerprint)

@@ -11,7 +11,7 @@ from surgery.evaluation.report import Report
 from surgery.exporting import folder, hf, mamba_ssm, nemotron_h, patch
 from surgery.exporting.verify import Proof
 from surgery.loading.checkpoint import load_tokenizer
-from surgery.loading.opened import Checkpoint, model_of, plan_for, tokenizer_of
+from surgery.loading.opened import Checkpoint, a_type, model_of, plan_for, tokenizer_of
 from surgery.models.quantised import is_quantised
 from surgery.models.tokens import prompting
 from surgery.records.plan import Plan
@@ -62,6 +62,8 @@ def export(
     written = FORMATS[format]
     if unknown := set(options) - set(inspect.signature(written.write).parameters):
         raise UserError(f"an export as '{format}' has no option '{min(unknown)}'")
+    if not isinstance(path, str | Path):
+        raise UserError(f"surgery.export takes a model and the name of a folder, not {a_type(path)}")
     plan, base = _plan(model, plan), _base(model, base)
     if tokenizer is None:
         tokenizer = hybrid.tokenizer if isinstance(hybrid, Checkpoint) else _tokenizer(model, base)

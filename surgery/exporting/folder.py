@@ -29,6 +29,7 @@ from surgery.errors import UserError
 from surgery.evaluation.plots import draw_retrieval
 from surgery.evaluation.report import Report
 from surgery.exporting import card
+from surgery.exporting.earlier import CARD, RECORD, check_replaceable
 from surgery.exporting.verify import Proof, Reader, prove
 from surgery.loading.checkpoint import fingerprint
 from surgery.loading.digests import dtypes, model_digest
@@ -38,10 +39,8 @@ from surgery.records.plan import Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import Environment, Sealed, environment
 from surgery.runtime.progress import say
-from surgery.splicing.joining import RECORD as PATCH
 from surgery.splicing.splice import graft_parameters
 
-RECORD, CARD = "export.json", "README.md"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
 
@@ -100,12 +99,10 @@ def save(
     """Write the folder in the format `name`, prove it, say so, and return the proof. An existing folder at `path` is replaced
     if it is an earlier export. Raises UserError, and leaves nothing behind, if writing or proving fails."""
     path = Path(path)
-    check_name(path)
     temporary: Path | None = None
     try:
+        check_replaceable(path)
         recover(path)
-        if path.exists() and not (path.is_dir() and (holds_hybrid(path) or not any(path.iterdir()))):
-            raise UserError(f"{path} exists and is not an earlier export; choose another place")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=_hidden(path, "new-")))
         lock = _lock(temporary)
@@ -175,19 +172,6 @@ def check(folder: Path) -> Exported:
     if not record.proof.difference <= record.proof.tolerance:
         raise UserError(f"{folder} was not verified: its logits differ by {record.proof.difference:g}")
     return record
-
-
-def check_name(folder: Path) -> None:
-    """Raise UserError for a place that no folder can be moved to."""
-    if folder.name in ("", ".."):
-        raise UserError(f"cannot write a hybrid to '{folder}': give the folder a name of its own")
-
-
-def holds_hybrid(folder: Path) -> bool:
-    """Whether a folder is a hybrid's, which an export may replace: a plan alone may lie beside the ranking that it was made of,
-    or in the folder of a run."""
-    files = (RECORD, "config.json", PATCH)
-    return (folder / "plan.json").exists() and any((folder / name).exists() for name in files)
 
 
 def check_report(report: Report, digest: str, dtype: str) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import yaml
 
 from surgery.errors import UserError
-from surgery.exporting.folder import RECORD as EXPORT
+from surgery.exporting.earlier import RECORD as EXPORT
+from surgery.exporting.earlier import check_replaceable
 from surgery.jobs.interruption import note_beginning
 from surgery.records.recipe import Recipe, read_back
 from surgery.records.record import Record, toolkit, write_text
@@ -49,13 +50,18 @@ def check_folder(out: Path, verb: str, *, resume: bool = False, overwrite: bool 
         return
     if not holds_run(out):
         raise UserError(f"{out} exists and is no earlier run of this toolkit; choose another --out")
+    if verb == "run":
+        check_replaceable(out / "hybrid")
     if overwrite:
         return
+    if (out / RUN).exists() and (earlier := Run.read(out / RUN).verb) != verb:
+        cannot = f", which `surgery {verb}` cannot resume" if resume else ""
+        raise UserError(
+            f"{out} holds an earlier run of `surgery {earlier}`{cannot}: --overwrite removes it (or choose another --out)"
+        )
     if not resume:
         ways = "--resume goes on with it, --overwrite replaces it" if resumable else "--overwrite replaces it"
         raise UserError(f"{out} holds an earlier run: {ways} (or choose another --out)")
-    if (out / RUN).exists() and (earlier := Run.read(out / RUN).verb) != verb:
-        raise UserError(f"{out} holds a run of `surgery {earlier}`, which `surgery {verb}` cannot resume; choose another --out")
 
 
 def begin(
@@ -86,13 +92,15 @@ def is_empty(out: Path) -> bool:
 
 
 def holds_run(out: Path) -> bool:
-    """Whether a folder was written by a verb that keeps a run. An exported hybrid holds a recipe too, and is none."""
+    """Whether a folder was written by a verb that keeps a run. A model's folder may hold a recipe too, and is none; nor is a
+    folder that holds a recipe alone, which a user may have written."""
     if (out / RUN).exists():
         return True
-    # Versions up to 0.6: a recipe alone may be the user's own.
-    results = (*LOCATE, *BENCH, "plan.json", "tuning", "findings.json")
-    recorded = (out / RECIPE).exists() and any((out / name).exists() for name in results)
-    return not (out / EXPORT).exists() and (recorded or (out / "pruning.json").exists())
+    if any((out / name).exists() for name in (EXPORT, "config.json")):
+        return False
+    # Of version 0.6 or earlier.
+    results = ("ranking.json", "locate", "tuning", "cells", "report.json", "findings.json")
+    return (out / "pruning.json").exists() or ((out / RECIPE).exists() and any((out / name).exists() for name in results))
 
 
 def clear(out: Path) -> None:

@@ -30,6 +30,7 @@ from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import tuned
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
+from surgery.loading.opened import a_type
 from surgery.locating.example import short_question
 from surgery.locating.planning import plan
 from surgery.locating.questions import described
@@ -47,7 +48,9 @@ from surgery.tuning.lora import matches
 from surgery.tuning.state import Log
 
 
-def run(recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool = False, trust_remote_code: bool = False) -> Report:
+def run(
+    recipe: Recipe, out: str | Path, *, resume: bool = False, overwrite: bool = False, trust_remote_code: bool = False
+) -> Report:
     """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, report.html,
     mixing.json, grafts.png, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that
     accelerate started share the work.
@@ -55,6 +58,9 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool = Fa
     resume: go on with an earlier run in `out`, from the first stage whose own settings are others. overwrite: remove what an
     earlier run has left there. Raises UserError, and writes nothing, where one is there and neither is given.
     """
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"surgery.run takes a recipe, as surgery.read_recipe returns it, not {a_type(recipe)}")
+    out = Path(out)
     on_main(partial(check_folder, out, "run", resume=resume, overwrite=overwrite))
     with use(**recipe.kernels):
         with busy("opening the model"):

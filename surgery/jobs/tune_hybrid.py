@@ -5,9 +5,10 @@ from pathlib import Path
 
 from surgery.doctor.rehearsal import Rehearsal, rehearse
 from surgery.errors import UserError
+from surgery.exporting.earlier import check_replaceable
 from surgery.exporting.export import export
 from surgery.exporting.folder import RECORD as EXPORT
-from surgery.exporting.folder import Exported, check_name, holds_hybrid
+from surgery.exporting.folder import Exported
 from surgery.exporting.source import base_of, holds_base, is_patch, present
 from surgery.jobs.opening import in_dtype_of, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, is_empty
@@ -43,8 +44,7 @@ def tune_hybrid(
     the same hybrid and settings; else tune anew. overwrite: remove what it has left, and replace the hybrid in `out`. Raises
     UserError, and writes nothing, where one is there and neither is given.
     """
-    check_name(out)
-    hybrid, work = recipe.model, out.with_name(f"{out.name}-tuning")
+    hybrid, work = recipe.model, out.parent / f"{out.name}-tuning"
     if not dry_run:
         on_main(partial(_check_folders, out, work, resume=resume, overwrite=overwrite))
     check_trackers(recipe.tune)
@@ -82,12 +82,9 @@ def tune_hybrid(
 
 def _check_folders(out: Path, work: Path, *, resume: bool, overwrite: bool) -> None:
     """Both the hybrid's folder and that of the checkpoints may be written."""
+    check_replaceable(out)  # now, and not after hours of tuning
     check_folder(work, "tune", resume=resume, overwrite=overwrite)
-    if is_empty(out):
-        return
-    if not holds_hybrid(out):  # as export asks, but before the work
-        raise UserError(f"{out} exists and is no hybrid; choose another --out")
-    if overwrite:
+    if is_empty(out) or overwrite:
         return
     if not (resume and not is_empty(work)):
         ways = "--overwrite replaces it" if is_empty(work) else "--resume goes on with its tuning, --overwrite replaces it"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.errors import UserError
 from surgery.locating.mixing_figure import draw_mixing
 from surgery.locating.questions import described
 from surgery.locating.ranking import Ranking, ablation_cost, gain
@@ -67,6 +68,8 @@ class Grid:
 
 def grid(ranking: Ranking) -> Grid:
     """Every head in a cell of its own, up to MOST_COLUMNS heads a layer."""
+    if not ranking.heads:
+        raise UserError("there is nothing to draw: the ranking holds no heads")
     layers, heads = np.array([(score.site.layer, score.site.heads[0]) for score in ranking.heads]).T
     together = -(-(1 + int(heads.max())) // MOST_COLUMNS)
     return Grid(1 + int(layers.max()), 1 + int(heads.max()), together, layers, heads // together)

@@ -87,7 +87,7 @@ class Ranking(Sealed):
 
     def top(self, k: int = SHOWN) -> tuple[Score, ...]:
         """The k leading heads' scores, best first (of all heads, if there are fewer). Raises UserError for a k below 1."""
-        if k < 1:
+        if not isinstance(k, int) or k < 1:
             raise UserError(f"Ranking.top takes a number of heads from 1 on, not {k}")
         return self.heads[:k]
 

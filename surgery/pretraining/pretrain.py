@@ -20,6 +20,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
+from surgery.errors import UserError
 from surgery.families import families
 from surgery.loading.checkpoint import load
 from surgery.pretraining.checkpoint_card import card
@@ -32,10 +33,18 @@ from surgery.records.pretrain_recipe import PretrainRecipe
 from surgery.splicing.splice import adopt, install, unsplice
 from surgery.world.tokenizer import build_tokenizer
 
+# What pretrain writes itself, and what a model and its tokenizer write.
+WRITTEN = {"recipe.yaml", "log.jsonl", "measured.json", "README.md"}
+MODEL = {
+    "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json",
+}  # fmt: skip
+
 
 def pretrain(recipe: PretrainRecipe, out: Path) -> dict[str, Any]:
     """Train, measure on held-out examples, and write the checkpoint folder `out`, whole or not at all. Returns the
-    measurements."""
+    measurements. Raises UserError for a folder of something else than an earlier pretraining, which is replaced."""
+    check_place(out)
     torch.manual_seed(recipe.seed)
     tokenizer = build_tokenizer()
     model = adopt(_fresh(recipe, tokenizer)).train()
@@ -67,6 +76,17 @@ def pretrain(recipe: PretrainRecipe, out: Path) -> dict[str, Any]:
     shutil.rmtree(out, ignore_errors=True)
     folder.rename(out)
     return measured
+
+
+def check_place(out: Path) -> None:
+    """Raise UserError unless a checkpoint may be written to `out`: it is free, empty, or holds an earlier pretraining alone."""
+    if out.is_dir() and not out.is_symlink():
+        names = {file.name for file in out.iterdir()}
+        if not names or (names >= WRITTEN and not names - WRITTEN - MODEL):
+            return
+    elif not (out.exists() or out.is_symlink()):
+        return
+    raise UserError(f"{out} exists and is not an earlier pretraining; choose another --out")
 
 
 def _without_code(folder: Path) -> None:

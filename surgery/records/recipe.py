@@ -79,6 +79,8 @@ class Recipe(Section):
 
 def read_recipe(path: str | Path | None, settings: list[str] | None = None, **fixed: Any) -> Recipe:
     """Read a recipe, change it by `key=value` settings (dotted keys, values in YAML), and fix some of its fields."""
+    if not isinstance(path, str | Path | None):
+        raise UserError(f"read_recipe takes the name of a file, not {type(path).__name__}")
     old: dict[str, str] = {}
     tree = {} if path is None else _tree(path, old)
     for setting in settings or []:

@@ -34,14 +34,25 @@ class Record(pydantic.BaseModel):
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read a JSON file. Raises UserError with one line if it is missing or does not fit."""
-        return cls._parsed(read_text(path), path)
+        return cls._parsed(cls._file_text(path), path)
+
+    @classmethod
+    def _file_text(cls, path: str | Path) -> str:
+        if not isinstance(path, str | Path):
+            raise UserError(f"{cls.__name__}.read takes the name of a file, not {type(path).__name__}")
+        usual = Path(path) / f"{cls.__name__.lower()}.json"
+        if Path(path).is_dir():
+            hint = f"; did you mean {usual}?" if usual.exists() else ""
+            raise UserError(f"cannot read {path}: it is a folder, and what is needed is a file, a {usual.name}{hint}")
+        return read_text(path)
 
     @classmethod
     def _parsed(cls, text: str, path: str | Path) -> Self:
         try:
             return cls.model_validate_json(text)
         except pydantic.ValidationError as error:
-            raise UserError(f"{path}: {first_line(error)}") from error
+            kind, of_another = cls.__name__.lower(), error.errors()[0]["type"] in ("missing", "extra_forbidden", "json_invalid")
+            raise UserError(f"{path}{f' holds no {kind}' if of_another else ''}: {first_line(error)}") from error
 
     def text(self) -> str:
         """What its file holds."""
@@ -62,7 +73,7 @@ class Sealed(Record):
     def read(cls, path: str | Path, *, unsealed: Literal["refuse", "say", "take"] = "say") -> Self:
         """As Record.read. Raises UserError also if the seal does not fit. unsealed: what to do with a file without a seal, as
         versions up to 0.5.1 wrote them: refuse it as evidence, say so where it is only shown, or take it as it is."""
-        text = read_text(path)
+        text = cls._file_text(path)
         record = cls._parsed(text, path)
         if record.seal is None and unsealed == "refuse":
             raise UserError(f"{path} has no seal: it is of version 0.5.1 or earlier, or was edited; make it again")
@@ -150,6 +161,8 @@ def complaint_line(detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
         name, colon, value = str(detail["loc"][-1]).partition(":")  # YAML reads {every:4} as the key "every:4"
         return f"unknown key '{where}'" + (f"; a space belongs after the colon: '{name}: {value}'" if colon else "")
+    if detail["type"] == "missing" and where:
+        return f"the key '{where}' is missing"
     message = detail["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
 
@@ -158,6 +171,8 @@ def read_text(path: str | Path, what: str = "") -> str:
     """A UTF-8 file; `what` says what it is to hold ("the recipe"). Raises UserError with one line if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
+    except IsADirectoryError as error:
+        raise UserError(f"cannot read {f'{what} {path}'.strip()}: it is a folder, and what is needed is a file") from error
     except OSError as error:
         raise UserError(f"cannot read {f'{what} {path}'.strip()}: {error.strerror}") from error
     except UnicodeDecodeError as error:

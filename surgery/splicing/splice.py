@@ -105,6 +105,7 @@ def check_base(plan: Plan, fingerprint: str) -> None:
 def adopt(base: PreTrainedModel) -> PreTrainedModel:
     """The base in the hybrid's class, nothing spliced: the same function, served by this project's kernels. A model of no
     family here stays as it is: it can be measured, and located in."""
+    base = model_of(base, "adopt")
     family = families().get(base.config.model_type)
     return base if family is None or family.adopted(base) else install(base, None)
 
@@ -114,6 +115,7 @@ def unsplice(hybrid: PreTrainedModel) -> PreTrainedModel:
 
     Raises UserError if a layer graft replaced some of them and the hybrid was loaded from a folder, which does not hold them.
     """
+    hybrid = model_of(hybrid, "unsplice")
     base, learned = stock(hybrid), vars(hybrid).get(LEARNED, {})
     for name, parameter in base.named_parameters():
         if name in learned:

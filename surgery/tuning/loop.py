@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
+from surgery.loading.opened import Checkpoint, a_type, model_of, tokenizer_of
 from surgery.models.finite import explained, within
 from surgery.models.offloaded import hooks
 from surgery.records.recipe import Data, Tune
@@ -87,6 +87,8 @@ def started_run(
     description: str = "tune",
 ) -> Iterator["Run"]:  # fmt: skip
     """A run of tune that has taken no step yet, or none since the checkpoint that it resumes. Arguments as for tune."""
+    if not isinstance(options, Tune):
+        raise UserError(f"surgery.tune takes its options as surgery.Tune(steps=100, ...), not {a_type(options)}")
     data = data or Data()
     check_trackers(options)
     if layers is None and not getattr(model.config, "grafts", None):

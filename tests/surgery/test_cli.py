@@ -116,7 +116,7 @@ def test_a_finished_run_is_not_overwritten_unasked(surgery, folder, finished, tm
         assert status == 2
         assert "holds an earlier run" in err
     status, _, err = surgery("bench", folder / "base", done / "hybrid", "--out", "runs/quick", "--resume")
-    assert (status, "holds a run of `surgery run`, which `surgery bench` cannot resume" in err) == (2, True)
+    assert (status, "holds an earlier run of `surgery run`, which `surgery bench` cannot resume" in err) == (2, True)
     status, _, err = surgery("run", folder / "quick.yaml", "--resume", "--overwrite")
     assert (status, "give one of them" in err) == (2, True)
     status, _, err = surgery("run", folder / "quick.yaml", "--out", done / "hybrid", "--overwrite")  # holds a recipe, too

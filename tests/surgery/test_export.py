@@ -93,7 +93,7 @@ def test_an_export_may_be_replaced_but_nothing_else(hybrid, tokenizer, tmp_path)
 
 @pytest.mark.parametrize("place", [".", "..", "/"])
 def test_a_hybrid_needs_a_folder_with_a_name(hybrid, tokenizer, place):
-    with pytest.raises(UserError, match="give the folder a name of its own"):
+    with pytest.raises(UserError, match="is the current folder, or holds it"):
         export(hybrid, place, tokenizer=tokenizer, plan=PLAN, base="b")
 
 

@@ -73,12 +73,18 @@ def test_a_second_signal_is_not_held_back():
 def test_overwriting_removes_a_run_and_nothing_else(tmp_path):
     recipe = Recipe(model="base")
     output_folder.begin(tmp_path, "locate", recipe)
-    for name in ("ranking.json", "notes.txt", "locate/part.safetensors", "hybrid/plan.json"):
+    for name in ("ranking.json", "notes.txt", "locate/part.safetensors", "hybrid/plan.json", "hybrid/config.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     output_folder.begin(tmp_path, "run", recipe, overwrite=True)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {"run.json", "recipe.yaml", "notes.txt", "hybrid/plan.json"}  # the hybrid is none of locate
+    assert left == {
+        "run.json",
+        "recipe.yaml",
+        "notes.txt",
+        "hybrid/plan.json",
+        "hybrid/config.json",
+    }  # the hybrid is none of locate
     assert output_folder.begin(tmp_path, "run", recipe, resume=True) == recipe
 
 
@@ -96,5 +102,5 @@ def test_a_recipe_of_the_users_own_is_no_run(tmp_path):
 def test_tuning_refuses_a_folder_that_it_could_not_replace_before_the_work(tmp_path, options):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("x")
-    with pytest.raises(UserError, match="exists and is no hybrid; choose another --out"):
+    with pytest.raises(UserError, match="exists and is not an earlier export"):
         tune_hybrid(Recipe(model=str(tmp_path / "missing")), tmp_path / "thesis", **options)

@@ -1,0 +1,111 @@
+"""No verb removes what it has not written."""
+
+import json
+import shutil
+
+import pytest
+
+import surgery
+from surgery.errors import UserError
+from surgery.exporting.earlier import check_replaceable
+from surgery.jobs.output_folder import check_folder
+from surgery.jobs.tune_hybrid import tune_hybrid
+from surgery.locating.atlas import grid
+from surgery.locating.ranking import Ranking
+from surgery.pretraining.pretrain import check_place
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe
+
+
+def an_export(folder):
+    """The names of an earlier export."""
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "plan.json", "README.md"):
+        (folder / name).write_text("x")
+    (folder / "export.json").write_text(json.dumps({"files": {"config.json": "", "model.safetensors": ""}}))
+    return folder
+
+
+def test_an_export_replaces_nothing_but_an_export(tmp_path, monkeypatch):
+    check_replaceable(tmp_path / "free")
+    check_replaceable(an_export(tmp_path / "hybrid"))
+    (tmp_path / "hybrid" / "export.json").write_text("damaged")
+    check_replaceable(tmp_path / "hybrid")
+    (tmp_path / "hybrid" / "export.json").unlink()
+    (tmp_path / "hybrid" / "README.md").unlink()
+    check_replaceable(tmp_path / "hybrid")  # as save_pretrained writes it
+    (tmp_path / "hybrid" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"hybrid also holds 'notes.txt', which no export wrote; move that away or choose"):
+        check_replaceable(tmp_path / "hybrid")
+
+    # `surgery plan` writes its plan beside the ranking, and the hybrids lie below it.
+    (tmp_path / "mine" / "spliced").mkdir(parents=True)
+    for name in ("plan.json", "ranking.json"):
+        (tmp_path / "mine" / name).write_text("{}")
+    with pytest.raises(UserError, match="mine exists and is not an earlier export"):
+        check_replaceable(tmp_path / "mine")
+
+    monkeypatch.chdir(an_export(tmp_path / "here"))
+    with pytest.raises(UserError, match="is the current folder, or holds it"):
+        check_replaceable(tmp_path / "here")
+
+
+def test_a_tuning_finds_out_before_it_begins(tmp_path):
+    """And not when there is a hybrid to be written, hours later."""
+    Plan(sites=("L1.H3",)).write(an_export(tmp_path / "hybrid") / "plan.json")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("years of work")
+    for out in (tmp_path / "thesis", tmp_path.parent / tmp_path.name / ".", tmp_path.parent):
+        with pytest.raises(UserError, match=r"is not an earlier export|also holds"):
+            tune_hybrid(Recipe(model=str(tmp_path / "hybrid")), out, overwrite=True)
+
+
+def test_a_recipe_alone_is_no_run(tmp_path):
+    """A user may have written it; and a checkpoint that `surgery pretrain` wrote holds one."""
+    (tmp_path / "recipe.yaml").write_text("model: x\n")
+    with pytest.raises(UserError, match="no earlier run"):
+        check_folder(tmp_path, "run", overwrite=True)
+    (tmp_path / "ranking.json").write_text("{}")  # of version 0.6
+    check_folder(tmp_path, "run", overwrite=True)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="no earlier run"):
+        check_folder(tmp_path, "run", resume=True)
+
+
+def test_what_is_needed_is_named(tmp_path):
+    """A folder where a file is needed; a file of another kind."""
+    with pytest.raises(UserError, match=r"it is a folder, and what is needed is a file, a plan.json$"):
+        Plan.read(tmp_path)
+    Plan(sites=("L1.H3",)).write(tmp_path / "plan.json")
+    with pytest.raises(UserError, match=r"did you mean .*plan.json\?$"):
+        Plan.read(tmp_path)
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(UserError, match=r"other.json holds no plan: the key 'sites' is missing$"):
+        Plan.read(tmp_path / "other.json")
+
+
+def test_pretraining_replaces_nothing_but_a_pretraining(tmp_path):
+    check_place(tmp_path)
+    check_place(tmp_path / "free")
+    shutil.copytree("checkpoints/tiny-mamba2", tmp_path / "tiny")
+    check_place(tmp_path / "tiny")
+    for folder in (tmp_path, tmp_path / "tiny"):
+        (folder / "thesis.tex").write_text("years of work")
+        with pytest.raises(UserError, match="is not an earlier pretraining"):
+            check_place(folder)
+
+
+def test_wrong_types_are_named():
+    """In Python, where a name or a number stands for something else."""
+    ranking = Ranking.model_construct(heads=())
+    for work, complaint in (
+        (lambda: surgery.run({}, "out"), "surgery.run takes a recipe, as surgery.read_recipe returns it, not a dict"),
+        (lambda: surgery.read_recipe({}), "read_recipe takes the name of a file, not dict"),
+        (lambda: surgery.unsplice(None), "surgery.unsplice takes a model as surgery.load returns it, not None"),
+        (lambda: surgery.adopt("x"), "surgery.adopt takes a model, not its name"),
+        (lambda: Plan.read(3), "Plan.read takes the name of a file, not int"),
+        (lambda: ranking.top("a"), "Ranking.top takes a number of heads from 1 on, not a"),
+        (lambda: grid(ranking), "the ranking holds no heads"),
+    ):
+        with pytest.raises(UserError, match=complaint):
+            work()
