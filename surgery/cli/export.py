@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from surgery.cli.console import show
-from surgery.cli.options import HybridArgument, OutRequired, RecipeOption, Settings, Trust, recipe_of
+from surgery.cli.options import HybridArgument, OutRequired, RecipeOption, ReplaceExport, Settings, Trust, recipe_of
 from surgery.errors import UserError
 from surgery.exporting.formats import DESCRIPTIONS as FORMATS
 
@@ -22,7 +22,8 @@ def export(
     max_shard_size: Annotated[
         str | None, typer.Option("--max-shard-size", help="Divide weights into files of at most this, e.g. 2GB.")
     ] = None,
-    recipe: RecipeOption = None, settings: Settings = None, trust_remote_code: Trust = False,
+    recipe: RecipeOption = None, settings: Settings = None, overwrite: ReplaceExport = False,
+    trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Write a hybrid in another format, and verify it.
 
@@ -45,7 +46,7 @@ def export(
     from surgery.loading.checkpoint import plan_of
     from surgery.loading.digests import model_digest
 
-    check_replaceable(out)
+    check_replaceable(out, overwrite)
     advise_tuning(hybrid)
     plan, from_patch = plan_of(hybrid), is_patch(hybrid)
     loaded = open_checkpoint(

@@ -24,6 +24,7 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the run in --out, from the first stage whose settings have changed.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove the run in --out first.")]
+ReplaceExport = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in --out.")]
 
 
 def recipe_of(verb: str, path: Path | None, settings: list[str] | None, **fixed: str) -> "Recipe":

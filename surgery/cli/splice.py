@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from surgery.cli.console import show
-from surgery.cli.options import ModelArgument, OutRequired, RecipeOption, Settings, Trust, recipe_of
+from surgery.cli.options import ModelArgument, OutRequired, RecipeOption, ReplaceExport, Settings, Trust, recipe_of
 
 
 def splice(
@@ -12,6 +12,7 @@ def splice(
     out: OutRequired,
     recipe: RecipeOption = None,
     settings: Settings = None,
+    overwrite: ReplaceExport = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Put a plan's grafts into a model.
@@ -28,7 +29,7 @@ def splice(
     from surgery.records.plan import Plan
     from surgery.splicing import splice as splicing
 
-    check_replaceable(out)
+    check_replaceable(out, overwrite)
     chosen = Plan.read(plan)
     base = open_base(in_dtype_of(chosen, recipe_of("splice", recipe, settings, model=model)), trust_remote_code)
     splicing.check_base(chosen, base.fingerprint)

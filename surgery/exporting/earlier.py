@@ -17,8 +17,9 @@ SAVED = (
 )  # fmt: skip
 
 
-def check_replaceable(path: Path) -> None:
-    """Raise UserError unless `path` is free, an empty folder, or an earlier export that holds no file of somebody else."""
+def check_replaceable(path: Path, overwrite: bool = True) -> None:
+    """Raise UserError unless `path` is free, an empty folder, or, with `overwrite`, an earlier export that holds no file of
+    somebody else."""
     try:
         if not path.exists():
             return
@@ -35,6 +36,8 @@ def check_replaceable(path: Path) -> None:
         others = others or _others((file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()), own)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+    if not others and not overwrite:
+        raise UserError(f"{path} holds an earlier export: --overwrite replaces it (or choose another --out)")
     if others:
         more = f" and {len(others) - 1} more" if others[1:] else ""
         raise UserError(f"{path} also holds '{others[0]}'{more}, which no export wrote; move that away or choose another place")

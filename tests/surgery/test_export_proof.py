@@ -162,7 +162,7 @@ def test_other_answers_leave_what_was_there(surgery, tokenizer, tmp_path, monkey
     hybrid_of("mamba2 layer").save_pretrained(tmp_path / "hybrid")
     tokenizer.save_pretrained(tmp_path / "hybrid")
     LAYER.write(tmp_path / "hybrid" / "plan.json")
-    command = ("export", "hybrid", "--format", form, "--out", "out")
+    command = ("export", "hybrid", "--format", form, "--out", "out", "--overwrite")
     for before in (None, "an earlier export"):
         if before:
             (tmp_path / "out").mkdir()

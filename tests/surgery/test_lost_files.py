@@ -29,6 +29,8 @@ def an_export(folder):
 def test_an_export_replaces_nothing_but_an_export(tmp_path, monkeypatch):
     check_replaceable(tmp_path / "free")
     check_replaceable(an_export(tmp_path / "hybrid"))
+    with pytest.raises(UserError, match="hybrid holds an earlier export: --overwrite replaces it"):
+        check_replaceable(tmp_path / "hybrid", overwrite=False)  # as `surgery splice` and `surgery export` ask
     (tmp_path / "hybrid" / "export.json").write_text("damaged")
     check_replaceable(tmp_path / "hybrid")
     (tmp_path / "hybrid" / "export.json").unlink()

@@ -95,7 +95,7 @@ def test_seeds(surgery, tmp_path, monkeypatch):
     [
         ({"name": "sweeping"}, "no study is named 'sweeping'; did you mean kv_sweep"),
         ({"name": "kv_sweep", "size": 3}, "the study 'kv_sweep' has no option 'size'; its options are gather,"),
-        ({"name": "replacement"}, "the study 'replacement': other: "),
+        ({"name": "replacement"}, "the study 'replacement': the key 'other' is missing"),
     ],
 )
 def test_what_does_not_exist_is_refused(options, complaint):
