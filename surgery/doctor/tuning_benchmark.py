@@ -58,8 +58,10 @@ def _graft_step(stock: PreTrainedModel, ids: Tensor, targets: Tensor, text: Tens
     module = Distillation(hybrid, adopt(stock)).train()
     optimizer = torch.optim.AdamW(trained, lr=RATE)
 
+    places = torch.arange(text.shape[1], device=text.device).expand_as(text)  # one document a row
+
     def step() -> Tensor:
-        loss = module(ids, targets, (text, torch.ones_like(text, dtype=torch.bool)))["loss"]
+        loss = module(ids, targets, (text, torch.ones_like(text, dtype=torch.bool), places))["loss"]
         return _descend(loss, trained, optimizer)
 
     return step

@@ -11,6 +11,7 @@ from surgery.doctor import shapes
 from surgery.doctor.benchmark import GROUPS, Benchmark, benchmark, cases, kernel_case, measure
 from surgery.doctor.diagnosis import Diagnosis, diagnose
 from surgery.doctor.shapes import ssd_inputs
+from surgery.doctor.tuning_benchmark import graft_against_trainer
 from surgery.errors import UserError
 from surgery.kernels.dispatch import OPERATIONS, Operation
 from surgery.kernels.ssd import SSD_SCAN
@@ -118,3 +119,10 @@ def test_a_part_is_measured_again_into_the_whole():
     assert (both.ssd_forward, both.prefill, both.environment.created) == (old.ssd_forward, new.prefill, "later")
     with pytest.raises(UserError, match="on another machine or with other packages"):
         old.updated(new.model_copy(update={"environment": here.model_copy(update={"threads": 99})}))
+
+
+def test_both_tuning_steps_run():
+    """What is timed is a step that learns: a finite loss, of the same size for both."""
+    losses = {name: float(step()) for name, step in graft_against_trainer(torch.device("cpu"))().items()}
+    assert losses.keys() == {"graft", "trainer"}
+    assert all(0 < loss < 20 for loss in losses.values()), losses
