@@ -7,11 +7,13 @@ from pathlib import Path
 
 from surgery.errors import UserError
 from surgery.hybrids.sources import FOLDERS
+from surgery.splicing.remembered import BASE, PLAN
+from surgery.splicing.remembered import EXPORT as RECORD
 
-RECORD, CARD, PLAN = "export.json", "README.md", "plan.json"
+CARD = "README.md"
 # What save_pretrained of a hybrid and of a tokenizer writes, beside the modeling code; such a folder has no record.
 SAVED = (
-    PLAN, "base.json", "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
+    PLAN, BASE, "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
     "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "spiece.model", "chat_template.jinja",
 )  # fmt: skip

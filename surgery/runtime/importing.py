@@ -10,7 +10,7 @@ from typing import Any
 Action = Callable[[], None]
 _waiting: list[tuple[str, Action]] = []
 _depth = threading.local()
-_lock = threading.Lock()  # of _waiting: imports may end in several threads at once
+_lock = threading.Lock()  # of _waiting and the finder: imports may end in several threads at once
 
 
 def after_import(name: str, action: Action) -> None:
@@ -19,12 +19,13 @@ def after_import(name: str, action: Action) -> None:
     Modules import each other, and one that is half imported cannot be imported from. So the action waits until the outermost
     import that is under way, of this package or of the module's, has ended.
     """
-    if name in sys.modules:
+    with _lock:
+        if wait := name not in sys.modules:
+            _waiting.append((name, action))
+            if _FINDER not in sys.meta_path:
+                sys.meta_path.insert(0, _FINDER)
+    if not wait:
         action()
-        return
-    _waiting.append((name, action))
-    if _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
 
 
 class _Finder:
