@@ -48,8 +48,8 @@ class Backend:
     or None; it is asked for every call, so it must be cheap. declines: likewise, why the next one is better for such a call;
     asked for by name, it serves. probed: whether `run` needs software that may be missing or broken, so that one small call
     must succeed first. on_request: whether it serves, or is even tried, only if it is asked for by name (because it downloads).
-    opaque: whether PyTorch cannot look into `run`, so that a trace (torch.compile) has to call the operation's operator. passes:
-    its forward and backward pass, for that operator.
+    opaque: whether PyTorch cannot look into `run`, so that a trace (torch.compile) has to call the operation's operator.
+    passes: for that operator, its forward and its backward pass.
     """
 
     name: str

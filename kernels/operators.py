@@ -1,5 +1,5 @@
-"""Operations as operators of PyTorch (torch.library): for torch.compile, torch.export, FakeTensorMode and whatever else looks at
-a call without computing it.
+"""Operations as operators of PyTorch (torch.library): for torch.compile, torch.export, FakeTensorMode and all else that looks
+at a call without computing it.
 
 Where PyTorch cannot look into a backend (C, Triton, a foreign package, a loop over the text), a trace calls the operator of its
 operation, which carries the backend's name: the choice is made when the call is traced, and holds in every thread that runs the
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.functions import own_precision
-
 
 Likeness = tuple[Sequence[int], torch.dtype]
 
