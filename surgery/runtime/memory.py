@@ -1,7 +1,7 @@
 """Memory and disk: the most that work holds at once, and what this machine has for it. All figures are bytes.
 
-What is counted is resident memory: pages of a memory-mapped file count from when they are read. Linux itself keeps the peak of a
-process, and takes it back where it is told to; elsewhere, and for child processes, a thread looks every few milliseconds.
+What is counted is resident memory: pages of a memory-mapped file count from when they are read. Linux itself keeps the peak of
+a process, and takes it back where it is told to; elsewhere, and for child processes, a thread looks every few milliseconds.
 """
 
 import os
