@@ -174,7 +174,7 @@ def _draw_map(figure: Any, axis: Any, layout: Grid, values: np.ndarray, unit: st
     axis.set_yticks(range(0, layout.layers, max(1, layout.layers // 8)))
     bar = figure.colorbar(image, ax=axis, fraction=0.05, pad=0.02)
     bar.set_label(unit, fontsize=8.5)
-    if isinstance(scale, SymLogNorm):
+    if isinstance(scale, SymLogNorm) and scale.vmax is not None:
         decades = 10.0 ** np.arange(np.floor(np.log10(scale.vmax)), np.log10(scale.linthresh), -1)
         bar.set_ticks([*-decades, 0, *decades[::-1]], labels=[f"{tick:g}" for tick in (*-decades, 0, *decades[::-1])])
         bar.minorticks_off()
