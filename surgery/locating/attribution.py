@@ -42,7 +42,9 @@ GRADIENTS = "the gradients by the heads' gates"
 STARTS = tuple(Start(sign=sign, tau=tau) for sign in (1, -1) for tau in (0.25, 0.5, 1.0, 2.0))
 
 
-def attribute_starts(gated: Subject, encoded: Encoded, starts: Sequence[Start | None] = STARTS, step: Step = WHOLE) -> Tensor:
+def attribute_starts(
+    gated: Subject, encoded: Encoded, starts: Sequence[Start | None] = STARTS, step: Step = WHOLE
+) -> Tensor:
     """(starts, questions, layers, heads): for each of the starts, given to all heads, minus the gradient of each question's
     loss by each head's gate, in nats. The start None leaves every head the one that it has.
 

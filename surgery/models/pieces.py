@@ -49,11 +49,11 @@ def computed_once(module: torch.nn.Module) -> Iterator[Callable[[], bool]]:
             known.append(forward(*args, **kwargs))
         return known[0]
 
-    module.forward = first_alone  # type: ignore[method-assign]
+    module.forward = first_alone
     try:
         yield lambda: bool(known)
     finally:
         if own is None:
             del module.forward
         else:
-            module.forward = own  # type: ignore[method-assign]
+            module.forward = own
