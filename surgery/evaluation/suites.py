@@ -29,6 +29,7 @@ PAPER_PAIRS = tuple(range(10, 51, 5))
 # Whether greedy decoding would write the answer, in one forward, where the candidates are so many and so long that scoring each
 # of them would take a hundred times as long. Chance is 0.
 WRITTEN = ("phonebook",)
+WINDOW_ROWS = 4  # of the rows of a batch, what a window of text stands for: it is several times as long as a question
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, 
                 model: PreTrainedModel, rows: Tensor = rows, digests: tuple[str, ...] = digests, losses: Callable = losses
             ) -> Outcome:
                 with watched(model) as inputs:
-                    values = losses(model, rows)
+                    values = losses(model, rows, max(1, options.batch_size // WINDOW_ROWS))
                 return Outcome(values, digests, inputs())
 
             result.append(Task(name, s, f"{name} {' '.join(digests)}", measure))
