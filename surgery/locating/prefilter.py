@@ -50,8 +50,7 @@ def prefilter(subject: Subject, groups: Groups, ledger: Ledger) -> tuple[Prefilt
     """Choose every head's start, the one with the largest attribution over the first START_EXAMPLES questions, and attribute:
     (the prefilter, attributions (examples, layers, heads))."""
     ungated = fully_gated(subject)
-    totals = list(accumulate(len(chosen) for chosen, _ in groups))
-    first = 1 + next((i for i, total in enumerate(totals) if total >= START_EXAMPLES), len(groups) - 1)
+    first = deciding(groups)
 
     def key(number: int) -> Any:
         return ["every start", digest(groups[number][1])]
@@ -70,6 +69,12 @@ def prefilter(subject: Subject, groups: Groups, ledger: Ledger) -> tuple[Prefilt
     known = gathered({number: {"values": tensors["every"].take_along_dim(index, 0)[0]} for number, tensors in mine.items()})
     chosen = Prefilter(fully_gated(subject, starts), starts, ledger.extended("starts", index.flatten().tolist()))
     return chosen, chosen.attributions(groups, {number: tensors["values"] for number, tensors in known.items()})
+
+
+def deciding(groups: Groups) -> int:
+    """How many of the batches decide on the starts."""
+    totals = list(accumulate(len(chosen) for chosen, _ in groups))
+    return 1 + next((i for i, total in enumerate(totals) if total >= START_EXAMPLES), len(groups) - 1)
 
 
 def _numbers(starts: Sequence[Start]) -> list[int]:
