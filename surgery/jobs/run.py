@@ -178,8 +178,7 @@ class _Job:
         recipe, hybrid = self.recipe, entries["tuned"].model
         with busy("drawing the report"):
             example = short_question(self.base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
-            sites = [score.site for score in ranking.heads]
-            matrices = mixing(entries, self.base.tokenizer, example, report.provenance, sites)
+            matrices = mixing(entries, self.base.tokenizer, example, report.provenance, ranking.columns.find)
             write_report(report, self.out, matrices)  # before the export, which takes report.html along
         with (
             self.stage("export", "exporting the tuned hybrid, and comparing it, reloaded, with the live one"),
