@@ -166,7 +166,9 @@ def _probe_tasks(
         known |= {*drawn}
         if fresh:
             digests = tuple(digest(repr(example)) for example in fresh)
-            ask, shapes_of = (complete, complete_shapes) if isinstance(fresh[0], Completion) else (answer, answer_shapes)
+            written = isinstance(fresh[0], Completion)
+            ask: Callable = complete if written else answer
+            shapes_of: Callable = complete_shapes if written else answer_shapes
 
             def measure(
                 model: PreTrainedModel, fresh: list = fresh, digests: tuple[str, ...] = digests, ask: Callable = ask

@@ -19,18 +19,17 @@ T = TypeVar("T")
 console = Console(stderr=True)
 EVERY = 15.0  # seconds between two plain lines
 BAR = 16  # characters
-_silent = 0  # how many blocks of `silently` are open
+_silent: list[None] = []  # an entry for every block of `silently` that is open
 
 
 @contextmanager
 def silently() -> Iterator[None]:
     """Meanwhile nothing is said or shown: for work that is done to measure it."""
-    global _silent
-    _silent += 1
+    _silent.append(None)
     try:
         yield
     finally:
-        _silent -= 1
+        _silent.pop()
 
 
 def _shows() -> bool:

@@ -1,1 +1,1 @@
-"""What a run will cost, before it costs: each stage's time, memory and disk, from measured samples of the functions that do it."""
+"""What a run will cost: time, memory and disk of each stage, from measured samples of the functions that do it."""

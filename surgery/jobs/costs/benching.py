@@ -1,10 +1,11 @@
-"""What the bench costs: of every task one batch is measured, of every context a prefill, and the rest follows from their sizes."""
+"""What the bench costs: a batch of every task is measured, and every context; the rest follows from their sizes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.evaluation.speed import decode_cost, decode_forwards, speed
 from surgery.evaluation.suites import Task, tasks
@@ -63,10 +64,10 @@ def bench_cost(
         for task in todo:
             key = (task.name, task.part)
             if key not in rates:
-                rates[key] = patient.along(lambda depth, task=tried[key], made=made: sampled(lambda: task.measure(made[depth])))
+                rates[key] = patient.along(partial(_asked, tried[key], made))
             parts.append(_whole(rates[key], task, tried[key], quick))
         parts += _timed(patient, options, contexts, made, quick)
-        parts.append(patient.along(lambda depth, made=made: sampled(lambda: conditions(made[depth], tokenizer), repeat=False)))
+        parts.append(patient.along(partial(_read, tokenizer, made)))
         of[kind] = total(parts)
     return BenchCost(
         None if quick else bench_forwards(options, todo, contexts), of, total([of[kind] for kind in entries.values()])
@@ -88,7 +89,7 @@ def _timed(
     patient: Patient, options: Bench, contexts: list[int], made: Mapping[int, PreTrainedModel], quick: bool
 ) -> list[Sample]:
     """What timing tokens costs. Its memory is that of one model's caches, which hold next to nothing of a state-space model."""
-    jobs: list[tuple[int, Callable[[Mapping[str, Any], int], Any]]] = []
+    jobs: list[tuple[int, Job]] = []
     if "quick" in options.suites:
         jobs += [(context, decode_cost) for context in contexts]
     if "speed" in options.suites:
@@ -98,14 +99,28 @@ def _timed(
         short = [context] if patient.is_whole and not quick and context <= 8 * LONG else [LONG // 2, LONG]
         sizes = short if context > LONG or len(short) == 1 else [context]
 
-        def at(depth: int, sizes: list[int] = sizes, job: Callable = job, context: int = context) -> Sample:
-            return extended(
-                [(size, sampled(lambda s=size: job({"model": made[depth]}, s), repeat=False)) for size in sizes], context
-            )
-
-        result.append(patient.along(at))
+        result.append(patient.along(partial(_at_context, job, made, sizes, context)))
     return result
 
 
-def _speed_of(batch: int) -> Callable[[Mapping[str, Any], int], Any]:
+Job = Callable[[Mapping[str, Any], int], Any]
+Made = Mapping[int, PreTrainedModel]  # by number of layers
+
+
+def _asked(task: Task, made: Made, depth: int) -> Sample:
+    return sampled(lambda: task.measure(made[depth]))
+
+
+def _read(tokenizer: PreTrainedTokenizerBase, made: Made, depth: int) -> Sample:
+    """The weights are read for what identifies them."""
+    return sampled(lambda: conditions(made[depth], tokenizer), repeat=False)
+
+
+def _at_context(job: Job, made: Made, sizes: list[int], context: int, depth: int) -> Sample:
+    """A job of one context, from those that are tried."""
+    tried = [(size, sampled(partial(job, {"model": made[depth]}, size), repeat=False)) for size in sizes]
+    return extended(tried, context)
+
+
+def _speed_of(batch: int) -> Job:
     return lambda models, context: speed(models, context, batch)

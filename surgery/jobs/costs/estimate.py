@@ -16,7 +16,7 @@ from surgery.jobs.costs.exporting import export_cost, started, weights_of
 from surgery.jobs.costs.locating import locating_cost
 from surgery.jobs.costs.models import Models, Trained, assumed, models_of
 from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
-from surgery.jobs.costs.sample import Patient, Sample, extended, sampled
+from surgery.jobs.costs.sample import Patient, Sample, sampled
 from surgery.jobs.costs.tuning import STATES, Tuned, held_beyond, tuning_cost
 from surgery.jobs.opening import open_base
 from surgery.jobs.preparing import check, check_run
@@ -203,6 +203,3 @@ class Costs:
                 f"The disk has {memory.size(free)} free, and the run needs {memory.size(disk)}: choose another --out."
             )
         return tuple(result)
-
-
-__all__ = ["Costs", "Estimate", "estimate", "extended"]

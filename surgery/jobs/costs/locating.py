@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from surgery.jobs.costs.sample import Patient, Sample, sampled, total
 from surgery.locating.attribution import STARTS, attribute_starts
+from surgery.locating.attribution_memory import Activations, Step, activations, free_memory
 from surgery.locating.budget import is_exact
 from surgery.locating.exact import Exact
 from surgery.locating.locate import ROLE_EXAMPLES, ROLE_HEADS
@@ -13,6 +14,7 @@ from surgery.locating.questions import QuestionSet, question_set, question_sets
 from surgery.locating.roles import masses
 from surgery.locating.search import DRAWN, LEADING
 from surgery.locating.walk import fully_gated
+from surgery.probes.scoring import Encoded
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
 
@@ -72,7 +74,8 @@ def locating_cost(patient: Patient, options: Locate, seed: int, quick: bool = Fa
         patient.tokenizer, options, options.model_copy(update={"examples": max(2, tried), "batch_size": tried}),
         seed=seed, device=device,
     )  # fmt: skip
-    encoded, (_, largest) = few.groups[0][1], max(sets[0].groups, key=lambda group: len(group[1].rows))
+    encoded = few.groups[0][1]
+    largest = max((encoded for _, encoded in sets[0].groups), key=lambda batch: len(batch.rows) * max(map(len, batch.rows)))
     factor = len(largest.rows) * max(map(len, largest.rows)) / (len(encoded.rows) * max(map(len, encoded.rows)))
 
     def base(depth: int) -> Sample:
@@ -83,14 +86,19 @@ def locating_cost(patient: Patient, options: Locate, seed: int, quick: bool = Fa
     exact = is_exact(options, patient.subject(patient.depth), sets, one.seconds)
     counted = passes(sets, options.model_copy(update={"exact": exact}), patient.heads * patient.depth, patient.depth)
     parts = [one * counted.base]
-    for number, starts in ((counted.starts, STARTS), (counted.slopes, (None,))):
-        if number:
+    if counted.slopes + counted.starts:
+        step = _step(patient, largest, whole="batch_size" in options.model_fields_set)
+        rows = min(len(largest.rows), step.rows or len(largest.rows))
+        for number, starts in ((counted.starts, STARTS), (counted.slopes, (None,))):
+            if number:
 
-            def attribution(depth: int, starts: tuple = starts) -> Sample:
-                gated = fully_gated(patient.subject(depth))
-                return sampled(lambda: attribute_starts(gated, encoded, starts), repeat=not quick)
+                def attribution(depth: int, starts: tuple = starts) -> Sample:
+                    gated = fully_gated(patient.subject(depth))
+                    tried = Step(None, step.checkpointed)
+                    return sampled(lambda: attribute_starts(gated, encoded, starts, tried), repeat=not quick)
 
-            parts.append(patient.along(attribution).larger(factor) * number)
+                each = patient.along(attribution)
+                parts.append(Sample(each.seconds * factor, each.bytes * factor * rows / len(largest.rows)) * number)
     if counted.walks:
         walk, variant = _exact(patient, _first(few), options)
         parts += [walk.larger(factor) * counted.walks, variant.larger(factor) * counted.variants]
@@ -105,6 +113,15 @@ def locating_cost(patient: Patient, options: Locate, seed: int, quick: bool = Fa
     if sites is None or counted.walks:
         parts.append(patient.along(matrices) * counted.matrices)
     return LocatingCost(counted, total(parts), exact)
+
+
+def _step(patient: Patient, largest: Encoded, whole: bool) -> Step:
+    """What attribution will do at a time, from what a token leaves in the layers that are tried."""
+    depth = patient.depths[-1]
+    kept = activations(fully_gated(patient.subject(depth)), min(largest.rows, key=len))
+    times = patient.depth / depth
+    kept = Activations(kept.entering * times, kept.all_blocks * times, kept.block)
+    return kept.step(largest, free_memory(patient.model.device), whole=whole)
 
 
 def _exact(patient: Patient, questions: QuestionSet, options: Locate) -> tuple[Sample, Sample]:

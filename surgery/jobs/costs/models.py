@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 from surgery.evaluation.bench import Entry
 from surgery.jobs.costs.sample import Patient, moved
 from surgery.jobs.entries import entries_of
-from surgery.locating.ranking import Ranking, Score
+from surgery.locating.heads import Heads, Score
+from surgery.locating.ranking import Ranking
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.site import Site
@@ -63,8 +64,7 @@ def bare(plan: Plan) -> Plan:
     """The plan without a donor."""
     if plan.donor is None:
         return plan
-    init = "dual" if plan.kind == "head" else "random"
-    return Plan(kind=plan.kind, sites=plan.sites, init=init, width=plan.width, blend=plan.blend, seed=plan.seed)
+    return Plan(kind=plan.kind, sites=plan.sites, width=plan.width, blend=plan.blend, seed=plan.seed)
 
 
 def assumed(recipe: Recipe, depth: int, heads: int) -> Plan:
@@ -76,8 +76,10 @@ def assumed(recipe: Recipe, depth: int, heads: int) -> Plan:
         sites = tuple(Site(layer) for layer in range(min(options.layers, depth)))
     else:
         sites = tuple(Site(number // heads, (number % heads,)) for number in range(min(options.heads, depth * heads)))
-    fields = {"kind": options.kind, "sites": sites, "width": options.width, "blend": options.blend, "seed": recipe.seed}
-    return Plan(**fields, **({"shared": options.shared} if options.donor is None else {}))
+    shared = options.shared and options.donor is None
+    return Plan(
+        kind=options.kind, sites=sites, width=options.width, blend=options.blend, shared=shared, seed=recipe.seed
+    )  # fmt: skip
 
 
 @cache
@@ -90,4 +92,4 @@ def level(depth: int, heads: int) -> Ranking:
 
     sites = [Site(layer, (head,)) for layer in range(depth) for head in range(heads)]
     layers = tuple(score(Site(layer)) for layer in range(depth))
-    return Ranking.model_construct(provenance=None, heads=tuple(map(score, sites)), layers=layers)
+    return Ranking.model_construct(provenance=None, heads=Heads.of(map(score, sites)), layers=layers)

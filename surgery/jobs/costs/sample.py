@@ -30,6 +30,7 @@ WHOLE = 0.5  # seconds: a model whose forward of a full batch takes no longer is
 CUT = (2, 4)  # layers of what is tried of a larger one
 LONGEST = 1.5  # seconds that a forward of the larger cut may take; else it gets fewer rows
 TWICE = 0.3  # seconds: what takes no longer is measured twice, as the first call finds nothing ready
+clock = time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ def sampled(work: Callable[[], Any], *, repeat: bool = True) -> Sample:
 
 
 def _seconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+    start = clock()
     work()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _let_go() -> None:
@@ -101,8 +102,8 @@ def extended(values: Sequence[tuple[float, Sample]], at: float) -> Sample:
 class Patient:
     """A model that samples are taken of.
 
-    model: adopted. rows: the token rows of a usual batch. depths: how many of its layers are tried: all, or two smaller numbers.
-    share: the share of a batch's rows that is tried.
+    model: adopted, in the end. ids (rows, t): a usual batch. depths: how many of its layers are tried, all or two smaller
+    numbers. share: the share of a batch's rows that is tried.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor):

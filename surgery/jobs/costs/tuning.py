@@ -1,8 +1,6 @@
 """What tuning costs: a few real steps on the recipe's own batches, and how many there will be."""
 
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from statistics import mean
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.jobs.costs import sample as sample_module
 from surgery.jobs.costs.sample import Patient, Sample, extended, sampled
 from surgery.records.recipe import Align, Calibrate, Data, Recipe, Tune
 from surgery.tuning.batches import BUFFER, loaders
@@ -107,6 +106,10 @@ def _stages(
         times: list[float] = []
         numbers_of: list[int] = []
 
+        def note_time(_: int) -> tuple[dict[str, float], bool]:
+            times.append(sample_module.clock())
+            return {}, False
+
         def work() -> None:
             with started_run(
                 tuned.model, tokenizer, options, data=recipe.data, seed=recipe.seed, layers=tuned.layers, teacher=tuned.teacher,
@@ -114,12 +117,11 @@ def _stages(
             ) as started:  # fmt: skip
                 numbers_of.append(sum(p.numel() for p in started.trained.values()))
                 if options.early_stopping is None and "distil" in started.stages:
-                    started.distil(lambda _: (times.append(time.perf_counter()), ({}, False))[1])
+                    started.distil(note_time)
                 else:
                     started.finish_stages()
 
-        with _quiet():
-            sample = sampled(work, repeat=False)
+        sample = sampled(work, repeat=False)
         numbers = numbers_of[0]
         held = max(0.0, sample.bytes - STATES * 4 * numbers)
         return Sample((times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else sample.seconds, held)
@@ -161,18 +163,6 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, options: Tune, few: Tune, data: 
 
     whole, tried = counts(options, min(options.steps, BUFFER)), counts(few, STEPS + 1)
     return mean(whole), max(whole), mean(tried[1:])
-
-
-def _quiet() -> Any:
-    """Without the bars and lines of the few steps."""
-    return nullcontext()
-
-
-def control_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A model whose own layers may be trained."""
-    import copy
-
-    return copy.deepcopy(model)
 
 
 def held_beyond(models: list[PreTrainedModel], base: PreTrainedModel) -> int:
