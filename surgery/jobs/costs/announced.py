@@ -1,4 +1,4 @@
-"""What a run says of the cost of its stages: a line as each one starts, and a warning before the first where one does not fit."""
+"""What a run says of its cost: a line as each stage starts, and a warning before the first where one does not fit."""
 
 import random
 from pathlib import Path
