@@ -21,6 +21,7 @@ from surgery.evaluation.report import Located, Report
 from surgery.exporting.export import export
 from surgery.exporting.folder import RECORD, Exported
 from surgery.families import family_of
+from surgery.jobs.costs.announced import Announced
 from surgery.jobs.entries import entries_of
 from surgery.jobs.locating_stage import RANKING, located
 from surgery.jobs.opening import open_base, open_donor
@@ -97,11 +98,13 @@ class _Job:
             self.conditions = self.subject.conditions
         self.timings: dict[str, float] = {}
         self.memory: dict[str, int] = {}
+        self.announced = Announced(recipe, base, out)
         self.training: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def stage(self, name: str, announcement: str | None = None) -> Iterator[None]:
-        """Say what a stage will do (or leave that to it), and how long it took."""
+        """Say what a stage will cost and do (or leave that to it), and what it took."""
+        self.announced.say(name)
         if announcement is not None:
             say(announcement)
         start = time.monotonic()
