@@ -13,6 +13,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from surgery import adopt, load
+from surgery.jobs import locating_stage
 from surgery.records.recipe import read_recipe
 from tests.conftest import ROOT
 from tests.patients import tokenizer
@@ -28,11 +29,12 @@ WORDS = {
 }  # fmt: skip
 LOCATED = ("llama-3.1-8b", "zamba2-7b")  # and no more
 WITH_CONTROLS = "mamba2-2.7b"
+AGAIN = ("mamba-130m", "mamba2-130m")  # cut, they have the configuration of their family's large model
 # Fewer of everything. Of few layers and channels, a recipe's share of heads can be less than one.
 FEW = [
     "locate.examples=2", "locate.options.pairs=4", "tune.steps=1", "tune.batch_size=2", "tune.text_batch_size=2",
-    "tune.gradient_accumulation_steps=2",
-    "tune.text_tokens=24", "bench.limit=2", "bench.pairs=[4]", "bench.windows=1", "bench.window=32", "bench.contexts=[16]",
+    "tune.gradient_accumulation_steps=2", "tune.text_tokens=24", "bench.limit=2", "bench.pairs=[4]",
+    "bench.windows=1", "bench.window=32", "bench.contexts=[16]",
 ]  # fmt: skip
 
 
@@ -99,8 +101,17 @@ def test_a_recipe_is_for_its_model(name):
     assert f"{verb} recipes/{name}.yaml" in command[0]
 
 
-@pytest.mark.parametrize("name", [name for name in names() if name not in LOCATED])
-def test_the_whole_run(surgery, write, tmp_path, blank, name):
+@pytest.fixture
+def unpainted(blank, monkeypatch):
+    """Without the maps of heads: drawing takes longer than measuring here, and other tests look at them."""
+    monkeypatch.setattr(locating_stage, "draw_atlas", lambda *_: None)
+
+
+WHOLE = [pytest.param(name, marks=pytest.mark.slow if name in AGAIN else ()) for name in names() if name not in LOCATED]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_whole_run(surgery, write, tmp_path, unpainted, name):
     # Shares and numbers of heads are of the whole depth and width. Controls are of the same parts, and one recipe makes them.
     fewer = ["locate.confirm=0.1"] if read_recipe(RECIPES / f"{name}.yaml").locate.confirm else []
     fewer += [f"bench.controls={str(name == WITH_CONTROLS).lower()}", "plan.heads=2"]
@@ -115,7 +126,7 @@ def test_the_whole_run(surgery, write, tmp_path, blank, name):
 
 
 @pytest.mark.parametrize("name", LOCATED)
-def test_locating_alone(surgery, write, tmp_path, blank, name):
+def test_locating_alone(surgery, write, tmp_path, unpainted, name):
     done, _ = run(surgery, write, tmp_path, name, 2, "locate.confirm=0.2")
     ranking = json.loads((done / "ranking.json").read_text())
     kinds = {head["kind"] for head in ranking["heads"]}
@@ -125,7 +136,7 @@ def test_locating_alone(surgery, write, tmp_path, blank, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", names())
-def test_the_published_widths(surgery, write, tmp_path, blank, name):
+def test_the_published_widths(surgery, write, tmp_path, unpainted, name):
     """All widths and options as published; layers and vocabulary are cut, and the shares are the recipe's."""
     layers = {"llamba-8b": 1, "llama-3.1-8b": 1}.get(name, 2)
     few = [] if name in LOCATED else ["bench.controls=false"]
