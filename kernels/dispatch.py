@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.kernels import probing
-from surgery.kernels.functions import learns
+from surgery.kernels.functions import learns, traced
+from surgery.kernels.operators import Operator, Passes, Signature
+from surgery.kernels.probing import probe
 
 OPERATIONS = (
     *("causal_conv", "ssd_scan", "ssd_step", "selective_scan", "selective_step", "graft_attention", "rms_norm"),
@@ -51,6 +52,8 @@ class Backend:
     asked for by name, it serves. probed: whether `run` needs software that may be missing or broken, so that one small call
     must succeed first. on_request: whether it serves, or is even tried, only if it is asked for by name (because it downloads).
     without_gradient: which of its results have no gradient, and say so when one is asked for.
+    opaque: whether PyTorch cannot look into `run`, so that a trace (torch.compile) has to call the operation's operator.
+    passes: for that operator, its forward and its backward pass.
     """
 
     name: str
@@ -60,6 +63,8 @@ class Backend:
     probed: bool = False
     on_request: bool = False
     without_gradient: tuple[int, ...] = ()
+    opaque: bool = False
+    passes: Passes | None = None
 
 
 class Operation:
@@ -67,6 +72,7 @@ class Operation:
 
     example: (device, dtype) -> small arguments, for the probe call; the same numbers whatever torch's defaults are.
     differentiable: whether it has a gradient, in every floating-point argument.
+    signature: of its operator; without one, an operation is for calls outside of traces.
     """
 
     registry: dict[str, "Operation"] = {}
@@ -77,14 +83,23 @@ class Operation:
         *backends: Backend,
         example: Callable[[torch.device, torch.dtype], tuple],
         differentiable: bool = True,
+        signature: Signature | None = None,
     ):
         self.name, self.example, self.differentiable = name, example, differentiable
         self.backends = {backend.name: backend for backend in backends}
         self.reference = backends[-1]
         self.registry[name] = self
+        self.operator = None if signature is None else Operator(name, signature, self.backends)
+        # torch.compile puts this into its graph as it stands, and then traces it with tensors that know their shapes alone.
+        self.in_graph = torch.compiler.allow_in_graph(lambda backend, *args: self(*args, backend=backend))
 
     def __call__(self, *args: Any, backend: str | None = None) -> Any:
-        return self.choose(*args, backend=backend).run(*args)
+        if torch.compiler.is_dynamo_compiling():
+            return self.in_graph(backend, *args)
+        chosen = self.choose(*args, backend=backend)
+        if chosen.opaque and self.operator is not None and traced(*args):
+            return self.operator(*args, backend=chosen.name)
+        return chosen.run(*args)
 
     def choose(self, *args: Any, backend: str | None = None) -> Backend:
         """The backend for a call. Raises KernelError if the one that was asked for cannot serve."""
@@ -112,7 +127,7 @@ class Operation:
         if not backend.probed:
             return None
         learning = self.differentiable and learns(*(m for m in args if isinstance(m, Tensor)))
-        return probing.why_not(self, backend, args[0].device, args[0].dtype, learning)
+        return probe(self, backend, args[0].device, args[0].dtype, learning)
 
 
 def not_for_cuda_package(x: Tensor, *_: Any) -> str | None:

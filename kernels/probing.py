@@ -52,7 +52,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_locks.clear)  # the thread that would open them stays behind
 
 
-def why_not(operation: Any, backend: Any, device: torch.device, dtype: torch.dtype, learning: bool) -> str | None:
+def probe(operation: Any, backend: Any, device: torch.device, dtype: torch.dtype, learning: bool) -> str | None:
     """Why a backend of an operation does not serve on `device` in `dtype`, or None. learning: whether its gradients count."""
     key = (operation, backend, device, dtype, learning)
     known = _outcomes.get(key)
