@@ -1,12 +1,13 @@
 """What two forms of one model are compared by: their tensors, their logits after prompts of several lengths, and the greedy
 tokens of a padded batch.
 
-This file needs torch, transformers and accelerate alone. As a script it answers for folders in a process of its own, on the CPU:
+This file needs torch, transformers and accelerate alone. As a script it answers for folders, in a process of its own and on the
+CPU:
 
     python -P answers.py PLACE NEW NAME LINES [NAME LINES ...] > answers.safetensors
 
 LINES: Python that loads `tokenizer` and `model`; its weights may be on the disk, each to be fetched when its module is called
-(device_map). PLACE: the folder that holds this package, or "-" to hide it, as if it were not installed. NEW: the number of greedy
+(device_map). PLACE: the folder that holds this package, or "-" to hide it, as if it were not installed. NEW: how many greedy
 tokens; with 0 the model computes nothing. The file holds the answers under the names, and the tensors' digests in its metadata.
 """
 

@@ -4,8 +4,8 @@ Such a weight lies on the meta device. Its value is in the map that its module's
 for). A hybrid has modules of its own and the hooks of its base: the same maps, so that no weight is held twice.
 """
 
-from collections.abc import Iterator
 from collections import ChainMap
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 

@@ -57,7 +57,7 @@ def check_tensors(patch: Patch, base: PreTrainedModel) -> None:
     for name, tensor in held(base):
         present.add(name)
         if name not in patch.base_tensors:
-            raise UserError(f"{refused}: it has a tensor '{name}', which the patch does not know")
+            continue
         expected, actual = patch.base_tensors[name], described(tensor)
         for part, (expected_part, actual_part) in enumerate(zip(expected.split(" "), actual.split(" "), strict=True)):
             if expected_part != actual_part and part == 0:
@@ -70,6 +70,8 @@ def check_tensors(patch: Patch, base: PreTrainedModel) -> None:
                 )
     if missing := [name for name in patch.base_tensors if name not in present]:
         raise UserError(f"{refused}: the tensor '{missing[0]}' is missing")
+    if unknown := present - set(patch.base_tensors):
+        raise UserError(f"{refused}: it has a tensor '{min(unknown)}', which the patch does not know")
 
 
 def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
