@@ -3,13 +3,14 @@
 from pathlib import Path
 
 from surgery.cli.console import prose, show, starting, table
-from surgery.cli.options import Out, Overwrite, Resume, Settings, Trust, recipe_of
+from surgery.cli.options import Out, Overwrite, Resume, Settings, Trust, Verify, check_verify, recipe_of
 
 
 def run(
     recipe: Path,
     out: Out = None,
     settings: Settings = None,
+    verify: Verify = "auto",
     resume: Resume = False,
     overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
@@ -21,6 +22,7 @@ def run(
     Examples:
       surgery run recipes/demo.yaml
     """
+    check_verify(verify)
     out = out or Path("runs") / recipe.stem
     with starting():
         from surgery.evaluation import markdown
@@ -34,7 +36,7 @@ def run(
         table(*findings.table())
         show(f"{findings.summary}\nFindings: {out / FINDINGS}, figure: {out / FIGURE}")
         return
-    report = job.run(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
+    report = job.run(options, out, verify=verify, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
     table(*markdown.rows(report))
     prose(markdown.EXPLANATION)
     show("")
