@@ -83,8 +83,7 @@ def run(
         if resume and (report := on_main(partial(job.finished, chosen))) is not None:
             say(f"nothing has changed, and everything is finished: this is the result in {out}")
             return report
-        donor = open_donor(chosen, trust_remote_code)
-        entries = entries_of(base.model, recipe, ranking, chosen, donor, job.tune)
+        entries = entries_of(base.model, recipe, ranking, chosen, job.tune, partial(open_donor, chosen, trust_remote_code))
         return job.finish(ranking, chosen, entries)
 
 

@@ -7,11 +7,16 @@ import pytest
 import torch
 
 import surgery as package
+from surgery.evaluation.bench import measure
+from surgery.evaluation.entries import Unheld
+from surgery.jobs import comparison, opening, run
+from surgery.jobs.comparison import compare
+from surgery.jobs.opening import open_checkpoint
 from surgery.loading.digests import model_digest
 from surgery.loading.sharing import own_bytes, same_bits
 from surgery.models.answers import tensors
 from surgery.records.plan import Plan
-from surgery.records.recipe import Lesson, Lora, Tune
+from surgery.records.recipe import Lesson, Lora, Recipe, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.loop import tune
 from surgery.tuning.trainable import trainable, with_own_mixers
@@ -147,3 +152,94 @@ def test_what_differs_is_not_shared(folder):
     assert {p.dtype for p in base.model.parameters()} == {torch.float32}
     assert not same_bits(torch.zeros(3), -torch.zeros(3))
     assert same_bits(torch.full((3,), torch.nan), torch.full((3,), torch.nan))
+
+
+QUICK = {"suites": ["quick"], "pairs": [3], "limit": 4, "windows": 2, "window": 32, "contexts": [16]}
+
+
+def total(models):
+    """The bytes that models take together."""
+    return sum(own_bytes(model, *models[:i]) for i, model in enumerate(models))
+
+
+def compared(folder, out, *names):
+    recipe = Recipe(model=str(folder / "base"), bench=QUICK)
+    return compare(recipe, [str(folder / name) for name in names], out)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What a comparison measures: [(entries, live bytes)]."""
+    seen = []
+
+    def watching(entries, *args, **options):
+        seen.append((dict(entries), live()))
+        return measure(entries, *args, **options)
+
+    monkeypatch.setattr(comparison, "measure", watching)
+    monkeypatch.setattr(run, "measure", watching)
+    return seen
+
+
+def test_a_comparison_costs_the_base_and_the_grafts(folder, tmp_path, measured):
+    """Two patches and an export; and afterwards nothing is left."""
+    package.load(folder / "base")  # whatever the first call leaves
+    before = live()
+    compared(folder, tmp_path, "heads-patch", "gate-patch", "gate-hf")
+    (entries, held), *_ = measured
+    models = [entry.model for entry in entries.values()]
+    own = [grafts(model) for model in models]
+    assert own[0] == 0 < min(own[1:])
+    assert total(models) == own_bytes(models[0]) + sum(own)
+    assert held - before == total(models)
+    del entries, models
+    measured.clear()
+    assert live() == before
+
+
+def test_what_does_not_fit_is_opened_for_its_turn(folder, tmp_path, monkeypatch, capsys, measured):
+    """With the same result as if all had been held; a hybrid fits, another model does not."""
+    names = ("other", "heads-patch", "heads-hf")
+    whole = compared(folder, tmp_path / "whole", *names)
+    assert all(isinstance(entry.model, torch.nn.Module) for entry in measured[0][0].values())
+    assert "opened again" not in capsys.readouterr().err
+    heads = package.load(folder / "heads-patch").model
+    monkeypatch.setattr(opening, "available", lambda _: 2 * grafts(heads) / opening.HELD)
+    there = []
+    monkeypatch.setattr(opening, "open_checkpoint", lambda *a, **k: there.append(k.get("beside")) or open_checkpoint(*a, **k))
+    in_turn = compared(folder, tmp_path / "turns", *names)
+    assert "alone: other" in " ".join(capsys.readouterr().err.split())
+    assert [name for name, entry in measured[1][0].items() if isinstance(entry.model, Unheld)] == ["other"]
+    assert len(there) == 4 + 1  # once more, for its cells and its times
+    for name, report in whole.models.items():
+        again = in_turn.models[name]
+        assert (again.conditions, again.results(), again.change) == (report.conditions, report.results(), report.change)
+        assert [cost.context for cost in again.cost] == [16]
+    written = len(list((tmp_path / "turns" / "cells").iterdir()))
+    there.clear()
+    compare(Recipe(model=str(folder / "base"), bench=QUICK | {"limit": 4}), [str(folder / n) for n in names],
+            tmp_path / "turns", resume=True)  # fmt: skip
+    assert len(there) == 4  # nothing is measured again
+    assert len(list((tmp_path / "turns" / "cells").iterdir())) == written
+
+
+def test_a_run_costs_what_it_trains(folder, tmp_path, measured):
+    """k controls cost their grafts, or the mixer that one trains, and no model; and afterwards nothing is left."""
+    package.load(folder / "base")
+    before = live()
+    recipe = Recipe(
+        model=str(folder / "base"), bench=QUICK | {"random_sites": 2, "doses": [2]}, plan={"heads": 1},
+        locate={"examples": 2, "options": {"pairs": 3}, "layers": False},
+        tune={"steps": 2, "batch_size": 2, "text_batch_size": 2, "text_tokens": 16, "lessons": [{"options": {"pairs": 3}}]},
+    )  # fmt: skip
+    package.run(recipe, tmp_path / "run")
+    (entries, held), *_ = measured
+    models = {name: entry.model for name, entry in entries.items()}
+    layer = entries["tuned"].plan.sites[0].layer
+    mixer = sum(p.nbytes for p in trainable(models["control_tuned"], [layer]).values())
+    assert len(models) == 10
+    assert total(list(models.values())) == own_bytes(models["base"]) + mixer + sum(map(grafts, models.values()))
+    assert 0 <= held - before - total(list(models.values())) < 2**12  # beside them some token ids
+    del entries, models
+    measured.clear()
+    assert live() - before < 2**12  # what other libraries keep, of a size that no model has
