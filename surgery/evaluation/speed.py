@@ -40,6 +40,11 @@ def decode_cost(models: Mapping[str, PreTrainedModel], context: int) -> Timed:
     return Timed(costs=tuple(Cost(context=context, milliseconds=times[name], cache_bytes=sizes[name]) for name in models))
 
 
+def decode_forwards() -> int:
+    """How many forwards `decode_cost` makes of each model: the prefill, one token that is not counted, and those that are."""
+    return 1 + 1 + ROUNDS * TOKENS
+
+
 def speed(models: Mapping[str, PreTrainedModel], context: int, batch: int) -> Timed:
     """A batch of prompts of `context` tokens."""
     caches: dict[str, Cache] = {}
