@@ -20,14 +20,14 @@ STARTS = {"donor": "a donor's", "dual": "the heads' own", "random": "random"}
 
 
 def entries_of(
-    base: PreTrainedModel, recipe: Recipe, ranking: Ranking, chosen: Plan, tune: Tune,
-    open_donor: Callable[[], PreTrainedModel | None],
+    base: PreTrainedModel, recipe: Recipe, ranking: Ranking, chosen: Plan,
+    open_donor: Callable[[], PreTrainedModel | None] | None, tune: Tune,
 ) -> dict[str, Entry]:  # fmt: skip
     """By name, the base first. Each holds its grafts, or the mixers that it trains, and shares all else with the base.
 
     open_donor: opens the model that grafts start from. It is let go before the first of them is tuned."""
     layers = [site.layer for site in chosen.sites]
-    entries = _untuned(base, recipe, ranking, chosen, open_donor())
+    entries = _untuned(base, recipe, ranking, chosen, open_donor() if open_donor else None)
     for name, entry in entries.items():
         if name == "control_tuned":
             tune(name, entry.model, chosen, layers)
