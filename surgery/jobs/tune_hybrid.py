@@ -60,7 +60,7 @@ def tune_hybrid(
         teacher = None
         if not holds_base(hybrid):
             opened = in_dtype_of(plan, placed.model_copy(update={"model": present(base_name, hybrid)}))
-            original = open_checkpoint(opened, trust_remote_code)
+            original = open_checkpoint(opened, trust_remote_code, beside=loaded)  # held once, what both have in common
             if opened.dtype == plan.dtype:
                 check_base(plan, original.fingerprint)
             teacher = adopt(original.model)

@@ -5,10 +5,12 @@ import copy
 
 import pytest
 import torch
+from accelerate import disk_offload
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import FalconMambaConfig, FalconMambaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FalconMambaConfig, FalconMambaForCausalLM
 
 from surgery.models import pieces
+from surgery.models.quantised import has_quantised_weight
 from surgery.records.plan import Plan
 from surgery.records.recipe import Lesson, Lora, Tune
 from surgery.runtime import memory
@@ -82,7 +84,7 @@ def test_nothing_below_the_first_graft_is_kept(kind):
     assert everything > 2 * deep
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("kind, dtype", [("mamba2", torch.float16), ("falcon", torch.float32), ("llamba", torch.float16)])
 def test_no_copies_of_fixed_weights_are_kept(kind, dtype, monkeypatch):
     base = KINDS[kind]()
     projections = {tuple(p.shape) for name, p in base.named_parameters() if name.endswith("_proj.weight")}
@@ -97,9 +99,9 @@ def test_no_copies_of_fixed_weights_are_kept(kind, dtype, monkeypatch):
     assert len(ours[2] & projections) < len(theirs[2] & projections)
 
 
-def test_weights_stay_in_their_dtype_and_nothing_is_held_twice(kind, tokenizer, monkeypatch):
+def test_weights_stay_in_their_dtype_and_nothing_is_held_twice(tokenizer):
     """Of a base in 16 bits, what is trained alone is float32, and student and teacher have one copy of the rest."""
-    base = KINDS[kind](vocab_size=-(-len(tokenizer) // 16) * 16).to(torch.bfloat16)
+    base = KINDS["falcon"](vocab_size=-(-len(tokenizer) // 16) * 16).to(torch.bfloat16)
     hybrid = splice(base, Plan(sites=("L1.H1",), blend=0.5))
     before = {p.untyped_storage().data_ptr() for p in hybrid.parameters()}
     with started_run(hybrid, tokenizer, SHORT) as run:
@@ -113,7 +115,7 @@ def test_weights_stay_in_their_dtype_and_nothing_is_held_twice(kind, tokenizer, 
     assert fixed <= before
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind, dtype", [("mamba2", torch.float16), ("falcon", torch.float16), ("llamba", torch.float32)])
 def test_gradient_checkpointing_keeps_what_enters_the_blocks_and_changes_no_bit(kind, dtype):
     base, bf16 = KINDS[kind](**{DEPTH[kind]: 6}), dtype != torch.float32
     plain = measured(copy.deepcopy(base), 0, batch(), dtype, bf16=bf16)
@@ -122,8 +124,8 @@ def test_gradient_checkpointing_keeps_what_enters_the_blocks_and_changes_no_bit(
     assert all(torch.equal(a, b) for a, b in zip(plain[1], less[1], strict=True))
 
 
-def test_blocks_are_computed_again_only_where_they_would_not_fit(kind, monkeypatch):
-    base = KINDS[kind](**{DEPTH[kind]: 4})
+def test_blocks_are_computed_again_only_where_they_would_not_fit(monkeypatch):
+    base = random_base(num_hidden_layers=4)
     monkeypatch.setattr(backward_memory, "FEW", 0)
     sizes = {}
     for free in (2**40, 0):
@@ -146,8 +148,8 @@ def test_a_measured_block_draws_no_random_numbers(tokenizer, monkeypatch):
     assert all(torch.equal(a, b) for other in weights[1:] for a, b in zip(weights[0], other, strict=True))
 
 
-def test_the_cross_entropy_of_many_targets_is_computed_in_pieces(kind, monkeypatch):
-    base = KINDS[kind]().double()
+def test_the_cross_entropy_of_many_targets_is_computed_in_pieces(monkeypatch):
+    base = random_base().double()
     plain = measured(copy.deepcopy(base), 1, batch()[:2], torch.float64)
     monkeypatch.setattr(pieces, "LOGITS", 5 * 99)
     parted = measured(base, 1, batch()[:2], torch.float64)
@@ -155,3 +157,33 @@ def test_the_cross_entropy_of_many_targets_is_computed_in_pieces(kind, monkeypat
     assert not any(shape[-1:] == (99,) for shape in parted[2])
     for a, b in zip(plain[1], parted[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-12)  # logits are float32
+
+
+@pytest.mark.parametrize("how", ["disk", 4, 8])
+def test_a_base_on_the_disk_or_in_few_bits_is_held_once_and_its_weights_are_kept_once(how, tmp_path):
+    """Neither the teacher nor the way back has copies of it. Checkpointing fetches weights again."""
+    base = random_base()
+    if how == "disk":
+        disk_offload(base, str(tmp_path / "weights"), execution_device="cpu", offload_buffers=True)
+    else:
+        pytest.importorskip("bitsandbytes")
+        base.save_pretrained(tmp_path)
+        settings = BitsAndBytesConfig(**{f"load_in_{how}bit": True})
+        base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings).eval()
+    projections = {tuple(p.shape) for name, p in random_base().named_parameters() if name.endswith("_proj.weight")}
+    projections |= {shape[::-1] for shape in projections}
+    hybrid = splice(base, Plan(sites=("L0.H1",), blend=0.5))
+    modules = {id(module) for module in hybrid.modules()}
+    teacher = adopt(stock(hybrid))
+    with training(hybrid, trainable(hybrid, None), teacher):
+        distillation = Distillation(hybrid, teacher)
+        own = [module for module in distillation.teacher_blocks.modules() if has_quantised_weight(module)]
+        assert len(own) == (0 if how == "disk" else 2)  # of the grafted block
+        assert all(id(module) in modules for module in own)
+        plain = kept(distillation, batch())
+        less = kept(Distillation(hybrid, teacher, checkpointing=True), batch())
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], less[1], strict=True))
+    assert not less[2] & projections
+    assert less[0] < plain[0] / 2
+    if how != "disk":
+        assert not plain[2] & projections
