@@ -84,7 +84,7 @@ def test_nothing_below_the_first_graft_is_kept(kind):
     assert everything > 2 * deep
 
 
-@pytest.mark.parametrize("kind, dtype", [("mamba2", torch.float16), ("falcon", torch.float32), ("llamba", torch.float16)])
+@pytest.mark.parametrize(("kind", "dtype"), [("mamba2", torch.float16), ("falcon", torch.float32), ("llamba", torch.float16)])
 def test_no_copies_of_fixed_weights_are_kept(kind, dtype, monkeypatch):
     base = KINDS[kind]()
     projections = {tuple(p.shape) for name, p in base.named_parameters() if name.endswith("_proj.weight")}
@@ -115,7 +115,7 @@ def test_weights_stay_in_their_dtype_and_nothing_is_held_twice(tokenizer):
     assert fixed <= before
 
 
-@pytest.mark.parametrize("kind, dtype", [("mamba2", torch.float16), ("falcon", torch.float16), ("llamba", torch.float32)])
+@pytest.mark.parametrize(("kind", "dtype"), [("mamba2", torch.float16), ("falcon", torch.float16), ("llamba", torch.float32)])
 def test_gradient_checkpointing_keeps_what_enters_the_blocks_and_changes_no_bit(kind, dtype):
     base, bf16 = KINDS[kind](**{DEPTH[kind]: 6}), dtype != torch.float32
     plain = measured(copy.deepcopy(base), 0, batch(), dtype, bf16=bf16)
