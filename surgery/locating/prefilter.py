@@ -59,8 +59,7 @@ def prefilter(subject: Subject, groups: Groups, ledger: Ledger, *, whole: bool =
     """Choose every head's start, the one with the largest attribution over the first START_EXAMPLES questions, and attribute:
     (the prefilter, attributions (examples, layers, heads) in float32). whole: batches are not divided to fit into memory."""
     ungated = fully_gated(subject)
-    totals = list(accumulate(len(chosen) for chosen, _ in groups))
-    first = 1 + next((i for i, total in enumerate(totals) if total >= START_EXAMPLES), len(groups) - 1)
+    first = deciding(groups)
     kept = activations(ungated, min((row for _, encoded in groups for row in encoded.rows), key=len))
 
     def key(number: int) -> Any:
@@ -86,6 +85,12 @@ def prefilter(subject: Subject, groups: Groups, ledger: Ledger, *, whole: bool =
     ledger = ledger.extended("starts", index.flatten().tolist())
     chosen = Prefilter(fully_gated(subject, starts), starts, ledger, kept, whole)
     return chosen, chosen.attributions(groups, {number: tensors["values"] for number, tensors in known.items()})
+
+
+def deciding(groups: Groups) -> int:
+    """How many of the batches decide on the starts."""
+    totals = list(accumulate(len(chosen) for chosen, _ in groups))
+    return 1 + next((i for i, total in enumerate(totals) if total >= START_EXAMPLES), len(groups) - 1)
 
 
 def _numbers(starts: Sequence[Start]) -> list[int]:

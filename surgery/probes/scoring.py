@@ -138,11 +138,10 @@ def _next_logits(model: PreTrainedModel, rows: list[list[int]], batch_size: int)
     """(rows, vocabulary): what each row predicts next. A row that is the start of another is not run: the other one has its
     logits, too."""
     carriers = _carriers(rows)
-    forwarded = sorted(set(carriers))
     order: list[int] = []
     logits = []
-    for start in range(0, len(forwarded), batch_size):
-        place = {carrier: i for i, carrier in enumerate(forwarded[start : start + batch_size])}
+    for run in _runs(carriers, batch_size):
+        place = {carrier: i for i, carrier in enumerate(run)}
         carried = [row for row, carrier in enumerate(carriers) if carrier in place]
         ids, _ = padded([rows[carrier] for carrier in place], model.device)
         last = torch.tensor([len(rows[row]) - 1 for row in carried], device=ids.device)
@@ -153,6 +152,24 @@ def _next_logits(model: PreTrainedModel, rows: list[list[int]], batch_size: int)
             logits.append(predicted[at[inside], where[inside] - piece.start])
             order += [carried[i] for i in inside.tolist()]
     return torch.cat(logits)[torch.tensor(order).argsort()]
+
+
+def _runs(carriers: list[int], batch_size: int) -> Iterator[list[int]]:
+    """The rows of each forward."""
+    forwarded = sorted(set(carriers))
+    for start in range(0, len(forwarded), batch_size):
+        yield forwarded[start : start + batch_size]
+
+
+def answer_shapes(
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], batch_size: int = 64
+) -> list[tuple[int, int]]:
+    """(rows, tokens) of every forward of `answer`."""
+    shapes = []
+    for _, encoded in batches(tokenizer, questions, batch_size):
+        for run in _runs(_carriers(encoded.rows), batch_size):
+            shapes.append((len(run), max(len(encoded.rows[carrier]) for carrier in run)))
+    return shapes
 
 
 def _carriers(rows: list[list[int]]) -> list[int]:
@@ -175,16 +192,8 @@ def complete(
     tokens; from its first wrong token on it reads others, but then the outcome is settled.
     """
     correct, loss = np.zeros(len(completions), dtype=bool), np.zeros(len(completions))
-    order = sorted(range(len(completions)), key=lambda i: len(completions[i].prompt) + len(completions[i].answer))
     with torch.inference_mode():
-        for begin in range(0, len(order), batch_size):
-            chosen = order[begin : begin + batch_size]
-            pairs = [(completions[i].prompt, completions[i].answer) for i in chosen]
-            prompts, answers = zip(*_tokens(tokenizer, pairs), strict=True)
-            if not all(answers):
-                prompt, answer = pairs[answers.index([])]
-                raise UserError(f"the answer '{answer}' has no tokens of its own behind '{prompt[-20:]}'")
-            rows = [[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, answers, strict=True)]
+        for chosen, prompts, answers, rows in _written(tokenizer, completions, batch_size):
             ids, last = padded(rows, model.device)
             first = min(map(len, prompts)) - 1  # the first position that predicts a token of an answer
             positions = torch.arange(first, ids.shape[1], device=ids.device)
@@ -202,3 +211,25 @@ def complete(
             with explained(model, rows):
                 checked(torch.from_numpy(loss[chosen]), "the logits")
     return Result(correct, loss)
+
+
+def complete_shapes(
+    tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion], batch_size: int = 64
+) -> list[tuple[int, int]]:
+    """(rows, tokens) of every forward of `complete`."""
+    return [(len(rows), max(map(len, rows))) for *_, rows in _written(tokenizer, completions, batch_size)]
+
+
+def _written(
+    tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion], batch_size: int
+) -> Iterator[tuple[list[int], tuple[list[int], ...], tuple[list[int], ...], list[list[int]]]]:
+    """The completions of each forward: (their indices, prompts, answers, and rows of both without the last token)."""
+    order = sorted(range(len(completions)), key=lambda i: len(completions[i].prompt) + len(completions[i].answer))
+    for begin in range(0, len(order), batch_size):
+        chosen = order[begin : begin + batch_size]
+        pairs = [(completions[i].prompt, completions[i].answer) for i in chosen]
+        prompts, answers = zip(*_tokens(tokenizer, pairs), strict=True)
+        if not all(answers):
+            prompt, answer = pairs[answers.index([])]
+            raise UserError(f"the answer '{answer}' has no tokens of its own behind '{prompt[-20:]}'")
+        yield chosen, prompts, answers, [[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, answers, strict=True)]
