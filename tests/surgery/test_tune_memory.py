@@ -2,6 +2,7 @@
 enters the blocks where more does not fit."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from accelerate import disk_offload
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FalconMambaConfig, FalconMambaForCausalLM
 
+from surgery.jobs.stages import first_change
 from surgery.models import pieces
 from surgery.models.quantised import has_quantised_weight
 from surgery.records.plan import Plan
-from surgery.records.recipe import Lesson, Lora, Tune
+from surgery.records.recipe import Lesson, Lora, Recipe, Tune
 from surgery.runtime import memory
 from surgery.splicing.splice import adopt, graft_parameters, splice, stock
 from surgery.tuning import backward_memory
@@ -187,3 +189,19 @@ def test_a_base_on_the_disk_or_in_few_bits_is_held_once_and_its_weights_are_kept
     assert less[0] < plain[0] / 2
     if how != "disk":
         assert not plain[2] & projections
+
+
+def test_a_tuning_that_ran_out_of_memory_is_resumed_with_checkpointing(tokenizer, tmp_path):
+    """It changes no result, so it may change. Checkpoints of 0.7 name it among their settings."""
+    hybrid, other = (splice(random_base(vocab_size=-(-len(tokenizer) // 16) * 16), Plan(sites=("L1.H3",))) for _ in range(2))
+    options = SHORT.model_copy(update={"gradient_checkpointing": False, "steps": 1})
+    log = tune(hybrid, tokenizer, options, out=tmp_path)
+    (path,) = tmp_path.glob("checkpoint-*/state.json")
+    state = json.loads(path.read_text())
+    state["settings"]["tune"]["gradient_checkpointing"] = False
+    path.write_text(json.dumps(state))
+    assert tune(other, tokenizer, options.model_copy(update={"gradient_checkpointing": True}), out=tmp_path, resume=True) == log
+    assert all(torch.equal(p, other.get_parameter(name)) for name, p in graft_parameters(hybrid).items())
+    earlier = Recipe(model="x", tune=options)
+    assert first_change(earlier, Recipe(model="x", tune=SHORT.model_copy(update={"steps": 1})), ("tune",)) is None
+    assert first_change(earlier, Recipe(model="x", tune=SHORT), ("tune",)) is not None
