@@ -10,6 +10,9 @@ from accelerate import disk_offload
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FalconMambaConfig, FalconMambaForCausalLM
 
+from surgery.jobs.costs import estimate
+from surgery.jobs.costs.sample import Sample
+from surgery.jobs.costs.tuning import StageCost
 from surgery.jobs.stages import first_change
 from surgery.models import pieces
 from surgery.models.quantised import has_quantised_weight
@@ -205,3 +208,22 @@ def test_a_tuning_that_ran_out_of_memory_is_resumed_with_checkpointing(tokenizer
     earlier = Recipe(model="x", tune=options)
     assert first_change(earlier, Recipe(model="x", tune=SHORT.model_copy(update={"steps": 1})), ("tune",)) is None
     assert first_change(earlier, Recipe(model="x", tune=SHORT), ("tune",)) is not None
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "free", "tried"),
+    [("auto", 100, [False]), ("auto", 40, [False, True]), (True, 100, [True]), (False, 1, [False])],
+)
+def test_the_estimate_decides_as_the_run_will(checkpointing, free, tried, monkeypatch):
+    asked = []
+
+    def cost(patient, recipe, make, first, whole):
+        asked.append(recipe.tune.gradient_checkpointing)
+        return StageCost({}, Sample(1.0, 50.0), 0)
+
+    monkeypatch.setattr(estimate, "tuning_cost", cost)
+    costs = object.__new__(estimate.Costs)
+    costs.recipe, costs.patient = Recipe(model="x", tune=Tune(gradient_checkpointing=checkpointing)), None
+    costs.available, costs.held = 30 + free, 30
+    costs._tuning_cost(lambda depth, first: None, 0, True)
+    assert asked == tried
