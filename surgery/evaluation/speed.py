@@ -27,6 +27,10 @@ class Timed(Kept):
     costs: tuple[Cost, ...] = ()
     speeds: tuple[Speed, ...] = ()
 
+    def each(self) -> list["Timed"]:
+        """What it cost of each model alone."""
+        return [Timed(costs=(cost,)) for cost in self.costs] + [Timed(speeds=(speed,)) for speed in self.speeds]
+
 
 def decode_cost(models: Mapping[str, PreTrainedModel], context: int) -> Timed:
     """Batch 1. Context: tokens in the cache when the timed token is decoded."""

@@ -31,7 +31,7 @@ PAPER_PAIRS = tuple(range(10, 51, 5))
 # Whether greedy decoding would write the answer, in one forward, where the candidates are so many and so long that scoring each
 # of them would take a hundred times as long. Chance is 0.
 WRITTEN = ("phonebook",)
-TEXT_ROWS = 16  # windows of text in a forward
+WINDOW_ROWS = 4  # of the rows of a batch, what a window of text stands for: it is several times as long as a question
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,7 @@ def _probe_tasks(
 
 
 def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> list[Task]:
+    together = max(1, options.batch_size // WINDOW_ROWS)
     text = Perplexity(data.held_out_text, options.windows, options.window)
     texts: list[tuple[str, Callable, Callable]] = []
     if "quick" in options.suites:
@@ -203,10 +204,10 @@ def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, 
                 model: PreTrainedModel, rows: Tensor = rows, digests: tuple[str, ...] = digests, losses: Callable = losses
             ) -> Outcome:
                 with watched(model) as inputs:
-                    values = losses(model, rows, TEXT_ROWS)
+                    values = losses(model, rows, together)
                 return Outcome(values, digests, inputs())
 
-            shapes = partial(_text_shapes, rows, TEXT_ROWS)
+            shapes = partial(_text_shapes, rows, together)
             result.append(Task(name, s, f"{name} {' '.join(digests)}", measure, count=len(rows), shapes=shapes))
     return result
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.evaluation import markdown
-from surgery.evaluation.bench import Entry, measure
+from surgery.evaluation.bench import measure
+from surgery.evaluation.entries import Entry
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Located, Report
 from surgery.exporting.export import export
@@ -31,7 +32,7 @@ from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import tuned
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
-from surgery.loading.opened import a_type
+from surgery.loading.opened import a_type, model_of
 from surgery.locating.example import short_question
 from surgery.locating.planning import plan
 from surgery.locating.questions import described
@@ -178,7 +179,7 @@ class _Job:
 
     def write(self, report: Report, ranking: Ranking, chosen: Plan, entries: dict[str, Entry]) -> Report:
         """The report, the hybrid, and the report once more with all times in it."""
-        recipe, hybrid = self.recipe, entries["tuned"].model
+        recipe, hybrid = self.recipe, model_of(entries["tuned"].model, "export")
         with busy("drawing the report"):
             example = short_question(self.base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
             matrices = mixing(entries, self.base.tokenizer, example, report.provenance, ranking.columns.find)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from surgery.locating.attribution import STARTS, attribute_starts, best_starts
-from surgery.locating.attribution_memory import Activations, activations, free_memory
+from surgery.locating.attribution_memory import Activations, activations
 from surgery.locating.ledger import Ledger, Tensors, digest, gathered
 from surgery.locating.questions import Groups
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
 from surgery.records.plan import Start
-from surgery.runtime import processes
+from surgery.runtime import memory, processes
 from surgery.runtime.progress import counting
 
 START_EXAMPLES = 64  # few questions decide on a sign
@@ -41,7 +41,7 @@ class Prefilter:
 
         def measure(number: int) -> Tensors:
             encoded = groups[number][1]
-            step = self.activations.step(encoded, free_memory(self.gated.model.device), whole=self.whole)
+            step = self.activations.step(encoded, memory.spare(self.gated.model.device), whole=self.whole)
             values = attribute_starts(self.gated, encoded, [None], step)[0]
             advance()
             return {"values": values}
@@ -67,7 +67,7 @@ def prefilter(subject: Subject, groups: Groups, ledger: Ledger, *, whole: bool =
 
     def measure(number: int) -> Tensors:
         encoded = groups[number][1]
-        values = attribute_starts(ungated, encoded, step=kept.step(encoded, free_memory(subject.model.device), whole=whole))
+        values = attribute_starts(ungated, encoded, step=kept.step(encoded, memory.spare(subject.model.device), whole=whole))
         advance()
         return {"every": values}
 

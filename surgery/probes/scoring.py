@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.models.finite import checked, explained
+from surgery.models.pieces import logits_in_pieces
 from surgery.models.tokens import divided, following, opening
 from surgery.probes.question import Completion, Question
 
@@ -145,9 +146,11 @@ def _next_logits(model: PreTrainedModel, rows: list[list[int]], batch_size: int)
         ids, _ = padded([rows[carrier] for carrier in place], model.device)
         last = torch.tensor([len(rows[row]) - 1 for row in carried], device=ids.device)
         positions, where = last.unique(return_inverse=True)
-        predicted = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
-        logits.append(predicted[torch.tensor([place[carriers[row]] for row in carried], device=ids.device), where])
-        order += carried
+        at = torch.tensor([place[carriers[row]] for row in carried], device=ids.device)
+        for piece, predicted in logits_in_pieces(model, ids, positions):
+            inside = ((where >= piece.start) & (where < piece.stop)).nonzero()[:, 0]
+            logits.append(predicted[at[inside], where[inside] - piece.start])
+            order += [carried[i] for i in inside.tolist()]
     return torch.cat(logits)[torch.tensor(order).argsort()]
 
 
@@ -194,9 +197,14 @@ def complete(
             ids, last = padded(rows, model.device)
             first = min(map(len, prompts)) - 1  # the first position that predicts a token of an answer
             positions = torch.arange(first, ids.shape[1], device=ids.device)
-            logits = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
-            for i, tokens, row, end in zip(chosen, answers, logits, (last - first + 1).tolist(), strict=True):
-                predicting = row[end - len(tokens) : end].float()
+            ends = (last - first + 1).tolist()  # of the positions that predict a row's answer
+            parts: list[list[Tensor]] = [[] for _ in chosen]
+            for piece, logits in logits_in_pieces(model, ids, positions):
+                for part, tokens, row, end in zip(parts, answers, logits, ends, strict=True):
+                    low, high = max(end - len(tokens), piece.start), min(end, piece.stop)
+                    part.append(row[low - piece.start : max(low, high) - piece.start].to(torch.float, copy=True))
+            for i, tokens, part in zip(chosen, answers, parts, strict=True):
+                predicting = torch.cat(part)
                 expected = torch.tensor(tokens, device=ids.device)
                 correct[i] = bool((predicting.argmax(-1) == expected).all())
                 loss[i] = torch.nn.functional.cross_entropy(predicting, expected).item()
