@@ -32,7 +32,7 @@ from surgery.locating.questions import question_sets
 from surgery.locating.recording import Walk
 from surgery.locating.subject import Subject
 from surgery.records.plan import Plan
-from surgery.records.recipe import Locate, Tune, changed, read_recipe
+from surgery.records.recipe import Locate, Tune, read_recipe
 from surgery.runtime import memory
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.calibrate import calibrate
@@ -211,43 +211,54 @@ def test_an_estimate_names_every_stage_and_writes_nothing(estimated, folder):
     assert Estimate.model_validate_json(estimate.text()) == estimate
 
 
+@pytest.mark.slow
 def test_a_run_does_what_was_estimated(estimated, folder, tmp_path, monkeypatch, capsys):
     """And says it of each stage; measuring changes neither the weights nor what is drawn at random."""
     recipe = read_recipe(folder / "quick.yaml")
+    monkeypatch.setattr(announced, "SHORT", 0.0)
     report = job.run(recipe, tmp_path / "out")
     said = capsys.readouterr().err
     stages = {stage.name: stage for stage in estimated[0].stages}
     assert report.timings.keys() == report.memory.keys() == stages.keys() - {"plan and splice"}
     for name in report.timings:
         assert f"\n{name}: at most " in said or f"\n{name}: about " in said
-    monkeypatch.setattr(announced.Announced, "say", lambda *_: None)
+    monkeypatch.setattr(announced, "SHORT", 60.0)  # a short run says nothing of its cost
     silent = job.run(recipe, tmp_path / "silent")
-    assert "about" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "\ntune tuned: about" not in said
+    assert "\ntune tuned: at most" not in said
     for name, model in report.models.items():
         assert model.conditions.model == silent.models[name].conditions.model
     assert report.training == silent.training
 
 
-@pytest.mark.parametrize("short_of", ["memory", "disk"])
-def test_what_does_not_fit_is_said_before_the_work(folder, base, words, monkeypatch, capsys, short_of):
+@pytest.mark.slow
+def test_what_does_not_fit_is_said_before_the_work(folder, monkeypatch, capsys):
     recipe = read_recipe(folder / "quick.yaml")
-    if short_of == "memory":
-        monkeypatch.setattr(estimate.memory, "available", lambda _: -(2**20))
-    else:
-        monkeypatch.setattr(estimate.memory, "free_disk", lambda _: 10)
+    monkeypatch.setattr(announced, "SHORT", 0.0)
+    monkeypatch.setattr(estimate.memory, "available", lambda _: -(2**20))
     loaded = surgery.load(folder / "base")
     before, state = model_digest(loaded.model), torch.random.get_rng_state()
-    announcer = announced.Announced(recipe, loaded, folder / "out")
-    announcer.say("bench")
+    announced.Announced(recipe, loaded, folder / "out").say("bench")
     said = " ".join(capsys.readouterr().err.split())
-    if short_of == "memory":
-        assert "warning: locate does not fit: it needs" in said
-    else:
-        assert "warning: The disk has 0 KiB free, and the run needs" in said
+    assert "warning: locate does not fit: it needs" in said
     assert "bench: about" in said
     assert model_digest(loaded.model) == before
     assert torch.equal(torch.random.get_rng_state(), state)
     assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(("available", "free"), [(2**40, 2**40), (2**20, 2**40), (2**40, 10)])
+def test_what_does_not_fit_is_advised_on(folder, available, free):
+    """By memory and by disk, of which a machine has too little."""
+    recipe = read_recipe(folder / "quick.yaml")
+    costs = estimate.Costs(recipe, surgery.load(folder / "base"), 1.0, quick=True)
+    costs.available = available
+    stages = [costs.splice(assumed(recipe, 3, 8)), Stage(name="export", seconds=1.0, memory=2**30, disk=2**20)]
+    said = costs.advice(stages, free)
+    assert any("export does not fit: it needs 1.0 GiB, and 1.0 MiB are there." in line for line in said) is (available == 2**20)
+    assert any("The disk has 0 KiB free, and the run needs 1.0 MiB" in line for line in said) is (free == 10)
+    assert bool(said) is (min(available, free) < 2**40)
 
 
 def test_advice_names_a_setting_and_a_value():
@@ -303,6 +314,6 @@ def test_the_command_prints_a_table_or_json(estimated, folder, monkeypatch):
 def test_a_study_and_a_name_are_refused(folder):
     recipe = read_recipe(folder / "quick.yaml")
     with pytest.raises(UserError, match="a study has no estimate"):
-        surgery.estimate(changed(recipe, study={"name": "seeds"}))
+        surgery.estimate(recipe.model_copy(update={"study": {"name": "seeds"}}))
     with pytest.raises(UserError, match=r"surgery\.estimate takes a recipe"):
         surgery.estimate("recipes/demo.yaml")

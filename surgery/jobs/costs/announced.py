@@ -14,6 +14,8 @@ from surgery.runtime import memory
 from surgery.runtime.processes import several_processes
 from surgery.runtime.progress import busy, say, silently
 
+SHORT = 60.0  # seconds: of a run that takes no longer, nothing is measured or said
+
 
 class Announced:
     """The costs of a run that goes on in `out`, measured when its first stage starts: of what is finished, nothing is. Several
@@ -41,6 +43,8 @@ class Announced:
         try:
             with silently(), torch.random.fork_rng():
                 costs = Costs(self.recipe, self.base, self.start, quick=True)
+                if costs.roughly() < SHORT:
+                    return ()
                 stages = costs.all_stages()
         finally:
             random.setstate(state)

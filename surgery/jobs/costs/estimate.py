@@ -81,11 +81,27 @@ class Costs:
         options = recipe.locate.model_copy(update={"examples": max(2, recipe.locate.batch_size)})
         first = question_set(base.tokenizer, options, options, seed=recipe.seed, device=device)
         ids = padded(first.groups[0][1].rows, device)[0]
+        _import_what_a_run_needs()
         self.before = self._held_now()
         self.available = self.before + memory.available(device)
         self.patient = Patient(base.model, base.tokenizer, ids)
         self.settings: dict[str, tuple[dict[str, int], str]] = {}
         self.held = self.before
+        self._made: dict[tuple[int, int], Models] = {}
+
+    def _models(self, chosen: Plan, depth: int, first: int = 0) -> Models:
+        """The run's models at a depth, made once. Those that are tuned for a sample are not asked anything afterwards."""
+        if (depth, first) not in self._made:
+            self._made[depth, first] = models_of(self.patient, self.recipe, chosen, depth, first)
+        return self._made[depth, first]
+
+    def roughly(self) -> float:
+        """Seconds of the whole run, by one forward alone: whether it is worth a closer look."""
+        options, (locate, tune) = self.recipe.bench, (self.recipe.locate, self.recipe.tune)
+        models, tuned = (4 + 2 * options.random_sites, 4) if options.controls else (3, 1)
+        sizes = len(options.pairs) + 4
+        forwards = 2 * locate.examples / locate.batch_size + 4 * tuned * tune.steps
+        return self.patient.step * (forwards + models * sizes * options.seeds * options.limit / options.batch_size)
 
     def _held_now(self) -> int:
         if self.on_gpu:
@@ -124,9 +140,8 @@ class Costs:
         made: dict[int, int] = {}
 
         def making(depth: int) -> Sample:
-            models: list[Models] = []
-            sample = sampled(lambda: models.append(models_of(self.patient, self.recipe, chosen, depth)), repeat=False)
-            others = [entry.model for entry in models[0].entries.values()]
+            sample = sampled(lambda: self._models(chosen, depth), repeat=False)
+            others = [entry.model for entry in self._models(chosen, depth).entries.values()]
             made[depth] = held_beyond(others, self.patient.model)
             return Sample(sample.seconds, made[depth])
 
@@ -138,7 +153,7 @@ class Costs:
         """A stage for every model that is tuned. Models whose training begins in the same layer cost the same."""
         whole = len(self.patient.depths) == 1
         options = self.recipe.tune
-        names = models_of(self.patient, self.recipe, chosen, self.patient.depths[-1]).trained
+        names = self._models(chosen, self.patient.depths[-1]).trained
         known: dict[tuple[int, bool], Any] = {}
         result = []
         for name, trained in names.items():
@@ -155,16 +170,16 @@ class Costs:
         return result
 
     def _tuned(self, chosen: Plan, name: str, depth: int, first: int) -> Tuned:
-        trained: Trained = models_of(self.patient, self.recipe, chosen, depth, first).trained[name]
+        trained: Trained = self._models(chosen, depth, first).trained[name]
         return Tuned(trained.model, trained.layers, adopt(self.patient.at(depth)))
 
     def bench(self, chosen: Plan) -> Stage:
         """bench, of all models together."""
-        names = models_of(self.patient, self.recipe, chosen, self.patient.depths[0]).entries
+        names = self._models(chosen, self.patient.depths[0]).entries
         kinds = {name: "hybrid" if self.quick or entry.plan is not None else "base" for name, entry in names.items()}
 
         def hybrid(depth: int) -> Any:
-            return models_of(self.patient, self.recipe, chosen, depth).entries["spliced"].model.eval()
+            return self._models(chosen, depth).entries["spliced"].model.eval()
 
         cost: BenchCost = bench_cost(self.patient, self.recipe, {"base": self.patient.at, "hybrid": hybrid}, kinds, self.quick)
         self.settings["bench"] = {"bench.batch_size": self.recipe.bench.batch_size}, SMALLER
@@ -175,10 +190,10 @@ class Costs:
         """export, with its proof in a fresh process."""
 
         def hybrid(depth: int) -> Any:
-            return models_of(self.patient, self.recipe, chosen, depth).entries["spliced"].model.eval()
+            return self._models(chosen, depth).entries["spliced"].model.eval()
 
         process = 0 if self.on_gpu else self.before - weights_of(self.patient.model)
-        sample, child = export_cost(self.patient, hybrid, self.start, max(0, process))
+        sample, child = export_cost(self.patient, hybrid, self.start, max(0, process), self.quick)
         self.settings["export"] = {}, SMALLER
         whole = Sample(sample.seconds, sample.bytes + (0 if self.on_gpu else child))
         return self._stage("export", whole, weights_of(self.patient.model))
@@ -203,3 +218,10 @@ class Costs:
                 f"The disk has {memory.size(free)} free, and the run needs {memory.size(disk)}: choose another --out."
             )
         return tuple(result)
+
+
+def _import_what_a_run_needs() -> None:
+    """What stages import when they begin is in memory from then on."""
+    import accelerate  # noqa: F401
+    import matplotlib.figure  # noqa: F401
+    import scipy.optimize  # noqa: F401
