@@ -17,7 +17,7 @@ from surgery.locating.walk import fully_gated
 from surgery.probes.scoring import Encoded
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
-from surgery.runtime import memory
+from surgery.runtime.memory import spare
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _step(patient: Patient, largest: Encoded, whole: bool) -> Step:
     kept = activations(fully_gated(patient.subject(depth)), min(largest.rows, key=len))
     times = patient.depth / depth
     kept = Activations(kept.entering * times, kept.all_blocks * times, kept.block)
-    return kept.step(largest, memory.spare(patient.model.device), whole=whole)
+    return kept.step(largest, spare(patient.model.device), whole=whole)
 
 
 def _exact(patient: Patient, questions: QuestionSet, options: Locate) -> tuple[Sample, Sample]:
