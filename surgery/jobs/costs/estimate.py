@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import UserError
+from surgery.exporting.verify import check_way
 from surgery.families import family_of
 from surgery.jobs.costs.benching import BenchCost, bench_cost
 from surgery.jobs.costs.exporting import export_cost, started, weights_of
@@ -22,7 +23,7 @@ from surgery.jobs.opening import open_base
 from surgery.jobs.preparing import check, check_run
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
-from surgery.loading.opened import a_type
+from surgery.loading.opened import a_type, model_of
 from surgery.locating.questions import question_set
 from surgery.probes.scoring import padded
 from surgery.records.plan import Plan
@@ -37,9 +38,9 @@ CHECKPOINTS = 2  # of a tuning, while a new one replaces the old
 SMALLER = "Open the model in less precision (--set dtype=bfloat16), or take a machine with more."
 
 
-def estimate(recipe: Recipe, out: str | Path = "runs", *, trust_remote_code: bool = False) -> Estimate:
-    """What run(recipe, out) will cost: each stage's time, peak memory and disk, against what this machine has, and what to
-    change where it does not fit. The result prints as a table.
+def estimate(recipe: Recipe, out: str | Path = "runs", *, verify: str = "auto", trust_remote_code: bool = False) -> Estimate:
+    """What run(recipe, out, verify=...) will cost: each stage's time, peak memory and disk, against what this machine has, and
+    what to change where it does not fit. The result prints as a table.
 
     It takes a small part of the run: the model is opened, and a batch of each stage is done. Raises UserError for whatever run
     would refuse before its work begins, and for a recipe of a study.
@@ -50,6 +51,7 @@ def estimate(recipe: Recipe, out: str | Path = "runs", *, trust_remote_code: boo
         raise UserError("a study has no estimate; leave out the key study for that of the main job")
     if several_processes():
         raise UserError("an estimate is made by one process; start it without a launcher")
+    check_way(verify)
     begun, cpu = time.perf_counter(), started()
     with use(**recipe.kernels):
         with busy("opening the model"):
@@ -59,7 +61,7 @@ def estimate(recipe: Recipe, out: str | Path = "runs", *, trust_remote_code: boo
         check_run(recipe, base)
         start = started() - cpu if cpu > 120 else started()  # a notebook has done other work before
         with busy("measuring a part of each stage"), silently():
-            costs = Costs(recipe, base, start)
+            costs = Costs(recipe, base, start, verify=verify)
             stages = costs.all_stages()
     return Estimate(
         **environment().model_dump(), model=recipe.model, stages=tuple(stages), available=costs.available,
@@ -74,7 +76,8 @@ class Costs:
     quick: less is measured, and nothing counted, so that a run can afford it while it works.
     """
 
-    def __init__(self, recipe: Recipe, base: Checkpoint, start: float, quick: bool = False):
+    def __init__(self, recipe: Recipe, base: Checkpoint, start: float, quick: bool = False, verify: str = "auto"):
+        self.verify = verify
         self.recipe, self.base, self.start, self.quick = recipe, base, start, quick
         self.on_gpu = base.model.device.type == "cuda"
         device = base.model.device
@@ -141,7 +144,7 @@ class Costs:
 
         def making(depth: int) -> Sample:
             sample = sampled(lambda: self._models(chosen, depth), repeat=False)
-            others = [entry.model for entry in self._models(chosen, depth).entries.values()]
+            others = [model_of(entry.model, "bench") for entry in self._models(chosen, depth).entries.values()]
             made[depth] = held_beyond(others, self.patient.model)
             return Sample(sample.seconds, made[depth])
 
@@ -179,7 +182,7 @@ class Costs:
         kinds = {name: "hybrid" if self.quick or entry.plan is not None else "base" for name, entry in names.items()}
 
         def hybrid(depth: int) -> Any:
-            return self._models(chosen, depth).entries["spliced"].model.eval()
+            return model_of(self._models(chosen, depth).entries["spliced"].model, "bench").eval()
 
         cost: BenchCost = bench_cost(self.patient, self.recipe, {"base": self.patient.at, "hybrid": hybrid}, kinds, self.quick)
         self.settings["bench"] = {"bench.batch_size": self.recipe.bench.batch_size}, SMALLER
@@ -190,12 +193,12 @@ class Costs:
         """export, with its proof in a fresh process."""
 
         def hybrid(depth: int) -> Any:
-            return self._models(chosen, depth).entries["spliced"].model.eval()
+            return model_of(self._models(chosen, depth).entries["spliced"].model, "bench").eval()
 
         process = 0 if self.on_gpu else self.before - weights_of(self.patient.model)
-        sample, child = export_cost(self.patient, hybrid, self.start, max(0, process), self.quick)
-        self.settings["export"] = {}, SMALLER
-        whole = Sample(sample.seconds, sample.bytes + (0 if self.on_gpu else child))
+        sample, child = export_cost(self.patient, hybrid, self.start, max(0, process), self.verify, self.quick)
+        self.settings["export"] = {}, "Try --verify layers, which takes less, or --verify tensors."
+        whole = Sample(sample.seconds, sample.bytes if self.on_gpu else max(sample.bytes, child))  # one after the other
         return self._stage("export", whole, weights_of(self.patient.model))
 
     def _stage(
