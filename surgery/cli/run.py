@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from surgery.cli.console import prose, show, starting, table
-from surgery.cli.options import Out, Overwrite, Resume, Settings, Trust, recipe_of
+from surgery.cli.options import Out, Overwrite, Resume, Settings, Trust, Verify, check_verify, recipe_of
 from surgery.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ def run(
     recipe: Path,
     out: Out = None,
     settings: Settings = None,
+    verify: Verify = "auto",
     resume: Resume = False,
     overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
@@ -33,6 +34,7 @@ def run(
       surgery run recipes/demo.yaml --dry-run
       surgery run recipes/demo.yaml
     """
+    check_verify(verify)
     out = out or Path("runs") / recipe.stem
     with starting():
         from surgery.evaluation import markdown
@@ -52,7 +54,7 @@ def run(
         table(*findings.table())
         show(f"{findings.summary}\nFindings: {out / FINDINGS}, figure: {out / FIGURE}")
         return
-    report = job.run(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
+    report = job.run(options, out, verify=verify, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
     table(*markdown.rows(report))
     prose(markdown.EXPLANATION)
     show("")

@@ -18,8 +18,9 @@ from surgery.evaluation.bench import measure
 from surgery.evaluation.entries import Entry
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Located, Report
-from surgery.exporting.export import export
+from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD, Exported
+from surgery.exporting.verify import check_way
 from surgery.families import family_of
 from surgery.jobs.costs.announced import Announced
 from surgery.jobs.entries import entries_of
@@ -53,18 +54,21 @@ from surgery.tuning.state import Log
 
 
 def run(
-    recipe: Recipe, out: str | Path, *, resume: bool = False, overwrite: bool = False, trust_remote_code: bool = False
-) -> Report:
+    recipe: Recipe, out: str | Path, *, verify: str = "auto", resume: bool = False, overwrite: bool = False,
+    trust_remote_code: bool = False,
+) -> Report:  # fmt: skip
     """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, report.html,
     mixing.json, grafts.png, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that
     accelerate started share the work.
 
-    resume: go on with an earlier run in `out`, from the first stage whose own settings are others. overwrite: remove what an
+    verify: how the export is, as surgery.export takes it. resume: go on with an earlier run in `out`, from the first stage
+    whose own settings are others. overwrite: remove what an
     earlier run has left there. Raises UserError, and writes nothing, where one is there and neither is given.
     """
     if not isinstance(recipe, Recipe):
         raise UserError(f"surgery.run takes a recipe, as surgery.read_recipe returns it, not {a_type(recipe)}")
     out = Path(out)
+    check_way(verify)
     on_main(partial(check_folder, out, "run", resume=resume, overwrite=overwrite))
     with use(**recipe.kernels):
         with busy("opening the model"):
@@ -78,7 +82,8 @@ def run(
         change = first_change(earlier, recipe) if earlier else None
         if change is not None:
             say(str(change))
-        job = _Job(recipe, out, base, resume)
+        on_main(partial(check_space, "hf", base.model, out))
+        job = _Job(recipe, out, base, resume, verify)
         ranking = job.locate()
         chosen = job.plan(ranking)
         if resume and (report := on_main(partial(job.finished, chosen))) is not None:
@@ -90,8 +95,8 @@ def run(
 
 
 class _Job:
-    def __init__(self, recipe: Recipe, out: Path, base: Checkpoint, resume: bool):
-        self.recipe, self.out, self.base, self.resume = recipe, out, base, resume
+    def __init__(self, recipe: Recipe, out: Path, base: Checkpoint, resume: bool, verify: str):
+        self.recipe, self.out, self.base, self.resume, self.verify = recipe, out, base, resume, verify
         self.settings = public(recipe.model_dump(mode="json"))
         with busy("reading the weights"):
             self.subject = Subject.of(base, known_fingerprint=base.fingerprint)
@@ -190,7 +195,7 @@ class _Job:
         ):
             export(
                 hybrid, self.out / "hybrid", tokenizer=self.base.tokenizer, plan=chosen, base=self.base.name, recipe=recipe,
-                report=report, figures=self.out,
+                report=report, figures=self.out, verify=self.verify,
             )  # fmt: skip
         report = report.model_copy(update={"timings": self.timings, "memory": self.memory})
         describe(report, self.out, matrices)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from surgery.jobs.costs.sample import Patient, Sample, sampled, total
 from surgery.locating.attribution import STARTS, attribute_starts
-from surgery.locating.attribution_memory import Activations, Step, activations, free_memory
+from surgery.locating.attribution_memory import Activations, Step, activations
 from surgery.locating.budget import is_exact
 from surgery.locating.exact import Exact
 from surgery.locating.locate import ROLE_EXAMPLES, ROLE_HEADS
@@ -17,6 +17,7 @@ from surgery.locating.walk import fully_gated
 from surgery.probes.scoring import Encoded
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
+from surgery.runtime.memory import spare
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _step(patient: Patient, largest: Encoded, whole: bool) -> Step:
     kept = activations(fully_gated(patient.subject(depth)), min(largest.rows, key=len))
     times = patient.depth / depth
     kept = Activations(kept.entering * times, kept.all_blocks * times, kept.block)
-    return kept.step(largest, free_memory(patient.model.device), whole=whole)
+    return kept.step(largest, spare(patient.model.device), whole=whole)
 
 
 def _exact(patient: Patient, questions: QuestionSet, options: Locate) -> tuple[Sample, Sample]:
