@@ -26,8 +26,8 @@ from surgery.kernels.native import refuses, step_refuses
 from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing, check_no_state
 from surgery.kernels.selective_chunked import run as run_chunked
+from surgery.kernels.selective_native import PASSES, step
 from surgery.kernels.selective_native import run as run_native
-from surgery.kernels.selective_native import step
 
 
 def selective_scan(
@@ -113,14 +113,10 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 SELECTIVE_SCAN = Operation(
     "selective_scan",
     Backend(
-        "mamba_ssm",
-        _mamba_ssm,
-        lambda *args: _not_for_mamba_ssm(*args) or _from_zero(*args),
-        probed=True,
-        opaque=True,
+        "mamba_ssm", _mamba_ssm, lambda *args: _not_for_mamba_ssm(*args) or _from_zero(*args), probed=True, opaque=True,
         without_gradient=(1,),
-    ),
-    Backend("native", run_native, refuses, probed=True, opaque=True),
+    ),  # fmt: skip
+    Backend("native", run_native, refuses, probed=True, opaque=True, passes=PASSES),
     Backend("chunked", run_chunked, transformed, opaque=True),
     Backend("stock", _stock, _from_zero, probed=True),
     Backend("reference", _reference),

@@ -8,6 +8,7 @@ import typer
 
 from surgery.cli.used_settings import refuse_unused
 from surgery.errors import UserError
+from surgery.exporting.formats import VERIFICATIONS
 
 if TYPE_CHECKING:
     from surgery.records.recipe import Recipe
@@ -25,6 +26,13 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the run in --out, from the first stage whose settings have changed.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove the run in --out first.")]
+Verify = Annotated[
+    str,
+    typer.Option(
+        "--verify",
+        help="How the export is verified: " + "; ".join(f"{way}: {what}" for way, what in VERIFICATIONS.items()) + ".",
+    ),
+]
 ReplaceExport = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in --out.")]
 
 until_the_end = ExitStack()  # what holds until the command ends
@@ -43,6 +51,12 @@ def recipe_of(verb: str, path: Path | None, settings: list[str] | None, **fixed:
 
         until_the_end.enter_context(use(**recipe.kernels))
     return recipe
+
+
+def check_verify(verify: str) -> None:
+    """Raise UserError for a value that --verify does not take, before the work begins."""
+    if verify not in VERIFICATIONS:
+        raise UserError(f"cannot verify by '{verify}'; there are {', '.join(VERIFICATIONS)}")
 
 
 def check_writable(folder: Path) -> None:
