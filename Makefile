@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check promises docs clean
+.PHONY: demo test test-slow any-cpu any-cpu-quick aarch64 sanitize check promises docs clean
 
 demo: .venv/.installed
 	$(BIN)/surgery run recipes/demo.yaml --resume
@@ -14,6 +14,21 @@ test: .venv/.installed
 # What takes long, each beside a quicker test of the same law. CI runs both.
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+# The numerical tests as other processors would run them, with one thread and with two, and a table. CI runs the quick form.
+any-cpu: .venv/.installed
+	$(BIN)/python -m tools.any_cpu
+
+any-cpu-quick: .venv/.installed
+	$(BIN)/python -m tools.any_cpu --quick
+
+# The kernels in C on an emulated ARM processor (apt-get install qemu-user gcc-aarch64-linux-gnu libc6-dev-arm64-cross), and under
+# the sanitizers of addresses, undefined behaviour and threads.
+aarch64: .venv/.installed
+	$(BIN)/python -m pytest -n 0 -rs tests/kernels/test_any_cpu.py -k aarch64
+
+sanitize: .venv/.installed
+	$(BIN)/python -m pytest -n 0 -rs tests/kernels/test_any_cpu.py -k sanitizers
 
 promises:
 	$(BIN)/python tools/promises.py runs/demo/report.json
