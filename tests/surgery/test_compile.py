@@ -1,6 +1,7 @@
 """torch.compile, torch.export and other traces of whole models: one graph, the same logits."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from surgery.splicing.splice import adopt, splice
 from tests.conftest import random_base, random_llamba, random_selective
 
 BASES = {
-    "mamba2": lambda: random_base(),
-    "mamba": lambda: random_selective(MambaConfig, MambaForCausalLM),
-    "falcon_mamba": lambda: random_selective(FalconMambaConfig, FalconMambaForCausalLM),
-    "llamba": lambda: random_llamba(),
+    "mamba2": partial(random_base, num_hidden_layers=2),
+    "mamba": partial(random_selective, MambaConfig, MambaForCausalLM, num_hidden_layers=2),
+    "falcon_mamba": partial(random_selective, FalconMambaConfig, FalconMambaForCausalLM, num_hidden_layers=2),
+    "llamba": partial(random_llamba, n_layer=2),
 }
 SITES = {"mamba2": "L1.H1", "mamba": "L1.H0,3,4", "falcon_mamba": "L1.H0,3,4", "llamba": "L1.H1"}
 
@@ -157,6 +158,6 @@ def test_torch_func_transforms_a_hybrid():
 
     transformed = torch.func.grad(loss)(parameters)
     loss(parameters).backward()
-    assert all(torch.allclose(transformed[name], p.grad, atol=1e-9) for name, p in parameters.items() if p.grad is not None)
+    assert all(torch.allclose(transformed[name], p.grad, atol=1e-6) for name, p in parameters.items() if p.grad is not None)
     rows = torch.func.vmap(lambda row: hybrid(row[None], use_cache=False).logits[0])(tokens)
-    assert torch.allclose(rows, hybrid(tokens, use_cache=False).logits, atol=1e-9)
+    assert torch.allclose(rows, hybrid(tokens, use_cache=False).logits, atol=1e-6)
