@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surgery.kernels.conv_norm_native import CONVOLUTION, convolution_refuses, convolve
 from surgery.kernels.dispatch import Backend, Operation
+from surgery.kernels.functions import seeded
 from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing
 
@@ -91,8 +92,8 @@ def _not_for_causal_conv1d(x: Tensor, weight: Tensor, *_: object) -> str | None:
 
 
 def _example(device: torch.device, dtype: torch.dtype) -> tuple:
-    g = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(*shape, generator=g).to(device, dtype) for shape in ((2, 12, 16), (16, 1, 4), (16,)))
+    options = seeded()
+    x, weight, bias = (torch.randn(*shape, **options).to(device, dtype) for shape in ((2, 12, 16), (16, 1, 4), (16,)))
     return x, weight, bias, 10, True
 
 

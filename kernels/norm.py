@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surgery.kernels.conv_norm_native import NORM, norm_refuses, normalise
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
+from surgery.kernels.functions import seeded
 from surgery.kernels.operators import Signature
 
 
@@ -47,8 +48,8 @@ def _mamba_ssm(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, group
 
 
 def _example(device: torch.device, dtype: torch.dtype) -> tuple:
-    g = torch.Generator().manual_seed(0)
-    x, gate, weight = (torch.randn(*shape, generator=g).to(device, dtype) for shape in ((1, 8, 64), (1, 8, 64), (64,)))
+    options = seeded()
+    x, gate, weight = (torch.randn(*shape, **options).to(device, dtype) for shape in ((1, 8, 64), (1, 8, 64), (64,)))
     return x, weight, 1e-5, gate, 32
 
 

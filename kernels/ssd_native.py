@@ -107,7 +107,7 @@ def _forward(x, dt, A, B, C, D, initial, *, keep: bool) -> tuple[Tensor, Tensor,
     parts = _parts(b * g, h // g, torch.get_num_threads())
     scan = _scan(parts, x=x, dt=dt, B=B, C=C, y=y, A=A, D=D, initial=initial, final=final)
     kept = x.new_empty(_function("kept_floats")(byref(scan))) if keep else None
-    scan.kept = None if kept is None else kept.data_ptr()
+    fill(scan, {"kept": kept})
     _call("scan_forward", scan, b * g * parts)
     return y, final, kept
 
