@@ -1,5 +1,6 @@
 """Arguments and options that several verbs share, and what reads them."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,18 +35,21 @@ Verify = Annotated[
 ]
 ReplaceExport = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in --out.")]
 
+until_the_end = ExitStack()  # what holds until the command ends
+
 
 def recipe_of(verb: str, path: Path | None, settings: list[str] | None, **fixed: str) -> "Recipe":
-    """Read a verb's recipe, and ask for its kernels from here on. Raises UserError for settings that the verb does not use."""
+    """Read a verb's recipe, and ask for its kernels until the command ends. Raises UserError for settings that the verb does
+    not use."""
     from surgery.records.recipe import read_recipe
 
     recipe = read_recipe(path, settings, **fixed)
     refuse_unused(verb, settings or ())
     if recipe.kernels:
         import surgery.kernels.operations  # noqa: F401  # so that a backend that does not exist is refused now
-        from surgery.kernels.dispatch import ask
+        from surgery.kernels.dispatch import use
 
-        ask(**recipe.kernels)
+        until_the_end.enter_context(use(**recipe.kernels))
     return recipe
 
 

@@ -14,13 +14,15 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.evaluation import markdown
-from surgery.evaluation.bench import Entry, measure
+from surgery.evaluation.bench import measure
+from surgery.evaluation.entries import Entry
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Located, Report
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD, Exported
 from surgery.exporting.verify import check_way
 from surgery.families import family_of
+from surgery.jobs.costs.announced import Announced
 from surgery.jobs.entries import entries_of
 from surgery.jobs.locating_stage import RANKING, located
 from surgery.jobs.opening import open_base, open_donor
@@ -31,7 +33,7 @@ from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import tuned
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
-from surgery.loading.opened import a_type
+from surgery.loading.opened import a_type, model_of
 from surgery.locating.example import short_question
 from surgery.locating.planning import plan
 from surgery.locating.questions import described
@@ -101,11 +103,13 @@ class _Job:
             self.conditions = self.subject.conditions
         self.timings: dict[str, float] = {}
         self.memory: dict[str, int] = {}
+        self.announced = Announced(recipe, base, out)
         self.training: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def stage(self, name: str, announcement: str | None = None) -> Iterator[None]:
-        """Say what a stage will do (or leave that to it), and how long it took."""
+        """Say what a stage will cost and do (or leave that to it), and what it took."""
+        self.announced.say(name)
         if announcement is not None:
             say(announcement)
         start = time.monotonic()
@@ -180,7 +184,7 @@ class _Job:
 
     def write(self, report: Report, ranking: Ranking, chosen: Plan, entries: dict[str, Entry]) -> Report:
         """The report, the hybrid, and the report once more with all times in it."""
-        recipe, hybrid = self.recipe, entries["tuned"].model
+        recipe, hybrid = self.recipe, model_of(entries["tuned"].model, "export")
         with busy("drawing the report"):
             example = short_question(self.base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
             matrices = mixing(entries, self.base.tokenizer, example, report.provenance, ranking.columns.find)
