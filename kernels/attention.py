@@ -15,6 +15,7 @@ from torch import Tensor
 from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.flash_attention import BACKENDS as FLASH
 from surgery.kernels.functions import in_forward_mode
+from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing
 from surgery.kernels.triton_attention import attend, refuses
 
@@ -92,8 +93,13 @@ def _declines(q: Tensor, *_: Tensor | None) -> str | None:
 GRAFT_ATTENTION = Operation(
     "graft_attention",
     *FLASH,
-    Backend("triton", attend, refuses, _declines, probed=True),
+    Backend("triton", attend, refuses, _declines, probed=True, opaque=True),
     Backend("sdpa", _sdpa, in_forward_mode),
     Backend("reference", _reference),
     example=_example,
+    signature=Signature(
+        ("Tensor q", "Tensor k", "Tensor v", "Tensor? mask"),
+        1,
+        lambda q, k, v, mask: [((*q.shape[:3], v.shape[3]), q.dtype)],
+    ),
 )

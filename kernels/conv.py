@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surgery.kernels.conv_norm_native import convolution_refuses, convolve
 from surgery.kernels.dispatch import Backend, Operation
+from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing
 
 SILU = ("silu", "swish")  # what configs call that activation
@@ -97,10 +98,15 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 
 CAUSAL_CONV = Operation(
     "causal_conv",
-    Backend("causal_conv1d", _causal_conv1d, _not_for_causal_conv1d, probed=True),
-    Backend("native", convolve, convolution_refuses, probed=True),
+    Backend("causal_conv1d", _causal_conv1d, _not_for_causal_conv1d, probed=True, opaque=True),
+    Backend("native", convolve, convolution_refuses, probed=True, opaque=True),
     Backend("shifted", _shifted, _not_for_shifted),
     Backend("stock", _stock),
     Backend("reference", _reference),
     example=_example,
+    signature=Signature(
+        ("Tensor x", "Tensor weight", "Tensor? bias", "SymInt t", "bool silu"),
+        1,
+        lambda x, weight, bias, t, silu: [((len(x), t, x.shape[2]), x.dtype)],
+    ),
 )

@@ -22,6 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.kernels.functions import traced
+from surgery.kernels.operators import Operator, Passes, Signature
+
 OPERATIONS = (
     *("causal_conv", "ssd_scan", "ssd_step", "selective_scan", "selective_step", "graft_attention", "rms_norm"),
     "kl_divergence",  # of tuning
@@ -45,6 +48,8 @@ class Backend:
     or None; it is asked for every call, so it must be cheap. declines: likewise, why the next one is better for such a call;
     asked for by name, it serves. probed: whether `run` needs software that may be missing or broken, so that one small call
     must succeed first. on_request: whether it serves, or is even tried, only if it is asked for by name (because it downloads).
+    opaque: whether PyTorch cannot look into `run`, so that a trace (torch.compile) has to call the operation's operator.
+    passes: for that operator, its forward and its backward pass.
     """
 
     name: str
@@ -53,24 +58,41 @@ class Backend:
     declines: Callable[..., str | None] = _takes_everything
     probed: bool = False
     on_request: bool = False
+    opaque: bool = False
+    passes: Passes | None = None
 
 
 class Operation:
     """Backends in order of preference; the last one is the reference. Call it with the operation's arguments.
 
-    example: (device, dtype) -> small arguments, for the probe call.
+    example: (device, dtype) -> small arguments, for the probe call. signature: of its operator; without one, an operation is
+    for calls outside of traces.
     """
 
     registry: dict[str, "Operation"] = {}
 
-    def __init__(self, name: str, *backends: Backend, example: Callable[[torch.device, torch.dtype], tuple]):
+    def __init__(
+        self,
+        name: str,
+        *backends: Backend,
+        example: Callable[[torch.device, torch.dtype], tuple],
+        signature: Signature | None = None,
+    ):
         self.name, self.example = name, example
         self.backends = {backend.name: backend for backend in backends}
         self.reference = backends[-1]
         self.registry[name] = self
+        self.operator = None if signature is None else Operator(name, signature, self.backends)
+        # torch.compile puts this into its graph as it stands, and then traces it with tensors that know their shapes alone.
+        self.in_graph = torch.compiler.allow_in_graph(lambda backend, *args: self(*args, backend=backend))
 
     def __call__(self, *args: Any, backend: str | None = None) -> Any:
-        return self.choose(*args, backend=backend).run(*args)
+        if torch.compiler.is_dynamo_compiling():
+            return self.in_graph(backend, *args)
+        chosen = self.choose(*args, backend=backend)
+        if chosen.opaque and self.operator is not None and traced(*args):
+            return self.operator(*args, backend=chosen.name)
+        return chosen.run(*args)
 
     def choose(self, *args: Any, backend: str | None = None) -> Backend:
         """The backend for a call. Raises KernelError if the one that was asked for cannot serve."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.native import ALONE, check, contiguous, fill, load, run
 from surgery.kernels.native import refuses as not_here
+from surgery.kernels.operators import Signature
 
 
 def kl_divergence(student: Tensor, teacher: Tensor, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
@@ -69,8 +70,13 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 
 KL_DIVERGENCE = Operation(
     "kl_divergence",
-    Backend("native", _native, _refuses, probed=True),
+    Backend("native", _native, _refuses, probed=True, opaque=True),
     Backend("stock", _stock),
     Backend("reference", _reference),
     example=_example,
+    signature=Signature(
+        ("Tensor student", "Tensor teacher"),
+        2,
+        lambda student, teacher: [((), torch.promote_types(student.dtype, torch.float32)), (student.shape, student.dtype)],
+    ),
 )

@@ -166,6 +166,7 @@ def _from_package(version: int, package: str) -> Backend:
         refuses=lambda *call: _refuses(version, package, *call),
         declines=lambda *call: _declines(version, *call),
         probed=True,
+        opaque=True,
     )
 
 
@@ -187,5 +188,5 @@ BACKENDS = (
     _from_package(3, "flash_attn_interface"),
     _from_package(2, "flash_attn"),
     # On request only: nothing is downloaded silently.
-    Backend("hub", _hub, refuses=lambda *call: _refuses(2, "kernels", *call), probed=True, on_request=True),
+    Backend("hub", _hub, refuses=lambda *call: _refuses(2, "kernels", *call), probed=True, on_request=True, opaque=True),
 )

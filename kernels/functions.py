@@ -7,9 +7,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 PLAIN = (Tensor, torch.nn.Parameter)
+TRACED = (FakeTensor, FunctionalTensor)
 Pass = TypeVar("Pass", bound=Callable[..., Any])
 
 
@@ -55,12 +58,17 @@ def in_forward_mode(*_: object) -> str | None:
 
 
 def unreadable(*tensors: Tensor | None) -> str | None:
-    """Why no kernel that reads memory by its address takes these, or None: tensors of FakeTensorMode have no memory, and other
-    subclasses of Tensor keep their values elsewhere."""
-    if any(m is not None and type(m) not in PLAIN for m in tensors):
+    """Why no kernel that reads memory by its address takes these, or None: subclasses of Tensor keep their values elsewhere.
+    Those of a trace are taken, by the operator of the operation."""
+    if any(m is not None and type(m) not in PLAIN and not isinstance(m, TRACED) for m in tensors):
         return "it takes plain tensors"
-    if torch._C._len_torch_dispatch_stack() and any(
+    return "it cannot be traced by torch.jit" if torch.jit.is_tracing() else None
+
+
+def traced(*tensors: object) -> bool:
+    """Whether a call is looked at instead of computed (torch.compile, torch.export, FakeTensorMode)."""
+    if torch.compiler.is_compiling() or any(isinstance(m, TRACED) for m in tensors):
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
         torch._C._get_dispatch_mode(key) is not None for key in torch._C._TorchDispatchModeKey.__members__.values()
-    ):
-        return "it cannot be traced"
-    return "it cannot be traced" if torch.compiler.is_compiling() or torch.jit.is_tracing() else None
+    )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surgery.kernels.conv_norm_native import norm_refuses, normalise
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
+from surgery.kernels.operators import Signature
 
 
 def rms_norm(
@@ -53,9 +54,14 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 
 RMS_NORM = Operation(
     "rms_norm",
-    Backend("mamba_ssm", _mamba_ssm, not_for_cuda_package, probed=True),
-    Backend("native", normalise, norm_refuses, probed=True),
+    Backend("mamba_ssm", _mamba_ssm, not_for_cuda_package, probed=True, opaque=True),
+    Backend("native", normalise, norm_refuses, probed=True, opaque=True),
     Backend("stock", _stock),
     Backend("reference", _reference),
     example=_example,
+    signature=Signature(
+        ("Tensor x", "Tensor weight", "float eps", "Tensor? gate", "SymInt group"),
+        1,
+        lambda x, weight, *rest: [(x.shape, torch.promote_types(x.dtype, weight.dtype))],
+    ),
 )

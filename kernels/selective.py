@@ -23,6 +23,7 @@ from torch import Tensor
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
 from surgery.kernels.functions import result_dtype, transformed
 from surgery.kernels.native import refuses, step_refuses
+from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing, check_no_state
 from surgery.kernels.selective_chunked import run as run_chunked
 from surgery.kernels.selective_native import run as run_native
@@ -111,12 +112,20 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 
 SELECTIVE_SCAN = Operation(
     "selective_scan",
-    Backend("mamba_ssm", _mamba_ssm, lambda *args: _not_for_mamba_ssm(*args) or _from_zero(*args), probed=True),
-    Backend("native", run_native, refuses, probed=True),
-    Backend("chunked", run_chunked, transformed),
+    Backend("mamba_ssm", _mamba_ssm, lambda *args: _not_for_mamba_ssm(*args) or _from_zero(*args), probed=True, opaque=True),
+    Backend("native", run_native, refuses, probed=True, opaque=True),
+    Backend("chunked", run_chunked, transformed, opaque=True),
     Backend("stock", _stock, _from_zero, probed=True),
     Backend("reference", _reference),
     example=_example,
+    signature=Signature(
+        ("Tensor x", "Tensor dt", "Tensor A", "Tensor B", "Tensor C", "Tensor? D", "Tensor? initial_state"),
+        2,
+        lambda x, dt, A, *rest: [
+            (x.shape, result_dtype(x)),
+            ((len(x), *A.shape), torch.promote_types(x.dtype, torch.float32)),
+        ],
+    ),
 )
 
 
@@ -164,10 +173,17 @@ def _step_example(device: torch.device, dtype: torch.dtype) -> tuple:
 
 SELECTIVE_STEP = Operation(
     "selective_step",
-    Backend("mamba_ssm", _mamba_ssm_step, lambda state, x, dt, A, *rest: _not_for_mamba_ssm(x, dt, A), probed=True),
-    Backend("native", step, step_refuses, probed=True),
+    Backend(
+        "mamba_ssm", _mamba_ssm_step, lambda state, x, dt, A, *rest: _not_for_mamba_ssm(x, dt, A), probed=True, opaque=True
+    ),
+    Backend("native", step, step_refuses, probed=True, opaque=True),
     Backend("torch", _step),
     Backend("stock", _stock_step, probed=True),
     Backend("reference", _reference_step),
     example=_step_example,
+    signature=Signature(
+        ("Tensor(a!) state", "Tensor x", "Tensor dt", "Tensor A", "Tensor B", "Tensor C", "Tensor? D"),
+        1,
+        lambda state, x, *rest: [(x.shape, result_dtype(x))],
+    ),
 )

@@ -21,6 +21,7 @@ from torch import Tensor
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
 from surgery.kernels.functions import result_dtype, transformed
 from surgery.kernels.native import step_refuses
+from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing, check_no_state
 from surgery.kernels.ssd_chunked import chunked_scan
 from surgery.kernels.ssd_native import refuses, run, step
@@ -91,12 +92,29 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 
 SSD_SCAN = Operation(
     "ssd_scan",
-    Backend("mamba_ssm", _mamba_ssm, not_for_cuda_package, probed=True),
-    Backend("native", run, refuses, probed=True),
-    Backend("chunked", chunked_scan, transformed),
+    Backend("mamba_ssm", _mamba_ssm, not_for_cuda_package, probed=True, opaque=True),
+    Backend("native", run, refuses, probed=True, opaque=True),
+    Backend("chunked", chunked_scan, transformed, opaque=True),
     Backend("stock", _stock, probed=True),  # where mamba_ssm is installed it breaks on a CPU
     Backend("reference", _reference),
     example=_example,
+    signature=Signature(
+        (
+            "Tensor x",
+            "Tensor dt",
+            "Tensor A",
+            "Tensor B",
+            "Tensor C",
+            "Tensor? D",
+            "Tensor? initial_state",
+            "SymInt chunk_size",
+        ),
+        2,
+        lambda x, dt, A, B, *rest: [
+            (x.shape, result_dtype(x)),
+            ((len(x), *x.shape[2:], B.shape[3]), torch.promote_types(x.dtype, torch.float32)),
+        ],
+    ),
 )
 
 
@@ -157,10 +175,15 @@ def _step_example(device: torch.device, dtype: torch.dtype) -> tuple:
 
 SSD_STEP = Operation(
     "ssd_step",
-    Backend("mamba_ssm", _mamba_ssm_step, lambda state, x, *rest: not_for_cuda_package(x), probed=True),
-    Backend("native", step, step_refuses, probed=True),
+    Backend("mamba_ssm", _mamba_ssm_step, lambda state, x, *rest: not_for_cuda_package(x), probed=True, opaque=True),
+    Backend("native", step, step_refuses, probed=True, opaque=True),
     Backend("torch", _step),
     Backend("stock", _stock_step, probed=True),
     Backend("reference", _reference_step),
     example=_step_example,
+    signature=Signature(
+        ("Tensor(a!) state", "Tensor x", "Tensor dt", "Tensor A", "Tensor B", "Tensor C", "Tensor? D"),
+        1,
+        lambda state, x, *rest: [(x.shape, result_dtype(x))],
+    ),
 )

@@ -140,13 +140,13 @@ def difference(base: np.ndarray, model: np.ndarray) -> Estimate:
 def intervals(values: np.ndarray, *, decisions: bool = False, level: float = LEVEL) -> Intervals:
     """The mean of every column of `values` (examples, columns), NaN where there is no value, and the interval that misses it
     with probability `level`. decisions: as in `mean`. For many columns at once, divide `level` by their number (Bonferroni)."""
-    values = np.asarray(values, dtype=float)
+    values = np.asarray(values)
     value, low, high = np.full((3, values.shape[1]), np.nan)
     out = Intervals(value, low, high, np.zeros(values.shape[1], dtype=int))
     measured = np.flatnonzero(~np.isnan(values).all(0))
     for start in range(0, len(measured), CHUNK):
         columns = measured[start : start + CHUNK]
-        part = values[:, columns]
+        part = values[:, columns].astype(float)
         n = (~np.isnan(part)).sum(0)
         gained, lost = (part > 0).sum(0), (part < 0).sum(0)
         estimates = _bonett_price(gained, lost, n, level) if decisions else _student_hall(part, n, level)

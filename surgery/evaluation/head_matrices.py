@@ -3,8 +3,9 @@
 A graft with a gate is shown twice: its own attention, and the mixture of SSM and attention that the gate makes of it.
 """
 
+import math
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,16 +84,16 @@ class Mixing(Record):
 
 def mixing(
     entries: Mapping[str, Entry], tokenizer: PreTrainedTokenizerBase, question: Question, provenance: Provenance,
-    order: Sequence[Site] = (),
+    places: Callable[[Sequence[Site]], Sequence[int | None]] | None = None,
 ) -> Mixing | None:  # fmt: skip
     """The matrices of the first few grafted sites, in the base (the first entry) and in every model that has a graft there, but
-    for controls and doses. order: of the sites, the most telling first. None where there is no graft or no matrix
+    for controls and doses. places: where sites stand, the most telling first; None for one that stands nowhere. None where there is no graft or no matrix
     to be had, or the example too long."""
     (base, first), *others = entries.items()
     grafted = {name: entry for name, entry in others if entry.plan is not None and not is_control(name) and not is_dose(name)}
-    sites = dict.fromkeys(site for entry in grafted.values() for site in _parts(entry.plan))
-    place = {site: i for i, site in enumerate(order)}
-    chosen = sorted(sites, key=lambda site: place.get(site, len(place)))[:MOST_SITES]
+    sites = list(dict.fromkeys(site for entry in grafted.values() for site in _parts(entry.plan)))
+    place = dict(zip(sites, places(sites), strict=True)) if places else {}
+    chosen = sorted(sites, key=lambda site: math.inf if (i := place.get(site)) is None else i)[:MOST_SITES]
     ids, tokens, spans, answer = example_tokens(tokenizer, question)
     if not chosen or len(ids) > MOST_TOKENS:
         return None

@@ -4,6 +4,7 @@ from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.report import ModelReport, Report, value
 from surgery.records.names import is_dose
 from surgery.records.plan import Plan
+from surgery.runtime.memory import size
 from surgery.statistics import Estimate, Proportion, written
 
 EXPLANATION = """\
@@ -68,12 +69,15 @@ def render(report: Report) -> str:
     parts += _weights(report)
     packages = ", ".join(f"{name} {version}" for name, version in provenance.packages.items())
     timings = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in report.timings.items())
+    peaks = ", ".join(f"{stage} {size(peak)}" for stage, peak in report.memory.items())
     counts = sorted({_count(result) for result in base.results().values()})
     examples = f"{' to '.join(str(n) for n in {counts[0]: 0, counts[-1]: 0})} examples a cell; " if counts else ""
     parts.append(
         f"## Provenance\n\nMade {provenance.created} by mamba-surgery {provenance.toolkit} on {provenance.machine} "
         f"({provenance.threads} threads); seed {provenance.seed}; {examples}{packages}. Base fingerprint "
-        f"`{provenance.base_fingerprint[:16]}`.\n" + (f"\nTime: {timings}.\n" if timings else "")
+        f"`{provenance.base_fingerprint[:16]}`.\n"
+        + (f"\nTime: {timings}.\n" if timings else "")
+        + (f"\nPeak memory: {peaks}.\n" if peaks else "")
     )
     return "\n".join(parts)
 

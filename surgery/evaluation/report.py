@@ -83,8 +83,9 @@ def value(result: Proportion | Estimate | Perplexity) -> float:
 
 class Report(Sealed):
     """models: by name, the base first. plan: the graft's. located: how well the base does what its heads were located by; None
-    in a comparison, which locates nothing, and in reports of version 0.6 and earlier. timings: seconds by stage. training: the
-    last losses of each tuned model."""
+    in a comparison, which locates nothing, and in reports of version 0.6 and earlier. timings: seconds by stage. memory: by
+    stage, the most bytes that the run and its child processes held at once (resident; on a GPU, what torch held there); empty
+    in a comparison, and in reports of version 0.7 and earlier. training: the last losses of each tuned model."""
 
     schema_version: int = 2
 
@@ -93,6 +94,7 @@ class Report(Sealed):
     located: Located | None = None
     models: dict[str, ModelReport]
     timings: dict[str, float]
+    memory: dict[str, int] = {}
     training: dict[str, dict[str, float]]
     settings: dict[str, Any]
 

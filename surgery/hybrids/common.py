@@ -16,11 +16,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mamba2Output
 
+from surgery.hybrids.constants import Constant, Index
 from surgery.hybrids.layer_graft import is_layer_graft, make_mixer, whole_block
 from surgery.hybrids.packed import PACKED, packing
 from surgery.hybrids.parts import RMSNorm, as_weight, at, fetched_state, normed
 from surgery.hybrids.sources import write_sources
 from surgery.hybrids.switching import grafts_off
+from surgery.kernels.functions import own_precision, traced
 
 
 def describe_layers(config: Any, module: str, name: str) -> None:
@@ -65,18 +67,31 @@ class Graft(nn.Module):
     heads: sorted. gate: where a head keeps its SSM beside the attention, the share of the latter, one number a head.
     """
 
-    def __init__(self, spec: dict[str, Any], scores: int):
+    def __init__(self, spec: dict[str, Any], scores: int, all_heads: int):
         super().__init__()
         self.heads: list[int] = spec["heads"]
-        self.signs: list[int] = spec["signs"]
+        self.signs = spec["signs"]
+        self.grafted = Index(self.heads)
+        self.others = Index(sorted({*range(all_heads)} - {*self.heads}))
+        place = {head: i for i, head in enumerate(self.others.values + self.heads)}
+        self.in_order = Index([place[head] for head in range(all_heads)])  # of the others' outputs and the grafted heads'
         self.width: int = spec["width"]
         self.time_step: bool = spec["time_step"]
         self.log_tau = nn.Parameter(torch.zeros(scores))
         self.gate = None if spec["blend"] is None else nn.Parameter(torch.full((len(self.heads),), float(spec["blend"])))
 
+    @property
+    def signs(self) -> list[int]:
+        """sigma, +1 or -1 for each matrix of scores."""
+        return self._signs.values
+
+    @signs.setter
+    def signs(self, values: list[int]) -> None:
+        self._signs: Any = Constant(values)
+
     def sign(self, like: Tensor) -> Tensor:
-        """sigma, (scores, 1, 1): +1 or -1 for each matrix of scores."""
-        return torch.tensor(self.signs, device=like.device, dtype=like.dtype)[:, None, None]
+        """sigma, (scores, 1, 1)."""
+        return self._signs.on(like)[:, None, None]
 
     def sharpen(self, q: Tensor) -> Tensor:
         """q (b, scores, t, width), times sigma and tau."""
@@ -85,14 +100,12 @@ class Graft(nn.Module):
     def blend(self, y: Tensor, attended: Tensor) -> Tensor:
         """All heads' output (b, t, h, p) from the SSM's, of all heads or of those without a graft, and the attention of the
         grafted ones (b, t, grafted heads, p)."""
-        grafted = torch.tensor(self.heads, device=y.device)
         attended = attended.to(y.dtype)  # a graft may be trained in another one
         if self.gate is not None:
-            change = (attended - y[:, :, grafted]) * self.gate[..., None, :, None].to(y.dtype)
-            return y.index_add(2, grafted, change)
-        out = y.new_empty(*y.shape[:2], y.shape[2] + len(self.heads), y.shape[3])
-        others = torch.ones(out.shape[2], dtype=torch.bool, device=y.device).index_fill(0, grafted, False)
-        return out.index_copy(2, others.nonzero()[:, 0], y).index_copy(2, grafted, attended)
+            change = (attended - self.grafted.of(y, 2)) * self.gate[..., None, :, None].to(y.dtype)
+            return y.index_add(2, self.grafted.on(y, torch.long), change)
+        with own_precision(y.device.type):  # autocast to bfloat16 takes no float16 here
+            return self.in_order.of(torch.cat([y, attended], dim=2), 2)
 
     @classmethod
     def of(cls, config: Any, layer: int) -> Any:
@@ -200,7 +213,12 @@ class HybridBackbone:
         past = 0 if cache is None else int(cache.get_seq_length(self.config.grafts[0]["layer"]))
         if attention_mask is not None and attention_mask.shape != (len(hidden), past + hidden.shape[1]):
             return create_causal_mask(self.config, hidden, attention_mask, cache)
-        return None if attention_mask is None or attention_mask.all() else attention_mask.bool()
+        if attention_mask is None:
+            return None
+        # Whether there is padding at all is worth knowing for a prompt. A trace cannot look, and in a step it would make the
+        # host wait for a GPU.
+        looked_at = not traced(attention_mask) and (hidden.shape[1] > 1 or attention_mask.is_cpu)
+        return None if looked_at and attention_mask.all() else attention_mask.bool()
 
 
 class HybridCausalLM:

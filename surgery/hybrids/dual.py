@@ -14,6 +14,7 @@ from transformers import Cache
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
 from surgery.hybrids.common import Graft
+from surgery.hybrids.constants import Index
 from surgery.hybrids.parts import at, convolved, fetching, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
@@ -30,12 +31,13 @@ class DualGraft(Graft):
     """Queries and keys for the grafted heads of one layer. Its projections are named as in a Transformer, for PEFT."""
 
     def __init__(self, config: Any, spec: dict):
-        super().__init__(spec, len(spec["heads"]))
+        super().__init__(spec, len(spec["heads"]), config.num_heads)
         per_group = config.num_heads // config.n_groups
         groups = [head // per_group for head in self.heads]
         # The B/C group that each query-key pair starts from, and the pair that each grafted head uses.
         self.pair_groups = sorted(set(groups)) if spec["shared"] else groups
-        self.pair_of_head = [self.pair_groups.index(g) for g in groups] if spec["shared"] else list(range(len(groups)))
+        self.pair_of_head = Index([self.pair_groups.index(g) for g in groups] if spec["shared"] else range(len(groups)))
+        self.other_groups = Index([head // per_group for head in self.others.values])
         size = len(self.pair_groups) * self.width
         self.q_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
         self.k_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
@@ -52,11 +54,10 @@ class DualGraft(Graft):
         heads, t, width, or one more with the time step), such that q . k is the score, sign and scale included."""
         b, t, _ = qk.shape
         q, k = qk.view(b, t, 2, len(self.pair_groups), self.width).permute(2, 0, 3, 1, 4)
-        if self.pair_of_head != list(range(len(self.pair_groups))):
-            q, k = q[:, self.pair_of_head], k[:, self.pair_of_head]
+        q, k = self.pair_of_head.of(q, 1), self.pair_of_head.of(k, 1)
         q = self.sharpen(q)
         if self.time_step:  # one more dimension: 1 in the query, log dt in the key
-            write = dt[..., self.heads].clamp_min(1e-30).log().to(k.dtype)
+            write = self.grafted.of(dt, -1).clamp_min(1e-30).log().to(k.dtype)
             q, k = F.pad(q, (0, 1), value=1.0), torch.cat([k, write.transpose(1, 2)[..., None]], dim=-1)
         return q, k
 
@@ -154,7 +155,8 @@ class DualMixer:
         if len(heads) == self.num_heads:
             y = self.scan(x, B, C, dt, heads, cache_params, packing)
         elif heads:
-            y = self.scan(x[:, :, heads], B, C, dt[..., heads], heads, cache_params, packing)
+            others = self.graft.others
+            y = self.scan(others.of(x, 2), B, C, others.of(dt, -1), heads, cache_params, packing)
         else:
             y = x[:, :, :0].to(result_dtype(x))
         if self.graft is None:
@@ -174,11 +176,11 @@ class DualMixer:
         cache_params: Cache | None,
         packing: Packing | None,
     ) -> Tensor:
-        """The SSD scan of `heads`, or its single step where the cache holds a state, which it then updates: (b, t, heads, p).
-        x (b, t, len(heads), p), dt (b, t, len(heads)), A and D (len(heads),), B and C (b, t, g, n) of all groups."""
+        """The SSD scan of `heads`, all or those that are not grafted, or its single step where the cache holds a state, which it then
+        updates: (b, t, heads, p). x (b, t, len(heads), p), dt (b, t, len(heads)), A and D (len(heads),), B and C (b, t, g, n) of all groups."""
         if len(heads) < self.num_heads and self.n_groups > 1:  # the remaining heads need not fill their groups evenly
-            of = [head // (self.num_heads // self.n_groups) for head in heads]
-            B, C = B[:, :, of], C[:, :, of]
+            of = self.graft.other_groups
+            B, C = of.of(B, 2), of.of(C, 2)
         state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
         if state is not None and x.shape[1] == 1:
             return ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
@@ -197,12 +199,12 @@ class DualMixer:
     ) -> Tensor:
         """The grafts' mixing: (b, t, grafted heads, p)."""
         assert self.graft is not None
-        x = x[:, :, self.graft.heads]
+        x = self.graft.grafted.of(x, 2)
         q, k = self.graft.split(qk, dt)
         v = x.transpose(1, 2)
         if cache_params is not None:
             k, v = seen_keys(cache_params, self.layer_idx, k, v)
-        return self.graft.attend(q, k, v, causal_mask) + self.D[self.graft.heads][:, None] * x
+        return self.graft.attend(q, k, v, causal_mask) + self.graft.grafted.of(self.D, 0)[:, None] * x
 
     @fetching("", *READ)
     def halves(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,7 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
+from surgery.hybrids.constants import Constant
 from surgery.hybrids.parts import RMSNorm, at, convolved, fetching, normed, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.mixing import attention_matrix
@@ -112,6 +113,7 @@ class LayerGraft(nn.Module):
         self.q_norm, self.k_norm = _norms(self.head_dim, spec["qk_norm"])
         # Numbers, not a buffer: nothing casts them to bfloat16, and no checkpoint holds them.
         self.inv_freq, self.rope_scale = _frequencies(spec["rope"])
+        self._frequencies = Constant(self.inv_freq)
         self.mlp = None if mlp is None else MLP(hidden_size, mlp, bias)
         self.input_layernorm, self.post_attention_layernorm = _norms(hidden_size, None if mlp is None else mlp["norm_eps"])
 
@@ -150,7 +152,7 @@ class LayerGraft(nn.Module):
 
     def _turned(self, q: Tensor, k: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE on the leading dimensions, in halves: dimension i turns with dimension i + dim / 2."""
-        frequencies = torch.tensor(self.inv_freq, device=q.device)
+        frequencies = self._frequencies.on(q, torch.float32)
         angles = position_ids.to(q.device)[:, None, :, None].float() * frequencies  # b 1 t dim/2
         cos, sin = ((turn * self.rope_scale).to(q.dtype) for turn in (angles.cos(), angles.sin()))
         half = len(frequencies)

@@ -171,10 +171,10 @@ class LlambaMixer(DualMixer, nn.Module):
         self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None,
         packing: Packing | None = None,
     ) -> Tensor:  # fmt: skip
-        """The SSM's mixing for `heads`; x (b, t, len(heads), p) and dt (b, t, len(heads))."""
+        """The SSM's mixing for `heads`, all or those not grafted; x (b, t, len(heads), p) and dt (b, t, len(heads))."""
         D: Tensor = self.D
         if len(heads) < self.num_heads:
-            D = D[heads]
+            D = self.graft.others.of(D, 0)  # type: ignore[union-attr]
         # In float32 at least: x / dt would be rounded coarsely in bfloat16 and overflow in float16.
         A, B, C, write = dt.new_full((len(heads),), -1.0), B.to(dt.dtype), C.to(dt.dtype), x.to(dt.dtype) / dt[..., None]
         y = self.run_ssd(write, dt, A, B, C, None, heads, cache_params, packing)

@@ -40,6 +40,7 @@ from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMi
 from transformers.models.mamba.modeling_mamba import MambaMixer, apply_mask_to_padding_states
 
 from surgery.hybrids.common import Graft, HybridBackbone, HybridCausalLM, describe_layers
+from surgery.hybrids.constants import Index
 from surgery.hybrids.parts import at, at_least_float32, convolved, fetching, gated, is_quantised_weight, seen_keys, time_step
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
@@ -59,8 +60,11 @@ class ChannelGraft(Graft):
     """
 
     def __init__(self, config: Any, spec: dict[str, Any]):
-        super().__init__(spec, len(spec["pairs"]))
+        super().__init__(spec, len(spec["pairs"]), config.intermediate_size)
         self.pairs: list[list[int]] = spec["pairs"]
+        self.places = [Index(places) for places in self.pairs]
+        flat = [place for places in self.pairs for place in places]
+        self.by_place = Index(sorted(range(len(flat)), key=flat.__getitem__))
         self.each = max(map(len, self.pairs))  # the value width: smaller sets are padded with zeros
         size = len(self.pairs) * self.width
         self.q_proj = nn.Linear(config.intermediate_size, size, bias=False)
@@ -77,14 +81,14 @@ class ChannelGraft(Graft):
 
     def values(self, m: Tensor) -> Tensor:
         """m (b, t, grafted channels) -> (b, pairs, t, each)."""
-        rows = [F.pad(m[..., places], (0, self.each - len(places))) for places in self.pairs]
+        rows = [F.pad(places.of(m, -1), (0, self.each - len(places.values))) for places in self.places]
         with own_precision(m.device.type):  # autocast to bfloat16 takes no float16 here
             return torch.stack(rows, dim=1)
 
     def channels(self, v: Tensor) -> Tensor:
         """v (b, t, pairs, each) -> (b, t, grafted channels), the inverse of `values`."""
-        order = torch.tensor([place for places in self.pairs for place in places], device=v.device)
-        return torch.cat([v[:, :, i, : len(places)] for i, places in enumerate(self.pairs)], dim=-1)[..., order.argsort()]
+        rows = [v[:, :, i, : len(places)] for i, places in enumerate(self.pairs)]
+        return self.by_place.of(torch.cat(rows, dim=-1), -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Packing | None) -> Tensor:
         """v (b, pairs, s, each, or twice that with the time step) -> (b, t, grafted channels)."""
@@ -157,7 +161,8 @@ class _HybridMixer:
         if len(heads) == self.intermediate_size:
             y = self.scan(x, dt, B, C, heads, cache_params, packing)
         elif heads:
-            y = self.scan(x[..., heads], dt[..., heads], B, C, heads, cache_params, packing)
+            others = self.graft.others
+            y = self.scan(others.of(x, -1), others.of(dt, -1), B, C, heads, cache_params, packing)
         else:
             y = x[..., :0].to(result_dtype(x))
         if self.graft is None:
@@ -175,10 +180,10 @@ class _HybridMixer:
         cache_params: Cache | None,
         packing: Packing | None = None,
     ) -> Tensor:
-        """The SSM's mixing for the channels `heads`; x and dt (b, t, len(heads))."""
+        """The SSM's mixing for the channels `heads`, all or those that are not grafted; x and dt (b, t, len(heads))."""
         A, D = -torch.exp(self.A_log.float()), self.D.float()
         if len(heads) < self.intermediate_size:
-            A, D = A[heads], D[heads]
+            A, D = self.graft.others.of(A, 0), self.graft.others.of(D, 0)
         dt = dt.to(x.dtype)  # as in transformers
         state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
         if state is not None and x.shape[1] == 1:
@@ -194,17 +199,17 @@ class _HybridMixer:
         """The grafts' mixing: (b, t, grafted channels)."""
         graft: ChannelGraft = self.graft
         q, k = self.queries(x)
-        own = x[..., graft.heads]
+        own = graft.grafted.of(x, -1)
         v = graft.values(own)
         if graft.time_step:
-            write = dt[..., graft.heads].clamp_min(SMALLEST)
+            write = graft.grafted.of(dt, -1).clamp_min(SMALLEST)
             # float16 has no room for time steps and what they multiply: many would be 0, and so would be divided by 0.
             dtype = result_dtype(x)
             v = torch.cat([graft.values(write * own), graft.values(write)], dim=-1).to(dtype)
             q, k = q.to(dtype), k.to(dtype)
         if cache_params is not None:
             k, v = seen_keys(cache_params, self.layer_idx, k, v)
-        return graft.attend(q, k, v, causal_mask) + self.D[graft.heads] * own
+        return graft.attend(q, k, v, causal_mask) + graft.grafted.of(self.D, 0) * own
 
     def queries(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (b, t, channels) -> the graft's q and k (b, pairs, t, width)."""

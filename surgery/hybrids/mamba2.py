@@ -89,11 +89,12 @@ class Mamba2HybridMixer(DualMixer, Mamba2Mixer):
         self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None,
         packing: Packing | None = None,
     ) -> Tensor:  # fmt: skip
-        """The SSM's mixing for `heads`; x (b, t, len(heads), p)."""
+        """The SSM's mixing for `heads`, all or those that are not grafted; x (b, t, len(heads), p)."""
         A = -torch.exp(self.A_log.float())
         D: Tensor = self.D
         if len(heads) < self.num_heads:
-            A, D = A[heads], D[heads]
+            others = self.graft.others  # type: ignore[union-attr]
+            A, D = others.of(A, 0), others.of(D, 0)
         return self.run_ssd(x, dt.to(x.dtype), A, B, C, D, heads, cache_params, packing)  # dt as in transformers
 
     @fetching("", *READ)

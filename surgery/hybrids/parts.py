@@ -29,11 +29,11 @@ def fetching(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def fetched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not any(getattr(_part(self, name), "_hf_hook", None) for name in names):
+                return method(self, *args, **kwargs)
             with ExitStack() as after:  # what was fetched is put away again, also if something is raised
                 for name in names:
-                    module = self
-                    for part in filter(None, name.split(".")):
-                        module = getattr(module, part, None)
+                    module = _part(self, name)
                     if (hook := getattr(module, "_hf_hook", None)) is not None:
                         hook.pre_forward(module)
                         after.callback(hook.post_forward, module, None)
@@ -42,6 +42,12 @@ def fetching(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return fetched
 
     return decorate
+
+
+def _part(module: Any, name: str) -> Any:
+    for part in filter(None, name.split(".")):
+        module = getattr(module, part, None)
+    return module
 
 
 def fetched_state(model: Any) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """The models that a run measures: the base, the hybrid before and after tuning, and the controls that stand beside them."""
 
-import copy
 import sys
 from collections.abc import Callable
 
@@ -12,7 +11,8 @@ from surgery.locating.ranking import Ranking
 from surgery.probes.knowledge import PARTS, Knowledge
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
-from surgery.splicing.splice import adopt, splice
+from surgery.splicing.splice import splice
+from surgery.tuning.trainable import with_own_mixers
 
 # Tunes a model in place and returns it: (its name, the model, its plan, of a control the layers whose mixers are tuned).
 Tune = Callable[..., PreTrainedModel]
@@ -41,7 +41,7 @@ def entries_of(
         layers = [site.layer for site in chosen.sites]
         names = ", ".join(f"L{layer}" for layer in layers)
         entries["control_tuned"] = Entry(
-            tune("control_tuned", copy.deepcopy(adopt(base)), chosen, layers),
+            tune("control_tuned", with_own_mixers(base, layers), chosen, layers),
             f"no graft: the base's own mixer of {names} tuned on the same data for the same steps",
         )
         for i in range(recipe.bench.random_sites):

@@ -47,7 +47,7 @@ def located(
     if (ranking := on_main(earlier_ranking)) is not None:
         return ranking
     options, shape = recipe.locate, subject.anatomy
-    heads = f"{len(shape.sites()):,} heads in {len(shape.layers())} layers"
+    heads = f"{len(shape.places[0]):,} heads in {len(shape.layers())} layers"
     say(f"locating: {options.examples} questions of {described(options.probe, options.options)}, {heads}")
     ranking = rank(subject, recipe.locate, seed=recipe.seed, recipe=settings, kept=kept)
 

@@ -18,9 +18,11 @@ from surgery.runtime.processes import own_device
 from surgery.runtime.progress import say
 
 
-def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False, base: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    recipe: Recipe, trust_remote_code: bool = False, base: str | None = None, beside: Checkpoint | None = None
+) -> Checkpoint:
     """Load the recipe's model onto its device, and see that the kernels which were asked for can serve it. base: of a patch, if
-    not where it says."""
+    not where it says. beside: a model that is open; what both have in common is held once."""
     device = recipe.device
     if device == "auto":
         device = own_device() or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,6 +33,7 @@ def open_checkpoint(recipe: Recipe, trust_remote_code: bool = False, base: str |
         device=device,
         trust_remote_code=trust_remote_code,
         base=base,
+        beside=beside,
     )
     with use(**recipe.kernels):
         for operation in map(operations().__getitem__, requested()):
@@ -76,8 +79,9 @@ def in_dtype_of(plan: Plan, recipe: Recipe) -> Recipe:
 
 
 def open_beside(base: Checkpoint, name: str, recipe: Recipe, trust_remote_code: bool = False) -> Checkpoint:
-    """Another model, to be asked what `base` is asked. Raises UserError if its tokenizer is another."""
-    other = open_checkpoint(recipe.model_copy(update={"model": name}), trust_remote_code)
+    """Another model, to be asked what `base` is asked; what both have in common is held once. Raises UserError if its tokenizer
+    is another."""
+    other = open_checkpoint(recipe.model_copy(update={"model": name}), trust_remote_code, beside=base)
     if other.tokenizer.get_vocab() != base.tokenizer.get_vocab():
         raise UserError(f"{name} has another tokenizer than {base.name}; their examples would not be the same")
     return other

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from surgery.jobs.opening import open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder
+from surgery.locating.heads import ROLES
 from surgery.locating.prune import Pruning, prune
 from surgery.locating.questions import check_questions
 from surgery.locating.ranking import Ranking
@@ -29,7 +30,7 @@ def prune_model(
     check_questions(base.tokenizer, recipe.locate, recipe.seed)
     on_main(partial(begin, out, "prune", recipe, overwrite=overwrite, resumable=False))
     gather, aggregate = (
-        [score.site for score in ranked.heads if score.role == role] if ranked else [] for role in ("gather", "aggregate")
+        [ranked.columns.site(i) for i in ranked.columns.with_role(role)] if ranked else [] for role in ROLES[1:]
     )
     subject = Subject.of(base, known_fingerprint=base.fingerprint)
     layers = len(subject.anatomy.blocks)

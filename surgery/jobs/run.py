@@ -41,6 +41,8 @@ from surgery.records.names import public
 from surgery.records.plan import Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, write_text
+from surgery.runtime.memory import measured as measured_memory
+from surgery.runtime.memory import size
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, duration, say
 from surgery.splicing.splice import adopt
@@ -93,6 +95,7 @@ class _Job:
             self.subject = Subject.of(base, known_fingerprint=base.fingerprint)
             self.conditions = self.subject.conditions
         self.timings: dict[str, float] = {}
+        self.memory: dict[str, int] = {}
         self.training: dict[str, dict[str, float]] = {}
 
     @contextmanager
@@ -101,9 +104,11 @@ class _Job:
         if announcement is not None:
             say(announcement)
         start = time.monotonic()
-        yield
+        with measured_memory() as peak:
+            yield
         self.timings[name] = round(time.monotonic() - start, 2)
-        say(f"{name}: done in {duration(self.timings[name])}")
+        self.memory[name] = peak.device or peak.total
+        say(f"{name}: done in {duration(self.timings[name])}, peak memory {size(self.memory[name])}")
 
     def locate(self) -> Ranking:
         if self.resume and (self.out / RANKING).exists():
@@ -162,6 +167,7 @@ class _Job:
             located=_located(ranking),
             models=measured,
             timings=self.timings,
+            memory=self.memory,
             training=self.training,
             settings=self.settings["bench"],
         )
@@ -172,8 +178,7 @@ class _Job:
         recipe, hybrid = self.recipe, entries["tuned"].model
         with busy("drawing the report"):
             example = short_question(self.base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
-            sites = [score.site for score in ranking.heads]
-            matrices = mixing(entries, self.base.tokenizer, example, report.provenance, sites)
+            matrices = mixing(entries, self.base.tokenizer, example, report.provenance, ranking.columns.find)
             write_report(report, self.out, matrices)  # before the export, which takes report.html along
         with (
             self.stage("export", "exporting the tuned hybrid, and comparing it, reloaded, with the live one"),
@@ -183,7 +188,7 @@ class _Job:
                 hybrid, self.out / "hybrid", tokenizer=self.base.tokenizer, plan=chosen, base=self.base.name, recipe=recipe,
                 report=report, figures=self.out,
             )  # fmt: skip
-        report = report.model_copy(update={"timings": self.timings})
+        report = report.model_copy(update={"timings": self.timings, "memory": self.memory})
         describe(report, self.out, matrices)
         return report
 

@@ -1,6 +1,7 @@
 """Loading models (Hub ids, folders, original state-spaces folders, patches) and telling them apart by fingerprint."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from surgery.errors import UserError
 from surgery.families import families, family_of
-from surgery.loading.devices import check_device
+from surgery.loading.devices import check_device, same_device
 from surgery.loading.digests import fingerprint, named_dtype
 from surgery.loading.hub import local_folder, one_line, why_not_fetched
-from surgery.loading.opened import Checkpoint, a_type
+from surgery.loading.opened import Checkpoint, a_type, model_of
 from surgery.loading.original import is_original, load_original
+from surgery.loading.sharing import is_all_in, share_equal, shareable
 from surgery.models.quantised import converted
 from surgery.models.tokens import prompting
 from surgery.records.names import on_hub
@@ -44,6 +46,7 @@ def load(
     trust_remote_code: bool = False,
     base: str | None = None,
     revision: str | None = None,
+    beside: PreTrainedModel | Checkpoint | None = None,
 ) -> Checkpoint:
     """Load a base or a hybrid.
 
@@ -57,6 +60,10 @@ def load(
     the CPU where there is none). accelerate's hooks then carry what flows from layer to layer, and belong to this very model: a
     splice of it, or adopt(), makes another one without them, which runs only if all its layers lie on one device.
 
+    beside: a model that is open. What the new one has in common with it, bit for bit, is held once: a hybrid, or a patch on it,
+    costs the memory of its grafts. Neither is to be changed in place; tuning a hybrid's grafts does not. A patch on it uses its
+    parameters, which are then frozen, as splice() does.
+
     Raises UserError in one line for anything that cannot be loaded exactly, or onto its devices.
     """
     if not isinstance(name, str | Path):
@@ -66,10 +73,13 @@ def load(
         check_device(device)
     folder = local_folder(name, revision)
     torch_dtype = named_dtype(dtype)
+    other = None if beside is None else model_of(beside, "load")
+    if other is not None and (device == BALANCED or not shareable(other) or not same_device(other.device, device)):
+        other = None
     model: Any
     try:
         if (folder / RECORD).exists():
-            model, tokenizer_folder = _load_patch(name, folder, base)
+            model, tokenizer_folder = _load_patch(name, folder, base, other, torch_dtype)
             tokenizer_folder = folder if _holds_tokenizer(folder) else tokenizer_folder
             model = model if torch_dtype is None else converted(model, torch_dtype, name)
         elif base is not None:
@@ -78,6 +88,8 @@ def load(
             model, tokenizer_folder = load_original(folder, config, torch_dtype), folder
         else:
             model, tokenizer_folder = _load_transformers(folder, torch_dtype, device, trust_remote_code), folder
+        if other is not None:
+            share_equal(model, other, folder)
         if device == BALANCED and not hasattr(model, "hf_device_map"):
             dispatch_model(model, _device_map(name, model))
         words = _read_tokenizer(tokenizer or _tokenizer(tokenizer_folder), trust_remote_code)
@@ -87,7 +99,7 @@ def load(
     except Exception as error:  # whatever a damaged file raises, the user gets one line
         raise UserError(f"cannot load {name}: {one_line(error)}") from error
     opened = Checkpoint(name, model, words, fingerprint(model))
-    if not getattr(model.config, "grafts", None):
+    if not _grafted(model):
         remember(model, base=Opened(name, opened.fingerprint, words))
     elif (surgery := _surgery(model, folder, words)) is not None:  # else its attention is its own, as that of mamba2attn-2.7b
         remember(model, surgery)
@@ -160,13 +172,26 @@ def plan_of(folder: str | Path) -> Plan:
     return Plan.read(folder / PLAN)
 
 
-def _load_patch(name: str, folder: Path, base: str | None) -> tuple[PreTrainedModel, Path]:
-    """The hybrid, and the folder of its base."""
-    made_for = Patch.read(folder / RECORD).base
+def _load_patch(
+    name: str, folder: Path, base: str | None, other: PreTrainedModel | None, dtype: torch.dtype | None
+) -> tuple[PreTrainedModel, Path]:
+    """The hybrid, and the folder of its base. other: a model that is open; if it is the base, that is not opened again."""
+    patch = Patch.read(folder / RECORD)
+    made_for = patch.base
     place, revision = (made_for.place(folder), made_for.revision) if base is None else (base, None)
     if base is None and not made_for.hub and not Path(place).is_dir():
         raise UserError(f"{name} is a patch on {place}, which is not here: say where its base is (--base)")
-    return join(load_base(place, revision), folder), local_folder(place, revision)
+    base_folder = local_folder(place, revision)
+    own = named_dtype(patch.dtype)
+    # Whatever would convert the hybrid would convert the open model.
+    if other is not None and not _grafted(other) and dtype in (None, own) and is_all_in(other, own):
+        with suppress(UserError):  # it is another model; or the patch is damaged, which is found once more
+            return join(other, folder), base_folder
+    return join(load_base(place, revision), folder), base_folder
+
+
+def _grafted(model: PreTrainedModel) -> bool:
+    return bool(getattr(model.config, "grafts", None))
 
 
 def brings_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -22,6 +22,14 @@ def check_device(name: str) -> None:
         raise UserError(f"device is '{name}', and only {max(1, _count(device.type))} of its kind are here, counted from 0")
 
 
+def same_device(place: torch.device, name: str) -> bool:
+    """Whether a tensor's device is the one of a name; "cuda" is the current one."""
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device == place
+
+
 def _count(kind: str) -> int:
     """How many devices of a kind are here."""
     if kind == "cuda":

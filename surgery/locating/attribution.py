@@ -14,17 +14,20 @@ attribution is largest.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from surgery.locating.attribution_memory import WHOLE, Step, listening, parted
 from surgery.locating.questions import question_of_row
 from surgery.locating.subject import Subject
+from surgery.locating.substitution import replaced
 from surgery.models.finite import checked, explained
 from surgery.models.offloaded import own_fetched
 from surgery.probes.scoring import Encoded, padded
@@ -39,67 +42,83 @@ GRADIENTS = "the gradients by the heads' gates"
 STARTS = tuple(Start(sign=sign, tau=tau) for sign in (1, -1) for tau in (0.25, 0.5, 1.0, 2.0))
 
 
-def attribute_starts(gated: Subject, encoded: Encoded, starts: Sequence[Start | None] = STARTS) -> Tensor:
+def attribute_starts(
+    gated: Subject, encoded: Encoded, starts: Sequence[Start | None] = STARTS, step: Step = WHOLE
+) -> Tensor:
     """(starts, questions, layers, heads): for each of the starts, given to all heads, minus the gradient of each question's
     loss by each head's gate, in nats. The start None leaves every head the one that it has.
 
     gated: walk.fully_gated. The gradient by the SSM's output is the same for all starts. So the attention is computed on the
-    way back only, with each start in turn, and one forward and one backward serve them all.
+    way back only, with each start in turn, and one forward and one backward serve them all. step: what is done at a time, and
+    whether every block is computed a second time on the way back, which changes no bit and keeps one block's activations
+    instead of all (attribution_memory.py).
     """
+    parts = [_attribute(gated, part, starts, step.checkpointed) for part in parted(encoded, step.rows)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _attribute(gated: Subject, encoded: Encoded, starts: Sequence[Start | None], checkpointed: bool) -> Tensor:
+    """The same in one forward and one backward."""
     model = gated.model
     ids, last = padded(encoded.rows, model.device)
     mixers = [mixer.module for mixer in gated.anatomy.mixers]
     per_row: list[Tensor] = [torch.empty(0)] * len(mixers)
     handles: list[Any] = []
 
-    def listen(layer: int, mixer: Any) -> dict[tuple[Any, str], Any]:
-        """Other methods for a mixer and its graft: attention waits for the way back; the SSM's output passes, and is listened
-        to."""
-        attend, graft = mixer.attend, mixer.graft
-        waiting: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    def listen(layer: int, mixer: Any, y: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        graft = mixer.graft
+        y = y if y.requires_grad else y.detach().requires_grad_()  # at the first layer nothing does
 
-        def put_off(*args: Any, **kwargs: Any) -> Tensor:
-            waiting.append((args, kwargs))
-            return ids.new_zeros(())  # nobody looks at it
+        def read(gradient: Tensor) -> None:
+            with torch.no_grad(), own_fetched(mixer):
+                values, own = [], (graft.signs, graft.log_tau.clone())
+                for start in starts:
+                    if start is not None:
+                        graft.signs = [start.sign] * len(graft.signs)
+                        graft.log_tau.fill_(math.log(start.tau))
+                    change = type(mixer).attend(mixer, *args, **kwargs).view_as(y) - y
+                    values.append(-(gradient.float() * change.float()).sum((1, 3)))
+                per_row[layer] = torch.stack(values)
+                graft.signs = own[0]
+                graft.log_tau.copy_(own[1])
+            # A hook on y that holds y is a cycle through C++, which the garbage collector does not see. What is read once is
+            # let go at once: until the end, these would be the activations of all layers.
+            handle.remove()
 
-        def blend(y: Tensor, _: Tensor) -> Tensor:
-            args, kwargs = waiting.pop()
-            y = y if y.requires_grad else y.detach().requires_grad_()  # at the first layer nothing does
+        handle = y.register_hook(read)
+        handles.append(handle)
+        return y
 
-            def read(gradient: Tensor) -> None:
-                with torch.no_grad(), own_fetched(mixer):
-                    values, own = [], (graft.signs, graft.log_tau.clone())
-                    for start in starts:
-                        if start is not None:
-                            graft.signs = [start.sign] * len(graft.signs)
-                            graft.log_tau.fill_(math.log(start.tau))
-                        change = attend(*args, **kwargs).view_as(y) - y
-                        values.append(-(gradient.float() * change.float()).sum((1, 3)))
-                    per_row[layer] = torch.stack(values)
-                    graft.signs = own[0]
-                    graft.log_tau.copy_(own[1])
-
-            handles.append(y.register_hook(read))
-            return y
-
-        return {(mixer, "attend"): put_off, (graft, "blend"): blend}
-
-    methods = {key: value for layer, mixer in enumerate(mixers) for key, value in listen(layer, mixer).items()}
     try:
-        with _frozen(model), _methods(methods), torch.enable_grad():
+        with _frozen(model), listening(mixers, listen), torch.enable_grad():
+            blocks = {block: _checkpointed(block.forward) for block in gated.anatomy.blocks} if checkpointed else {}
             keep, where = last.unique(return_inverse=True)
-            logits = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
-            logits = logits[torch.arange(len(ids), device=ids.device), where]
-            with explained(model, encoded.rows):
-                losses = encoded.losses(logits)
-            losses.sum().backward()
+            with replaced(blocks):
+                logits = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
+                logits = logits[torch.arange(len(ids), device=ids.device), where]
+                with explained(model, encoded.rows):
+                    losses = encoded.losses(logits)
+                losses.sum().backward()
     finally:
         for handle in handles:
-            handle.remove()  # a hook on y that holds y: a cycle through C++, which the garbage collector does not see
+            handle.remove()  # where something failed
     rows = torch.stack([values.to(per_row[0].device) for values in per_row], 2)  # starts, rows, layers, heads
     # A question may own several rows (candidates of several tokens); its gradient is their sum.
     totals = rows.new_zeros(len(rows), len(encoded.choices), *rows.shape[2:])
     return checked(totals.index_add(1, question_of_row(encoded).to(rows.device), rows).cpu(), GRADIENTS)
+
+
+def _checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A block's forward that keeps nothing but what enters it, and is computed again on the way back."""
+
+    def again(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # Without a gradient in sight nothing would be computed on the way back; what enters the first block has none.
+        in_sight = torch.zeros((), requires_grad=True)
+        return checkpoint(
+            lambda hidden, _: forward(hidden, *args, **kwargs), hidden, in_sight, use_reentrant=True, preserve_rng_state=False
+        )
+
+    return again
 
 
 def best_starts(totals: Tensor, channels: bool = False) -> dict[str, Start]:
@@ -122,15 +141,3 @@ def _frozen(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for p in trainable:
             p.requires_grad_(True)
-
-
-@contextmanager
-def _methods(others: dict[tuple[Any, str], Any]) -> Iterator[None]:
-    """Objects with other methods."""
-    try:
-        for (owner, name), method in others.items():
-            setattr(owner, name, method)
-        yield
-    finally:
-        for owner, name in others:
-            owner.__dict__.pop(name, None)

@@ -83,7 +83,7 @@ def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], 
     affordable = exact = seconds <= options.budget
     if kept is not None:
         exact = _decided(kept / "exact.json", options, subject.conditions.model_dump(mode="json"), exact)
-    heads = f"{len(subject.anatomy.sites()):,} heads"
+    heads = f"{len(subject.anatomy.places[0]):,} heads"
     if exact:
         say(f"measuring {heads} exactly, each ablated and spliced: about {duration(seconds)}")
     elif affordable:

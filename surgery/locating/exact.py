@@ -125,6 +125,10 @@ class Exact:
         staying = max(2 * leading, -(-len(heads) // 2))
         return hopeless | {heads[i] for i in (-centre).argsort(kind="stable")[staying:]}
 
+    def heads(self) -> list[Site]:
+        """The heads that were measured, in order."""
+        return sorted({site for _, site in self.losses if site is not None and site.heads})
+
     def effects(self, sites: Sequence[Site]) -> dict[str, np.ndarray]:
         """Score's field -> (examples, sites), NaN where a site was not measured. Accuracies and nats, lost or gained."""
         base = {"correct": self.correct["base", None], "losses": self.losses["base", None]}

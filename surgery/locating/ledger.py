@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,23 @@ class Ledger:
 
     def share(self, numbers: Iterable[int], key: Key, measure: Measure) -> dict[int, Tensors]:
         """This process's share of the batches `numbers`, read or measured."""
-        return {number: self._read_or_measure(number, key, measure) for number in processes.share(sorted(numbers))}
+        return {number: self.tensors(number, key, measure) for number in processes.share(sorted(numbers))}
 
     def gather(self, numbers: Iterable[int], key: Key, measure: Measure) -> dict[int, Tensors]:
         """All the batches `numbers`, in order, from whichever processes have them."""
         return gathered(self.share(numbers, key, measure))
 
-    def _read_or_measure(self, number: int, key: Key, measure: Measure) -> Tensors:
+    @contextmanager
+    def on_disk(self) -> Iterator["Ledger"]:
+        """A ledger that holds nothing in memory: this one, or, if it keeps nothing, one in a folder that is then removed."""
+        if self.folder is not None:
+            yield self
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            yield Ledger(Path(folder), self.key)
+
+    def tensors(self, number: int, key: Key, measure: Measure) -> Tensors:
+        """One batch's, read or measured."""
         if self.folder is None:
             return measure(number)
         path = self.folder / f"{_sha([self.key, key(number)])}.safetensors"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,21 @@ from surgery.loading.opened import Checkpoint
 from surgery.locating import roles
 from surgery.locating.budget import look_at_base, with_exactness
 from surgery.locating.exact import Exact
+from surgery.locating.heads import KINDS, ROLES, SCORES, Heads, Score
 from surgery.locating.ledger import Ledger
 from surgery.locating.prefilter import prefilter
 from surgery.locating.questions import QuestionSet, question_sets, questions_digest
-from surgery.locating.ranking import Ranking, Score, gain
+from surgery.locating.ranking import Ranking
 from surgery.locating.replay import How
-from surgery.locating.search import LEADING, Search, drawn, index_of
-from surgery.locating.stability import EXACT, Stability, stability
+from surgery.locating.search import LEADING, Search, drawn, of_heads
+from surgery.locating.stability import EXACT, Column, Stability, stability
 from surgery.locating.subject import Subject, is_graftable
 from surgery.models.anatomy import anatomy
+from surgery.records.plan import Start
 from surgery.records.recipe import Locate
 from surgery.records.record import first_line, provenance
 from surgery.records.site import Site
-from surgery.statistics import LEVEL, intervals, mean, means
+from surgery.statistics import LEVEL, Intervals, intervals, mean, means
 
 ROLE_EXAMPLES = 32  # mixing matrices vary little between dictionaries
 ROLE_HEADS = 2048  # of more heads, matrices are written out for those alone that were measured exactly
@@ -47,7 +50,7 @@ def locate(
     confirm: float | None = None,
     layers: bool = True,
     ablation: How = "zero",
-    batch_size: int = 32,
+    batch_size: int | None = None,
     seeds: int = 1,
     also: Sequence[Mapping[str, Any]] = (),
     budget: float = 600.0,
@@ -68,6 +71,8 @@ def locate(
     grafts there is no attribution: the heads of the layers whose ablation costs most lead. layers: measure whole layers too.
     ablation: what comes instead of an ablated head: "zero", its "mean" over other questions, or its values on another one
     ("resample").
+    batch_size: questions in a forward pass, 32 unless given. If it is not given, attribution takes fewer at a time where they
+    do not fit into memory.
     seeds, also: repeat the ranking (its score alone, with the same grafts) with the questions of seed + 1, ..., and of other
     probes ({"probe": name, "options": {...}}), and compare; see stability.py.
     name: what the ranking calls the base; a Checkpoint has one. kept: a folder for what is measured, batch by batch; what is
@@ -78,11 +83,12 @@ def locate(
 
     Raises UserError for arguments that do not fit, and for a model whose layout is not known.
     """
-    given: dict[str, Any] = {"also": also} if options is None else {"also": also, "options": options}
+    given: dict[str, Any] = {"also": also}
+    given |= {name: value for name, value in {"options": options, "batch_size": batch_size}.items() if value is not None}
     try:
         chosen = Locate(
             probe=probe, examples=examples, exact=exact, confirm=confirm, layers=layers, ablation=ablation,
-            batch_size=batch_size, seeds=seeds, budget=budget, **given,
+            seeds=seeds, budget=budget, **given,
         )  # fmt: skip
     except ValidationError as error:
         raise UserError(f"locate: {first_line(error)}") from error
@@ -107,27 +113,23 @@ def rank(
     ledger = Ledger(kept, subject.conditions.model_dump())
     base_accuracy, chance = look_at_base(subject, first, options, ledger)
     options = with_exactness(options, subject, sets, kept)
-    filtered, attributions = prefilter(subject, first.groups, ledger) if subject.graftable else (None, None)
+    filtered, attributions = None, None
+    if subject.graftable:
+        filtered, attributions = prefilter(subject, first.groups, ledger, whole="batch_size" in options.model_fields_set)
     search = Search(subject, filtered, ledger, options)
     measured, leading, control = search.first(first, attributions)
-    sites = subject.anatomy.sites()
+    anatomy = subject.anatomy
     shown = first.questions[:ROLE_EXAMPLES]
-    answer_mass, pair_mass = roles.masses(subject, shown, sites if len(sites) <= ROLE_HEADS else [*leading, *control])
-    columns = measured.effects(sites)
-    columns |= {"answer_mass": answer_mass[index_of(sites)], "pair_mass": pair_mass[index_of(sites)]}
+    measurable = anatomy.sites() if len(anatomy.places[0]) <= ROLE_HEADS else sorted({*leading, *control})
+    answer_mass, pair_mass = roles.masses(subject, shown, measurable)
+    heads = measured.heads()
+    columns = {name: Column(values, anatomy.numbers(heads)) for name, values in measured.effects(heads).items()}
+    at = anatomy.numbers(measurable)
+    columns |= {name: Column(of_heads(values, anatomy)[:, at], at)
+                for name, values in zip(SHARES, (answer_mass, pair_mass), strict=True)}  # fmt: skip
     if attributions is not None:
-        columns["attribution"] = attributions[index_of(sites)]
-    starts = filtered.starts if filtered else {}
-    estimates = _estimates(columns)
-    scores = [
-        Score(
-            site=site,
-            kind=subject.anatomy.mixer_of(site).kind,
-            start=starts.get(str(site)),
-            **{field: estimates[field][i] for field in estimates},
-        )
-        for i, site in enumerate(sites)
-    ]
+        columns["attribution"] = Column(of_heads(attributions, anatomy))
+    scores = _scores(subject, columns, filtered.starts if filtered else {})
     even = float(np.mean([1 / max(1, len(question.spans)) for question in shown]))
     scores = _with_roles(scores, columns, even, pair_mass)
     compared = _compare(search, first, others, measured, attributions, control) if others else None
@@ -143,35 +145,64 @@ def rank(
         base_accuracy=base_accuracy,
         chance=chance,
         base_loss=mean(measured.losses["base", None]),
-        heads=tuple(sorted(scores, key=gain, reverse=True)),
+        heads=scores.sorted(),
         layers=_layer_scores(subject, measured, attributions),
         drawn=tuple(control),
         stability=compared,
     )  # fmt: skip
 
 
-def _estimates(columns: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
-    """Score's fields, site by site, from the values of all examples (examples, sites)."""
-    return {
-        field: means(column, decisions=field in DECISIONS, **({"within": (0, 1)} if field in SHARES else {}))
-        for field, column in columns.items()
-    }
+def _scores(subject: Subject, columns: Mapping[str, Column], starts: Mapping[str, Start]) -> Heads:
+    """The heads in the model's order, without roles."""
+    layers, heads = subject.anatomy.places
+    sign, tau = np.zeros(len(layers), dtype=np.int8), np.full(len(layers), np.nan)
+    for i, (layer, head) in enumerate(zip(layers.tolist(), heads.tolist(), strict=True) if starts else ()):
+        start = starts[f"L{layer}.H{head}"]
+        sign[i], tau[i] = start.sign, start.tau
+    kinds = np.zeros(len(layers), dtype=np.uint8)
+    for mixer in subject.anatomy.mixers:
+        kinds[(layers == mixer.layer) & (heads >= mixer.first) & (heads < mixer.first + mixer.heads)] = KINDS.index(mixer.kind)
+    estimates = {}
+    for name in (name for name in SCORES if name in columns):
+        whole = _everywhere(_intervals(name, columns[name]), columns[name].at, len(layers))
+        if whole.n.any():
+            estimates[name] = whole
+    return Heads(layers, heads, kinds, np.zeros(len(layers), dtype=np.uint8), sign, tau, estimates)
 
 
-def _with_roles(
-    scores: Sequence[Score], columns: Mapping[str, np.ndarray], chance: float, pair_mass: np.ndarray
-) -> list[Score]:
+def _intervals(name: str, column: Column, level: float = LEVEL) -> Intervals:
+    """Of a score, those of the heads that were measured."""
+    value, low, high, n = intervals(column.values, decisions=name in DECISIONS, level=level)
+    if name in SHARES and level == LEVEL:
+        low, high = np.maximum(low, 0), np.minimum(high, 1)
+    return Intervals(value, low, high, n)
+
+
+def _everywhere(part: Intervals, at: np.ndarray | None, count: int) -> Intervals:
+    """The intervals of some heads among all."""
+    if at is None:
+        return part
+    ends, n = np.full((3, count), np.nan), np.zeros(count, dtype=int)
+    ends[:, at], n[at] = part[:3], part.n
+    return Intervals(ends[0], ends[1], ends[2], n)
+
+
+def _with_roles(scores: Heads, columns: Mapping[str, Column], chance: float, pair_mass: np.ndarray) -> Heads:
     """The scores with the heads' roles. chance: of picking the answer's span. pair_mass (questions, layers, heads)."""
     # A role is a claim about one head among all, so it stands on intervals that are corrected for their number (Bonferroni).
     level = LEVEL / len(scores)
-    low = {field: intervals(columns[field], decisions=field in DECISIONS, level=level).low for field in TESTED}
+    low = {}
+    for name in TESTED:
+        low[name] = np.full(len(scores), np.nan)
+        at = columns[name].at
+        low[name][slice(None) if at is None else at] = _intervals(name, columns[name], level).low
     known = pair_mass.mean(0)
     typical = float(np.nanmedian(known)) if np.isfinite(known).any() else math.inf
-    lows = [{field: float(values[i]) for field, values in low.items()} for i in range(len(scores))]
-    return [
-        score.model_copy(update={"role": roles.role(score, low, chance, typical)})
-        for score, low in zip(scores, lows, strict=True)
-    ]
+    numbers = scores.role.copy()
+    for i in np.flatnonzero(low["ablation_loss"] > 0).tolist():  # no other head has one
+        lows = {name: float(values[i]) for name, values in low.items()}
+        numbers[i] = ROLES.index(roles.role(scores[i], lows, chance, typical))
+    return replace(scores, role=numbers)
 
 
 def _compare(
@@ -183,12 +214,12 @@ def _compare(
     control: list[Site],
 ) -> Stability:
     """The ranking repeated with other questions."""
-    sites = search.subject.anatomy.sites()
+    anatomy = search.subject.anatomy
     scores = search.scores(first, measured, attributions)
-    best = [sites[i] for i in scores.leading(search.score, EXACT)]
-    control = control or drawn([sites[i] for i in scores.leading(search.score, len(sites))[LEADING:]], first.seed)
+    best = [anatomy.site(number) for number in scores.leading(search.score, EXACT)]
+    control = control or drawn(anatomy, scores.leading(search.score, scores.sites)[LEADING:], first.seed)
     repeats = [search.again(questions, [*best, *control]) for questions in others]
-    return stability(sites, [scores, *repeats], search.score, control)
+    return stability(anatomy.site, [scores, *repeats], search.score, anatomy.numbers(control).tolist())
 
 
 def _layer_scores(subject: Subject, measured: Exact, attributions: np.ndarray | None) -> tuple[Score, ...]:
@@ -196,8 +227,10 @@ def _layer_scores(subject: Subject, measured: Exact, attributions: np.ndarray | 
     sites = [Site(layer) for layer in layers]
     columns = measured.effects(sites)
     if attributions is not None:
-        columns["attribution"] = attributions[:, layers].sum(-1)
-    estimates = _estimates(columns)
+        columns["attribution"] = attributions[:, layers].astype(float).sum(-1)
+    estimates: dict[str, list[Any]] = {
+        name: means(column, decisions=name in DECISIONS) for name, column in columns.items()
+    }  # fmt: skip
     scores = []
     for i, site in enumerate(sites):
         kinds = {mixer.kind for mixer in subject.anatomy.at(site.layer)}

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.locating.example import Window, example_matrices, example_tokens, short_question, window
-from surgery.locating.ranking import Ranking, ablation_cost
+from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.runtime import plotting
 
@@ -35,10 +35,10 @@ class Strips:
 
 def draw_mixing(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranking: Ranking, path: Path, top: int = 4) -> None:
     """The mixing matrices of the leading heads (and of the first gather heads) over one example's tokens."""
-    leading = [score for score in ranking.heads if score.pair_mass is not None][:top]  # heads whose matrices can be had
-    by_cost = sorted(ranking.heads, key=ablation_cost, reverse=True)
-    gather = [score for score in by_cost if score.role == "gather" and score not in leading]
-    chosen = leading + gather[:2]
+    heads = ranking.columns
+    leading = np.flatnonzero(heads.measured("pair_mass"))[:top].tolist()  # heads whose matrices can be had
+    gather = [i for i in heads.with_role("gather").tolist() if i not in leading]
+    chosen = [heads[i] for i in leading + gather[:2]]
     if not chosen:
         return
     probe = ranking.probe

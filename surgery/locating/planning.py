@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import ValidationError
 
 from surgery.errors import UserError
 from surgery.loading.opened import a_type
-from surgery.locating.ranking import Ranking, gain
+from surgery.locating.heads import gain
+from surgery.locating.ranking import Ranking
 from surgery.records.plan import Plan
 from surgery.records.record import first_line
 from surgery.records.site import Site, split_sites
@@ -41,13 +43,13 @@ def plan(
     if sites is None:
         if not isinstance(count, int) or not 1 <= count <= len(measured):
             raise UserError(f"the ranking holds {len(measured)} {kind}s; cannot plan {count}")
-        leading = sorted(measured, key=gain, reverse=True)
+        leading = sorted(measured, key=gain, reverse=True)[:count] if kind == "layer" else ranking.columns.sorted()[:count]
         if gain(leading[0])[0] < 2:  # ordered by ablation
             raise UserError(
                 "the ranking is of a model that cannot be spliced: it has grafts already, or its family has no file in "
                 "surgery/families/"
             )
-        sites = tuple(score.site for score in leading[:count])
+        sites = tuple(score.site for score in leading)
     chosen: tuple[Site, ...] = split_sites(sites)
     if not chosen:
         raise UserError("plan.sites is empty; leave it out to plan the leading ones")
@@ -55,8 +57,10 @@ def plan(
     fields |= {"donor": donor, "donor_heads": donor_heads or {}, "donor_layers": donor_layers or {}, "mlp": mlp}
     fields |= {"shared": shared, "blend": blend, "seed": ranking.provenance.seed if seed is None else seed}
     if kind == "head" and donor is None:
-        start_of = {str(score.site): score.start for score in ranking.heads}
-        fields["starts"] = {str(head): start for site in chosen for head in site.each() if (start := start_of.get(str(head)))}
+        parts = [head for site in chosen for head in site.each()]
+        places = ranking.columns.find(parts)
+        starts = {str(head): ranking.columns.start(i) for head, i in zip(parts, places, strict=True) if i is not None}
+        fields["starts"] = {head: start for head, start in starts.items() if start is not None}
     try:
         complete = Plan(**fields)
     except ValidationError as error:
@@ -67,14 +71,14 @@ def plan(
 
 def _check_sites(ranking: Ranking, chosen: Plan) -> None:
     """Refuse sites that the ranked model does not have: splice would, but it has to load the model first."""
-    heads = {score.site for score in ranking.heads}
-    layers = {site.layer for site in heads} | {score.site.layer for score in ranking.layers}
+    heads = ranking.columns
+    layers = {*np.unique(heads.layer).tolist(), *(score.site.layer for score in ranking.layers)}
     for site in chosen.sites:
-        strays = [head for head in site.each() if head not in heads]
+        strays = [head for head, i in zip(site.each(), heads.find(site.each()), strict=True) if i is None]
         if site.layer not in layers:
             raise UserError(f"plan: the ranked model has no site {site}: its layers are {min(layers)} to {max(layers)}")
         if strays:
-            count = sum(head.layer == site.layer for head in heads)
+            count = int((heads.layer == site.layer).sum())
             raise UserError(f"plan: the ranked model has no site {strays[0]}: layer {site.layer} has {count} heads, from 0")
 
 
@@ -85,12 +89,20 @@ def random_plan(ranking: Ranking, chosen: Plan, seed: int, *, same_layers: bool 
     the same number. None if too few are left to draw from."""
     taken = {part for site in chosen.sites for part in (site.each() or (site,))}
     layers = {site.layer for site in chosen.sites}
-    measured = ranking.layers if chosen.kind == "layer" else ranking.heads
-    free = sorted(s.site for s in measured if s.site not in taken and (s.site.layer in layers) == same_layers)
-    if len(free) < len(taken):
+    generator = random.Random(f"random site {seed}")
+    if chosen.kind == "layer":
+        free = sorted(s.site for s in ranking.layers if s.site not in taken and (s.site.layer in layers) == same_layers)
+        drawn = generator.sample(free, len(taken)) if len(free) >= len(taken) else None
+    else:
+        heads = ranking.columns
+        numbers = np.lexsort((heads.head, heads.layer))
+        numbers = numbers[np.isin(heads.layer[numbers], list(layers)) == same_layers]
+        numbers = numbers[~np.isin(numbers, [i for i in heads.find(taken) if i is not None])]
+        few = len(numbers) < len(taken)
+        drawn = None if few else [heads.site(i) for i in generator.sample(numbers.tolist(), len(taken))]
+    if drawn is None:
         return None
-    drawn = tuple(random.Random(f"random site {seed}").sample(free, len(taken)))
     return plan(
-        ranking, kind=chosen.kind, sites=drawn, donor=chosen.donor, mlp=chosen.mlp, width=chosen.width, shared=chosen.shared,
+        ranking, kind=chosen.kind, sites=tuple(drawn), donor=chosen.donor, mlp=chosen.mlp, width=chosen.width, shared=chosen.shared,
         blend=chosen.blend, seed=chosen.seed,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from surgery.locating.attribution import STARTS, attribute_starts, best_starts
+from surgery.locating.attribution_memory import Activations, activations, free_memory
 from surgery.locating.ledger import Ledger, Tensors, digest, gathered
 from surgery.locating.questions import Groups
 from surgery.locating.subject import Subject
@@ -23,52 +24,67 @@ START_EXAMPLES = 64  # few questions decide on a sign
 
 @dataclass(frozen=True)
 class Prefilter:
-    """The fully gated subject with the best start of every head."""
+    """The fully gated subject with the best start of every head. activations: what it keeps of a token. whole: batches are not
+    divided."""
 
     gated: Subject
     starts: dict[str, Start]
     ledger: Ledger
+    activations: Activations
+    whole: bool = False
 
     def attributions(self, groups: Groups, known: Mapping[int, Tensor] | None = None) -> np.ndarray:
-        """(examples, layers, heads). known: by number of the batch, (questions, layers, heads), where they are known."""
+        """(examples, layers, heads), in float32. known: by number of the batch, (questions, layers, heads), where they are
+        known."""
         of_batch = {number: {"values": values} for number, values in (known or {}).items()}
         rest = [number for number in range(len(groups)) if number not in of_batch]
 
         def measure(number: int) -> Tensors:
-            values = attribute_starts(self.gated, groups[number][1], [None])[0]
+            encoded = groups[number][1]
+            step = self.activations.step(encoded, free_memory(self.gated.model.device), whole=self.whole)
+            values = attribute_starts(self.gated, encoded, [None], step)[0]
             advance()
             return {"values": values}
 
         with counting(len(processes.share(rest)), "attribution") as advance:
             of_batch |= self.ledger.gather(rest, lambda number: digest(groups[number][1]), measure)
-        examples = np.concatenate([chosen for chosen, _ in groups])
-        values = torch.cat([of_batch[number]["values"] for number in range(len(groups))])
-        return values.double().numpy()[examples.argsort()]
+        shape = (sum(len(chosen) for chosen, _ in groups), *of_batch[0]["values"].shape[1:])
+        attributions = np.empty(shape, np.float32)  # half a GB for 256 examples of half a million channels
+        for number, (chosen, _) in enumerate(groups):
+            attributions[chosen] = of_batch.pop(number)["values"].numpy()
+        return attributions
 
 
-def prefilter(subject: Subject, groups: Groups, ledger: Ledger) -> tuple[Prefilter, np.ndarray]:
+def prefilter(subject: Subject, groups: Groups, ledger: Ledger, *, whole: bool = False) -> tuple[Prefilter, np.ndarray]:
     """Choose every head's start, the one with the largest attribution over the first START_EXAMPLES questions, and attribute:
-    (the prefilter, attributions (examples, layers, heads))."""
+    (the prefilter, attributions (examples, layers, heads) in float32). whole: batches are not divided to fit into memory."""
     ungated = fully_gated(subject)
     totals = list(accumulate(len(chosen) for chosen, _ in groups))
     first = 1 + next((i for i, total in enumerate(totals) if total >= START_EXAMPLES), len(groups) - 1)
+    kept = activations(ungated, min((row for _, encoded in groups for row in encoded.rows), key=len))
 
     def key(number: int) -> Any:
         return ["every start", digest(groups[number][1])]
 
     def measure(number: int) -> Tensors:
-        values = attribute_starts(ungated, groups[number][1])
+        encoded = groups[number][1]
+        values = attribute_starts(ungated, encoded, step=kept.step(encoded, free_memory(subject.model.device), whole=whole))
         advance()
         return {"every": values}
 
-    with counting(len(processes.share(range(first))), "attribution, all starts") as advance:
-        mine = ledger.share(range(first), key, measure)  # of all starts, too much to send to others: the sums are small
-    sums = gathered({number: {"sum": tensors["every"].sum(1)} for number, tensors in mine.items()})
-    channels = subject.anatomy.mixers[0].width == 1
-    starts = best_starts(torch.stack([tensors["sum"] for tensors in sums.values()]).sum(0), channels)
-    index = torch.tensor(_numbers(list(starts.values()))).view(1, 1, len(subject.anatomy.blocks), subject.anatomy.heads(0))
-    known = gathered({number: {"values": tensors["every"].take_along_dim(index, 0)[0]} for number, tensors in mine.items()})
-    chosen = Prefilter(fully_gated(subject, starts), starts, ledger.extended("starts", index.flatten().tolist()))
+    mine = processes.share(range(first))
+    with ledger.on_disk() as kept_ledger, counting(len(mine), "attribution, all starts") as advance:
+        # Of all starts, too much to hold, and to send to others: the sums are small.
+        sums = gathered({number: {"sum": kept_ledger.tensors(number, key, measure)["every"].sum(1)} for number in mine})
+        channels = subject.anatomy.mixers[0].width == 1
+        starts = best_starts(torch.stack([tensors["sum"] for tensors in sums.values()]).sum(0), channels)
+        index = torch.tensor(_numbers(list(starts.values()))).view(1, 1, len(subject.anatomy.blocks), subject.anatomy.heads(0))
+        known = gathered({
+            number: {"values": kept_ledger.tensors(number, key, measure)["every"].take_along_dim(index, 0)[0]}
+            for number in mine
+        })  # fmt: skip
+    ledger = ledger.extended("starts", index.flatten().tolist())
+    chosen = Prefilter(fully_gated(subject, starts), starts, ledger, kept, whole)
     return chosen, chosen.attributions(groups, {number: tensors["values"] for number, tensors in known.items()})
 
 

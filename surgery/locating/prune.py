@@ -223,11 +223,13 @@ def keep_only(
 
 def last_rows(pruner: Pruner) -> dict[Kind, Outcome]:
     """The whole hybrid without the mixing of each kind at the last position; nothing for a model of one kind."""
-    by_kind: dict[Kind, list[Site]] = {}
-    for site in pruner.subject.anatomy.sites():
-        by_kind.setdefault(pruner.subject.anatomy.mixer_of(site).kind, []).append(site)
-    if len(by_kind) < 2:
+    mixers = pruner.subject.anatomy.mixers
+    if len({mixer.kind for mixer in mixers}) < 2:
         return {}
+    by_kind: dict[Kind, list[Site]] = {}
+    for mixer in mixers:
+        sites = (Site(mixer.layer, (mixer.first + head,)) for head in range(mixer.heads))
+        by_kind.setdefault(mixer.kind, []).extend(sites)
     return {
         kind: pruner.cut(f"no {kind} at the last position", silent=sites, last_only=True) for kind, sites in by_kind.items()
     }

@@ -1,19 +1,22 @@
 """The ranking: scores of all sites, as a table, a data frame and a figure."""
 
-import math
 from functools import partial
 from html import escape
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+import pydantic
 
 from surgery.errors import UserError
 from surgery.loading.digests import Conditions
+from surgery.locating import heads_file
+from surgery.locating.heads import KINDS, ORDER, ROLES, Heads, Role, Score, ScoreName, gain
 from surgery.locating.questions import described
-from surgery.locating.stability import ScoreName, Stability
-from surgery.models.anatomy import Kind
+from surgery.locating.stability import Stability
 from surgery.records.names import called
-from surgery.records.plan import Start
-from surgery.records.record import Provenance, Record, Sealed
+from surgery.records.record import Provenance, Sealed, write_text
 from surgery.records.site import SiteText
 from surgery.statistics import Accuracy, Estimate
 
@@ -21,10 +24,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-Role = Literal["gather", "aggregate"]
+__all__ = ["COLUMNS", "Ranking", "Role", "Score", "gain"]
+
 SHOWN = 10  # heads, where it is not said how many
 COLUMNS = ("splice_loss", "splice_gain", "attribution", "ablation_loss", "ablation_drop", "answer_mass", "pair_mass")
 # Of them a table has the first three that were measured, so that it fits 80 columns.
+LISTED = 1_000  # heads in ranking.json, where there are more than MANY, and arrays beside it
+MANY = 16_384
 LEGEND = {
     "splice_loss": "nats of loss saved when the head becomes attention, untrained",
     "attribution": "the slope of that (nats per unit of gate): it ranks heads, no more",
@@ -33,39 +39,13 @@ LEGEND = {
 }
 
 
-class Score(Record):
-    """What a site does to the probe; accuracies are fractions, losses nats, all paired over the same examples. Each has its own
-    95% interval: of 100 heads that do nothing, about 5 have one that leaves out 0. role alone is corrected for that (roles.py).
-
-    kind: of the head's mixer. start: the sign and scale with which its graft was measured.
-    ablation_drop and ablation_loss: accuracy lost, loss gained when the site is ablated (how: the ranking's probe says).
-    splice_gain and splice_loss: accuracy gained, loss *saved* when the site becomes its untrained dual graft. attribution:
-    the slope of that loss where a gate begins to open to the graft, in nats per unit of gate. It ranks heads; it is no estimate
-    of splice_loss, which it can exceed many times over. answer_mass and pair_mass: see roles.py.
-
-    None: not measured (see locate), or nothing of the kind: a family without grafts has no splice and no attribution, and some
-    mixers' matrices cannot be had.
-    """
-
-    site: SiteText
-    kind: Kind | None = None
-    start: Start | None = None
-    ablation_drop: Estimate | None = None
-    ablation_loss: Estimate | None = None
-    splice_gain: Estimate | None = None
-    splice_loss: Estimate | None = None
-    attribution: Estimate | None = None
-    answer_mass: Estimate | None = None
-    pair_mass: Estimate | None = None
-    role: Role | None = None
-
-
 class Ranking(Sealed):
     """Heads, best place for a graft first (or, in a family without grafts, the one whose ablation costs most), and whole layers
     in order. drawn: heads that were measured exactly not because they led but at random, as a control of what did not lead.
     base_accuracy: of the base on the questions; chance: that of guessing. stability: whether other questions rank the same
-    heads first, if that was asked. conditions, questions: which weights were ranked, with what, and a digest of what they were
-    asked. Versions up to 0.5.1 did not say the last two, versions up to 0.6 no chance."""
+    heads first, if that was asked. arrays: only in a file that does not list all heads. conditions, questions: which weights
+    were ranked, with what, and a digest of what they were asked. Versions up to 0.5.1 did not say the last two, versions up to
+    0.6 no chance."""
 
     provenance: Provenance
     conditions: Conditions | None = None
@@ -74,10 +54,11 @@ class Ranking(Sealed):
     base_accuracy: Accuracy
     chance: float | None = None
     base_loss: Estimate
-    heads: tuple[Score, ...]
+    heads: Heads
     layers: tuple[Score, ...]
     drawn: tuple[SiteText, ...] = ()
     stability: Stability | None = None
+    arrays: heads_file.Arrays | None = None
 
     @property
     def score(self) -> ScoreName:
@@ -85,11 +66,43 @@ class Ranking(Sealed):
         best = gain(self.heads[0])[0] if self.heads else 0
         return next((name for order, name in ORDER if order == best), "splice_loss")
 
+    @property
+    def columns(self) -> Heads:
+        """The heads' scores as arrays, whatever a copy of this ranking was given for its heads."""
+        return Heads.of(self.heads)
+
+    def write(self, path: str | Path) -> None:
+        """Write a JSON file. Of more than MANY heads it lists the first LISTED, and an array file of the same name beside it
+        (.safetensors) holds all. Until both are written, there is no JSON file of that name."""
+        if len(self.heads) <= MANY:
+            super().write(path)
+            return
+        path = Path(path)
+        path.unlink(missing_ok=True)
+        arrays = heads_file.write(self.columns, path.with_suffix(".safetensors"))
+        leading = self.columns.take(slice(LISTED))
+        write_text(path, self.model_copy(update={"heads": leading, "arrays": arrays}).text())
+
+    @classmethod
+    def read(cls, path: str | Path, *, unsealed: Literal["refuse", "say", "take"] = "say") -> Self:
+        """As Sealed.read, with the array file beside it, if it names one."""
+        ranking = super().read(path, unsealed=unsealed)
+        if ranking.arrays is None:
+            return ranking
+        heads = heads_file.read(ranking.arrays, Path(path).parent)
+        return ranking.model_copy(update={"heads": heads, "arrays": None})
+
+    @pydantic.model_serializer(mode="wrap")
+    def _without_absent(self, fields: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A file that lists all its heads does not speak of arrays."""
+        content = fields(self)
+        return {name: value for name, value in content.items() if name != "arrays" or value is not None}
+
     def top(self, k: int = SHOWN) -> tuple[Score, ...]:
         """The k leading heads' scores, best first (of all heads, if there are fewer). Raises UserError for a k below 1."""
         if not isinstance(k, int) or k < 1:
             raise UserError(f"Ranking.top takes a number of heads from 1 on, not {k}")
-        return self.heads[:k]
+        return tuple(self.heads[:k])
 
     def table(self, k: int = SHOWN) -> tuple[list[str], list[list[str]]]:
         """Header and body: the k leading heads and what was measured of them; what they are sorted by, with its interval."""
@@ -113,7 +126,25 @@ class Ranking(Sealed):
             import pandas
         except ImportError as error:
             raise UserError("Ranking.to_pandas needs pandas, which is not installed: pip install pandas") from error
-        return pandas.DataFrame([_row(score, drawn=score.site in self.drawn) for score in self.heads])
+        heads = self.columns
+        frame: dict[str, Any] = {
+            "site": [f"L{layer}.H{head}" for layer, head in zip(heads.layer.tolist(), heads.head.tolist(), strict=True)],
+            "layer": heads.layer,
+            "head": heads.head,
+            "kind": [KINDS[kind] for kind in heads.kind.tolist()],
+            "role": [ROLES[role] for role in heads.role.tolist()],
+            "drawn": np.zeros(len(heads), dtype=bool),
+            "sign": heads.sign.astype(int) if heads.sign.all() else np.where(heads.sign == 0, np.nan, heads.sign),
+            "tau": heads.tau,
+        }
+        frame["drawn"][[place for place in heads.find(self.drawn) if place is not None]] = True
+        for name in COLUMNS:
+            estimates = heads.estimates.get(name)
+            frame[name] = heads.values(name)
+            frame[f"{name}_low"] = np.full(len(heads), np.nan) if estimates is None else estimates.low
+            frame[f"{name}_high"] = np.full(len(heads), np.nan) if estimates is None else estimates.high
+            frame[f"{name}_n"] = np.zeros(len(heads), dtype=int) if estimates is None else estimates.n
+        return pandas.DataFrame(frame)
 
     def plot(self) -> "Figure":
         """A matplotlib figure: heat maps layer x head, one for every score that was measured, with letters at aggregate and
@@ -153,19 +184,6 @@ class Ranking(Sealed):
         return [*more, *(f"{name.replace('_', ' ')}: {LEGEND[name]}" for name in self._shown())]
 
 
-# What heads are sorted by: the first of these that was measured.
-ORDER: tuple[tuple[int, ScoreName], ...] = ((3, "splice_loss"), (2, "attribution"), (1, "ablation_loss"))
-
-
-def gain(score: Score) -> tuple[int, float]:
-    """What heads are sorted by: the exact loss that splicing saves; behind those, its attribution where it was not measured;
-    behind those, the loss that ablation costs, where nothing can be spliced."""
-    for order, name in ORDER:
-        if (estimate := getattr(score, name)) is not None:
-            return order, estimate.value
-    return 0, 0.0
-
-
 def _cell(score: Score, name: str) -> str:
     """A score without its interval."""
     estimate = getattr(score, name)
@@ -176,21 +194,3 @@ def _png(figure: "Figure") -> bytes:
     content = BytesIO()
     figure.savefig(content, format="png", dpi=100)
     return content.getvalue()
-
-
-def _row(score: Score, drawn: bool) -> dict[str, Any]:
-    start = score.start
-    row: dict[str, Any] = {"site": str(score.site), "layer": score.site.layer, "head": score.site.heads[0]}
-    row |= {"kind": score.kind, "role": score.role, "drawn": drawn}
-    row |= {"sign": math.nan if start is None else start.sign, "tau": math.nan if start is None else start.tau}
-    for name in COLUMNS:
-        estimate = getattr(score, name)
-        row[name] = math.nan if estimate is None else estimate.value
-        row[f"{name}_low"], row[f"{name}_high"] = (math.nan, math.nan) if estimate is None else estimate.ci95
-        row[f"{name}_n"] = 0 if estimate is None else estimate.n
-    return row
-
-
-def ablation_cost(score: Score) -> float:
-    """The loss that ablating a head costs; 0 where it was not measured."""
-    return score.ablation_loss.value if score.ablation_loss else 0.0

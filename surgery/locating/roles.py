@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from surgery.locating.heads import Role, Score
 from surgery.locating.matrices import mixing_matrices
-from surgery.locating.ranking import Role, Score
 from surgery.locating.subject import Subject
 from surgery.models.tokens import opening
 from surgery.probes.question import Question
@@ -54,6 +54,8 @@ def masses(
     layers = len(anatomy.blocks)
     shape = (len(questions), layers, max(anatomy.heads(layer) for layer in range(layers)))
     answer, pair = np.full(shape, np.nan), np.full(shape, np.nan)
+    if sites is not None and not sites:
+        return answer, pair
     for q in processes.share(range(len(questions))):
         question = questions[q]
         if question.evidence is None or not question.spans:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from surgery.locating.exact import Exact
+from surgery.locating.heads import ScoreName
 from surgery.locating.ledger import Ledger
 from surgery.locating.prefilter import Prefilter
 from surgery.locating.questions import QuestionSet
-from surgery.locating.stability import ScoreName, Scores
+from surgery.locating.stability import Column, Scores
 from surgery.locating.subject import Subject
+from surgery.models.anatomy import Anatomy
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
 
@@ -44,15 +46,15 @@ class Search:
     def first(self, questions: QuestionSet, values: np.ndarray | None) -> tuple[Exact, list[Site], list[Site]]:
         """What a ranking says in full: (the measurements, leading heads, heads drawn among the others). values: attributions
         (examples, layers, heads)."""
-        measured, sites = self._exact(questions), self.subject.anatomy.sites()
+        measured = self._exact(questions)
         if not self.options.exact:
             measured.measure([], layers=False)
             return measured, [], []
         if self.options.confirm is None:
             measured.measure(None, layers=self.options.layers)
-            return measured, sites, []
+            return measured, self.subject.anatomy.sites(), []
         leading, others = self._split(measured, values, self.options.confirm)
-        control = drawn(others, questions.seed)
+        control = drawn(self.subject.anatomy, others, questions.seed)
         chosen = [*leading, *control]
         if self.prefilter is None:
             measured.measure(chosen, layers=False, kinds=("ablate",), leading=LEADING)
@@ -75,46 +77,49 @@ class Search:
             leading, _ = self._split(measured, values, self.options.confirm)
             measured.measure(leading, layers=False, kinds=(self.kind,), leading=LEADING)
             measured.measure(always, layers=False, kinds=(self.kind,))
-        return self.scores(questions, measured, values)
+        return self.scores(questions, measured, values).only(self.subject.anatomy.numbers(always))
 
     def scores(self, questions: QuestionSet, measured: Exact, values: np.ndarray | None) -> Scores:
         """The scores that rank heads, for the comparison of rankings."""
-        sites = self.subject.anatomy.sites()
-        columns: dict[ScoreName, np.ndarray] = {}
+        anatomy, heads = self.subject.anatomy, measured.heads()
+        columns: dict[ScoreName, Column] = {}
         if self.options.exact:
-            columns[self.score] = measured.effects(sites)[self.score]
+            columns[self.score] = Column(measured.effects(heads)[self.score], anatomy.numbers(heads))
         if values is not None:
-            columns["attribution"] = values[index_of(sites)]
+            columns["attribution"] = Column(of_heads(values, anatomy))
         probe = {"name": questions.name, "options": questions.options}
-        return Scores(probe, questions.seed, measured.correct["base", None], columns)
+        return Scores(probe, questions.seed, measured.correct["base", None], columns, len(anatomy.places[0]))
 
     def _exact(self, questions: QuestionSet) -> Exact:
         gated, ledger = (self.prefilter.gated, self.prefilter.ledger) if self.prefilter else (None, self.ledger)
         return Exact(self.subject, questions, gated=gated, ablation=self.options.ablation, ledger=ledger)
 
-    def _split(self, measured: Exact, values: np.ndarray | None, share: float) -> tuple[list[Site], list[Site]]:
-        """The share of the heads that is to be confirmed, the most promising first, and the others. What is promising: by
-        attribution, or, where there is none, by what ablating the head's layer costs, which this measures."""
+    def _split(self, measured: Exact, values: np.ndarray | None, share: float) -> tuple[list[Site], list[int]]:
+        """The share of the heads that is to be confirmed, the most promising first, and the others' numbers. What is promising:
+        by attribution, or, where there is none, by what ablating the head's layer costs, which this measures."""
         anatomy = self.subject.anatomy
-        sites = anatomy.sites()
+        layers, heads = anatomy.places
         if values is not None:
-            promise = dict(zip(sites, values.mean(0)[index_of(sites)[1:]], strict=True))
+            promise = values.mean(0, dtype=float)[layers, heads]
         else:
             measured.measure([], layers=True)
-            layers = anatomy.layers()
-            costs = measured.effects([Site(layer) for layer in layers])["ablation_loss"].mean(0)
-            cost_of = dict(zip(layers, costs, strict=True))
-            promise = {site: cost_of[site.layer] for site in sites}
-        order = sorted(sites, key=lambda site: -promise[site])
-        count = math.ceil(share * len(sites))
-        return order[:count], order[count:]
+            with_mixer = anatomy.layers()
+            costs = measured.effects([Site(layer) for layer in with_mixer])["ablation_loss"].mean(0)
+            promise = costs[np.searchsorted(with_mixer, layers)]
+        order = np.argsort(-promise, kind="stable").tolist()
+        count = math.ceil(share * len(order))
+        return [anatomy.site(number) for number in order[:count]], order[count:]
 
 
-def drawn(sites: list[Site], seed: int) -> list[Site]:
-    """A control: a few of the heads that do not lead."""
-    return sorted(random.Random(f"control {seed}").sample(sites, min(DRAWN, len(sites))))
+def drawn(anatomy: Anatomy, numbers: Sequence[int], seed: int) -> list[Site]:
+    """A control: a few of the heads that do not lead, given by their numbers."""
+    chosen = random.Random(f"control {seed}").sample(numbers, min(DRAWN, len(numbers)))
+    return sorted(anatomy.site(number) for number in chosen)
 
 
-def index_of(sites: Sequence[Site]) -> tuple[slice, list[int], list[int]]:
-    """Where heads stand in an array (examples, layers, heads)."""
-    return slice(None), [site.layer for site in sites], [site.heads[0] for site in sites]
+def of_heads(values: np.ndarray, anatomy: Anatomy) -> np.ndarray:
+    """(examples, heads): of an array (examples, layers, most heads of a layer) what belongs to heads."""
+    layers, heads = anatomy.places
+    if len(heads) == values[0].size:  # all of it: half a million channels of 256 examples are half a GB, and not copied
+        return values.reshape(len(values), -1)
+    return values[:, layers, heads]

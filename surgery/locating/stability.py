@@ -6,19 +6,18 @@ attribution lack (the prefilter's misses). And as a test on questions that did n
 heads are worth on the others' questions, beside heads drawn at random.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from surgery.locating.heads import ScoreName
 from surgery.locating.questions import described
 from surgery.records.record import Record
 from surgery.records.site import Site, SiteText
-from surgery.statistics import Accuracy, Estimate, correlation, mean, proportion
-
-ScoreName = Literal["splice_loss", "ablation_loss", "attribution"]
+from surgery.statistics import CHUNK, Accuracy, Estimate, correlation, mean, proportion
 
 EXACT, PREFILTERED = 5, 10  # the exact leading five should be among attribution's leading ten
 TOPS = (1, 5, 10)
@@ -80,52 +79,88 @@ class Stability(Record):
 
 
 @dataclass(frozen=True)
+class Column:
+    """A score. values (examples, sites that were measured), NaN where one was not measured on an example. at: the numbers of
+    these sites, in order; None: all."""
+
+    values: np.ndarray
+    at: np.ndarray | None = None
+
+    def means(self) -> np.ndarray:
+        """(sites that were measured,): over the examples on which each was."""
+        total, counts = np.zeros((2, self.values.shape[1]))
+        for start in range(0, len(total), CHUNK):
+            part = self.values[:, start : start + CHUNK].astype(float)
+            total[start : start + CHUNK], counts[start : start + CHUNK] = np.nansum(part, axis=0), (~np.isnan(part)).sum(0)
+        return np.divide(total, counts, out=np.full(len(total), np.nan), where=counts > 0)
+
+    def values_of(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """(examples, numbers): of sites that were measured, by number."""
+        return self.values[:, numbers if self.at is None else np.searchsorted(self.at, numbers)].astype(float)
+
+
+@dataclass(frozen=True)
 class Scores:
-    """What one set of questions says. correct (examples,): of the base. columns: score -> (examples, sites), NaN where a site
-    was not measured."""
+    """What one set of questions says of the heads, `sites` in number. correct (examples,): of the base. means: score ->
+    (sites,), if they were taken already."""
 
     probe: dict[str, Any]
     seed: int
     correct: np.ndarray
-    columns: dict[ScoreName, np.ndarray]
+    columns: dict[ScoreName, Column]
+    sites: int
+    means: dict[ScoreName, np.ndarray] = field(default_factory=dict)
 
     def centres(self, score: ScoreName) -> np.ndarray:
         """(sites,): means over the questions that were asked; NaN where none was."""
-        values = self.columns[score]
-        counts = (~np.isnan(values)).sum(0)
-        return np.divide(np.nansum(values, axis=0), counts, out=np.full(len(counts), np.nan), where=counts > 0)
+        if score not in self.means:
+            column, centres = self.columns[score], np.full(self.sites, np.nan)
+            centres[slice(None) if column.at is None else column.at] = column.means()
+            self.means[score] = centres
+        return self.means[score]
+
+    def only(self, numbers: np.ndarray) -> "Scores":
+        """The same with the values of some sites alone, by number; the means are of all."""
+        columns: dict[ScoreName, Column] = {}
+        for score, column in self.columns.items():
+            self.centres(score)
+            here = np.unique(numbers) if column.at is None else np.intersect1d(numbers, column.at)
+            columns[score] = Column(column.values_of(here), here)
+        return replace(self, columns=columns)
 
     def leading(self, score: ScoreName, top: int) -> list[int]:
         """Indices of the best sites that were measured, best first."""
         centres = self.centres(score)
-        order = (-centres).argsort(kind="stable")  # NaN sorts last
-        return [int(i) for i in order[:top] if not np.isnan(centres[i])]
+        order = (-centres).argsort(kind="stable")[:top]  # NaN sorts last
+        return order[~np.isnan(centres[order])].tolist()
 
 
-def stability(sites: Sequence[Site], scores: Sequence[Scores], score: ScoreName, drawn: Sequence[Site]) -> Stability:
-    """Compare two rankings or more. Each has measured `drawn`, and the leading five of the first, on all of its questions."""
+def stability(
+    site_of: Callable[[int], Site], scores: Sequence[Scores], score: ScoreName, drawn: Sequence[int]
+) -> Stability:  # fmt: skip
+    """Compare two rankings or more. Each has measured `drawn`, and the leading five of the first, on all of its questions.
+    site_of: a site by its number."""
     first, *others = scores
-    at = {site: i for i, site in enumerate(sites)}
     return Stability(
         score=score,
-        repeats=tuple(_repeat(sites, ranking, score) for ranking in scores),
+        repeats=tuple(_repeat(site_of, ranking, score) for ranking in scores),
         agreements=tuple(
             _agreement(pair, scores[pair[0]], scores[pair[1]], name)
             for name in first.columns for pair in combinations(range(len(scores)), 2)
         ),
         leading=_on_others(others, score, first.leading(score, EXACT)),
-        drawn=_on_others(others, score, [at[site] for site in drawn]) if drawn else None,
+        drawn=_on_others(others, score, list(drawn)) if len(drawn) else None,
     )  # fmt: skip
 
 
-def _repeat(sites: Sequence[Site], ranking: Scores, score: ScoreName) -> Repeat:
+def _repeat(site_of: Callable[[int], Site], ranking: Scores, score: ScoreName) -> Repeat:
     missed = None
     if score != "attribution" and "attribution" in ranking.columns and not np.isnan(ranking.centres(score)).any():
         passed = set(ranking.leading("attribution", PREFILTERED))
-        missed = tuple(sites[i] for i in ranking.leading(score, EXACT) if i not in passed)
+        missed = tuple(site_of(i) for i in ranking.leading(score, EXACT) if i not in passed)
     return Repeat(
         probe=ranking.probe, seed=ranking.seed, base_accuracy=proportion(ranking.correct),
-        leading=tuple(sites[i] for i in ranking.leading(score, max(TOPS))), missed=missed,
+        leading=tuple(site_of(i) for i in ranking.leading(score, max(TOPS))), missed=missed,
     )  # fmt: skip
 
 
@@ -140,4 +175,4 @@ def _agreement(pair: tuple[int, int], first: Scores, second: Scores, score: Scor
 
 
 def _on_others(others: Sequence[Scores], score: ScoreName, chosen: list[int]) -> Estimate:
-    return mean(np.concatenate([ranking.columns[score][:, chosen].mean(1) for ranking in others]))
+    return mean(np.concatenate([ranking.columns[score].values_of(chosen).mean(1) for ranking in others]))

@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
 
+import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -96,6 +97,24 @@ class Anatomy:
     def sites(self) -> list[Site]:
         """All heads, in order."""
         return [Site(layer, (head,)) for layer in self.layers() for head in range(self.heads(layer))]
+
+    @cached_property
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """The layer, and the number within it, of every head of sites(). A Mamba-1 of 7B has half a million."""
+        layers = self.layers()
+        counts = [self.heads(layer) for layer in layers]
+        return np.repeat(layers, counts), np.concatenate([np.arange(count) for count in counts])
+
+    def site(self, number: int) -> Site:
+        """A head by its number in sites(), from 0."""
+        layers, heads = self.places
+        return Site(int(layers[number]), (int(heads[number]),))
+
+    def numbers(self, sites: Iterable[Site]) -> np.ndarray:
+        """Of single heads their numbers in sites()."""
+        layers, _ = self.places
+        first = {layer: int(np.searchsorted(layers, layer)) for layer in self.layers()}
+        return np.array([first[site.layer] + site.heads[0] for site in sites], dtype=int)
 
     def layers(self) -> list[int]:
         """The layers that have a mixer."""

@@ -180,14 +180,19 @@ def read_text(path: str | Path, what: str = "") -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
+    """Write a UTF-8 file so that a reader sees the old content or the new, never a part."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
     """Write a file so that a reader sees the old content or the new, never a part."""
     path, temporary = Path(path), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         sweep(path)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
         os.chmod(temporary, 0o644)  # mkstemp's default is for secrets
         os.replace(temporary, path)
     except OSError as error:

@@ -4,7 +4,6 @@ For every seed the heads are ranked, the model is tuned and both are measured on
 base with its own mixers of the same layers tuned, on the same data and for as many steps.
 """
 
-import copy
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,7 @@ from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, Proportion
 from surgery.studies.figures import draw_seeds
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
+from surgery.tuning.trainable import with_own_mixers
 
 KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
 CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
@@ -106,7 +106,7 @@ def _run_seed(
     seconds: dict[str, float] = {}
     for name, way in {**recipes, CONTROL: recipe}.items():
         layers = [site.layer for site in chosen.sites] if name == CONTROL else None
-        model = splice(base.model, chosen) if layers is None else copy.deepcopy(adopt(base.model))
+        model = splice(base.model, chosen) if layers is None else with_own_mixers(base, layers)
         folder, start = out / "tuning" / name, time.monotonic()
         # An interrupted tuning starts again, or only a part of it would be timed.
         resume = subjects.resume and on_main((folder / SECONDS).exists)

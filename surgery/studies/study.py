@@ -133,8 +133,9 @@ class OfHeads(Study):
 
 def leading(ranking: Ranking, role: Role, top: int = 1) -> list[Score]:
     """The heads of a role whose ablation costs most."""
-    ablated = [score for score in ranking.heads if score.role == role and score.ablation_loss is not None]
-    return sorted(ablated, key=lambda score: -score.ablation_loss.value)[:top]  # type: ignore[union-attr]
+    scores = (ranking.columns[i] for i in ranking.columns.with_role(role))
+    ablated = [score for score in scores if score.ablation_loss is not None]
+    return sorted(ablated, key=lambda score: -score.ablation_loss.value)[:top]
 
 
 def rows(outcomes: Sequence[Outcome]) -> tuple[Row, ...]:

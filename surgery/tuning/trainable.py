@@ -8,7 +8,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
+from surgery.loading.opened import Checkpoint, model_of
 from surgery.models.quantised import has_quantised_weight
+from surgery.splicing.splice import install
 from surgery.tuning.lora import adapters
 
 
@@ -20,6 +22,18 @@ def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.
     fixed = {id(p) for module in model.modules() if has_quantised_weight(module) for p in module.parameters(recurse=False)}
     named = {name: p for name, p in model.named_parameters() if any(part in name for part in parts)}
     return {name: p for name, p in named.items() if p.is_floating_point() and id(p) not in fixed} | adapters(model)
+
+
+def with_own_mixers(base: PreTrainedModel | Checkpoint, layers: list[int]) -> PreTrainedModel:
+    """The base adopted, as the control that `tune` trains with these `layers`: what is trained there is a copy, all else the
+    base's own. Adapters (tune.lora) need no copies, as they are merged into some of their own."""
+    model = install(model_of(base, "tune"), None)  # adopt() would return an adopted base itself
+    copies = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in trainable(model, layers).values()}
+    for name, p in list(model.named_parameters(remove_duplicate=False)):
+        if id(p) in copies:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, copies[id(p)])
+    return model
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Locate(ProbeChoice):
     ablation: Literal["zero", "mean", "resample"] = "zero"
     """What replaces an ablated head: nothing, its mean, or its values on another example."""
     batch_size: Count = 32
-    """Questions in a forward pass."""
+    """Questions in a forward pass. Unless it is set, attribution takes fewer at a time where they do not fit into memory."""
     seeds: int = Field(default=1, ge=1, le=100)
     """Repeat the ranking with the questions of this many seeds, and report how well the rankings agree."""
     also: tuple[ProbeChoice, ...] = ()

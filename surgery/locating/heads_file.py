@@ -1,0 +1,86 @@
+"""The arrays of a ranking with very many heads, in a safetensors file beside its ranking.json.
+
+Arrays as in Heads, each in the smallest whole numbers that hold it, or in float64. Of a score: <score>.value, .low, .high and
+.n for the heads that were measured, and <score>.at, where those stand, unless it is all.
+"""
+
+import hashlib
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from surgery.errors import UserError
+from surgery.locating.heads import KINDS, ROLES, SCORES, Heads
+from surgery.records.record import Record, write_bytes
+from surgery.statistics import Intervals
+
+WHOLE = {"layer": int, "head": int, "kind": np.uint8, "role": np.uint8, "sign": np.int8}
+PARTS = ("value", "low", "high")
+
+
+class Arrays(Record):
+    """What ranking.json says of the file: its name, its digest, and how many heads it holds."""
+
+    file: str
+    """Beside ranking.json."""
+    sha256: str
+    """Of the file's bytes."""
+    heads: int
+    """How many there are; ranking.json itself lists the leading ones."""
+
+
+def write(heads: Heads, path: Path) -> Arrays:
+    """Write the file."""
+    arrays = {name: _narrow(getattr(heads, name)) for name in WHOLE} | {"tau": heads.tau}
+    for name, estimates in heads.estimates.items():
+        at = np.flatnonzero(estimates.n)
+        if len(at) < len(heads):
+            arrays[f"{name}.at"] = _narrow(at)
+        arrays |= {f"{name}.{part}": getattr(estimates, part)[at] for part in PARTS}
+        arrays[f"{name}.n"] = _narrow(estimates.n[at])
+    content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+    write_bytes(path, content)
+    return Arrays(file=path.name, sha256=hashlib.sha256(content).hexdigest(), heads=len(heads))
+
+
+def read(about: Arrays, folder: Path) -> Heads:
+    """Read it again. Raises UserError if it is missing or not as it was written."""
+    path = folder / Path(about.file).name
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}, which holds the scores of a ranking beside it: {error.strerror}") from error
+    if hashlib.sha256(content).hexdigest() != about.sha256:
+        raise UserError(f"{path} is not as it was written: its content does not fit the ranking beside it; make both again")
+    try:
+        return _heads(load(content))
+    except (SafetensorError, struct.error, KeyError, ValueError) as error:
+        raise UserError(f"{path} does not hold the scores of a ranking: {error}") from error
+
+
+def _heads(arrays: dict[str, np.ndarray]) -> Heads:
+    count, estimates = len(arrays["layer"]), {}
+    for name in (name for name in SCORES if f"{name}.n" in arrays):
+        at = arrays.get(f"{name}.at", slice(None))
+        ends = np.full((3, count), np.nan)
+        ends[:, at] = [arrays[f"{name}.{part}"] for part in PARTS]
+        n = np.zeros(count, dtype=int)
+        n[at] = arrays[f"{name}.n"]
+        estimates[name] = Intervals(ends[0], ends[1], ends[2], n)
+    whole: dict[str, Any] = {name: arrays[name].astype(dtype) for name, dtype in WHOLE.items()}
+    if whole["kind"].max(initial=0) >= len(KINDS) or whole["role"].max(initial=0) >= len(ROLES):
+        raise ValueError("a kind or a role that this version does not know")
+    if any(len(array) != count for array in (*whole.values(), arrays["tau"])):
+        raise ValueError("arrays of different lengths")
+    return Heads(**whole, tau=arrays["tau"], estimates=estimates)
+
+
+def _narrow(array: np.ndarray) -> np.ndarray:
+    """Whole numbers, in as few bytes as they need."""
+    if array.dtype == np.int8:
+        return array
+    return array.astype(np.min_scalar_type(int(array.max(initial=0))))

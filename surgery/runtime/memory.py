@@ -1,0 +1,215 @@
+"""Memory and disk: the most that work holds at once, and what this machine has for it. All figures are bytes.
+
+What is counted is resident memory: pages of a memory-mapped file count from when they are read. Linux itself keeps the peak of
+a process, and takes it back where it is told to; elsewhere, and for child processes, a thread looks every few milliseconds.
+"""
+
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+OWN = Path("/proc/self/status")
+RESET = Path("/proc/self/clear_refs")
+EVERY = 0.01  # seconds between two looks at this process, where the system keeps no peak
+EVERY_CHILD = 0.1  # at its children: Linux keeps the peak of each, so none is missed that lives as long
+OWN_GROUPS = Path("/proc/self/cgroup")
+GROUPS = Path("/sys/fs/cgroup")
+CHILDREN_LOOKED_AT = 64  # more are not this program's doing
+
+
+def resident() -> int:
+    """What this process holds now."""
+    return psutil.Process().memory_info().rss
+
+
+class Peak:
+    """The most that was held at once while `measured` ran. After it, or so far.
+
+    process: this process. children: its child processes, and theirs, together. total: all of them together, at most, as their
+    peaks need not have come at the same time. device: what torch held on this process's GPU, 0 where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.process = self.children = self.device = 0
+
+    @property
+    def total(self) -> int:
+        return self.process + self.children
+
+    def _take(self, process: int, device: int) -> None:
+        self.process, self.device = max(self.process, process), max(self.device, device)
+
+
+_open: list[Peak] = []  # those that run now: stages within a run
+_lock = threading.RLock()
+
+
+@contextmanager
+def measured() -> Iterator[Peak]:
+    """Measures the peak of what is done within. May be nested: the outer one's peak includes the inner one's."""
+    peak, stop = Peak(), threading.Event()
+    with _lock:
+        _fold()
+        _open.append(peak)
+    thread = threading.Thread(target=_watch, args=(peak, stop), daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
+        with _lock:
+            _fold()
+            _open.remove(peak)
+
+
+def _fold() -> None:
+    """Gives what was the most since the last call to all that run, and starts anew."""
+    with _lock:
+        process, device = max(_kept(OWN) or 0 if _resettable() else 0, resident()), _device_peak()
+        for peak in _open:
+            peak._take(process, device)
+        _reset()
+
+
+def _reset() -> None:
+    if _resettable():
+        RESET.write_text("5")
+    if (cuda := _cuda()) is not None:
+        cuda.reset_peak_memory_stats()
+
+
+def _resettable() -> bool:
+    """Whether the system keeps a peak and takes it back. Some sandboxes only keep that of the process's whole life."""
+    return os.access(RESET, os.W_OK) and _kept(OWN) is not None
+
+
+def _kept(status: Path) -> int | None:
+    """The peak that the system has kept of a process; None where it keeps none."""
+    try:
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return None
+    return int(line.split()[1]) * 1024
+
+
+def _watch(peak: Peak, stop: threading.Event) -> None:
+    own = psutil.Process()
+    if _resettable():
+        while not stop.wait(EVERY_CHILD):
+            peak.children = max(peak.children, _children(own))
+        return
+    last = 0.0
+    while not stop.wait(EVERY):
+        peak._take(own.memory_info().rss, 0)
+        last += EVERY
+        if last >= EVERY_CHILD:
+            peak.children, last = max(peak.children, _children(own)), 0.0
+
+
+def _children(own: psutil.Process) -> int:
+    total = 0
+    try:
+        for child in own.children(recursive=True)[:CHILDREN_LOOKED_AT]:
+            try:
+                total += _kept(Path(f"/proc/{child.pid}/status")) or child.memory_info().rss
+            except psutil.Error:  # it has ended
+                continue
+    except psutil.Error:
+        pass
+    return total
+
+
+def _cuda() -> Any:
+    """torch.cuda, where a GPU is in use; torch is not imported for that."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+
+def _device_peak() -> int:
+    cuda = _cuda()
+    return cuda.max_memory_allocated() if cuda is not None else 0
+
+
+def available(device: Any = "cpu") -> int:
+    """Memory that this process can still take on a device: of the machine, the smaller of what is free and what is left of the
+    limit of its control group (a container's, a job's); of a GPU, what is free."""
+    if _is_cuda(device):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    left = [limit - used for limit, used in _limits()]
+    return max(0, min([psutil.virtual_memory().available, *left]))
+
+
+def capacity(device: Any = "cpu") -> int:
+    """Memory that a device has in all, within the limit of this process's control group."""
+    if _is_cuda(device):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[1]
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits())])
+
+
+def _is_cuda(device: Any) -> bool:
+    return str(device).partition(":")[0] == "cuda"
+
+
+def free_disk(folder: str | Path) -> int:
+    """Free space of the disk that a folder is on, or is going to be on."""
+    folder = Path(folder).absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _limits() -> list[tuple[int, int]]:
+    """(limit, used) of every control group of this process that has a limit. Pages of files that the system may drop at any
+    time are not counted as used."""
+    result = []
+    try:
+        lines = OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return []
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if not controllers:  # version 2
+            roots, names = [GROUPS, GROUPS / "unified"], ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            roots = [GROUPS / "memory"]
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        for root in roots:
+            group = root / path.strip("/")
+            for folder in [group, *group.parents]:  # in a container its own group may be the root
+                if not folder.is_relative_to(root):
+                    break
+                if (entry := _limit(folder, *names)) is not None:
+                    result.append(entry)
+    return result
+
+
+def _limit(folder: Path, limit: str, usage: str, reclaimable: str) -> tuple[int, int] | None:
+    try:
+        maximum, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+        statistics = (folder / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    if not maximum.isdigit() or int(maximum) >= 2**60:  # "max", or version 1's way to say so
+        return None
+    freed = sum(int(line.split()[1]) for line in statistics if line.split()[:1] == [reclaimable])
+    return int(maximum), max(0, used - freed)
+
+
+def size(number: float) -> str:
+    """A number of bytes as a person would say it: 512 KiB, 3.1 MiB, 14.5 GiB."""
+    if number < 2**20:
+        return f"{number / 2**10:.0f} KiB"
+    return f"{number / 2**20:.1f} MiB" if number < 2**30 else f"{number / 2**30:.1f} GiB"

@@ -1,0 +1,82 @@
+"""The peak of what is held, and what the machine has for it."""
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from surgery.runtime import memory
+
+MIB = 2**20
+
+
+def hold(mebibytes: int) -> None:
+    tensor = torch.ones(mebibytes * MIB // 4)
+    time.sleep(4 * memory.EVERY)  # long enough to be seen where a thread has to look
+    del tensor
+
+
+@pytest.mark.parametrize("kept_by_the_system", [True, False])
+def test_a_stage_has_the_peak_of_its_own_work(kept_by_the_system, tmp_path, monkeypatch):
+    if not kept_by_the_system:
+        monkeypatch.setattr(memory, "RESET", tmp_path / "none")
+    elif not memory._resettable():
+        pytest.skip("this system keeps no peak that can be reset")
+    before = memory.resident()
+    with memory.measured() as whole:
+        with memory.measured() as first:
+            hold(256)
+        with memory.measured() as second:
+            hold(32)
+    assert before + 240 * MIB < first.process < before + 300 * MIB
+    assert second.process < first.process - 150 * MIB
+    assert whole.process >= first.process
+    assert (first.children, first.device) == (0, 0)
+
+
+def test_children_are_counted():
+    program = f"import time; x = bytearray(150 * {MIB}); x = None; time.sleep(.5)"
+    with memory.measured() as peak:
+        subprocess.run([sys.executable, "-c", program], check=True)
+    assert (150 if sys.platform == "linux" else 5) * MIB < peak.children < 250 * MIB
+    assert peak.total == peak.process + peak.children
+
+
+def test_work_that_fails_is_measured_too():
+    with pytest.raises(ValueError, match="work"), memory.measured() as peak:
+        raise ValueError("work")
+    assert peak.process > 0
+    assert memory._open == []
+
+
+@pytest.mark.parametrize(("version", "group"), [(2, "jobs/mine"), (1, "jobs/mine"), (2, ""), (1, "elsewhere/mine")])
+def test_the_limit_of_a_control_group_is_obeyed(version, group, tmp_path, monkeypatch):
+    """Its own, or that of a group above it."""
+    monkeypatch.setattr(memory, "GROUPS", tmp_path)
+    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text(f"0::/{group}\n" if version == 2 else f"5:cpu:/\n4:memory:/{group}\n0::/\n")
+    folder = (tmp_path if version == 2 else tmp_path / "memory") / ("jobs" if group.startswith("jobs") else "")
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("max", "current", "inactive_file") if version == 2 else ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+    (folder / f"memory.{names[0]}").write_text(f"{300 * MIB}\n")
+    (folder / f"memory.{names[1]}").write_text(f"{200 * MIB}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {50 * MIB}\n")
+    assert memory.available() == 150 * MIB
+    assert memory.capacity() == 300 * MIB
+    (folder / f"memory.{names[0]}").write_text("max\n" if version == 2 else "9223372036854771712\n")
+    assert memory.capacity() == psutil.virtual_memory().total
+    assert 0 < memory.available() <= memory.capacity()
+
+
+def test_free_disk_of_a_folder_that_is_yet_to_be(tmp_path):
+    assert memory.free_disk(tmp_path / "new" / "folder") == pytest.approx(memory.free_disk(tmp_path), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 KiB"), (512 * 1024, "512 KiB"), (3.25 * MIB, "3.2 MiB"), (14.5 * 2**30, "14.5 GiB")]
+)
+def test_sizes_are_said_as_a_person_would(number, text):
+    assert memory.size(number) == text
