@@ -14,8 +14,7 @@ from surgery.exporting.verify import OURS, Reader
 from surgery.families.dual_start import OWN
 from surgery.loading.checkpoint import brings_tokenizer, fingerprint, load_base
 from surgery.loading.origin import origin
-from surgery.models.answers import described, tensors
-from surgery.models.offloaded import held
+from surgery.models.answers import described, held, tensors
 from surgery.models.quantised import is_quantised
 from surgery.records.plan import Plan, published
 from surgery.records.record import environment

@@ -28,8 +28,7 @@ from surgery.errors import UserError
 from surgery.families import family_of
 from surgery.kernels.dispatch import use
 from surgery.models import answers as script
-from surgery.models.answers import LENGTHS, NEW, answers, described
-from surgery.models.offloaded import held, named_values
+from surgery.models.answers import LENGTHS, NEW, answers, described, held, named_values
 from surgery.models.quantised import is_quantised
 from surgery.records.record import Record
 

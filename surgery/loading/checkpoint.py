@@ -20,6 +20,7 @@ from surgery.loading.opened import Checkpoint, a_type, model_of
 from surgery.loading.original import is_original, load_original
 from surgery.loading.sharing import is_all_in, share_equal, shareable
 from surgery.models.quantised import converted
+from surgery.models.streamed import mapped
 from surgery.models.tokens import prompting
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
@@ -33,8 +34,10 @@ ORIGINAL_TOKENIZER = "EleutherAI/gpt-neox-20b"
 # What a folder that holds a tokenizer holds, some of it at least.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
-# The one value of `device` that is no device: accelerate's device_map of that name. A recipe's device "auto" is something else.
+# A value of `device` that is no device: accelerate's device_map of that name. A recipe's device "auto" is something else.
 BALANCED = "balanced"
+# And another: weights stay in their files.
+DISK = "disk"
 
 
 def load(
@@ -58,7 +61,9 @@ def load(
 
     device: a torch device, or "balanced": the layers are spread over all accelerators, for a model that is larger than one (on
     the CPU where there is none). accelerate's hooks then carry what flows from layer to layer, and belong to this very model: a
-    splice of it, or adopt(), makes another one without them, which runs only if all its layers lie on one device.
+    splice of it, or adopt(), makes another one without them, which runs only if all its layers lie on one device. Or "disk":
+    weights stay in their files, and each is read from there whenever its module is called. That takes the memory of a few
+    layers, and long: it is for models that do not fit otherwise. Quantised ones cannot be loaded so.
 
     beside: a model that is open. What the new one has in common with it, bit for bit, is held once: a hybrid, or a patch on it,
     costs the memory of its grafts. Neither is to be changed in place; tuning a hybrid's grafts does not. A patch on it uses its
@@ -69,23 +74,23 @@ def load(
     if not isinstance(name, str | Path):
         raise UserError(f"surgery.load takes a Hub id or a folder, not {a_type(name)}")
     name = str(name)
-    if device != BALANCED:
+    if device not in (BALANCED, DISK):
         check_device(device)
     folder = local_folder(name, revision)
     torch_dtype = named_dtype(dtype)
     other = None if beside is None else model_of(beside, "load")
-    if other is not None and (device == BALANCED or not shareable(other) or not same_device(other.device, device)):
+    if other is not None and (device in (BALANCED, DISK) or not shareable(other) or not same_device(other.device, device)):
         other = None
     model: Any
     try:
         if (folder / RECORD).exists():
-            model, tokenizer_folder = _load_patch(name, folder, base, other, torch_dtype)
+            model, tokenizer_folder = _load_patch(name, folder, base, other, torch_dtype, device)
             tokenizer_folder = folder if _holds_tokenizer(folder) else tokenizer_folder
             model = model if torch_dtype is None else converted(model, torch_dtype, name)
         elif base is not None:
             raise UserError(f"{name} is not a patch, and takes no base")
         elif is_original(config := _json(folder / "config.json")):
-            model, tokenizer_folder = load_original(folder, config, torch_dtype), folder
+            model, tokenizer_folder = _load_original(folder, config, torch_dtype, device), folder
         else:
             model, tokenizer_folder = _load_transformers(folder, torch_dtype, device, trust_remote_code), folder
         if other is not None:
@@ -93,7 +98,7 @@ def load(
         if device == BALANCED and not hasattr(model, "hf_device_map"):
             dispatch_model(model, _device_map(name, model))
         words = _read_tokenizer(tokenizer or _tokenizer(tokenizer_folder), trust_remote_code)
-        model = model.eval() if device == BALANCED else model.eval().to(device)
+        model = model.eval() if device in (BALANCED, DISK) else model.eval().to(device)
     except UserError:
         raise
     except Exception as error:  # whatever a damaged file raises, the user gets one line
@@ -114,15 +119,15 @@ def _surgery(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Su
     return read_surgery(folder, tokenizer) if (folder / PLAN).exists() else None
 
 
-def load_base(name: str, revision: str | None = None) -> PreTrainedModel:
-    """The model alone, as its folder gives it, on the CPU. Raises UserError as load() does."""
+def load_base(name: str, revision: str | None = None, device: str = "cpu") -> PreTrainedModel:
+    """The model alone, as its folder gives it. device: "cpu" or "disk", as load() takes it. Raises UserError as load() does."""
     folder = local_folder(name, revision)
     if (folder / RECORD).exists():
         raise UserError(f"{name} is a patch; the base of a patch is a whole model")
     try:
         if is_original(config := _json(folder / "config.json")):
-            return load_original(folder, config)
-        return _load_transformers(folder, None, "cpu", trust_remote_code=False)
+            return _load_original(folder, config, None, device)
+        return _load_transformers(folder, None, device, trust_remote_code=False)
     except UserError:
         raise
     except Exception as error:
@@ -173,7 +178,12 @@ def plan_of(folder: str | Path) -> Plan:
 
 
 def _load_patch(
-    name: str, folder: Path, base: str | None, other: PreTrainedModel | None, dtype: torch.dtype | None
+    name: str,
+    folder: Path,
+    base: str | None,
+    other: PreTrainedModel | None,
+    dtype: torch.dtype | None,
+    device: str,
 ) -> tuple[PreTrainedModel, Path]:
     """The hybrid, and the folder of its base. other: a model that is open; if it is the base, that is not opened again."""
     patch = Patch.read(folder / RECORD)
@@ -187,11 +197,16 @@ def _load_patch(
     if other is not None and not _grafted(other) and dtype in (None, own) and is_all_in(other, own):
         with suppress(UserError):  # it is another model; or the patch is damaged, which is found once more
             return join(other, folder), base_folder
-    return join(load_base(place, revision), folder), base_folder
+    return join(load_base(place, revision, DISK if device == DISK else "cpu"), folder), base_folder
 
 
 def _grafted(model: PreTrainedModel) -> bool:
     return bool(getattr(model.config, "grafts", None))
+
+
+def _load_original(folder: Path, config: dict[str, Any], dtype: torch.dtype | None, device: str) -> PreTrainedModel:
+    model = load_original(folder, config, dtype)
+    return mapped(model, lambda: load_original(folder, config, dtype).state_dict()) if device == DISK else model
 
 
 def brings_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -223,7 +238,7 @@ def _load_transformers(folder: Path, dtype: torch.dtype | None, device: str, tru
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype or "auto",
-        device_map=BALANCED if device == BALANCED else None,
+        device_map={BALANCED: BALANCED, DISK: {"": DISK}}.get(device),
         use_safetensors=True,
         output_loading_info=True,
         trust_remote_code=trust_remote_code,
@@ -232,7 +247,8 @@ def _load_transformers(folder: Path, dtype: torch.dtype | None, device: str, tru
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if report.get(kind):
             raise UserError(f"cannot load {folder}: {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[0]}")
-    _refuse_offload(str(folder), getattr(model, "hf_device_map", {}))
+    if device != DISK:
+        _refuse_offload(str(folder), getattr(model, "hf_device_map", {}))
     return model
 
 

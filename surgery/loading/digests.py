@@ -21,8 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.families import families
 from surgery.kernels.operations import operations
-from surgery.models.answers import described, settle
-from surgery.models.offloaded import named_values
+from surgery.models.answers import described, named_values, settle
 from surgery.models.quantised import scales
 from surgery.records.record import OPTIONAL, Record, code_digest, environment
 

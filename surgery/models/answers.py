@@ -1,20 +1,25 @@
 """What two forms of one model are compared by: their tensors, their logits after prompts of several lengths, and the greedy
 tokens of a padded batch.
 
-This file needs torch and transformers alone. As a script it answers for folders in a process of its own, on the CPU:
+This file needs torch, transformers and accelerate alone. As a script it answers for folders, in a process of its own and on the
+CPU:
 
-    python -P answers.py PLACE NAME LINES [NAME LINES ...] > answers.safetensors
+    python -P answers.py PLACE NEW NAME LINES [NAME LINES ...] > answers.safetensors
 
-LINES: Python that loads `tokenizer` and `model`. PLACE: the folder that holds this package, or "-" to hide it, as if it were
-not installed. The file holds the answers under the names, and the tensors' digests in its metadata.
+LINES: Python that loads `tokenizer` and `model`; its weights may be on the disk, each to be fetched when its module is called
+(device_map). PLACE: the folder that holds this package, or "-" to hide it, as if it were not installed. NEW: how many greedy
+tokens; with 0 the model computes nothing. The file holds the answers under the names, and the tensors' digests in its metadata.
 """
 
 import hashlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from accelerate.hooks import AlignDevicesHook, SequentialHook
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
@@ -33,8 +38,50 @@ def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved} | scales
 
 
+def held(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The same with their values: those that accelerate keeps on the CPU or the disk one after the other."""
+    saved = tensors(model)
+    return named_values(model, list(saved)) if any(map(is_away, saved.values())) else iter(saved.items())
+
+
+def is_away(tensor: Any) -> bool:
+    return bool(getattr(tensor, "is_meta", False))
+
+
+def named_values(model: nn.Module, names: list[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by name, one after the other, those that are fetched only until the next one is asked for. names: as
+    state_dict has them; by default those of all parameters. Of weights that are tied and were put away, which share no tensor
+    any more, the first alone."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    for name in [name for name, _ in model.named_parameters()] if names is None else names:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        tensor = getattr(module, leaf)
+        if not tensor.is_meta:
+            yield name, tensor
+        elif name not in tied:
+            with own_fetched(module):
+                yield name, getattr(module, leaf)
+
+
+@contextmanager
+def own_fetched(module: nn.Module) -> Iterator[None]:
+    """While this lasts, a module's own tensors have values."""
+    with ExitStack() as after:
+        for hook in fetching_hooks(getattr(module, "_hf_hook", None)):
+            hook.pre_forward(module)
+            after.callback(hook.post_forward, module, None)
+        yield
+
+
+def fetching_hooks(hook: Any) -> list[AlignDevicesHook]:
+    """Of a module's hook, the parts that fetch its weights."""
+    parts = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return [part for part in parts if isinstance(part, AlignDevicesHook) and part.offload]
+
+
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, in float32; of a quantised one, whatever is not quantised."""
+    """The model itself, in float32; of a quantised one, whatever is not quantised. What is fetched becomes float32 then."""
     if not getattr(model, "is_quantized", False):
         return model.float()
     settle(model)
@@ -72,11 +119,12 @@ def answers(model: PreTrainedModel, vocabulary: int, new: int = NEW) -> dict[str
     vocabulary: prompts are made of token ids below this.
     """
     training, generator = model.training, torch.Generator().manual_seed(0)
+    device = torch.device("cpu") if is_away(next(model.parameters())) else model.device
     model.eval()
     try:
         prompts = [torch.randint(vocabulary, (length,), generator=generator) for length in LENGTHS]
         logits = {
-            f"prompt {len(prompt)}": model(input_ids=prompt[None].to(model.device), use_cache=False).logits[0].float().cpu()
+            f"prompt {len(prompt)}": model(input_ids=prompt[None].to(device), use_cache=False).logits[0].float().cpu()
             for prompt in prompts
         }
         ids = torch.stack([torch.nn.functional.pad(prompt, (max(LENGTHS) - len(prompt), 0)) for prompt in prompts])
@@ -87,7 +135,7 @@ def answers(model: PreTrainedModel, vocabulary: int, new: int = NEW) -> dict[str
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         generated: Any = model.generate(  # type: ignore[operator]
-            ids.to(model.device), attention_mask=real.to(model.device), generation_config=greedy
+            ids.to(device), attention_mask=real.to(device), generation_config=greedy
         )
     finally:
         model.train(training)
@@ -99,14 +147,15 @@ def answers(model: PreTrainedModel, vocabulary: int, new: int = NEW) -> dict[str
 
 
 def load_and_answer(lines: str, new: int = NEW) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """For the model that the lines load: its answers, in float32, and the digests of its tensors as they were loaded."""
+    """For the model that the lines load: its answers, in float32, and the digests of its tensors as they were loaded. new: the
+    number of greedy tokens; with 0 nothing is computed, and there are no answers."""
     user: dict[str, Any] = {}
     exec(lines, user)
-    digests = {name: described(tensor) for name, tensor in tensors(user["model"]).items()}
-    return answers(in_float32(user["model"]), len(user["tokenizer"]), new), digests
+    digests = {name: described(tensor) for name, tensor in held(user["model"])}
+    return answers(in_float32(user["model"]), len(user["tokenizer"]), new) if new else {}, digests
 
 
-def main(place: str, *names_and_lines: str) -> None:
+def main(place: str, new: str, *names_and_lines: str) -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # what anything prints while loading goes to standard error
     if place == "-":
@@ -118,7 +167,7 @@ def main(place: str, *names_and_lines: str) -> None:
     all_answers: dict[str, Tensor] = {}
     all_digests: dict[str, str] = {}
     for name, lines in zip(names_and_lines[::2], names_and_lines[1::2], strict=True):
-        tensors_of_one, digests = load_and_answer(lines)
+        tensors_of_one, digests = load_and_answer(lines, int(new))
         all_answers |= {f"{name} {key}": value.contiguous() for key, value in tensors_of_one.items()}
         all_digests |= {f"{name} {key}": value for key, value in digests.items()}
     with os.fdopen(out, "wb") as file:

@@ -4,17 +4,17 @@ Such a weight lies on the meta device. Its value is in the map that its module's
 for). A hybrid has modules of its own and the hooks of its base: the same maps, so that no weight is held twice.
 """
 
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from accelerate.hooks import AlignDevicesHook, SequentialHook
 from torch import Tensor, nn
 
 from surgery.errors import UserError
 from surgery.hybrids.parts import take_hook
-from surgery.models.answers import tensors
+from surgery.models.answers import fetching_hooks, own_fetched
 
 HOOKS = "base_hooks"  # what a hybrid remembers of its base's: some belong to modules that layer grafts have replaced
 
@@ -37,7 +37,7 @@ def take_hooks(source: nn.Module, target: nn.Module) -> None:
     """
     modules, shared = dict(target.named_modules()), hooks(source)
     for name, hook in shared.items():
-        if any(part.place_submodules for part in _fetching(hook)):
+        if any(part.place_submodules for part in fetching_hooks(hook)):
             raise UserError(f"accelerate fetches '{name}' as a whole (preload_module_classes); load the model without that")
         if name in modules:
             take_hook(modules[name], hook)
@@ -47,9 +47,17 @@ def take_hooks(source: nn.Module, target: nn.Module) -> None:
         target.hf_device_map = source.hf_device_map
 
 
+def keep(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Let a model that took its base's hooks fetch these weights, by name, from here instead of the base's of the same name."""
+    for name, tensor in weights.items():
+        owner, _, leaf = name.rpartition(".")
+        for hook in fetching_hooks(getattr(model.get_submodule(owner), "_hf_hook", None)):
+            hook.weights_map = ChainMap({leaf: tensor}, hook.weights_map)
+
+
 def device_of(module: nn.Module, tensor: Tensor) -> torch.device:
     """Where a tensor of a module is used: where it lies, or where it is fetched to."""
-    for hook in _fetching(getattr(module, "_hf_hook", None)) if tensor.is_meta else ():
+    for hook in fetching_hooks(getattr(module, "_hf_hook", None)) if tensor.is_meta else ():
         device = hook.execution_device
         return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     return tensor.device
@@ -70,28 +78,6 @@ def fetched(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def named_values(model: nn.Module, names: list[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by name, one after the other, those that are fetched only until the next one is asked for. names: as
-    state_dict has them; by default those of all parameters. Of weights that are tied and were put away, which share no tensor
-    any more, the first alone."""
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    for name in [name for name, _ in model.named_parameters()] if names is None else names:
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        tensor = getattr(module, leaf)
-        if not tensor.is_meta:
-            yield name, tensor
-        elif name not in tied:
-            with own_fetched(module):
-                yield name, getattr(module, leaf)
-
-
-def held(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """All that a model's folder holds, by name, as models/answers.py has it; what is fetched, one after the other."""
-    saved = tensors(model)
-    return named_values(model, list(saved)) if is_offloaded(model) else iter(saved.items())
-
-
 def same_tensors(first: nn.Module, second: nn.Module) -> bool:
     """Whether two modules hold the same parameters, by name and value; what both fetch from one place is not fetched."""
     names = [name for name, _ in first.named_parameters()]
@@ -107,24 +93,8 @@ def _same_tensor(first: nn.Module, second: nn.Module, name: str) -> bool:
         return torch.equal(own, other)
     owner, _, leaf = name.rpartition(".")
     modules = first.get_submodule(owner), second.get_submodule(owner)
-    ours, theirs = ([hook.weights_map for hook in _fetching(getattr(module, "_hf_hook", None))] for module in modules)
+    ours, theirs = ([hook.weights_map for hook in fetching_hooks(getattr(module, "_hf_hook", None))] for module in modules)
     if ours and len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True)):
         return True
     with own_fetched(modules[0]), own_fetched(modules[1]):
         return torch.equal(getattr(modules[0], leaf), getattr(modules[1], leaf))
-
-
-@contextmanager
-def own_fetched(module: nn.Module) -> Iterator[None]:
-    """As fetched, for the module's own tensors."""
-    with ExitStack() as after:
-        for hook in _fetching(getattr(module, "_hf_hook", None)):
-            hook.pre_forward(module)
-            after.callback(hook.post_forward, module, None)
-        yield
-
-
-def _fetching(hook: Any) -> list[AlignDevicesHook]:
-    """Of a module's hook, the parts that fetch its weights."""
-    parts = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    return [part for part in parts if isinstance(part, AlignDevicesHook) and part.offload]

@@ -75,9 +75,10 @@ def note(source: Any, target: Any, kept: list[str]) -> None:
 
 
 def converted(model: Any, dtype: torch.dtype, name: str) -> Any:
-    """The model in another dtype. Raises UserError if it is quantised and computes in another one."""
+    """The model in another dtype; what accelerate has put away becomes so when it is fetched. Raises UserError if the model is
+    quantised and computes in another one."""
     if not is_quantised(model):
-        return model.to(dtype)
+        return nn.Module.to(model, dtype)  # accelerate refuses model.to, which might be meant to move weights
     if model.dtype != dtype:
         raise UserError(f"{name} is quantised and computes in {model.dtype}; it cannot be converted to {dtype}")
     return model

@@ -21,7 +21,8 @@ from surgery.families.dual_start import OWN
 from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.loading.digests import fingerprint
 from surgery.loading.origin import Origin
-from surgery.models.answers import described, tensors
+from surgery.models.answers import described, held
+from surgery.models.offloaded import is_offloaded, keep, take_hooks
 from surgery.models.quantised import converted
 from surgery.records.plan import Plan
 from surgery.records.record import Environment
@@ -52,11 +53,12 @@ class Patch(Environment):
 
 def check_tensors(patch: Patch, base: PreTrainedModel) -> None:
     """Raise UserError, by its name, for the first tensor of the base that is not the one which the patch was made for."""
-    remaining, refused = tensors(base), f"this is not the base that the patch was made for ({patch.base.name})"
-    for name, expected in patch.base_tensors.items():
-        if name not in remaining:
-            raise UserError(f"{refused}: the tensor '{name}' is missing")
-        actual = described(remaining.pop(name))
+    refused, present = f"this is not the base that the patch was made for ({patch.base.name})", set()
+    for name, tensor in held(base):
+        present.add(name)
+        if name not in patch.base_tensors:
+            continue
+        expected, actual = patch.base_tensors[name], described(tensor)
         for part, (expected_part, actual_part) in enumerate(zip(expected.split(" "), actual.split(" "), strict=True)):
             if expected_part != actual_part and part == 0:
                 raise UserError(
@@ -66,12 +68,14 @@ def check_tensors(patch: Patch, base: PreTrainedModel) -> None:
                 raise UserError(
                     f"{refused}: the tensor '{name}' differs{f': {actual_part}, not {expected_part}' if part == 1 else ''}"
                 )
-    if remaining:
-        raise UserError(f"{refused}: it has a tensor '{min(remaining)}', which the patch does not know")
+    if missing := [name for name in patch.base_tensors if name not in present]:
+        raise UserError(f"{refused}: the tensor '{missing[0]}' is missing")
+    if unknown := present - set(patch.base_tensors):
+        raise UserError(f"{refused}: it has a tensor '{min(unknown)}', which the patch does not know")
 
 
 def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The hybrid of a base, as its folder gives it, and a patch. It uses the base's own tensors.
+    """The hybrid of a base, as its folder gives it, and a patch. It uses the base's own tensors, and fetches what that fetches.
 
     Raises UserError if the patch is damaged or belongs to another base.
     """
@@ -86,12 +90,14 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
         setattr(config, name, value)
     hybrid = family.empty(config, None, patch.grafts)
     share(converted(base, getattr(torch, patch.dtype), patch.base.name), hybrid, "the base lacks the tensor '{}'")
-    state = hybrid.state_dict()
-    lacking = [name for name, tensor in state.items() if tensor.is_meta and name not in weights]
+    state, away = hybrid.state_dict(), set(base.state_dict()) if is_offloaded(base) else set()
+    lacking = [name for name, tensor in state.items() if tensor.is_meta and name not in weights and name not in away]
     for name in (*lacking, *sorted(set(weights) - set(state))):
         what = "lacks the tensor" if name in lacking else "holds a tensor that the hybrid has no place for,"
         raise UserError(f"{folder / WEIGHTS} {what} '{name}'")
     hybrid.load_state_dict(weights, strict=False, assign=True)
+    take_hooks(base, hybrid)
+    keep(hybrid, weights)
     for graft in patch.grafts:
         mixer = grafted_mixer(hybrid, graft["layer"])
         if isinstance(mixer, LayerGraftMixer):
