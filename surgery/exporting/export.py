@@ -1,6 +1,7 @@
 """Export: a hybrid as a folder that others can load, proved equal in a fresh process before it is called done."""
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.exporting import folder, hf, mamba_ssm, nemotron_h, patch
+from surgery.exporting.engines import check_engines
 from surgery.exporting.verify import Proof
 from surgery.loading.checkpoint import load_tokenizer
 from surgery.loading.opened import Checkpoint, a_type, model_of, plan_for, tokenizer_of
@@ -36,6 +38,8 @@ def export(
     report: Report | None = None,
     figures: Path | None = None,
     digest: str | None = None,
+    engines: Sequence[str] = (),
+    engine_python: str | Path | None = None,
     form: str | None = None,
     **options: Any,
 ) -> Proof:
@@ -43,10 +47,11 @@ def export(
 
     tokenizer, plan, base (its name, as load() takes it): unless given, those that the hybrid remembers (`hybrid.surgery`); the
     tokenizer is else taken from the base's folder. figures: a folder whose atlas travels along. digest: of the hybrid
-    (digests.model_digest), where it is known. form: the former name of `format`. options: the format's own, such as
-    max_shard_size="5GB" of `hf`. An existing folder at `path` is replaced if it is an earlier export. Raises UserError, and
-    leaves nothing behind, if the format cannot hold the hybrid exactly, if writing or proving fails, or if something that is
-    not given is not remembered either.
+    (digests.model_digest), where it is known. engines: serving engines that are to prove the folder too ("vllm"), run by
+    engine_python, the interpreter of an environment that has them. form: the former name of `format`. options: the format's
+    own, such as max_shard_size="5GB" of `hf`. An existing folder at `path` is replaced if it is an earlier export. Raises
+    UserError, and leaves nothing behind, if the format cannot hold the hybrid exactly, if writing or proving fails, or if
+    something that is not given is not remembered either.
     """
     if form is not None:
         say("export(form=...) is now export(format=...)")
@@ -64,13 +69,15 @@ def export(
         raise UserError(f"an export as '{format}' has no option '{min(unknown)}'")
     if not isinstance(path, str | Path):
         raise UserError(f"surgery.export takes a model and the name of a folder, not {a_type(path)}")
+    python = None if engine_python is None else Path(engine_python)
+    check_engines(engines, format, python)
     plan, base = _plan(model, plan), _base(model, base)
     if tokenizer is None:
         tokenizer = hybrid.tokenizer if isinstance(hybrid, Checkpoint) else _tokenizer(model, base)
     tokenizer = tokenizer_of(hybrid, tokenizer, "export")
     return folder.save(
         format, written, model, path, tokenizer=prompting(tokenizer), plan=plan, base=base, recipe=recipe, report=report,
-        figures=figures, digest=digest, **options,
+        figures=figures, digest=digest, engines=engines, engine_python=python, **options,
     )  # fmt: skip
 
 

@@ -1,2 +1,2 @@
-"""Hybrids in serving engines. Runs in the engine's own environment, beside the transformers that it pins: imports of this package
-nothing but surgery.errors."""
+"""Hybrids in serving engines. Runs in the engine's own environment, beside the transformers that it pins, and imports nothing
+else of this package."""

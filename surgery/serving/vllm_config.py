@@ -56,26 +56,23 @@ def kv_heads(config: Any) -> int:
 
 def refusal(config: Any, vllm_config: Any) -> str | None:
     """Why this hybrid cannot be served so, and what to do; None if it can."""
-    parallel = vllm_config.parallel_config
-    if parallel.tensor_parallel_size > 1:
-        return "the heads of a graft cannot be split over devices: serve it with --tensor-parallel-size 1"
-    if parallel.pipeline_parallel_size > 1:
-        return "hybrids are not served in a pipeline: serve it with --pipeline-parallel-size 1"
-    if vllm_config.speculative_config is not None:
-        return "hybrids are served without speculative decoding: leave --speculative-config out"
-    if vllm_config.lora_config is not None:
-        return "adapters are not served on a hybrid: merge them first, and leave --enable-lora out"
-    if vllm_config.cache_config.use_replayssm:
-        return "hybrids are served without --use-replayssm"
-    low, high = config.time_step_limit
-    if low > 0 or high != float("inf"):
-        return f"vLLM's Mamba-2 does not bound the time step, and this model's is in [{low:g}, {high:g}]"
-    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
-        return f"vLLM's convolution knows silu, and not {config.hidden_act}"
-    for graft in config.grafts:
-        if is_layer_graft(graft) and graft["conv"]:
-            return f"the layer graft at L{graft['layer']} has a convolution: export it with `surgery export --as nemotron_h`"
-    return None
+    parallel, (low, high) = vllm_config.parallel_config, config.time_step_limit
+    convolved = [f"L{graft['layer']}" for graft in config.grafts if is_layer_graft(graft) and graft["conv"]]
+    reasons = {
+        "the heads of a graft cannot be split over devices: serve it with --tensor-parallel-size 1":
+            parallel.tensor_parallel_size > 1,
+        "hybrids are not served in a pipeline: serve it with --pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
+        "hybrids are served without speculative decoding: leave --speculative-config out":
+            vllm_config.speculative_config is not None,
+        "adapters are not served on a hybrid: merge them first, and leave --enable-lora out":
+            vllm_config.lora_config is not None,
+        "hybrids are served without --use-replayssm": vllm_config.cache_config.use_replayssm,
+        f"vLLM's Mamba-2 does not bound the time step, and this model's is in [{low:g}, {high:g}]":
+            low > 0 or high != float("inf"),
+        f"vLLM's convolution knows silu, and not {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
+        f"the layer graft at {' and '.join(convolved)} has a convolution, which vLLM's attention has not": bool(convolved),
+    }  # fmt: skip
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 class Convertor(ModelArchConfigConvertorBase):

@@ -1,4 +1,7 @@
-"""vLLM's attention in the place of a whole mixer, with the donor's norms and MLP where they came along (hybrids/layer_graft.py)."""
+"""vLLM's attention in the place of a whole mixer, with the donor's norms and MLP where they came along.
+
+What is computed stands in hybrids/layer_graft.py.
+"""
 
 from typing import Any
 
@@ -74,6 +77,7 @@ class LayerGraftMixer(nn.Module):
             )
             for i in range(spec["num_key_value_heads"] // self.each)
         )  # fmt: skip
+        self.frequencies: Tensor
         self.register_buffer("frequencies", torch.tensor(_frequencies(spec["rope"]), dtype=torch.float32), persistent=False)
         self.rope_scale = (spec["rope"] or {}).get("scaling", 1.0)
 

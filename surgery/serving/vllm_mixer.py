@@ -48,7 +48,11 @@ class Heads(nn.Module):
         of_head = [pairs.index(group) for group in groups] if spec["shared"] else list(range(len(groups)))
         self.width, self.pairs, self.time_step = spec["width"], len(pairs), bool(spec["time_step"])
         channels = 2 * self.pairs * self.width
-        self.convolved, self.direct = (0, channels) if spec.get("direct") else (channels, 0)
+        self.convolved: int = 0 if spec.get("direct") else channels
+        self.direct: int = channels - self.convolved
+        self.heads: Tensor
+        self.pair_of_head: Tensor
+        self.signs: Tensor
         self.register_buffer("heads", torch.tensor(heads), persistent=False)
         self.register_buffer("pair_of_head", torch.tensor(of_head), persistent=False)
         self.register_buffer("signs", torch.tensor(spec["signs"], dtype=torch.float32), persistent=False)
@@ -84,7 +88,8 @@ class HybridMixer2(MambaMixer2):
             bias=config.use_bias, quant_config=vllm_config.quant_config, prefix=f"{prefix}.in_proj",
         )  # fmt: skip
         if graft.convolved:
-            self.tped_conv_size = self.conv_dim = self.conv_dim + graft.convolved
+            self.conv_dim += graft.convolved
+            self.tped_conv_size = self.conv_dim
             self.conv1d = MergedColumnParallelLinear(
                 config.conv_kernel, [*self.sizes, graft.convolved], bias=config.use_conv_bias, quant_config=None,
                 prefix=f"{prefix}.conv1d",

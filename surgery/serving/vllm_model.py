@@ -28,7 +28,7 @@ class Block(nn.Module):
         config = vllm_config.model_config.hf_config
         spec = grafts_of(config).get(layer)
         name = f"{prefix}.mixer"
-        self.mixer: nn.Module
+        self.mixer: Any
         if spec is None:
             self.mixer = MambaMixer2(**mixer_arguments(config, vllm_config), prefix=name)
         elif is_layer_graft(spec):
@@ -36,7 +36,7 @@ class Block(nn.Module):
         else:
             self.mixer = HybridMixer2(config, spec, vllm_config, name)
         self.whole = bool(getattr(self.mixer, "whole", False))  # a layer graft with its donor's norms and MLP
-        self.norm = None if self.whole else RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.norm: Any = None if self.whole else RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.takes_positions = isinstance(self.mixer, LayerGraftMixer)
 
     def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -58,9 +58,7 @@ class Mamba2HybridModel(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.embeddings = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            Block(vllm_config, i, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(Block(vllm_config, i, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers))
         self.norm_f = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 
     def forward(
@@ -108,8 +106,8 @@ class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaP
         return self.backbone.embeddings(input_ids)
 
     def forward(
-        self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Tensor | None = None,
-        **_: Any,
+        self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
         return self.backbone(input_ids, positions, intermediate_tensors, inputs_embeds)
 
@@ -121,7 +119,7 @@ class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaP
 
     def _joined(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors, those of a head graft's projections and convolution as rows of their mixer's."""
-        parts_of = {}
+        parts_of: dict[str, list[str]] = {}
         for layer, spec in grafts_of(self.config).items():
             if not is_layer_graft(spec):
                 parts_of |= _parts(f"backbone.layers.{layer}.mixer", bool(spec.get("direct")), self.config)
@@ -141,7 +139,8 @@ class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaP
     def _rows(self, whole: str, parts: list[Tensor]) -> Tensor:
         """in_proj: gate, x, B, C, then queries and keys that pass the convolution, then dt, then those that do not."""
         first, *others = parts
-        if ".in_proj." not in whole or self.get_submodule(whole.rpartition(".in_proj.")[0]).graft.direct:
+        mixer: Any = self.get_submodule(whole.rsplit(".", 2)[0])
+        if ".in_proj." not in whole or mixer.graft.direct:
             return torch.cat(parts)
         return torch.cat([first[: -self.config.num_heads], *others, first[-self.config.num_heads :]])
 
