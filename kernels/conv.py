@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.kernels.conv_norm_native import convolution_refuses, convolve
+from surgery.kernels.conv_norm_native import CONVOLUTION, convolution_refuses, convolve
 from surgery.kernels.dispatch import Backend, Operation
+from surgery.kernels.functions import seeded
 from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing
 
@@ -91,15 +92,15 @@ def _not_for_causal_conv1d(x: Tensor, weight: Tensor, *_: object) -> str | None:
 
 
 def _example(device: torch.device, dtype: torch.dtype) -> tuple:
-    g = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(*shape, generator=g).to(device, dtype) for shape in ((2, 12, 16), (16, 1, 4), (16,)))
+    options = seeded()
+    x, weight, bias = (torch.randn(*shape, **options).to(device, dtype) for shape in ((2, 12, 16), (16, 1, 4), (16,)))
     return x, weight, bias, 10, True
 
 
 CAUSAL_CONV = Operation(
     "causal_conv",
     Backend("causal_conv1d", _causal_conv1d, _not_for_causal_conv1d, probed=True, opaque=True),
-    Backend("native", convolve, convolution_refuses, probed=True, opaque=True),
+    Backend("native", convolve, convolution_refuses, probed=True, opaque=True, passes=CONVOLUTION),
     Backend("shifted", _shifted, _not_for_shifted),
     Backend("stock", _stock),
     Backend("reference", _reference),

@@ -58,7 +58,7 @@ INLINE void convolve_token(const conv_norm *w, int64_t taps, const float *x, flo
 
 void convolve(conv_norm *w) {
     int64_t unit, b, from, to;
-    unsigned mode = flush();
+    status mode = flush();
     while (take(w, &unit, &b, &from, &to))
         for (int64_t t = from; t < to; t++) {
             const float *x = at(&w->x, b, t + w->before);
@@ -104,7 +104,7 @@ INLINE void convolve_back(
 
 void convolve_backward(conv_norm *w) {
     int64_t unit, b, from, to;
-    unsigned mode = flush();
+    status mode = flush();
     while (take(w, &unit, &b, &from, &to)) {
         float *shares = w->shares ? w->shares + unit * (w->taps + 1) * w->channels : 0;
         for (int64_t c = 0; c < w->channels; c += LANES)
@@ -117,7 +117,7 @@ void convolve_backward(conv_norm *w) {
 /* y = weight v / sqrt(mean(v^2) + epsilon) with v = x silu(gate), the mean over each `group` of channels */
 void normalise(conv_norm *w) {
     int64_t unit, b, from, to;
-    unsigned mode = flush();
+    status mode = flush();
     while (take(w, &unit, &b, &from, &to))
         for (int64_t t = from; t < to; t++) {
             const float *x = at(&w->x, b, t), *gate = w->gate.data ? at(&w->gate, b, t) : 0;
@@ -144,7 +144,7 @@ void normalise(conv_norm *w) {
 /* With r = 1 / sqrt(mean(v^2) + epsilon) and a = weight dy:  dv = r a - r^3 mean(a v) v,  dweight = sum dy r v */
 void normalise_backward(conv_norm *w) {
     int64_t unit, b, from, to;
-    unsigned mode = flush();
+    status mode = flush();
     while (take(w, &unit, &b, &from, &to)) {
         float *shares = w->shares ? w->shares + unit * w->channels : 0;
         if (shares) memset(shares, 0, w->channels * sizeof(float));

@@ -7,29 +7,32 @@ for and cannot serve is an error, never a silent fallback.
 
 Whether a backend can serve is decided by the call itself (device, dtype, shapes) and, where it needs software that may be
 missing or broken (a GPU package built for another torch imports well and fails later; a compiler may be absent), by one small
-real call that is compared with the reference. `surgery doctor` prints the outcome.
+real call that is compared with the reference (probing.py). `surgery doctor` prints the outcome.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from surgery.kernels.functions import traced
+from surgery.kernels.functions import learns, traced
 from surgery.kernels.operators import Operator, Passes, Signature
+from surgery.kernels.probing import probe
 
 OPERATIONS = (
     *("causal_conv", "ssd_scan", "ssd_step", "selective_scan", "selective_step", "graft_attention", "rms_norm"),
     "kl_divergence",  # of tuning
 )
-_requested: ContextVar[dict[str, str] | None] = ContextVar("surgery_kernels", default=None)
+_own: ContextVar[dict[str, str] | None] = ContextVar("surgery_kernels", default=None)  # of this thread's `use` blocks
+_open: tuple[dict[str, str], ...] = ()  # of all threads' `use` blocks that are open, the last one last
+_opening = Lock()
 
 
 class KernelError(ValueError):
@@ -48,6 +51,7 @@ class Backend:
     or None; it is asked for every call, so it must be cheap. declines: likewise, why the next one is better for such a call;
     asked for by name, it serves. probed: whether `run` needs software that may be missing or broken, so that one small call
     must succeed first. on_request: whether it serves, or is even tried, only if it is asked for by name (because it downloads).
+    without_gradient: which of its results have no gradient, and say so when one is asked for.
     opaque: whether PyTorch cannot look into `run`, so that a trace (torch.compile) has to call the operation's operator.
     passes: for that operator, its forward and its backward pass.
     """
@@ -58,6 +62,7 @@ class Backend:
     declines: Callable[..., str | None] = _takes_everything
     probed: bool = False
     on_request: bool = False
+    without_gradient: tuple[int, ...] = ()
     opaque: bool = False
     passes: Passes | None = None
 
@@ -65,8 +70,9 @@ class Backend:
 class Operation:
     """Backends in order of preference; the last one is the reference. Call it with the operation's arguments.
 
-    example: (device, dtype) -> small arguments, for the probe call. signature: of its operator; without one, an operation is
-    for calls outside of traces.
+    example: (device, dtype) -> small arguments, for the probe call; the same numbers whatever torch's defaults are.
+    differentiable: whether it has a gradient, in every floating-point argument.
+    signature: of its operator; without one, an operation is for calls outside of traces.
     """
 
     registry: dict[str, "Operation"] = {}
@@ -76,9 +82,10 @@ class Operation:
         name: str,
         *backends: Backend,
         example: Callable[[torch.device, torch.dtype], tuple],
+        differentiable: bool = True,
         signature: Signature | None = None,
     ):
-        self.name, self.example = name, example
+        self.name, self.example, self.differentiable = name, example, differentiable
         self.backends = {backend.name: backend for backend in backends}
         self.reference = backends[-1]
         self.registry[name] = self
@@ -117,35 +124,10 @@ class Operation:
             return "it must be asked for by name"
         if reason := backend.refuses(*args):
             return reason
-        return _probe(self, backend, args[0].device, args[0].dtype) if backend.probed else None
-
-
-@cache
-def _probe(operation: Operation, backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
-    """One small call of the backend beside the reference; what went wrong, or None. In a thread of its own, where none of the
-    caller's modes is on (autocast, torch.func, a default device, FakeTensorMode): the outcome is cached for the process."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_try, operation, backend, device, dtype).result()
-
-
-def _try(operation: Operation, backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
-    try:
-        with torch.no_grad():
-            args, again = operation.example(device, dtype), operation.example(device, dtype)
-            if reason := backend.refuses(*args):
-                return reason
-            results = _tensors(backend.run(*args))
-            expected = _tensors(operation.reference.run(*again))
-        # Rounded to the dtype in other places, the two differ; a broken build is not off by a little.
-        pairs = zip(results, expected, strict=True)
-        error = max(((result.float() - true.float()).norm() / true.float().norm()).item() for result, true in pairs)
-    except Exception as failure:  # whatever a foreign package throws is the reason why it does not serve
-        return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-    return None if error < 0.05 else f"its result is wrong: off by {error:.2g} on a small example"
-
-
-def _tensors(result: Any) -> tuple[Tensor, ...]:
-    return (result,) if isinstance(result, Tensor) else result
+        if not backend.probed:
+            return None
+        learning = self.differentiable and learns(*(m for m in args if isinstance(m, Tensor)))
+        return probe(self, backend, args[0].device, args[0].dtype, learning)
 
 
 def not_for_cuda_package(x: Tensor, *_: Any) -> str | None:
@@ -155,25 +137,38 @@ def not_for_cuda_package(x: Tensor, *_: Any) -> str | None:
     return "it computes in float32" if x.dtype == torch.float64 else None
 
 
-def ask(**backends: str) -> Token:
-    """Ask for backends by operation from here on. Raises KernelError for an unknown name."""
-    _check_known(backends)
-    return _requested.set({**(_requested.get() or {}), **backends})
-
-
 @contextmanager
 def use(**backends: str) -> Iterator[None]:
-    """Ask for backends by operation within a block, e.g. `with use(ssd_scan="stock"):`."""
-    token = ask(**backends)
+    """Ask for backends by operation within a block, e.g. `with use(ssd_scan="stock"):`. Raises KernelError for an unknown name.
+
+    It holds for the whole process: in threads that the block starts or that serve it (streamers, data parallel, checkpoint
+    recomputation). A thread with blocks of its own goes by those; of several threads' blocks the one opened last holds
+    elsewhere. A block that is left before the backward pass of what it computed does not hold in that pass.
+    """
+    global _open  # noqa: PLW0603  # a choice for the process
+    _check_known(backends)
+    chosen = {**_chosen(), **backends}
+    token = _own.set(chosen)
+    with _opening:
+        _open = (*_open, chosen)
     try:
         yield
     finally:
-        _requested.reset(token)
+        with _opening:
+            _open = tuple(other for other in _open if other is not chosen)
+        _own.reset(token)
 
 
 def requested() -> dict[str, str]:
-    """Operation -> backend, as asked for by the environment or, before it, by `use` and `ask`."""
-    return _parse(os.environ.get("SURGERY_KERNELS", "")) | (_requested.get() or {})
+    """Operation -> backend, as asked for by the environment or, before it, by `use`."""
+    return _parse(os.environ.get("SURGERY_KERNELS", "")) | _chosen()
+
+
+def _chosen() -> dict[str, str]:
+    own, everywhere = _own.get(), _open
+    if own is not None:
+        return own
+    return everywhere[-1] if everywhere else {}
 
 
 @cache

@@ -74,7 +74,7 @@ static double diverge_token(const divergence *k, int64_t token) {
 }
 
 void diverge(divergence *k) {
-    unsigned mode = flush();
+    status mode = flush();
     for (int64_t i; (i = __atomic_fetch_add(&k->next, 1, __ATOMIC_RELAXED)) < k->tokens;)
         k->divergence[i] = diverge_token(k, i);
     restore(mode);

@@ -46,6 +46,16 @@ def without_autocast(run: Pass) -> Pass:
     return cast(Pass, in_one_precision)
 
 
+def seeded() -> dict[str, Any]:
+    """Options of torch.rand and torch.randn, for examples: the same numbers whatever torch's defaults are."""
+    return {"generator": torch.Generator("cpu").manual_seed(0), "dtype": torch.float32, "device": "cpu"}
+
+
+def learns(*tensors: Tensor | None) -> bool:
+    """Whether any of these needs a gradient."""
+    return torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in tensors)
+
+
 def transformed(*_: object) -> str | None:
     """Why no kernel with a gradient of its own takes a call now, or None: torch.func and forward-mode derivatives need more
     than a backward pass."""

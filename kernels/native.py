@@ -2,17 +2,22 @@
 
 A kernel is one C file beside this one, with vectors.h. The system's compiler ($CC, else cc) makes a library for this very
 processor, which is kept in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache) under a digest of all that it depends on.
+Where that folder cannot be written to, every process makes its own.
 ctypes releases the interpreter's lock during a call, so other threads go on, and several run a kernel side by side.
 """
 
 import ctypes
 import hashlib
 import os
+import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from struct import Struct
@@ -21,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.kernels.functions import transformed, unreadable
+from surgery.kernels.functions import learns, transformed, unreadable
+from surgery.kernels.probing import PassingError, passing
 
 # No -ffast-math: infinities and NaN keep their meaning, and sums the order in which they are written.
 FLAGS = "-O3 -std=gnu11 -fPIC -shared -fno-strict-aliasing -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
@@ -29,33 +35,64 @@ FOLDER = Path(__file__).parent
 _STARTED_IN = os.getpid()
 ALONE = 2**17  # numbers up to which starting a second thread takes longer than it saves
 STEP_ALONE = 2**21  # the same for a step: numbers in its states
+PATIENCE = 300  # seconds that a compiler may take; on a machine that does much else it may take many
+BUILDING = "building-"  # names of folders in the cache
 TARGETS = ("-march=native", "-mcpu=native", "")  # the first that the compiler knows; ARM's often know the second alone
 
 
 @cache
 def load(name: str) -> ctypes.CDLL:
-    """The library made from `name`.c. Raises RuntimeError, with the reason, where it cannot be made, kept or loaded."""
+    """The library made from `name`.c. Raises RuntimeError, with the reason, where it cannot be made or loaded."""
     source, header = FOLDER / f"{name}.c", FOLDER / "vectors.h"
     if not source.exists():
         raise RuntimeError(f"{source.name} is not here: an exported checkpoint carries Python alone")
     compiler = shlex.split(os.environ.get("CC") or "cc")
     flags, target = _for_this_processor(compiler)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surgery"
-    digest = hashlib.sha256(
-        b"\0".join((source.read_bytes(), header.read_bytes(), " ".join(flags).encode(), target))
-    ).hexdigest()
-    library = folder / f"{name}-{digest[:20]}.so"
+    # Home folders are shared by machines with other processors, compilers and C libraries.
+    depends = (source.read_bytes(), header.read_bytes(), " ".join([*compiler, *flags]), *platform.libc_ver(), target)
+    digest = hashlib.sha256(b"\0".join(part if isinstance(part, bytes) else part.encode() for part in depends)).hexdigest()
+    file = f"{name}-{digest[:20]}.so"
+    command = [*compiler, *flags, str(source), "-o"]
     try:
-        if not library.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            # Made in a folder of its own and renamed: no other process ever sees half a library.
-            with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                built = Path(temporary) / library.name
-                _call([*compiler, *flags, str(source), "-o", str(built)])
-                os.replace(built, library)
-        return ctypes.CDLL(str(library))
-    except OSError as failure:
-        raise RuntimeError(f"the compiled kernel cannot be kept in {folder}: {failure}") from failure
+        return _kept(_cache() / file, command)
+    except (OSError, PassingError):  # read-only, full, or mounted so that nothing in it may be executed
+        with tempfile.TemporaryDirectory(prefix="surgery-") as folder:  # what is loaded stays when its file is gone
+            return _build(Path(folder) / file, command)
+
+
+def _cache() -> Path:
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(folder) if os.path.isabs(folder) else Path("~/.cache").expanduser()) / "surgery"
+
+
+def _kept(library: Path, command: list[str]) -> ctypes.CDLL:
+    """Load a library, made first where it is not there yet or is broken."""
+    if library.exists():
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:  # a file that lost its end when the machine stopped
+            pass
+    library.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(library.parent)
+    # Made in a folder of its own and renamed: no other process ever sees half a library.
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=BUILDING) as folder:
+        built = Path(folder) / library.name
+        loaded = _build(built, command)
+        os.replace(built, library)
+    return loaded
+
+
+def _build(library: Path, command: list[str]) -> ctypes.CDLL:
+    _call([*command, str(library)])
+    return ctypes.CDLL(str(library))
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what builds of a day ago have left, which were killed."""
+    for left in folder.glob(f"{BUILDING}*"):
+        with suppress(OSError):
+            if left.stat().st_mtime < time.time() - 86400:
+                shutil.rmtree(left)
 
 
 def _for_this_processor(compiler: list[str]) -> tuple[list[str], bytes]:
@@ -64,19 +101,29 @@ def _for_this_processor(compiler: list[str]) -> tuple[list[str], bytes]:
         flags = [*FLAGS, *([target] if target else [])]
         try:
             return flags, _call([*compiler, *flags, "-dM", "-E", "-x", "c", os.devnull])
+        except PassingError:
+            raise
         except RuntimeError as failure:
             reason = failure
     raise reason
 
 
 def _call(command: list[str]) -> bytes:
+    """What a compiler prints. Raises RuntimeError where it fails; PassingError where it may not fail again."""
+    english = os.environ | {"LC_ALL": "C"}  # the words by which passing failures are known
     try:
-        done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, check=False, stdin=subprocess.DEVNULL, env=english, timeout=PATIENCE
+        )
+    except subprocess.TimeoutExpired as failure:
+        raise PassingError(f"the C compiler '{command[0]}' takes more than {PATIENCE} s") from failure
     except OSError as failure:
-        raise RuntimeError(f"no C compiler: {failure}") from failure
+        kind = PassingError if passing(failure) else RuntimeError
+        raise kind(f"no C compiler: {failure}") from failure
     if done.returncode:
-        message = done.stderr.decode(errors="replace").strip()
-        raise RuntimeError(f"the C compiler '{command[0]}' fails: {message or f'exit status {done.returncode}'}")
+        message = done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}"
+        kind = PassingError if done.returncode < 0 or passing(RuntimeError(message)) else RuntimeError
+        raise kind(f"the C compiler '{command[0]}' fails: {message}")
     return done.stdout
 
 
@@ -142,11 +189,6 @@ def contiguous(*tensors: Any) -> list[Any]:
 def rows(*tensors: Tensor) -> list[Tensor]:
     """Each with its last dimension contiguous, copied where it is not."""
     return [m if m.stride(-1) == 1 else m.contiguous() for m in tensors]
-
-
-def learns(*tensors: Tensor | None) -> bool:
-    """Whether any of these needs a gradient."""
-    return torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in tensors)
 
 
 def run(function: Any, work: ctypes.Structure, units: int) -> None:

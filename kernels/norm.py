@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.kernels.conv_norm_native import norm_refuses, normalise
+from surgery.kernels.conv_norm_native import NORM, norm_refuses, normalise
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
+from surgery.kernels.functions import seeded
 from surgery.kernels.operators import Signature
 
 
@@ -47,15 +48,15 @@ def _mamba_ssm(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, group
 
 
 def _example(device: torch.device, dtype: torch.dtype) -> tuple:
-    g = torch.Generator().manual_seed(0)
-    x, gate, weight = (torch.randn(*shape, generator=g).to(device, dtype) for shape in ((1, 8, 64), (1, 8, 64), (64,)))
+    options = seeded()
+    x, gate, weight = (torch.randn(*shape, **options).to(device, dtype) for shape in ((1, 8, 64), (1, 8, 64), (64,)))
     return x, weight, 1e-5, gate, 32
 
 
 RMS_NORM = Operation(
     "rms_norm",
     Backend("mamba_ssm", _mamba_ssm, not_for_cuda_package, probed=True, opaque=True),
-    Backend("native", normalise, norm_refuses, probed=True, opaque=True),
+    Backend("native", normalise, norm_refuses, probed=True, opaque=True, passes=NORM),
     Backend("stock", _stock),
     Backend("reference", _reference),
     example=_example,

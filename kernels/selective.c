@@ -255,7 +255,7 @@ static void work(scan *s, void (*run)(const scan *, const unit *, vec *)) {
         s->failed = 1;
         return;
     }
-    unsigned before = flush();
+    status before = flush();
     while (take(s, &w)) run(s, &w, space);
     restore(before);
     free(space);
@@ -289,7 +289,7 @@ static inline float step_channel(float *S, const float *A, float dt, float u, co
 /* `length` is 1, B, C and the state, `final`, are contiguous, and the state is changed in place. */
 void scan_step(scan *s) {
     const int64_t n = s->size, width = GROUP * LANES, groups = (s->channels + width - 1) / width;
-    unsigned before = flush();
+    status before = flush();
     for (int64_t i; (i = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->batch * groups;) {
         int64_t b = i / groups, first = i % groups * width, end = smaller(first + width, s->channels);
         const float *B = s->B.data + b * s->B.batch, *C = s->C.data + b * s->C.batch;

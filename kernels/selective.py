@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
-from surgery.kernels.functions import result_dtype, transformed
+from surgery.kernels.functions import result_dtype, seeded, transformed
 from surgery.kernels.native import refuses, step_refuses
 from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing, check_no_state
 from surgery.kernels.selective_chunked import run as run_chunked
+from surgery.kernels.selective_native import PASSES, step
 from surgery.kernels.selective_native import run as run_native
-from surgery.kernels.selective_native import step
 
 
 def selective_scan(
@@ -103,17 +103,20 @@ def _not_for_mamba_ssm(x, dt, A, *rest) -> str | None:
 
 
 def _example(device: torch.device, dtype: torch.dtype) -> tuple:
-    g = torch.Generator().manual_seed(0)
-    x, B, C = (torch.randn(1, size, 40, generator=g).to(device, dtype).transpose(1, 2) for size in (24, 8, 8))
-    dt = (0.01 + 0.1 * torch.rand(1, 24, 40, generator=g)).to(device, dtype).transpose(1, 2)
-    A = -1 - 7 * torch.rand(24, 8, generator=g)
-    return x, dt, A.to(device), B, C, torch.randn(24, generator=g).to(device), None
+    options = seeded()
+    x, B, C = (torch.randn(1, size, 40, **options).to(device, dtype).transpose(1, 2) for size in (24, 8, 8))
+    dt = (0.01 + 0.1 * torch.rand(1, 24, 40, **options)).to(device, dtype).transpose(1, 2)
+    A = -1 - 7 * torch.rand(24, 8, **options)
+    return x, dt, A.to(device), B, C, torch.randn(24, **options).to(device), None
 
 
 SELECTIVE_SCAN = Operation(
     "selective_scan",
-    Backend("mamba_ssm", _mamba_ssm, lambda *args: _not_for_mamba_ssm(*args) or _from_zero(*args), probed=True, opaque=True),
-    Backend("native", run_native, refuses, probed=True, opaque=True),
+    Backend(
+        "mamba_ssm", _mamba_ssm, lambda *args: _not_for_mamba_ssm(*args) or _from_zero(*args), probed=True, opaque=True,
+        without_gradient=(1,),
+    ),  # fmt: skip
+    Backend("native", run_native, refuses, probed=True, opaque=True, passes=PASSES),
     Backend("chunked", run_chunked, transformed, opaque=True),
     Backend("stock", _stock, _from_zero, probed=True),
     Backend("reference", _reference),
@@ -168,7 +171,7 @@ def _mamba_ssm_step(state, x, dt, A, B, C, D):
 
 def _step_example(device: torch.device, dtype: torch.dtype) -> tuple:
     x, dt, A, B, C, D, _ = _example(device, dtype)
-    return torch.zeros(1, 24, 8, device=device), x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D
+    return torch.randn(1, 24, 8, **seeded()).to(device), x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D
 
 
 SELECTIVE_STEP = Operation(
@@ -181,6 +184,7 @@ SELECTIVE_STEP = Operation(
     Backend("stock", _stock_step, probed=True),
     Backend("reference", _reference_step),
     example=_step_example,
+    differentiable=False,
     signature=Signature(
         ("Tensor(a!) state", "Tensor x", "Tensor dt", "Tensor A", "Tensor B", "Tensor C", "Tensor? D"),
         1,

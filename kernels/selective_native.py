@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from surgery.kernels.functions import result_dtype, without_autocast
 from surgery.kernels.native import STEP_ALONE, View, check, contiguous, fill, learns, load
 from surgery.kernels.native import run as run_in_threads
+from surgery.kernels.operators import Passes
 
 VIEWS = ("x", "dt", "B", "C", "y", "dy", "dx", "ddt")  # tensors whose strides C is told
 FIELDS = "x dt B C y A D initial final checkpoints dy dx ddt dfinal dA dD dB dC dinitial".split()
@@ -31,14 +32,19 @@ class _Scan(Structure):
 
 def run(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
     """Arguments and results as in selective_scan."""
-    (b, t, d), n = x.shape, A.shape[-1]
-    check((dt, (b, t, d)), (A, (d, n)), (B, (b, t, n)), (C, (b, t, n)), (D, (d,)), (initial_state, (b, d, n)))
-    inputs = [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
+    inputs = _inputs(x, dt, A, B, C, D, initial_state)
     if learns(*inputs):
         y, state = _NativeScan.apply(*inputs)
     else:
         y, state, _ = _forward(*inputs, keep=False)
     return y.to(result_dtype(x)), state
+
+
+def _inputs(x, dt, A, B, C, D, initial_state) -> list[Tensor | None]:
+    """In float32. Raises ValueError for shapes that do not fit."""
+    (b, t, d), n = x.shape, A.shape[-1]
+    check((dt, (b, t, d)), (A, (d, n)), (B, (b, t, n)), (C, (b, t, n)), (D, (d,)), (initial_state, (b, d, n)))
+    return [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
 
 
 def step(state, x, dt, A, B, C, D) -> Tensor:
@@ -85,17 +91,40 @@ class _NativeScan(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx, dy, dfinal):
-        x, dt, A, B, C, D, checkpoints = ctx.saved_tensors
-        A, D, dfinal = contiguous(A, D, dfinal)
-        (b, t, d), n = x.shape, A.shape[1]
-        dx, ddt = torch.empty_like(x), torch.empty_like(dt)
-        dA, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
-        dB, dC = x.new_empty(2, -(-d // _constant("group_channels")), b, t, n)
-        dD = x.new_empty(b, d)
-        _call(
-            "scan_backward", x=x, dt=dt, B=B, C=C, A=A, D=D, checkpoints=checkpoints, dy=dy, dfinal=dfinal,
-            dx=dx, ddt=ddt, dA=dA, dD=dD, dB=dB, dC=dC, dinitial=dinitial,
-        )  # fmt: skip
-        dB, dC, dA, dD = (m.sum(0) for m in (dB, dC, dA, dD))
-        gradients = (dx, ddt, dA, dB, dC, dD, dinitial)
+        gradients = _gradients(dy, dfinal, *ctx.saved_tensors)
         return tuple(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=True))
+
+
+def _gradients(dy, dfinal, x, dt, A, B, C, D, checkpoints) -> tuple[Tensor, ...]:
+    """By x, dt, A, B, C, D and the initial state."""
+    A, D, dfinal = contiguous(A, D, dfinal)
+    (b, t, d), n = x.shape, A.shape[1]
+    dx, ddt = torch.empty_like(x), torch.empty_like(dt)
+    dA, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
+    dB, dC = x.new_empty(2, -(-d // _constant("group_channels")), b, t, n)
+    dD = x.new_empty(b, d)
+    _call(
+        "scan_backward", x=x, dt=dt, B=B, C=C, A=A, D=D, checkpoints=checkpoints, dy=dy, dfinal=dfinal,
+        dx=dx, ddt=ddt, dA=dA, dD=dD, dB=dB, dC=dC, dinitial=dinitial,
+    )  # fmt: skip
+    dB, dC, dA, dD = (m.sum(0) for m in (dB, dC, dA, dD))
+    return dx, ddt, dA, dB, dC, dD, dinitial
+
+
+def _keeping(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, ...]:
+    y, final, checkpoints = _forward(*_inputs(x, dt, A, B, C, D, initial_state), keep=True)
+    return y.to(result_dtype(x)), final, checkpoints
+
+
+def _backward(gradients, arguments, checkpoints, needed) -> tuple[Tensor, ...]:
+    dy, dfinal = (m.float() for m in gradients)
+    *inputs, _ = _inputs(*arguments)
+    return _gradients(dy, dfinal, *inputs, checkpoints)
+
+
+def _kept(x, dt, A, *rest) -> tuple[tuple[int, ...], torch.dtype]:
+    b, t, d = x.shape
+    return (b, -(-t // _constant("chunk_tokens")), d, A.shape[1]), torch.float32
+
+
+PASSES = Passes(_keeping, _backward, _kept)

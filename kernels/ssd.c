@@ -15,20 +15,28 @@
 
 #include "vectors.h"
 
+#ifndef ROWS
 #if defined(__AVX512F__) || defined(__aarch64__) /* 32 registers */
 #define ROWS 8
 #else
 #define ROWS 4
 #endif
+#endif
 #define Q 32
 #define KEEP 4 /* of so many chunks, one's entering state is kept for the backward pass */
 #define COLS 2
+#define DOT 8 /* sums of a dot product, side by side */
 #define WIDE (COLS * LANES)
+#define SIDE (ROWS > LANES ? ROWS : LANES) /* of the squares of a triangle, whose diagonal ones are written whole */
+#define FOURS (ROWS > 4 ? ROWS : 4)        /* rows of a state come in whole blocks, and are transposed in fours */
+_Static_assert(WIDE % ROWS == 0, "a block's rows, as columns of the left factor, lie in one panel");
+_Static_assert(WIDE % SIDE == 0 && Q % WIDE == 0, "a chunk is whole panels, and these whole squares");
+_Static_assert(FOURS % ROWS == 0 && FOURS * COLS % DOT == 0, "a state is whole blocks, and whole steps of its dot product");
 #define LOG2E 1.4426950408889634
 /* Without this, compilers read a vector again for every product, and reading takes longer than multiplying. */
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && LANES == 16
 #define IN_REGISTER(v) __asm__("" : "+v"(v))
-#elif defined(__SSE__)
+#elif defined(__SSE__) && (LANES == 4 || (defined(__AVX__) && LANES == 8))
 #define IN_REGISTER(v) __asm__("" : "+x"(v))
 #else
 #define IN_REGISTER(v)
@@ -61,6 +69,7 @@ typedef struct { /* in panels: (columns / WIDE, rows, WIDE) */
 typedef struct { /* of a unit of work, and the space that a worker has */
     int64_t part, b, group, first, heads, chunks, n, p; /* n, p: padded */
     float *space;
+    int64_t used; /* numbers of it */
     matrix B, C, BT, CT, scores, mixing, x, weighted, out, dy, xT, dyT, dmixing, dscores, dBT, dCT;
     float *states, *dstates; /* heads matrices (n, p) each; states: of KEEP chunks */
 } unit;
@@ -273,7 +282,7 @@ INLINE vec decay(const decays *d, int64_t i, int64_t j) {
 
 static void mix(const unit *w, const decays *d, int64_t tokens) {
     for (int64_t j = 0; j < tokens; j++) {
-        for (int64_t i = j / LANES * LANES; i < Q; i += LANES)
+        for (int64_t i = j / SIDE * SIDE; i < Q; i += LANES) /* and zeros where i < j */
             *(vec *)number(w->mixing, j, i) = decay(d, i, j) * d->dt[j] * *(vec *)number(w->scores, j, i);
         *number(w->mixing, j, j) += d->D;
     }
@@ -328,7 +337,7 @@ static void forward_unit(const scan *s, unit *w) {
 static void reverse_mixing(const unit *w, const decays *d, int64_t tokens, wide *da, double *ddt, double *dD) {
     for (int64_t j = 0; j < tokens; j++) {
         wide later = {0};
-        for (int64_t i = j / LANES * LANES; i < Q; i += LANES) {
+        for (int64_t i = j / SIDE * SIDE; i < Q; i += LANES) {
             vec g = *(vec *)number(w->dmixing, j, i), e = decay(d, i, j), m = e * *(vec *)number(w->scores, j, i);
             vec by_log = g * m;
             *(vec *)number(w->dscores, j, i) += g * (e * d->dt[j]);
@@ -348,11 +357,11 @@ static void reverse_mixing(const unit *w, const decays *d, int64_t tokens, wide 
 }
 
 static double dot(matrix a, matrix b, int64_t columns) {
-    vec sum[8] = {{0}};
-    for (int64_t i = 0; i < a.rows * columns / LANES; i += 8) /* rows: a multiple of 4, and COLS is 2 */
-        for (int k = 0; k < 8; k++) sum[k] += ((vec *)a.at)[i + k] * ((vec *)b.at)[i + k];
+    vec sum[DOT] = {{0}};
+    for (int64_t i = 0; i < a.rows * columns / LANES; i += DOT)
+        for (int k = 0; k < DOT; k++) sum[k] += ((vec *)a.at)[i + k] * ((vec *)b.at)[i + k];
     double all = 0;
-    for (int k = 0; k < 8; k++) all += lane_sum(sum[k]);
+    for (int k = 0; k < DOT; k++) all += lane_sum(sum[k]);
     return all;
 }
 
@@ -485,13 +494,13 @@ static void step_head(const scan *s, int64_t b, int64_t h) {
 /* of the states that enter every KEEP-th chunk: (b, chunks / KEEP, h, padded state) */
 int64_t kept_floats(const scan *s) {
     int64_t chunks = (s->length + Q * KEEP - 1) / (Q * KEEP);
-    return s->batch * chunks * s->heads * padded(s->size, ROWS) * padded(s->width, WIDE);
+    return s->batch * chunks * s->heads * padded(s->size, FOURS) * padded(s->width, WIDE);
 }
 
 static float *part(unit *w, int64_t floats) {
-    float *here = w->space;
-    w->space += padded(floats, 16);
-    return here;
+    int64_t start = w->used;
+    w->used += padded(floats, 16);
+    return w->space ? w->space + start : 0;
 }
 
 static matrix make(unit *w, int64_t rows, int64_t columns) {
@@ -500,7 +509,7 @@ static matrix make(unit *w, int64_t rows, int64_t columns) {
 
 static void divide(const scan *s, unit *w, int backward) {
     const int64_t heads = (s->heads / s->groups + s->parts - 1) / s->parts;
-    w->n = padded(s->size, ROWS), w->p = padded(s->width, WIDE), w->chunks = (s->length + Q - 1) / Q;
+    w->n = padded(s->size, FOURS), w->p = padded(s->width, WIDE), w->chunks = (s->length + Q - 1) / Q;
     w->B = make(w, Q, w->n), w->C = make(w, Q, w->n), w->BT = make(w, w->n, Q), w->CT = make(w, w->n, Q);
     w->scores = make(w, Q, Q), w->mixing = make(w, Q, Q);
     w->x = make(w, Q, w->p), w->weighted = make(w, Q, w->p), w->out = make(w, Q, w->p);
@@ -515,16 +524,16 @@ static void divide(const scan *s, unit *w, int backward) {
 static void work(scan *s, int backward) {
     unit w = {0};
     void *space = 0;
-    divide(s, &w, backward); /* from NULL on: how much it takes */
-    size_t bytes = (size_t)w.space;
+    divide(s, &w, backward); /* without space: how much it takes */
+    size_t bytes = w.used * sizeof(float);
     if (posix_memalign(&space, 64, bytes)) {
         s->failed = 1;
         return;
     }
     memset(space, 0, bytes);
-    w.space = space;
+    w.space = space, w.used = 0;
     divide(s, &w, backward);
-    unsigned before = flush();
+    status before = flush();
     while (take(s, &w)) (backward ? backward_unit : forward_unit)(s, &w);
     restore(before);
     free(space);
@@ -534,7 +543,7 @@ void scan_forward(scan *s) { work(s, 0); }
 void scan_backward(scan *s) { work(s, 1); }
 
 void scan_step(scan *s) {
-    unsigned before = flush();
+    status before = flush();
     for (int64_t i; (i = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->batch * s->heads;)
         step_head(s, i / s->heads, i % s->heads);
     restore(before);

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
-from surgery.kernels.functions import result_dtype, transformed
+from surgery.kernels.functions import result_dtype, seeded, transformed
 from surgery.kernels.native import step_refuses
 from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing, check_no_state
 from surgery.kernels.ssd_chunked import chunked_scan
-from surgery.kernels.ssd_native import refuses, run, step
+from surgery.kernels.ssd_native import PASSES, refuses, run, step
 
 
 def ssd_scan(
@@ -84,16 +84,16 @@ def _mamba_ssm(x, dt, A, B, C, D, initial_state, chunk_size):
 
 
 def _example(device: torch.device, dtype: torch.dtype) -> tuple:
-    g = torch.Generator().manual_seed(0)
-    x, B, C = (torch.randn(1, 40, *shape, generator=g).to(device, dtype) for shape in ((4, 16), (2, 16), (2, 16)))
-    dt = (0.01 + 0.1 * torch.rand(1, 40, 4, generator=g)).to(device, dtype)
-    return x, dt, -1 - torch.rand(4, generator=g).to(device), B, C, None, None, 256
+    options = seeded()
+    x, B, C = (torch.randn(1, 40, *shape, **options).to(device, dtype) for shape in ((4, 16), (2, 16), (2, 16)))
+    dt = (0.01 + 0.1 * torch.rand(1, 40, 4, **options)).to(device, dtype)
+    return x, dt, -1 - torch.rand(4, **options).to(device), B, C, None, None, 256
 
 
 SSD_SCAN = Operation(
     "ssd_scan",
     Backend("mamba_ssm", _mamba_ssm, not_for_cuda_package, probed=True, opaque=True),
-    Backend("native", run, refuses, probed=True, opaque=True),
+    Backend("native", run, refuses, probed=True, opaque=True, passes=PASSES),
     Backend("chunked", chunked_scan, transformed, opaque=True),
     Backend("stock", _stock, probed=True),  # where mamba_ssm is installed it breaks on a CPU
     Backend("reference", _reference),
@@ -170,7 +170,8 @@ def _wide(D: Tensor | None, x: Tensor) -> Tensor | None:
 
 def _step_example(device: torch.device, dtype: torch.dtype) -> tuple:
     x, dt, A, B, C, D, _, _ = _example(device, dtype)
-    return torch.zeros(1, 4, 16, 16, device=device), x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D
+    state = torch.randn(1, 4, 16, 16, **seeded()).to(device)
+    return state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D
 
 
 SSD_STEP = Operation(
@@ -181,6 +182,7 @@ SSD_STEP = Operation(
     Backend("stock", _stock_step, probed=True),
     Backend("reference", _reference_step),
     example=_step_example,
+    differentiable=False,
     signature=Signature(
         ("Tensor(a!) state", "Tensor x", "Tensor dt", "Tensor A", "Tensor B", "Tensor C", "Tensor? D"),
         1,

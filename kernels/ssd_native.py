@@ -15,7 +15,9 @@ from surgery.kernels.functions import result_dtype, without_autocast
 from surgery.kernels.native import STEP_ALONE, View, check, contiguous, fill, learns, load, rows
 from surgery.kernels.native import refuses as not_here
 from surgery.kernels.native import run as run_in_threads
+from surgery.kernels.operators import Passes
 
+SPAN = 128  # tokens for which one state is kept: Q * KEEP in ssd.c
 THREADS = 4  # that the backward pass divides its work for; their real number must not decide what is summed first
 VIEWS = ("x", "dt", "B", "C", "y", "dy", "dx", "ddt", "dB", "dC", "dBs", "dCs")  # tensors whose strides C is told
 FIELDS = "x dt B C y A D initial final kept dy dx ddt dB dC dBs dCs dfinal dinitial dA dD done".split()
@@ -37,15 +39,20 @@ def refuses(x, dt, A, B, C, D, initial_state, chunk_size) -> str | None:
 
 def run(x, dt, A, B, C, D, initial_state, chunk_size) -> tuple[Tensor, Tensor]:
     """Arguments and results as in ssd_scan. `chunk_size` is not used: the result does not depend on it."""
-    (b, t, h, p), (g, n) = x.shape, B.shape[2:]
-    check((dt, (b, t, h)), (A, (h,)), (B, (b, t, g, n)), (C, (b, t, g, n)), (D, (h,)), (initial_state, (b, h, p, n)))
-    _whole_groups(h, g)
-    inputs = [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
+    inputs = _inputs(x, dt, A, B, C, D, initial_state)
     if learns(*inputs):
         y, state = _NativeScan.apply(*inputs)
     else:
         y, state, _ = _forward(*inputs, keep=False)
     return y.to(result_dtype(x)), state
+
+
+def _inputs(x, dt, A, B, C, D, initial_state) -> list[Tensor | None]:
+    """In float32. Raises ValueError for shapes that do not fit."""
+    (b, t, h, p), (g, n) = x.shape, B.shape[2:]
+    check((dt, (b, t, h)), (A, (h,)), (B, (b, t, g, n)), (C, (b, t, g, n)), (D, (h,)), (initial_state, (b, h, p, n)))
+    _whole_groups(h, g)
+    return [None if m is None else m.float() for m in (x, dt, A, B, C, D, initial_state)]
 
 
 def _whole_groups(heads: int, groups: int) -> None:
@@ -100,7 +107,7 @@ def _forward(x, dt, A, B, C, D, initial, *, keep: bool) -> tuple[Tensor, Tensor,
     parts = _parts(b * g, h // g, torch.get_num_threads())
     scan = _scan(parts, x=x, dt=dt, B=B, C=C, y=y, A=A, D=D, initial=initial, final=final)
     kept = x.new_empty(_function("kept_floats")(byref(scan))) if keep else None
-    scan.kept = None if kept is None else kept.data_ptr()
+    fill(scan, {"kept": kept})
     _call("scan_forward", scan, b * g * parts)
     return y, final, kept
 
@@ -118,18 +125,47 @@ class _NativeScan(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx, dy, dfinal):
-        x, dt, A, B, C, D, kept = ctx.saved_tensors
-        (b, t, h, p), (g, n) = x.shape, B.shape[2:]
-        dy = x.new_zeros(p).expand(b, t, h, p) if dy is None else dy
-        (x, B, C, dy), (A, D, dfinal) = rows(x, B, C, dy), contiguous(A, D, dfinal)
-        dx, ddt, dB, dC, dinitial = (x.new_empty(m) for m in ((b, t, h, p), (b, t, h), B.shape, C.shape, (b, h, p, n)))
-        parts = _parts(b * g, h // g, THREADS)
-        dBs, dCs = x.new_empty(2, parts * b, t, g, n) if parts > 1 else (dB, dC)
-        (dA, dD), done = x.new_zeros(2, b, h, dtype=torch.double), x.new_zeros(b, g, dtype=torch.int64)
-        scan = _scan(
-            parts, x=x, dt=dt, B=B, C=C, A=A, D=D, kept=kept, dy=dy, dfinal=dfinal, dx=dx, ddt=ddt, dB=dB, dC=dC,
-            dBs=dBs, dCs=dCs, dinitial=dinitial, dA=dA, dD=dD, done=done,
-        )  # fmt: skip
-        _call("scan_backward", scan, b * g * parts)
-        gradients = (dx, ddt, dA.sum(0).float(), dB, dC, dD.sum(0).float(), dinitial)
+        gradients = _gradients(dy, dfinal, *ctx.saved_tensors)
         return tuple(m if needed else None for m, needed in zip(gradients, ctx.needs_input_grad, strict=True))
+
+
+def _gradients(dy, dfinal, x, dt, A, B, C, D, kept) -> tuple[Tensor, ...]:
+    """By x, dt, A, B, C, D and the initial state."""
+    (b, t, h, p), (g, n) = x.shape, B.shape[2:]
+    dy = x.new_zeros(p).expand(b, t, h, p) if dy is None else dy
+    (x, B, C, dy), (A, D, dfinal) = rows(x, B, C, dy), contiguous(A, D, dfinal)
+    dx, ddt, dB, dC, dinitial = (x.new_empty(m) for m in ((b, t, h, p), (b, t, h), B.shape, C.shape, (b, h, p, n)))
+    parts = _parts(b * g, h // g, THREADS)
+    dBs, dCs = x.new_empty(2, parts * b, t, g, n) if parts > 1 else (dB, dC)
+    (dA, dD), done = x.new_zeros(2, b, h, dtype=torch.double), x.new_zeros(b, g, dtype=torch.int64)
+    scan = _scan(
+        parts, x=x, dt=dt, B=B, C=C, A=A, D=D, kept=kept, dy=dy, dfinal=dfinal, dx=dx, ddt=ddt, dB=dB, dC=dC,
+        dBs=dBs, dCs=dCs, dinitial=dinitial, dA=dA, dD=dD, done=done,
+    )  # fmt: skip
+    _call("scan_backward", scan, b * g * parts)
+    return dx, ddt, dA.sum(0).float(), dB, dC, dD.sum(0).float(), dinitial
+
+
+def _keeping(x, dt, A, B, C, D, initial_state, chunk_size) -> tuple[Tensor, ...]:
+    y, final, kept = _forward(*_inputs(x, dt, A, B, C, D, initial_state), keep=True)
+    return y.to(result_dtype(x)), final, kept.view(len(x), -1)
+
+
+def _backward(gradients, arguments, kept, needed) -> tuple[Tensor, ...]:
+    dy, dfinal = (m.float() for m in gradients)
+    *inputs, _ = _inputs(*arguments[:7])
+    return _gradients(dy, dfinal, *inputs, kept)
+
+
+def _kept(x, dt, A, B, *rest) -> tuple[tuple[int, ...], torch.dtype]:
+    b, t, h, p = x.shape
+    return (b, -(-t // SPAN) * h * _state_floats(int(p), int(B.shape[3]))), torch.float32
+
+
+@cache
+def _state_floats(width: int, size: int) -> int:
+    """Numbers of a head's state as it is kept."""
+    return _function("kept_floats")(byref(_Scan(1, 1, 1, width, 1, size, 1)))
+
+
+PASSES = Passes(_keeping, _backward, _kept)

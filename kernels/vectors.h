@@ -7,6 +7,8 @@
 #include <xmmintrin.h>
 #endif
 
+/* A build may say how many; where the processor has narrower vectors, the compiler makes one of several. */
+#ifndef LANES
 #if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX__)
@@ -14,6 +16,8 @@
 #else
 #define LANES 4
 #endif
+#endif
+_Static_assert(LANES == 4 || LANES == 8 || LANES == 16, "vectors are read as fours, and lanes are counted to 16");
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -72,19 +76,27 @@ static inline vec exp2_vec(vec z) {
 
 /* Numbers too small for a normal float32 are 0 between these two. What fades away, a state or a gradient, would else stay among
    them, where processors are slow. */
-static inline unsigned flush(void) {
+typedef uint64_t status;
+static inline status flush(void) {
 #if defined(__SSE__)
-    unsigned before = _mm_getcsr();
-    _mm_setcsr(before | 0x8040);
+    status before = _mm_getcsr();
+    _mm_setcsr((unsigned)before | 0x8040);
+    return before;
+#elif defined(__aarch64__)
+    uint64_t before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"(before | 1 << 24));
     return before;
 #else
     return 0;
 #endif
 }
 
-static inline void restore(unsigned before) {
+static inline void restore(status before) {
 #if defined(__SSE__)
-    _mm_setcsr(before);
+    _mm_setcsr((unsigned)before);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(before));
 #else
     (void)before;
 #endif

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from surgery.evaluation.bench import bench
     from surgery.evaluation.report import Report
     from surgery.exporting.export import export
+    from surgery.jobs.costs.estimate import estimate
     from surgery.jobs.run import run
     from surgery.loading.checkpoint import Checkpoint, load
     from surgery.locating.locate import locate
@@ -46,6 +47,7 @@ __all__ = [
     "UserError",
     "adopt",
     "bench",
+    "estimate",
     "export",
     "load",
     "locate",
@@ -68,6 +70,7 @@ _MODULES = {
     "Tune": "records.recipe",
     "adopt": "splicing.splice",
     "bench": "evaluation.bench",
+    "estimate": "jobs.costs.estimate",
     "export": "exporting.export",
     "load": "loading.checkpoint",
     "locate": "locating.locate",

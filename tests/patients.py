@@ -30,23 +30,11 @@ from transformers import (
 from surgery.hybrids.llamba import LlambaForCausalLM
 from surgery.loading.original import original_config
 from surgery.world.tokenizer import _corpus
+from tools.published import published
 
-# What transformers writes of the initialisation and of kernels, into Mamba-1's configurations.
-STEPS = {
-    "time_step_floor": 0.0001, "time_step_init_scheme": "random", "time_step_max": 0.1, "time_step_min": 0.001,
-    "time_step_scale": 1.0,
-}  # fmt: skip
 FLAGS = {"rescale_prenorm_residual": False, "residual_in_fp32": True, "use_bias": False, "use_cache": True,
          "use_conv_bias": True, "hidden_act": "silu", "conv_kernel": 4, "layer_norm_epsilon": 1e-05}  # fmt: skip
 ORIGINAL = {"rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True}
-CODESTRAL = {
-    **FLAGS, **STEPS, "_name_or_path": "/raid/pablo/codestral-hf-good/", "architectures": ["Mamba2ForCausalLM"],
-    "bos_token_id": 0, "chunk_size": 256, "eos_token_id": 0, "expand": 2, "head_dim": 64, "hidden_size": 4096,
-    "initializer_range": 0.1, "intermediate_size": 8192, "model_type": "mamba2", "n_groups": 8, "norm_before_gate": True,
-    "num_heads": 128, "num_hidden_layers": 64, "pad_token_id": 0, "rms_norm": True, "state_size": 128,
-    "tie_word_embeddings": False, "time_step_limit": [0.0, math.inf], "time_step_rank": 256, "torch_dtype": "bfloat16",
-    "transformers_version": "4.44.0.dev0", "vocab_size": 32768,
-}  # fmt: skip
 LLAMBA = {
     "model_type": "llamba", "vocab_size": 128256, "tie_embeddings": True, "pad_vocab_size_multiple": 8, "lm_head_bias": False,
     "d_model": 3072, "n_layer": 28, "resid_dropout": 0.0, "norm_epsilon": 1e-05,
@@ -57,18 +45,12 @@ LLAMBA = {
 # Published configurations as their config.json has them, and the sizes that a patient has instead.
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "state-spaces/mamba-130m-hf": (
-        {
-            **FLAGS, **STEPS, **ORIGINAL, "architectures": ["MambaForCausalLM"], "bos_token_id": 0, "d_inner": 1536,
-            "d_model": 768, "eos_token_id": 0, "expand": 2, "hidden_size": 768, "initializer_range": 0.1,
-            "intermediate_size": 1536, "model_type": "mamba", "n_layer": 24, "num_hidden_layers": 24, "pad_token_id": 0,
-            "pad_vocab_size_multiple": 8, "ssm_cfg": {}, "state_size": 16, "time_step_rank": 48, "torch_dtype": "float32",
-            "transformers_version": "4.39.0.dev0", "vocab_size": 50280,
-        },
+        published("mamba-130m").config,
         {"d_inner": 32, "d_model": 16, "hidden_size": 16, "intermediate_size": 32, "n_layer": 2, "num_hidden_layers": 2,
          "state_size": 8, "time_step_rank": 2},
     ),
     "mistralai/Mamba-Codestral-7B-v0.1": (
-        CODESTRAL,
+        published("codestral-mamba-7b").config,
         {"head_dim": 16, "hidden_size": 32, "intermediate_size": 64, "n_groups": 2, "num_heads": 4, "num_hidden_layers": 2,
          "state_size": 8, "time_step_rank": 2},
     ),
@@ -99,13 +81,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     # expand is not intermediate_size / hidden_size, which is 2.
     "tiiuae/falcon-mamba-7b": (
-        {
-            **FLAGS, **STEPS, "_name_or_path": "./", "architectures": ["FalconMambaForCausalLM"], "bos_token_id": 0,
-            "eos_token_id": 11, "expand": 16, "hidden_size": 4096, "initializer_range": 0.1, "intermediate_size": 8192,
-            "model_type": "falcon_mamba", "num_hidden_layers": 64, "pad_token_id": 11, "state_size": 16,
-            "tie_word_embeddings": False, "time_step_rank": 256, "torch_dtype": "bfloat16",
-            "transformers_version": "4.43.0.dev0", "vocab_size": 65024,
-        },
+        published("falcon-mamba-7b").config,
         {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 2},
     ),
     "cartesia-ai/Llamba-3B": (
@@ -118,8 +94,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"d_model": 16, "n_layer": 2},
     ),
     "state-spaces/mamba2-130m": (
-        {**ORIGINAL, "d_model": 768, "d_intermediate": 0, "n_layer": 24, "vocab_size": 50277, "ssm_cfg": {"layer": "Mamba2"},
-         "attn_layer_idx": [], "attn_cfg": {}, "pad_vocab_size_multiple": 16, "tie_embeddings": True},
+        published("mamba2-130m").config,
         {"d_model": 64, "n_layer": 2},
     ),
 }  # fmt: skip

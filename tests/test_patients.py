@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from surgery import adopt, load
 from surgery.errors import UserError
@@ -54,19 +53,6 @@ def admitted(tmp_path):
         return tmp_path / "patient", ["--set", f"tokenizer={words}"] if apart else []
 
     return admit
-
-
-@pytest.fixture
-def blank(monkeypatch):
-    """Figures are laid out, and not painted, which takes half of a run."""
-
-    def savefig(self, file, **_):
-        if hasattr(file, "write"):
-            file.write(b"a picture")
-        else:
-            Path(file).write_bytes(b"a picture")
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
 
 
 def finite(record) -> None:

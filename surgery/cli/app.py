@@ -6,7 +6,6 @@ and a typo answer at once.
 
 import sys
 from collections.abc import Callable
-from contextvars import copy_context
 from inspect import cleandoc
 from typing import Annotated
 
@@ -17,6 +16,7 @@ from surgery.cli.doctor import doctor
 from surgery.cli.export import export
 from surgery.cli.lists import report_schema, tasks_path
 from surgery.cli.locate import locate
+from surgery.cli.options import until_the_end
 from surgery.cli.plan import plan
 from surgery.cli.pretrain import pretrain
 from surgery.cli.prune import prune
@@ -69,8 +69,8 @@ def main() -> None:
     status 130, SIGTERM likewise with 143."""
     hush_transformers()
     try:
-        with listening():
-            copy_context().run(app)  # in a context of its own, so that the backends it asks for are not asked for afterwards
+        with listening(), until_the_end:
+            app()
     except _user_errors() as error:
         line, status = f"surgery: {' '.join(str(error).split())}", 2
     except Interrupted as stop:

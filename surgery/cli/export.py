@@ -6,7 +6,17 @@ from typing import Annotated, Any
 import typer
 
 from surgery.cli.console import show
-from surgery.cli.options import HybridArgument, OutRequired, RecipeOption, ReplaceExport, Settings, Trust, recipe_of
+from surgery.cli.options import (
+    HybridArgument,
+    OutRequired,
+    RecipeOption,
+    ReplaceExport,
+    Settings,
+    Trust,
+    Verify,
+    check_verify,
+    recipe_of,
+)
 from surgery.errors import UserError
 from surgery.exporting.formats import DESCRIPTIONS as FORMATS
 
@@ -22,6 +32,7 @@ def export(
     max_shard_size: Annotated[
         str | None, typer.Option("--max-shard-size", help="Divide weights into files of at most this, e.g. 2GB.")
     ] = None,
+    verify: Verify = "auto",
     prove: Annotated[
         str | None, typer.Option("--prove", help="Serving engines that are to prove the folder too, e.g. vllm.")
     ] = None,
@@ -43,6 +54,7 @@ def export(
 
         say("advice: --as is now --format; old names are read until version 1.0")
         form = old_form
+    check_verify(verify)
     if form not in FORMATS:
         raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
     from surgery.exporting import export as exporting
@@ -51,7 +63,7 @@ def export(
     from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, present, report_on
     from surgery.jobs.opening import open_checkpoint
     from surgery.loading.checkpoint import plan_of
-    from surgery.loading.digests import model_digest
+    from surgery.loading.digests import identify
 
     engines = [engine.strip() for engine in prove.split(",")] if prove else []
     check_engines(engines, form, engine_python)
@@ -61,16 +73,16 @@ def export(
     loaded = open_checkpoint(
         recipe_of("export", recipe, settings, model=hybrid), trust_remote_code, base if from_patch else None
     )
-    digest = model_digest(loaded.model)  # once: a pass over all weights
-    papers = papers_of(hybrid, loaded.model, digest)
+    identity = identify(loaded.model)  # once: a pass over all weights
+    papers = papers_of(hybrid, loaded.model, identity.digest)
     if report is not None:
-        papers |= {"report": report_on(loaded.model, digest, plan, report), "figures": report.parent}
+        papers |= {"report": report_on(loaded.model, identity.digest, plan, report), "figures": report.parent}
     base_name = base_of(hybrid) if base is None or (from_patch and form != "patch") else base
     if form == "patch":
         present(base_name, hybrid)
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     exporting.export(
-        loaded.model, out, format=form, tokenizer=loaded.tokenizer, plan=plan, base=base_name, digest=digest, engines=engines,
-        engine_python=engine_python, **papers, **options,
+        loaded.model, out, format=form, tokenizer=loaded.tokenizer, plan=plan, base=base_name, identity=identity,
+        verify=verify, engines=engines, engine_python=engine_python, **papers, **options,
     )  # fmt: skip
     show(f"{form}: {out}")

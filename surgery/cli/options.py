@@ -1,5 +1,6 @@
 """Arguments and options that several verbs share, and what reads them."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from surgery.cli.used_settings import refuse_unused
 from surgery.errors import UserError
+from surgery.exporting.formats import VERIFICATIONS
 
 if TYPE_CHECKING:
     from surgery.records.recipe import Recipe
@@ -24,21 +26,37 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the run in --out, from the first stage whose settings have changed.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove the run in --out first.")]
+Verify = Annotated[
+    str,
+    typer.Option(
+        "--verify",
+        help="How the export is verified: " + "; ".join(f"{way}: {what}" for way, what in VERIFICATIONS.items()) + ".",
+    ),
+]
 ReplaceExport = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in --out.")]
+
+until_the_end = ExitStack()  # what holds until the command ends
 
 
 def recipe_of(verb: str, path: Path | None, settings: list[str] | None, **fixed: str) -> "Recipe":
-    """Read a verb's recipe, and ask for its kernels from here on. Raises UserError for settings that the verb does not use."""
+    """Read a verb's recipe, and ask for its kernels until the command ends. Raises UserError for settings that the verb does
+    not use."""
     from surgery.records.recipe import read_recipe
 
     recipe = read_recipe(path, settings, **fixed)
     refuse_unused(verb, settings or ())
     if recipe.kernels:
         import surgery.kernels.operations  # noqa: F401  # so that a backend that does not exist is refused now
-        from surgery.kernels.dispatch import ask
+        from surgery.kernels.dispatch import use
 
-        ask(**recipe.kernels)
+        until_the_end.enter_context(use(**recipe.kernels))
     return recipe
+
+
+def check_verify(verify: str) -> None:
+    """Raise UserError for a value that --verify does not take, before the work begins."""
+    if verify not in VERIFICATIONS:
+        raise UserError(f"cannot verify by '{verify}'; there are {', '.join(VERIFICATIONS)}")
 
 
 def check_writable(folder: Path) -> None:

@@ -1,40 +1,60 @@
 """surgery run"""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from surgery.cli.console import prose, show, starting, table
-from surgery.cli.options import Out, Overwrite, Resume, Settings, Trust, recipe_of
+from surgery.cli.options import Out, Overwrite, Resume, Settings, Trust, Verify, check_verify, recipe_of
+from surgery.errors import UserError
+
+if TYPE_CHECKING:
+    from surgery.jobs.costs.record import Estimate
 
 
 def run(
     recipe: Path,
     out: Out = None,
     settings: Settings = None,
+    verify: Verify = "auto",
     resume: Resume = False,
     overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what it would cost: time, memory and disk, stage by stage; write nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON instead of a table.")] = False,
 ) -> None:
     """Do everything that a recipe says.
 
     That is the main job (locate, plan, splice, tune, bench, export) or a study. The output goes to runs/<recipe>.
 
     Examples:
+      surgery run recipes/demo.yaml --dry-run
       surgery run recipes/demo.yaml
     """
+    check_verify(verify)
     out = out or Path("runs") / recipe.stem
     with starting():
         from surgery.evaluation import markdown
         from surgery.evaluation.judgement import did_it_help
         from surgery.jobs import run as job
+        from surgery.jobs.costs.estimate import estimate
         from surgery.studies.conduct import FIGURE, FINDINGS, conduct
 
         options = recipe_of("run", recipe, settings)
+    if as_json and not dry_run:
+        raise UserError("--json prints what --dry-run finds out; give both")
+    if dry_run:
+        _show_estimate(estimate(options, out, trust_remote_code=trust_remote_code), as_json)
+        return
     if options.study is not None:
         findings = conduct(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
         table(*findings.table())
         show(f"{findings.summary}\nFindings: {out / FINDINGS}, figure: {out / FIGURE}")
         return
-    report = job.run(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
+    report = job.run(options, out, verify=verify, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
     table(*markdown.rows(report))
     prose(markdown.EXPLANATION)
     show("")
@@ -44,3 +64,13 @@ def run(
     show("")
     prose(did_it_help(report))
     show(f"\nReport: {out / 'report.html'} (and .md, .json)\nHybrid: {out / 'hybrid'}")
+
+
+def _show_estimate(estimate: "Estimate", as_json: bool) -> None:
+    if as_json:
+        show(estimate.text().rstrip())
+        return
+    table(*estimate.table())
+    for line in estimate.lines():
+        prose(line)
+    prose("Measured on a small part of each stage, which was done for it. Nothing was written.")

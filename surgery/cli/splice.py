@@ -3,7 +3,17 @@
 from pathlib import Path
 
 from surgery.cli.console import show
-from surgery.cli.options import ModelArgument, OutRequired, RecipeOption, ReplaceExport, Settings, Trust, recipe_of
+from surgery.cli.options import (
+    ModelArgument,
+    OutRequired,
+    RecipeOption,
+    ReplaceExport,
+    Settings,
+    Trust,
+    Verify,
+    check_verify,
+    recipe_of,
+)
 
 
 def splice(
@@ -12,6 +22,7 @@ def splice(
     out: OutRequired,
     recipe: RecipeOption = None,
     settings: Settings = None,
+    verify: Verify = "auto",
     overwrite: ReplaceExport = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -29,11 +40,12 @@ def splice(
     from surgery.records.plan import Plan
     from surgery.splicing import splice as splicing
 
+    check_verify(verify)
     check_replaceable(out, overwrite)
     chosen = Plan.read(plan)
     base = open_base(in_dtype_of(chosen, recipe_of("splice", recipe, settings, model=model)), trust_remote_code)
     splicing.check_base(chosen, base.fingerprint)
     hybrid = splicing.splice(base.model, chosen, open_donor(chosen, trust_remote_code))
-    export(hybrid, out, tokenizer=base.tokenizer, plan=chosen, base=base.name)
+    export(hybrid, out, tokenizer=base.tokenizer, plan=chosen, base=base.name, verify=verify)
     show(f"hybrid: {out}")
     advise_tuning(str(out))

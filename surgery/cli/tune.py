@@ -5,7 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from surgery.cli.console import prose, show, starting, table
-from surgery.cli.options import HybridArgument, OutRequired, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
+from surgery.cli.options import (
+    HybridArgument,
+    OutRequired,
+    Overwrite,
+    RecipeOption,
+    Resume,
+    Settings,
+    Trust,
+    Verify,
+    check_verify,
+    recipe_of,
+)
 
 if TYPE_CHECKING:
     from surgery.doctor.rehearsal import Rehearsal
@@ -15,7 +26,7 @@ def tune(
     hybrid: HybridArgument, out: OutRequired, recipe: RecipeOption = None, settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is trained and what it costs; write nothing.")] = False,
     base: Annotated[str | None, typer.Option("--base", help="Its base, if not where the hybrid says.")] = None,
-    resume: Resume = False, overwrite: Overwrite = False, trust_remote_code: Trust = False,
+    verify: Verify = "auto", resume: Resume = False, overwrite: Overwrite = False, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Train a hybrid's grafts.
 
@@ -26,12 +37,20 @@ def tune(
       surgery tune spliced --out tuned --dry-run
       surgery tune spliced --out tuned --set tune.steps=100
     """
+    check_verify(verify)
     with starting():
         from surgery.jobs.tune_hybrid import tune_hybrid
 
         options = recipe_of("tune", recipe, settings, model=hybrid)
     log = tune_hybrid(
-        options, out, base=base, dry_run=dry_run, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code
+        options,
+        out,
+        base=base,
+        dry_run=dry_run,
+        verify=verify,
+        resume=resume,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
     )
     if not isinstance(log, list):
         _show_rehearsal(log)

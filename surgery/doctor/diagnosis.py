@@ -1,6 +1,7 @@
 """Diagnosis: which backend serves which operation on this machine, and why the others do not."""
 
 import torch
+from torch import Tensor
 
 from surgery.kernels.dispatch import Operation
 from surgery.kernels.operations import operations
@@ -10,7 +11,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Verdict(Record):
-    """Who serves a small call of an operation.
+    """Who serves a small call of an operation, with its gradient where it has one.
 
     serves: the backend that is chosen. idle: backends that could serve the call -> why they are not chosen, or "" where another
     one is merely preferred. refused: backends that cannot serve the call -> the reason."""
@@ -41,6 +42,8 @@ def diagnose() -> Diagnosis:
 
 def _verdict(operation: Operation, device: torch.device, dtype: torch.dtype) -> Verdict:
     args = operation.example(device, dtype)
+    if operation.differentiable:
+        args = tuple(m.requires_grad_() if isinstance(m, Tensor) and m.is_floating_point() else m for m in args)
     reasons = {name: operation.why_not(backend, *args) for name, backend in operation.backends.items()}
     serves = operation.choose(*args).name
     return Verdict(

@@ -15,8 +15,9 @@ import numpy as np
 from PIL import Image
 
 from surgery.evaluation.charts import minus
-from surgery.locating.atlas import MOST_LETTERS, Grid, grid, measured_maps
-from surgery.locating.ranking import Ranking, Score, ablation_cost
+from surgery.locating.atlas import MOST_LETTERS, Grid, colors_of, grid, measured_maps, parts
+from surgery.locating.heads import Score
+from surgery.locating.ranking import MANY, Ranking
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.statistics import Estimate
@@ -77,7 +78,8 @@ class Head:
 @dataclass(frozen=True)
 class Atlas:
     """heads: those that can be pointed at, in the ranking's order. labels: (y, layer). says: what Head.rows are. leading: the
-    first heads, a row each. left_out: heads that cannot be pointed at. together: how many heads share a cell."""
+    first heads, a row each. left_out: heads that cannot be pointed at. shared: heads of a layer stand best
+    first, and share cells. listed: ranking.json lists all heads."""
 
     maps: list[Map] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
@@ -91,14 +93,15 @@ class Atlas:
     leading: list[list[str]] = field(default_factory=list)
     wide: bool = False
     left_out: int = 0
-    together: int = 1
+    shared: bool = False
+    listed: bool = True
 
 
 def atlas(ranking: Ranking, plan: Plan | None) -> Atlas:
     """Layers from top to bottom, heads from left to right. plan: its heads (or layers) are outlined."""
     layout = grid(ranking)
     large = len(ranking.heads) > MOST
-    grafted = {part for site in (plan.sites if plan else ()) for part in (site.each() or (site,))}
+    grafted = parts(plan)
     shown = _shown(ranking, grafted) if large else range(len(ranking.heads))
     scores = [ranking.heads[i] for i in shown]
     wide = layout.columns > NARROW
@@ -119,16 +122,17 @@ def atlas(ranking: Ranking, plan: Plan | None) -> Atlas:
         [_map(ranking, scores, layout, large, *about) for about in measured_maps(ranking)], heads, cells,
         [(CELL * layer, f"L{layer}") for layer in range(0, layout.layers, step)],
         gutter + CELL * layout.columns + 2, CELL * layout.layers + 2, gutter=gutter, wide=wide, leading=leading,
-        left_out=len(ranking.heads) - len(scores), together=layout.together,
+        left_out=len(ranking.heads) - len(scores), shared=layout.edges is not None,
+        listed=len(ranking.heads) <= MANY,
     )  # fmt: skip
 
 
 def _shown(ranking: Ranking, grafted: set[Site]) -> list[int]:
     """Which heads of many have cells: the leading ones, the grafted ones, and those with a role whose ablation costs most."""
-    with_role = [i for i, score in enumerate(ranking.heads) if score.role]
-    with_role.sort(key=lambda i: -ablation_cost(ranking.heads[i]))
-    of_plan = [i for i, score in enumerate(ranking.heads) if score.site in grafted]
-    return sorted({*range(min(LEADERS, len(ranking.heads))), *with_role[:MOST_LETTERS], *of_plan})
+    heads = ranking.columns
+    of_plan = [i for i in heads.find(sorted(grafted)) if i is not None]
+    of_role = heads.with_role()[:MOST_LETTERS].tolist()
+    return sorted({*range(min(LEADERS, len(heads))), *of_role, *sorted(of_plan)[:MOST]})
 
 
 def _map(
@@ -138,15 +142,13 @@ def _map(
     from matplotlib.colors import to_hex
 
     values = layout.values(ranking, name)
-    diverging = unit.startswith("nats")
-    high = max(float(np.nanmax(np.abs(values))), 1e-9)
-    low = -high if diverging else 0.0
-    palette = matplotlib.colormaps["RdBu" if diverging else "viridis"]
+    name_of_palette, scale = colors_of(values, unit, layout)
+    palette, low, high = matplotlib.colormaps[name_of_palette], scale.vmin, scale.vmax
     fills = []
     for score in () if large else scores:
         estimate = getattr(score, name)
-        fills.append("none" if estimate is None else to_hex(palette((estimate.value - low) / (high - low))))
-    png = _png(palette((values - low) / (high - low), bytes=True)) if large else ""
+        fills.append("none" if estimate is None else to_hex(palette(float(scale(estimate.value)))))
+    png = _png(palette(scale(np.ma.masked_invalid(values)), bytes=True)) if large else ""
     return Map(title, unit, fills, png, (minus(f"{low:.3g}"), f"{high:.3g}"), [to_hex(palette(i / 8)) for i in range(9)])
 
 

@@ -1,7 +1,6 @@
 """Measure models side by side: the same examples for all, paired differences to the first."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,31 +10,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.evaluation.cells import Cell, check_same, kept, values
+from surgery.evaluation.entries import Entry, Turns
 from surgery.evaluation.report import LOSSES, Cost, ModelReport, Perplexity, Report, Speed
 from surgery.evaluation.speed import Timed, decode_cost, speed
 from surgery.evaluation.suites import Task, tasks
-from surgery.loading.digests import Conditions, conditions, fingerprint, tokenizer_digest
+from surgery.loading.digests import Conditions, fingerprint, tokenizer_digest
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import within
 from surgery.probes.knowledge import Part
 from surgery.records.names import called
-from surgery.records.plan import Plan, published
+from surgery.records.plan import published
 from surgery.records.recipe import Bench, Data
 from surgery.records.record import KERNEL_PACKAGES, PACKAGES, environment, provenance
 from surgery.runtime.processes import gather, is_main, share, state
 from surgery.runtime.progress import Track, busy, say
 from surgery.splicing.remembered import opened, remembered_tokenizer
-from surgery.splicing.splice import adopt
 from surgery.statistics import Estimate, Evidence, Proportion, decisions, difference, evidence, mean, proportion
-
-
-@dataclass
-class Entry:
-    """A model to measure, and how to call it in the report."""
-
-    model: PreTrainedModel
-    description: str
-    plan: Plan | None = None
 
 
 def bench(
@@ -68,11 +58,12 @@ def bench(
         raise UserError("surgery.bench takes models, bench(base, hybrid), or one dictionary of them by name, with at least one")
     entries = {name: _entry(name, value) for name, value in named.items()}
     first, entry = next(iter(entries.items()))
-    known = opened(entry.model)
+    model = model_of(entry.model, "bench")
+    known = opened(model)
     words = _tokenizer(named, entries, tokenizer)
     options = options or Bench()
-    name = known.name if known else entry.model.name_or_path or first
-    origin = provenance(name, known.fingerprint if known else fingerprint(entry.model), seed)
+    name = known.name if known else model.name_or_path or first
+    origin = provenance(name, known.fingerprint if known else fingerprint(model), seed)
     return Report(
         provenance=origin,
         plan=next((published(each.plan) for each in entries.values() if each.plan), None),
@@ -108,7 +99,7 @@ def _tokenizer(named: dict[str, Any], entries: dict[str, Entry], tokenizer: Any)
     own: dict[str, PreTrainedTokenizerBase] = {}
     for name, entry in entries.items():
         given = named[name]
-        brought = given.tokenizer if isinstance(given, Checkpoint) else remembered_tokenizer(entry.model)
+        brought = given.tokenizer if isinstance(given, Checkpoint) else remembered_tokenizer(model_of(entry.model, "bench"))
         if brought is not None:
             own[name] = brought
     words = tokenizer_of(
@@ -132,8 +123,9 @@ def measure(
 ) -> dict[str, ModelReport]:
     """Measure every model; the first is the base that the others are compared with.
 
-    cells: a folder that keeps each finished measurement, so that it is not repeated. A cell is found again by what it depends
-    on: the questions, and the Conditions. Processes that accelerate started share the cells; the main one alone times.
+    A model that its entry does not hold is opened for its turn, and timed by itself. cells: a folder that keeps each finished
+    measurement, so that it is not repeated. A cell is found again by what it depends on: the questions, and the Conditions.
+    Processes that accelerate started share the cells; the main one alone times.
     part: "bench" where a model was tuned under tune.early_stopping, which asked the other part of a file's facts.
 
     Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
@@ -141,15 +133,14 @@ def measure(
     options, data = options or Bench(), data or Data()
     named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
     todo = tasks(options, tokenizer, data, seed, part)
-    adopted = {name: adopt(entry.model).eval() for name, entry in named.items()}
-    words = tokenizer_digest(tokenizer)
+    models, words = Turns(named), tokenizer_digest(tokenizer)
     with busy("reading the weights"):
-        measured_under = {name: conditions(model, tokenizer, words=words) for name, model in adopted.items()}
+        measured_under = {name: models.measured_under(name, tokenizer, words) for name in named}
     if len({each.dtype for each in measured_under.values()}) > 1:
         dtypes = ", ".join(f"{name} in {each.dtype}" for name, each in measured_under.items())
         say(f"the models are in several dtypes: {dtypes}")
-    cells_of = _measured(adopted, measured_under, todo, cells)
-    timed = _timed(adopted, measured_under, options, tokenizer.model_max_length, cells)
+    cells_of = _measured(models, measured_under, todo, cells)
+    timed = _timed(models, measured_under, options, tokenizer.model_max_length, cells)
     first = next(iter(named))
     pairs: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
     for name, by_task in cells_of.items():
@@ -165,15 +156,15 @@ def measure(
             cells_of[name],
             {task: difference(base, model) for (n, task), (base, model) in pairs.items() if n == name},
             {task: test for (n, task), test in tests.items() if n == name},
-            tuple(each.costs[i] for each in timed if each.costs),
-            tuple(each.speeds[i] for each in timed if each.speeds),
+            tuple(cost for each in timed[name] for cost in each.costs),
+            tuple(speed for each in timed[name] for speed in each.speeds),
         )
-        for i, (name, entry) in enumerate(named.items())
+        for name, entry in named.items()
     }
 
 
 def _measured(
-    models: dict[str, PreTrainedModel], measured_under: dict[str, Conditions], todo: list[Task], folder: Path | None
+    models: Turns, measured_under: dict[str, Conditions], todo: list[Task], folder: Path | None
 ) -> dict[str, dict[str, list[Cell]]]:
     """By model and task, one cell a seed, or a part of a group. Each process measures its share."""
     jobs = [(name, task) for name in models for task in todo]
@@ -191,7 +182,7 @@ def _measured(
                 asked=outcome.digests, values=tuple(map(float, outcome.values)),
             )  # fmt: skip
 
-        key = measured_under[name].model_dump() | {"settings of generation": _generation(models[name]), **task.key()}
+        key = measured_under[name].model_dump() | {"settings of generation": models.writing(name), **task.key()}
         cell = kept(folder, key, Cell, measure)
         mine.append(cell.model_copy(update={"model": name, "seed": task.seed}))  # it may have been kept by another name
     gathered = {(cell.model, cell.task, cell.part, cell.seed): cell for cell in gather(mine)}
@@ -202,33 +193,32 @@ def _measured(
 
 
 def _timed(
-    models: dict[str, PreTrainedModel], measured_under: dict[str, Conditions], options: Bench, longest: int, folder: Path | None
-) -> list[Timed]:
-    """What tokens cost, measured by the first process while the others wait."""
+    models: Turns, measured_under: dict[str, Conditions], options: Bench, longest: int, folder: Path | None
+) -> dict[str, list[Timed]]:
+    """What tokens cost in each model, measured by the first process while the others wait. Those that are held are timed
+    together, so that a disturbance of the machine hits all of them."""
     contexts = [context for context in options.contexts if context <= longest]
-    jobs: list[tuple[str, Callable[[], Timed]]] = []
+    jobs: list[tuple[str, Callable[[Mapping[str, PreTrainedModel]], Timed]]] = []
     if "quick" in options.suites:
-        jobs += [(f"cost {context}", partial(decode_cost, models, context)) for context in contexts]
+        jobs += [(f"cost {context}", partial(decode_cost, context=context)) for context in contexts]
     if "speed" in options.suites:
-        jobs += [(f"speed {c} {b}", partial(speed, models, c, b)) for c in contexts for b in options.batches]
+        jobs += [(f"speed {c} {b}", partial(speed, context=c, batch=b)) for c in contexts for b in options.batches]
     here = environment((*PACKAGES, *KERNEL_PACKAGES))  # a time belongs to where it was taken
     packages = {name: here.packages[name] for name in (*PACKAGES, *KERNEL_PACKAGES)}
-    common = {
-        "machine": here.machine, "number of threads": here.threads, "packages": packages,
-        "models": [each.model_dump() for each in measured_under.values()],
-    }  # fmt: skip
-    timings: list[Timed] = []
+    common = {"machine": here.machine, "number of threads": here.threads, "packages": packages}
+    timed: dict[str, list[Timed]] = {name: [] for name in models}
     if is_main():
-        for cell, measure in Track(jobs, "timing"):
-            timings.append(kept(folder, {"cell": cell, **common}, Timed, measure))
+        for names, (cell, measure) in Track([(names, job) for names in models.together() for job in jobs], "timing"):
+            key = {"cell": cell, **common, "models": [measured_under[name].model_dump() for name in names]}
+            times = kept(folder, key, Timed, partial(_time, models, names, measure))
+            for name, one_model in zip(names, times.each(), strict=True):
+                timed[name].append(one_model)
     state().wait_for_everyone()
-    return timings
+    return timed
 
 
-def _generation(model: PreTrainedModel) -> dict[str, Any]:
-    """What decides how a model writes, beside its weights: where it stops, above all."""
-    settings = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
-    return {name: value for name, value in settings.items() if name not in ("transformers_version", "_from_model_config")}
+def _time(models: Turns, names: list[str], measure: Callable[[Mapping[str, PreTrainedModel]], Timed]) -> Timed:
+    return measure({name: models[name] for name in names})
 
 
 def _result(task: str, measured: np.ndarray) -> Proportion | Estimate | Perplexity:

@@ -51,7 +51,8 @@ def evaluate(
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Per example of a task: the score, and a digest of what was asked. limit: examples at most."""
     from lm_eval import evaluate as harness
-    from lm_eval.models.huggingface import HFLM
+
+    from surgery.evaluation.harness_model import Ends
 
     _quiet()
     name, metric = task.config.task, _metric(task)
@@ -63,7 +64,7 @@ def evaluate(
         tokenizer = copy.deepcopy(tokenizer)
     with explained(model), watching_logits(model), redirect_stderr(StringIO()):  # no bars of its own beside ours
         # The same length limit as the command's: none is passed.
-        asker = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+        asker = Ends(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
         samples = harness(asker, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)["samples"][name]
     first = samples[0]["filter"]  # a task with several ways to read an answer lists the samples once for each
     samples = [sample for sample in samples if sample["filter"] == first]

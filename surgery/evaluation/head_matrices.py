@@ -8,14 +8,14 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from surgery.evaluation.bench import Entry
+from surgery.evaluation.entries import Entry, Turns
 from surgery.locating.example import example_matrices, example_tokens, window
 from surgery.locating.mixing_figure import Strips, draw_strips
 from surgery.locating.subject import Subject
@@ -87,8 +87,8 @@ def mixing(
     places: Callable[[Sequence[Site]], Sequence[int | None]] | None = None,
 ) -> Mixing | None:  # fmt: skip
     """The matrices of the first few grafted sites, in the base (the first entry) and in every model that has a graft there, but
-    for controls and doses. places: where sites stand, the most telling first; None for one that stands nowhere. None where there is no graft or no matrix
-    to be had, or the example too long."""
+    for controls and doses. places: where sites stand, the most telling first; None for one that stands nowhere. Returns None
+    where there is no graft or no matrix to be had, or the example too long."""
     (base, first), *others = entries.items()
     grafted = {name: entry for name, entry in others if entry.plan is not None and not is_control(name) and not is_dose(name)}
     sites = list(dict.fromkeys(site for entry in grafted.values() for site in _parts(entry.plan)))
@@ -97,13 +97,15 @@ def mixing(
     ids, tokens, spans, answer = example_tokens(tokenizer, question)
     if not chosen or len(ids) > MOST_TOKENS:
         return None
-    subjects = {name: Subject.of(entry.model, tokenizer) for name, entry in {base: first, **grafted}.items()}
-    panels = []
-    for site in chosen:
-        names = [base, *(name for name, entry in grafted.items() if site in _parts(entry.plan))]
-        panel = _panel(site, {name: subjects[name] for name in names}, ids, answer)
-        if len(panel.models) > 1 and base in panel.models:
-            panels.append(panel)
+    models, seen = Turns({base: first, **grafted}), dict[tuple[Site, str], _Seen]()
+    for name in models:
+        subject = Subject.of(models[name], tokenizer)
+        for site in chosen:
+            if (name == base or site in _parts(grafted[name].plan)) and (view := _seen(subject, site, ids, answer)):
+                seen[site, name] = view
+        del subject  # before the next model is opened
+    views = {site: {name: seen[site, name] for name in models if (site, name) in seen} for site in chosen}
+    panels = [_panel(site, of_site) for site, of_site in views.items() if len(of_site) > 1 and base in of_site]
     if not panels:
         return None
     return Mixing(provenance=provenance, tokens=tuple(tokens), spans=tuple(spans), answer=answer, panels=tuple(panels))
@@ -129,22 +131,35 @@ def _parts(plan: Plan | None) -> list[Site]:
     return [part for site in (plan.sites if plan else ()) for part in (site.each() or (site,))]
 
 
-def _panel(site: Site, subjects: Mapping[str, Subject], ids: Sequence[int], answer: tuple[int, ...]) -> Panel:
-    weights, attention, gates, heads = {}, {}, {}, {}
-    for name, subject in subjects.items():
-        shares, count = _shares(subject, site, ids)
-        if shares is None:
-            continue
-        weights[name] = _weights(shares, answer)
-        if not site.heads:
-            heads[name] = count
-        with _gate_open(subject, site) as gate:
-            if gate is not None:
-                gates[name] = gate
-                own, _ = _shares(subject, site, ids)
-                assert own is not None
-                attention[name] = _weights(own, answer)
-    return Panel(site=site, heads=heads, models=weights, attention=attention, gates=gates)
+class _Seen(NamedTuple):
+    """What is seen of a site in one model. heads: of how many its matrix is the mean. attention, gate: if it has a gate."""
+
+    weights: Weights
+    heads: int
+    attention: Weights | None = None
+    gate: float | None = None
+
+
+def _seen(subject: Subject, site: Site, ids: Sequence[int], answer: tuple[int, ...]) -> _Seen | None:
+    shares, count = _shares(subject, site, ids)
+    if shares is None:
+        return None
+    with _gate_open(subject, site) as gate:
+        if gate is None:
+            return _Seen(_weights(shares, answer), count)
+        own, _ = _shares(subject, site, ids)
+        assert own is not None
+        return _Seen(_weights(shares, answer), count, _weights(own, answer), gate)
+
+
+def _panel(site: Site, views: Mapping[str, _Seen]) -> Panel:
+    return Panel(
+        site=site,
+        heads={} if site.heads else {name: view.heads for name, view in views.items()},
+        models={name: view.weights for name, view in views.items()},
+        attention={name: view.attention for name, view in views.items() if view.attention is not None},
+        gates={name: view.gate for name, view in views.items() if view.gate is not None},
+    )
 
 
 @contextmanager

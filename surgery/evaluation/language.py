@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.models.finite import checked, explained
+from surgery.probes.perplexity import text_losses
 
 
 def sliding_rows(windows: Tensor) -> Tensor:
@@ -22,11 +22,4 @@ def sliding_rows(windows: Tensor) -> Tensor:
 
 def sliding_losses(model: PreTrainedModel, rows: Tensor, batch_size: int = 16) -> np.ndarray:
     """Mean negative log-likelihood (nats) per token of the second half, for every row."""
-    stride, out = rows.shape[1] // 2, []
-    with torch.inference_mode():
-        for ids in rows.to(model.device).split(batch_size):
-            keep = torch.arange(stride - 1, 2 * stride - 1, device=ids.device)
-            log_p = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits.float().log_softmax(-1)
-            with explained(model, ids):
-                out.append(checked(-log_p.gather(-1, ids[:, stride:, None]).squeeze(-1).mean(1).cpu(), "the losses"))
-    return torch.cat(out).numpy()
+    return text_losses(model, rows, rows.shape[1] // 2, batch_size)

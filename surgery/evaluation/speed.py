@@ -27,6 +27,10 @@ class Timed(Kept):
     costs: tuple[Cost, ...] = ()
     speeds: tuple[Speed, ...] = ()
 
+    def each(self) -> list["Timed"]:
+        """What it cost of each model alone."""
+        return [Timed(costs=(cost,)) for cost in self.costs] + [Timed(speeds=(speed,)) for speed in self.speeds]
+
 
 def decode_cost(models: Mapping[str, PreTrainedModel], context: int) -> Timed:
     """Batch 1. Context: tokens in the cache when the timed token is decoded."""
@@ -34,6 +38,11 @@ def decode_cost(models: Mapping[str, PreTrainedModel], context: int) -> Timed:
     sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
     times = _decoding(models, caches, 1)
     return Timed(costs=tuple(Cost(context=context, milliseconds=times[name], cache_bytes=sizes[name]) for name in models))
+
+
+def decode_forwards() -> int:
+    """How many forwards `decode_cost` makes of each model: the prefill, one token that is not counted, and those that are."""
+    return 1 + 1 + ROUNDS * TOKENS
 
 
 def speed(models: Mapping[str, PreTrainedModel], context: int, batch: int) -> Timed:

@@ -2,8 +2,10 @@
 suite speed is in speed.py."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +21,7 @@ from surgery.probes import make, probes
 from surgery.probes.knowledge import Part
 from surgery.probes.perplexity import Perplexity
 from surgery.probes.question import Completion, CompletionProbe, Probe, Question
-from surgery.probes.scoring import answer, complete
+from surgery.probes.scoring import answer, answer_shapes, complete, complete_shapes
 from surgery.records.recipe import Bench, Data
 from surgery.records.record import package_version
 
@@ -29,6 +31,7 @@ PAPER_PAIRS = tuple(range(10, 51, 5))
 # Whether greedy decoding would write the answer, in one forward, where the candidates are so many and so long that scoring each
 # of them would take a hundred times as long. Chance is 0.
 WRITTEN = ("phonebook",)
+WINDOW_ROWS = 4  # of the rows of a batch, what a window of text stands for: it is several times as long as a question
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Outcome:
 @dataclass(frozen=True)
 class Task:
     """One cell for every model. identity: all that the outcome depends on beside the model and the Conditions. part: which task
-    of a group of the harness, as the examples of all are the group's. harness: the version of lm_eval, if that asks."""
+    of a group of the harness, as the examples of all are the group's. harness: the version of lm_eval, if that asks. count: how
+    many examples it has. shapes: (rows, tokens) of every forward that a model makes; None where the harness makes them."""
 
     name: str
     seed: int
@@ -51,6 +55,8 @@ class Task:
     measure: Callable[[PreTrainedModel], Outcome]
     part: str = ""
     harness: str | None = None
+    count: int = 0
+    shapes: Callable[[], list[tuple[int, int]]] | None = None
 
     def key(self) -> dict[str, Any]:
         """What the outcome depends on, for its cell."""
@@ -160,7 +166,9 @@ def _probe_tasks(
         known |= {*drawn}
         if fresh:
             digests = tuple(digest(repr(example)) for example in fresh)
-            ask = complete if isinstance(fresh[0], Completion) else answer
+            written = isinstance(fresh[0], Completion)
+            ask: Callable = complete if written else answer
+            shapes_of: Callable = complete_shapes if written else answer_shapes
 
             def measure(
                 model: PreTrainedModel, fresh: list = fresh, digests: tuple[str, ...] = digests, ask: Callable = ask
@@ -169,11 +177,13 @@ def _probe_tasks(
                     correct = ask(model, tokenizer, fresh, options.batch_size).correct
                 return Outcome(correct.astype(float), digests, inputs())
 
-            result.append(Task(name, s, f"{name} {' '.join(digests)}", measure))
+            shapes = partial(shapes_of, tokenizer, fresh, options.batch_size)
+            result.append(Task(name, s, f"{name} {' '.join(digests)}", measure, count=len(fresh), shapes=shapes))
     return result
 
 
 def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> list[Task]:
+    together = max(1, options.batch_size // WINDOW_ROWS)
     text = Perplexity(data.held_out_text, options.windows, options.window)
     texts: list[tuple[str, Callable, Callable]] = []
     if "quick" in options.suites:
@@ -194,11 +204,17 @@ def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, 
                 model: PreTrainedModel, rows: Tensor = rows, digests: tuple[str, ...] = digests, losses: Callable = losses
             ) -> Outcome:
                 with watched(model) as inputs:
-                    values = losses(model, rows)
+                    values = losses(model, rows, together)
                 return Outcome(values, digests, inputs())
 
-            result.append(Task(name, s, f"{name} {' '.join(digests)}", measure))
+            shapes = partial(_text_shapes, rows, together)
+            result.append(Task(name, s, f"{name} {' '.join(digests)}", measure, count=len(rows), shapes=shapes))
     return result
+
+
+def _text_shapes(rows: Tensor, batch_size: int) -> list[tuple[int, int]]:
+    """(rows, tokens) of every forward over rows of text."""
+    return [(len(ids), ids.shape[1]) for ids in rows.split(batch_size)]
 
 
 def _standard_task(name: str, task: Any, options: Bench, tokenizer: PreTrainedTokenizerBase) -> Task:
@@ -207,4 +223,5 @@ def _standard_task(name: str, task: Any, options: Bench, tokenizer: PreTrainedTo
         return Outcome(values, digests, digest(" ".join(digests)))
 
     identity = f"{name} {harness.identity(task)} {options.task_limit}"
-    return Task(name, 0, identity, measure, task.config.task, package_version("lm_eval"))
+    count = min(len(task.eval_docs), options.task_limit or sys.maxsize)
+    return Task(name, 0, identity, measure, task.config.task, package_version("lm_eval"), count)

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.exporting.verify import in_float32
+from surgery.exporting.verify import chosen, in_float32
 from surgery.kernels.dispatch import use
 from surgery.records.record import Record
 from surgery.serving import ask_vllm
@@ -74,7 +74,7 @@ def prove_in_engine(engine: str, python: Path, hybrid: PreTrainedModel, folder: 
     prompts = _prompts(min(hybrid.config.vocab_size, 50_000))
     new = [NEW - 3 * i for i in range(len(prompts))]
     said = _ask(engine, python, {"folder": str(folder.resolve()), "prompts": prompts, "new": new})
-    live = in_float32(hybrid)
+    live = in_float32(hybrid, chosen("auto", hybrid))
     worst, tokens = 0.0, 0
     for how in ("alone", "together"):
         for prompt, steps in zip(prompts, said[how], strict=True):

@@ -11,15 +11,19 @@ from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.exporting import folder, hf, mamba_ssm, nemotron_h, patch
 from surgery.exporting.engines import check_engines
-from surgery.exporting.verify import Proof
+from surgery.exporting.verify import Proof, check_way
 from surgery.loading.checkpoint import load_tokenizer
+from surgery.loading.digests import Identity
 from surgery.loading.opened import Checkpoint, a_type, model_of, plan_for, tokenizer_of
+from surgery.models.answers import tensors
 from surgery.models.quantised import is_quantised
 from surgery.models.tokens import prompting
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
+from surgery.runtime.memory import free_disk, size
 from surgery.runtime.progress import say
 from surgery.splicing.remembered import Surgery, remembered_tokenizer
+from surgery.splicing.splice import graft_parameters
 
 __all__ = ["FORMATS", "export"]
 
@@ -37,7 +41,8 @@ def export(
     recipe: Recipe | None = None,
     report: Report | None = None,
     figures: Path | None = None,
-    digest: str | None = None,
+    identity: Identity | None = None,
+    verify: str = "auto",
     engines: Sequence[str] = (),
     engine_python: str | Path | None = None,
     form: str | None = None,
@@ -46,16 +51,26 @@ def export(
     """Write a hybrid in one of FORMATS, and return how a fresh process proved that the folder is the live model.
 
     tokenizer, plan, base (its name, as load() takes it): unless given, those that the hybrid remembers (`hybrid.surgery`); the
-    tokenizer is else taken from the base's folder. figures: a folder whose atlas travels along. digest: of the hybrid
-    (digests.model_digest), where it is known. engines: serving engines that are to prove the folder too ("vllm"), run by
-    engine_python, the interpreter of an environment that has them. form: the former name of `format`. options: the format's
-    own, such as max_shard_size="5GB" of `hf`. An existing folder at `path` is replaced if it is an earlier export. Raises
-    UserError, and leaves nothing behind, if the format cannot hold the hybrid exactly, if writing or proving fails, or if
-    something that is not given is not remembered either.
+    tokenizer is else taken from the base's folder. figures: a folder whose atlas travels along. identity: the hybrid's
+    (digests.identify), where it is known. form: the former name of `format`. options: the format's own, such as
+    max_shard_size="5GB" of `hf`.
+
+    verify: "full" compares logits and 64 greedy tokens in float32, with the whole model in memory. "layers" does so with 8
+    tokens and a few layers in memory at a time, more slowly. "tensors" compares the tensors alone, bit for bit, and computes
+    nothing. "auto" is "full" where that takes no more than half of the memory that is free, else "layers" (of a quantised
+    model, "tensors"). The proof that is returned and written says which it was.
+
+    engines: serving engines that are to prove the folder too ("vllm"), run by engine_python, the interpreter of an environment
+    that has them.
+
+    An existing folder at `path` is replaced if it is an earlier export. Raises UserError, and leaves nothing behind, if the
+    format cannot hold the hybrid exactly, if the disk has no room for it, if writing or proving fails, or if something that is
+    not given is not remembered either.
     """
     if form is not None:
         say("export(form=...) is now export(format=...)")
         format = form
+    check_way(verify)
     if format not in FORMATS:
         raise UserError(f"cannot export as '{format}'; there are {', '.join(FORMATS)}")
     model = model_of(hybrid, "export")
@@ -72,13 +87,23 @@ def export(
     python = None if engine_python is None else Path(engine_python)
     check_engines(engines, format, python)
     plan, base = _plan(model, plan), _base(model, base)
+    check_space(format, model, Path(path))
     if tokenizer is None:
         tokenizer = hybrid.tokenizer if isinstance(hybrid, Checkpoint) else _tokenizer(model, base)
     tokenizer = tokenizer_of(hybrid, tokenizer, "export")
     return folder.save(
         format, written, model, path, tokenizer=prompting(tokenizer), plan=plan, base=base, recipe=recipe, report=report,
-        figures=figures, digest=digest, engines=engines, engine_python=python, **options,
+        figures=figures, identity=identity, verify=verify, engines=engines, engine_python=python, **options,
     )  # fmt: skip
+
+
+def check_space(format: str, hybrid: PreTrainedModel, path: Path) -> None:
+    """Raise UserError if the disk has no room for an export of a hybrid to `path`. An earlier one there is replaced only when
+    the new one is whole."""
+    names = graft_parameters(hybrid) if format == "patch" else None  # at least; tuning with adapters changes more
+    needed = sum(tensor.nbytes for name, tensor in tensors(hybrid).items() if names is None or name in names)
+    if needed > (free := free_disk(path)):
+        raise UserError(f"cannot write {path}: it takes {size(needed)}, and {size(free)} are free there")
 
 
 def _plan(hybrid: Any, plan: Plan | None) -> Plan:

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import glob
 import hashlib
+import math
 import os
 import shutil
 import tempfile
@@ -32,8 +33,7 @@ from surgery.exporting import card
 from surgery.exporting.earlier import CARD, RECORD, check_replaceable
 from surgery.exporting.engines import EngineProof, prove_in_engine
 from surgery.exporting.verify import Proof, Reader, prove
-from surgery.loading.checkpoint import fingerprint
-from surgery.loading.digests import dtypes, model_digest
+from surgery.loading.digests import Identity, dtypes, identify
 from surgery.loading.origin import Origin, origin
 from surgery.records.names import public
 from surgery.records.plan import Plan, published
@@ -95,13 +95,15 @@ def save(
     recipe: Recipe | None = None,
     report: Report | None = None,
     figures: Path | None = None,
-    digest: str | None = None,
+    identity: Identity | None = None,
+    verify: str = "auto",
     engines: Sequence[str] = (),
     engine_python: Path | None = None,
     **options: Any,
 ) -> Proof:
     """Write the folder in the format `name`, prove it, say so, and return the proof. An existing folder at `path` is replaced
-    if it is an earlier export. Raises UserError, and leaves nothing behind, if writing or proving fails."""
+    if it is an earlier export. identity: the hybrid's, if it is known. verify: one of formats.VERIFICATIONS. Raises UserError,
+    and leaves nothing behind, if writing or proving fails."""
     path = Path(path)
     temporary: Path | None = None
     try:
@@ -110,14 +112,14 @@ def save(
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=_hidden(path, "new-")))
         lock = _lock(temporary)
-        digest = digest or model_digest(hybrid)
+        identity = identity or identify(hybrid)
         if report is not None:
-            check_report(report, digest, dtypes(hybrid))
+            check_report(report, identity.digest, dtypes(hybrid))
         try:
             with _tokenizers_errors():
                 form.write(hybrid, temporary, tokenizer=tokenizer, plan=plan, base=base, **options)
             _papers(temporary, hybrid, plan, recipe, report, figures)
-            proof = prove(form.READER, hybrid, tokenizer, temporary)
+            proof = prove(form.READER, hybrid, tokenizer, temporary, verify=verify, digests=identity.tensors)
             served: list[EngineProof] = []
             for engine in engines:
                 assert engine_python is not None  # check_engines has seen to it
@@ -125,9 +127,9 @@ def save(
                     served.append(prove_in_engine(engine, engine_python, hybrid, temporary))
             record = Exported(
                 **environment().model_dump(), format=name, model_type=hybrid.config.model_type, base=origin(base, temporary),
-                digest=digest, dtype=dtypes(hybrid),
+                digest=identity.digest, dtype=dtypes(hybrid),
                 parameters=sum(p.numel() for p in graft_parameters(hybrid).values()),
-                base_unchanged=plan.provenance is not None and fingerprint(hybrid) == plan.provenance.base_fingerprint,
+                base_unchanged=plan.provenance is not None and identity.fingerprint == plan.provenance.base_fingerprint,
                 proof=proof, engines=tuple(served), files=digests(temporary),
             )  # fmt: skip
             record.write(temporary / RECORD)
@@ -179,8 +181,8 @@ def check(folder: Path) -> Exported:
         if present.get(file) != record.files.get(file):
             what = "is missing" if file not in present else "was added" if file not in record.files else "was changed"
             raise UserError(f"{folder} is not as it was verified: '{file}' {what}")
-    if not record.proof.difference <= record.proof.tolerance:
-        raise UserError(f"{folder} was not verified: its logits differ by {record.proof.difference:g}")
+    if not record.proof.holds():
+        raise UserError(f"{folder} was not verified: its logits differ by {record.proof.difference or math.nan:g}")
     return record
 
 

@@ -6,3 +6,11 @@ DESCRIPTIONS = {
     "nemotron_h": "transformers' and vLLM's Nemotron-H; for layer grafts",
     "mamba_ssm": "the original state-spaces folder, for the package mamba_ssm; for layer grafts",
 }
+
+# How an export is verified; verify.py does.
+VERIFICATIONS = {
+    "auto": "full where that takes no more than half of the memory that is free, else layers",
+    "full": "logits and 64 greedy tokens, with the whole model in float32 in memory",
+    "layers": "logits and 8 greedy tokens, with a few layers in memory at a time; slower",
+    "tensors": "the tensors alone, bit for bit; nothing is computed with them",
+}

@@ -21,11 +21,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.exporting import patch
-from surgery.exporting.verify import OURS, Reader
+from surgery.exporting.fresh_process import OURS
+from surgery.exporting.verify import Reader
 from surgery.families.inert import entry_of
 from surgery.hybrids.layer_graft import is_layer_graft
 from surgery.loading.original import original_names
 from surgery.loading.original_config import original_config
+from surgery.models.streamed import Live
 from surgery.records.plan import Plan
 
 USE = """\
@@ -51,7 +53,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
     config = hybrid.config
     if reason := why_not(config):
         raise UserError(f"the hybrid cannot be exported as mamba_ssm: {reason}")
-    held = hybrid.state_dict()
+    held = Live(hybrid)
     state = {name: _whole([held[part] for part in parts]) for name, parts in original_names(hybrid).items()}
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["backbone.embedding.weight"]
@@ -144,8 +146,12 @@ def _attention(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(parts: list[Tensor]) -> Tensor:
-    """The parts, one below the other, in memory of their own: torch.save writes all the memory that a tensor is a view of."""
+    """The parts, one below the other. torch.save writes all the memory that a tensor is a view of, such as a whole file's map:
+    one part is given as a view of its own bytes alone, and not copied."""
     if len(parts) > 1:
         return torch.cat(parts)
     (tensor,) = parts
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    own = torch.from_numpy(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return own.view(tensor.dtype).reshape(tensor.shape)

@@ -14,6 +14,7 @@ in 16 bits its rounding is not ours; what is verified is the same weights in flo
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ from surgery.errors import UserError
 from surgery.exporting.verify import Reader
 from surgery.hybrids.layer_graft import is_layer_graft
 from surgery.kernels.conv import SILU
+from surgery.models.streamed import Live
 from surgery.records.plan import Plan
 
 USE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("NAME")
 model = AutoModelForCausalLM.from_pretrained("NAME")"""
-READER = Reader("transformers", USE, same=False)
 WIDTHS = (64, 128, 256)
 POSITIONS = 32768  # there are none in the model; vLLM reserves memory for a context of this length unless told otherwise
 
@@ -42,15 +43,34 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
     """As Format.write says."""
     if reason := why_not(hybrid.config):
         raise UserError(f"the hybrid cannot be exported as nemotron_h: {reason}")
-    spec = hybrid.config.grafts[0]
-    width = next(width for width in WIDTHS if width >= spec["head_dim"])
-    state = {name.replace(".graft.", "."): _fitted(name, tensor, spec, width) for name, tensor in hybrid.state_dict().items()}
+    width = _width(hybrid.config.grafts[0])
+    state = dict(tensors(hybrid))
     if hybrid.config.tie_word_embeddings:
         state["lm_head.weight"] = state["lm_head.weight"].clone()  # or it would not be written
     save_torch_state_dict(state, folder)
     (folder / "config.json").write_text(json.dumps(fields(hybrid, width), indent=2) + "\n")
     tokenizer.save_pretrained(folder)
     hybrid.generation_config.save_pretrained(folder)
+
+
+def tensors(hybrid: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Those of the hybrid as Nemotron-H has them."""
+    spec, live = hybrid.config.grafts[0], Live(hybrid)
+    for name in live:
+        yield name.replace(".graft.", "."), _fitted(name, live[name], spec, _width(spec))
+
+
+def _read(hybrid: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The same by the names of transformers' class, which reads the older ones too."""
+    return ((name.replace("backbone.", "model."), tensor) for name, tensor in tensors(hybrid))
+
+
+READER = Reader("transformers", USE, tensors=_read)
+
+
+def _width(spec: dict[str, Any]) -> int:
+    """Of a graft's heads, as the kernels take it."""
+    return next(width for width in WIDTHS if width >= spec["head_dim"])
 
 
 def why_not(config: Any) -> str | None:

@@ -10,12 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.exporting.verify import OURS, Reader
+from surgery.exporting.fresh_process import OURS
+from surgery.exporting.verify import Reader
 from surgery.families.dual_start import OWN
-from surgery.loading.checkpoint import brings_tokenizer, fingerprint, load_base
+from surgery.loading.checkpoint import DISK, brings_tokenizer, fingerprint, load_base
 from surgery.loading.origin import origin
-from surgery.models.answers import described, held, tensors
+from surgery.models.answers import described, held, held_names
 from surgery.models.quantised import is_quantised
+from surgery.models.streamed import Live
 from surgery.records.plan import Plan, published
 from surgery.records.record import environment
 from surgery.splicing.joining import RECORD, WEIGHTS, Patch
@@ -33,7 +35,8 @@ BOOKKEEPING = {*OWN, "transformers_version", "dtype", "torch_dtype", "name_or_pa
 
 def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase, plan: Plan, base: str) -> None:
     """The tokenizer goes along where the base does not bring it."""
-    original = load_base(base)
+    # The hybrid has most of the base's tensors already: they are read from the base's files one after the other.
+    original = load_base(base, device="cpu" if is_quantised(hybrid) else DISK)
     if getattr(original.config, "grafts", None):
         raise UserError(f"{base} holds grafts: it is no base that a patch could be made for; say which is (--base)")
     if is_quantised(hybrid) and not is_quantised(original):
@@ -41,15 +44,14 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
             f"{base} is not quantised, and the hybrid's base is: save that with save_pretrained, and name its folder (--base)"
         )
     check_base(plan, fingerprint(original, plan.dtype))
-    before, after = tensors(original), set()
-    changed = {}
-    for name, tensor in held(hybrid):
-        after.add(name)
-        kept = before.get(name)
-        if kept is not None and not is_quantised(original):
-            kept = kept.to(hybrid.dtype)
-        if kept is None or not _same(kept, tensor):
-            changed[name] = tensor.detach().cpu().contiguous().clone()
+    after, live = held_names(hybrid), Live(hybrid)
+    before, unchanged = {}, set()
+    for name, tensor in held(original):
+        before[name] = described(tensor)
+        kept = tensor if is_quantised(original) else tensor.to(hybrid.dtype)
+        if name in after and _same(kept, live[name]):
+            unchanged.add(name)
+    changed = {name: live[name].contiguous().clone() for name in after if name not in unchanged}
     save_file(changed, folder / WEIGHTS, metadata={"format": "pt"})
     if not brings_tokenizer(base, tokenizer):
         tokenizer.save_pretrained(folder)
@@ -62,7 +64,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
         grafts=fields["grafts"],
         config={name: value for name, value in fields.items() if name not in BOOKKEEPING and config.get(name) != value},
         removed=tuple(name for name in before if name not in after),
-        base_tensors={name: described(tensor) for name, tensor in before.items()},
+        base_tensors=before,
         weights=hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
     ).write(folder / RECORD)
 

@@ -3,43 +3,48 @@
 Equal tensors do not give equal logits to the last bit: the product of a matrix and a single vector is summed in another order
 where the matrix lies at another place in memory (up to 2e-5 in the logits of the built-in model). So tensors are compared bit
 for bit, and logits within a tolerance. What is compared is an export, and no kernels: compiled ones, which a folder does not
-carry, differ by more (up to 7e-5), so both sides run the ones in Python.
+carry, differ by more (up to 7e-5), so both sides run the ones in Python. Both compute in float32.
+
+There are three ways (formats.VERIFICATIONS): with the whole model in float32 in memory; layer by layer, where both sides
+convert one weight after the other, and the fresh process reads it from its file when its module is called; and by the tensors
+alone, with which nothing is computed. Every token costs the second one a pass over all weights, so it asks for fewer.
 """
 
 import copy
-import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal
 
 import torch
-from safetensors.torch import load
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.exporting.formats import VERIFICATIONS
+from surgery.exporting.fresh_process import KERNELS, NO_MEMORY, OURS, Answers, OutOfMemory, ask
 from surgery.families import family_of
 from surgery.kernels.dispatch import use
 from surgery.models import answers as script
-from surgery.models.answers import LENGTHS, NEW, answers, described, held, named_values
+from surgery.models.answers import LENGTHS, NEW, answers, described, held, named_values, tensors
 from surgery.models.quantised import is_quantised
+from surgery.models.streamed import by_layers
 from surgery.records.record import Record
+from surgery.runtime.memory import available, size
+from surgery.runtime.progress import say
 
 CLOSE = 1e-4  # logits in float32
-OURS = "mamba-surgery"
-KERNELS = {
-    "causal_conv": "shifted", "rms_norm": "stock", "ssd_scan": "chunked", "ssd_step": "torch", "selective_scan": "chunked",
-    "selective_step": "torch", "graft_attention": "sdpa",
-}  # fmt: skip
-T = TypeVar("T")
-Answers = tuple[dict[str, Tensor], dict[str, str]]  # what answers() gives, and the digest of every tensor
+NEW_BY_LAYERS = 8  # greedy tokens
+COMFORTABLE = 0.5  # of the memory that is free: what the whole model in float32 may take before it is read layer by layer
+# The argument by which a line of Python leaves weights in their files.
+ON_DISK = {
+    'CausalLM.from_pretrained("NAME"': 'CausalLM.from_pretrained("NAME", device_map={"": "disk"}',
+    'surgery.load("NAME"': 'surgery.load("NAME", device="disk"',
+}
+Way = Literal["full", "layers", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -47,67 +52,169 @@ class Reader:
     """What reads a format back.
 
     package: whose classes do; if they are not this package's, it is as if that were not installed. lines: Python that loads
-    `tokenizer` and `model` from the folder NAME. same: whether the tensors are the hybrid's own, by name and bit for bit. why:
-    if the format is for another program, the reason why that one does not read it here.
+    `tokenizer` and `model` from the folder NAME. tensors: those of a hybrid as the reader has them, by name. why: if the format
+    is for another program, the reason why that one does not read it here.
     """
 
     package: str
     lines: str
-    same: bool = True
+    tensors: Callable[[PreTrainedModel], Iterator[tuple[str, Tensor]]] = held
     why: str | None = None
+
+    def load(self, folder: Path, on_disk: bool) -> str:
+        """The lines for a folder. on_disk: such that each weight is read when its module is called."""
+        lines = self.lines
+        for usual, other in ON_DISK.items() if on_disk else ():
+            lines = lines.replace(usual, other)
+        return lines.replace("NAME", str(folder.resolve()))
 
 
 class Proof(Record):
     """How an export was verified, in a fresh process and in float32.
 
-    reader, version: what read it. why: the reason why the program that the format is for did not. difference: the largest one
-    of logits to the live model. prompts: their lengths in tokens. tokens: how many were then chosen greedily after each prompt
-    of a left-padded batch, the same ones as the live model's.
+    verify: which of VERIFICATIONS it was. reader, version: what read it. why: the reason why the program that the format is for
+    did not. tensors: how many were compared, bit for bit; None in records of versions up to 0.7. difference: the largest one of
+    logits to the live model; None if nothing was computed. prompts: their lengths in tokens. tokens: how many were then chosen
+    greedily after each prompt of a left-padded batch, the same ones as the live model's.
     """
 
+    verify: Way = "full"
     reader: str
     version: str
     why: str | None
-    difference: float
+    tensors: int | None = None
+    difference: float | None
     tolerance: float
     prompts: tuple[int, ...]
     tokens: int
 
+    def holds(self) -> bool:
+        """Whether the folder is the live model, as far as it was compared."""
+        if self.verify == "tensors":
+            return self.tensors is not None and self.difference is None
+        return self.difference is not None and self.difference <= self.tolerance
+
     def line(self) -> str:
         hidden = "" if self.reader == OURS else f" without {OURS}"
         instead = f" ({self.why})" if self.why else ""
+        by = f"in a fresh process by {self.reader} {self.version}{hidden}{instead}"
+        if self.verify == "tensors":
+            return (
+                f"read back {by}: all {self.tensors} tensors are the live model's, bit for bit; nothing was computed with "
+                "them, so the code and the configuration that use them are not verified"
+            )
         *lengths, last = map(str, self.prompts)
         return (
-            f"read back in a fresh process by {self.reader} {self.version}{hidden}{instead}: logits differ by at most "
+            f"read back {'layer by layer ' if self.verify == 'layers' else ''}{by}: logits differ by at most "
             f"{self.difference:.2g} after prompts of {', '.join(lengths)} and {last} tokens, alone and in a padded batch; all "
             f"{self.tokens} greedy tokens of each are the same"
         )
 
 
-def prove(reader: Reader, hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Proof:
-    """Raises UserError if the folder cannot be read, or is another model than the live one."""
-    (read_back,) = ask(reader.package, {folder: reader.lines.replace("NAME", str(folder.resolve()))})
-    return compare(reader, hybrid, len(tokenizer), read_back)
+def check_way(verify: str) -> None:
+    """Raises UserError for what is not in VERIFICATIONS."""
+    if verify not in VERIFICATIONS:
+        raise UserError(f"cannot verify by '{verify}'; there are {', '.join(VERIFICATIONS)}")
 
 
-def compare(reader: Reader, hybrid: PreTrainedModel, vocabulary: int, read_back: Answers) -> Proof:
+def prove(
+    reader: Reader,
+    hybrid: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    verify: str = "auto",
+    digests: Mapping[str, str] | None = None,
+) -> Proof:
+    """verify: one of VERIFICATIONS. digests: of the live model's tensors, if they are known.
+
+    Raises UserError if the folder cannot be read, is another model than the live one, or takes more memory than there is.
+    """
+    way = chosen(verify, hybrid)
+    new = {"full": NEW, "layers": NEW_BY_LAYERS, "tensors": 0}[way]
+    lines = reader.load(folder, on_disk=way != "full" and not is_quantised(hybrid))
+    with _memory_or(way):
+        (read_back,) = ask(reader.package, {folder: lines}, new)
+        return compare(reader, hybrid, len(tokenizer), read_back, way=way, digests=digests)
+
+
+def chosen(verify: str, hybrid: PreTrainedModel) -> Way:
+    """How a hybrid is verified. What "auto" becomes, if not "full", is said. Raises UserError for a way that does not exist, or
+    not for this hybrid."""
+    check_way(verify)
+    if verify == "layers" and is_quantised(hybrid):
+        raise UserError(
+            "quantised weights cannot be read layer by layer; verify by 'full', which takes their size twice, or by 'tensors'"
+        )
+    if verify != "auto":
+        return verify  # type: ignore[return-value]
+    needed, free = whole_size(hybrid), available()
+    if needed <= COMFORTABLE * free:
+        return "full"
+    way: Way = "tensors" if is_quantised(hybrid) else "layers"
+    say(
+        f"verifying by '{way}': 'full' takes up to {size(needed)} of memory beside the model, and {size(free)} are free "
+        "(--verify chooses)"
+    )
+    return way
+
+
+def whole_size(hybrid: PreTrainedModel) -> int:
+    """Bytes that "full" takes beside the model. The fresh process holds the weights in float32, and while it converts them, as
+    they are stored; after it has ended, this one holds a copy in float32."""
+    each = tensors(hybrid).values()
+    stored = sum(tensor.nbytes for tensor in each)
+    if is_quantised(hybrid):
+        return 2 * stored
+    wide = 4 * sum(tensor.numel() for tensor in each)
+    return wide if stored >= wide else wide + stored
+
+
+def compare(
+    reader: Reader, hybrid: PreTrainedModel, vocabulary: int, read_back: Answers, *, way: Way = "full",
+    digests: Mapping[str, str] | None = None,
+) -> Proof:  # fmt: skip
     """Raises UserError if what was read back is not the live model: by the name of a tensor that differs, or by how much the
     logits do."""
-    logits, digests = read_back
-    if reader.same:
-        live = {name: described(tensor) for name, tensor in held(hybrid)}
-        for name in sorted(live | digests):
-            if live.get(name) != digests.get(name):
-                raise UserError(f"what was read back is not what was written: the tensor '{name}' differs; nothing was written")
-    with use(**KERNELS):
-        worst = difference(answers(in_float32(hybrid), vocabulary, NEW), logits)
-    if not worst <= CLOSE:
-        how = f"its logits differ by {worst:.3g}" if math.isfinite(worst) else "it chooses other tokens"
-        raise UserError(f"what {reader.package} reads back is not the live model: {how}; nothing was written")
+    logits, theirs = read_back
+    known = digests is not None and reader.tensors is held
+    live = digests if known else {name: described(tensor) for name, tensor in reader.tensors(hybrid)}
+    assert live is not None
+    for name in sorted({*live, *theirs}):
+        if live.get(name) != theirs.get(name):
+            raise UserError(f"what was read back is not what was written: the tensor '{name}' differs; nothing was written")
+    worst = None
+    if way != "tensors":
+        with use(**KERNELS):
+            worst = difference(answers(in_float32(hybrid, way), vocabulary, _tokens(logits)), logits)
+        if not worst <= CLOSE:
+            how = f"its logits differ by {worst:.3g}" if math.isfinite(worst) else "it chooses other tokens"
+            raise UserError(f"what {reader.package} reads back is not the live model: {how}; nothing was written")
     return Proof(
-        reader=reader.package, version=version(reader.package), why=reader.why, difference=worst, tolerance=CLOSE,
-        prompts=LENGTHS, tokens=NEW,
+        verify=way, reader=reader.package, version=version(reader.package), why=reader.why, tensors=len(live), difference=worst,
+        tolerance=CLOSE, prompts=() if worst is None else LENGTHS, tokens=0 if worst is None else _tokens(logits),
     )  # fmt: skip
+
+
+def _tokens(logits: dict[str, Tensor]) -> int:
+    return logits["tokens"].shape[1]
+
+
+@contextmanager
+def _memory_or(way: Way) -> Iterator[None]:
+    """Where memory runs out, say what takes less of it."""
+    hint = {
+        "full": "--verify layers takes less, --verify tensors the least", "layers": "--verify tensors takes less",
+        "tensors": "end other programs, or export on a machine with more",
+    }[way]  # fmt: skip
+    try:
+        yield
+    except OutOfMemory as error:
+        raise UserError(f"{error}, as it does where memory runs out: {hint}; nothing was written") from error
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in NO_MEMORY):
+            raise
+        raise UserError(f"memory ran out while the live model answered: {hint}; nothing was written") from error
 
 
 def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
@@ -119,37 +226,14 @@ def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     return float("inf") if math.isnan(worst) else worst
 
 
-def ask(package: str, folders: Mapping[Path, str]) -> list[Answers]:
-    """For each folder the answers to the model that its lines load, by the classes of `package`, in one fresh process for all.
-    Raises UserError if one cannot be read."""
-    root = str(Path(script.__file__).parent.parent.parent)
-    command = [sys.executable, "-P", script.__file__, root if package == OURS else "-"]
-    for folder, lines in folders.items():
-        command += [str(folder), lines]
-    with tempfile.TemporaryDirectory() as place:
-        # transformers copies a folder's code to HF_MODULES_CACHE; it is to download no kernels.
-        kernels = ",".join(map("=".join, KERNELS.items()))
-        settings = os.environ | {"HF_MODULES_CACHE": place, "USE_HUB_KERNELS": "0", "SURGERY_KERNELS": kernels}
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, env=settings)
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        end = f"signal {-done.returncode} ended it" if done.returncode < 0 or not said else said[-1]
-        raise UserError(f"{package} cannot read {', '.join(map(str, folders))} in a fresh process: {end}")
-    everything = load(done.stdout)
-    header = json.loads(done.stdout[8 : 8 + int.from_bytes(done.stdout[:8], "little")])
-    digests: dict[str, str] = header["__metadata__"]
-    return [(_of(folder, everything), _of(folder, digests)) for folder in folders]
-
-
-def _of(folder: Path, everything: dict[str, T]) -> dict[str, T]:
-    return {name.removeprefix(f"{folder} "): value for name, value in everything.items() if name.startswith(f"{folder} ")}
-
-
-def in_float32(hybrid: PreTrainedModel) -> PreTrainedModel:
-    """The model itself if it is on the CPU in float32, or a copy that is."""
+def in_float32(hybrid: PreTrainedModel, way: Way = "full") -> PreTrainedModel:
+    """The model itself if it is on the CPU in float32; else, for "layers", one that converts its weights when they are used, or
+    a copy of it."""
     target = (torch.device("cpu"), torch.float32)
     if all((p.device, p.dtype) == target for p in hybrid.parameters()) and not hasattr(hybrid, "hf_device_map"):
         return hybrid
+    if way == "layers":
+        return by_layers(hybrid)
     if is_quantised(hybrid):
         return script.in_float32(copy.deepcopy(hybrid))
     copied = family_of(hybrid.config).empty(hybrid.config, None, hybrid.config.grafts)

@@ -176,8 +176,9 @@ class DualMixer:
         cache_params: Cache | None,
         packing: Packing | None,
     ) -> Tensor:
-        """The SSD scan of `heads`, all or those that are not grafted, or its single step where the cache holds a state, which it then
-        updates: (b, t, heads, p). x (b, t, len(heads), p), dt (b, t, len(heads)), A and D (len(heads),), B and C (b, t, g, n) of all groups."""
+        """The SSD scan of `heads`, all or those that are not grafted, or its single step where the cache holds a state, which
+        it then updates: (b, t, heads, p). x (b, t, len(heads), p), dt (b, t, len(heads)), A and D (len(heads),), B and C
+        (b, t, g, n) of all groups."""
         if len(heads) < self.num_heads and self.n_groups > 1:  # the remaining heads need not fill their groups evenly
             of = self.graft.other_groups
             B, C = of.of(B, 2), of.of(C, 2)

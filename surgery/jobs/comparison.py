@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import UserError
-from surgery.evaluation.bench import Entry, measure
+from surgery.evaluation.bench import measure
+from surgery.evaluation.entries import Entry, Turns
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.jobs.opening import open_compared
@@ -13,7 +14,8 @@ from surgery.jobs.output_folder import RECIPE, begin, check_folder
 from surgery.jobs.preparing import check
 from surgery.jobs.report_folder import REPORT, write_report
 from surgery.kernels.dispatch import use
-from surgery.loading.digests import Conditions, conditions
+from surgery.loading.digests import Conditions, tokenizer_digest
+from surgery.loading.opened import Checkpoint
 from surgery.locating.example import short_question
 from surgery.probes.knowledge import part_for_bench
 from surgery.records.names import called, public
@@ -24,7 +26,6 @@ from surgery.records.renamed import current
 from surgery.records.yaml_text import parse_yaml
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
-from surgery.splicing.splice import adopt
 
 
 def compare(
@@ -49,17 +50,20 @@ def compare(
     entries = {"base": Entry(base.model, called(base.name))}
     for label, other in beside.items():
         plan = Path(other.name) / "plan.json"
-        entries[label] = Entry(other.model, called(other.name), Plan.read(plan) if plan.exists() else None)
+        model = other.model if isinstance(other, Checkpoint) else other
+        entries[label] = Entry(model, called(other.name), Plan.read(plan) if plan.exists() else None)
     check(recipe, base)
     on_main(partial(begin, out, "bench", recipe, resume=resume, overwrite=overwrite))
     settings = public(recipe.model_dump(mode="json"))
     with use(**recipe.kernels):
-        if resume:
-            with busy("reading the weights"):
-                now = {name: conditions(adopt(entry.model), base.tokenizer) for name, entry in entries.items()}
-            if (earlier := on_main(partial(_finished, out, settings, now))) is not None:
-                say(f"nothing has changed, and everything is finished: this is the result in {out}")
-                return earlier
+        with busy("reading the weights"):
+            models, words = Turns(entries), tokenizer_digest(base.tokenizer)
+            now = {name: models.measured_under(name, base.tokenizer, words) for name in entries}
+            for name, entry in entries.items():
+                entry.measured_under = now[name]
+        if resume and (earlier := on_main(partial(_finished, out, settings, now))) is not None:
+            say(f"nothing has changed, and everything is finished: this is the result in {out}")
+            return earlier
         measured = measure(
             entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells", part=part
         )

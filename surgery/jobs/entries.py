@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
-from surgery.evaluation.bench import Entry
+from surgery.evaluation.entries import Entry
 from surgery.locating.planning import plan, random_plan
 from surgery.locating.ranking import Ranking
 from surgery.probes.knowledge import PARTS, Knowledge

@@ -1,6 +1,7 @@
 """Opens the models that a job works on, on the device, in the dtype and with the kernels that its recipe says."""
 
 import os
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 
@@ -8,14 +9,21 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
+from surgery.evaluation.entries import Unheld, writing
 from surgery.kernels.dispatch import requested, use
 from surgery.kernels.operations import operations
 from surgery.loading.checkpoint import Checkpoint, load
+from surgery.loading.digests import conditions
+from surgery.loading.sharing import own_bytes
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
-from surgery.runtime.processes import own_device
+from surgery.runtime.memory import available
+from surgery.runtime.processes import own_device, state
 from surgery.runtime.progress import say
+from surgery.splicing.splice import adopt
+
+HELD = 0.5  # of the memory that is free, so much may go to models beside the first; the rest is for the work
 
 
 def open_checkpoint(
@@ -94,18 +102,51 @@ def open_donor(plan: Plan, trust_remote_code: bool = False) -> PreTrainedModel |
 
 def open_compared(
     recipe: Recipe, others: list[str], trust_remote_code: bool = False
-) -> tuple[Recipe, Checkpoint, dict[str, Checkpoint]]:
+) -> tuple[Recipe, Checkpoint, dict[str, Checkpoint | Unheld]]:
     """The recipe's model and, by label, the others; and the recipe that opened them. Precision alone changes answers, so unless
-    the recipe says a dtype, models that are stored in several are all opened in that of the first of the others."""
+    the recipe says a dtype, models that are stored in several are all opened in that of the first of the others.
+
+    What the others have in common with the recipe's model is held once. Those whose own tensors do not fit into memory together
+    are opened again for their turn."""
     base = open_checkpoint(recipe, trust_remote_code)
-    named = list(labels(others).items())[1:]
-    beside = {label: open_beside(base, name, recipe, trust_remote_code) for label, name in named}
-    dtypes = [str(each.model.dtype).removeprefix("torch.") for each in (*beside.values(), base)]
+    beside, dtypes = _open_others(base, list(labels(others).items())[1:], recipe, trust_remote_code)
     if "dtype" in recipe.model_fields_set or len(set(dtypes)) == 1:
+        if turns := [label for label, other in beside.items() if isinstance(other, Unheld)]:
+            say(f"too large to hold all: opened again for each use, and timed alone: {', '.join(turns)}")
         return recipe, base, beside
     say(f"the models are stored in {' and '.join(sorted(set(dtypes)))}; all are compared in {dtypes[0]}, unless dtype is set")
     del base, beside  # or all would be held twice
     return open_compared(changed(recipe, dtype=dtypes[0]), others, trust_remote_code)
+
+
+def _open_others(
+    base: Checkpoint, named: list[tuple[str, str]], recipe: Recipe, trust_remote_code: bool
+) -> tuple[dict[str, Checkpoint | Unheld], list[str]]:
+    """The others by label, and the dtypes of all, the base's last."""
+    beside: dict[str, Checkpoint | Unheld] = {}
+    held, dtypes, room = [base.model], list[str](), HELD * available(base.model.device) / state().num_processes
+    for label, name in named:
+        other = open_beside(base, name, recipe, trust_remote_code)
+        dtypes.append(_dtype(other))
+        if (size := own_bytes(other.model, *held)) <= room:
+            beside[label], room = other, room - size
+            held.append(other.model)
+            continue
+        with use(**recipe.kernels):
+            measured_under = conditions(adopt(other.model), base.tokenizer)
+        beside[label] = Unheld(
+            other.name, partial(_open_again, base, name, recipe, trust_remote_code), measured_under, writing(other.model)
+        )
+        del other  # before the next one is opened
+    return beside, [*dtypes, _dtype(base)]
+
+
+def _open_again(base: Checkpoint, name: str, recipe: Recipe, trust_remote_code: bool) -> PreTrainedModel:
+    return open_beside(base, name, recipe, trust_remote_code).model
+
+
+def _dtype(opened: Checkpoint) -> str:
+    return str(opened.model.dtype).removeprefix("torch.")
 
 
 def labels(others: list[str]) -> dict[str, str]:

@@ -14,12 +14,15 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.evaluation import markdown
-from surgery.evaluation.bench import Entry, measure
+from surgery.evaluation.bench import measure
+from surgery.evaluation.entries import Entry
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Located, Report
-from surgery.exporting.export import export
+from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD, Exported
+from surgery.exporting.verify import check_way
 from surgery.families import family_of
+from surgery.jobs.costs.announced import Announced
 from surgery.jobs.entries import entries_of
 from surgery.jobs.locating_stage import RANKING, located
 from surgery.jobs.opening import open_base, open_donor
@@ -30,7 +33,7 @@ from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import tuned
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
-from surgery.loading.opened import a_type
+from surgery.loading.opened import a_type, model_of
 from surgery.locating.example import short_question
 from surgery.locating.planning import plan
 from surgery.locating.questions import described
@@ -51,18 +54,21 @@ from surgery.tuning.state import Log
 
 
 def run(
-    recipe: Recipe, out: str | Path, *, resume: bool = False, overwrite: bool = False, trust_remote_code: bool = False
-) -> Report:
+    recipe: Recipe, out: str | Path, *, verify: str = "auto", resume: bool = False, overwrite: bool = False,
+    trust_remote_code: bool = False,
+) -> Report:  # fmt: skip
     """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, report.html,
     mixing.json, grafts.png, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that
     accelerate started share the work.
 
-    resume: go on with an earlier run in `out`, from the first stage whose own settings are others. overwrite: remove what an
+    verify: how the export is, as surgery.export takes it. resume: go on with an earlier run in `out`, from the first stage
+    whose own settings are others. overwrite: remove what an
     earlier run has left there. Raises UserError, and writes nothing, where one is there and neither is given.
     """
     if not isinstance(recipe, Recipe):
         raise UserError(f"surgery.run takes a recipe, as surgery.read_recipe returns it, not {a_type(recipe)}")
     out = Path(out)
+    check_way(verify)
     on_main(partial(check_folder, out, "run", resume=resume, overwrite=overwrite))
     with use(**recipe.kernels):
         with busy("opening the model"):
@@ -76,7 +82,8 @@ def run(
         change = first_change(earlier, recipe) if earlier else None
         if change is not None:
             say(str(change))
-        job = _Job(recipe, out, base, resume)
+        on_main(partial(check_space, "hf", base.model, out))
+        job = _Job(recipe, out, base, resume, verify)
         ranking = job.locate()
         chosen = job.plan(ranking)
         if resume and (report := on_main(partial(job.finished, chosen))) is not None:
@@ -88,19 +95,21 @@ def run(
 
 
 class _Job:
-    def __init__(self, recipe: Recipe, out: Path, base: Checkpoint, resume: bool):
-        self.recipe, self.out, self.base, self.resume = recipe, out, base, resume
+    def __init__(self, recipe: Recipe, out: Path, base: Checkpoint, resume: bool, verify: str):
+        self.recipe, self.out, self.base, self.resume, self.verify = recipe, out, base, resume, verify
         self.settings = public(recipe.model_dump(mode="json"))
         with busy("reading the weights"):
             self.subject = Subject.of(base, known_fingerprint=base.fingerprint)
             self.conditions = self.subject.conditions
         self.timings: dict[str, float] = {}
         self.memory: dict[str, int] = {}
+        self.announced = Announced(recipe, base, out)
         self.training: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def stage(self, name: str, announcement: str | None = None) -> Iterator[None]:
-        """Say what a stage will do (or leave that to it), and how long it took."""
+        """Say what a stage will cost and do (or leave that to it), and what it took."""
+        self.announced.say(name)
         if announcement is not None:
             say(announcement)
         start = time.monotonic()
@@ -175,7 +184,7 @@ class _Job:
 
     def write(self, report: Report, ranking: Ranking, chosen: Plan, entries: dict[str, Entry]) -> Report:
         """The report, the hybrid, and the report once more with all times in it."""
-        recipe, hybrid = self.recipe, entries["tuned"].model
+        recipe, hybrid = self.recipe, model_of(entries["tuned"].model, "export")
         with busy("drawing the report"):
             example = short_question(self.base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
             matrices = mixing(entries, self.base.tokenizer, example, report.provenance, ranking.columns.find)
@@ -186,7 +195,7 @@ class _Job:
         ):
             export(
                 hybrid, self.out / "hybrid", tokenizer=self.base.tokenizer, plan=chosen, base=self.base.name, recipe=recipe,
-                report=report, figures=self.out,
+                report=report, figures=self.out, verify=self.verify,
             )  # fmt: skip
         report = report.model_copy(update={"timings": self.timings, "memory": self.memory})
         describe(report, self.out, matrices)

@@ -2,14 +2,16 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from surgery.doctor.rehearsal import Rehearsal, rehearse
 from surgery.errors import UserError
 from surgery.exporting.earlier import check_replaceable
-from surgery.exporting.export import export
+from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD as EXPORT
 from surgery.exporting.folder import Exported
 from surgery.exporting.source import base_of, holds_base, is_patch, present
+from surgery.exporting.verify import check_way
 from surgery.jobs.opening import in_dtype_of, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, is_empty
 from surgery.jobs.stages import first_change
@@ -33,6 +35,7 @@ def tune_hybrid(
     *,
     base: str | None = None,
     dry_run: bool = False,
+    verify: str = "auto",
     resume: bool = False,
     overwrite: bool = False,
     trust_remote_code: bool = False,
@@ -40,13 +43,15 @@ def tune_hybrid(
     """Tune the recipe's model, a hybrid, and export it to `out`; checkpoints lie in <out>-tuning. Returns the log, or with
     `dry_run`, which writes nothing, what would be trained and what it costs.
 
-    base: where the hybrid's base is, if not where the hybrid says. resume: go on with an earlier tuning into `out`, if it is of
-    the same hybrid and settings; else tune anew. overwrite: remove what it has left, and replace the hybrid in `out`. Raises
-    UserError, and writes nothing, where one is there and neither is given.
+    base: where the hybrid's base is, if not where the hybrid says. verify: how the export is, as export() takes it. resume: go
+    on with an earlier tuning into `out`, if it is of the same hybrid and settings; else tune anew. overwrite: remove what it
+    has left, and replace the hybrid in `out`. Raises UserError, and writes nothing, where one is there and neither is given, or
+    where the disk has no room for the export. What was tuned is kept if the export fails.
     """
     hybrid, work = recipe.model, out.parent / f"{out.name}-tuning"
     if not dry_run:
         on_main(partial(_check_folders, out, work, resume=resume, overwrite=overwrite))
+    check_way(verify)
     check_trackers(recipe.tune)
     plan = plan_of(hybrid)
     # A whole model may be too large for one device.
@@ -66,6 +71,7 @@ def tune_hybrid(
             teacher = adopt(original.model)
     if dry_run:
         return rehearse(loaded.model, loaded.tokenizer, recipe.tune, data=recipe.data, seed=recipe.seed, teacher=teacher)
+    on_main(partial(check_space, "hf", loaded.model, out))
     earlier = on_main(partial(begin, work, "tune", recipe, resume=resume, overwrite=overwrite))
     if earlier and (change := first_change(earlier, recipe, ("tune",))) is not None:
         say(str(change))
@@ -76,8 +82,30 @@ def tune_hybrid(
         say(f"nothing has changed, and everything is finished: {out} holds the tuned hybrid")
         return log
     with busy("exporting, and comparing the reloaded model with the live one"):
-        on_main(partial(export, loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=base_name, recipe=recipe))
+        on_main(
+            partial(
+                _export,
+                work,
+                loaded.model,
+                out,
+                tokenizer=loaded.tokenizer,
+                plan=plan,
+                base=base_name,
+                recipe=recipe,
+                verify=verify,
+            )
+        )
     return log
+
+
+def _export(work: Path, *arguments: Any, **options: Any) -> None:
+    """As export(). Adds to its error that the tuning is not lost: its last state lies in `work`."""
+    try:
+        export(*arguments, **options)
+    except UserError as error:
+        raise UserError(
+            f"{error} (what was tuned is kept in {work}: the same command with --resume goes on from there)"
+        ) from error
 
 
 def _check_folders(out: Path, work: Path, *, resume: bool, overwrite: bool) -> None:

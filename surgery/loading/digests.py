@@ -11,6 +11,7 @@ measured itself, the folder counts as another model.
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.families import families
 from surgery.kernels.operations import operations
-from surgery.models.answers import described, named_values, settle
+from surgery.models.answers import bytes_of, described, named_values, settle
 from surgery.models.quantised import scales
 from surgery.records.record import OPTIONAL, Record, code_digest, environment
 
@@ -88,30 +89,67 @@ def conditions(
     )
 
 
+@dataclass(frozen=True)
+class Identity:
+    """A model's digest and fingerprint, and the digest of every tensor that its folder holds, by name."""
+
+    digest: str
+    fingerprint: str
+    tensors: dict[str, str]
+
+
+def identify(model: PreTrainedModel) -> Identity:
+    """As model_digest, fingerprint and described say, in one pass over the tensors."""
+    digest, base, each = _begun(model), _begun_fingerprint(model), {}
+    names = {name for name, _ in model.named_parameters() if ".graft." not in name}
+    for name, tensor in _tensors(model):
+        _add(digest, name, tensor)
+        each[name] = described(tensor)
+        if name in names:
+            _add_to_fingerprint(base, name, tensor, None)
+    return Identity(digest.hexdigest(), base.hexdigest(), each)
+
+
 def model_digest(model: PreTrainedModel) -> str:
     """sha256 of configuration and tensors (names, dtypes, shapes and bytes), tied ones once. A quantised model is settled."""
-    settle(model)
-    total = hashlib.sha256(json.dumps(_function(model.config), sort_keys=True, default=str).encode())
+    total = _begun(model)
     for name, tensor in _tensors(model):
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        _add(total, name, tensor)
     return total.hexdigest()
+
+
+def _begun(model: PreTrainedModel) -> Any:
+    settle(model)
+    return hashlib.sha256(json.dumps(_function(model.config), sort_keys=True, default=str).encode())
+
+
+def _add(total: Any, name: str, tensor: Tensor) -> None:
+    total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+    total.update(bytes_of(tensor))
 
 
 def fingerprint(model: PreTrainedModel, dtype: str = "auto") -> str:
     """sha256 over name, dtype, shape and bytes of every base tensor, tied ones once. Grafts do not count: a hybrid has the
     fingerprint of its base. dtype: as load() takes it; the fingerprint is then that of the model loaded so."""
-    seen_as = named_dtype(dtype)
+    seen_as, total = named_dtype(dtype), _begun_fingerprint(model)
+    names = sorted(name for name, _ in model.named_parameters() if ".graft." not in name)
+    for name, parameter in named_values(model, names):
+        _add_to_fingerprint(total, name, parameter, seen_as)
+    return total.hexdigest()
+
+
+def _begun_fingerprint(model: PreTrainedModel) -> Any:
     total = hashlib.sha256()
     for name, scale in sorted(scales(model).items()):
         total.update(f"{name} {described(scale)} ".encode())
-    names = sorted(name for name, _ in model.named_parameters() if ".graft." not in name)
-    for name, parameter in named_values(model, names):
-        tensor = parameter.detach().cpu().contiguous()
-        tensor = tensor if seen_as is None or not tensor.is_floating_point() else tensor.to(seen_as)
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
+    return total
+
+
+def _add_to_fingerprint(total: Any, name: str, parameter: Tensor, seen_as: torch.dtype | None) -> None:
+    tensor = parameter.detach().cpu()
+    tensor = tensor if seen_as is None or not tensor.is_floating_point() else tensor.to(seen_as)
+    total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+    total.update(bytes_of(tensor))
 
 
 def named_dtype(name: str) -> torch.dtype | None:

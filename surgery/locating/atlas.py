@@ -1,7 +1,8 @@
 """The atlas of a base: a heat map of all heads for every score, with the marks that report.html has, and the leading heads.
 
-Where a layer has more heads than can be told apart (a Mamba-1 has thousands of channels), neighbours share a cell, which shows
-the one of them whose score is largest in size.
+Where a layer has more heads than can be told apart (a Mamba-1 has thousands of channels, in no order that means anything), its
+heads stand in the order of the ranking, best first: a row is then how scores fall off within its layer. The first few have a
+cell each; behind them ever more heads share one, which shows the one of them whose score is largest in size.
 """
 
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.locating.heads import ROLES, gain
 from surgery.locating.mixing_figure import draw_mixing
 from surgery.locating.questions import described
-from surgery.locating.ranking import Ranking, ablation_cost, gain
+from surgery.locating.ranking import Ranking
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.runtime import plotting
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_COLUMNS = 96  # of a map; more heads share cells
+SHARED_COLUMNS = 56  # where they do
+RANGE = 1000  # between the largest score of such a map and the size below which its colours no longer tell scores apart
 WIDE = 16  # heads, from which a map takes the whole width
 LARGE = 400  # heads, from which letters have no room in their cells
 MOST_LETTERS = 24
@@ -41,43 +45,64 @@ ORDERED_BY = {3: "loss saved when spliced, nats", 2: "splice attribution, nats p
 
 @dataclass(frozen=True)
 class Grid:
-    """Where the heads of a ranking lie in a map. together: how many heads of a layer share a cell. rows, places: of every head
-    in the ranking's order, its layer and its column."""
+    """Where the heads of a ranking lie in a map. rows, places: of every head in the ranking's order, its layer and its column.
+    edges: where heads share cells, the places within a layer (from 0, best first) with which the columns begin, and the number
+    of heads; None where every head has a cell of its own, in the order of its number."""
 
     layers: int
     heads: int
-    together: int
     rows: np.ndarray
     places: np.ndarray
+    edges: np.ndarray | None = None
 
     @property
     def columns(self) -> int:
-        return -(-self.heads // self.together)
+        return self.heads if self.edges is None else len(self.edges) - 1
 
     def values(self, ranking: Ranking, name: str) -> np.ndarray:
         """A score of all heads (layers, columns); of the heads of a cell, the largest in size. NaN: not measured, or a head
         that the layer lacks."""
-        estimates = [getattr(score, name) for score in ranking.heads]
-        measured = np.array([estimate is not None for estimate in estimates], dtype=bool)
-        values = np.array([estimate.value for estimate in estimates if estimate is not None])
+        heads = ranking.columns
+        measured = heads.measured(name)
+        values = heads.values(name)[measured]
         order = np.argsort(np.abs(values), kind="stable")  # where several share a cell, the last one stays
         cells = np.full((self.layers, self.columns), np.nan)
         cells[self.rows[measured][order], self.places[measured][order]] = values[order]
         return cells
+
+    def ticks(self) -> tuple[list[float], list[str]]:
+        """Of the columns: where labels stand, and what they say."""
+        if self.edges is None:
+            numbers = list(range(0, self.heads, max(1, self.heads // 8)))
+            return [float(number) for number in numbers], [str(number) for number in numbers]
+        powers = [place for power in range(8) for place in (10**power, 3 * 10**power) if place <= self.heads]
+        columns = (np.searchsorted(self.edges, np.array(powers) - 1, side="right") - 1).tolist()
+        ticks: list[tuple[float, str]] = []
+        for column, place in zip(columns, powers, strict=True):
+            if not ticks or column - ticks[-1][0] >= self.columns / 12:  # else labels would run into each other
+                ticks.append((float(column), f"{place:,}"))
+        return [column for column, _ in ticks], [label for _, label in ticks]
 
 
 def grid(ranking: Ranking) -> Grid:
     """Every head in a cell of its own, up to MOST_COLUMNS heads a layer."""
     if not ranking.heads:
         raise UserError("there is nothing to draw: the ranking holds no heads")
-    layers, heads = np.array([(score.site.layer, score.site.heads[0]) for score in ranking.heads]).T
-    together = -(-(1 + int(heads.max())) // MOST_COLUMNS)
-    return Grid(1 + int(layers.max()), 1 + int(heads.max()), together, layers, heads // together)
+    layers, numbers = ranking.columns.layer, ranking.columns.head
+    count, heads = 1 + int(layers.max()), 1 + int(numbers.max())
+    if heads <= MOST_COLUMNS:
+        return Grid(count, heads, layers, numbers)
+    order = np.argsort(layers, kind="stable")
+    first = np.searchsorted(layers[order], np.arange(count))
+    places = np.empty(len(layers), dtype=int)
+    places[order] = np.arange(len(layers)) - first[layers[order]]
+    edges = np.unique(np.geomspace(1, heads + 1, SHARED_COLUMNS + 1).round().astype(int)) - 1
+    return Grid(count, heads, layers, np.searchsorted(edges, places, side="right") - 1, edges)
 
 
 def measured_maps(ranking: Ranking) -> list[tuple[str, str, str]]:
     """Of MAPS those for which anything was measured."""
-    return [about for about in MAPS if any(getattr(score, about[0]) is not None for score in ranking.heads)]
+    return [about for about in MAPS if ranking.columns.measured(about[0]).any()]
 
 
 def draw_atlas(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranking: Ranking, out: Path) -> None:
@@ -86,12 +111,17 @@ def draw_atlas(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rankin
     draw_mixing(base, tokenizer, ranking, out / "mixing.png")
 
 
+def parts(plan: Plan | None) -> set[Site]:
+    """The heads of a plan, or its layers."""
+    return {part for site in (plan.sites if plan else ()) for part in (site.each() or (site,))}
+
+
 def draw_scores(ranking: Ranking, path: Path | None = None, plan: Plan | None = None) -> "Figure":
     """Heat maps layer x head, one for every score that was measured, and the leading heads as bars, written to `path` if there
     is one. A, G: aggregate and gather heads; framed: the heads of `plan`. White with a cross: not measured, or a head that the
     layer lacks."""
     maps, layout = measured_maps(ranking), grid(ranking)
-    planned = {part for site in (plan.sites if plan else ()) for part in (site.each() or (site,))}
+    planned = parts(plan)
     columns = 1 if layout.columns > WIDE else 2
     rows = -(-(len(maps) + 1) // columns)
     height = min(4.2, 1.25 + 0.24 * layout.layers) if columns == 2 else min(4.2, 1.25 + 0.07 * max(layout.layers, 12))
@@ -112,52 +142,69 @@ def draw_scores(ranking: Ranking, path: Path | None = None, plan: Plan | None = 
 
 
 def _legend(layout: Grid, planned: bool) -> str:
-    shared = f"; a cell: the strongest of {layout.together} heads" if layout.together > 1 else ""
+    shared = "" if layout.edges is None else ".\nA row: one layer's heads, best first; to the right ever more share a cell"
     return f"A: aggregate head, G: gather head{', framed: grafted' if planned else ''}{shared}"
 
 
+def colors_of(values: np.ndarray, unit: str, layout: Grid) -> tuple[str, Any]:
+    """The palette of a map, and the scale of its colours: logarithmic at both sides of 0 where a map has the whole range from
+    the leading heads to those that do nothing."""
+    from matplotlib.colors import Normalize, SymLogNorm
+
+    high = max(float(np.nanmax(np.abs(values))), 1e-9)
+    if not unit.startswith("nats"):
+        return "viridis", Normalize(0, high)
+    if layout.edges is None:
+        return "RdBu", Normalize(-high, high)
+    return "RdBu", SymLogNorm(high / RANGE, vmin=-high, vmax=high)
+
+
 def _draw_map(figure: Any, axis: Any, layout: Grid, values: np.ndarray, unit: str) -> None:
-    bound = max(float(np.nanmax(np.abs(values))), 1e-9)
-    diverging = unit.startswith("nats")
+    from matplotlib.colors import SymLogNorm
+
+    palette, scale = colors_of(values, unit, layout)
     axis.set_facecolor("white")
     axis.patch.set(hatch="xx", edgecolor="#DDDDDD", fill=True)
     image = axis.imshow(
-        values, cmap="RdBu" if diverging else "viridis", vmin=-bound if diverging else 0, vmax=bound, aspect="auto",
-        extent=(-0.5, layout.columns * layout.together - 0.5, layout.layers - 0.5, -0.5), interpolation="nearest",
+        values, cmap=palette, norm=scale, aspect="auto",
+        extent=(-0.5, layout.columns - 0.5, layout.layers - 0.5, -0.5), interpolation="nearest",
     )  # fmt: skip
-    axis.set(xlabel="head", ylabel="layer")
-    axis.set_xticks(range(0, layout.heads, max(1, layout.heads // 8)))
+    axis.set(xlabel="head" if layout.edges is None else "place of the head within its layer, best first", ylabel="layer")
+    axis.set_xticks(*layout.ticks())
     axis.set_yticks(range(0, layout.layers, max(1, layout.layers // 8)))
     bar = figure.colorbar(image, ax=axis, fraction=0.05, pad=0.02)
     bar.set_label(unit, fontsize=8.5)
+    if isinstance(scale, SymLogNorm) and scale.vmax is not None:
+        decades = 10.0 ** np.arange(np.floor(np.log10(scale.vmax)), np.log10(scale.linthresh), -1)
+        bar.set_ticks([*-decades, 0, *decades[::-1]], labels=[f"{tick:g}" for tick in (*-decades, 0, *decades[::-1])])
+        bar.minorticks_off()
     bar.ax.tick_params(labelsize=8.5)
 
 
 def _mark(axis: Any, layout: Grid, ranking: Ranking, planned: set[Site]) -> None:
-    """The letters of roles, of the costliest heads where there are many, and a frame around planned heads."""
+    """The letters of roles, of the costliest heads where there are many, and a frame around planned heads; one of each to a
+    cell."""
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
-    large = layout.layers * layout.columns > LARGE
-    with_role = sorted((score for score in ranking.heads if score.role), key=ablation_cost, reverse=True)
+    heads, large = ranking.columns, layout.layers * layout.columns > LARGE
     halo = withStroke(linewidth=2, foreground="white")
-    for score in with_role[:MOST_LETTERS]:
+    letters: dict[tuple[int, int], str] = {}
+    for i in heads.with_role()[:MOST_LETTERS].tolist():
+        letters.setdefault((int(layout.rows[i]), int(layout.places[i])), str(ROLES[heads.role[i]])[0].upper())
+    for (row, column), letter in letters.items():
         axis.text(
-            _middle(layout, score.site), score.site.layer, str(score.role)[0].upper(), ha="center", va="center", fontsize=8,
+            column, row, letter, ha="center", va="center", fontsize=8,
             color="#24292F", fontweight="bold", path_effects=[halo] if large else None,
             bbox=None if large else {"boxstyle": "circle,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.88},
         )  # fmt: skip
     line = 1.8 if layout.columns <= WIDE else 1.1
-    for site in planned:
-        width = layout.together if site.heads else layout.heads
-        left = _middle(layout, site) - width / 2 if site.heads else -0.5
-        axis.add_patch(Rectangle((left, site.layer - 0.5), width, 1, fill=False, ec="#24292F", lw=line, clip_on=False,
+    whole = {(site.layer, None) for site in planned if not site.heads}
+    single = [i for i in heads.find(sorted(planned)) if i is not None]
+    for row, place in sorted(whole | {(int(layout.rows[i]), int(layout.places[i])) for i in single}, key=str):
+        left, width = (-0.5, layout.columns) if place is None else (place - 0.5, 1)
+        axis.add_patch(Rectangle((left, row - 0.5), width, 1, fill=False, ec="#24292F", lw=line, clip_on=False,
                                  path_effects=[withStroke(linewidth=line + 1, foreground="white")]))  # fmt: skip
-
-
-def _middle(layout: Grid, site: Site) -> float:
-    """Of a head's cell."""
-    return (site.heads[0] // layout.together + 0.5) * layout.together - 0.5
 
 
 def _draw_leading(axis: Any, ranking: Ranking, planned: set[Site]) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -32,7 +31,6 @@ from surgery.models.finite import checked, explained
 from surgery.models.offloaded import own_fetched
 from surgery.probes.scoring import Encoded, padded
 from surgery.records.plan import Start
-from surgery.records.site import Site
 
 GRADIENTS = "the gradients by the heads' gates"
 # The largest scale leads where the softmax is as good as an argmax: attribution rises up to about tau = 2 and is flat from
@@ -42,9 +40,7 @@ GRADIENTS = "the gradients by the heads' gates"
 STARTS = tuple(Start(sign=sign, tau=tau) for sign in (1, -1) for tau in (0.25, 0.5, 1.0, 2.0))
 
 
-def attribute_starts(
-    gated: Subject, encoded: Encoded, starts: Sequence[Start | None] = STARTS, step: Step = WHOLE
-) -> Tensor:
+def attribute_starts(gated: Subject, encoded: Encoded, starts: Sequence[Start | None] = STARTS, step: Step = WHOLE) -> Tensor:
     """(starts, questions, layers, heads): for each of the starts, given to all heads, minus the gradient of each question's
     loss by each head's gate, in nats. The start None leaves every head the one that it has.
 
@@ -127,7 +123,8 @@ def best_starts(totals: Tensor, channels: bool = False) -> dict[str, Start]:
     best = totals.argmax(0)
     if channels:
         best = totals.clamp_min(0).sum(-1).argmax(0)[:, None].expand_as(best)
-    return {str(Site(layer, (head,))): STARTS[int(best[layer, head])] for layer, head in np.ndindex(*best.shape)}
+    numbers = best.tolist()
+    return {f"L{layer}.H{head}": STARTS[start] for layer, row in enumerate(numbers) for head, start in enumerate(row)}
 
 
 @contextmanager

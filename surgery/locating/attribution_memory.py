@@ -20,7 +20,6 @@ from surgery.locating.questions import question_of_row
 from surgery.locating.subject import Subject
 from surgery.locating.substitution import replaced
 from surgery.probes.scoring import Encoded
-from surgery.runtime import memory
 
 SHARE = 0.4  # of the memory that is free, for activations: scores, and what else runs, need some as well
 # Of one block's activations, what its forward and its attention on the way back take beside them. Measured: 1.2 to 2.6.
@@ -56,13 +55,6 @@ class Activations:
             return WHOLE
         a_row = tokens * (self.entering + (1 + TRANSIENT) * self.block)
         return Step(None if whole else max(1, min(rows, int(SHARE * free / a_row))), checkpointed=True)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that activations could take. A file that is mapped, as weights are, counts as free for the system, and is not: what
-    this process holds is no room."""
-    free = memory.available(device)
-    return free if device.type == "cuda" else max(0, min(free, memory.capacity(device) - memory.resident()))
 
 
 def activations(gated: Subject, row: Sequence[int]) -> Activations:

@@ -74,6 +74,15 @@ def forwards(subject: Subject, sets: Sequence[QuestionSet], layers: bool) -> flo
     return first * (1 + 2 * (heads + whole)) + sum(others) * (1 + heads)  # repetitions splice alone
 
 
+def is_exact(options: Locate, subject: Subject, sets: Sequence[QuestionSet], step: float) -> bool:
+    """Whether heads will be measured exactly, where a forward of a batch takes `step` seconds; nothing is said."""
+    if options.exact is not None:
+        return options.exact
+    if options.confirm is not None or not subject.graftable:
+        return True
+    return step * forwards(subject, sets, options.layers) / processes.state().num_processes <= options.budget
+
+
 def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], kept: Path | None) -> bool:
     settle(subject.model)
     rows = sets[0].groups[0][1].rows

@@ -5,6 +5,7 @@ Read as a sequence of `Score`s, which are made when they are asked for. What goe
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -95,9 +96,9 @@ class Heads(Sequence[Score]):
         for name in SCORES:
             column = [getattr(score, name) for score in scores]
             if any(estimate is not None for estimate in column):
-                ends = [(np.nan,) * 3 if e is None else (e.value, *e.ci95) for e in column]
+                ends = np.array([(np.nan,) * 3 if e is None else (e.value, *e.ci95) for e in column], dtype=float)
                 counts = np.array([0 if e is None else e.n for e in column])
-                estimates[name] = Intervals(*np.array(ends, dtype=float).T, counts)
+                estimates[name] = Intervals(ends[:, 0], ends[:, 1], ends[:, 2], counts)
         heads = cls(
             layer=np.array([score.site.layer for score in scores], dtype=int),
             head=np.array([score.site.heads[0] for score in scores], dtype=int),
@@ -202,12 +203,22 @@ class Heads(Sequence[Score]):
 
     def find(self, sites: Iterable[Site]) -> list[int | None]:
         """Where single heads stand; None for a site that is not among them."""
-        rows = 1 + int(self.head.max(initial=0))
-        numbers = self.layer * rows + self.head
-        sorter = np.argsort(numbers, kind="stable")
+        numbers, places = self._numbered
         found: list[int | None] = []
         for site in sites:
-            number = site.layer * rows + site.heads[0] if len(site.heads) == 1 and site.heads[0] < rows else -1
-            place = int(np.searchsorted(numbers, number, sorter=sorter))
-            found.append(int(sorter[place]) if place < len(self) and numbers[sorter[place]] == number else None)
+            number = _number(site.layer, site.heads[0]) if len(site.heads) == 1 else -1
+            at = int(np.searchsorted(numbers, number))
+            found.append(int(places[at]) if at < len(self) and numbers[at] == number else None)
         return found
+
+    @cached_property
+    def _numbered(self) -> tuple[np.ndarray, np.ndarray]:
+        """The heads' numbers, sorted, and where each of them stands."""
+        numbers = _number(self.layer, self.head)
+        places = np.argsort(numbers, kind="stable")
+        return numbers[places], places
+
+
+def _number(layer: Any, head: Any) -> Any:
+    """One number for both, in the order of the sites."""
+    return layer * 2**32 + head

@@ -103,6 +103,6 @@ def random_plan(ranking: Ranking, chosen: Plan, seed: int, *, same_layers: bool 
     if drawn is None:
         return None
     return plan(
-        ranking, kind=chosen.kind, sites=tuple(drawn), donor=chosen.donor, mlp=chosen.mlp, width=chosen.width, shared=chosen.shared,
-        blend=chosen.blend, seed=chosen.seed,
+        ranking, kind=chosen.kind, sites=tuple(drawn), donor=chosen.donor, mlp=chosen.mlp, width=chosen.width,
+        shared=chosen.shared, blend=chosen.blend, seed=chosen.seed,
     )  # fmt: skip

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from surgery.locating.attribution import STARTS, attribute_starts, best_starts
-from surgery.locating.attribution_memory import Activations, activations, free_memory
+from surgery.locating.attribution_memory import Activations, activations
 from surgery.locating.ledger import Ledger, Tensors, digest, gathered
 from surgery.locating.questions import Groups
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
 from surgery.records.plan import Start
-from surgery.runtime import processes
+from surgery.runtime import memory, processes
 from surgery.runtime.progress import counting
 
 START_EXAMPLES = 64  # few questions decide on a sign
@@ -41,7 +41,7 @@ class Prefilter:
 
         def measure(number: int) -> Tensors:
             encoded = groups[number][1]
-            step = self.activations.step(encoded, free_memory(self.gated.model.device), whole=self.whole)
+            step = self.activations.step(encoded, memory.spare(self.gated.model.device), whole=self.whole)
             values = attribute_starts(self.gated, encoded, [None], step)[0]
             advance()
             return {"values": values}
@@ -59,8 +59,7 @@ def prefilter(subject: Subject, groups: Groups, ledger: Ledger, *, whole: bool =
     """Choose every head's start, the one with the largest attribution over the first START_EXAMPLES questions, and attribute:
     (the prefilter, attributions (examples, layers, heads) in float32). whole: batches are not divided to fit into memory."""
     ungated = fully_gated(subject)
-    totals = list(accumulate(len(chosen) for chosen, _ in groups))
-    first = 1 + next((i for i, total in enumerate(totals) if total >= START_EXAMPLES), len(groups) - 1)
+    first = deciding(groups)
     kept = activations(ungated, min((row for _, encoded in groups for row in encoded.rows), key=len))
 
     def key(number: int) -> Any:
@@ -68,7 +67,7 @@ def prefilter(subject: Subject, groups: Groups, ledger: Ledger, *, whole: bool =
 
     def measure(number: int) -> Tensors:
         encoded = groups[number][1]
-        values = attribute_starts(ungated, encoded, step=kept.step(encoded, free_memory(subject.model.device), whole=whole))
+        values = attribute_starts(ungated, encoded, step=kept.step(encoded, memory.spare(subject.model.device), whole=whole))
         advance()
         return {"every": values}
 
@@ -86,6 +85,12 @@ def prefilter(subject: Subject, groups: Groups, ledger: Ledger, *, whole: bool =
     ledger = ledger.extended("starts", index.flatten().tolist())
     chosen = Prefilter(fully_gated(subject, starts), starts, ledger, kept, whole)
     return chosen, chosen.attributions(groups, {number: tensors["values"] for number, tensors in known.items()})
+
+
+def deciding(groups: Groups) -> int:
+    """How many of the batches decide on the starts."""
+    totals = list(accumulate(len(chosen) for chosen, _ in groups))
+    return 1 + next((i for i, total in enumerate(totals) if total >= START_EXAMPLES), len(groups) - 1)
 
 
 def _numbers(starts: Sequence[Start]) -> list[int]:

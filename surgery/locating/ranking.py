@@ -194,8 +194,3 @@ def _png(figure: "Figure") -> bytes:
     content = BytesIO()
     figure.savefig(content, format="png", dpi=100)
     return content.getvalue()
-
-
-def ablation_cost(score: Score) -> float:
-    """The loss that ablating a head costs; 0 where it was not measured."""
-    return score.ablation_loss.value if score.ablation_loss else 0.0

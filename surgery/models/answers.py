@@ -44,6 +44,12 @@ def held(model: Any) -> Iterator[tuple[str, Tensor]]:
     return named_values(model, list(saved)) if any(map(is_away, saved.values())) else iter(saved.items())
 
 
+def held_names(model: Any) -> list[str]:
+    """The names of the same."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    return [name for name, tensor in tensors(model).items() if not (is_away(tensor) and name in tied)]
+
+
 def is_away(tensor: Any) -> bool:
     return bool(getattr(tensor, "is_meta", False))
 
@@ -106,8 +112,12 @@ def described(tensor: Tensor) -> str:
     """ "float32 1536x768 ", and the sha256 of that and of the bytes."""
     what = f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape))} "
     total = hashlib.sha256(what.encode())
-    total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    total.update(bytes_of(tensor))
     return what + total.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.models.finite import checked, explained
+from surgery.models.pieces import logits_in_pieces
 from surgery.records.record import read_text
 from surgery.world.text import document
 
@@ -44,11 +45,19 @@ class Perplexity:
 
     def losses(self, model: PreTrainedModel, windows: torch.Tensor, batch_size: int = 16) -> np.ndarray:
         """Mean negative log-likelihood (nats) per predicted token, for every window."""
-        out = []
-        with torch.inference_mode():
-            for ids in windows.to(model.device).split(batch_size):
-                log_p = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-                nll = -log_p.gather(-1, ids[:, 1:, None]).squeeze(-1)
-                with explained(model, ids):
-                    out.append(checked(nll.mean(1).cpu(), "the losses"))
-        return torch.cat(out).numpy()
+        return text_losses(model, windows, 1, batch_size)
+
+
+def text_losses(model: PreTrainedModel, rows: torch.Tensor, first: int, batch_size: int) -> np.ndarray:
+    """Mean negative log-likelihood (nats) of the tokens from the place `first` on, for every row of token ids (rows, t)."""
+    out = []
+    with torch.inference_mode():
+        for ids in rows.to(model.device).split(batch_size):
+            predicting = torch.arange(first - 1, ids.shape[1] - 1, device=ids.device)
+            nll = [
+                -logits.float().log_softmax(-1).gather(-1, ids[:, first:][:, piece, None])[..., 0]
+                for piece, logits in logits_in_pieces(model, ids, predicting)
+            ]
+            with explained(model, ids):
+                out.append(checked(torch.cat(nll, 1).mean(1).cpu(), "the losses"))
+    return torch.cat(out).numpy()

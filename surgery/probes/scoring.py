@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.models.finite import checked, explained
+from surgery.models.pieces import logits_in_pieces
 from surgery.models.tokens import divided, following, opening
 from surgery.probes.question import Completion, Question
 
@@ -137,19 +138,38 @@ def _next_logits(model: PreTrainedModel, rows: list[list[int]], batch_size: int)
     """(rows, vocabulary): what each row predicts next. A row that is the start of another is not run: the other one has its
     logits, too."""
     carriers = _carriers(rows)
-    forwarded = sorted(set(carriers))
     order: list[int] = []
     logits = []
-    for start in range(0, len(forwarded), batch_size):
-        place = {carrier: i for i, carrier in enumerate(forwarded[start : start + batch_size])}
+    for run in _runs(carriers, batch_size):
+        place = {carrier: i for i, carrier in enumerate(run)}
         carried = [row for row, carrier in enumerate(carriers) if carrier in place]
         ids, _ = padded([rows[carrier] for carrier in place], model.device)
         last = torch.tensor([len(rows[row]) - 1 for row in carried], device=ids.device)
         positions, where = last.unique(return_inverse=True)
-        predicted = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
-        logits.append(predicted[torch.tensor([place[carriers[row]] for row in carried], device=ids.device), where])
-        order += carried
+        at = torch.tensor([place[carriers[row]] for row in carried], device=ids.device)
+        for piece, predicted in logits_in_pieces(model, ids, positions):
+            inside = ((where >= piece.start) & (where < piece.stop)).nonzero()[:, 0]
+            logits.append(predicted[at[inside], where[inside] - piece.start])
+            order += [carried[i] for i in inside.tolist()]
     return torch.cat(logits)[torch.tensor(order).argsort()]
+
+
+def _runs(carriers: list[int], batch_size: int) -> Iterator[list[int]]:
+    """The rows of each forward."""
+    forwarded = sorted(set(carriers))
+    for start in range(0, len(forwarded), batch_size):
+        yield forwarded[start : start + batch_size]
+
+
+def answer_shapes(
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], batch_size: int = 64
+) -> list[tuple[int, int]]:
+    """(rows, tokens) of every forward of `answer`."""
+    shapes = []
+    for _, encoded in batches(tokenizer, questions, batch_size):
+        for run in _runs(_carriers(encoded.rows), batch_size):
+            shapes.append((len(run), max(len(encoded.rows[carrier]) for carrier in run)))
+    return shapes
 
 
 def _carriers(rows: list[list[int]]) -> list[int]:
@@ -172,25 +192,44 @@ def complete(
     tokens; from its first wrong token on it reads others, but then the outcome is settled.
     """
     correct, loss = np.zeros(len(completions), dtype=bool), np.zeros(len(completions))
-    order = sorted(range(len(completions)), key=lambda i: len(completions[i].prompt) + len(completions[i].answer))
     with torch.inference_mode():
-        for begin in range(0, len(order), batch_size):
-            chosen = order[begin : begin + batch_size]
-            pairs = [(completions[i].prompt, completions[i].answer) for i in chosen]
-            prompts, answers = zip(*_tokens(tokenizer, pairs), strict=True)
-            if not all(answers):
-                prompt, answer = pairs[answers.index([])]
-                raise UserError(f"the answer '{answer}' has no tokens of its own behind '{prompt[-20:]}'")
-            rows = [[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, answers, strict=True)]
+        for chosen, prompts, answers, rows in _written(tokenizer, completions, batch_size):
             ids, last = padded(rows, model.device)
             first = min(map(len, prompts)) - 1  # the first position that predicts a token of an answer
             positions = torch.arange(first, ids.shape[1], device=ids.device)
-            logits = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
-            for i, tokens, row, end in zip(chosen, answers, logits, (last - first + 1).tolist(), strict=True):
-                predicting = row[end - len(tokens) : end].float()
+            ends = (last - first + 1).tolist()  # of the positions that predict a row's answer
+            parts: list[list[Tensor]] = [[] for _ in chosen]
+            for piece, logits in logits_in_pieces(model, ids, positions):
+                for part, tokens, row, end in zip(parts, answers, logits, ends, strict=True):
+                    low, high = max(end - len(tokens), piece.start), min(end, piece.stop)
+                    part.append(row[low - piece.start : max(low, high) - piece.start].to(torch.float, copy=True))
+            for i, tokens, part in zip(chosen, answers, parts, strict=True):
+                predicting = torch.cat(part)
                 expected = torch.tensor(tokens, device=ids.device)
                 correct[i] = bool((predicting.argmax(-1) == expected).all())
                 loss[i] = torch.nn.functional.cross_entropy(predicting, expected).item()
             with explained(model, rows):
                 checked(torch.from_numpy(loss[chosen]), "the logits")
     return Result(correct, loss)
+
+
+def complete_shapes(
+    tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion], batch_size: int = 64
+) -> list[tuple[int, int]]:
+    """(rows, tokens) of every forward of `complete`."""
+    return [(len(rows), max(map(len, rows))) for *_, rows in _written(tokenizer, completions, batch_size)]
+
+
+def _written(
+    tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion], batch_size: int
+) -> Iterator[tuple[list[int], tuple[list[int], ...], tuple[list[int], ...], list[list[int]]]]:
+    """The completions of each forward: (their indices, prompts, answers, and rows of both without the last token)."""
+    order = sorted(range(len(completions)), key=lambda i: len(completions[i].prompt) + len(completions[i].answer))
+    for begin in range(0, len(order), batch_size):
+        chosen = order[begin : begin + batch_size]
+        pairs = [(completions[i].prompt, completions[i].answer) for i in chosen]
+        prompts, answers = zip(*_tokens(tokenizer, pairs), strict=True)
+        if not all(answers):
+            prompt, answer = pairs[answers.index([])]
+            raise UserError(f"the answer '{answer}' has no tokens of its own behind '{prompt[-20:]}'")
+        yield chosen, prompts, answers, [[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, answers, strict=True)]

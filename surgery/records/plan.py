@@ -18,6 +18,9 @@ class Start(Record):
     """The factor of its scores (an inverse temperature), which is trained."""
 
 
+START = Start()  # of a head that is not named
+
+
 class Plan(Record):
     """Where attention goes and how it starts."""
 
@@ -90,8 +93,8 @@ class Plan(Record):
             value = getattr(self, name)
             if not (allowed or value is None or value is False or value == {}):
                 raise ValueError(f"{name}: means nothing for a {self.kind} graft that starts {self.init}")
-        planned = {str(head) for site in self.sites for head in (site.each() or (site,))}
         for name, named in (("donor_heads", self.donor_heads), ("donor_layers", self.donor_layers)):
+            planned = {str(head) for site in self.sites for head in (site.each() or (site,))} if named else set()
             if strays := sorted(set(named) - planned):
                 raise ValueError(f"{name}: {strays[0]} is not among the sites")
         if wide := [site for site in self.donor_heads.values() if len(site.heads) != 1]:
@@ -106,7 +109,7 @@ class Plan(Record):
 
     def start(self, layer: int, head: int) -> Start:
         """The start of one head."""
-        return self.starts.get(str(Site(layer, (head,))), Start())
+        return self.starts.get(f"L{layer}.H{head}", START)
 
     def donor_head(self, layer: int, head: int) -> Site:
         """The donor's head that one head starts from."""

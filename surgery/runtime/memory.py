@@ -149,6 +149,13 @@ def available(device: Any = "cpu") -> int:
     return max(0, min([psutil.virtual_memory().available, *left]))
 
 
+def spare(device: Any = "cpu") -> int:
+    """Memory that activations can take on a device. A file that is mapped, as weights are, counts as free for the system, and
+    is not: what this process holds is no room."""
+    free = available(device)
+    return free if _is_cuda(device) else max(0, min(free, capacity(device) - resident()))
+
+
 def capacity(device: Any = "cpu") -> int:
     """Memory that a device has in all, within the limit of this process's control group."""
     if _is_cuda(device):

@@ -19,11 +19,26 @@ T = TypeVar("T")
 console = Console(stderr=True)
 EVERY = 15.0  # seconds between two plain lines
 BAR = 16  # characters
+_silent: list[None] = []  # an entry for every block of `silently` that is open
+
+
+@contextmanager
+def silently() -> Iterator[None]:
+    """Meanwhile nothing is said or shown: for work that is done to measure it."""
+    _silent.append(None)
+    try:
+        yield
+    finally:
+        _silent.pop()
+
+
+def _shows() -> bool:
+    return not _silent and is_main()
 
 
 def say(line: str) -> None:
     """One line for the person who waits. On a terminal it is broken between words where it is too long."""
-    if is_main():
+    if _shows():
         if console.is_terminal:
             line = textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False)
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -53,7 +68,7 @@ class Track(Iterable[T]):
         self.note = ""
 
     def __iter__(self) -> Iterator[T]:
-        if not is_main():
+        if not _shows():
             return iter(self.items)
         return self._bar() if console.is_terminal else self._lines()
 
@@ -93,7 +108,7 @@ def counting(total: int, description: str) -> Iterator[Callable[[], None]]:
 def busy(description: str, after: float | None = EVERY) -> Iterator[None]:
     """Work whose end cannot be foreseen: on a terminal a moving bar and the time that has passed; elsewhere a line, if it takes
     longer than `after` seconds (None: none)."""
-    if not is_main():
+    if not _shows():
         yield
     elif console.is_terminal:
         with _row(description, None):

@@ -7,12 +7,13 @@ module in one place, whichever of the two runs it; libraries that divide a model
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
@@ -21,6 +22,8 @@ from surgery.hybrids.common import HybridCausalLM
 from surgery.hybrids.parts import as_weight, at
 from surgery.kernels.packing import packed
 from surgery.models.offloaded import same_tensors
+from surgery.models.pieces import rows_at_once
+from surgery.tuning.backward_memory import Checkpointing, KeepingWeights, Recomputing, casts_fixed_weights, recomputed
 from surgery.tuning.chunked_kl import chunked_kl_divergence
 from surgery.tuning.sequences import IGNORE
 
@@ -34,7 +37,7 @@ class Distillation(nn.Module):
 
     The parameters of the student that have a gradient now are those that will be trained. cache_bytes: how much memory may hold
     states that fixed weights have computed, for batches that have a key. bf16: compute in bfloat16, whatever dtype the weights
-    have.
+    have. checkpointing: whether states within blocks are computed again in the backward pass (backward_memory.py).
     """
 
     def __init__(
@@ -45,8 +48,10 @@ class Distillation(nn.Module):
         kl_weight: float = 1.0,
         cache_bytes: int = 0,
         bf16: bool = False,
+        checkpointing: Checkpointing = False,
     ):
         super().__init__()
+        self.recomputing = Recomputing(checkpointing)
         self.student, self.kl_weight, self.bf16, self.cache = student, kl_weight, bf16, StateCache(cache_bytes)
         ours, theirs = list(student.base_model.layers), _blocks(teacher)
         shared = len(ours) == len(theirs) and all(_coincide(a, b) for a, b in _around_blocks(student, teacher))
@@ -55,6 +60,7 @@ class Distillation(nn.Module):
         pairs = zip(ours, theirs if shared else ours, strict=True)
         self.different = [i for i, (a, b) in enumerate(pairs) if _trained(a) or (shared and not _coincide(a, b))]
         self.teacher_blocks = nn.ModuleList([theirs[i] for i in self.different] if shared else [])
+        self.casts_fixed_weights = casts_fixed_weights(student)
         self.first = min(self.different, default=len(ours) - 1)  # below, student and teacher are the same and have no gradient
 
     def train(self, mode: bool = True) -> "Distillation":
@@ -85,14 +91,30 @@ class Distillation(nn.Module):
             positions = _positions(targets != IGNORE)
             hidden = self._above(self._below(ids, (key, "lesson")), positions)
             target_count, token_count = counts or (len(positions), 1 if text is None else text[1].sum())
-            ce = F.cross_entropy(self._logits(hidden), at(positions, targets), reduction="sum") / target_count
+            ce = self._cross_entropy(hidden, at(positions, targets)) / target_count
             kl = ce.new_zeros(())
             if text is not None and self.kl_weight:
                 kl = self._divergence(*text, key) / token_count
             return {"loss": ce + self.kl_weight * kl, "retrieval": ce, "kl": kl}
 
-    def autocast(self, device: torch.device) -> torch.autocast:
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
+    def _cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The sum over targets (n,) of their negative log-probability after the states (n, d). Logits of a piece of them exist
+        at a time, also in the backward pass, which computes them again."""
+
+        def loss(hidden: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(self._logits(hidden), targets, reduction="sum")
+
+        size = rows_at_once(self.student)
+        if len(targets) <= size:
+            return loss(hidden, targets)
+        parts = zip(hidden.split(size), targets.split(size), strict=True)
+        return torch.stack([checkpoint(loss, *part, use_reentrant=False, context_fn=recomputed) for part in parts]).sum()
+
+    @contextmanager
+    def autocast(self, device: torch.device) -> Iterator[None]:
+        keeping = KeepingWeights() if self.bf16 and self.casts_fixed_weights else nullcontext()
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16), keeping:
+            yield
 
     @torch.no_grad()
     def block_states(self, ids: Tensor, places: Tensor | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -121,8 +143,17 @@ class Distillation(nn.Module):
 
     def run(self, blocks: Sequence[nn.Module], *, norm: bool, **inputs: Tensor | None) -> Tensor:
         """The hidden states after some blocks, and after the model's last norm if `norm` is True."""
-        with _arranged(self.student.base_model, blocks, norm):
-            return self.student.base_model(**inputs, use_cache=False).last_hidden_state
+        decoder = self.student.base_model
+
+        def first_alone(hidden: Tensor) -> None:
+            with _arranged(decoder, blocks[:1], norm=False):
+                decoder(inputs_embeds=hidden, use_cache=False)
+
+        with (
+            self.recomputing.deciding(blocks, inputs.get("inputs_embeds"), first_alone),
+            _arranged(decoder, blocks, norm),
+        ):
+            return decoder(**inputs, use_cache=False).last_hidden_state
 
     def _below(self, ids: Tensor, key: tuple[Any, str], places: Tensor | None = None) -> Tensor:
         """The states below the first different block, which student and teacher share, without autograd."""

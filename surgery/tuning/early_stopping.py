@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.models.finite import checked, explained
+from surgery.models.pieces import logits_in_pieces
 from surgery.probes.knowledge import Knowledge
 from surgery.probes.question import Question
 from surgery.probes.scoring import answer
@@ -66,11 +67,12 @@ class Guard:
         total, tokens = 0.0, 0
         batches = zip(*(side.to(model.device).split(BATCH) for side in self.text), strict=True)
         for ids, real in batches if len(self.text[0]) else ():
-            targets = real[:, 1:]  # all tokens but the first of a row
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1][targets]
-            loss = F.cross_entropy(logits.float(), ids[:, 1:][targets], reduction="sum")
-            with explained(model):
-                total += checked(loss, "the losses of held-out text").item()
+            targets, next_ids = real[:, 1:], ids[:, 1:]  # all tokens but the first of a row
+            for piece, logits in logits_in_pieces(model, ids, torch.arange(targets.shape[1], device=ids.device)):
+                chosen = targets[:, piece]
+                loss = F.cross_entropy(logits[chosen].float(), next_ids[:, piece][chosen], reduction="sum")
+                with explained(model):
+                    total += checked(loss, "the losses of held-out text").item()
             tokens += int(targets.sum())
         return total, tokens
 

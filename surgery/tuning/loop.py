@@ -13,11 +13,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
@@ -144,8 +142,11 @@ class Run:
         # products reach 3e5), and needs no loss scaling, whose state and skipped steps would have to be resumed and to agree
         # between processes. On a CPU a step in float16 also takes eight times as long.
         bf16 = options.mixed_precision == "bf16" or model.dtype in (torch.bfloat16, torch.float16)
+        checkpointing = options.gradient_checkpointing
+        if checkpointing == "auto" and self.descent.sharded:  # processes that each hold a part have to do the same
+            checkpointing = False
         self.distillation = Distillation(
-            model, teacher, kl_weight=options.kl_weight, cache_bytes=options.cache_bytes, bf16=bf16
+            model, teacher, kl_weight=options.kl_weight, cache_bytes=options.cache_bytes, bf16=bf16, checkpointing=checkpointing
         )
         # With a divided model each process moves its own part later; accelerate's hooks know where offloaded weights belong.
         if not self.descent.sharded and not hooks(model):
@@ -189,26 +190,12 @@ class Run:
 
     def distil(self, after_step: AfterStep | None = None) -> None:
         """Train end to end. after_step: called after every step, instead of early stopping."""
-        with self._gradient_checkpointing():
-            prepared = self.descent.prepared(
-                self.distillation, self.options.learning_rate, self.options.gradient_accumulation_steps
-            )
-            steps = self.micro_batches.steps(self.seed, self.state.step)
-            after_step = after_step or self._early_stopping(prepared)
-            self.descent.descend(prepared, Distillation.__call__, steps, self.options.steps, after_step)
-
-    @contextmanager
-    def _gradient_checkpointing(self) -> Iterator[None]:
-        """If the recipe says so, the states within the student's blocks are computed again in the backward pass."""
-        blocks: Any = self.model.base_model.layers if self.options.gradient_checkpointing else ()
-        for block in blocks:
-            block.gradient_checkpointing = True
-            block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        try:
-            yield
-        finally:
-            for block in blocks:
-                block.gradient_checkpointing = False
+        prepared = self.descent.prepared(
+            self.distillation, self.options.learning_rate, self.options.gradient_accumulation_steps
+        )
+        steps = self.micro_batches.steps(self.seed, self.state.step)
+        after_step = after_step or self._early_stopping(prepared)
+        self.descent.descend(prepared, Distillation.__call__, steps, self.options.steps, after_step)
 
     def restore_best(self) -> None:
         """After the last stage, put the best weights back, if early stopping has kept any."""

@@ -1,22 +1,28 @@
 """Compiling on first use: what is kept, what goes wrong, and threads."""
 
+import errno
 import os
+import platform
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 import torch
 
-from surgery.kernels import dispatch, native
+from surgery.kernels import native, probing
 from surgery.kernels.dispatch import KernelError
+from surgery.kernels.divergence import KL_DIVERGENCE
 from surgery.kernels.selective import SELECTIVE_SCAN, selective_scan
 from tests.kernels.test_selective import CHUNK, assert_all_near, gradients, make_scan, truth
 
 
 def forget():
     native.load.cache_clear()
-    dispatch._probe.cache_clear()
+    probing.forget()
 
 
 @pytest.fixture
@@ -60,7 +66,6 @@ def test_several_build_at_the_same_time(compiler, fresh):
     [
         ("CC", "/bin/false", "the C compiler '/bin/false' fails: exit status 1"),
         ("CC", "/no/such/cc -m64", r"no C compiler: .*'/no/such/cc'"),
-        ("XDG_CACHE_HOME", os.devnull, f"the compiled kernel cannot be kept in {os.devnull}/surgery: "),
     ],
 )
 def test_chunked_serves_where_nothing_can_be_built(compiler, fresh, monkeypatch, variable, value, reason):
@@ -70,6 +75,132 @@ def test_chunked_serves_where_nothing_can_be_built(compiler, fresh, monkeypatch,
     assert_all_near(selective_scan(*scan), truth(scan))
     with pytest.raises(KernelError, match=f"'native' was asked for and cannot serve: RuntimeError: {reason}"):
         selective_scan(*scan, backend="native")
+
+
+@pytest.mark.parametrize("cache", ["file", "read-only", "full", "not executable"])
+def test_without_a_cache_folder_every_process_makes_its_own(compiler, fresh, monkeypatch, cache):
+    if cache == "file":
+        monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    elif cache == "read-only":
+        monkeypatch.setattr(Path, "mkdir", fails(errno.EROFS))
+    elif cache == "full":
+        monkeypatch.setattr(native.os, "replace", fails(errno.ENOSPC))
+    else:
+        load = native.ctypes.CDLL
+
+        def elsewhere(path):
+            if str(fresh) in path:
+                raise OSError("failed to map segment from shared object: Operation not permitted")
+            return load(path)
+
+        monkeypatch.setattr(native.ctypes, "CDLL", elsewhere)
+    student, teacher = torch.zeros(1, 3), torch.ones(1, 3)
+    assert KL_DIVERGENCE.choose(student, teacher).name == "native"
+    assert KL_DIVERGENCE(student, teacher)[0] == 0
+    assert not list(fresh.glob("*"))
+
+
+def fails(number):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_read_only_cache_folder_that_holds_the_library_is_used(compiler, fresh, monkeypatch):
+    native.load("divergence")
+    native.load.cache_clear()
+    monkeypatch.setattr(Path, "mkdir", fails(errno.EROFS))
+    monkeypatch.setattr(native, "_build", lambda *_: pytest.fail("it is made again"))
+    assert native.load("divergence").diverge
+
+
+def test_a_broken_library_is_made_again(compiler, fresh):
+    native.load("divergence")
+    (library,) = fresh.iterdir()
+    whole = library.read_bytes()
+    library.unlink()  # it is open; another file takes its place
+    library.write_bytes(whole[:100])
+    native.load.cache_clear()
+    assert native.load("divergence").diverge
+    assert library.read_bytes() == whole
+
+
+@pytest.mark.parametrize("difference", ["-mno-avx", "CC", "libc"])
+def test_machines_that_share_a_home_folder_share_no_library_that_one_of_them_cannot_run(
+    compiler, fresh, monkeypatch, difference
+):
+    native.load("divergence")
+    if difference == "CC":
+        monkeypatch.setenv("CC", "cc -O1")
+    elif difference == "libc":
+        monkeypatch.setattr(native.platform, "libc_ver", lambda: ("glibc", "2.17"))
+    else:
+        if platform.machine() != "x86_64":
+            pytest.skip("the flag is x86's")
+        monkeypatch.setattr(native, "TARGETS", (difference,))  # what -march=native is on another processor
+    native.load.cache_clear()
+    native.load("divergence")
+    assert len(list(fresh.iterdir())) == 2
+
+
+COMPILER = """#!/bin/sh
+if [ -e {marker} ]; then exec cc "$@"; fi
+case "$*" in *-dM*) exec cc "$@";; esac
+touch {marker}
+{failure}
+"""
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "kill -9 $$",
+        "echo 'gcc: fatal error: Killed signal terminated program cc1' >&2; exit 1",
+        "echo 'as: error writing to /tmp/cc.o: No space left on device' >&2; exit 1",
+    ],
+)
+def test_a_compiler_that_was_killed_is_called_again(compiler, fresh, tmp_path, monkeypatch, failure):
+    """Here at once, for the folder of the process; else later."""
+    script = tmp_path / "unlucky"
+    script.write_text(COMPILER.format(marker=tmp_path / "marker", failure=failure))
+    script.chmod(0o700)
+    monkeypatch.setenv("CC", str(script))
+    assert native.load("divergence").diverge
+    (tmp_path / "marker").unlink()
+    native.load.cache_clear()
+    monkeypatch.setattr(native, "_kept", fails(errno.EROFS))
+    with pytest.raises(native.PassingError, match="fails: "):
+        native.load("divergence")
+    assert native.load("divergence").diverge
+
+
+def test_a_compiler_that_was_killed_while_it_named_the_processor_makes_no_library(compiler, fresh, tmp_path, monkeypatch):
+    script = tmp_path / "unlucky"
+    script.write_text("#!/bin/sh\nkill -9 $$\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("CC", str(script))
+    with pytest.raises(native.PassingError, match="fails: exit status -9"):
+        native.load("divergence")
+
+
+def test_what_killed_builds_have_left_is_removed(compiler, fresh):
+    old, new = fresh / f"{native.BUILDING}old", fresh / f"{native.BUILDING}new"
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+        (folder / "ssd.so").touch()
+    os.utime(old, (0, 0))
+    native.load("divergence")
+    assert sorted(path.name.split("-")[0] for path in fresh.iterdir()) == ["building", "divergence"]
+    assert new.exists()
+
+
+@pytest.mark.slow
+def test_several_processes_build_at_the_same_time(compiler, fresh):
+    program = "from surgery.kernels.native import load; assert load('ssd').scan_forward; print('loaded')"
+    processes = [Popen([sys.executable, "-c", program], stdout=PIPE, text=True) for _ in range(3)]
+    assert [process.communicate()[0] for process in processes] == ["loaded\n"] * 3
+    assert len(list(fresh.iterdir())) == 1
 
 
 def test_native_is_preferred(compiler):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from surgery.kernels import dispatch
+from surgery.kernels import probing
 from surgery.kernels.attention import GRAFT_ATTENTION
 from surgery.kernels.conv import CAUSAL_CONV
 from surgery.kernels.dispatch import Operation
@@ -82,7 +82,7 @@ def loss(operation: Operation, args: tuple, backend: str | None = None) -> Calla
 @pytest.mark.parametrize("operation", LEARNT, ids=lambda operation: operation.name)
 def test_torch_func(operation):
     """grad, vmap of it, and jvp, as whoever can take them computes them; nothing was probed before."""
-    dispatch._probe.cache_clear()
+    probing.forget()
     args = operation.example(CPU, torch.float32)
     tensors = [m for m in args if isinstance(m, Tensor)]
     exact_args = tuple(m.double() if isinstance(m, Tensor) else m for m in args)

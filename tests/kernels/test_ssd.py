@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surgery.kernels import dispatch, native, ssd_native
+from surgery.kernels import native, probing, ssd_native
 from surgery.kernels.dispatch import KernelError
 from surgery.kernels.ssd import SSD_SCAN, SSD_STEP, ssd_scan, ssd_step
 from surgery.kernels.ssd_chunked import CHUNK
@@ -340,12 +340,14 @@ def test_native_refuses_shapes_that_do_not_fit(backend):
 
 @pytest.fixture
 def _nothing_known_of_earlier_attempts():
-    known = (native.load, ssd_native._function, dispatch._probe)
-    for attempts in known:
-        attempts.cache_clear()
+    def forget():
+        native.load.cache_clear()
+        ssd_native._function.cache_clear()
+        probing.forget()
+
+    forget()
     yield
-    for attempts in known:
-        attempts.cache_clear()
+    forget()
 
 
 @pytest.mark.usefixtures("_nothing_known_of_earlier_attempts")

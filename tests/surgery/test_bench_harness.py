@@ -102,6 +102,31 @@ def test_decisions_do_not_depend_on_the_batch(tiny, hybrid, local):
         assert len(one[0]) == 16
 
 
+def test_only_logits_that_may_be_read_are_computed(tiny, hybrid):
+    """Of tasks that score continuations, with the same scores as from all logits."""
+    from lm_eval.models.huggingface import HFLM
+
+    from surgery.evaluation.harness_model import Ends
+
+    pairs = (("The capital of the country is", " red"), ("A dog", " and a green cat and a bird"), ("One two three", " blue"))
+    asked = [("", tiny.tokenizer(text)["input_ids"], tiny.tokenizer(end)["input_ids"]) for text, end in pairs]
+    asked.append(("", [5, 0, 0, 0], [0, 0]))  # the token that padding has
+    scores = {}
+    for kind in (HFLM, Ends):
+        asker = kind(pretrained=hybrid, tokenizer=tiny.tokenizer, backend="causal", batch_size=4)
+        scores[kind] = asker._loglikelihood_tokens(asked, disable_tqdm=True)
+    theirs, ours = (scores[kind] for kind in (HFLM, Ends))
+    assert [fits for _, fits in ours] == [fits for _, fits in theirs]
+    assert [score for score, _ in ours] == pytest.approx([score for score, _ in theirs], rel=1e-5)
+
+    long = [("", [7] * 40, [3]), ("", [9] * 38, [3, 4])]
+    asker = Ends(pretrained=hybrid, tokenizer=tiny.tokenizer, backend="causal", batch_size=4)
+    shapes, call = [], asker._model_call
+    asker._model_call = lambda inps: shapes.append((logits := call(inps)).shape) or logits
+    asker._loglikelihood_tokens(long, disable_tqdm=True)
+    assert [tuple(shape[:2]) for shape in shapes] == [(2, 3)]  # of 40 places: rows of 40 and 39 tokens, continuations of 2
+
+
 def test_in_a_bench(tiny, hybrid, local, tmp_path):
     """Beside other suites, with a cell for each task of a group."""
     options = Bench(suites=("language",), tasks=("sizes",), include_path=str(local), task_limit=9, windows=2, window=16)

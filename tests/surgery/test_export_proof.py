@@ -16,7 +16,7 @@ import torch
 from transformers import FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM, SmolLM3Config
 
 from surgery.errors import UserError
-from surgery.exporting import folder, hf, patch, verify
+from surgery.exporting import folder, fresh_process, hf, patch, verify
 from surgery.exporting.export import FORMATS, export
 from surgery.exporting.verify import CLOSE, OURS, compare, difference, in_float32
 from surgery.loading.checkpoint import load_base
@@ -142,8 +142,8 @@ def test_the_line_says_who_did_not_read_it_and_why(tokenizer, tmp_path):
 def _other(key, change):
     """verify.ask with something else in its answers."""
 
-    def ask(real, package, folders):
-        ((found, digests),) = real(package, folders)
+    def ask(real, package, folders, new):
+        ((found, digests),) = real(package, folders, new)
         return [(found | {key: change(found[key])}, digests) if key in found else (found, digests | {key: "x"})]
 
     return ask
@@ -185,13 +185,19 @@ def test_other_answers_leave_what_was_there(surgery, tokenizer, tmp_path, monkey
             b"Traceback\n  ...\nImportError: no mamba2\n",
             "transformers cannot read .* in a fresh process: ImportError: no mam",
         ),
-        (-9, b"a warning\n", "signal 9 ended it$"),
+        (-11, b"a warning\n", "signal 11 ended it$"),
+        (
+            -9,
+            b"",
+            "signal 9 ended it, as it does where memory runs out: --verify layers takes less, --verify tensors the least; ",
+        ),
+        (1, b"Traceback\nMemoryError\n", "MemoryError, as it does where memory runs out: --verify layers takes less"),
     ],
 )
 @pytest.mark.usefixtures("fresh_process")
 def test_what_cannot_be_read_is_said_in_one_line(tokenizer, tmp_path, monkeypatch, status, said, complaint):
     died = subprocess.CompletedProcess([], status, stdout=b"", stderr=said)
-    monkeypatch.setattr(verify.subprocess, "run", lambda *_, **__: died)
+    monkeypatch.setattr(fresh_process.subprocess, "run", lambda *_, **__: died)
     with pytest.raises(UserError, match=complaint):
         export(hybrid_of("mamba2 heads"), tmp_path / "out", tokenizer=tokenizer, plan=HEADS, base="b")
     assert os.listdir(tmp_path) == []
@@ -265,5 +271,5 @@ def test_a_patch_of_another_base_is_no_proof(tokenizer, tmp_path):
 
 def test_the_script_needs_no_package():
     """Its own file imports nothing of ours, or the process without the package could not run it."""
-    text = Path(verify.script.__file__).read_text()
+    text = Path(fresh_process.script.__file__).read_text()
     assert not re.search(r"^\s*(from|import) (surgery|\.)", text, flags=re.M)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import surgery as package
-from surgery.loading.digests import fingerprint, model_digest
+from surgery.loading.digests import model_digest
 from surgery.loading.sharing import own_bytes, same_bits
 from surgery.models.answers import tensors
 from surgery.records.plan import Plan
@@ -16,7 +16,7 @@ from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.loop import tune
 from surgery.tuning.trainable import trainable, with_own_mixers
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, random_base
+from tests.conftest import random_base
 
 PLANS = {
     "heads": Plan(sites=("L0.H1", "L1.H3,5")),

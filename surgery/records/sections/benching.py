@@ -54,7 +54,7 @@ class Bench(Section):
     batches: tuple[Count, ...] = (1, 8)
     """Batch sizes of the suite speed."""
     batch_size: Count = 64
-    """Sequences in a forward pass; the scores do not depend on it."""
+    """Sequences in a forward pass, of windows of text a quarter as many; the scores do not depend on it."""
     controls: bool = True
     """Also measure three controls: the base tuned without a graft, grafts at random sites of other layers, and grafts at other
     heads of the plan's own layers."""

@@ -148,8 +148,9 @@ class Tune(Section):
     """Train on this many distinct batches, again and again. What the frozen weights compute for them is kept."""
     cache_bytes: int = Field(default=2**30, ge=0, le=2**60)
     """Memory for what is kept of batches that come again."""
-    gradient_checkpointing: bool = False
-    """Compute states within blocks again on the backward pass: less memory, more time."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Compute states within blocks again on the backward pass: less memory, more time, the same result. auto: where they would
+    not fit into memory; with divided models (FSDP, ZeRO 3) only true does so."""
     gradient_accumulation_steps: Count = 1
     """Divide a batch into this many parts that go through the model one after the other: less memory, the same result."""
     mixed_precision: Annotated[Literal["bf16"] | None, pydantic.BeforeValidator(_none_for_no)] = None

@@ -1,0 +1,61 @@
+"""A process of its own that reads exports back, and answers for them."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from safetensors.torch import load
+from torch import Tensor
+
+from surgery.errors import UserError
+from surgery.models import answers as script
+
+OURS = "mamba-surgery"
+KERNELS = {
+    "causal_conv": "shifted", "rms_norm": "stock", "ssd_scan": "chunked", "ssd_step": "torch", "selective_scan": "chunked",
+    "selective_step": "torch", "graft_attention": "sdpa",
+}  # fmt: skip
+# What the last line of a process says that could not get memory.
+NO_MEMORY = ("MemoryError", "can't allocate memory", "Cannot allocate memory", "bad_alloc")
+T = TypeVar("T")
+Answers = tuple[dict[str, Tensor], dict[str, str]]  # what answers() gives, and the digest of every tensor
+
+
+class OutOfMemory(UserError):
+    """Memory ran out, here or in the fresh process."""
+
+
+def ask(package: str, folders: Mapping[Path, str], new: int = script.NEW) -> list[Answers]:
+    """For each folder the answers to the model that its lines load, by the classes of `package`, in one fresh process for all.
+    new: how many greedy tokens; with 0 nothing but digests.
+
+    Raises OutOfMemory if that seems to be what ended the process, and UserError if a folder cannot be read.
+    """
+    root = str(Path(script.__file__).parent.parent.parent)
+    command = [sys.executable, "-P", script.__file__, root if package == OURS else "-", str(new)]
+    for folder, lines in folders.items():
+        command += [str(folder), lines]
+    with tempfile.TemporaryDirectory() as place:
+        # transformers copies a folder's code to HF_MODULES_CACHE; it is to download no kernels.
+        kernels = ",".join(map("=".join, KERNELS.items()))
+        settings = os.environ | {"HF_MODULES_CACHE": place, "USE_HUB_KERNELS": "0", "SURGERY_KERNELS": kernels}
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, env=settings)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        end = f"signal {-done.returncode} ended it" if done.returncode < 0 or not said else said[-1]
+        error = f"{package} cannot read {', '.join(map(str, folders))} in a fresh process: {end}"
+        # The system ends by signal 9 what takes the last of its memory.
+        raise OutOfMemory(error) if done.returncode == -9 or any(text in end for text in NO_MEMORY) else UserError(error)
+    everything = load(done.stdout)
+    header = json.loads(done.stdout[8 : 8 + int.from_bytes(done.stdout[:8], "little")])
+    digests: dict[str, str] = header.get("__metadata__", {})
+    return [(_of(folder, everything), _of(folder, digests)) for folder in folders]
+
+
+def _of(folder: Path, everything: dict[str, T]) -> dict[str, T]:
+    return {name.removeprefix(f"{folder} "): value for name, value in everything.items() if name.startswith(f"{folder} ")}

@@ -1,0 +1,126 @@
+"""What the bench costs: a batch of every task is measured, and every context; the rest follows from their sizes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.evaluation.speed import decode_cost, decode_forwards, speed
+from surgery.evaluation.suites import Task, tasks
+from surgery.jobs.costs.sample import Patient, Sample, extended, sampled, total
+from surgery.loading.digests import conditions
+from surgery.probes.knowledge import part_for_bench
+from surgery.records.recipe import Bench, Recipe
+
+LONG = 512  # tokens: longer contexts of a model that is not tried whole are extended from half of this and this
+
+Kind = str  # of a model: "base", or "hybrid"
+
+
+@dataclass(frozen=True)
+class BenchCost:
+    """forwards: of each model; None where a task of the harness makes some. of: what one model of each kind costs. sample: all
+    models together."""
+
+    forwards: int | None
+    of: dict[Kind, Sample]
+    sample: Sample
+
+
+def bench_forwards(options: Bench, todo: list[Task], contexts: list[int]) -> int | None:
+    """How many forwards every model makes; None where the harness makes some."""
+    if any(task.shapes is None for task in todo) or "speed" in options.suites:
+        return None
+    timed = len(contexts) * decode_forwards() if "quick" in options.suites else 0
+    return timed + sum(len(task.shapes()) for task in todo if task.shapes)
+
+
+def bench_cost(
+    patient: Patient, recipe: Recipe, kinds: Mapping[Kind, Callable[[int], PreTrainedModel]], entries: Mapping[str, Kind],
+    quick: bool = False,
+) -> BenchCost:  # fmt: skip
+    """kinds: from a number of layers to a model of the kind. entries: the kind of every model that is measured. quick: hybrids
+    alone are tried, on fewer examples, and nothing is counted."""
+    options, tokenizer = recipe.bench, patient.tokenizer
+    part = part_for_bench([recipe.tune.early_stopping])
+    rows = patient.rows(options.batch_size)
+    rows = max(1, min(rows, options.batch_size // 8)) if quick else rows
+    few = options.model_copy(
+        update={"limit": max(2, rows), "batch_size": rows, "task_limit": min(rows, options.task_limit or rows), "seeds": 1}
+    )
+    contexts = [context for context in options.contexts if context <= tokenizer.model_max_length]
+    todo = tasks(options, tokenizer, recipe.data, recipe.seed, part)
+    samples = tasks(few, tokenizer, recipe.data, recipe.seed, part)
+    tried = {(task.name, task.part): task for task in samples}
+    of: dict[Kind, Sample] = {}
+    for kind, make in kinds.items():
+        if kind not in entries.values():
+            continue
+        made = {depth: make(depth) for depth in patient.depths}
+        parts = []
+        rates: dict[tuple[str, str], Sample] = {}
+        for task in todo:
+            key = (task.name, task.part)
+            if key not in rates:
+                rates[key] = patient.along(partial(_asked, tried[key], made))
+            parts.append(_whole(rates[key], task, tried[key], quick))
+        parts += _timed(patient, options, contexts, made, quick)
+        parts.append(patient.along(partial(_read, tokenizer, made)))
+        of[kind] = total(parts)
+    return BenchCost(
+        None if quick else bench_forwards(options, todo, contexts), of, total([of[kind] for kind in entries.values()])
+    )
+
+
+def _whole(sample: Sample, task: Task, tried: Task, quick: bool) -> Sample:
+    """From a part of a task to all of it."""
+    if quick or task.shapes is None or tried.shapes is None:
+        factor = task.count / max(1, tried.count)
+        return Sample(sample.seconds * factor, sample.bytes)
+    whole, part = task.shapes(), tried.shapes()
+    tokens, most = (sum(r * t for r, t in whole), max(r * t for r, t in whole))
+    own, largest = (sum(r * t for r, t in part), max(r * t for r, t in part))
+    return Sample(sample.seconds * tokens / own, sample.bytes * most / largest)
+
+
+def _timed(
+    patient: Patient, options: Bench, contexts: list[int], made: Mapping[int, PreTrainedModel], quick: bool
+) -> list[Sample]:
+    """What timing tokens costs. Its memory is that of one model's caches, which hold next to nothing of a state-space model."""
+    jobs: list[tuple[int, Job]] = []
+    if "quick" in options.suites:
+        jobs += [(context, decode_cost) for context in contexts]
+    if "speed" in options.suites:
+        jobs += [(context, _speed_of(batch)) for context in contexts for batch in options.batches]
+    result = []
+    for context, job in jobs:
+        short = [context] if patient.is_whole and not quick and context <= 8 * LONG else [LONG // 2, LONG]
+        sizes = short if context > LONG or len(short) == 1 else [context]
+
+        result.append(patient.along(partial(_at_context, job, made, sizes, context)))
+    return result
+
+
+Job = Callable[[Mapping[str, Any], int], Any]
+Made = Mapping[int, PreTrainedModel]  # by number of layers
+
+
+def _asked(task: Task, made: Made, depth: int) -> Sample:
+    return sampled(lambda: task.measure(made[depth]))
+
+
+def _read(tokenizer: PreTrainedTokenizerBase, made: Made, depth: int) -> Sample:
+    """The weights are read for what identifies them."""
+    return sampled(lambda: conditions(made[depth], tokenizer), repeat=False)
+
+
+def _at_context(job: Job, made: Made, sizes: list[int], context: int, depth: int) -> Sample:
+    """A job of one context, from those that are tried."""
+    tried = [(size, sampled(partial(job, {"model": made[depth]}, size), repeat=False)) for size in sizes]
+    return extended(tried, context)
+
+
+def _speed_of(batch: int) -> Job:
+    return lambda models, context: speed(models, context, batch)

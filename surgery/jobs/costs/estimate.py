@@ -1,0 +1,205 @@
+"""estimate(recipe): what `surgery run` will cost on this machine, stage by stage, before any of it is done.
+
+Each stage's own function does a small part of the stage on the recipe's own questions, lessons and text, and is measured. How
+often the stage does that follows from the recipe by the functions that do the work. Nothing is written.
+"""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import UserError
+from surgery.families import family_of
+from surgery.jobs.costs.benching import BenchCost, bench_cost
+from surgery.jobs.costs.exporting import export_cost, started, weights_of
+from surgery.jobs.costs.locating import locating_cost
+from surgery.jobs.costs.models import Models, Trained, assumed, models_of
+from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
+from surgery.jobs.costs.sample import Patient, Sample, sampled
+from surgery.jobs.costs.tuning import STATES, Tuned, held_beyond, tuning_cost
+from surgery.jobs.opening import open_base
+from surgery.jobs.preparing import check, check_run
+from surgery.kernels.dispatch import use
+from surgery.loading.checkpoint import Checkpoint
+from surgery.loading.opened import a_type
+from surgery.locating.questions import question_set
+from surgery.probes.scoring import padded
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe
+from surgery.records.record import environment
+from surgery.runtime import memory
+from surgery.runtime.processes import several_processes
+from surgery.runtime.progress import busy, silently
+from surgery.splicing.splice import adopt
+
+CHECKPOINTS = 2  # of a tuning, while a new one replaces the old
+SMALLER = "Open the model in less precision (--set dtype=bfloat16), or take a machine with more."
+
+
+def estimate(recipe: Recipe, out: str | Path = "runs", *, trust_remote_code: bool = False) -> Estimate:
+    """What run(recipe, out) will cost: each stage's time, peak memory and disk, against what this machine has, and what to
+    change where it does not fit. The result prints as a table.
+
+    It takes a small part of the run: the model is opened, and a batch of each stage is done. Raises UserError for whatever run
+    would refuse before its work begins, and for a recipe of a study.
+    """
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"surgery.estimate takes a recipe, as surgery.read_recipe returns it, not {a_type(recipe)}")
+    if recipe.study is not None:
+        raise UserError("a study has no estimate; leave out the key study for that of the main job")
+    if several_processes():
+        raise UserError("an estimate is made by one process; start it without a launcher")
+    begun, cpu = time.perf_counter(), started()
+    with use(**recipe.kernels):
+        with busy("opening the model"):
+            base = open_base(recipe, trust_remote_code)
+        family_of(base.model.config)
+        check(recipe, base)
+        check_run(recipe, base)
+        start = started() - cpu if cpu > 120 else started()  # a notebook has done other work before
+        with busy("measuring a part of each stage"), silently():
+            costs = Costs(recipe, base, start)
+            stages = costs.all_stages()
+    return Estimate(
+        **environment().model_dump(), model=recipe.model, stages=tuple(stages), available=costs.available,
+        free_disk=memory.free_disk(out), tried=costs.patient.note, assumptions=costs.assumptions(),
+        advice=costs.advice(stages, memory.free_disk(out)), took=time.perf_counter() - begun,
+    )  # fmt: skip
+
+
+class Costs:
+    """The costs of a run's stages on an open model. start: seconds of CPU time that a process takes to begin.
+
+    quick: less is measured, and nothing counted, so that a run can afford it while it works.
+    """
+
+    def __init__(self, recipe: Recipe, base: Checkpoint, start: float, quick: bool = False):
+        self.recipe, self.base, self.start, self.quick = recipe, base, start, quick
+        self.on_gpu = base.model.device.type == "cuda"
+        device = base.model.device
+        options = recipe.locate.model_copy(update={"examples": max(2, recipe.locate.batch_size)})
+        first = question_set(base.tokenizer, options, options, seed=recipe.seed, device=device)
+        ids = padded(first.groups[0][1].rows, device)[0]
+        self.before = self._held_now()
+        self.available = self.before + memory.available(device)
+        self.patient = Patient(base.model, base.tokenizer, ids)
+        self.settings: dict[str, tuple[dict[str, int], str]] = {}
+        self.held = self.before
+
+    def _held_now(self) -> int:
+        if self.on_gpu:
+            import torch
+
+            return torch.cuda.memory_allocated(self.base.model.device)
+        return memory.resident()
+
+    def all_stages(self) -> list[Stage]:
+        """The stages in their order, for a plan that is not yet known."""
+        chosen = assumed(self.recipe, self.patient.depth, self.patient.heads)
+        return [self.locate(), self.splice(chosen), *self.tune(chosen), self.bench(chosen), self.export(chosen)]
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What is not known before the run."""
+        result = []
+        if self.recipe.plan.sites is None:
+            result.append("Which heads lead is known after locating: the grafts are taken to be in the first layers, where "
+                          "tuning costs most.")  # fmt: skip
+        if self.recipe.tune.early_stopping is not None:
+            result.append("tune.early_stopping may end the steps early.")
+        return tuple(result)
+
+    def locate(self) -> Stage:
+        """locate, with what a search may measure at most."""
+        options = self.recipe.locate
+        cost = locating_cost(self.patient, options, self.recipe.seed, self.quick)
+        self.settings["locate"] = {"locate.batch_size": options.batch_size}, SMALLER
+        counted = cost.passes
+        counts = {"forwards": counted.base, "forwards and backwards": counted.starts + counted.slopes}
+        counts |= {"heads and layers ablated or spliced in a batch": counted.variants} if counted.variants else {}
+        return self._stage("locate", cost.sample, counts=counts, at_most=counted.at_most)
+
+    def splice(self, chosen: Plan) -> Stage:
+        """plan and splice: the models of the run are made. From here on they are held."""
+        made: dict[int, int] = {}
+
+        def making(depth: int) -> Sample:
+            models: list[Models] = []
+            sample = sampled(lambda: models.append(models_of(self.patient, self.recipe, chosen, depth)), repeat=False)
+            others = [entry.model for entry in models[0].entries.values()]
+            made[depth] = held_beyond(others, self.patient.model)
+            return Sample(sample.seconds, made[depth])
+
+        sample = self.patient.along(making)
+        self.held = self.before + int(sample.bytes)
+        return self._stage("plan and splice", Sample(sample.seconds, 0))
+
+    def tune(self, chosen: Plan) -> list[Stage]:
+        """A stage for every model that is tuned. Models whose training begins in the same layer cost the same."""
+        whole = len(self.patient.depths) == 1
+        options = self.recipe.tune
+        names = models_of(self.patient, self.recipe, chosen, self.patient.depths[-1]).trained
+        known: dict[tuple[int, bool], Any] = {}
+        result = []
+        for name, trained in names.items():
+            first = trained.first if whole else min(site.layer for site in chosen.sites)
+            key = (0, False) if self.quick else (first, trained.layers is not None)
+            if key not in known:
+                known[key] = tuning_cost(self.patient, self.recipe, partial(self._tuned, chosen, name), first, whole)
+            cost = known[key]
+            rows = {f"tune.{size}": getattr(options, size) for size in ("batch_size", "text_batch_size")}
+            self.settings[f"tune {name}"] = rows, "Try --set tune.gradient_checkpointing=true, or shorter tune.text_tokens."
+            disk = CHECKPOINTS * (STATES - 1) * 4 * cost.trained
+            at_most = options.early_stopping is not None or bool(self.recipe.plan.sites is None and self.patient.depth > 1)
+            result.append(self._stage(f"tune {name}", cost.sample, disk, {"steps": sum(cost.steps.values())}, at_most))
+        return result
+
+    def _tuned(self, chosen: Plan, name: str, depth: int, first: int) -> Tuned:
+        trained: Trained = models_of(self.patient, self.recipe, chosen, depth, first).trained[name]
+        return Tuned(trained.model, trained.layers, adopt(self.patient.at(depth)))
+
+    def bench(self, chosen: Plan) -> Stage:
+        """bench, of all models together."""
+        names = models_of(self.patient, self.recipe, chosen, self.patient.depths[0]).entries
+        kinds = {name: "hybrid" if self.quick or entry.plan is not None else "base" for name, entry in names.items()}
+
+        def hybrid(depth: int) -> Any:
+            return models_of(self.patient, self.recipe, chosen, depth).entries["spliced"].model.eval()
+
+        cost: BenchCost = bench_cost(self.patient, self.recipe, {"base": self.patient.at, "hybrid": hybrid}, kinds, self.quick)
+        self.settings["bench"] = {"bench.batch_size": self.recipe.bench.batch_size}, SMALLER
+        counts = {"models": len(kinds)} | ({} if cost.forwards is None else {"forwards": cost.forwards * len(kinds)})
+        return self._stage("bench", cost.sample, counts=counts)
+
+    def export(self, chosen: Plan) -> Stage:
+        """export, with its proof in a fresh process."""
+
+        def hybrid(depth: int) -> Any:
+            return models_of(self.patient, self.recipe, chosen, depth).entries["spliced"].model.eval()
+
+        process = 0 if self.on_gpu else self.before - weights_of(self.patient.model)
+        sample, child = export_cost(self.patient, hybrid, self.start, max(0, process))
+        self.settings["export"] = {}, SMALLER
+        whole = Sample(sample.seconds, sample.bytes + (0 if self.on_gpu else child))
+        return self._stage("export", whole, weights_of(self.patient.model))
+
+    def _stage(
+        self, name: str, sample: Sample, disk: int = 0, counts: dict[str, int] | None = None, at_most: bool = False
+    ) -> Stage:
+        return Stage(
+            name=name, seconds=sample.seconds, memory=int(self.held + sample.bytes), disk=int(disk), counts=counts or {},
+            at_most=at_most,
+        )  # fmt: skip
+
+    def advice(self, stages: list[Stage], free: int) -> tuple[str, ...]:
+        """A line for every stage that does not fit, one for the disk, and one for the stage that takes most of a long run."""
+        result = []
+        for stage in stages:
+            if stage.memory > self.available:
+                settings, remedy = self.settings.get(stage.name, ({}, SMALLER))
+                result.append(fitting_advice(stage, self.held, self.available, settings, remedy))
+        if (disk := sum(stage.disk for stage in stages)) > free:
+            result.append(
+                f"The disk has {memory.size(free)} free, and the run needs {memory.size(disk)}: choose another --out."
+            )
+        return tuple(result)

@@ -1,0 +1,157 @@
+"""What a step of tuning keeps for its backward pass: nothing below the first graft, no copies of fixed weights, and only what
+enters the blocks where more does not fit."""
+
+import copy
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import FalconMambaConfig, FalconMambaForCausalLM
+
+from surgery.models import pieces
+from surgery.records.plan import Plan
+from surgery.records.recipe import Lesson, Lora, Tune
+from surgery.runtime import memory
+from surgery.splicing.splice import adopt, graft_parameters, splice, stock
+from surgery.tuning import backward_memory
+from surgery.tuning.backward_memory import KeepingWeights
+from surgery.tuning.distil import Distillation
+from surgery.tuning.loop import started_run, tune
+from surgery.tuning.sequences import IGNORE
+from surgery.tuning.trainable import trainable, training
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import random_base, random_llamba, random_selective
+
+KINDS = {
+    "mamba2": random_base,
+    "falcon": lambda **fields: random_selective(FalconMambaConfig, FalconMambaForCausalLM, **fields),
+    "llamba": random_llamba,
+}
+DEPTH = {"mamba2": "num_hidden_layers", "falcon": "num_hidden_layers", "llamba": "n_layer"}
+LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
+SHORT = Tune(steps=2, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, warmup_steps=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+def batch(t=24):
+    ids = torch.randint(1, 99, (2, t), generator=torch.Generator().manual_seed(3))
+    targets = torch.where(torch.arange(t) % 2 == 0, ids.roll(-1, 1), IGNORE)
+    places = torch.arange(t).expand(2, t)
+    return ids, targets, (ids.flip(0), torch.ones_like(ids, dtype=torch.bool), places)
+
+
+def kept(distillation, parts):
+    """(bytes that a forward keeps beside what the model holds; the gradients of its loss; the shapes of what is kept)"""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*distillation.parameters(), *distillation.buffers())}
+    storages = {}
+
+    def keep(tensor):
+        if (storage := tensor.untyped_storage()).data_ptr() not in own:
+            storages[storage.data_ptr()] = storage, tuple(tensor.shape)
+        return tensor
+
+    distillation.train()
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = distillation(*parts)["loss"]
+    size, shapes = sum(storage.nbytes() for storage, _ in storages.values()), {shape for _, shape in storages.values()}
+    trained = [p for p in distillation.student.parameters() if p.requires_grad]
+    return size, torch.autograd.grad(loss, trained), shapes
+
+
+def measured(base, layer, parts, dtype=torch.float32, **options):
+    """As kept, of the hybrid of a base with a graft in one layer. options: of Distillation."""
+    hybrid = splice(base.to(dtype), Plan(sites=(f"L{layer}.H1",), blend=0.5))
+    teacher = adopt(stock(hybrid))
+    with training(hybrid, trainable(hybrid, None), teacher):
+        return kept(Distillation(hybrid, teacher, **options), parts)
+
+
+def test_nothing_below_the_first_graft_is_kept(kind):
+    shallow, deep = (measured(KINDS[kind](**{DEPTH[kind]: layers}), layers - 1, batch())[0] for layers in (1, 4))
+    everything = measured(KINDS[kind](**{DEPTH[kind]: 4}), 0, batch())[0]
+    assert shallow == deep
+    assert everything > 2 * deep
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_no_copies_of_fixed_weights_are_kept(kind, dtype, monkeypatch):
+    base = KINDS[kind]()
+    projections = {tuple(p.shape) for name, p in base.named_parameters() if name.endswith("_proj.weight")}
+    projections |= {shape[::-1] for shape in projections}
+    ours = measured(copy.deepcopy(base), 0, batch(), dtype, bf16=True)
+    monkeypatch.setattr(
+        KeepingWeights, "__torch_function__", lambda self, f, types, args=(), kwargs=None: f(*args, **kwargs or {})
+    )
+    theirs = measured(base, 0, batch(), dtype, bf16=True)
+    assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
+    assert ours[0] < theirs[0]
+    assert len(ours[2] & projections) < len(theirs[2] & projections)
+
+
+def test_weights_stay_in_their_dtype_and_nothing_is_held_twice(kind, tokenizer, monkeypatch):
+    """Of a base in 16 bits, what is trained alone is float32, and student and teacher have one copy of the rest."""
+    base = KINDS[kind](vocab_size=-(-len(tokenizer) // 16) * 16).to(torch.bfloat16)
+    hybrid = splice(base, Plan(sites=("L1.H1",), blend=0.5))
+    before = {p.untyped_storage().data_ptr() for p in hybrid.parameters()}
+    with started_run(hybrid, tokenizer, SHORT) as run:
+        for name, p in run.distillation.named_parameters():
+            is_trained = ".graft." in name
+            assert p.dtype == (torch.float32 if is_trained else torch.bfloat16), name
+            assert is_trained or p.untyped_storage().data_ptr() in before, name
+        run.finish_stages()
+    assert {p.dtype for p in hybrid.parameters()} == {torch.bfloat16}
+    fixed = {p.untyped_storage().data_ptr() for name, p in hybrid.named_parameters() if ".graft." not in name}
+    assert fixed <= before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradient_checkpointing_keeps_what_enters_the_blocks_and_changes_no_bit(kind, dtype):
+    base, bf16 = KINDS[kind](**{DEPTH[kind]: 6}), dtype != torch.float32
+    plain = measured(copy.deepcopy(base), 0, batch(), dtype, bf16=bf16)
+    less = measured(base, 0, batch(), dtype, bf16=bf16, checkpointing=True)
+    assert less[0] < plain[0] / 3
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], less[1], strict=True))
+
+
+def test_blocks_are_computed_again_only_where_they_would_not_fit(kind, monkeypatch):
+    base = KINDS[kind](**{DEPTH[kind]: 4})
+    monkeypatch.setattr(backward_memory, "FEW", 0)
+    sizes = {}
+    for free in (2**40, 0):
+        monkeypatch.setattr(memory, "spare", lambda device, free=free: free)
+        sizes[free] = measured(copy.deepcopy(base), 0, batch(), checkpointing="auto")
+    assert sizes[0][0] < sizes[2**40][0] / 2
+    assert sizes[2**40][0] == measured(copy.deepcopy(base), 0, batch())[0]
+    assert all(torch.equal(a, b) for a, b in zip(sizes[0][1], sizes[2**40][1], strict=True))
+
+
+def test_a_measured_block_draws_no_random_numbers(tokenizer, monkeypatch):
+    """auto runs a block once more at the beginning; dropout must not notice."""
+    monkeypatch.setattr(backward_memory, "FEW", 0)
+    options = SHORT.model_copy(update={"steps": 1, "lora": Lora(target_modules=("in_proj",), lora_dropout=0.5, r=2)})
+    weights = []
+    for checkpointing in (False, "auto", True):
+        hybrid = splice(random_base(vocab_size=-(-len(tokenizer) // 16) * 16), Plan(sites=("L1.H3",), blend=0.5))
+        tune(hybrid, tokenizer, options.model_copy(update={"gradient_checkpointing": checkpointing}))
+        weights.append([p.detach().clone() for p in (*graft_parameters(hybrid).values(), *hybrid.parameters())])
+    assert all(torch.equal(a, b) for other in weights[1:] for a, b in zip(weights[0], other, strict=True))
+
+
+def test_the_cross_entropy_of_many_targets_is_computed_in_pieces(kind, monkeypatch):
+    base = KINDS[kind]().double()
+    plain = measured(copy.deepcopy(base), 1, batch()[:2], torch.float64)
+    monkeypatch.setattr(pieces, "LOGITS", 5 * 99)
+    parted = measured(base, 1, batch()[:2], torch.float64)
+    assert (24, 99) in plain[2]
+    assert not any(shape[-1:] == (99,) for shape in parted[2])
+    for a, b in zip(plain[1], parted[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-12)  # logits are float32
