@@ -22,7 +22,7 @@ from surgery.exporting.export import FORMATS, export
 from surgery.exporting.verify import CLOSE, Proof, chosen, difference, in_float32, whole_size
 from surgery.jobs.tune_hybrid import tune_hybrid
 from surgery.loading.digests import fingerprint, identify, model_digest
-from surgery.models.answers import answers, described, held, tensors
+from surgery.models.answers import answers, described, tensors
 from surgery.models.streamed import by_layers
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
