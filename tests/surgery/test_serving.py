@@ -1,5 +1,5 @@
-"""Exports in serving engines: what an engine answers is compared with the live model (in every environment, with answers that stand
-in for an engine's), and vLLM serves every kind of hybrid (where it is installed: `make serving`)."""
+"""Exports in serving engines: an engine's answers are compared with the live model's, and vLLM serves every kind of hybrid. The
+first runs everywhere, with answers that stand in for an engine's; the second where vLLM is installed (`make serving`)."""
 
 import json
 import os
