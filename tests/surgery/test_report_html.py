@@ -162,27 +162,30 @@ def test_a_report_may_hold_less(measured):
 
 
 def test_the_atlas_lays_many_heads_out(measured, monkeypatch):
-    """More heads than can be pointed at: an image of all, cells for the leading ones; neighbours share a cell."""
+    """More heads than can be pointed at: an image of all, cells for the leading ones; a row is best first."""
     original = measured[1]
     last = original.heads[-1]  # L0.H0, the only one with a role
     ranking = original.model_copy(update={"heads": (*(s.model_copy(update={"role": None}) for s in original.heads[:-1]), last)})
     monkeypatch.setattr(atlas_page, "MOST", 20)
     monkeypatch.setattr(atlas_page, "LEADERS", 10)
     monkeypatch.setattr(locating_atlas, "MOST_COLUMNS", 4)
+    monkeypatch.setattr(locating_atlas, "SHARED_COLUMNS", 4)
     laid = atlas_page.atlas(ranking, PLAN)
     named = ranking.heads[:10] + tuple(score for score in ranking.heads[10:] if str(score.site) in ("L1.H2", "L1.H5", "L0.H0"))
     assert laid.left_out == len(ranking.heads) - 13 == 11
     assert [head.site for head in laid.heads] == [str(score.site) for score in named]
     assert [cell.letter for cell in laid.cells].count("G") == 1
-    assert laid.together == 2
+    assert laid.shared
+    rows = {layer: [score for score in ranking.heads if score.site.layer == layer] for layer in range(3)}
+    columns = [0, 1, 2, 2, 3, 3, 3, 3]  # of the places within a layer
     for cell, score in zip(laid.cells, named, strict=True):
-        assert (cell.x, cell.y) == (laid.gutter + laid.cell * (score.site.heads[0] // 2), laid.cell * score.site.layer)
+        column = columns[rows[score.site.layer].index(score)]
+        assert (cell.x, cell.y) == (laid.gutter + laid.cell * column, laid.cell * score.site.layer)
         assert cell.grafted == (str(score.site) in ("L1.H2", "L1.H5"))
     for map, (name, _, _) in zip(laid.maps, locating_atlas.measured_maps(ranking), strict=True):
         picture = np.array(Image.open(io.BytesIO(base64.b64decode(map.png))))
         assert picture.shape == (3, 4, 4)
-        values = {score.site: getattr(score, name).value for score in ranking.heads}
-        largest = max((values[Site(1, (head,))] for head in (4, 5)), key=abs)
+        largest = max((getattr(score, name).value for score in rows[1][2:4]), key=abs)
         assert locating_atlas.grid(ranking).values(ranking, name)[1, 2] == largest
     assert "data:image/png;base64," in html.render(measured[0], ranking)
 
