@@ -102,7 +102,7 @@ class _Job:
             self.conditions = self.subject.conditions
         self.timings: dict[str, float] = {}
         self.memory: dict[str, int] = {}
-        self.announced = Announced(recipe, base, out)
+        self.announced = Announced(recipe, base, out, verify)
         self.training: dict[str, dict[str, float]] = {}
 
     @contextmanager
