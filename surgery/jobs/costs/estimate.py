@@ -5,6 +5,7 @@ often the stage does that follows from the recipe by the functions that do the w
 """
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from surgery.jobs.costs.locating import locating_cost
 from surgery.jobs.costs.models import Models, Trained, assumed, models_of
 from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
 from surgery.jobs.costs.sample import Patient, Sample, sampled
-from surgery.jobs.costs.tuning import STATES, Tuned, held_beyond, tuning_cost
+from surgery.jobs.costs.tuning import STATES, StageCost, Tuned, held_beyond, tuning_cost
 from surgery.jobs.opening import open_base
 from surgery.jobs.preparing import check, check_run
 from surgery.kernels.dispatch import use
@@ -33,6 +34,7 @@ from surgery.runtime import memory
 from surgery.runtime.processes import several_processes
 from surgery.runtime.progress import busy, silently
 from surgery.splicing.splice import adopt
+from surgery.tuning.backward_memory import Checkpointing, step_fits
 
 CHECKPOINTS = 2  # of a tuning, while a new one replaces the old
 SMALLER = "Open the model in less precision (--set dtype=bfloat16), or take a machine with more."
@@ -165,10 +167,11 @@ class Costs:
             first = trained.first if whole else min(site.layer for site in chosen.sites)
             key = (0, False) if self.quick else (first, trained.layers is not None)
             if key not in known:
-                known[key] = tuning_cost(self.patient, self.recipe, partial(self._tuned, chosen, name), first, whole)
+                known[key] = self._tuning_cost(partial(self._tuned, chosen, name), first, whole)
             cost = known[key]
             rows = {f"tune.{size}": getattr(options, size) for size in ("batch_size", "text_batch_size")}
-            self.settings[f"tune {name}"] = rows, "Try --set tune.gradient_checkpointing=true, or shorter tune.text_tokens."
+            more = "" if options.gradient_checkpointing else "--set tune.gradient_checkpointing=true, or "
+            self.settings[f"tune {name}"] = rows, f"Try {more}shorter tune.text_tokens."
             disk = CHECKPOINTS * (STATES - 1) * 4 * cost.trained
             at_most = (
                 options.early_stopping is not None
@@ -177,6 +180,18 @@ class Costs:
             )
             result.append(self._stage(f"tune {name}", cost.sample, disk, {"steps": sum(cost.steps.values())}, at_most))
         return result
+
+    def _tuning_cost(self, make: Callable[[int, int], Tuned], first: int, whole: bool) -> StageCost:
+        """tuning_cost. Of tune.gradient_checkpointing=auto: with it, if without it a step would not fit where the run looks."""
+
+        def cost(checkpointing: Checkpointing) -> StageCost:
+            tune = self.recipe.tune.model_copy(update={"gradient_checkpointing": checkpointing})
+            return tuning_cost(self.patient, self.recipe.model_copy(update={"tune": tune}), make, first, whole)
+
+        if (chosen := self.recipe.tune.gradient_checkpointing) != "auto":
+            return cost(chosen)
+        plain = cost(False)
+        return plain if step_fits(plain.sample.bytes, self.available - self.held) else cost(True)
 
     def _tuned(self, chosen: Plan, name: str, depth: int, first: int) -> Tuned:
         trained: Trained = self._models(chosen, depth, first).trained[name]
