@@ -174,7 +174,7 @@ def _child(what: str, recipe: Path, clock: str) -> dict[str, Any]:
     options = read_recipe(recipe)
     if what == "estimate":
         return json.loads(estimate(options, recipe.parent).model_dump_json())
-    report = job.run(options, recipe.with_suffix(""))
+    report = job.run(options, recipe.with_suffix(".out"))
     return {"timings": report.timings, "memory": report.memory}
 
 

@@ -121,8 +121,8 @@ def _watch(peak: Peak, stop: threading.Event) -> None:
 
 
 def _children(own: psutil.Process) -> int:
-    """What child processes hold. One that runs this very command is this process's copy, which shares its pages: until it begins
-    another program, it holds nothing of its own that is worth counting."""
+    """What child processes hold. One that runs this very command is this process's copy, which shares its pages: until it
+    begins another program, it holds nothing of its own that is worth counting."""
     total = 0
     try:
         command = own.cmdline()

@@ -50,7 +50,8 @@ def test_children_are_counted():
             time.sleep(0.05)
         child.communicate("\n")
     assert held * MIB < peak.children < 250 * MIB
-    assert peak.children + memory.resident() / 2 < peak.total <= peak.process + peak.children
+    # Linux counts resident pages to within a few megabytes.
+    assert peak.children + memory.resident() / 2 < peak.total <= peak.process + peak.children + 32 * MIB
 
 
 def test_work_that_fails_is_measured_too():
