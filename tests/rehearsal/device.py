@@ -20,6 +20,10 @@ PRODUCTS = {"mm", "addmm", "mv", "addmv", "linear", "convolution"}  # by weights
 READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}
 
 
+class _Mode(FakeTensorMode):
+    avoid_device_init = True  # torch.tensor makes a tensor on the host and moves it, as for a GPU that is not there
+
+
 class RehearsalError(AssertionError):
     """What would go wrong, or be slow, on a real GPU."""
 
@@ -59,8 +63,7 @@ class Watch(TorchDispatchMode):
 def rehearsed(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[Watch]:
     """Within, the model's weights are on the device, in `dtype`, without values, and everything is watched. Raises
     RehearsalError, or PyTorch's own error for tensors on two devices."""
-    watch, mode = Watch(dtype), FakeTensorMode()
-    mode.avoid_device_init = True  # torch.tensor makes a tensor on the host and moves it, as for a GPU that is not there
+    watch, mode = Watch(dtype), _Mode()
     kept = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     with mode:
         for module, parameters, buffers in kept:
