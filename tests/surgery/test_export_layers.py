@@ -1,0 +1,315 @@
+"""Exports that are verified layer by layer, or by their tensors alone: what is held, what is claimed, what is found."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from safetensors.torch import load_file, save_file
+from transformers import MambaConfig, MambaForCausalLM
+
+import surgery
+from surgery.errors import UserError
+from surgery.exporting import export as exporting
+from surgery.exporting import folder, fresh_process, hf, verify
+from surgery.exporting.export import FORMATS, export
+from surgery.exporting.verify import CLOSE, Proof, chosen, difference, in_float32, whole_size
+from surgery.jobs.tune_hybrid import tune_hybrid
+from surgery.loading.digests import fingerprint, identify, model_digest
+from surgery.models.answers import answers, described, tensors
+from surgery.models.streamed import by_layers
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe
+from surgery.runtime.timing import peak_bytes
+from surgery.splicing.splice import splice
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import random_selective
+from tests.surgery.test_export_proof import ANY, FAMILIES, HEADS, LAYER, SIZE, base_of, hybrid_of
+
+CASES = {
+    "hf": ["mamba2 heads", "falcon-mamba heads", "llamba heads", "mamba layer"],
+    "patch": ["mamba heads", "falcon-mamba heads", "llamba layer"],
+    "nemotron_h": ["mamba2 layer"],
+    "mamba_ssm": ["mamba layer", "mamba2 rope"],
+}
+
+
+@pytest.fixture(scope="module")
+def words():
+    return build_tokenizer()
+
+
+def saved(place, what, words, dtype=torch.bfloat16):
+    """The hybrid of a base that lies in a folder, in 16 bits, and the options of its export."""
+    plan, place = HEADS if "heads" in what else LAYER, place / "base"
+    base = base_of(what).to(dtype)
+    base.save_pretrained(place)
+    words.save_pretrained(place)
+    hybrid = splice(base, plan) if what.split()[1] in ("heads", "layer") else hybrid_of(what).to(dtype)
+    return hybrid, {"tokenizer": words, "plan": plan, "base": str(place)}
+
+
+@pytest.mark.parametrize(("form", "what"), [(form, what) for form, every in CASES.items() for what in every])
+def test_weights_stay_in_their_files(form, what, words, tmp_path, monkeypatch):
+    """While the model of the folder answers; the graft of a patch, which is small, is read at once."""
+    hybrid, options = saved(tmp_path, what, words)
+    before, away = model_digest(hybrid), []
+
+    def looked_at(real, package, folders, new):
+        user: dict = {}
+        exec(*folders.values(), user)
+        away.append([name for name, p in user["model"].named_parameters() if not p.is_meta])
+        return real(package, folders, new)
+
+    monkeypatch.setattr(verify, "ask", partial(looked_at, verify.ask))
+    proof = export(hybrid, tmp_path / "out", format=form, verify="layers", **options)
+    assert (proof.verify, proof.tokens) == ("layers", verify.NEW_BY_LAYERS)
+    assert proof.tensors == len(tensors(hybrid)) + (form == "nemotron_h")  # whose head is a tensor of its own
+    assert proof.difference <= CLOSE
+    assert "read back layer by layer in a fresh process by" in proof.line()
+    assert all(".graft." in name for name in away[0]), away
+    assert (model_digest(hybrid), hybrid.dtype) == (before, torch.bfloat16)
+    assert folder.check(tmp_path / "out").proof == proof
+    assert proof.line() in (tmp_path / "out" / "README.md").read_text()
+    if form != "nemotron_h":
+        assert model_digest(surgery.load(tmp_path / "out").model) == before
+
+
+@pytest.mark.parametrize("what", [*ANY, "mamba2 rope"])
+def test_a_model_in_16_bits_answers_in_32_without_a_copy(what):
+    half = hybrid_of(what).to(torch.bfloat16)
+    streamed = by_layers(half)
+    assert all(p.is_meta for p in streamed.parameters())
+    assert difference(answers(in_float32(half), 99, 4), answers(streamed, 99, 4)) <= CLOSE
+    assert in_float32(whole := hybrid_of(what), "layers") is whole
+
+
+def deep(layers, dtype=torch.bfloat16):
+    fields = {"hidden_size": 192, "num_hidden_layers": layers, "vocab_size": SIZE, "state_size": 4}
+    return splice(random_selective(MambaConfig, MambaForCausalLM, **fields).to(dtype), Plan(sites=("L1.H3,5",)))
+
+
+def test_what_is_held_does_not_grow_with_depth():
+    """But for every layer's output, and for what a cache holds of it."""
+
+    def peak(layers, way):
+        hybrid = deep(layers)
+        return peak_bytes(lambda: answers(in_float32(hybrid, way), 99, 2), torch.device("cpu")), 2 * hybrid.num_parameters()
+
+    (few, _), (many, stored) = (peak(layers, "layers") for layers in (3, 12))
+    outputs, cache = 4 * 40 * 192, 4 * 384 * (4 + 4)  # rows, tokens, width; rows, channels, states and convolution
+    assert many - few <= 9 * 4 * (outputs + cache)  # layers, float32
+    assert peak(12, "full")[0] >= many + stored  # the measurement sees what is held
+
+
+@pytest.mark.slow  # eight processes; test_what_is_held_does_not_grow_with_depth counts bytes in this one
+@pytest.mark.parametrize("form", ["hf", "patch"])
+def test_the_fresh_process_holds_a_few_layers(form, words, tmp_path):
+    """By the peak that the system counts, of a model at two depths, of which the deeper one is larger by 150 MB in float32."""
+    peaks = {}
+    for layers in (2, 26):
+        fields = {"hidden_size": 512, "num_hidden_layers": layers, "vocab_size": SIZE}
+        base = random_selective(MambaConfig, MambaForCausalLM, **fields).to(torch.bfloat16)
+        place = tmp_path / str(layers)
+        base.save_pretrained(place / "base")
+        words.save_pretrained(place / "base")
+        (place / "out").mkdir()
+        plan = Plan(sites=("L1.H3",))
+        FORMATS[form].write(splice(base, plan), place / "out", tokenizer=words, plan=plan, base=str(place / "base"))
+        reader = FORMATS[form].READER
+        root = str(Path(fresh_process.__file__).parents[2]) if form == "patch" else "-"
+        for on_disk in (True, False):
+            lines = reader.load(place / "out", on_disk)
+            command = [sys.executable, "-P", fresh_process.script.__file__, root, "2", "x", lines]
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+                _, status, used = os.wait4(process.pid, 0)
+            assert status == 0
+            peaks[layers, on_disk] = used.ru_maxrss * 1024
+    grown = {on_disk: peaks[26, on_disk] - peaks[2, on_disk] for on_disk in (True, False)}
+    print({key: f"{value / 2**20:.0f} MiB" for key, value in (peaks | grown).items()})
+    assert grown[True] <= 50e6
+    assert grown[False] >= 120e6
+
+
+def tampered(real, change, hybrid, place, **options):
+    """A format's write, after which something changes what it wrote."""
+    real(hybrid, place, **options)
+    change(place)
+
+
+def other_bit(place):
+    """Another number in the middle of the weights."""
+    (file,) = place.glob("*.safetensors")
+    state = load_file(file)
+    name = next(name for name in sorted(state) if re.search(r"layers\.1\..*(D|q_proj\.weight)$", name))
+    flat = state[name].view(-1).view(torch.int16)
+    flat[len(flat) // 2] ^= 1
+    save_file(state, file, metadata={"format": "pt"})
+
+
+def other_code(place):
+    """The modelling code of the folder computes something else."""
+    file = place / "parts.py"
+    text = file.read_text()
+    assert "return F.softplus(at_least_float32(x))" in text
+    file.write_text(text.replace("return F.softplus(at_least_float32(x))", "return 2 * F.softplus(at_least_float32(x))"))
+
+
+@pytest.mark.parametrize("way", ["full", "layers", "tensors"])
+def test_a_changed_weight_is_found(way, words, tmp_path, monkeypatch):
+    hybrid, options = saved(tmp_path, "mamba heads", words)
+    monkeypatch.setattr(hf, "write", partial(tampered, hf.write, other_bit))
+    with pytest.raises(UserError, match=r"the tensor 'backbone\.layers\.1\..*' differs; nothing was written"):
+        export(hybrid, tmp_path / "out", verify=way, **options)
+    assert os.listdir(tmp_path) == ["base"]
+
+
+@pytest.mark.parametrize("way", [pytest.param("full", marks=pytest.mark.slow), "layers", "tensors"])
+@pytest.mark.usefixtures("fresh_process")  # without this package: it is the folder's code that runs
+def test_changed_code_is_found_where_something_is_computed(way, words, tmp_path, monkeypatch):
+    hybrid, options = saved(tmp_path, "mamba heads", words)
+    monkeypatch.setattr(hf, "write", partial(tampered, hf.write, other_code))
+    if way == "tensors":
+        proof = export(hybrid, tmp_path / "out", verify=way, **options)
+        assert proof.line().endswith(
+            f"all {proof.tensors} tensors are the live model's, bit for bit; nothing was computed with them, so the code "
+            "configuration that use them are not verified"
+        )
+        return
+    with pytest.raises(UserError, match="transformers reads back is not the live model"):
+        export(hybrid, tmp_path / "out", verify=way, **options)
+    assert os.listdir(tmp_path) == ["base"]
+
+
+@pytest.mark.parametrize("form", ["hf", "patch", "nemotron_h", "mamba_ssm"])
+def test_by_tensors_alone(form, words, tmp_path):
+    hybrid, options = saved(tmp_path, "mamba2 layer", words)
+    proof = export(hybrid, tmp_path / "out", format=form, verify="tensors", **options)
+    assert (proof.verify, proof.difference, proof.tokens, proof.prompts) == ("tensors", None, 0, ())
+    assert proof.tensors == len(tensors(hybrid)) + (form == "nemotron_h")  # whose head is one of its own
+    assert folder.check(tmp_path / "out").proof == proof
+    assert proof.line() in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_in_several_files(words, tmp_path):
+    hybrid, options = saved(tmp_path, "falcon-mamba heads", words)
+    proof = export(hybrid, tmp_path / "out", verify="layers", max_shard_size="20KB", **options)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    assert (proof.verify, proof.tokens) == ("layers", verify.NEW_BY_LAYERS)
+
+
+@pytest.mark.parametrize("how", [cpu_offload, disk_offload])
+def test_of_an_offloaded_hybrid(how, words, tmp_path):
+    """Its own weights are fetched, too."""
+    plan, place = LAYER, str(tmp_path / "base")
+    base = base_of("mamba2 layer")
+    base.save_pretrained(place)
+    words.save_pretrained(place)
+    expected = model_digest(splice(base_of("mamba2 layer"), plan))
+    where = {"offload_dir": str(tmp_path / "away")} if how is disk_offload else {}
+    hybrid = splice(how(base, execution_device="cpu", offload_buffers=True, **where), plan)
+    for form in FORMATS:
+        for way in ("layers", "tensors"):
+            proof = export(hybrid, tmp_path / "out", format=form, verify=way, tokenizer=words, plan=plan, base=place)
+            assert proof.verify == way
+        if form != "nemotron_h":
+            assert model_digest(surgery.load(tmp_path / "out").model) == expected
+
+
+def test_auto_is_full_where_that_fits(words, monkeypatch, capsys):
+    hybrid, numbers = hybrid_of("mamba heads"), sum(tensor.numel() for tensor in tensors(hybrid_of("mamba heads")).values())
+    assert (whole_size(hybrid), whole_size(hybrid_of("mamba heads").to(torch.bfloat16))) == (4 * numbers, 6 * numbers)
+    for free, way in ((8 * numbers, "full"), (8 * numbers - 1, "layers")):
+        monkeypatch.setattr(verify, "available", lambda free=free: free)
+        assert chosen("auto", hybrid) == way
+        said = capsys.readouterr().err
+        assert ("verifying by 'layers': 'full' takes up to " in said) == (way == "layers")
+        assert chosen("full", hybrid) == "full"  # what is asked for is done
+    monkeypatch.setattr(verify, "is_quantised", lambda _: True)
+    monkeypatch.setattr(verify, "available", lambda: 1)
+    assert chosen("auto", hybrid) == "tensors"
+    assert "verifying by 'tensors'" in capsys.readouterr().err
+    with pytest.raises(UserError, match="quantised weights cannot be read layer by layer"):
+        chosen("layers", hybrid)
+    with pytest.raises(UserError, match="cannot verify by 'no'; there are auto, full, layers, tensors"):
+        chosen("no", hybrid)
+
+
+def test_a_record_of_an_earlier_version_holds():
+    old = {
+        "reader": "transformers", "version": "5.23.0", "why": None, "difference": 3e-6, "tolerance": 1e-4,
+        "prompts": [1, 6], "tokens": 64,
+    }  # fmt: skip
+    proof = Proof.model_validate_json(json.dumps(old))
+    assert (proof.verify, proof.tensors, proof.holds()) == ("full", None, True)
+    assert not Proof.model_validate_json(json.dumps(old | {"difference": 2e-4})).holds()
+    assert not Proof.model_validate_json(json.dumps(old | {"difference": None})).holds()
+
+
+def test_memory_that_runs_out_here_is_said(words, tmp_path, monkeypatch):
+    def short(*_):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+    hybrid, options = saved(tmp_path, "mamba heads", words)
+    monkeypatch.setattr(verify, "answers", short)
+    for way, hint in (("full", "--verify layers takes less"), ("layers", "--verify tensors takes less")):
+        with pytest.raises(UserError, match=f"memory ran out while the live model answered: {hint}"):
+            export(hybrid, tmp_path / "out", verify=way, **options)
+    assert os.listdir(tmp_path) == ["base"]
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(words, tmp_path, monkeypatch):
+    hybrid, options = saved(tmp_path, "mamba heads", words)
+    monkeypatch.setattr(exporting, "free_disk", lambda _: 1000)
+    for form in ("hf", "patch"):
+        with pytest.raises(UserError, match=r"cannot write .*out: it takes [\d.]+ KiB, and 1 KiB are free there"):
+            export(hybrid, tmp_path / "out", format=form, **options)
+    assert os.listdir(tmp_path) == ["base"]
+
+
+def test_a_proof_that_fails_loses_no_training(words, tmp_path, monkeypatch):
+    hybrid, options = saved(tmp_path, "mamba heads", words, torch.float32)
+    export(hybrid, tmp_path / "hybrid", **options)
+    recipe = Recipe(
+        model=str(tmp_path / "hybrid"),
+        tune={"steps": 2, "batch_size": 2, "text_batch_size": 1, "text_tokens": 16, "lessons": [{"options": {"pairs": 2}}]},
+    )
+
+    def killed(*_):
+        raise fresh_process.OutOfMemory("signal 9 ended it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(verify, "ask", killed)
+        with pytest.raises(
+            UserError, match=r"--verify layers .*what was tuned is kept in .*tuned-tuning: the same command with"
+        ):
+            tune_hybrid(recipe, tmp_path / "tuned")
+    assert not (tmp_path / "tuned").exists()
+    with monkeypatch.context() as patched:
+        patched.setattr("surgery.tuning.descent.torch.optim.AdamW.step", None)  # no step is made
+        log = tune_hybrid(recipe, tmp_path / "tuned", resume=True, verify="tensors")
+    assert [record["step"] for record in log] == [1, 2]
+    assert folder.check(tmp_path / "tuned").proof.verify == "tensors"
+    assert model_digest(surgery.load(tmp_path / "tuned").model) != model_digest(hybrid)
+
+
+@pytest.mark.parametrize("verb", ["export", "splice", "tune", "run"])
+def test_a_way_that_does_not_exist_is_refused_at_once(surgery, verb):
+    arguments = {"splice": ("x", "y", "--out", "z"), "run": ("x.yaml",)}.get(verb, ("x", "--out", "z"))
+    status, out, err = surgery(verb, *arguments, "--verify", "hope")
+    assert (status, out) == (2, "")
+    assert err == "surgery: cannot verify by 'hope'; there are auto, full, layers, tensors\n"
+
+
+@pytest.mark.parametrize("what", [f"{family} heads" for family in FAMILIES])
+def test_one_pass_gives_all_digests(what):
+    model = hybrid_of(what)
+    identity = identify(model)
+    assert (identity.digest, identity.fingerprint) == (model_digest(model), fingerprint(model))
+    assert identity.tensors == {name: described(tensor) for name, tensor in tensors(model).items()}
