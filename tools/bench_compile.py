@@ -1,5 +1,5 @@
-"""How fast compiled models decode: the built-in hybrid's shape against its base in stock transformers, both by torch.compile, in
-one run: python -m tools.bench_compile. Prints the time of a step of each, the fastest of several rounds, and their ratio."""
+"""How fast compiled models decode: a hybrid of the built-in checkpoint against its base in stock transformers, both by
+torch.compile, in one run: python -m tools.bench_compile. Prints the time of a step, the fastest of some rounds, and ratios."""
 
 import time
 from pathlib import Path
