@@ -22,7 +22,7 @@ from surgery.exporting.export import FORMATS, export
 from surgery.exporting.verify import CLOSE, Proof, chosen, difference, in_float32, whole_size
 from surgery.jobs.tune_hybrid import tune_hybrid
 from surgery.loading.digests import fingerprint, identify, model_digest
-from surgery.models.answers import answers, described, held, tensors
+from surgery.models.answers import answers, described, tensors
 from surgery.models.streamed import by_layers
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
@@ -179,7 +179,7 @@ def test_changed_code_is_found_where_something_is_computed(way, words, tmp_path,
         proof = export(hybrid, tmp_path / "out", verify=way, **options)
         assert proof.line().endswith(
             f"all {proof.tensors} tensors are the live model's, bit for bit; nothing was computed with them, so the code "
-            "configuration that use them are not verified"
+            "and the configuration that use them are not verified"
         )
         return
     with pytest.raises(UserError, match="transformers reads back is not the live model"):
