@@ -170,7 +170,9 @@ def test_a_changed_weight_is_found(way, words, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["base"]
 
 
-@pytest.mark.parametrize("way", [pytest.param("full", marks=pytest.mark.slow), "layers", "tensors"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("full", marks=pytest.mark.slow), "layers", pytest.param("tensors", marks=pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("fresh_process")  # without this package: it is the folder's code that runs
 def test_changed_code_is_found_where_something_is_computed(way, words, tmp_path, monkeypatch):
     hybrid, options = saved(tmp_path, "mamba heads", words)
@@ -204,7 +206,7 @@ def test_in_several_files(words, tmp_path):
     assert (proof.verify, proof.tokens) == ("layers", verify.NEW_BY_LAYERS)
 
 
-@pytest.mark.parametrize("how", [cpu_offload, disk_offload])
+@pytest.mark.parametrize("how", [pytest.param(cpu_offload, marks=pytest.mark.slow), disk_offload])
 def test_of_an_offloaded_hybrid(how, words, tmp_path):
     """Its own weights are fetched, too."""
     plan, place = LAYER, str(tmp_path / "base")
