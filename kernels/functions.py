@@ -75,6 +75,11 @@ def unreadable(*tensors: Tensor | None) -> str | None:
     return "it cannot be traced by torch.jit" if torch.jit.is_tracing() else None
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability; (0, 0) where there is none, as under FakeTensorMode on another machine."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+
+
 def traced(*tensors: object) -> bool:
     """Whether a call is looked at instead of computed (torch.compile, torch.export, FakeTensorMode)."""
     if torch.compiler.is_compiling() or any(isinstance(m, TRACED) for m in tensors):

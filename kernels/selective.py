@@ -113,9 +113,13 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 SELECTIVE_SCAN = Operation(
     "selective_scan",
     Backend(
-        "mamba_ssm", _mamba_ssm, lambda *args: _not_for_mamba_ssm(*args) or _from_zero(*args), probed=True, opaque=True,
+        "mamba_ssm",
+        _mamba_ssm,
+        lambda *args: _not_for_mamba_ssm(*args) or _from_zero(*args),
+        probed=True,
+        opaque=True,
         without_gradient=(1,),
-    ),  # fmt: skip
+    ),
     Backend("native", run_native, refuses, probed=True, opaque=True, passes=PASSES),
     Backend("chunked", run_chunked, transformed, opaque=True),
     Backend("stock", _stock, _from_zero, probed=True),

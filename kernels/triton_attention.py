@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.functions import transformed, without_autocast
+from surgery.kernels.functions import capability, transformed, without_autocast
 from surgery.kernels.triton_attention_kernels import backward_keys, backward_queries, forward, triton
 
 Tile = tuple[int, int, int, int]  # queries and keys of a program's block (BM, BN), warps, pipeline stages
@@ -53,7 +53,7 @@ def _objections(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterato
         yield f"queries and keys are wider than {WIDEST}"
     if not 0 < q.shape[2] <= k.shape[2]:
         yield "it needs a query, and a key for every query"
-    if q.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
+    if q.device.type == "cuda" and torch.version.hip is None and capability(q.device) < (8, 0):
         yield "it needs compute capability 8.0"
 
 

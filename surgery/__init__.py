@@ -99,6 +99,10 @@ def __dir__() -> list[str]:
 
 
 def _register_hybrids() -> None:
+    from transformers import __version__ as installed
+
+    if tuple(map(int, installed.split(".")[:2])) < (5, 20):
+        return  # the environment of a serving engine, which pins an earlier one: surgery.serving needs no hybrids of ours
     from surgery.families import register
 
     register()

@@ -7,12 +7,13 @@ from pathlib import Path
 
 # One thread a process, subprocesses included: pytest-xdist runs one process a core, and threads that wait for each other beside
 # other busy processes are many times slower than none. Before torch is imported, which reads it.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = os.environ.get("SURGERY_TEST_THREADS", "1")
 # Before transformers is imported, which reads this one.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the Hub is a mistake
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import (
     FalconMambaConfig,
     FalconMambaForCausalLM,
@@ -97,6 +98,35 @@ BASES = {
 @pytest.fixture(params=BASES, ids=lambda name: name.replace(",", "").replace(" ", "-"))
 def base(request) -> PreTrainedModel:
     return BASES[request.param]()
+
+
+class Double(TorchFunctionMode):
+    """Computes in float64 what a model asks to have in float32 whatever its own dtype: norms, scans, softmax."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+
+        def wide(value):
+            return torch.float64 if value is torch.float32 else value
+
+        return function(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+@pytest.fixture
+def in_float64():
+    """For two ways of computing the same: they add in different orders, and on another CPU in others again. What is made within
+    is in float64, too."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Double():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# Between two ways of computing in float64, for numbers of order 1.
+SAME = {"rtol": 1e-9, "atol": 1e-10}
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ LAYOUT = (
     {"tuning"},
     {"pretraining"},
     {"evaluation"},
+    {"serving"},
     {"exporting"},
     {"doctor"},
     {"jobs"},

@@ -4,9 +4,9 @@ What was measured comes from the records that the commands wrote, what the code 
 (tools/reference_parts.py). In a page, such a part stands between <!-- NAME --> and <!-- /NAME -->.
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
-`surgery run recipes/demo-mamba1.yaml`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`)
-and NAME.findings.json in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png
-to runs/NAME).
+`surgery run recipes/demo-mamba1.yaml`), recipes/full-size.json (`python -m tools.full_size`), recipes/kernels.bench.json
+(`surgery doctor --bench --out recipes/kernels.bench.json`) and NAME.findings.json in recipes and recipes/paper (`surgery run
+recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from surgery.evaluation import markdown
 from surgery.evaluation.report import ModelReport, Report
 from surgery.records.renamed import current
 from surgery.studies import Findings, studies
-from tools import reference_parts
+from tools import costs_page, reference_parts
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -171,6 +171,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},
     DOCS / "reference" / "settings.md": {"settings": reference_parts.settings},
     DOCS / "reference" / "report.md": {"report": reference_parts.report},
+    DOCS / "reference" / "costs.md": {"recipes": costs_page.recipes, "stages": costs_page.stages},
     DOCS / "reference" / "probes.md": {"probes": reference_parts.probes_and_suites},
     PAPER / "README.md": {"findings": findings},
 }

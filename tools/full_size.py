@@ -1,74 +1,90 @@
-"""The whole job on random weights in the full shape of a published model, stage by stage, each in a process of its own whose peak
-memory and time go into a record: python -m tools.full_size falcon-mamba-7b --work /large/disk
+"""The job on random weights in the full shape of a published model, stage by stage: each in a process of its own, whose peak
+memory and time go into a record.
 
-Stages: write (the folder of weights), load, locate, plan, splice, tune, export-patch, export-hf, bench; and run, the whole `surgery
-run` with all controls, if it is named. A stage that is in the record with the same code, sizes and arguments is not repeated, so
-the script may be stopped at any time; what later stages need and is no longer there is made again. --layers and --vocabulary cut
-the model, for trying this out: such stages go into WORK/full-size.json.
+    python -m tools.full_size falcon-mamba-7b --work /a/large/disk
 
-Memory: tools/peak_memory.py says what is counted. Time: of the process, on the threads that the record names. Disk: three times
-the weights.
+Stages: write (the folder of weights), load, locate, plan, splice, tune, export-patch, export-hf, bench, with few questions and
+steps. If they are named: run, the whole `surgery run` with all controls, with as few; estimate, what `surgery run --dry-run`
+says of the recipe as it is; recipe, the recipe as it is. A stage that is on record with the same code, sizes and arguments is
+not repeated, so the script may be stopped at any time; what a stage needs and is no longer there is made again. --layers,
+--vocabulary and --narrow cut the model, for trying this out: such stages go into WORK/full-size.json.
+
+Memory: tools/peak_memory.py says what is counted. Time: wall time, and processor time, which other work on the machine does not
+prolong. Disk: three times the weights.
 """
 
 import argparse
+import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from surgery.errors import UserError
 from surgery.records.record import Environment, Record, environment
 from tools.peak_memory import measure
-from tools.published import Published, cut, names, published
+from tools.published import Published, cut, is_original, names, published
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "recipes" / "full-size.json"
 GIB = 2**30
 LIMIT = 20 * GIB  # of a stage, on a machine of 24 GiB
-# Fewer of everything, so that a 7B model passes on two cores in half an hour: memory hangs on the sizes of batches and not on how
-# many there are.
+# Fewer of everything, so that a 7B model passes on two cores in half an hour: memory hangs on the sizes of batches, and not on
+# how many there are.
 QUESTIONS = ["locate.examples=2", "locate.batch_size=2", "locate.options.pairs=4"]
 TEXTS = ["data.train_text=world", "data.held_out_text=world"]
 STEPS = [
     "tune.steps=10", "tune.batch_size=1", "tune.lessons=[{probe: kv, options: {pairs: 40}, queries: 8}]",
     "tune.text_batch_size=1", "tune.text_tokens=256", "tune.gradient_accumulation_steps=1",
 ]  # fmt: skip
+NAMED = ("run", "estimate", "recipe")  # stages that are done only if they are named
 MEASURED = ["bench.limit=8", "bench.pairs=[4]", "bench.windows=2", "bench.window=256", "bench.contexts=[256]"]
-LOCATED_EXACTLY = ["locate.confirm=0.0005", "locate.layers=false"]  # where there is no attribution
+ABLATED = ["locate.confirm=0.001"]  # where there is no attribution: each layer, and a few heads
+
+
+class Foretold(Record):
+    """What `surgery run --dry-run` said of a recipe: seconds, and bytes of memory and of disk."""
+
+    seconds: float
+    memory: int
+    disk: int
 
 
 class Stage(Record):
-    """One stage of one model. layers, vocabulary: its size. weights, peak, anonymous, files, limit: bytes (tools/peak_memory.py).
-    failure: the last line that a stage printed which did not end well."""
+    """One stage of one model. layers, vocabulary: its size. device: "cpu", or the memory of the GPU in GB. weights, peak,
+    anonymous, files: bytes, see tools/peak_memory.py. limit: of the peak, 0 if there is none. foretold: by the stage estimate.
+    failure: the last line that was printed by a stage that did not end well."""
 
     model: str
     stage: str
     layers: int
     vocabulary: int
     dtype: str
+    device: str
     arguments: tuple[str, ...]
     environment: Environment
     seconds: float
+    cpu_seconds: float
     weights: int
     peak: int
     anonymous: int
     files: int
     limit: int
     passed: bool
+    foretold: Foretold | None = None
     failure: str | None = None
 
     def key(self) -> tuple:
         """Of what is the same stage, whoever measured it and when."""
-        return self.model, self.stage, self.layers, self.vocabulary, self.dtype
+        return self.model, self.stage, self.layers, self.vocabulary, self.dtype, self.device
 
     def line(self) -> str:
-        limit = f"of {self.limit / GIB:.1f} GiB" if self.limit else ""
+        limit = f" of {self.limit / GIB:.1f}" if self.limit else ""
         result = "passed" if self.passed else f"FAILED: {self.failure or 'beyond its limit'}"
         return (
-            f"{self.stage}: {self.seconds:.0f} s, peak {self.peak / GIB:.2f} GiB {limit} ({self.anonymous / GIB:.2f} of its own, "
-            f"{self.files / GIB:.2f} mapped files), {result}"
+            f"{self.stage}: {self.seconds:.0f} s ({self.cpu_seconds:.0f} s of CPU), peak {self.peak / GIB:.2f}{limit} GiB "
+            f"({self.anonymous / GIB:.2f} of its own, {self.files / GIB:.2f} of mapped files), {result}"
         )
 
 
@@ -84,8 +100,8 @@ class FullSize(Record):
 
 
 class Step(NamedTuple):
-    """How a stage is done, in the folder of the model. arguments: of Python. needs: stages whose folders it reads. makes: its own
-    folder. frees: folders that nothing needs after it. whole: its limit is that of a whole run."""
+    """How a stage is done, in the folder of the model. arguments: of Python. needs: stages whose folders it reads. makes: what
+    it writes. frees: folders that nothing needs after it. whole: its limit is that of a whole run."""
 
     arguments: list[str]
     needs: tuple[str, ...] = ()
@@ -96,64 +112,93 @@ class Step(NamedTuple):
 
 def steps(name: str, dtype: str, grafted: bool = True, apart: bool = False) -> dict[str, Step]:
     """By stage. apart: the model's folder brings no tokenizer."""
-    recipe = str(ROOT / "recipes" / f"{name}.yaml")
+    recipe = str(recipe_of(name))
     words = ["tokenizer=model/tokenizer"] if apart else []
     opening = ["--recipe", recipe, *_set(f"dtype={dtype}", *words)]
 
-    def surgery(*arguments: str) -> list[str]:
-        return ["-m", "surgery", *arguments]
+    def surgery(verb: str, *arguments: str, needs: tuple[str, ...] = ("write",), out: str, **more: Any) -> Step:
+        return Step(["-m", "surgery", verb, *arguments, "--out", out], needs, out, **more)
 
     loads = f"from surgery import load; load('model', tokenizer={'model/tokenizer' if apart else None!r}, dtype={dtype!r})"
-    exact = [] if grafted else LOCATED_EXACTLY
-    result = {
-        "load": Step(["-c", loads], ("write",)),
-        "locate": Step(
-            surgery("locate", "model", *opening, *_set(*QUESTIONS, *exact), "--out", "located"), ("write",), "located"
-        ),
-    }
+    result = {"load": Step(["-c", loads], ("write",))}
     if not grafted:
-        return result
-    result["locate"].arguments[-2:-2] = _set("locate.exact=false") if "confirm" not in Path(recipe).read_text() else []
-    tuning = _set(*TEXTS, *STEPS)
-    measuring = _set(*TEXTS, *MEASURED)
+        return result | {"locate": surgery("locate", "model", *opening, *_set(*QUESTIONS, *ABLATED), out="located")}
+    measuring, tuning = _set(*TEXTS, *MEASURED), _set(*TEXTS, *STEPS)
+    attributed = _set(*QUESTIONS, "locate.exact=false", "locate.confirm=null")
+    given = _set("model=model", f"dtype={dtype}", *words)
+    whole = ["run", recipe, *given, *_set(*TEXTS)]
     return result | {
-        "plan": Step(surgery("plan", "located/ranking.json", "--recipe", recipe), ("locate",), "located/plan.json"),
-        "splice": Step(surgery("splice", "model", "located/plan.json", *opening, "--out", "spliced"), ("plan", "write"), "spliced"),
-        "tune": Step(
-            surgery("tune", "spliced", *opening, *tuning, "--out", "tuned"), ("splice", "write"), "tuned", ("spliced", "tuned-tuning")
+        "locate": surgery("locate", "model", *opening, *attributed, out="located"),
+        "plan": surgery("plan", "located/ranking.json", "--recipe", recipe, needs=("locate",), out="plan.json"),
+        "splice": surgery("splice", "model", "plan.json", *opening, needs=("write", "plan"), out="spliced"),
+        "tune": surgery(
+            "tune", "spliced", *opening, *tuning, needs=("write", "splice"), out="tuned", frees=("spliced", "tuned-tuning")
         ),
-        "export-patch": Step(surgery("export", "tuned", "--format", "patch", "--out", "patch"), ("tune", "write"), "patch"),
-        "export-hf": Step(surgery("export", "tuned", "--format", "hf", "--out", "exported"), ("tune",), "exported", ("exported",)),
-        "bench": Step(
-            surgery("bench", "model", "patch", *opening, *measuring, "--out", "compared"), ("export-patch", "write"), "compared"
-        ),
-        "run": Step(
-            surgery("run", recipe, *_set("model=model", f"dtype={dtype}", *words, *QUESTIONS, *TEXTS, *STEPS, *MEASURED), "--out", "run"),
-            ("write",), "run", ("run",), whole=True,
-        ),
-    }  # fmt: skip
+        "export-patch": surgery("export", "tuned", "--format", "patch", needs=("write", "tune"), out="patch"),
+        "export-hf": surgery("export", "tuned", "--format", "hf", needs=("tune",), out="exported", frees=("exported",)),
+        "bench": surgery("bench", "model", "patch", *opening, *measuring, needs=("write", "export-patch"), out="compared"),
+        "run": surgery("run", recipe, *given, *attributed, *tuning, *measuring, out="run", frees=("run",), whole=True),
+        "estimate": surgery(*whole, "--dry-run", "--json", out="estimated"),
+        "recipe": surgery(*whole, out="whole", frees=("whole",)),
+    }
 
 
 def _set(*settings: str) -> list[str]:
     return [part for setting in settings for part in ("--set", setting)]
 
 
+def recipe_of(name: str) -> Path:
+    return ROOT / "recipes" / f"{name}.yaml"
+
+
+def device() -> str:
+    """What is computed on: "cpu", or the memory of the GPU in GB."""
+    import torch
+
+    return f"{torch.cuda.get_device_properties(0).total_memory / 1e9:.0f}" if torch.cuda.is_available() else "cpu"
+
+
+def foretold(log: Path) -> Foretold:
+    """From the JSON that `surgery run --dry-run --json` printed among its messages."""
+    printed = log.read_text()
+    estimate = json.loads(printed[printed.index("\n{" if not printed.startswith("{") else "{") :].partition("\n}\n")[0] + "\n}")
+    stages = estimate["stages"]
+    return Foretold(
+        seconds=sum(stage["seconds"] for stage in stages), memory=max(stage["memory"] for stage in stages),
+        disk=sum(stage["disk"] for stage in stages),
+    )  # fmt: skip
+
+
+class Size(NamedTuple):
+    """How a model is cut; the default is not at all."""
+
+    layers: int | None = None
+    vocabulary: int | None = None
+    narrow: bool = False
+
+    def options(self) -> list[str]:
+        """Of the command line."""
+        numbers = {"--layers": self.layers, "--vocabulary": self.vocabulary}
+        named = [part for name, value in numbers.items() if value is not None for part in (name, str(value))]
+        return [*named, *(["--narrow"] if self.narrow else [])]
+
+    def cut(self, model: Published) -> dict[str, Any]:
+        return cut(model.config, *self)
+
+
 class Job:
     """The stages of one model in one folder."""
 
-    def __init__(self, model: Published, folder: Path, record: Path, layers: int | None, vocabulary: int | None,
-                 tokenizer: Path | None, dtype: str, say: Callable[[str], None] = print):  # fmt: skip
-        self.model, self.folder, self.record, self.dtype, self.say = model, folder, record, dtype, say
-        self.config = cut(model.config, layers, vocabulary)
-        self.layers = layers or model.layers
-        self.vocabulary = self.config["vocab_size"]
-        recipe = (ROOT / "recipes" / f"{model.name}.yaml").read_text()
-        apart = "model_type" not in self.config or self.config["model_type"] == "llamba"
-        writing = ["-m", "tools.full_size", model.name, "--write-to", "model", "--dtype", dtype]
-        writing += [] if layers is None else ["--layers", str(layers)]
-        writing += [] if vocabulary is None else ["--vocabulary", str(vocabulary)]
+    def __init__(self, model: Published, work: Path, record: Path, size: Size, tokenizer: Path | None, dtype: str):
+        self.model, self.record, self.dtype = model, record, dtype
+        self.folder = work / "-".join([model.name, *size.options()]).replace("--", "")
+        config = size.cut(model)
+        self.layers, self.vocabulary = size.layers or model.layers, config["vocab_size"]
+        apart = is_original(config) or config["model_type"] == "llamba"
+        grafted = "\nplan:" in recipe_of(model.name).read_text()
+        writing = ["-m", "tools.full_size", model.name, "--write-to", "model", "--dtype", dtype, *size.options()]
         writing += [] if tokenizer is None else ["--tokenizer", str(tokenizer.resolve())]
-        self.steps = {"write": Step(writing, makes="model")} | steps(model.name, dtype, "plan:" in recipe, apart)
+        self.steps = {"write": Step(writing, makes="model")} | steps(model.name, dtype, grafted, apart)
 
     def do(self, stages: list[str], again: bool = False) -> bool:
         """Whether all of the stages passed. Raises UserError for one that this model lacks."""
@@ -163,16 +208,14 @@ class Job:
         for stage in stages:
             known = self._recorded(stage)
             if not again and known is not None and known.environment.code == code:
-                self.say(f"{known.line()} (on record)")
+                print(f"{known.line()} (on record)", flush=True)
             else:
                 known = self._measure(stage)
             passed = passed and known.passed
-            if known.failure is not None:
-                return False
         return passed
 
     def _recorded(self, stage: str) -> Stage | None:
-        key = (self.model.name, stage, self.layers, self.vocabulary, self.dtype)
+        key = (self.model.name, stage, self.layers, self.vocabulary, self.dtype, device())
         record = FullSize.read(self.record) if self.record.exists() else FullSize()
         same = [known for known in record.stages if known.key() == key and known.arguments == self._public(self.steps[stage])]
         return same[0] if same and same[0].failure is None else None
@@ -181,37 +224,43 @@ class Job:
         """Arguments without places on this machine."""
         return tuple(Path(part).name if os.path.isabs(part) else part for part in step.arguments)
 
+    def _begun(self, stage: str) -> Path:
+        """Is there while what a stage makes is not whole."""
+        return self.folder / f"{stage}.begun"
+
     def _measure(self, stage: str) -> Stage:
         step = self.steps[stage]
         for maker in step.needs:
-            if not (self.folder / self.steps[maker].makes).exists():
+            if not (self.folder / self.steps[maker].makes).exists() or self._begun(maker).exists():
                 self._measure(maker)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._begun(stage).touch()
         made = self.folder / step.makes
         if step.makes and made.exists():
             shutil.rmtree(made) if made.is_dir() else made.unlink()
-        self.say(f"{stage} ...")
+        print(f"{stage} ...", flush=True)
         outcome = measure(
             [sys.executable, *step.arguments], self.folder / f"{stage}.log",
             {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(environment().threads)}, self.folder,
         )  # fmt: skip
-        weights = sum(
-            file.stat().st_size for file in (self.folder / "model").glob("*model*") if file.suffix in (".safetensors", ".bin")
-        )
-        limit = 0 if stage == "write" else int(1.25 * weights + 4 * GIB) if step.whole else LIMIT
+        files = [file for file in (self.folder / "model").iterdir() if file.suffix in (".safetensors", ".bin")]
+        weights = sum(file.stat().st_size for file in files)
+        limit = 0 if stage in ("write", "estimate", "recipe") else int(1.25 * weights + 4 * GIB) if step.whole else LIMIT
         lines = [line for line in outcome.output.splitlines() if line.strip()]
         failure = None if outcome.status == 0 else f"exit status {outcome.status}: {lines[-1] if lines else ''}"
         measured = Stage(
             model=self.model.name, stage=stage, layers=self.layers, vocabulary=self.vocabulary, dtype=self.dtype,
-            arguments=self._public(step), environment=environment(), seconds=round(outcome.seconds, 1), weights=weights,
-            peak=outcome.peak.highest, anonymous=outcome.peak.anonymous, files=outcome.peak.files, limit=limit,
-            passed=failure is None and (not limit or outcome.peak.highest <= limit), failure=failure,
+            device=device(), arguments=self._public(step), environment=environment(), seconds=round(outcome.seconds, 1),
+            cpu_seconds=round(outcome.cpu_seconds, 1), weights=weights, peak=outcome.peak, anonymous=outcome.anonymous,
+            files=outcome.files, limit=limit, passed=failure is None and (not limit or outcome.peak <= limit), failure=failure,
+            foretold=foretold(self.folder / f"{stage}.log") if stage == "estimate" and failure is None else None,
         )  # fmt: skip
         earlier = FullSize.read(self.record) if self.record.exists() else FullSize()
         earlier.with_stage(measured).write(self.record)
-        self.say(measured.line())
+        print(measured.line(), flush=True)
         if failure is not None:
             raise UserError(f"{stage} failed, see {self.folder / f'{stage}.log'}: {failure}")
+        self._begun(stage).unlink()
         for name in step.frees:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         return measured
@@ -221,36 +270,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("model", choices=names())
     parser.add_argument("--work", type=Path, help="a folder on a large disk, for weights, outputs and logs")
-    parser.add_argument("--stages", help="these, by commas; by default all but run")
+    parser.add_argument("--stages", help="these, by commas; by default all but run, estimate and recipe")
     parser.add_argument("--again", action="store_true", help="measure stages that are on record again")
     parser.add_argument("--layers", type=int, help="fewer layers")
     parser.add_argument("--vocabulary", type=int, help="a smaller vocabulary")
+    parser.add_argument("--narrow", action="store_true", help="the widths of tools/published.py")
     parser.add_argument("--tokenizer", type=Path, help="a folder with a tokenizer, or a tokenizer.json")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--record", type=Path, help="another record than recipes/full-size.json")
     parser.add_argument("--write-to", type=Path, help="only write the weights there")
     given = parser.parse_args()
+    model, size = published(given.model), Size(given.layers, given.vocabulary, given.narrow)
     if given.write_to is not None:
         from tools.random_weights import write
 
-        config = cut(published(given.model).config, given.layers, given.vocabulary)
-        write(config, given.write_to, dtype=given.dtype, tokenizer=given.tokenizer)
+        write(size.cut(model), given.write_to, dtype=given.dtype, tokenizer=given.tokenizer)
         return
     if given.work is None:
         parser.error("--work is missing: where the weights go")
-    whole = given.layers is None and given.vocabulary is None
-    record = given.record or (RECORD if whole else given.work / "full-size.json")
-    given.work.mkdir(parents=True, exist_ok=True)
-    job = Job(
-        published(given.model),
-        given.work / given.model,
-        record.resolve(),
-        given.layers,
-        given.vocabulary,
-        given.tokenizer,
-        given.dtype,
-    )
-    stages = given.stages.split(",") if given.stages else [stage for stage in job.steps if stage != "run"]
+    record = given.record or (RECORD if size == Size() else given.work / "full-size.json")
+    job = Job(model, given.work, record.resolve(), size, given.tokenizer, given.dtype)
+    stages = given.stages.split(",") if given.stages else [stage for stage in job.steps if stage not in NAMED]
     try:
         passed = job.do(stages, given.again)
     except UserError as error:

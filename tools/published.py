@@ -1,8 +1,8 @@
 """The published configurations of the models that recipes/ is for, and how they are cut to a size that a test can afford.
 
 tests/configurations/NAME.json goes with recipes/NAME.yaml: `config` as the repository's config.json has it, `stored` the dtype
-of its weights, `source` where both are from, and `unchecked` what could not be compared with the repository. Sizes alone are
-cut; every option stays as it was published.
+of its weights, `parameters` how many numbers these are, `source` where it is all from, and `unchecked` what could not be
+compared with the repository. Sizes alone are cut; every option stays as it was published.
 """
 
 import json
@@ -40,6 +40,7 @@ class Published:
     source: str
     unchecked: dict[str, str]
     stored: str
+    parameters: int
     config: dict[str, Any]
 
     @property

@@ -27,6 +27,7 @@ from surgery.world.tokenizer import build_tokenizer
 from tools.published import is_original
 
 SHARD = "4GB"
+BLOCK = 8_388_593  # the largest prime below 2**23
 OUTPUTS = ("out_proj", "o_proj", "down_proj")  # what a block adds to the residual stream
 
 
@@ -68,6 +69,11 @@ def _empty(folder: Path, config: dict[str, Any]) -> Any:
     loaded = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(loaded)
+
+
+def parameters(config: dict[str, Any], folder: Path) -> int:
+    """How many numbers the weights of a model are, tied ones once. folder: holds its config.json."""
+    return sum(tensor.numel() for tensor in _empty(folder, config).parameters())
 
 
 def _write_weights(model: Any, folder: Path, dtype: torch.dtype, original: bool, shard: str, seed: int) -> int:
@@ -123,9 +129,12 @@ def _values(name: list[str], shape: tuple[int, ...], layers: int, rng: np.random
         deviation = 0.02
     else:
         deviation = 1 / math.sqrt(shape[-1]) / (math.sqrt(2 * layers) if module in OUTPUTS else 1)
-    values = rng.standard_normal(shape, dtype=np.float32)
+    size = math.prod(shape)
+    # Drawing seven billion numbers takes minutes. What is longer than BLOCK repeats it; the length is prime, so no two rows are
+    # the same.
+    values = np.resize(rng.standard_normal(min(size, BLOCK), dtype=np.float32), size)
     values *= deviation
-    return values
+    return values.reshape(shape)
 
 
 def tokenizer_of(source: Path | None, vocabulary: int) -> PreTrainedTokenizerBase:

@@ -32,7 +32,14 @@ def export(
     max_shard_size: Annotated[
         str | None, typer.Option("--max-shard-size", help="Divide weights into files of at most this, e.g. 2GB.")
     ] = None,
-    verify: Verify = "auto", recipe: RecipeOption = None, settings: Settings = None, overwrite: ReplaceExport = False,
+    verify: Verify = "auto",
+    prove: Annotated[
+        str | None, typer.Option("--prove", help="Serving engines that are to prove the folder too, e.g. vllm.")
+    ] = None,
+    engine_python: Annotated[
+        Path | None, typer.Option("--engine-python", help="The Python of an environment that has the engines.")
+    ] = None,
+    recipe: RecipeOption = None, settings: Settings = None, overwrite: ReplaceExport = False,
     trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Write a hybrid in another format, and verify it.
@@ -52,11 +59,14 @@ def export(
         raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
     from surgery.exporting import export as exporting
     from surgery.exporting.earlier import check_replaceable
+    from surgery.exporting.engines import check_engines
     from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, present, report_on
     from surgery.jobs.opening import open_checkpoint
     from surgery.loading.checkpoint import plan_of
     from surgery.loading.digests import identify
 
+    engines = [engine.strip() for engine in prove.split(",")] if prove else []
+    check_engines(engines, form, engine_python)
     check_replaceable(out, overwrite)
     advise_tuning(hybrid)
     plan, from_patch = plan_of(hybrid), is_patch(hybrid)
@@ -73,6 +83,6 @@ def export(
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     exporting.export(
         loaded.model, out, format=form, tokenizer=loaded.tokenizer, plan=plan, base=base_name, identity=identity,
-        verify=verify, **papers, **options,
+        verify=verify, engines=engines, engine_python=engine_python, **papers, **options,
     )  # fmt: skip
     show(f"{form}: {out}")

@@ -47,7 +47,7 @@ def run(
     if as_json and not dry_run:
         raise UserError("--json prints what --dry-run finds out; give both")
     if dry_run:
-        _show_estimate(estimate(options, out, trust_remote_code=trust_remote_code), as_json)
+        _show_estimate(estimate(options, out, verify=verify, trust_remote_code=trust_remote_code), as_json)
         return
     if options.study is not None:
         findings = conduct(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)

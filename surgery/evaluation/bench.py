@@ -58,7 +58,7 @@ def bench(
         raise UserError("surgery.bench takes models, bench(base, hybrid), or one dictionary of them by name, with at least one")
     entries = {name: _entry(name, value) for name, value in named.items()}
     first, entry = next(iter(entries.items()))
-    model = model_of(entry.model, "bench")
+    model = entry.model
     known = opened(model)
     words = _tokenizer(named, entries, tokenizer)
     options = options or Bench()
@@ -99,7 +99,7 @@ def _tokenizer(named: dict[str, Any], entries: dict[str, Entry], tokenizer: Any)
     own: dict[str, PreTrainedTokenizerBase] = {}
     for name, entry in entries.items():
         given = named[name]
-        brought = given.tokenizer if isinstance(given, Checkpoint) else remembered_tokenizer(model_of(entry.model, "bench"))
+        brought = given.tokenizer if isinstance(given, Checkpoint) else remembered_tokenizer(entry.model)
         if brought is not None:
             own[name] = brought
     words = tokenizer_of(

@@ -26,10 +26,16 @@ class Unheld:
 class Entry:
     """A model to measure, and how to call it in the report. measured_under: what it is measured on and with, if known."""
 
-    model: PreTrainedModel | Unheld
+    source: PreTrainedModel | Unheld
     description: str
     plan: Plan | None = None
     measured_under: Conditions | None = None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model of an entry that holds it."""
+        assert not isinstance(self.source, Unheld)
+        return self.source
 
 
 class Turns(Mapping[str, PreTrainedModel]):
@@ -38,17 +44,17 @@ class Turns(Mapping[str, PreTrainedModel]):
 
     def __init__(self, entries: Mapping[str, Entry]):
         self.entries = entries
-        self.held = {name: adopt(e.model).eval() for name, e in entries.items() if not isinstance(e.model, Unheld)}
+        self.held = {name: adopt(e.model).eval() for name, e in entries.items() if not isinstance(e.source, Unheld)}
         self._turn: tuple[str, PreTrainedModel] | None = None
 
     def __getitem__(self, name: str) -> PreTrainedModel:
         if name in self.held:
             return self.held[name]
         if self._turn is None or self._turn[0] != name:
-            model = self.entries[name].model
-            assert isinstance(model, Unheld)
+            source = self.entries[name].source
+            assert isinstance(source, Unheld)
             self._turn = None  # before the next one is opened
-            self._turn = name, adopt(model.open()).eval()
+            self._turn = name, adopt(source.open()).eval()
         return self._turn[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -64,14 +70,14 @@ class Turns(Mapping[str, PreTrainedModel]):
     def measured_under(self, name: str, tokenizer: PreTrainedTokenizerBase, words: str) -> Conditions:
         """What a model is measured on and with, as conditions() has it."""
         entry = self.entries[name]
-        if isinstance(entry.model, Unheld):
-            return entry.model.measured_under
+        if isinstance(entry.source, Unheld):
+            return entry.source.measured_under
         return entry.measured_under or conditions(self.held[name], tokenizer, words=words)
 
     def writing(self, name: str) -> dict[str, Any]:
         """How a model writes, without opening it."""
-        model = self.entries[name].model
-        return model.writing if isinstance(model, Unheld) else writing(self.held[name])
+        source = self.entries[name].source
+        return source.writing if isinstance(source, Unheld) else writing(self.held[name])
 
 
 def writing(model: PreTrainedModel) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
         f"```python\n{use.replace('NAME', name)}\n```\n",
         f"{LOADS[record.format]}\n" if record.format in LOADS else "",
         f"Verified against the live model when it was written: {record.proof.line()}.\n",
+        *(f"Also {each.line()}.\n" for each in record.engines),
     ]
     measured = folder / "report.json"
     report = Report.read(measured, unsealed="refuse") if measured.exists() else None

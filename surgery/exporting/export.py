@@ -1,6 +1,7 @@
 """Export: a hybrid as a folder that others can load, proved equal in a fresh process before it is called done."""
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.exporting import folder, hf, mamba_ssm, nemotron_h, patch
+from surgery.exporting.engines import check_engines
 from surgery.exporting.verify import Proof, check_way
 from surgery.loading.checkpoint import load_tokenizer
 from surgery.loading.digests import Identity
@@ -41,6 +43,8 @@ def export(
     figures: Path | None = None,
     identity: Identity | None = None,
     verify: str = "auto",
+    engines: Sequence[str] = (),
+    engine_python: str | Path | None = None,
     form: str | None = None,
     **options: Any,
 ) -> Proof:
@@ -55,6 +59,9 @@ def export(
     tokens and a few layers in memory at a time, more slowly. "tensors" compares the tensors alone, bit for bit, and computes
     nothing. "auto" is "full" where that takes no more than half of the memory that is free, else "layers" (of a quantised
     model, "tensors"). The proof that is returned and written says which it was.
+
+    engines: serving engines that are to prove the folder too ("vllm"), run by engine_python, the interpreter of an environment
+    that has them.
 
     An existing folder at `path` is replaced if it is an earlier export. Raises UserError, and leaves nothing behind, if the
     format cannot hold the hybrid exactly, if the disk has no room for it, if writing or proving fails, or if something that is
@@ -77,6 +84,8 @@ def export(
         raise UserError(f"an export as '{format}' has no option '{min(unknown)}'")
     if not isinstance(path, str | Path):
         raise UserError(f"surgery.export takes a model and the name of a folder, not {a_type(path)}")
+    python = None if engine_python is None else Path(engine_python)
+    check_engines(engines, format, python)
     plan, base = _plan(model, plan), _base(model, base)
     check_space(format, model, Path(path))
     if tokenizer is None:
@@ -84,7 +93,7 @@ def export(
     tokenizer = tokenizer_of(hybrid, tokenizer, "export")
     return folder.save(
         format, written, model, path, tokenizer=prompting(tokenizer), plan=plan, base=base, recipe=recipe, report=report,
-        figures=figures, identity=identity, verify=verify, **options,
+        figures=figures, identity=identity, verify=verify, engines=engines, engine_python=python, **options,
     )  # fmt: skip
 
 

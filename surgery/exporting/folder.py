@@ -17,7 +17,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from surgery.evaluation.plots import draw_retrieval
 from surgery.evaluation.report import Report
 from surgery.exporting import card
 from surgery.exporting.earlier import CARD, RECORD, check_replaceable
+from surgery.exporting.engines import EngineProof, prove_in_engine
 from surgery.exporting.verify import Proof, Reader, prove
 from surgery.loading.digests import Identity, dtypes, identify
 from surgery.loading.origin import Origin, origin
@@ -38,7 +39,7 @@ from surgery.records.names import public
 from surgery.records.plan import Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import Environment, Sealed, environment
-from surgery.runtime.progress import say
+from surgery.runtime.progress import busy, say
 from surgery.splicing.splice import graft_parameters
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
@@ -65,8 +66,8 @@ class Exported(Sealed, Environment):
     digest, dtype: of the live model (digests.py), and so of what its reader loads; of an export as nemotron_h or mamba_ssm, of
     the hybrid that it was made from. Versions up to 0.5.1 wrote none. parameters: how many numbers the grafts hold.
     base_unchanged: whether every tensor of the base is in the hybrid as it was, by the fingerprint in the plan; a layer graft
-    has removed some. files: sha256 of everything in the folder but this record
-    and the card, which is made from the other files and can be made again.
+    has removed some. engines: the serving engines in which it was proved too. files: sha256 of everything in the folder but
+    this record and the card, which is made from the other files and can be made again.
     """
 
     schema_version: int = 2
@@ -78,6 +79,7 @@ class Exported(Sealed, Environment):
     parameters: int
     base_unchanged: bool
     proof: Proof
+    engines: tuple[EngineProof, ...] = ()
     files: dict[str, str]
 
 
@@ -95,6 +97,8 @@ def save(
     figures: Path | None = None,
     identity: Identity | None = None,
     verify: str = "auto",
+    engines: Sequence[str] = (),
+    engine_python: Path | None = None,
     **options: Any,
 ) -> Proof:
     """Write the folder in the format `name`, prove it, say so, and return the proof. An existing folder at `path` is replaced
@@ -116,12 +120,17 @@ def save(
                 form.write(hybrid, temporary, tokenizer=tokenizer, plan=plan, base=base, **options)
             _papers(temporary, hybrid, plan, recipe, report, figures)
             proof = prove(form.READER, hybrid, tokenizer, temporary, verify=verify, digests=identity.tensors)
+            served: list[EngineProof] = []
+            for engine in engines:
+                assert engine_python is not None  # check_engines has seen to it
+                with busy(f"asking {engine}"):
+                    served.append(prove_in_engine(engine, engine_python, hybrid, temporary))
             record = Exported(
                 **environment().model_dump(), format=name, model_type=hybrid.config.model_type, base=origin(base, temporary),
                 digest=identity.digest, dtype=dtypes(hybrid),
                 parameters=sum(p.numel() for p in graft_parameters(hybrid).values()),
                 base_unchanged=plan.provenance is not None and identity.fingerprint == plan.provenance.base_fingerprint,
-                proof=proof, files=digests(temporary),
+                proof=proof, engines=tuple(served), files=digests(temporary),
             )  # fmt: skip
             record.write(temporary / RECORD)
             (temporary / CARD).write_text(card.card(path.name, temporary, record, form.USE))
@@ -135,7 +144,8 @@ def save(
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-    say(proof.line())
+    for line in (proof.line(), *(each.line() for each in served)):
+        say(line)
     return proof
 
 

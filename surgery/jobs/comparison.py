@@ -50,8 +50,8 @@ def compare(
     entries = {"base": Entry(base.model, called(base.name))}
     for label, other in beside.items():
         plan = Path(other.name) / "plan.json"
-        model = other.model if isinstance(other, Checkpoint) else other
-        entries[label] = Entry(model, called(other.name), Plan.read(plan) if plan.exists() else None)
+        source = other.model if isinstance(other, Checkpoint) else other
+        entries[label] = Entry(source, called(other.name), Plan.read(plan) if plan.exists() else None)
     check(recipe, base)
     on_main(partial(begin, out, "bench", recipe, resume=resume, overwrite=overwrite))
     settings = public(recipe.model_dump(mode="json"))

@@ -20,47 +20,57 @@ STARTS = {"donor": "a donor's", "dual": "the heads' own", "random": "random"}
 
 
 def entries_of(
-    base: PreTrainedModel, recipe: Recipe, ranking: Ranking, chosen: Plan, donor: PreTrainedModel | None, tune: Tune
+    base: PreTrainedModel, recipe: Recipe, ranking: Ranking, chosen: Plan,
+    open_donor: Callable[[], PreTrainedModel | None] | None, tune: Tune,
+) -> dict[str, Entry]:  # fmt: skip
+    """By name, the base first. Each holds its grafts, or the mixers that it trains, and shares all else with the base.
+
+    open_donor: opens the model that grafts start from. It is let go before the first of them is tuned."""
+    layers = [site.layer for site in chosen.sites]
+    entries = _untuned(base, recipe, ranking, chosen, open_donor() if open_donor else None)
+    for name, entry in entries.items():
+        if name == "control_tuned":
+            tune(name, entry.model, chosen, layers)
+        elif name.endswith("tuned"):
+            tune(name, entry.model, entry.plan)
+    return entries
+
+
+def _untuned(
+    base: PreTrainedModel, recipe: Recipe, ranking: Ranking, chosen: Plan, donor: PreTrainedModel | None
 ) -> dict[str, Entry]:
-    """By name, the base first."""
+    """All of them as they are before tuning."""
 
-    def spliced(at: Plan) -> PreTrainedModel:
-        return splice(base, at, donor)
+    def spliced(description: str, at: Plan) -> Entry:
+        return Entry(splice(base, at, donor), description, at)
 
-    start = STARTS[chosen.init]
     entries = {
         "base": Entry(base, "the pretrained model, unchanged"),
-        "spliced": Entry(
-            spliced(chosen), f"attention spliced in, initialised from {start} weights, no training", chosen
+        "spliced": spliced(
+            f"attention spliced in, initialised from {STARTS[chosen.init]} weights, no training", chosen
         ),
-        "tuned": Entry(
-            tune("tuned", spliced(chosen), chosen), f"the same, its grafts tuned{_division(recipe)}", chosen
-        ),
+        "tuned": spliced(f"the same, its grafts tuned{_division(recipe)}", chosen),
     }  # fmt: skip
     if recipe.bench.controls:
         layers = [site.layer for site in chosen.sites]
         names = ", ".join(f"L{layer}" for layer in layers)
         entries["control_tuned"] = Entry(
-            tune("control_tuned", with_own_mixers(base, layers), chosen, layers),
+            with_own_mixers(base, layers),
             f"no graft: the base's own mixer of {names} tuned on the same data for the same steps",
         )
         for i in range(recipe.bench.random_sites):
             if elsewhere := random_plan(ranking, chosen, recipe.seed + i):
                 name = "control_random_site" + (f"_{i + 1}" if i else "")
-                description = "the graft at random heads of other layers, no training"
-                entries[name] = Entry(spliced(elsewhere), description, elsewhere)
+                entries[name] = spliced("the graft at random heads of other layers, no training", elsewhere)
                 if i == 0:
-                    model = tune(f"{name}_tuned", spliced(elsewhere), elsewhere)
-                    entries[f"{name}_tuned"] = Entry(model, "the same, its grafts tuned", elsewhere)
+                    entries[f"{name}_tuned"] = spliced("the same, its grafts tuned", elsewhere)
         if beside := random_plan(ranking, chosen, recipe.seed, same_layers=True):
             name, description = "control_same_layer", "the graft at random other heads of the same layer, no training"
-            entries[name] = Entry(spliced(beside), description, beside)
-            model = tune(f"{name}_tuned", spliced(beside), beside)
-            entries[f"{name}_tuned"] = Entry(model, "the same, its grafts tuned", beside)
+            entries[name] = spliced(description, beside)
+            entries[f"{name}_tuned"] = spliced("the same, its grafts tuned", beside)
     for dose in recipe.bench.doses:
         leading = plan(ranking, **recipe.plan.model_dump() | {"heads": dose, "sites": None}, seed=recipe.seed)
-        description = f"the leading heads spliced, {dose} of them, no training"
-        entries[f"dose_{dose}"] = Entry(spliced(leading), description, leading)
+        entries[f"dose_{dose}"] = spliced(f"the leading heads spliced, {dose} of them, no training", leading)
     return entries
 
 

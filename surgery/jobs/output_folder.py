@@ -16,7 +16,7 @@ from surgery.records.record import Record, toolkit, write_text
 RECIPE, RUN = "recipe.yaml", "run.json"
 # What a verb leaves in its folder, so that --overwrite removes nothing else. (exporting/ removes its own leftovers.)
 COMMON = (RECIPE, RUN)
-LOCATE = ("ranking.json", "atlas.png", "mixing.png", "locate")
+LOCATE = ("ranking.json", "ranking.safetensors", "atlas.png", "mixing.png", "locate")
 BENCH = (
     "report.json", "report.md", "report.html", "mixing.json", "grafts.png", "retrieval.png", "cost.png", "speed.png",
     "dose.png", "cells",

@@ -33,7 +33,7 @@ from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import tuned
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
-from surgery.loading.opened import a_type, model_of
+from surgery.loading.opened import a_type
 from surgery.locating.example import short_question
 from surgery.locating.planning import plan
 from surgery.locating.questions import described
@@ -89,8 +89,7 @@ def run(
         if resume and (report := on_main(partial(job.finished, chosen))) is not None:
             say(f"nothing has changed, and everything is finished: this is the result in {out}")
             return report
-        donor = open_donor(chosen, trust_remote_code)
-        entries = entries_of(base.model, recipe, ranking, chosen, donor, job.tune)
+        entries = entries_of(base.model, recipe, ranking, chosen, partial(open_donor, chosen, trust_remote_code), job.tune)
         return job.finish(ranking, chosen, entries)
 
 
@@ -103,7 +102,7 @@ class _Job:
             self.conditions = self.subject.conditions
         self.timings: dict[str, float] = {}
         self.memory: dict[str, int] = {}
-        self.announced = Announced(recipe, base, out)
+        self.announced = Announced(recipe, base, out, verify)
         self.training: dict[str, dict[str, float]] = {}
 
     @contextmanager
@@ -184,7 +183,7 @@ class _Job:
 
     def write(self, report: Report, ranking: Ranking, chosen: Plan, entries: dict[str, Entry]) -> Report:
         """The report, the hybrid, and the report once more with all times in it."""
-        recipe, hybrid = self.recipe, model_of(entries["tuned"].model, "export")
+        recipe, hybrid = self.recipe, entries["tuned"].model
         with busy("drawing the report"):
             example = short_question(self.base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
             matrices = mixing(entries, self.base.tokenizer, example, report.provenance, ranking.columns.find)

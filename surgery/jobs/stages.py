@@ -14,7 +14,7 @@ STAGES = {
     "study": ("study",),
 }
 # What changes nothing of the result.
-UNRELATED = ("tune.save_steps", "tune.report_to")
+UNRELATED = ("tune.save_steps", "tune.report_to", "tune.gradient_checkpointing")
 
 
 class Change(NamedTuple):

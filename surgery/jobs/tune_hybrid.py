@@ -65,7 +65,8 @@ def tune_hybrid(
         teacher = None
         if not holds_base(hybrid):
             opened = in_dtype_of(plan, placed.model_copy(update={"model": present(base_name, hybrid)}))
-            original = open_checkpoint(opened, trust_remote_code)
+            # Of processes that each hold a part of the model, none may hold a part of what another model uses.
+            original = open_checkpoint(opened, trust_remote_code, beside=None if divided() else loaded)
             if opened.dtype == plan.dtype:
                 check_base(plan, original.fingerprint)
             teacher = adopt(original.model)

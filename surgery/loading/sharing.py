@@ -19,7 +19,7 @@ from surgery.families import families
 from surgery.models.offloaded import hooks
 from surgery.models.quantised import is_quantised
 
-PART = 2**28  # bytes of a file that are mapped at once
+PART = 2**26  # bytes of a file that are mapped at once
 Place = tuple[torch.device, int, torch.Size, tuple[int, ...]]  # of a tensor: its memory, and how it lies there
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -70,9 +70,10 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def own_bytes(model: nn.Module, *others: nn.Module) -> int:
-    """The bytes of the tensors that a model does not have in common with any of the others."""
+    """The bytes of the tensors in memory that a model does not have in common with any of the others."""
     theirs = {_place(tensor) for other in others for tensor in _tensors(other).values()}
-    return sum({place: t.nbytes for t in _tensors(model).values() if (place := _place(t)) not in theirs}.values())
+    own = {_place(tensor): tensor.nbytes for tensor in _tensors(model).values() if not tensor.is_meta}
+    return sum(size for place, size in own.items() if place not in theirs)
 
 
 def _place(tensor: Tensor) -> Place:

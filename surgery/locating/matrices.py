@@ -57,7 +57,7 @@ def mixing_matrices(
 
     attention = any(anatomy.mixers[i].kind == "attention" for i in heads_of)
     with _eager(subject.model, attention), replaced({anatomy.mixers[i].module: watched(i) for i in heads_of}):
-        subject.model(input_ids=ids[None], use_cache=False)
+        subject.model(input_ids=ids[None], use_cache=False, logits_to_keep=1)  # nobody looks at them
     return matrices
 
 

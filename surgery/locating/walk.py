@@ -4,6 +4,7 @@ At each layer the mixer's scan and its dual attention are computed for all heads
 spliced) changes that layer's output and runs the layers above alone.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -52,13 +53,16 @@ def variants(
 
     replay: of a batch. gated: the replay's subject, fully gated; None: nothing is spliced. how: as for Layer.ablation.
     """
-    grafted = None if gated is None else gated.anatomy
+    grafted, anatomy = None if gated is None else gated.anatomy, replay.subject.anatomy
+    given: dict[int, list[Site]] = defaultdict(list)
+    for site in () if heads is None else sorted(heads):
+        given[site.layer].append(site)
     for layer in replay.layers():
         if layer.index == 0:
             yield Variant("base", None, layer.base)
-        all_heads = [Site(layer.index, (head,)) for head in range(replay.subject.anatomy.heads(layer.index))]
-        sites = all_heads if heads is None else [site for site in all_heads if site in heads]
-        if all_heads and layers:
+        count = anatomy.heads(layer.index)
+        sites = [Site(layer.index, (head,)) for head in range(count)] if heads is None else given[layer.index]
+        if count and layers:
             sites = [Site(layer.index), *sites]
         for kind, site, change in _changes(layer, sites, grafted, kinds, how):
             yield Variant(kind, site, layer.logits(change))

@@ -32,19 +32,24 @@ def resident() -> int:
 class Peak:
     """The most that was held at once while `measured` ran. After it, or so far.
 
-    process: this process. children: its child processes, and theirs, together. total: all of them together, at most, as their
-    peaks need not have come at the same time. device: what torch held on this process's GPU, 0 where there is none.
+    process: this process. children: its child processes, and theirs, together. total: all of them at the same time; of a child,
+    its peak up to then counts. device: what torch held on this process's GPU, 0 where there is none.
     """
 
     def __init__(self) -> None:
-        self.process = self.children = self.device = 0
+        self.process = self.children = self.device = self._together = 0
 
     @property
     def total(self) -> int:
-        return self.process + self.children
+        return max(self.process, self._together)
 
     def _take(self, process: int, device: int) -> None:
         self.process, self.device = max(self.process, process), max(self.device, device)
+
+    def _take_children(self, children: int, process: int) -> None:
+        """children: what they hold, while this process holds so much."""
+        if children:
+            self.children, self._together = max(self.children, children), max(self._together, children + process)
 
 
 _open: list[Peak] = []  # those that run now: stages within a run
@@ -104,14 +109,15 @@ def _watch(peak: Peak, stop: threading.Event) -> None:
     own = psutil.Process()
     if _resettable():
         while not stop.wait(EVERY_CHILD):
-            peak.children = max(peak.children, _children(own))
+            peak._take_children(_children(own), own.memory_info().rss)
         return
     last = 0.0
     while not stop.wait(EVERY):
         peak._take(own.memory_info().rss, 0)
         last += EVERY
         if last >= EVERY_CHILD:
-            peak.children, last = max(peak.children, _children(own)), 0.0
+            peak._take_children(_children(own), own.memory_info().rss)
+            last = 0.0
 
 
 def _children(own: psutil.Process) -> int:

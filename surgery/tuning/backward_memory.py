@@ -61,6 +61,12 @@ class Recomputing:
         return kept > FEW and kept > SHARE * memory.spare(hidden.device)
 
 
+def step_fits(size: float, free: float) -> bool:
+    """Whether `auto` lets a step keep so many bytes, about half of them of the lesson, and then as many of the text, where so
+    many are free at its beginning."""
+    return size / 2 <= SHARE * (free - size / 2)
+
+
 def kept_per_token(forward: Callable[[Tensor], Any], hidden: Tensor, block: nn.Module) -> float:
     """Bytes that the forward of a block keeps of each token of hidden (b, t, d) for the backward pass. Weights count where they
     are no parameters of the block: fetched from elsewhere, or cast."""

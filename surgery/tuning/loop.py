@@ -101,7 +101,7 @@ def started_run(
         "seed": seed,
         "layers": layers,
         "processes": processes().num_processes,
-        "tune": options.model_dump(mode="json", exclude={"save_steps", "report_to"}),
+        "tune": options.model_dump(mode="json", exclude={"save_steps", "report_to", "gradient_checkpointing"}),
         "data": data.model_dump(mode="json"),
     }
     adapting = adapted(model, options.lora, seed=seed, out=out if layers is None else None)

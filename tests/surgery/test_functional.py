@@ -1,4 +1,4 @@
-"""torch.func on whole hybrids, in float32, where the compiled kernels would serve otherwise."""
+"""torch.func on whole hybrids: in float64, and in float32, where the compiled kernels would serve otherwise."""
 
 import pytest
 import torch

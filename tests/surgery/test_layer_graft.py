@@ -29,7 +29,7 @@ from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
-from tests.conftest import BASES, random_base
+from tests.conftest import BASES, SAME, random_base
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -125,6 +125,7 @@ def states(size=64):
     return torch.randn(2, 23, size, generator=torch.Generator().manual_seed(3))
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("whole", [False, True])
 @torch.no_grad()
 def test_it_is_the_donors_layer(donor, whole):
@@ -134,19 +135,20 @@ def test_it_is_the_donors_layer(donor, whole):
     graft = mixer.block if whole else mixer
     wanted = donors_own(donor, 1, hidden, whole=whole)
     assert (wanted - wanted.mean(1, keepdim=True)).abs().max() > 0.1  # a layer that mixes
-    torch.testing.assert_close(graft(hidden), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(graft(hidden), wanted, **SAME)
 
     mask = torch.ones(2, 23, dtype=torch.long)
     mask[0, :6] = 0
     padded = graft(hidden, causal_mask=mask.bool(), position_ids=positions(hybrid.config, hidden, mask, None))
     wanted_padded = donors_own(donor, 1, hidden, mask, whole=whole)
-    torch.testing.assert_close(padded[mask.bool()], wanted_padded[mask.bool()], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(padded[mask.bool()], wanted_padded[mask.bool()], **SAME)
 
     cache = DynamicCache(config=hybrid.config)
     pieces = [graft(piece, cache_params=cache) for piece in hidden.split([9, 1, 1, 12], dim=1)]
-    torch.testing.assert_close(torch.cat(pieces, 1), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(pieces, 1), wanted, **SAME)
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_the_convolution_is_the_equation():
     """q, k and v of a token are sums over the last four, channel by channel; then q and k turn."""
     graft = as_in_mamba2attn().backbone.layers[1].mixer.graft
@@ -155,24 +157,24 @@ def test_the_convolution_is_the_equation():
     earlier = torch.cat([torch.zeros(2, 3, flat.shape[-1]), flat], 1)
     rows = sum(earlier[:, i : i + 23] * graft.qkv_conv.weight[:, 0, i] for i in range(4)) + graft.qkv_conv.bias
     v = rows[..., -32:].view(2, 23, 2, 16).transpose(1, 2)
-    torch.testing.assert_close(graft.project(hidden)[2], v, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(graft.project(hidden)[2], v, **SAME)
     k, straight = graft.project(hidden)[1], rows[..., 64:96].view(2, 23, 2, 16).transpose(1, 2)
-    torch.testing.assert_close(k[..., 8:], straight[..., 8:], rtol=1e-5, atol=1e-5)  # not turned
+    torch.testing.assert_close(k[..., 8:], straight[..., 8:], **SAME)  # not turned
     turn = torch.arange(23)[:, None] * 10000.0 ** (-torch.arange(4) / 4)
-    torch.testing.assert_close(
-        k[..., :4], straight[..., :4] * turn.cos() - straight[..., 4:8] * turn.sin(), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(k[..., :4], straight[..., :4] * turn.cos() - straight[..., 4:8] * turn.sin(), **SAME)
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_without_the_mlp_the_blocks_own_norm_stays(tokens):
     base, donor = random_base(), random_donor()
     block = splice(base, PLAIN, donor).backbone.layers[1]
     hidden = states()
     assert block.norm.weight is base.backbone.layers[1].norm.weight
     wanted = hidden + donors_own(donor, 1, block.norm(hidden), whole=False)
-    torch.testing.assert_close(block(hidden), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(block(hidden), wanted, **SAME)
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_positions_count_from_the_first_real_token_unless_they_are_given(tokens):
     hybrid = from_donor(random_base(), PLAIN)
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
@@ -181,7 +183,7 @@ def test_positions_count_from_the_first_real_token_unless_they_are_given(tokens)
     assert positions(adopt(random_base()).config, tokens[:, :4, None], mask, None) is None
     place = torch.arange(37)[None]
     plain = hybrid(tokens).logits
-    torch.testing.assert_close(hybrid(tokens, position_ids=place + 5).logits, plain, rtol=1e-4, atol=2e-5)  # RoPE is relative
+    torch.testing.assert_close(hybrid(tokens, position_ids=place + 5).logits, plain, **SAME)  # RoPE is relative
     assert (hybrid(tokens, position_ids=place * 3).logits - plain).abs().max() > 1e-3
 
 
@@ -231,6 +233,7 @@ def test_anatomy_finds_its_heads():
     assert (found.heads(1), found.mixers[1].width) == (4, 12)
 
 
+@pytest.mark.usefixtures("in_float64")
 @torch.no_grad()
 def test_a_token_from_the_cache_attends_as_in_the_whole():
     """Decoding puts the queries of a group side by side instead of copying keys."""
@@ -241,15 +244,16 @@ def test_a_token_from_the_cache_attends_as_in_the_whole():
     pairs = exist[:, None, None] & torch.ones(23, 23, dtype=torch.bool).tril()
     for mask, of_last in ((None, None), (exist, exist), (pairs, pairs[:, :, -1:])):
         wanted = graft_attention(q, graft.per_head(k), graft.per_head(v), mask)[:, -1:]
-        torch.testing.assert_close(graft.attend(q[:, :, -1:], k, v, of_last), wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(graft.attend(q[:, :, -1:], k, v, of_last), wanted, **SAME)
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_matrices_are_the_attention_that_is_computed():
     mixer, hidden = from_donor(random_base(), PLAIN).backbone.layers[1].mixer, states()[:1]
     v = mixer.graft.per_head(mixer.graft.project(hidden)[2])
     y = (mixer.matrices(hidden) @ v[0]).transpose(0, 1).flatten(-2)
-    torch.testing.assert_close(mixer.o_proj(y), mixer(hidden)[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(mixer.matrices(hidden, torch.tensor([4, 22])), mixer.matrices(hidden)[:, [4, 22]])
+    torch.testing.assert_close(mixer.o_proj(y), mixer(hidden)[0], **SAME)
+    torch.testing.assert_close(mixer.matrices(hidden, torch.tensor([4, 22])), mixer.matrices(hidden)[:, [4, 22]], **SAME)
 
 
 def test_a_donor_in_bfloat16_keeps_its_frequencies():
@@ -259,6 +263,7 @@ def test_a_donor_in_bfloat16_keeps_its_frequencies():
     assert exact == rounded
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_a_donors_head_gives_its_scores(tokens):
     """In a layer without RoPE; the value stays the SSM's own."""
     donor = DONORS["smollm3, no rope"]()
@@ -269,7 +274,7 @@ def test_a_donors_head_gives_its_scores(tokens):
     for head, theirs in ((3, 3), (5, 0)):
         scores = q[theirs] @ k[theirs // 2].T * attention.scaling
         wanted = scores.masked_fill(torch.ones(23, 23).triu(1).bool(), -torch.inf).softmax(-1)
-        torch.testing.assert_close(mixer.matrices(hidden[:1])[head], wanted, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(mixer.matrices(hidden[:1])[head], wanted, **SAME)
 
 
 def broken(donor, **changes):

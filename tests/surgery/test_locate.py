@@ -30,7 +30,7 @@ from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, mean, means
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import VARIANTS, random_base, subject
+from tests.conftest import SAME, VARIANTS, random_base, subject
 from tests.surgery.test_anatomy import build
 from tests.surgery.test_replay import untouched
 
@@ -45,6 +45,7 @@ def world_base(tokenizer):
     return random_base(vocab_size=-(-len(tokenizer) // 16) * 16, n_groups=2)
 
 
+@pytest.mark.usefixtures("in_float64")
 # Of the others, "plain" is all in "untied", and "groups" in "dt limit".
 @pytest.mark.parametrize("name", ["group per two heads, biases", "no conv bias", "dt limit", "untied"])
 def test_every_variant_equals_a_model_of_its_own(name, tokens):
@@ -71,7 +72,7 @@ def test_every_variant_equals_a_model_of_its_own(name, tokens):
                     if projection.bias is not None:
                         projection.bias.zero_()
         with torch.inference_mode():
-            torch.testing.assert_close(variant.logits, model(tokens).logits[at], rtol=1e-4, atol=2e-5)
+            torch.testing.assert_close(variant.logits, model(tokens).logits[at], **SAME)
         seen.add((variant.kind, str(variant.site)))
     assert len(seen) == 1 + 2 * 3 * 9
 
@@ -143,6 +144,7 @@ def test_masses_are_shares(world_base, tokenizer):
         assert (share <= 1 + 1e-5).all()
 
 
+@pytest.mark.usefixtures("in_float64")
 @torch.inference_mode()
 def test_mixing_matrices_of_a_hybrid_reproduce_its_mixing(tokens):
     """M x + D x equals what the mixer computes, for SSM heads and for grafted ones."""
@@ -154,9 +156,11 @@ def test_mixing_matrices_of_a_hybrid_reproduce_its_mixing(tokens):
     wanted = mixer.mix(x, B, C, dt, qk)[0]
     values = x[0].clone()
     mixed = torch.einsum("hts,shp->thp", matrix, values) + mixer.D[:, None] * values
-    torch.testing.assert_close(mixed, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mixed, wanted, **SAME)
     rows = matrix.sum(-1)
-    torch.testing.assert_close(rows[[1, 6]], torch.tensor([[1.0], [-1.0]]).expand(2, 37))  # attention: one, times the sign
+    torch.testing.assert_close(
+        rows[[1, 6]], torch.tensor([[1.0], [-1.0]]).expand(2, 37), **SAME
+    )  # attention: one, times the sign
     assert (rows[0] - 1).abs().max() > 0.01
 
 

@@ -13,14 +13,14 @@ from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
-from tests.conftest import random_base, random_llamba, random_selective, subject
-from tests.surgery.test_anatomy import ARCHITECTURES, build
-from tests.surgery.test_replay import draw, untouched
+from tests.conftest import SAME, random_base, random_llamba, random_selective, subject
+from tests.surgery.test_anatomy import ARCHITECTURES
+from tests.surgery.test_replay import draw, untouched, wide
 
 IDS = draw(1, 11, seed=4)
 SSD = ("mamba2", "zamba2", "nemotron_h", "bamba", "granitemoehybrid", "falcon_h1")
 WITHOUT = ("mamba", "mamba2", "falcon_mamba", "gpt_neox")  # attention, or a value projection of its own
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def read(monkeypatch):
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in WITHOUT])
 @torch.inference_mode()
 def test_attention_times_values_is_what_the_projection_reads(name):
-    model = build(name)
+    model = wide(name)
     found, implementation = anatomy(model), model.config._attn_implementation  # "eager" in Gemma-2
     entering, projected = {}, {}
     hooks = []
@@ -65,7 +65,7 @@ def test_attention_times_values_is_what_the_projection_reads(name):
     assert list(matrices) == chosen
     rows = torch.tensor([10, 3])
     some = mixing_matrices(subject(model), IDS[0], rows, sites=chosen[1:2])
-    torch.testing.assert_close(some[chosen[1]], matrices[chosen[1]][rows])
+    torch.testing.assert_close(some[chosen[1]], matrices[chosen[1]][rows], **SAME)
     for i, mixer in attention:
         module = mixer.module
         projection = module.qkv_proj if name == "phi3" else module.v_proj
@@ -75,12 +75,12 @@ def test_attention_times_values_is_what_the_projection_reads(name):
         values = values.view(11, -1, mixer.width).transpose(0, 1)
         values = values.repeat_interleave(mixer.heads // len(values), 0)
         matrix = torch.stack([matrices[Site(mixer.layer, (mixer.first + head,))] for head in range(mixer.heads)])
-        torch.testing.assert_close(matrix.sum(-1), torch.ones(mixer.heads, 11))
+        torch.testing.assert_close(matrix.sum(-1), torch.ones(mixer.heads, 11), **SAME)
         mixed = (matrix @ values).transpose(0, 1).reshape(11, -1)
         if name == "qwen3_next":  # its output is gated before the projection
             gate = module.q_proj(entering[i]).view(1, 11, mixer.heads, -1).chunk(2, dim=-1)[1]
             mixed = mixed * gate.reshape(11, -1).sigmoid()
-        torch.testing.assert_close(mixed, projected[i][0], **TOLERANCE)
+        torch.testing.assert_close(mixed, projected[i][0], **SAME)
     assert model.config._attn_implementation == implementation
     assert torch.equal(model(IDS).logits, before)
     assert untouched(model)
@@ -89,7 +89,7 @@ def test_attention_times_values_is_what_the_projection_reads(name):
 @pytest.mark.parametrize("name", SSD)
 @torch.inference_mode()
 def test_ssd_matrices_times_x_are_the_scan(name, read):
-    model = build(name)
+    model = wide(name)
     found = anatomy(model)
     watch, _, scans = read
     watch(model, found, "mamba2_chunk_scan")
@@ -100,13 +100,13 @@ def test_ssd_matrices_times_x_are_the_scan(name, read):
         x = args[0][0]  # t h p
         matrix = torch.stack([matrices[Site(mixer.layer, (head,))] for head in range(mixer.heads)])
         mixed = torch.einsum("hts,shp->thp", matrix, x) + mixer.module.D[:, None] * x
-        torch.testing.assert_close(mixed, y[0].view_as(mixed), **TOLERANCE)
+        torch.testing.assert_close(mixed, y[0].view_as(mixed), **SAME)
 
 
 @pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba"])
 @torch.inference_mode()
 def test_selective_matrices_times_x_are_the_scan(name, read):
-    model = build(name)
+    model = wide(name)
     found = anatomy(model)
     watch, projected, scans = read
     watch(model, found, "mamba_selective_scan")
@@ -119,7 +119,7 @@ def test_selective_matrices_times_x_are_the_scan(name, read):
         args, kwargs, _ = x_of[site.layer]
         x, gate = args[0][0, channel], kwargs["z"][0, channel]
         y = (matrix @ x + found.mixer_of(site).module.D[channel] * x) * F.silu(gate)
-        torch.testing.assert_close(y, projected[site.layer][0, :, channel], **TOLERANCE)
+        torch.testing.assert_close(y, projected[site.layer][0, :, channel], **SAME)
 
 
 @torch.inference_mode()
@@ -129,12 +129,12 @@ def test_this_projects_own_mixers_write_out_their_own():
     own, stock = (mixing_matrices(subject(model), ids) for model in (adopt(base), base))
     assert own.keys() == stock.keys()
     for site, matrix in own.items():
-        torch.testing.assert_close(matrix, stock[site], **TOLERANCE)
+        torch.testing.assert_close(matrix, stock[site], **SAME)
 
 
 @pytest.mark.parametrize("name", ["recurrent_gemma", "qwen3_next"])
 def test_where_no_matrix_can_be_had_there_is_none(name):
-    model = build(name)
+    model = wide(name)
     found = anatomy(model)
     attention = {site for site in found.sites() if found.mixer_of(site).kind == "attention"}
     assert mixing_matrices(subject(model), IDS[0]).keys() == attention
@@ -160,7 +160,7 @@ def test_only_the_heads_that_are_named_are_computed(kind):
         heads = [number % len(whole) for number in numbers]
         some = mixer.matrices(hidden, rows, heads)
         assert some.shape == (len(heads), 2, 13)
-        torch.testing.assert_close(some, whole[heads], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(some, whole[heads], **SAME)
 
 
 def test_one_head_costs_no_more_than_one_head(monkeypatch):

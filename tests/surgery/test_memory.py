@@ -42,7 +42,7 @@ def test_children_are_counted():
     with memory.measured() as peak:
         subprocess.run([sys.executable, "-c", program], check=True)
     assert (150 if sys.platform == "linux" else 5) * MIB < peak.children < 250 * MIB
-    assert peak.total == peak.process + peak.children
+    assert peak.children + memory.resident() / 2 < peak.total <= peak.process + peak.children
 
 
 def test_work_that_fails_is_measured_too():

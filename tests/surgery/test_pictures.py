@@ -1,6 +1,7 @@
 """Figures: controls as one band, chance, the grafts' own attention, what of an example is drawn, and atlases of many heads."""
 
 import ast
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -154,27 +155,37 @@ def ranking(layers, heads, **scores):
                    layers=())  # fmt: skip
 
 
-def test_an_atlas_of_thousands_of_heads_shows_the_strongest_of_each_cell(drawn, tmp_path):
+def test_a_row_of_thousands_of_heads_is_how_scores_fall_off(drawn, tmp_path):
     values = np.random.default_rng(0).normal(size=(2, 1000))
-    many = ranking(2, 1000, attribution=values.ravel())
+    given = ranking(2, 1000, attribution=values.ravel())
+    many = given.model_copy(update={"heads": given.columns.sorted()})
     layout = grid(many)
-    assert (layout.together, layout.columns) == (11, 91)
+    assert layout.edges[0] == 0
+    assert layout.edges[-1] == 1000
+    assert layout.columns == len(layout.edges) - 1 <= 56
     cells = layout.values(many, "attribution")
-    for layer, column in ((0, 0), (1, 45), (1, 90)):
-        part = values[layer, 11 * column : 11 * column + 11]
-        assert cells[layer, column] == part[np.abs(part).argmax()]
-    draw_scores(many, tmp_path / "x.png", Plan(sites=("L0.H3,4", "L1.H990")))
+    for layer in (0, 1):
+        order = -np.sort(-values[layer])
+        for column, (first, behind) in enumerate(pairwise(layout.edges)):
+            part = order[first:behind]
+            assert cells[layer, column] == part[np.abs(part).argmax()]
+    best = values.argmax(1)
+    assert layout.edges[3] == 3  # the first heads have cells of their own
+    draw_scores(many, tmp_path / "x.png", Plan(sites=(f"L0.H{best[0]}", f"L1.H{values[1].argmin()}")))
     ((_, axes),) = drawn
     map, bars = axes[0, 0], axes[1, 0]
     frames = [patch for patch in map.patches if not patch.get_fill()]
-    assert sorted(frame.get_xy() for frame in frames) == [(-0.5, -0.5), (-0.5, -0.5), (989.5, 0.5)]
+    assert sorted(frame.get_xy() for frame in frames) == [(-0.5, -0.5), (layout.columns - 1.5, 0.5)]
     assert [text.get_text() for text in map.texts] == ["G"]
-    assert [label.get_text().strip() for label in bars.get_yticklabels()][::-1][:2] == ["L0.H0", "L0.H1 G"]
+    leading = f"L{values.max(1).argmax()}.H{best[values.max(1).argmax()]}"
+    assert [label.get_text().strip() for label in bars.get_yticklabels()][::-1][0].startswith(leading)
+    assert [label.get_text() for label in map.get_xticklabels()] == ["1", "10", "30", "100", "300", "1,000"]
+    assert map.images[0].norm.linthresh == pytest.approx(np.abs(cells).max() / 1000)
 
 
 def test_a_small_atlas_has_a_cell_a_head_and_no_bars_of_what_was_not_measured(tmp_path):
     few = ranking(2, 3, answer_mass=[0.1] * 6)
-    assert grid(few).together == 1
+    assert grid(few).edges is None
     draw_scores(few, tmp_path / "atlas.png")
     assert images.imread(tmp_path / "atlas.png").shape[1] == 960
 

@@ -30,6 +30,7 @@ from surgery.records.record import provenance
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.loop import tune
 from surgery.tuning.lora import matches
+from surgery.tuning.trainable import with_own_mixers
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base, random_llamba, random_selective, subject
 
@@ -206,7 +207,7 @@ def test_8_bits_in_float16_are_tuned(folders, family):
     """The most usual of all: a graft in the first layer, and the control, whose quantised modules learn nothing."""
     base = quantised(folders / family, 8, torch.float16)
     options = Tune(steps=2, batch_size=2, text_batch_size=1, text_tokens=16, lessons=({"options": {"pairs": 2}},))
-    for hybrid, layers in ((splice(base, Plan(sites=("L0.H3",))), None), (copy.deepcopy(adopt(base)), [0])):
+    for hybrid, layers in ((splice(base, Plan(sites=("L0.H3",))), None), (with_own_mixers(base, [0]), [0])):
         before = {name: p.clone() for name, p in hybrid.named_parameters()}
         log = tune(hybrid, build_tokenizer(), options, layers=layers, teacher=adopt(base))
         assert len(log) == 2

@@ -4,7 +4,6 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from surgery.errors import UserError
 from surgery.locating.replay import Replay
@@ -17,28 +16,7 @@ from tests.surgery.test_anatomy import ARCHITECTURES, build
 TOLERANCE = {"rtol": 0, "atol": 1e-10}  # in float64, which every test here computes in
 
 
-class Double(TorchFunctionMode):
-    """Computes in float64 what a model asks to have in float32 whatever its own dtype: norms, scans, softmax."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-
-        def wide(value):
-            return torch.float64 if value is torch.float32 else value
-
-        return function(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    """Two ways of computing add in different orders, and on another CPU in others again."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Double():
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 def wide(name: str):

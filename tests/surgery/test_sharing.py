@@ -2,16 +2,22 @@
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
 
 import surgery as package
+from surgery.evaluation.bench import measure
+from surgery.evaluation.entries import Unheld
+from surgery.jobs import comparison, entries, opening, run
+from surgery.jobs.comparison import compare
+from surgery.jobs.opening import open_checkpoint
 from surgery.loading.digests import model_digest
 from surgery.loading.sharing import own_bytes, same_bits
 from surgery.models.answers import tensors
 from surgery.records.plan import Plan
-from surgery.records.recipe import Lesson, Lora, Tune
+from surgery.records.recipe import Lesson, Lora, Recipe, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.loop import tune
 from surgery.tuning.trainable import trainable, with_own_mixers
@@ -24,7 +30,6 @@ PLANS = {
     "layer": Plan(kind="layer", sites=("L1",)),
 }
 SHORT = Tune(steps=3, batch_size=3, lessons=(Lesson(options={"pairs": (2, 4)}, queries=3),), text_batch_size=2, text_tokens=24)
-FAMILIES = ("plain", "mamba, biases, untied", "falcon mamba", "llamba")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +52,8 @@ def folder(words, tmp_path_factory):
         hybrid = splice(base, plan)
         for form in ("hf", "patch"):
             place = {"tokenizer": words, "plan": plan, "base": str(folder / "base")}
-            package.export(hybrid, folder / f"{name}-{form}", format=form, **place)
+            shards = {"max_shard_size": "200KB"} if (name, form) == ("gate", "hf") else {}
+            package.export(hybrid, folder / f"{name}-{form}", format=form, **place, **shards)
     return folder
 
 
@@ -101,8 +107,7 @@ def test_a_control_is_its_base_and_what_it_trains(base):
         assert same(base, before)
 
 
-@pytest.mark.parametrize("lora", [None, Lora(target_modules=("in_proj",), r=2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("lora", "dtype"), [(Lora(target_modules=("in_proj",), r=2), torch.float32), (None, torch.bfloat16)])
 def test_tuning_a_control_changes_no_other_model(words, lora, dtype):
     """Neither the base nor the hybrids that share with it, LoRA's targets included, which lie in all layers."""
     base = random_base(vocab_size=-(-len(words) // 16) * 16).to(dtype)
@@ -147,3 +152,123 @@ def test_what_differs_is_not_shared(folder):
     assert {p.dtype for p in base.model.parameters()} == {torch.float32}
     assert not same_bits(torch.zeros(3), -torch.zeros(3))
     assert same_bits(torch.full((3,), torch.nan), torch.full((3,), torch.nan))
+
+
+QUICK = {"suites": ["quick"], "pairs": [3], "limit": 4, "windows": 2, "window": 32, "contexts": [16]}
+
+
+def total(models):
+    """The bytes that models take together."""
+    return sum(own_bytes(model, *models[:i]) for i, model in enumerate(models))
+
+
+def compared(folder, out, *names):
+    recipe = Recipe(model=str(folder / "base"), bench=QUICK)
+    return compare(recipe, [str(folder / name) for name in names], out)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What a comparison measures: [(entries, live bytes)]."""
+    seen = []
+
+    def watching(entries, *args, **options):
+        seen.append((dict(entries), live()))
+        return measure(entries, *args, **options)
+
+    monkeypatch.setattr(comparison, "measure", watching)
+    monkeypatch.setattr(run, "measure", watching)
+    return seen
+
+
+def test_a_comparison_costs_the_base_and_the_grafts(folder, tmp_path, measured):
+    """Two patches and an export; and afterwards nothing is left."""
+    package.load(folder / "base")  # whatever the first call leaves
+    before = live()
+    compared(folder, tmp_path, "heads-patch", "gate-patch", "gate-hf")
+    (measured_entries, held), *_ = measured
+    models = [entry.model for entry in measured_entries.values()]
+    own = [grafts(model) for model in models]
+    assert own[0] == 0 < min(own[1:])
+    assert total(models) == own_bytes(models[0]) + sum(own)
+    assert held - before == total(models)
+    del measured_entries, models
+    measured.clear()
+    assert live() == before
+
+
+def test_what_does_not_fit_is_opened_for_its_turn(folder, tmp_path, monkeypatch, capsys, measured):
+    """With the same result as if all had been held; a hybrid fits, another model does not."""
+    names = ("other", "heads-patch", "heads-hf")
+    whole = compared(folder, tmp_path / "whole", *names)
+    assert all(isinstance(entry.source, torch.nn.Module) for entry in measured[0][0].values())
+    assert "opened again" not in capsys.readouterr().err
+    heads = package.load(folder / "heads-patch").model
+    monkeypatch.setattr(opening, "available", lambda _: 2 * grafts(heads) / opening.HELD)
+    there = []
+    monkeypatch.setattr(opening, "open_checkpoint", lambda *a, **k: there.append(k.get("beside")) or open_checkpoint(*a, **k))
+    in_turn = compared(folder, tmp_path / "turns", *names)
+    assert "alone: other" in " ".join(capsys.readouterr().err.split())
+    assert [name for name, entry in measured[1][0].items() if isinstance(entry.source, Unheld)] == ["other"]
+    assert len(there) == 4 + 1  # once more, for its cells and its times
+    for name, report in whole.models.items():
+        again = in_turn.models[name]
+        assert (again.conditions, again.results(), again.change) == (report.conditions, report.results(), report.change)
+        assert [cost.context for cost in again.cost] == [16]
+    written = len(list((tmp_path / "turns" / "cells").iterdir()))
+    there.clear()
+    compare(Recipe(model=str(folder / "base"), bench=QUICK | {"limit": 4}), [str(folder / n) for n in names],
+            tmp_path / "turns", resume=True)  # fmt: skip
+    assert len(there) == 4  # nothing is measured again
+    assert len(list((tmp_path / "turns" / "cells").iterdir())) == written
+
+
+def test_a_run_costs_what_it_trains(folder, tmp_path, measured):
+    """k controls cost their grafts, or the mixer that one trains, and no model; and afterwards nothing is left."""
+    package.load(folder / "base")
+    before = live()
+    recipe = Recipe(
+        model=str(folder / "base"), bench=QUICK | {"doses": [2]}, plan={"heads": 1},
+        locate={"examples": 2, "options": {"pairs": 3}, "layers": False},
+        tune={"steps": 2, "batch_size": 2, "text_batch_size": 2, "text_tokens": 16, "lessons": [{"options": {"pairs": 3}}]},
+    )  # fmt: skip
+    package.run(recipe, tmp_path / "run")
+    (measured_entries, held), *_ = measured
+    models = {name: entry.model for name, entry in measured_entries.items()}
+    layer = measured_entries["tuned"].plan.sites[0].layer
+    mixer = sum(p.nbytes for p in trainable(models["control_tuned"], [layer]).values())
+    assert len(models) == 9
+    assert total(list(models.values())) == own_bytes(models["base"]) + mixer + sum(map(grafts, models.values()))
+    assert 0 <= held - before - total(list(models.values())) < 2**12  # beside them some token ids
+    del measured_entries, models
+    measured.clear()
+    assert live() - before < 2**12  # what other libraries keep, of a size that no model has
+
+
+def test_a_tied_model_ties_no_other(folder, words, tmp_path):
+    """Equal head and embeddings that are two tensors stay two: tied, they would count once in the digest, and learn as one."""
+    base = package.load(folder / "base")
+    untied = random_base(vocab_size=base.model.config.vocab_size, tie_word_embeddings=False)
+    with torch.no_grad():
+        for tensor in (untied.get_input_embeddings().weight, untied.lm_head.weight):
+            tensor.copy_(base.model.get_input_embeddings().weight)
+    untied.save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    beside = package.load(tmp_path, beside=base).model
+    assert model_digest(beside) == model_digest(package.load(tmp_path).model)
+    assert beside.lm_head.weight.data_ptr() != beside.get_input_embeddings().weight.data_ptr()
+    assert beside.get_input_embeddings().weight.data_ptr() == base.model.get_input_embeddings().weight.data_ptr()
+
+
+def test_a_donor_is_let_go_before_anything_is_tuned(base, monkeypatch):
+    monkeypatch.setattr(entries, "splice", lambda model, plan, donor: splice(model, plan))
+    donors, tuned = [random_base()], []
+    alive = weakref.ref(donors[0])
+
+    def tune(name, *_):
+        gc.collect()
+        tuned.append((name, alive()))
+
+    recipe = Recipe(model="base", bench={"controls": False, "doses": []})
+    assert [*entries.entries_of(base, recipe, None, PLANS["heads"], donors.pop, tune)] == ["base", "spliced", "tuned"]
+    assert tuned == [("tuned", None)]

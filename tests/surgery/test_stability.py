@@ -9,7 +9,7 @@ from surgery.locating.attribution import attribute_starts
 from surgery.locating.locate import locate
 from surgery.locating.ranking import Ranking
 from surgery.locating.search import DRAWN, LEADING
-from surgery.locating.stability import Scores, stability
+from surgery.locating.stability import Column, Scores, stability
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
 from surgery.probes.kv import KVRetrieval
@@ -26,16 +26,16 @@ SITES = [Site(0, (head,)) for head in range(12)]
 def scores(centres, attributions=None, seed=0):
     """Six questions with the given means of every head."""
     noise = np.array([-1.0, 1.0, -2.0, 2.0, 0.5, -0.5])[:, None] * 0.01
-    columns = {"splice_loss": np.asarray(centres, float) + noise}
+    columns = {"splice_loss": Column(np.asarray(centres, float) + noise)}
     if attributions is not None:
-        columns["attribution"] = np.asarray(attributions, float) + noise
-    return Scores(KV, seed, np.array([1.0, 0, 1, 0, 1, 1]), columns)
+        columns["attribution"] = Column(np.asarray(attributions, float) + noise)
+    return Scores(KV, seed, np.array([1.0, 0, 1, 0, 1, 1]), columns, len(SITES))
 
 
 def test_rankings_are_compared_as_scipy_does():
     rng = np.random.default_rng(0)
     one, other = rng.normal(size=12), rng.normal(size=12)
-    found = stability(SITES, [scores(one), scores(other, seed=1)], "splice_loss", SITES[10:])
+    found = stability(SITES.__getitem__, [scores(one), scores(other, seed=1)], "splice_loss", [10, 11])
     (agreement,) = found.agreements
     assert agreement.correlation.value == pytest.approx(stats.spearmanr(one, other).statistic)
     low, high = agreement.correlation.ci95
@@ -48,12 +48,31 @@ def test_rankings_are_compared_as_scipy_does():
     assert found.repeats[0].missed is None  # nothing was attributed
 
 
+def test_values_of_some_sites_say_the_same():
+    """Half a million channels need not be kept for the few that are compared."""
+    rng = np.random.default_rng(1)
+    one, other = (scores(rng.normal(size=12), rng.normal(size=12), seed) for seed in (0, 1))
+    chosen = [*one.leading("splice_loss", 5), 10, 11]
+    some = other.only(np.array(chosen))
+    assert some.columns["attribution"].values.shape[1] == len(set(chosen))
+    # Measured at the chosen sites and at 3 others alone.
+    at = np.unique([*chosen, 0, 1, 2])
+    partly = Scores(KV, 1, other.correct, {"splice_loss": Column(other.columns["splice_loss"].values[:, at], at)}, 12)
+    assert np.isnan(partly.centres("splice_loss")).sum() == 12 - len(at)
+    whole = stability(SITES.__getitem__, [one, other], "splice_loss", [10, 11])
+    assert stability(SITES.__getitem__, [one, some], "splice_loss", [10, 11]) == whole
+    compared = stability(
+        SITES.__getitem__, [scores(one.centres("splice_loss")), partly.only(np.array(chosen))], "splice_loss", [10, 11]
+    )
+    assert (compared.leading, compared.drawn) == (whole.leading, whole.drawn)
+
+
 def test_misses_of_the_prefilter():
     """The best head by exact measurement is the last but one by attribution."""
     exact = np.arange(12.0)[::-1]
     attributed = exact.copy()
     attributed[0] = 0.5
-    found = stability(SITES, [scores(exact, attributed), scores(exact, exact)], "splice_loss", [])
+    found = stability(SITES.__getitem__, [scores(exact, attributed), scores(exact, exact)], "splice_loss", [])
     assert [repeat.missed for repeat in found.repeats] == [(SITES[0],), ()]
     assert "lack 1 of the 10 exact" in found.summary()
     header, rows = found.table()
@@ -61,9 +80,9 @@ def test_misses_of_the_prefilter():
     assert {len(row) for row in rows} == {len(header)}
     assert found.drawn is None
     partly = scores(exact, attributed)
-    partly.columns["splice_loss"][2:, 7] = np.nan  # given up after two questions
-    partly.columns["splice_loss"][:, 8] = np.nan  # not measured
-    found = stability(SITES, [partly, scores(exact, exact)], "splice_loss", [])
+    partly.columns["splice_loss"].values[2:, 7] = np.nan  # given up after two questions
+    partly.columns["splice_loss"].values[:, 8] = np.nan  # not measured
+    found = stability(SITES.__getitem__, [partly, scores(exact, exact)], "splice_loss", [])
     assert found.repeats[0].missed is None
     assert found.agreements[0].correlation.n == 11
     assert found.agreements[0].correlation.value == pytest.approx(1)

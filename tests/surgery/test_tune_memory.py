@@ -2,15 +2,22 @@
 enters the blocks where more does not fit."""
 
 import copy
+import json
 
 import pytest
 import torch
+from accelerate import disk_offload
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import FalconMambaConfig, FalconMambaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FalconMambaConfig, FalconMambaForCausalLM
 
+from surgery.jobs.costs import estimate
+from surgery.jobs.costs.sample import Sample
+from surgery.jobs.costs.tuning import StageCost
+from surgery.jobs.stages import first_change
 from surgery.models import pieces
+from surgery.models.quantised import has_quantised_weight
 from surgery.records.plan import Plan
-from surgery.records.recipe import Lesson, Lora, Tune
+from surgery.records.recipe import Lesson, Lora, Recipe, Tune
 from surgery.runtime import memory
 from surgery.splicing.splice import adopt, graft_parameters, splice, stock
 from surgery.tuning import backward_memory
@@ -82,7 +89,7 @@ def test_nothing_below_the_first_graft_is_kept(kind):
     assert everything > 2 * deep
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("kind", "dtype"), [("mamba2", torch.float16), ("falcon", torch.float32), ("llamba", torch.float16)])
 def test_no_copies_of_fixed_weights_are_kept(kind, dtype, monkeypatch):
     base = KINDS[kind]()
     projections = {tuple(p.shape) for name, p in base.named_parameters() if name.endswith("_proj.weight")}
@@ -97,9 +104,9 @@ def test_no_copies_of_fixed_weights_are_kept(kind, dtype, monkeypatch):
     assert len(ours[2] & projections) < len(theirs[2] & projections)
 
 
-def test_weights_stay_in_their_dtype_and_nothing_is_held_twice(kind, tokenizer, monkeypatch):
+def test_weights_stay_in_their_dtype_and_nothing_is_held_twice(tokenizer):
     """Of a base in 16 bits, what is trained alone is float32, and student and teacher have one copy of the rest."""
-    base = KINDS[kind](vocab_size=-(-len(tokenizer) // 16) * 16).to(torch.bfloat16)
+    base = KINDS["falcon"](vocab_size=-(-len(tokenizer) // 16) * 16).to(torch.bfloat16)
     hybrid = splice(base, Plan(sites=("L1.H1",), blend=0.5))
     before = {p.untyped_storage().data_ptr() for p in hybrid.parameters()}
     with started_run(hybrid, tokenizer, SHORT) as run:
@@ -113,7 +120,7 @@ def test_weights_stay_in_their_dtype_and_nothing_is_held_twice(kind, tokenizer, 
     assert fixed <= before
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("kind", "dtype"), [("mamba2", torch.float16), ("falcon", torch.float16), ("llamba", torch.float32)])
 def test_gradient_checkpointing_keeps_what_enters_the_blocks_and_changes_no_bit(kind, dtype):
     base, bf16 = KINDS[kind](**{DEPTH[kind]: 6}), dtype != torch.float32
     plain = measured(copy.deepcopy(base), 0, batch(), dtype, bf16=bf16)
@@ -122,8 +129,8 @@ def test_gradient_checkpointing_keeps_what_enters_the_blocks_and_changes_no_bit(
     assert all(torch.equal(a, b) for a, b in zip(plain[1], less[1], strict=True))
 
 
-def test_blocks_are_computed_again_only_where_they_would_not_fit(kind, monkeypatch):
-    base = KINDS[kind](**{DEPTH[kind]: 4})
+def test_blocks_are_computed_again_only_where_they_would_not_fit(monkeypatch):
+    base = random_base(num_hidden_layers=4)
     monkeypatch.setattr(backward_memory, "FEW", 0)
     sizes = {}
     for free in (2**40, 0):
@@ -146,8 +153,8 @@ def test_a_measured_block_draws_no_random_numbers(tokenizer, monkeypatch):
     assert all(torch.equal(a, b) for other in weights[1:] for a, b in zip(weights[0], other, strict=True))
 
 
-def test_the_cross_entropy_of_many_targets_is_computed_in_pieces(kind, monkeypatch):
-    base = KINDS[kind]().double()
+def test_the_cross_entropy_of_many_targets_is_computed_in_pieces(monkeypatch):
+    base = random_base().double()
     plain = measured(copy.deepcopy(base), 1, batch()[:2], torch.float64)
     monkeypatch.setattr(pieces, "LOGITS", 5 * 99)
     parted = measured(base, 1, batch()[:2], torch.float64)
@@ -155,3 +162,68 @@ def test_the_cross_entropy_of_many_targets_is_computed_in_pieces(kind, monkeypat
     assert not any(shape[-1:] == (99,) for shape in parted[2])
     for a, b in zip(plain[1], parted[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-12)  # logits are float32
+
+
+@pytest.mark.parametrize("how", ["disk", 4, 8])
+def test_a_base_on_the_disk_or_in_few_bits_is_held_once_and_its_weights_are_kept_once(how, tmp_path):
+    """Neither the teacher nor the way back has copies of it. Checkpointing fetches weights again."""
+    base = random_base()
+    if how == "disk":
+        disk_offload(base, str(tmp_path / "weights"), execution_device="cpu", offload_buffers=True)
+    else:
+        pytest.importorskip("bitsandbytes")
+        base.save_pretrained(tmp_path)
+        settings = BitsAndBytesConfig(**{f"load_in_{how}bit": True})
+        base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings).eval()
+    projections = {tuple(p.shape) for name, p in random_base().named_parameters() if name.endswith("_proj.weight")}
+    projections |= {shape[::-1] for shape in projections}
+    hybrid = splice(base, Plan(sites=("L0.H1",), blend=0.5))
+    modules = {id(module) for module in hybrid.modules()}
+    teacher = adopt(stock(hybrid))
+    with training(hybrid, trainable(hybrid, None), teacher):
+        distillation = Distillation(hybrid, teacher)
+        own = [module for module in distillation.teacher_blocks.modules() if has_quantised_weight(module)]
+        assert len(own) == (0 if how == "disk" else 2)  # of the grafted block
+        assert all(id(module) in modules for module in own)
+        plain = kept(distillation, batch())
+        less = kept(Distillation(hybrid, teacher, checkpointing=True), batch())
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], less[1], strict=True))
+    assert not less[2] & projections
+    assert less[0] < plain[0] / 2
+    if how != "disk":
+        assert not plain[2] & projections
+
+
+def test_a_tuning_that_ran_out_of_memory_is_resumed_with_checkpointing(tokenizer, tmp_path):
+    """It changes no result, so it may change. Checkpoints of 0.7 name it among their settings."""
+    hybrid, other = (splice(random_base(vocab_size=-(-len(tokenizer) // 16) * 16), Plan(sites=("L1.H3",))) for _ in range(2))
+    options = SHORT.model_copy(update={"gradient_checkpointing": False, "steps": 1})
+    log = tune(hybrid, tokenizer, options, out=tmp_path)
+    (path,) = tmp_path.glob("checkpoint-*/state.json")
+    state = json.loads(path.read_text())
+    state["settings"]["tune"]["gradient_checkpointing"] = False
+    path.write_text(json.dumps(state))
+    assert tune(other, tokenizer, options.model_copy(update={"gradient_checkpointing": True}), out=tmp_path, resume=True) == log
+    assert all(torch.equal(p, other.get_parameter(name)) for name, p in graft_parameters(hybrid).items())
+    earlier = Recipe(model="x", tune=options)
+    assert first_change(earlier, Recipe(model="x", tune=SHORT.model_copy(update={"steps": 1})), ("tune",)) is None
+    assert first_change(earlier, Recipe(model="x", tune=SHORT), ("tune",)) is not None
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "free", "tried"),
+    [("auto", 100, [False]), ("auto", 40, [False, True]), (True, 100, [True]), (False, 1, [False])],
+)
+def test_the_estimate_decides_as_the_run_will(checkpointing, free, tried, monkeypatch):
+    asked = []
+
+    def cost(patient, recipe, make, first, whole):
+        asked.append(recipe.tune.gradient_checkpointing)
+        return StageCost({}, Sample(1.0, 50.0), 0)
+
+    monkeypatch.setattr(estimate, "tuning_cost", cost)
+    costs = object.__new__(estimate.Costs)
+    costs.recipe, costs.patient = Recipe(model="x", tune=Tune(gradient_checkpointing=checkpointing)), None
+    costs.available, costs.held = 30 + free, 30
+    costs._tuning_cost(lambda depth, first: None, 0, True)
+    assert asked == tried

@@ -14,13 +14,15 @@ from surgery.runtime import memory
 from surgery.runtime.processes import several_processes
 from surgery.runtime.progress import busy, say, silently
 
+SHORT = 60.0  # seconds: of a run that takes no longer, nothing is measured or said
+
 
 class Announced:
     """The costs of a run that goes on in `out`, measured when its first stage starts: of what is finished, nothing is. Several
     processes would each have to measure, so that they say nothing."""
 
-    def __init__(self, recipe: Recipe, base: Checkpoint, out: Path):
-        self.recipe, self.base, self.out, self.start = recipe, base, out, started()
+    def __init__(self, recipe: Recipe, base: Checkpoint, out: Path, verify: str = "auto"):
+        self.recipe, self.base, self.out, self.verify, self.start = recipe, base, out, verify, started()
         self._stages: dict[str, Stage] | None = None
 
     def say(self, name: str) -> None:
@@ -40,7 +42,9 @@ class Announced:
         state = random.getstate()
         try:
             with silently(), torch.random.fork_rng():
-                costs = Costs(self.recipe, self.base, self.start, quick=True)
+                costs = Costs(self.recipe, self.base, self.start, quick=True, verify=self.verify)
+                if costs.roughly() < SHORT:
+                    return ()
                 stages = costs.all_stages()
         finally:
             random.setstate(state)

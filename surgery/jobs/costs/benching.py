@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.evaluation.report import LOSSES
 from surgery.evaluation.speed import decode_cost, decode_forwards, speed
-from surgery.evaluation.suites import Task, tasks
+from surgery.evaluation.suites import WINDOW_ROWS, Task, standard, tasks
 from surgery.jobs.costs.sample import Patient, Sample, extended, sampled, total
 from surgery.loading.digests import conditions
 from surgery.probes.knowledge import part_for_bench
@@ -48,12 +49,16 @@ def bench_cost(
     rows = patient.rows(options.batch_size)
     rows = max(1, min(rows, options.batch_size // 8)) if quick else rows
     few = options.model_copy(
-        update={"limit": max(2, rows), "batch_size": rows, "task_limit": min(rows, options.task_limit or rows), "seeds": 1}
-    )
+        update={
+            "limit": max(2, rows), "batch_size": rows, "task_limit": min(rows, options.task_limit or rows), "seeds": 1,
+            "windows": max(1, min(options.windows, rows // WINDOW_ROWS)),
+        }
+    )  # fmt: skip
     contexts = [context for context in options.contexts if context <= tokenizer.model_max_length]
-    todo = tasks(options, tokenizer, recipe.data, recipe.seed, part)
     samples = tasks(few, tokenizer, recipe.data, recipe.seed, part)
     tried = {(task.name, task.part): task for task in samples}
+    # All examples of all tasks take a while to be made; their number is known where the harness does not say it.
+    todo = samples if quick and not standard(options) else tasks(options, tokenizer, recipe.data, recipe.seed, part)
     of: dict[Kind, Sample] = {}
     for kind, make in kinds.items():
         if kind not in entries.values():
@@ -65,7 +70,12 @@ def bench_cost(
             key = (task.name, task.part)
             if key not in rates:
                 rates[key] = patient.along(partial(_asked, tried[key], made))
-            parts.append(_whole(rates[key], task, tried[key], quick))
+            if todo is samples:
+                sizes = (options.windows, few.windows) if task.name in LOSSES else (options.limit, few.limit)
+                times = sizes[0] / sizes[1] if task.count == sizes[1] else 1.0
+                parts.append(Sample(rates[key].seconds * times * options.seeds, rates[key].bytes * options.batch_size / rows))
+            else:
+                parts.append(_whole(rates[key], task, tried[key]))
         parts += _timed(patient, options, contexts, made, quick)
         parts.append(patient.along(partial(_read, tokenizer, made)))
         of[kind] = total(parts)
@@ -74,11 +84,10 @@ def bench_cost(
     )
 
 
-def _whole(sample: Sample, task: Task, tried: Task, quick: bool) -> Sample:
+def _whole(sample: Sample, task: Task, tried: Task) -> Sample:
     """From a part of a task to all of it."""
-    if quick or task.shapes is None or tried.shapes is None:
-        factor = task.count / max(1, tried.count)
-        return Sample(sample.seconds * factor, sample.bytes)
+    if task.shapes is None or tried.shapes is None:
+        return Sample(sample.seconds * task.count / max(1, tried.count), sample.bytes)
     whole, part = task.shapes(), tried.shapes()
     tokens, most = (sum(r * t for r, t in whole), max(r * t for r, t in whole))
     own, largest = (sum(r * t for r, t in part), max(r * t for r, t in part))
@@ -96,8 +105,9 @@ def _timed(
         jobs += [(context, _speed_of(batch)) for context in contexts for batch in options.batches]
     result = []
     for context, job in jobs:
-        short = [context] if patient.is_whole and not quick and context <= 8 * LONG else [LONG // 2, LONG]
-        sizes = short if context > LONG or len(short) == 1 else [context]
+        longest = LONG // 4 if quick else LONG
+        few = context <= (longest if quick or not patient.is_whole else 8 * LONG)
+        sizes = [context] if few else [longest // 2, longest]
 
         result.append(patient.along(partial(_at_context, job, made, sizes, context)))
     return result

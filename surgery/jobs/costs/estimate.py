@@ -5,11 +5,13 @@ often the stage does that follows from the recipe by the functions that do the w
 """
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from surgery.errors import UserError
+from surgery.exporting.verify import check_way
 from surgery.families import family_of
 from surgery.jobs.costs.benching import BenchCost, bench_cost
 from surgery.jobs.costs.exporting import export_cost, started, weights_of
@@ -17,12 +19,12 @@ from surgery.jobs.costs.locating import locating_cost
 from surgery.jobs.costs.models import Models, Trained, assumed, models_of
 from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
 from surgery.jobs.costs.sample import Patient, Sample, sampled
-from surgery.jobs.costs.tuning import STATES, Tuned, held_beyond, tuning_cost
+from surgery.jobs.costs.tuning import STATES, StageCost, Tuned, held_beyond, tuning_cost
 from surgery.jobs.opening import open_base
 from surgery.jobs.preparing import check, check_run
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
-from surgery.loading.opened import a_type
+from surgery.loading.opened import a_type, model_of
 from surgery.locating.questions import question_set
 from surgery.probes.scoring import padded
 from surgery.records.plan import Plan
@@ -32,14 +34,15 @@ from surgery.runtime import memory
 from surgery.runtime.processes import several_processes
 from surgery.runtime.progress import busy, silently
 from surgery.splicing.splice import adopt
+from surgery.tuning.backward_memory import Checkpointing, step_fits
 
 CHECKPOINTS = 2  # of a tuning, while a new one replaces the old
 SMALLER = "Open the model in less precision (--set dtype=bfloat16), or take a machine with more."
 
 
-def estimate(recipe: Recipe, out: str | Path = "runs", *, trust_remote_code: bool = False) -> Estimate:
-    """What run(recipe, out) will cost: each stage's time, peak memory and disk, against what this machine has, and what to
-    change where it does not fit. The result prints as a table.
+def estimate(recipe: Recipe, out: str | Path = "runs", *, verify: str = "auto", trust_remote_code: bool = False) -> Estimate:
+    """What run(recipe, out, verify=...) will cost: each stage's time, peak memory and disk, against what this machine has, and
+    what to change where it does not fit. The result prints as a table.
 
     It takes a small part of the run: the model is opened, and a batch of each stage is done. Raises UserError for whatever run
     would refuse before its work begins, and for a recipe of a study.
@@ -50,6 +53,7 @@ def estimate(recipe: Recipe, out: str | Path = "runs", *, trust_remote_code: boo
         raise UserError("a study has no estimate; leave out the key study for that of the main job")
     if several_processes():
         raise UserError("an estimate is made by one process; start it without a launcher")
+    check_way(verify)
     begun, cpu = time.perf_counter(), started()
     with use(**recipe.kernels):
         with busy("opening the model"):
@@ -59,7 +63,7 @@ def estimate(recipe: Recipe, out: str | Path = "runs", *, trust_remote_code: boo
         check_run(recipe, base)
         start = started() - cpu if cpu > 120 else started()  # a notebook has done other work before
         with busy("measuring a part of each stage"), silently():
-            costs = Costs(recipe, base, start)
+            costs = Costs(recipe, base, start, verify=verify)
             stages = costs.all_stages()
     return Estimate(
         **environment().model_dump(), model=recipe.model, stages=tuple(stages), available=costs.available,
@@ -74,18 +78,35 @@ class Costs:
     quick: less is measured, and nothing counted, so that a run can afford it while it works.
     """
 
-    def __init__(self, recipe: Recipe, base: Checkpoint, start: float, quick: bool = False):
+    def __init__(self, recipe: Recipe, base: Checkpoint, start: float, quick: bool = False, verify: str = "auto"):
+        self.verify = verify
         self.recipe, self.base, self.start, self.quick = recipe, base, start, quick
         self.on_gpu = base.model.device.type == "cuda"
         device = base.model.device
         options = recipe.locate.model_copy(update={"examples": max(2, recipe.locate.batch_size)})
         first = question_set(base.tokenizer, options, options, seed=recipe.seed, device=device)
         ids = padded(first.groups[0][1].rows, device)[0]
+        _import_what_a_run_needs()
         self.before = self._held_now()
         self.available = self.before + memory.available(device)
         self.patient = Patient(base.model, base.tokenizer, ids)
         self.settings: dict[str, tuple[dict[str, int], str]] = {}
         self.held = self.before
+        self._made: dict[tuple[int, int], Models] = {}
+
+    def _models(self, chosen: Plan, depth: int, first: int = 0) -> Models:
+        """The run's models at a depth, made once. Those that are tuned for a sample are not asked anything afterwards."""
+        if (depth, first) not in self._made:
+            self._made[depth, first] = models_of(self.patient, self.recipe, chosen, depth, first)
+        return self._made[depth, first]
+
+    def roughly(self) -> float:
+        """Seconds of the whole run, by one forward alone: whether it is worth a closer look."""
+        options, (locate, tune) = self.recipe.bench, (self.recipe.locate, self.recipe.tune)
+        models, tuned = (4 + 2 * options.random_sites, 4) if options.controls else (3, 1)
+        sizes = len(options.pairs) + 4
+        forwards = 2 * locate.examples / locate.batch_size + 4 * tuned * tune.steps
+        return self.patient.step * (forwards + models * sizes * options.seeds * options.limit / options.batch_size)
 
     def _held_now(self) -> int:
         if self.on_gpu:
@@ -124,9 +145,8 @@ class Costs:
         made: dict[int, int] = {}
 
         def making(depth: int) -> Sample:
-            models: list[Models] = []
-            sample = sampled(lambda: models.append(models_of(self.patient, self.recipe, chosen, depth)), repeat=False)
-            others = [entry.model for entry in models[0].entries.values()]
+            sample = sampled(lambda: self._models(chosen, depth), repeat=False)
+            others = [model_of(entry.model, "bench") for entry in self._models(chosen, depth).entries.values()]
             made[depth] = held_beyond(others, self.patient.model)
             return Sample(sample.seconds, made[depth])
 
@@ -138,33 +158,46 @@ class Costs:
         """A stage for every model that is tuned. Models whose training begins in the same layer cost the same."""
         whole = len(self.patient.depths) == 1
         options = self.recipe.tune
-        names = models_of(self.patient, self.recipe, chosen, self.patient.depths[-1]).trained
+        names = self._models(chosen, self.patient.depths[-1]).trained
         known: dict[tuple[int, bool], Any] = {}
         result = []
         for name, trained in names.items():
             first = trained.first if whole else min(site.layer for site in chosen.sites)
             key = (0, False) if self.quick else (first, trained.layers is not None)
             if key not in known:
-                known[key] = tuning_cost(self.patient, self.recipe, partial(self._tuned, chosen, name), first, whole)
+                known[key] = self._tuning_cost(partial(self._tuned, chosen, name), first, whole)
             cost = known[key]
             rows = {f"tune.{size}": getattr(options, size) for size in ("batch_size", "text_batch_size")}
-            self.settings[f"tune {name}"] = rows, "Try --set tune.gradient_checkpointing=true, or shorter tune.text_tokens."
+            more = "" if options.gradient_checkpointing else "--set tune.gradient_checkpointing=true, or "
+            self.settings[f"tune {name}"] = rows, f"Try {more}shorter tune.text_tokens."
             disk = CHECKPOINTS * (STATES - 1) * 4 * cost.trained
             at_most = options.early_stopping is not None or bool(self.recipe.plan.sites is None and self.patient.depth > 1)
             result.append(self._stage(f"tune {name}", cost.sample, disk, {"steps": sum(cost.steps.values())}, at_most))
         return result
 
+    def _tuning_cost(self, make: Callable[[int, int], Tuned], first: int, whole: bool) -> StageCost:
+        """tuning_cost. Of tune.gradient_checkpointing=auto: with it, if without it a step would not fit where the run looks."""
+
+        def cost(checkpointing: Checkpointing) -> StageCost:
+            tune = self.recipe.tune.model_copy(update={"gradient_checkpointing": checkpointing})
+            return tuning_cost(self.patient, self.recipe.model_copy(update={"tune": tune}), make, first, whole)
+
+        if (chosen := self.recipe.tune.gradient_checkpointing) != "auto":
+            return cost(chosen)
+        plain = cost(False)
+        return plain if step_fits(plain.sample.bytes, self.available - self.held) else cost(True)
+
     def _tuned(self, chosen: Plan, name: str, depth: int, first: int) -> Tuned:
-        trained: Trained = models_of(self.patient, self.recipe, chosen, depth, first).trained[name]
+        trained: Trained = self._models(chosen, depth, first).trained[name]
         return Tuned(trained.model, trained.layers, adopt(self.patient.at(depth)))
 
     def bench(self, chosen: Plan) -> Stage:
         """bench, of all models together."""
-        names = models_of(self.patient, self.recipe, chosen, self.patient.depths[0]).entries
+        names = self._models(chosen, self.patient.depths[0]).entries
         kinds = {name: "hybrid" if self.quick or entry.plan is not None else "base" for name, entry in names.items()}
 
         def hybrid(depth: int) -> Any:
-            return models_of(self.patient, self.recipe, chosen, depth).entries["spliced"].model.eval()
+            return model_of(self._models(chosen, depth).entries["spliced"].model, "bench").eval()
 
         cost: BenchCost = bench_cost(self.patient, self.recipe, {"base": self.patient.at, "hybrid": hybrid}, kinds, self.quick)
         self.settings["bench"] = {"bench.batch_size": self.recipe.bench.batch_size}, SMALLER
@@ -175,12 +208,12 @@ class Costs:
         """export, with its proof in a fresh process."""
 
         def hybrid(depth: int) -> Any:
-            return models_of(self.patient, self.recipe, chosen, depth).entries["spliced"].model.eval()
+            return model_of(self._models(chosen, depth).entries["spliced"].model, "bench").eval()
 
         process = 0 if self.on_gpu else self.before - weights_of(self.patient.model)
-        sample, child = export_cost(self.patient, hybrid, self.start, max(0, process))
-        self.settings["export"] = {}, SMALLER
-        whole = Sample(sample.seconds, sample.bytes + (0 if self.on_gpu else child))
+        sample, child = export_cost(self.patient, hybrid, self.start, max(0, process), self.verify, self.quick)
+        self.settings["export"] = {}, "Try --verify layers, which takes less, or --verify tensors."
+        whole = Sample(sample.seconds, sample.bytes if self.on_gpu else max(sample.bytes, child))  # one after the other
         return self._stage("export", whole, weights_of(self.patient.model))
 
     def _stage(
@@ -203,3 +236,10 @@ class Costs:
                 f"The disk has {memory.size(free)} free, and the run needs {memory.size(disk)}: choose another --out."
             )
         return tuple(result)
+
+
+def _import_what_a_run_needs() -> None:
+    """What stages import when they begin is in memory from then on."""
+    import accelerate  # noqa: F401
+    import matplotlib.figure  # noqa: F401
+    import scipy.optimize  # noqa: F401

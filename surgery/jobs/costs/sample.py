@@ -79,7 +79,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 def _let_go() -> None:
     """Give freed memory back to the system, so that the next peak is that of new memory."""
-    gc.collect()
+    gc.collect(0)
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -103,7 +103,7 @@ class Patient:
     """A model that samples are taken of.
 
     model: adopted, in the end. ids (rows, t): a usual batch. depths: how many of its layers are tried, all or two smaller
-    numbers. share: the share of a batch's rows that is tried.
+    numbers. share: the share of a batch's rows that is tried. step: about the seconds of a forward of the batch, by one row.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor):
@@ -116,9 +116,11 @@ class Patient:
         small, large = CUT
         if self.depth <= large:
             one_row = sampled(lambda: self._forward(self.model, ids[:1])).seconds
+            self.step = one_row * len(ids)
             return (self.depth,), min(1.0, LONGEST / max(one_row * len(ids), 1e-9))
         one_row = sampled(lambda: self._forward(self.at(small), ids[:1])).seconds
-        if one_row / small * self.depth * len(ids) <= WHOLE:
+        self.step = one_row / small * self.depth * len(ids)
+        if self.step <= WHOLE:
             return (self.depth,), 1.0
         return CUT, min(1.0, LONGEST / max(one_row / small * large * len(ids), 1e-9))
 

@@ -1,0 +1,163 @@
+"""torch.compile, torch.export and other traces of whole models: one graph, the same logits."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache, FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM
+
+from surgery.records.plan import Plan
+from surgery.splicing.splice import adopt, splice
+from tests.conftest import random_base, random_llamba, random_selective
+
+BASES = {
+    "mamba2": partial(random_base, num_hidden_layers=2),
+    "mamba": partial(random_selective, MambaConfig, MambaForCausalLM, num_hidden_layers=2),
+    "falcon_mamba": partial(random_selective, FalconMambaConfig, FalconMambaForCausalLM, num_hidden_layers=2),
+    "llamba": partial(random_llamba, n_layer=2),
+}
+SITES = {"mamba2": "L1.H1", "mamba": "L1.H0,3,4", "falcon_mamba": "L1.H0,3,4", "llamba": "L1.H1"}
+
+
+def model(family: str, kind: str) -> Any:
+    base = BASES[family]().eval()
+    return adopt(base) if kind == "base" else splice(base, Plan(sites=(SITES[family],)))
+
+
+def ids(tokens: int, rows: int = 2) -> torch.Tensor:
+    return torch.arange(rows * tokens).view(rows, tokens) * 7 % 29
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def near(compiled: torch.Tensor, eager: torch.Tensor) -> bool:
+    return (compiled - eager).abs().max() <= 1e-5 * max(1.0, eager.abs().max())
+
+
+def check_prefill(compiled, eager, graphs: int = 2) -> None:
+    """In one graph for every length: a first one for the first length, and one for all others."""
+    for tokens in (11, 17, 23, 29):
+        assert near(
+            compiled(input_ids=ids(tokens), use_cache=False).logits, eager(input_ids=ids(tokens), use_cache=False).logits
+        )
+    assert counters["stats"]["unique_graphs"] <= graphs
+
+
+def check_decoding(compiled, eager, graphs: int = 2) -> None:
+    before = counters["stats"]["unique_graphs"]
+    caches = [DynamicCache(config=eager.config) for _ in range(2)]
+    for cache in caches:
+        eager(input_ids=ids(9), cache_params=cache, use_cache=True)
+    for step in range(5):
+        token = ids(1) + step
+        logits = [
+            m(input_ids=token, cache_params=c, use_cache=True).logits for m, c in zip((compiled, eager), caches, strict=True)
+        ]
+        assert near(*logits)
+    assert counters["stats"]["unique_graphs"] - before <= graphs
+
+
+def check_training(compiled, eager, graphs: int = 2) -> None:
+    before = counters["stats"]["unique_graphs"]
+    eager.train().requires_grad_(True)
+    for tokens in (11, 17, 23):
+        gradients = []
+        for run in (compiled, eager):
+            eager.zero_grad()
+            run(input_ids=ids(tokens), labels=ids(tokens), use_cache=False).loss.backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in eager.parameters() if p.grad is not None]))
+        assert near(*gradients)
+    assert counters["stats"]["unique_graphs"] - before <= graphs
+
+
+def test_a_hybrid_is_one_graph():
+    """Prompts of any length, and decoding; traced alone, without a compiler."""
+    hybrid = model("mamba2", "hybrid")
+    compiled = torch.compile(hybrid, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        check_prefill(compiled, hybrid)
+        check_decoding(compiled, hybrid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["base", "hybrid"])
+@pytest.mark.parametrize("family", BASES)
+def test_every_family_is_one_graph(family, kind):
+    """Base and hybrid, for prompts, decoding and training, with gradients."""
+    eager = model(family, kind)
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        check_prefill(compiled, eager)
+        check_decoding(compiled, eager)
+    check_training(compiled, eager)
+
+
+@pytest.mark.slow
+def test_inductor_computes_the_same():
+    hybrid = model("mamba2", "hybrid")
+    compiled = torch.compile(hybrid, fullgraph=True)
+    with torch.no_grad():
+        check_prefill(compiled, hybrid)
+        check_decoding(compiled, hybrid)
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_a_hybrid_runs_without_values(family):
+    """FakeTensorMode: forward, backward and decoding know their shapes, and nothing reads a value."""
+    hybrid = copy.deepcopy(model(family, "hybrid")).requires_grad_(True)
+    mode = FakeTensorMode()
+    for module in hybrid.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(mode.from_tensor(parameter.detach()))
+    tokens, one = mode.from_tensor(ids(11)), mode.from_tensor(ids(1))
+    with mode:
+        hybrid(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in hybrid.parameters() if p.requires_grad)
+        cache = DynamicCache(config=hybrid.config)
+        hybrid(input_ids=tokens, cache_params=cache, use_cache=True)
+        mask = torch.ones(2, 12, dtype=torch.long)
+        assert hybrid(input_ids=one, cache_params=cache, use_cache=True, attention_mask=mask).logits.shape[:2] == (2, 1)
+
+
+def test_a_hybrid_is_exported():
+    hybrid = model("mamba2", "hybrid")
+    lengths = {"input_ids": {1: torch.export.Dim.AUTO}, "use_cache": None}
+    with torch.no_grad():
+        program = torch.export.export(hybrid, (ids(11),), {"use_cache": False}, dynamic_shapes=lengths)
+        for tokens in (11, 18):
+            assert near(program.module()(ids(tokens), use_cache=False).logits, hybrid(ids(tokens), use_cache=False).logits)
+
+
+def test_a_compiled_hybrid_obeys_autocast():
+    hybrid = model("mamba2", "hybrid")
+    compiled = torch.compile(hybrid, fullgraph=True, backend="eager")
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(compiled(ids(11), use_cache=False).logits, hybrid(ids(11), use_cache=False).logits)
+
+
+def test_torch_func_transforms_a_hybrid():
+    hybrid = model("mamba2", "hybrid").double().requires_grad_(True)
+    parameters = dict(hybrid.named_parameters())
+    tokens = ids(11)
+
+    def loss(parameters):
+        return torch.func.functional_call(
+            hybrid, parameters, (), {"input_ids": tokens, "labels": tokens, "use_cache": False}
+        ).loss
+
+    transformed = torch.func.grad(loss)(parameters)
+    loss(parameters).backward()
+    assert all(torch.allclose(transformed[name], p.grad, atol=1e-6) for name, p in parameters.items() if p.grad is not None)
+    rows = torch.func.vmap(lambda row: hybrid(row[None], use_cache=False).logits[0])(tokens)
+    assert torch.allclose(rows, hybrid(tokens, use_cache=False).logits, atol=1e-6)

@@ -1,0 +1,319 @@
+"""What a run will cost: exact counts, memory that is the weights', nothing written, and advice where it does not fit."""
+
+import hashlib
+import io
+import json
+import sys
+from contextlib import redirect_stdout
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+import surgery
+from surgery.cli import app as cli
+from surgery.errors import UserError
+from surgery.evaluation.bench import measure
+from surgery.evaluation.suites import tasks
+from surgery.jobs import run as job
+from surgery.jobs.costs import announced, estimate
+from surgery.jobs.costs.benching import bench_forwards
+from surgery.jobs.costs.exporting import weights_of
+from surgery.jobs.costs.locating import passes
+from surgery.jobs.costs.models import assumed, models_of
+from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
+from surgery.jobs.costs.sample import Patient, Sample, cut, extended, moved
+from surgery.jobs.costs.tuning import held_beyond, stages_of
+from surgery.loading.digests import model_digest
+from surgery.locating import prefilter
+from surgery.locating.locate import rank
+from surgery.locating.questions import question_sets
+from surgery.locating.recording import Walk
+from surgery.locating.subject import Subject
+from surgery.records.plan import Plan
+from surgery.records.recipe import Locate, Tune, read_recipe
+from surgery.runtime import memory
+from surgery.splicing.splice import adopt, graft_parameters, splice
+from surgery.tuning.calibrate import calibrate
+from surgery.tuning.descent import Descent
+from surgery.tuning.loop import tune
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import BASES, random_base
+
+RECIPE = """
+locate: {options: {pairs: 4}, examples: 12, batch_size: 4, exact: true}
+tune: {steps: 3, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
+bench: {pairs: [4], limit: 6, windows: 2, window: 32, contexts: [16], batch_size: 4, random_sites: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def words():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def base(words):
+    return random_base(vocab_size=-(-len(words) // 16) * 16)
+
+
+@pytest.fixture(scope="module")
+def folder(base, words, tmp_path_factory):
+    """A base and a recipe for it."""
+    folder = tmp_path_factory.mktemp("costs")
+    base.save_pretrained(folder / "base")
+    words.save_pretrained(folder / "base")
+    (folder / "quick.yaml").write_text(f"model: {folder / 'base'}\n{RECIPE}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def estimated(folder):
+    """The estimate of the whole recipe, and the folder's digests before and after."""
+    before = digests(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        estimate = surgery.estimate(read_recipe(folder / "quick.yaml"))
+    return estimate, before, digests(folder)
+
+
+def digests(folder):
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.rglob("*") if file.is_file()}
+
+
+class Counted:
+    """Counts the calls of functions by name."""
+
+    def __init__(self, monkeypatch):
+        self.patch, self.calls = monkeypatch, {}
+
+    def watch(self, owner, name, called=None):
+        own, called = getattr(owner, name), called or name
+        self.calls[called] = 0
+
+        def counting(*args, **kwargs):
+            self.calls[called] += 1
+            return own(*args, **kwargs)
+
+        self.patch.setattr(owner, name, counting)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"exact": True}, {"exact": True, "layers": False, "seeds": 2}, {"exact": False, "seeds": 2}, {"confirm": 0.2}],
+    ids=str,
+)
+def test_the_passes_of_a_search_are_those_that_it_makes(base, words, monkeypatch, options, tmp_path):
+    subject = Subject.of(base, words)
+    options = Locate(options={"pairs": 4}, examples=12, batch_size=4, **options)
+    options = options.model_copy(update={"exact": options.exact if options.confirm is None else True})
+    sets = question_sets(words, options, seed=0, device=base.device)
+    counts = passes(sets, options, heads=24, layers=3)
+    counted = Counted(monkeypatch)
+    counted.watch(Walk, "logits")
+    counted.watch(prefilter, "attribute_starts")
+    rank(subject, options, kept=tmp_path)
+    forwards = counts.base + 3 * counts.walks + counts.variants
+    assert counted.calls["attribute_starts"] == counts.starts + counts.slopes
+    if counts.at_most:
+        assert counted.calls["logits"] <= forwards
+    else:
+        assert counted.calls["logits"] == forwards
+    assert counts.at_most is (options.confirm is not None)
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_the_steps_of_tuning_are_those_that_it_takes(base, words, monkeypatch, control):
+    options = Tune(
+        steps=3, batch_size=2, text_batch_size=1, text_tokens=24, align={"steps": 4, "batches": 1}, calibrate={"examples": 2}
+    )
+    steps = stages_of(options, control)
+    counted = Counted(monkeypatch)
+    counted.watch(Descent, "_step")
+    measured = []
+    monkeypatch.setattr("surgery.tuning.loop.calibrate", lambda *args: measured.extend(log := calibrate(*args)) or log)
+    if control:
+        tune(adopt(random_base(vocab_size=base.config.vocab_size)), words, options, layers=[1], teacher=adopt(base))
+    else:
+        tune(splice(base, Plan(sites=("L1.H3",), blend=0.1)), words, options)
+    assert counted.calls["_step"] == steps["distil"] + steps.get("align", 0)
+    assert 0 < len(measured) <= steps["calibrate"] if not control else "calibrate" not in steps and not measured
+
+
+def test_the_forwards_of_the_bench_are_those_that_it_makes(base, words):
+    recipe = read_recipe(None, ["bench.pairs=[2,4]", "bench.limit=10", "bench.batch_size=4"], model="none")
+    options = recipe.bench.model_copy(update={"windows": 20, "window": 16, "contexts": (16, 32)})
+    todo = tasks(options, words, recipe.data, 0)
+    forwards = 0
+
+    def note(module, _):
+        nonlocal forwards
+        forwards += isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        measure({"base": base, "hybrid": splice(base, Plan(sites=("L0.H1",)))}, words, options)
+    finally:
+        handle.remove()
+    assert forwards == 2 * bench_forwards(options, todo, [16, 32])
+
+
+@pytest.mark.parametrize("family", ["plain", "mamba", "falcon mamba", "llamba"])
+def test_the_first_layers_of_a_model_are_its_own_tensors(family):
+    model = adopt(BASES[family]()).eval()
+    shallow = cut(model, 2)
+    assert held_beyond([shallow], model) == 0
+    seen = {}
+    model.base_model.layers[1].register_forward_hook(lambda _, __, returned: seen.update(states=returned))
+    shallow.base_model.layers[1].register_forward_hook(lambda _, __, returned: seen.update(cut=returned))
+    ids = torch.arange(5)[None] + 1
+    with torch.no_grad():
+        model(ids)
+        shallow(ids)
+    first, second = (value[0] if isinstance(value, tuple) else value for value in (seen["states"], seen["cut"]))
+    assert torch.equal(first, second)
+
+
+def test_weights_are_what_their_file_holds(folder, base):
+    tensors = load_file(folder / "base" / "model.safetensors")
+    assert weights_of(base) == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_what_the_models_of_a_run_hold_beside_the_base_is_what_they_train(base, words, folder):
+    recipe = read_recipe(folder / "quick.yaml")
+    patient = Patient(base, words, torch.ones(2, 8, dtype=torch.long))
+    made = models_of(patient, recipe, assumed(recipe, 3, 8), 3)
+    hybrids = [entry.model for entry in made.entries.values() if entry.plan is not None]
+    grafts = sum(p.nbytes for model in hybrids for p in graft_parameters(model).values())
+    buffers = sum(b.nbytes for model in hybrids for name, b in model.named_buffers() if ".graft." in name)
+    mixer = sum(t.nbytes for t in base.backbone.layers[0].mixer.parameters())
+    held = held_beyond([entry.model for entry in made.entries.values()], patient.model)
+    assert grafts + mixer <= held <= grafts + mixer + buffers + 4096 * len(made.entries)
+    assert {name: trained.first for name, trained in made.trained.items()}["control_tuned"] == 0
+
+
+def test_an_estimate_names_every_stage_and_writes_nothing(estimated, folder):
+    estimate, before, after = estimated
+    assert before == after
+    names = [stage.name for stage in estimate.stages]
+    assert names[:4] == ["locate", "plan and splice", "tune tuned", "tune control_tuned"]
+    assert names[-2:] == ["bench", "export"]
+    stages = {stage.name: stage for stage in estimate.stages}
+    assert stages["tune tuned"].counts == {"steps": 3}
+    assert stages["locate"].counts["forwards"] == 3
+    assert all(stage.seconds > 0 for stage in estimate.stages)
+    assert all(memory.resident() / 4 < stage.memory < estimate.available for stage in estimate.stages)
+    assert stages["export"].disk == weights_of(random_base(vocab_size=1664)) or stages["export"].disk > 0
+    assert estimate.fits
+    assert estimate.advice == ()
+    assert "the grafts are taken to be in the first layers" in str(estimate)
+    assert Estimate.model_validate_json(estimate.text()) == estimate
+
+
+@pytest.mark.slow
+def test_a_run_does_what_was_estimated(estimated, folder, tmp_path, monkeypatch, capsys):
+    """And says it of each stage; measuring changes neither the weights nor what is drawn at random."""
+    recipe = read_recipe(folder / "quick.yaml")
+    monkeypatch.setattr(announced, "SHORT", 0.0)
+    report = job.run(recipe, tmp_path / "out")
+    said = capsys.readouterr().err
+    stages = {stage.name: stage for stage in estimated[0].stages}
+    assert report.timings.keys() == report.memory.keys() == stages.keys() - {"plan and splice"}
+    for name in report.timings:
+        assert f"\n{name}: at most " in said or f"\n{name}: about " in said
+    monkeypatch.setattr(announced, "SHORT", 60.0)  # a short run says nothing of its cost
+    silent = job.run(recipe, tmp_path / "silent")
+    said = capsys.readouterr().err
+    assert "\ntune tuned: about" not in said
+    assert "\ntune tuned: at most" not in said
+    for name, model in report.models.items():
+        assert model.conditions.model == silent.models[name].conditions.model
+    assert report.training == silent.training
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_said_before_the_work(folder, monkeypatch, capsys):
+    recipe = read_recipe(folder / "quick.yaml")
+    monkeypatch.setattr(announced, "SHORT", 0.0)
+    monkeypatch.setattr(estimate.memory, "available", lambda _: -(2**20))
+    loaded = surgery.load(folder / "base")
+    before, state = model_digest(loaded.model), torch.random.get_rng_state()
+    announced.Announced(recipe, loaded, folder / "out").say("bench")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "warning: locate does not fit: it needs" in said
+    assert "bench: about" in said
+    assert model_digest(loaded.model) == before
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(("available", "free"), [(2**40, 2**40), (2**20, 2**40), (2**40, 10)])
+def test_what_does_not_fit_is_advised_on(folder, available, free):
+    """By memory and by disk, of which a machine has too little."""
+    recipe = read_recipe(folder / "quick.yaml")
+    costs = estimate.Costs(recipe, surgery.load(folder / "base"), 1.0, quick=True)
+    costs.available = available
+    stages = [costs.splice(assumed(recipe, 3, 8)), Stage(name="export", seconds=1.0, memory=2**30, disk=2**20)]
+    said = costs.advice(stages, free)
+    assert any("export does not fit: it needs 1.0 GiB, and 1.0 MiB are there." in line for line in said) is (available == 2**20)
+    assert any("The disk has 0 KiB free, and the run needs 1.0 MiB" in line for line in said) is (free == 10)
+    assert bool(said) is (min(available, free) < 2**40)
+
+
+def test_advice_names_a_setting_and_a_value():
+    stage = Stage(name="bench", seconds=1.0, memory=10 * 2**30)
+    said = fitting_advice(stage, 2 * 2**30, 6 * 2**30, {"bench.batch_size": 64}, "Take another machine.")
+    assert said == "bench does not fit: it needs 10.0 GiB, and 6.0 GiB are there. Try --set bench.batch_size=32."
+    for available, settings in ((2**30, {"bench.batch_size": 64}), (6 * 2**30, {}), (6 * 2**30, {"bench.batch_size": 1})):
+        assert fitting_advice(stage, 2 * 2**30, available, settings, "Take another machine.").endswith("another machine.")
+
+
+def test_samples_follow_a_straight_line():
+    two, four = Sample(1.0, 100), Sample(1.5, 160)
+    assert extended([(2, two), (4, four)], 64) == Sample(pytest.approx(16.5), pytest.approx(1960))
+    assert extended([(2, two), (4, Sample(0.9, 90))], 64) == Sample(0.9, 90)  # noise; nothing costs less the larger it is
+    assert extended([(3, two)], 3) == two
+    assert two + four == Sample(2.5, 160)
+    assert two * 3 == Sample(3.0, 100)
+
+
+def test_a_plan_in_fewer_layers_keeps_its_heads():
+    plan = Plan(sites=("L17.H3", "L40.H1,5", "L60.H2"), blend=0.1)
+    assert [str(site) for site in moved(plan, 4).sites] == ["L0.H3", "L1.H1,5", "L2.H2"]
+    assert [str(site) for site in moved(plan, 4, first=2).sites] == ["L2.H3", "L3.H1,2,5"]
+
+
+def test_a_deep_model_is_tried_at_two_depths(words):
+    """Its cost is that of all its layers; a step of tuning costs less the higher the first graft is."""
+    deep = random_base(vocab_size=-(-len(words) // 16) * 16, num_hidden_layers=6)
+    patient = Patient(deep, words, torch.ones(2, 8, dtype=torch.long))
+    assert patient.depths == (6,)
+    patient.depths = (2, 4)
+    assert patient.along(lambda depth: Sample(1.0 + depth, 10 * depth)) == Sample(pytest.approx(7.0), pytest.approx(60))
+    assert patient.note == "2 and 4 of its 6 layers"
+
+
+def test_the_command_prints_a_table_or_json(estimated, folder, monkeypatch):
+    monkeypatch.setattr(estimate, "estimate", lambda *_, **__: estimated[0])
+
+    def printed(*options):
+        monkeypatch.setattr(sys, "argv", ["surgery", "run", str(folder / "quick.yaml"), *options])
+        with redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code, out.getvalue()
+
+    code, out = printed("--dry-run")
+    assert code == 0
+    assert all(words in " ".join(out.split()) for words in ("tune control_tuned", "in all", "Nothing was written."))
+    code, out = printed("--dry-run", "--json")
+    assert json.loads(out)["stages"] == json.loads(estimated[0].text())["stages"]
+    assert printed("--json")[0] == 2
+
+
+def test_a_study_and_a_name_are_refused(folder):
+    recipe = read_recipe(folder / "quick.yaml")
+    with pytest.raises(UserError, match="a study has no estimate"):
+        surgery.estimate(recipe.model_copy(update={"study": {"name": "seeds"}}))
+    with pytest.raises(UserError, match=r"surgery\.estimate takes a recipe"):
+        surgery.estimate("recipes/demo.yaml")

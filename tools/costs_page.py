@@ -1,0 +1,82 @@
+"""The tables of docs/reference/costs.md, from recipes/full-size.json (tools/full_size.py) and the published configurations."""
+
+from collections.abc import Callable, Iterator
+
+from surgery.evaluation import markdown
+from surgery.records.recipe import read_recipe
+from surgery.runtime.progress import duration
+from tools.full_size import GIB, RECORD, FullSize, Stage, recipe_of
+from tools.published import Published, names, published
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+UNKNOWN = "unknown"
+# What the page is about -> whether a stage was measured on such a machine, and the memory of its GPU in GB.
+MACHINES: dict[str, tuple[Callable[[str], bool], int | None]] = {
+    "laptop": (lambda device: device == "cpu", None),
+    "GPU of 24 GB": (lambda device: device != "cpu" and 20 <= int(device) <= 26, 24),
+    "GPU of 80 GB": (lambda device: device != "cpu" and 70 <= int(device) <= 90, 80),
+}
+
+
+def recorded() -> FullSize:
+    return FullSize.read(RECORD) if RECORD.exists() else FullSize()
+
+
+def recipes(record: FullSize | None = None) -> str:
+    """A row for every model and machine: what its recipe takes, as it is."""
+    record = recorded() if record is None else record
+    body = [list(row) for name in names() for row in _rows(published(name), record)]
+    return markdown.table(["recipe", "machine", "time", "memory", "disk"], body)
+
+
+def _rows(model: Published, record: FullSize) -> Iterator[tuple[str, ...]]:
+    recipe = read_recipe(recipe_of(model.name))
+    weights = model.parameters * BYTES[recipe.dtype]
+    grafted = "plan" in recipe.model_fields_set
+    disk = model.parameters * BYTES[model.stored] + (weights if grafted else 0)
+    for i, (machine, (fits, memory)) in enumerate(MACHINES.items()):
+        here = {stage.stage: stage for stage in record.stages if _whole(stage, model) and fits(stage.device)}
+        if (run := here.get("recipe")) is not None:
+            time, peak = f"{duration(run.seconds)} (measured)", f"{_gib(run.peak)} (measured)"
+        elif (run := here.get("estimate")) is not None and run.foretold is not None:
+            time = f"{duration(run.foretold.seconds)} (extrapolated)"
+            peak = f"{_gib(run.foretold.memory)} (extrapolated)"
+        else:
+            time, peak = UNKNOWN, UNKNOWN if memory is None else f"{UNKNOWN}; weights alone: {_share(weights, memory)}"
+        yield f"`{model.name}`" if i == 0 else "", machine, time, peak, f"{_gb(disk)} (extrapolated)"
+
+
+def stages(record: FullSize | None = None) -> str:
+    """A row for every stage that was measured at full size."""
+    record = recorded() if record is None else record
+    body = [
+        [
+            stage.model, stage.stage, duration(stage.seconds), duration(stage.cpu_seconds), _gib(stage.peak),
+            _gib(stage.anonymous), _gib(stage.limit) if stage.limit else "", "yes" if stage.passed else "**no**",
+        ]
+        for stage in record.stages
+        if stage.failure is None and stage.stage != "estimate" and _whole(stage, published(stage.model))
+    ]  # fmt: skip
+    if not body:
+        return "Nothing has been measured at full size yet."
+    header = ["model", "stage", "time", "CPU time", "peak memory", "of its own", "limit", "within it"]
+    first = record.stages[0].environment
+    where = f"Measured from {first.created[:10]} on, {first.machine}, {first.threads} threads (`recipes/full-size.json`)."
+    return f"{markdown.table(header, body)}\n\n{where}"
+
+
+def _whole(stage: Stage, model: Published) -> bool:
+    """Whether a stage is of a model that was not cut."""
+    return stage.model == model.name and (stage.layers, stage.vocabulary) == (model.layers, model.config["vocab_size"])
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def _share(weights: int, memory: int) -> str:
+    return f"{_gb(weights)} of {memory}"

@@ -1,0 +1,211 @@
+"""How near `surgery run --dry-run` comes to what then happens: python -m tools.estimate_check [--out FILE.json] [--only CASE]
+
+Each case is estimated and run, each in a fresh process: the demo as it is, a Mamba-2 of random weights in the shape of
+mamba2-130m, and a Falcon-Mamba-7B of random weights cut to a few layers. Ratios are estimate over actual, by stage and in all.
+--quick takes shorter recipes and a narrow 7B, for a look at the script. --clock cpu counts CPU time of this process instead of
+time, for a machine that does other work (the fresh process of the proof is then missing in what happened).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+
+from surgery.records.record import Environment, Record, environment
+
+ROOT = Path(__file__).parent.parent
+TIME, MEMORY = 0.30, 0.15  # what an estimate may be off
+
+SHORT: dict[str, Any] = {
+    "locate": {"options": {"pairs": 10}, "examples": 32, "batch_size": 8, "exact": False},
+    "tune": {
+        "steps": 12, "batch_size": 4, "text_batch_size": 2, "text_tokens": 128,
+        "lessons": [{"probe": "kv", "options": {"pairs": [4, 20]}}],
+    },
+    "bench": {"pairs": [5, 20], "limit": 64, "windows": 8, "window": 256, "contexts": [256, 1024], "batch_size": 16},
+}  # fmt: skip
+QUICK: dict[str, Any] = {
+    "locate": SHORT["locate"] | {"examples": 16},
+    "tune": SHORT["tune"] | {"steps": 6},
+    "bench": SHORT["bench"] | {"limit": 32, "contexts": [256], "random_sites": 1},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "demo": {},
+    "mamba2-130m": SHORT | {"plan": {"sites": ["L8.H3,5"]}},
+    "falcon-mamba-7b, 6 layers": SHORT | {"plan": {"sites": ["L3.H0,1,2,3"]}, "bench": SHORT["bench"] | {"random_sites": 1}},
+}
+STAGES = ("locate", "tune", "bench", "export")  # that a report times
+
+
+class Compared(Record):
+    """seconds and bytes: [estimate, what happened], and the ratio of the two."""
+
+    seconds: tuple[float, float]
+    seconds_ratio: float
+    memory: tuple[int, int]
+    memory_ratio: float
+
+
+class Case(Record):
+    """stages: by name. whole: the sum of their times and the most of their memory. took: seconds of the estimate itself."""
+
+    recipe: dict[str, Any]
+    tried: str
+    stages: dict[str, Compared]
+    whole: Compared
+    took: float
+
+    def holds(self) -> bool:
+        """Whether the whole is within the bounds."""
+        return abs(self.whole.seconds_ratio - 1) <= TIME and abs(self.whole.memory_ratio - 1) <= MEMORY
+
+
+class Check(Record):
+    """estimates.json. clock: "wall", or "cpu" where a machine did other work."""
+
+    environment: Environment
+    clock: str
+    quick: bool
+    cases: dict[str, Case]
+
+
+def check(names: list[str], clock: str, quick: bool) -> Check:
+    """Estimate and run each case."""
+    cases = {}
+    with tempfile.TemporaryDirectory() as place:
+        for name in names:
+            recipe = _recipe(name, Path(place), quick)
+            estimated = _fresh("estimate", recipe, clock)
+            happened = _fresh("run", recipe, clock)
+            cases[name] = _case(yaml.safe_load(recipe.read_text()), estimated, happened)
+            print(_shown(name, cases[name]), flush=True)
+    return Check(environment=environment(), clock=clock, quick=quick, cases=cases)
+
+
+def _case(recipe: dict[str, Any], estimated: dict[str, Any], happened: dict[str, Any]) -> Case:
+    stages = {stage["name"]: stage for stage in estimated["stages"]}
+    names = [name for name in happened["timings"] if name in stages]
+    assert len(names) == len(happened["timings"]), f"not estimated: {set(happened['timings']) - set(stages)}"
+    pairs = {
+        name: ((stages[name]["seconds"], happened["timings"][name]), (stages[name]["memory"], happened["memory"][name]))
+        for name in names
+    }
+    seconds, memory = (list(zip(*column, strict=True)) for column in zip(*pairs.values(), strict=True))
+    whole = _compared((sum(seconds[0]), sum(seconds[1])), (max(memory[0]), max(memory[1])))
+    recipe = recipe | {"model": Path(recipe["model"]).name}
+    compared = {name: _compared(*both) for name, both in pairs.items()}
+    return Case(recipe=recipe, tried=estimated["tried"], stages=compared, whole=whole, took=round(estimated["took"], 1))
+
+
+def _compared(seconds: tuple[float, float], memory: tuple[int, int]) -> Compared:
+    return Compared(
+        seconds=(round(seconds[0], 2), round(seconds[1], 2)), seconds_ratio=round(seconds[0] / max(seconds[1], 1e-9), 3),
+        memory=memory, memory_ratio=round(memory[0] / memory[1], 3),
+    )  # fmt: skip
+
+
+def _shown(name: str, case: Case) -> str:
+    lines = [f"{name} (the estimate took {case.took} s)"]
+    for stage, each in (*case.stages.items(), ("in all", case.whole)):
+        lines.append(
+            f"  {stage:32} time {each.seconds[0]:8.1f} s of {each.seconds[1]:8.1f} s: {each.seconds_ratio:.2f}   "
+            f"memory {each.memory[0] / 2**20:8.0f} MiB of {each.memory[1] / 2**20:8.0f} MiB: {each.memory_ratio:.2f}"
+        )
+    return "\n".join(lines)
+
+
+def _recipe(name: str, place: Path, quick: bool) -> Path:
+    """The case's recipe as a file, with its model."""
+    if name == "demo":
+        recipe = yaml.safe_load((ROOT / "recipes" / "demo.yaml").read_text())
+        recipe["model"] = str(ROOT / recipe["model"])
+        if quick:
+            recipe["locate"]["examples"], recipe["tune"]["steps"], recipe["bench"]["limit"] = 64, 20, 128
+            recipe["bench"]["contexts"] = [256]
+    else:
+        recipe = CASES[name] | (QUICK if quick else {})
+        recipe["model"] = str(_random_weights(name, place / name.partition(",")[0], quick))
+    path = place / f"{name.partition(',')[0]}.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def _random_weights(name: str, folder: Path, quick: bool) -> Path:
+    """A folder of random weights in a published shape. They know nothing; they cost what the published ones cost."""
+    import torch
+    from transformers import FalconMambaConfig, FalconMambaForCausalLM
+
+    from surgery.doctor.shapes import BASES
+    from surgery.world.tokenizer import build_tokenizer
+
+    if name == "mamba2-130m":
+        model = BASES[name]()
+    else:
+        torch.manual_seed(0)
+        config = FalconMambaConfig(
+            hidden_size=512 if quick else 4096, vocab_size=8192 if quick else 65024, num_hidden_layers=6, state_size=16,
+            initializer_range=0.02,
+        )  # fmt: skip
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = FalconMambaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(before)
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _fresh(what: str, recipe: Path, clock: str) -> dict[str, Any]:
+    """What a process of its own says."""
+    command = [sys.executable, "-m", "tools.estimate_check", "--child", what, str(recipe), "--clock", clock]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _child(what: str, recipe: Path, clock: str) -> dict[str, Any]:
+    from surgery.jobs import run as job
+    from surgery.jobs.costs import sample
+    from surgery.jobs.costs.estimate import estimate
+    from surgery.records.recipe import read_recipe
+
+    if clock == "cpu":
+        sample.clock = time.process_time
+        vars(job)["time"] = SimpleNamespace(monotonic=time.process_time)
+    options = read_recipe(recipe)
+    if what == "estimate":
+        return json.loads(estimate(options, recipe.parent).model_dump_json())
+    report = job.run(options, recipe.with_suffix(""))
+    return {"timings": report.timings, "memory": report.memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", choices=list(CASES), action="append")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(_child(options.child[0], Path(options.child[1]), options.clock)))
+        return
+    result = check(options.only or list(CASES), options.clock, options.quick)
+    if options.out:
+        result.write(options.out)
+    if not all(case.holds() for case in result.cases.values()):
+        raise SystemExit("not all estimates are within the bounds")
+
+
+if __name__ == "__main__":
+    main()
