@@ -199,7 +199,7 @@ def _with_roles(scores: Heads, columns: Mapping[str, Column], chance: float, pai
     known = pair_mass.mean(0)
     typical = float(np.nanmedian(known)) if np.isfinite(known).any() else math.inf
     numbers = scores.role.copy()
-    for i in np.flatnonzero(low["ablation_loss"] > 0).tolist():  # no other head has one
+    for i in np.flatnonzero(scores.measured("ablation_loss")).tolist():  # no other head has one
         lows = {name: float(values[i]) for name, values in low.items()}
         numbers[i] = ROLES.index(roles.role(scores[i], lows, chance, typical))
     return replace(scores, role=numbers)

@@ -9,7 +9,7 @@ from transformers import FalconMambaConfig, FalconMambaForCausalLM
 
 from surgery.locating import attribution_memory, prefilter
 from surgery.locating.attribution import STARTS, attribute_starts
-from surgery.locating.attribution_memory import WHOLE, Activations, Step, activations, free_memory, parted
+from surgery.locating.attribution_memory import WHOLE, Activations, Step, activations, parted
 from surgery.locating.locate import locate
 from surgery.locating.questions import question_of_row
 from surgery.locating.subject import Subject
@@ -160,7 +160,6 @@ def test_what_fits_is_taken_whole_then_checkpointed_then_divided(tokenizer):
     assert kept.step(encoded, int(3.5 * a_row / share), whole=False) == Step(3, checkpointed=True)
     assert kept.step(encoded, 0, whole=False) == Step(1, checkpointed=True)
     assert kept.step(encoded, 0, whole=True) == Step(None, checkpointed=True)
-    assert free_memory(torch.device("cpu")) > 0
 
 
 def test_where_memory_is_short_a_ranking_is_the_same(tokenizer, monkeypatch):
@@ -177,7 +176,7 @@ def test_where_memory_is_short_a_ranking_is_the_same(tokenizer, monkeypatch):
     few = {"options": {"pairs": 4}, "examples": 6, "exact": False, "seeds": 2}
     plenty = locate(copy.deepcopy(base), tokenizer, **few)
     assert set(steps) == {WHOLE}
-    monkeypatch.setattr(prefilter, "free_memory", lambda _device: 0)
+    monkeypatch.setattr(prefilter.memory, "spare", lambda _device: 0)
     for given, expected in (({}, {Step(1, True)}), ({"batch_size": 32}, {Step(None, True)})):
         steps.clear()
         short = locate(copy.deepcopy(base), tokenizer, **few, **given)
