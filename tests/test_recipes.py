@@ -167,6 +167,7 @@ def test_random_weights_have_the_published_shape(tmp_path, words, name):
     shutil.rmtree(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("original", [False, True], ids=["transformers", "original"])
 def test_activations_stay_finite_through_64_layers(tmp_path, words, original):
     name = "mamba2-2.7b" if original else "falcon-mamba-7b"
