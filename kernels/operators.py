@@ -29,7 +29,7 @@ Likeness = tuple[Sequence[int], torch.dtype]
 class Passes:
     """A kernel's two passes, without autograd. forward: (*arguments) -> (*results, kept), one tensor more, for the other pass.
     kept: (*arguments) -> its shape and dtype. backward: (gradients of the results, arguments, kept, needed) -> a gradient for
-    every tensor among the arguments, or None where it is not needed."""
+    every tensor among the arguments, or None where it is not needed. A result that nobody used has None for its gradient."""
 
     forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., Sequence[Tensor | None]]
@@ -65,7 +65,7 @@ class Operator:
             name, f"({own}{keep}, str backend) -> ({_tensors(results + kept)})", self._forward, self._like_forward
         )
         if self.learns:
-            given = [f"Tensor gradient{i}" for i in range(results)]
+            given = [f"Tensor? gradient{i}" for i in range(results)]
             self.backward = _define(
                 f"{name}_backward",
                 f"({', '.join(given)}, Tensor kept, {own}, bool[] needed, str backend) -> ({_tensors(len(self.tensors))})",
@@ -117,7 +117,7 @@ class Operator:
             for gradient, m, want in zip(computed, tensors, needed, strict=True)
         )
 
-    def _again(self, run: Callable[..., Any], gradients: Sequence[Tensor], args: list, needed: Sequence[bool]) -> list:
+    def _again(self, run: Callable[..., Any], gradients: Sequence[Tensor | None], args: list, needed: Sequence[bool]) -> list:
         """The gradients by autograd, through a forward pass of its own."""
         args = list(args)
         for i, want in zip(self.tensors, needed, strict=True):
@@ -125,7 +125,7 @@ class Operator:
         leaves = [args[i] for i, want in zip(self.tensors, needed, strict=True) if want]
         with torch.enable_grad():
             results = _tuple(run(*args))
-        pairs = [(m, g.to(m.dtype)) for m, g in zip(results, gradients, strict=True) if m.requires_grad]
+        pairs = [(m, g.to(m.dtype)) for m, g in zip(results, gradients, strict=True) if g is not None and m.requires_grad]
         found = iter(torch.autograd.grad([m for m, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True))
         return [next(found) if want else None for want in needed]
 
@@ -140,7 +140,7 @@ class Operator:
         gradients, kept, *args, needed, backend = given[: self.results], *given[self.results :]
         return gradients, kept, args, needed, backend
 
-    def _differentiate(self, ctx: Any, *gradients: Tensor) -> tuple:
+    def _differentiate(self, ctx: Any, *gradients: Tensor | None) -> tuple:
         *args, kept = self._restored(ctx)
         needed = [ctx.needs_input_grad[i] for i in self.tensors]
         computed = self.backward(*gradients[: self.results], kept, *args, needed, ctx.backend)
@@ -161,6 +161,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     *args, _, ctx.backend = inputs
     kept = output[-1]
     ctx.mark_non_differentiable(kept)
+    ctx.set_materialize_grads(False)
     ctx.constants = [_SAVED if isinstance(m, Tensor) else m for m in (*args, kept)]
     ctx.save_for_backward(*(m for m in (*args, kept) if isinstance(m, Tensor)))
 

@@ -117,8 +117,11 @@ def _keeping(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, ...]:
 
 
 def _backward(gradients, arguments, checkpoints, needed) -> tuple[Tensor, ...]:
-    dy, dfinal = (m.float() for m in gradients)
     *inputs, _ = _inputs(*arguments)
+    x, A = inputs[0], inputs[2]
+    dy, dfinal = gradients
+    dy = x.new_zeros(x.shape) if dy is None else dy.float()
+    dfinal = x.new_zeros(len(x), *A.shape) if dfinal is None else dfinal.float()
     return _gradients(dy, dfinal, *inputs, checkpoints)
 
 

@@ -152,7 +152,7 @@ def _keeping(x, dt, A, B, C, D, initial_state, chunk_size) -> tuple[Tensor, ...]
 
 
 def _backward(gradients, arguments, kept, needed) -> tuple[Tensor, ...]:
-    dy, dfinal = (m.float() for m in gradients)
+    dy, dfinal = (None if m is None else m.float() for m in gradients)
     *inputs, _ = _inputs(*arguments[:7])
     return _gradients(dy, dfinal, *inputs, kept)
 

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from surgery import adopt, load
 from surgery.jobs import locating_stage
+from surgery.loading.hub import local_folder
 from surgery.records.recipe import read_recipe
 from tests.conftest import ROOT
 from tests.patients import tokenizer
@@ -166,6 +167,7 @@ def test_random_weights_have_the_published_shape(tmp_path, words, name):
     shutil.rmtree(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("original", [False, True], ids=["transformers", "original"])
 def test_activations_stay_finite_through_64_layers(tmp_path, words, original):
     name = "mamba2-2.7b" if original else "falcon-mamba-7b"
@@ -184,3 +186,22 @@ def test_the_tokenizer_is_filled_up_to_the_vocabulary():
     ids = words(text)["input_ids"]
     assert words.decode(ids) == text
     assert not [token for token in words.convert_ids_to_tokens(ids) if re.match("<unused", token)]
+
+
+def test_weights_that_a_repository_holds_twice_are_fetched_once(monkeypatch, tmp_path):
+    """Codestral-Mamba's and Llama's hold them in their makers' layout, too: another 15 GB."""
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    needed = ["config.json", "model-00001-of-00003.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+    spare = ["consolidated.safetensors", "original/consolidated.00.pth", "original/params.json"]
+    fetched = []
+
+    def snapshot(_, *, revision, allow_patterns, ignore_patterns):
+        items = [*needed, *spare]
+        fetched.extend(filter_repo_objects(items, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return tmp_path
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert local_folder("mistralai/Mamba-Codestral-7B-v0.1") == tmp_path
+    assert fetched == needed

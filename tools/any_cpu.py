@@ -47,15 +47,7 @@ NUMERICAL = (
         )
     ),
 )
-QUICK = (
-    *(
-        "tests/kernels/test_ssd.py",
-        "tests/kernels/test_conv.py",
-        "tests/kernels/test_norm.py",
-        "tests/kernels/test_divergence.py",
-    ),
-    "tests/surgery/test_matrices.py",
-)
+QUICK = tuple(f"tests/kernels/test_{name}.py" for name in ("ssd", "conv", "norm"))
 QUICK_SETTINGS = (("default", 1), ("avx2", 2))
 
 

@@ -21,6 +21,7 @@ import yaml
 from surgery.records.record import Environment, Record, environment
 
 ROOT = Path(__file__).parent.parent
+LAYERS = 6  # of the 7B
 TIME, MEMORY = 0.30, 0.15  # what an estimate may be off
 
 SHORT: dict[str, Any] = {
@@ -41,7 +42,6 @@ CASES: dict[str, dict[str, Any]] = {
     "mamba2-130m": SHORT | {"plan": {"sites": ["L8.H3,5"]}},
     "falcon-mamba-7b, 6 layers": SHORT | {"plan": {"sites": ["L3.H0,1,2,3"]}, "bench": SHORT["bench"] | {"random_sites": 1}},
 }
-STAGES = ("locate", "tune", "bench", "export")  # that a report times
 
 
 class Compared(Record):
@@ -139,28 +139,17 @@ def _recipe(name: str, place: Path, quick: bool) -> Path:
 
 def _random_weights(name: str, folder: Path, quick: bool) -> Path:
     """A folder of random weights in a published shape. They know nothing; they cost what the published ones cost."""
-    import torch
-    from transformers import FalconMambaConfig, FalconMambaForCausalLM
-
     from surgery.doctor.shapes import BASES
     from surgery.world.tokenizer import build_tokenizer
+    from tools.published import cut, published
+    from tools.random_weights import write
 
-    if name == "mamba2-130m":
-        model = BASES[name]()
+    if name in BASES:
+        BASES[name]().save_pretrained(folder)
+        build_tokenizer().save_pretrained(folder)
     else:
-        torch.manual_seed(0)
-        config = FalconMambaConfig(
-            hidden_size=512 if quick else 4096, vocab_size=8192 if quick else 65024, num_hidden_layers=6, state_size=16,
-            initializer_range=0.02,
-        )  # fmt: skip
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            model = FalconMambaForCausalLM(config)
-        finally:
-            torch.set_default_dtype(before)
-    model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+        config = cut(published(name.partition(",")[0]).config, layers=LAYERS, vocabulary=8192 if quick else None, narrow=quick)
+        write(config, folder, dtype="bfloat16")
     return folder
 
 
@@ -185,7 +174,7 @@ def _child(what: str, recipe: Path, clock: str) -> dict[str, Any]:
     options = read_recipe(recipe)
     if what == "estimate":
         return json.loads(estimate(options, recipe.parent).model_dump_json())
-    report = job.run(options, recipe.with_suffix(""))
+    report = job.run(options, recipe.with_suffix(".out"))
     return {"timings": report.timings, "memory": report.memory}
 
 

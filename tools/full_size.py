@@ -39,7 +39,9 @@ STEPS = [
     "tune.text_batch_size=1", "tune.text_tokens=256", "tune.gradient_accumulation_steps=1",
 ]  # fmt: skip
 NAMED = ("run", "estimate", "recipe")  # stages that are done only if they are named
-MEASURED = ["bench.limit=8", "bench.pairs=[4]", "bench.windows=2", "bench.window=256", "bench.contexts=[256]"]
+MEASURED = [
+    "bench.limit=8", "bench.pairs=[4]", "bench.unseen_pairs=[]", "bench.windows=2", "bench.window=256", "bench.contexts=[256]",
+]  # fmt: skip
 ABLATED = ["locate.confirm=0.001"]  # where there is no attribution: each layer, and a few heads
 
 

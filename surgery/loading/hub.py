@@ -7,6 +7,8 @@ from surgery.records.names import on_hub
 
 # What of a Hub repository is fetched; the card says under which licence it is.
 PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.py", "README.md"]
+# The same weights once more, in the layout of their maker: Codestral-Mamba's and Llama's repositories hold them twice.
+IGNORED = ["consolidated*", "original/*"]
 
 
 def local_folder(name: str, revision: str | None = None) -> Path:
@@ -18,7 +20,7 @@ def local_folder(name: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS, ignore_patterns=IGNORED))
     except Exception as error:
         raise UserError(f"no such folder: {name}, and {why_not_fetched(error)}") from error
 

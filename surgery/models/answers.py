@@ -1,8 +1,7 @@
 """What two forms of one model are compared by: their tensors, their logits after prompts of several lengths, and the greedy
 tokens of a padded batch.
 
-This file needs torch, transformers and accelerate alone. As a script it answers for folders, in a process of its own and on the
-CPU:
+This file needs torch and transformers alone. As a script it answers for folders, in a process of its own and on the CPU:
 
     python -P answers.py PLACE NEW NAME LINES [NAME LINES ...] > answers.safetensors
 
@@ -19,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from accelerate.hooks import AlignDevicesHook, SequentialHook
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
@@ -80,10 +78,10 @@ def own_fetched(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def fetching_hooks(hook: Any) -> list[AlignDevicesHook]:
-    """Of a module's hook, the parts that fetch its weights."""
-    parts = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    return [part for part in parts if isinstance(part, AlignDevicesHook) and part.offload]
+def fetching_hooks(hook: Any) -> list[Any]:
+    """Of a module's hook, the parts that fetch its weights: AlignDevicesHook of accelerate, which is not imported for models
+    that are in memory."""
+    return [part for part in getattr(hook, "hooks", (hook,)) if hasattr(part, "weights_map") and part.offload]
 
 
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:

@@ -121,10 +121,15 @@ def _watch(peak: Peak, stop: threading.Event) -> None:
 
 
 def _children(own: psutil.Process) -> int:
+    """What child processes hold. One that runs this very command is this process's copy, which shares its pages: until it
+    begins another program, it holds nothing of its own that is worth counting."""
     total = 0
     try:
+        command = own.cmdline()
         for child in own.children(recursive=True)[:CHILDREN_LOOKED_AT]:
             try:
+                if child.cmdline() == command:
+                    continue
                 total += _kept(Path(f"/proc/{child.pid}/status")) or child.memory_info().rss
             except psutil.Error:  # it has ended
                 continue

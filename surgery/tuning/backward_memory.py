@@ -76,7 +76,7 @@ def kept_per_token(forward: Callable[[Tensor], Any], hidden: Tensor, block: nn.M
     def keep(tensor: Tensor) -> Tensor:
         if (storage := tensor.untyped_storage()).data_ptr() not in parameters:
             kept[storage.data_ptr()] = storage
-        return tensor
+        return tensor.detach()  # an output that its own function kept would hold that function, and neither be ever freed
 
     devices = [hidden.device] if hidden.device.type == "cuda" else []
     with torch.random.fork_rng(devices), saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -122,8 +122,8 @@ def _in_child(work, *arguments):
 def test_a_disk_that_fills_up_anywhere_leaves_the_previous_export(hybrid, tokenizer, tmp_path, monkeypatch, form):
     """No file may be larger than so many bytes: the system itself refuses, whoever writes, the library in Rust included."""
     base = random_base(vocab_size=hybrid.config.vocab_size)
-    monkeypatch.setattr(folder, "prove", lambda *_: PROOF)
-    monkeypatch.setattr(patch, "load_base", lambda _: base)
+    monkeypatch.setattr(folder, "prove", lambda *_, **__: PROOF)
+    monkeypatch.setattr(patch, "load_base", lambda *_, **__: base)
     write = partial(export, hybrid, tmp_path / "out", format=form, tokenizer=tokenizer, plan=PLAN, base="b")
     write()
     before = folder.digests(tmp_path / "out")
@@ -199,7 +199,7 @@ _counted.calls = 0  # in every child from the start
 
 @pytest.mark.parametrize("step", ["write", "prove", "card"])
 def test_killed_while_it_is_written_leaves_the_previous_folder(hybrid, tokenizer, tmp_path, monkeypatch, step):
-    monkeypatch.setattr(folder, "prove", lambda *_: PROOF)
+    monkeypatch.setattr(folder, "prove", lambda *_, **__: PROOF)
     write = partial(export, hybrid, tmp_path / "out", tokenizer=tokenizer, plan=PLAN, base="b")
     write()
     before = folder.digests(tmp_path / "out")
@@ -250,7 +250,7 @@ def test_code_in_a_folder_runs_only_when_asked_for(hybrid, tokenizer, tokens, tm
 
 
 def test_the_card_says_of_the_base_only_what_is_so(hybrid, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "prove", lambda *_: PROOF)
+    monkeypatch.setattr(folder, "prove", lambda *_, **__: PROOF)
     mark = surgery.loading.checkpoint.fingerprint(random_base(vocab_size=hybrid.config.vocab_size))
     plan = PLAN.model_copy(update={"provenance": provenance("b", mark, 0)})
     for unchanged in (True, False):

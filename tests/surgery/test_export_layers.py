@@ -170,7 +170,9 @@ def test_a_changed_weight_is_found(way, words, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["base"]
 
 
-@pytest.mark.parametrize("way", [pytest.param("full", marks=pytest.mark.slow), "layers", "tensors"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("full", marks=pytest.mark.slow), "layers", pytest.param("tensors", marks=pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("fresh_process")  # without this package: it is the folder's code that runs
 def test_changed_code_is_found_where_something_is_computed(way, words, tmp_path, monkeypatch):
     hybrid, options = saved(tmp_path, "mamba heads", words)
@@ -179,7 +181,7 @@ def test_changed_code_is_found_where_something_is_computed(way, words, tmp_path,
         proof = export(hybrid, tmp_path / "out", verify=way, **options)
         assert proof.line().endswith(
             f"all {proof.tensors} tensors are the live model's, bit for bit; nothing was computed with them, so the code "
-            "configuration that use them are not verified"
+            "and the configuration that use them are not verified"
         )
         return
     with pytest.raises(UserError, match="transformers reads back is not the live model"):
@@ -204,7 +206,7 @@ def test_in_several_files(words, tmp_path):
     assert (proof.verify, proof.tokens) == ("layers", verify.NEW_BY_LAYERS)
 
 
-@pytest.mark.parametrize("how", [cpu_offload, disk_offload])
+@pytest.mark.parametrize("how", [pytest.param(cpu_offload, marks=pytest.mark.slow), disk_offload])
 def test_of_an_offloaded_hybrid(how, words, tmp_path):
     """Its own weights are fetched, too."""
     plan, place = LAYER, str(tmp_path / "base")

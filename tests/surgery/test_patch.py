@@ -283,7 +283,7 @@ def test_a_one_head_patch_of_mamba2_130m_fits_in_a_mail(tmp_path, monkeypatch, t
     base.load_state_dict(zeros, strict=False, assign=True)
     base.tie_weights()
     assert 128e6 < sum(p.numel() for p in base.parameters()) < 130e6
-    monkeypatch.setattr(patch, "load_base", lambda name: base)
+    monkeypatch.setattr(patch, "load_base", lambda *_, **__: base)
     monkeypatch.setattr(patch, "brings_tokenizer", lambda base, tokenizer: True)  # as the Hub's does
     plan = Plan(sites=("L12.H5",))
     patch.write(splice(base, plan), tmp_path, tokenizer=tokenizer, plan=plan, base="state-spaces/mamba2-130m")

@@ -223,12 +223,13 @@ def test_what_does_not_fit_is_opened_for_its_turn(folder, tmp_path, monkeypatch,
     assert len(list((tmp_path / "turns" / "cells").iterdir())) == written
 
 
+@pytest.mark.slow
 def test_a_run_costs_what_it_trains(folder, tmp_path, measured):
     """k controls cost their grafts, or the mixer that one trains, and no model; and afterwards nothing is left."""
     package.load(folder / "base")
     before = live()
     recipe = Recipe(
-        model=str(folder / "base"), bench=QUICK | {"doses": [2]}, plan={"heads": 1},
+        model=str(folder / "base"), bench=QUICK | {"random_sites": 1, "doses": [2]}, plan={"heads": 1},
         locate={"examples": 2, "options": {"pairs": 3}, "layers": False},
         tune={"steps": 2, "batch_size": 2, "text_batch_size": 2, "text_tokens": 16, "lessons": [{"options": {"pairs": 3}}]},
     )  # fmt: skip

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from surgery.errors import UserError
 from surgery.jobs.costs.estimate import Costs
 from surgery.jobs.costs.exporting import started
 from surgery.jobs.costs.record import Stage
@@ -46,6 +47,8 @@ class Announced:
                 if costs.roughly() < SHORT:
                     return ()
                 stages = costs.all_stages()
+        except (UserError, ArithmeticError, RuntimeError, MemoryError):
+            return ()  # what goes wrong in a part goes wrong in the stage, which says what to do
         finally:
             random.setstate(state)
         self._stages = {stage.name: stage for stage in stages}

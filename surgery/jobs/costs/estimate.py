@@ -128,6 +128,8 @@ class Costs:
                           "tuning costs most.")  # fmt: skip
         if self.recipe.tune.early_stopping is not None:
             result.append("tune.early_stopping may end the steps early.")
+        if self.recipe.tune.repeat is not None:
+            result.append("What tune.repeat keeps of batches that come again is not counted as saved.")
         return tuple(result)
 
     def locate(self) -> Stage:
@@ -171,7 +173,11 @@ class Costs:
             more = "" if options.gradient_checkpointing else "--set tune.gradient_checkpointing=true, or "
             self.settings[f"tune {name}"] = rows, f"Try {more}shorter tune.text_tokens."
             disk = CHECKPOINTS * (STATES - 1) * 4 * cost.trained
-            at_most = options.early_stopping is not None or bool(self.recipe.plan.sites is None and self.patient.depth > 1)
+            at_most = (
+                options.early_stopping is not None
+                or options.repeat is not None
+                or bool(self.recipe.plan.sites is None and self.patient.depth > 1)
+            )
             result.append(self._stage(f"tune {name}", cost.sample, disk, {"steps": sum(cost.steps.values())}, at_most))
         return result
 

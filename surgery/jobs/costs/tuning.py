@@ -12,8 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.jobs.costs import sample as sample_module
 from surgery.jobs.costs.sample import Patient, Sample, extended, sampled
 from surgery.records.recipe import Align, Calibrate, Data, Recipe, Tune
-from surgery.runtime import memory
-from surgery.tuning.backward_memory import SHARE
 from surgery.tuning.batches import BUFFER, loaders
 from surgery.tuning.loop import started_run
 
@@ -56,22 +54,6 @@ def tuning_cost(patient: Patient, recipe: Recipe, make: Callable[[int, int], Tun
     """make: from a number of layers and the first that is trained, what is tuned there, with weights of its own. first: in the
     whole model. whole: at the depth of the whole model, `make` is tried at `first` alone."""
     few = _fewer(recipe.tune, patient)
-    cost = _tuning_cost(patient, recipe, make, first, whole, few)
-    # Where blocks would be computed again in the whole model, they have to be in the part that is tried.
-    if (
-        few.gradient_checkpointing == "auto"
-        and not whole
-        and cost.sample.bytes / 2 > SHARE * memory.spare(patient.model.device)
-    ):
-        again = few.model_copy(update={"gradient_checkpointing": True})
-        return _tuning_cost(patient, recipe, make, first, whole, again)
-    return cost
-
-
-def _tuning_cost(
-    patient: Patient, recipe: Recipe, make: Callable[[int, int], Tuned], first: int, whole: bool, few: Tune
-) -> StageCost:
-    """few: the options of what is tried."""
     control = make(patient.depths[0], 0).layers is not None
     steps = stages_of(recipe.tune, control)
     costs: dict[tuple[int, int], dict[str, Sample]] = {}
