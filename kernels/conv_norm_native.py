@@ -143,7 +143,8 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple:
-        dx, dweight, dgate = _norm_gradients(dy, *ctx.saved_tensors, ctx.needs_input_grad[1], **ctx.options)
+        x, weight, gate = ctx.saved_tensors
+        dx, dweight, dgate = _norm_gradients(dy, x, weight, gate, ctx.needs_input_grad[1], **ctx.options)
         return dx, dweight, dgate, None, None
 
 

@@ -117,12 +117,12 @@ def _keeping(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, ...]:
 
 
 def _backward(gradients, arguments, checkpoints, needed) -> tuple[Tensor, ...]:
-    *inputs, _ = _inputs(*arguments)
-    x, A = inputs[0], inputs[2]
+    tensors: Any = _inputs(*arguments)
+    x, dt, A, B, C, D, _ = tensors
     dy, dfinal = gradients
     dy = x.new_zeros(x.shape) if dy is None else dy.float()
     dfinal = x.new_zeros(len(x), *A.shape) if dfinal is None else dfinal.float()
-    return _gradients(dy, dfinal, *inputs, checkpoints)
+    return _gradients(dy, dfinal, x, dt, A, B, C, D, checkpoints)
 
 
 def _kept(x, dt, A, *rest) -> tuple[tuple[int, ...], torch.dtype]:

@@ -153,8 +153,8 @@ def _keeping(x, dt, A, B, C, D, initial_state, chunk_size) -> tuple[Tensor, ...]
 
 def _backward(gradients, arguments, kept, needed) -> tuple[Tensor, ...]:
     dy, dfinal = (None if m is None else m.float() for m in gradients)
-    *inputs, _ = _inputs(*arguments[:7])
-    return _gradients(dy, dfinal, *inputs, kept)
+    x, dt, A, B, C, D, _ = _inputs(*arguments[:7])
+    return _gradients(dy, dfinal, x, dt, A, B, C, D, kept)
 
 
 def _kept(x, dt, A, B, *rest) -> tuple[tuple[int, ...], torch.dtype]:

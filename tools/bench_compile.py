@@ -40,7 +40,7 @@ class Decoder:
 
 def main() -> None:
     base = AutoModelForCausalLM.from_pretrained(CHECKPOINT).eval()
-    hybrid = splice(base, Plan(sites=SITES))
+    hybrid = splice(base, Plan.model_validate({"sites": SITES}))
     contenders = {
         "hybrid, compiled": Decoder(hybrid, True), "stock base, compiled": Decoder(base, True),
         "hybrid": Decoder(hybrid, False), "stock base": Decoder(base, False),

@@ -111,7 +111,8 @@ class Graft(nn.Module):
     def of(cls, config: Any, layer: int) -> Any:
         """The graft of a layer, or None."""
         spec = next((graft for graft in config.grafts if graft["layer"] == layer), None)
-        return None if spec is None else cls(config, spec)
+        family: Any = cls  # whose constructor takes these two
+        return None if spec is None else family(config, spec)
 
     @staticmethod
     def scanned(graft: "Graft | None", heads: int) -> list[int]:

@@ -130,9 +130,7 @@ class Checkpoints:
         if {name: t.shape for name, t in tensors.items()} != {name: p.shape for name, p in self.trained.items()}:
             raise UserError(f"{folder} was made by another plan; begin anew with --overwrite, or choose another --out")
         record = json.loads((folder / "state.json").read_text())
-        record["settings"].get("tune", {}).pop(
-            "gradient_checkpointing", None
-        )  # in those of 0.7; it changes no result
+        record["settings"].get("tune", {}).pop("gradient_checkpointing", None)  # in those of 0.7; it changes no result
         if differing := _first_difference(self.settings, record["settings"]):
             raise UserError(f"{folder} was made with another {differing}; begin anew with --overwrite, or choose another --out")
         best = {} if record["state"]["best"] is None else load_file(folder / "best.safetensors")
