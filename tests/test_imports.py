@@ -72,6 +72,8 @@ def imported(module: str, file: Path) -> set[str]:
 def test_every_module_is_imported_as_it_is_written():
     """`import surgery.X.Y as z`: no function may stand where a module is to be found."""
     for name in modules():
+        if name.rpartition(".")[2].startswith("vllm_"):
+            continue  # of a serving engine's environment
         namespace: dict[str, object] = {}
         exec(f"import {name} as z", namespace)
         assert namespace["z"] is sys.modules[name], name

@@ -31,9 +31,15 @@ def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     modules save beside their weights."""
     settle(model)
     saved = model.state_dict()
-    own, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
-    scales = {name: tensor for name, tensor in saved.items() if name not in own | buffers}  # of quantised weights
-    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved} | scales
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return dict(model.named_parameters()) | buffers | scales(model)
+
+
+def scales(model: nn.Module) -> dict[str, Tensor]:
+    """What quantised modules save beside their weights: by these names they have no tensor of their own."""
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in own}
 
 
 def held(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.families import family_of
-from surgery.models.answers import is_away, named_values
+from surgery.models.answers import is_away, named_values, scales
 
 AT_ONCE = 2**29  # bytes of mapped pages that are kept
 
@@ -37,8 +37,11 @@ class Live(Mapping[str, Tensor]):
     def __init__(self, model: PreTrainedModel):
         self.model, self.names = model, list(model.state_dict())
         self.tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        self.scales = scales(model)
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self.scales:
+            return self.scales[name].detach().cpu()
         owner, _, leaf = name.rpartition(".")
         if is_away(getattr(self.model.get_submodule(owner), leaf)):
             name = self.tied.get(name, name)

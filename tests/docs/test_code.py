@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from surgery.exporting.export import FORMATS
 from surgery.families import families
 from surgery.probes import probes
 from surgery.records.recipe import Bench, read_recipe
@@ -96,6 +97,7 @@ def _look_again() -> None:
 )
 def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed, monkeypatch):
     monkeypatch.setattr("surgery.evaluation.bench.Bench", SmallBench)
+    monkeypatch.setattr("surgery.exporting.export.FORMATS", {**FORMATS})  # which a page extends
     cells: dict = {"__name__": "page"}
     commands: list[str] = []
     for block in blocks(page):

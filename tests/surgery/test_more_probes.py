@@ -281,6 +281,8 @@ class Indifferent:
     """A model to which all 128 tokens are equally likely."""
 
     device = torch.device("cpu")
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=128))
+    base_model = property(lambda self: self)
 
     def __call__(self, input_ids, use_cache, logits_to_keep):
         return SimpleNamespace(logits=torch.zeros(len(input_ids), len(logits_to_keep), 128))
@@ -372,12 +374,8 @@ def test_candidates_of_many_tokens_are_scored_a_few_rows_at_a_time(characters):
     questions, seen = make("phonebook", entries=3).questions(4, seed=0), []
     model = random_base(vocab_size=128)
 
-    def watched(input_ids, **options):
-        seen.append(len(input_ids))
-        return model(input_ids=input_ids, **options)
-
-    watched.device = model.device
-    small, large = (answer(watched, characters, questions, batch_size=size) for size in (2, 500))
+    model.register_forward_pre_hook(lambda module, given, named: seen.append(len(named["input_ids"])), with_kwargs=True)
+    small, large = (answer(model, characters, questions, batch_size=size) for size in (2, 500))
     assert seen == [2, 1] * 4 + [12]  # of every question three rows, one a candidate; the shorter ones are read off them
     assert np.array_equal(small.correct, large.correct)
     np.testing.assert_allclose(small.loss, large.loss, atol=1e-4)

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import surgery as package
-import surgery.evaluation.bench as bench_module
 from surgery.errors import UserError
-from surgery.evaluation import cells, suites
+from surgery.evaluation import cells, entries, suites
 from surgery.evaluation.bench import measure
 from surgery.evaluation.report import ModelReport, Report
 from surgery.exporting import folder as export_folder
@@ -185,7 +184,7 @@ def test_a_cell_is_found_again_by_all_that_it_depends_on(place, tmp_path, monkey
     for change in ({"code": "x"}, {"kernels": {"ssd_scan": "stock"}}, {"device": "H100"}, {"packages": {"torch": "3"}}):
         with monkeypatch.context() as patched:
             changed = lambda *a, change=change, **k: conditions(*a, **k).model_copy(update=change)  # noqa: E731
-            patched.setattr(bench_module, "conditions", changed)
+            patched.setattr(entries, "conditions", changed)
             assert how_many() == first, change
     with package.kernels.dispatch.use(ssd_scan="chunked"):
         assert conditions(model, TOKENIZER).kernels["ssd_scan"] == "chunked"
@@ -330,10 +329,10 @@ def test_a_card_takes_only_a_report_on_its_own_weights(surgery, place, tmp_path,
     assert status == 2
     assert "(they are in bfloat16, and it measured float32)" in err or "another base" in err
     assert not Path("out").exists()
-    passes, own = [], digests.model_digest
+    passes, own = [], digests.identify
     with monkeypatch.context() as patch:
         for module in (digests, export_folder):
-            patch.setattr(module, "model_digest", lambda model: passes.append(model) or own(model))
+            patch.setattr(module, "identify", lambda model: passes.append(model) or own(model))
         status, _, err = surgery("export", "spliced", *asked)
     assert status == 0, err
     assert len(passes) == 1  # over all weights
