@@ -25,9 +25,10 @@ def logits_in_pieces(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> 
     """The logits of ids (b, t) at some of the t positions, (p,) in any order: for one piece after the other, which of the p it
     has, and their logits, (b, those, vocabulary) in the model's own dtype."""
     decoder, count = model.base_model, len(positions)
+    if decoder is model:  # there is no head apart from it
+        yield slice(0, count), model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
+        return
     size = max(1, rows_at_once(model) // max(1, len(ids)))
-    if decoder is model:
-        size = count
     with computed_once(decoder) as is_known:
         first = 0
         while first < count:

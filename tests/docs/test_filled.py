@@ -31,7 +31,8 @@ def test_a_record_is_of_its_recipe(kind, record, recipe):
     # A key that is newer than a record had no other value than its default then. Records name no places. Whether blocks were
     # computed again changes no bit, and its default was another one until 0.8.
     written = public(kind.read(record).provenance.recipe)
-    assert written["tune"].pop("gradient_checkpointing", False) in (False, "auto")
+    for key in ("checkpointing", "gradient_checkpointing"):
+        assert written["tune"].pop(key, False) in (False, "auto")
     measured = Recipe.model_validate(written)
     assert measured == Recipe.model_validate(public(read_recipe(ROOT / "recipes" / f"{recipe}.yaml").model_dump(mode="json")))
 

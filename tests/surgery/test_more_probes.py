@@ -281,7 +281,6 @@ class Indifferent:
     """A model to which all 128 tokens are equally likely."""
 
     device = torch.device("cpu")
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=128))
     base_model = property(lambda self: self)
 
     def __call__(self, input_ids, use_cache, logits_to_keep):
