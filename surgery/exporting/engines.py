@@ -118,8 +118,8 @@ def _ask(engine: str, python: Path, job: dict[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     with tempfile.TemporaryDirectory() as place:  # where nothing can be imported from by mistake
         done = subprocess.run(
-            [python, "-P", ENGINES[engine][0]], input=json.dumps(job).encode(), capture_output=True, check=False, cwd=place,
-            env=quiet | settings,
+            [python.absolute(), "-P", ENGINES[engine][0]], input=json.dumps(job).encode(), capture_output=True, check=False,
+            cwd=place, env=quiet | settings,
         )  # fmt: skip
     if done.returncode == 0:
         answers: dict[str, Any] = json.loads(done.stdout)

@@ -149,6 +149,12 @@ def _device_peak() -> int:
     return cuda.max_memory_allocated() if cuda is not None else 0
 
 
+def device_held() -> int:
+    """What torch holds now on this process's GPU; 0 where none is in use."""
+    cuda = _cuda()
+    return cuda.memory_allocated() if cuda is not None else 0
+
+
 def available(device: Any = "cpu") -> int:
     """Memory that this process can still take on a device: of the machine, the smaller of what is free and what is left of the
     limit of its control group (a container's, a job's); of a GPU, what is free."""

@@ -131,6 +131,17 @@ def test_what_an_engine_says_is_one_line(errors, message, base, tmp_path):
     assert "\n" not in str(raised.value)
 
 
+def test_an_engines_python_may_be_named_from_here(base, tmp_path, monkeypatch):
+    """It is run elsewhere, where that name leads nowhere, or to another Python."""
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho 'ValueError: this is the one' >&2\nexit 1\n")
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="this is the one"):
+        prove_in_engine("vllm", Path("bin/python"), base.model, tmp_path)
+
+
 def grouped():
     torch.manual_seed(0)
     config = Mamba2Config(

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from surgery.errors import UserError
 from surgery.jobs.costs.estimate import Costs
 from surgery.jobs.costs.exporting import started
 from surgery.jobs.costs.record import Stage
@@ -47,8 +46,8 @@ class Announced:
                 if costs.roughly() < SHORT:
                     return ()
                 stages = costs.all_stages()
-        except (UserError, ArithmeticError, RuntimeError, MemoryError):
-            return ()  # what goes wrong in a part goes wrong in the stage, which says what to do
+        except Exception:
+            return ()  # what goes wrong in a part goes wrong in the stage, which says what to do; no estimate ends a run
         finally:
             random.setstate(state)
         self._stages = {stage.name: stage for stage in stages}
