@@ -20,7 +20,7 @@ from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Located, Report
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD, Exported
-from surgery.exporting.verify import check_way
+from surgery.exporting.formats import check_way
 from surgery.families import family_of
 from surgery.jobs.costs.announced import Announced
 from surgery.jobs.entries import entries_of

@@ -242,7 +242,9 @@ def test_what_does_not_fit_is_said_before_the_work(folder, monkeypatch, capsys):
     before, state = model_digest(loaded.model), torch.random.get_rng_state()
     announced.Announced(recipe, loaded, folder / "out").say("bench")
     said = " ".join(capsys.readouterr().err.split())
-    assert "warning: locate does not fit: it needs" in said
+    assert "warning: bench does not fit: it needs" in said
+    assert "warning: export does not fit: it needs" in said
+    assert "locate" not in said  # it is behind
     assert "bench: about" in said
     assert model_digest(loaded.model) == before
     assert torch.equal(torch.random.get_rng_state(), state)
