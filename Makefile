@@ -28,7 +28,7 @@ aarch64: .venv/.installed
 	$(BIN)/python -m pytest -n 0 -rs tests/kernels/test_any_cpu.py -k aarch64
 
 sanitize: .venv/.installed
-	$(BIN)/python -m pytest -n 0 -rs tests/kernels/test_any_cpu.py -k sanitizers
+	SURGERY_ALL_BUILDS=1 $(BIN)/python -m pytest -n 0 -rs tests/kernels/test_any_cpu.py -k "sanitizers or vectors"
 
 # vLLM pins other versions than this project: it lives in an environment of its own, with this package for its plugin.
 serving: .venv/.installed .venv-vllm/.installed

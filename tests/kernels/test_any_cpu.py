@@ -1,6 +1,7 @@
 """The C kernels compute the same on every processor: built for narrower and wider vectors than this one's, for ARM, and with
 sanitizers that watch their memory and their arithmetic."""
 
+import os
 import shutil
 
 import pytest
@@ -25,6 +26,11 @@ def _compiler():
         pytest.skip(reason)
 
 
+MANY = pytest.mark.skipif(
+    "SURGERY_ALL_BUILDS" not in os.environ, reason="SURGERY_ALL_BUILDS is not set, as `make sanitize` does: it takes a while"
+)
+
+
 @pytest.mark.parametrize(
     ("processor", "some"), [("SSE2", True), *(pytest.param(name, False, marks=pytest.mark.slow) for name in PROCESSORS)]
 )
@@ -37,7 +43,7 @@ def test_built_for_a_processor(processor, some, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lanes", "rows"), [pytest.param(*build, marks=() if build == ON_ARM else pytest.mark.slow) for build in EMULATED]
+    ("lanes", "rows"), [pytest.param(*build, marks=() if build == ON_ARM else [pytest.mark.slow, MANY]) for build in EMULATED]
 )
 def test_vectors_and_blocks_of_any_size(lanes, rows, monkeypatch, tmp_path):
     with building(monkeypatch, tmp_path, ["-O1", f"-DLANES={lanes}", f"-DROWS={rows}"]):
@@ -75,6 +81,7 @@ SANITIZERS = {
 
 
 @pytest.mark.slow
+@MANY
 @pytest.mark.parametrize("build", [*PROCESSORS, "ARM's sizes"])
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_sanitizers(sanitizer, build, monkeypatch, tmp_path):
