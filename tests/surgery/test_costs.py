@@ -17,7 +17,7 @@ from surgery.errors import UserError
 from surgery.evaluation.bench import measure
 from surgery.evaluation.suites import tasks
 from surgery.jobs import run as job
-from surgery.jobs.costs import announced, estimate
+from surgery.jobs.costs import announced, benching, estimate
 from surgery.jobs.costs.benching import bench_forwards
 from surgery.jobs.costs.exporting import weights_of
 from surgery.jobs.costs.locating import passes
@@ -292,6 +292,27 @@ def test_a_deep_model_is_tried_at_two_depths(words):
     patient.depths = (2, 4)
     assert patient.along(lambda depth: Sample(1.0 + depth, 10 * depth)) == Sample(pytest.approx(7.0), pytest.approx(60))
     assert patient.note == "2 and 4 of its 6 layers"
+
+
+def test_sizes_that_no_machine_holds_are_estimated(folder, monkeypatch):
+    """From a batch that it does hold; the advice names one."""
+    monkeypatch.setattr(benching, "COUNTED", 64)
+    recipe = read_recipe(folder / "quick.yaml")
+    tune = recipe.tune.model_copy(update={"batch_size": 10**9, "early_stopping": None})
+    bench = recipe.bench.model_copy(update={"limit": 10**9, "pairs": (4,)})
+    locate = recipe.locate.model_copy(update={"batch_size": 10**9})
+    recipe = recipe.model_copy(update={"tune": tune, "bench": bench, "locate": locate})
+    costs = estimate.Costs(recipe, surgery.load(folder / "base"), 1.0)
+    assert costs.patient.rows(10**9) == 64
+    costs.patient.most = 4  # enough here
+    chosen = assumed(recipe, 3, 8)
+    (tuned, *_), measured = costs.tune(chosen), costs.bench(chosen)
+    assert tuned.memory > 2**40
+    assert measured.seconds > 1000
+    assert "forwards" not in measured.counts
+    assert "at most 4 of a batch's rows" in costs.patient.note
+    (line,) = costs.advice([tuned], 2**60)
+    assert "--set tune.batch_size=" in line
 
 
 def test_the_command_prints_a_table_or_json(estimated, folder, monkeypatch):
