@@ -126,8 +126,8 @@ class Operator:
         with torch.enable_grad():
             results = _tuple(run(*args))
         pairs = [(m, g.to(m.dtype)) for m, g in zip(results, gradients, strict=True) if g is not None and m.requires_grad]
-        found = iter(torch.autograd.grad([m for m, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True))
-        return [next(found) if want else None for want in needed]
+        computed = iter(torch.autograd.grad([m for m, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True))
+        return [next(computed) if want else None for want in needed]
 
     def _like_backward(self, *given: Any) -> tuple[Tensor, ...]:
         _, kept, args, needed, _ = self._split(given)

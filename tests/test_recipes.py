@@ -4,6 +4,7 @@ recipes/, shortened by --set.
 """
 
 import json
+import os
 import re
 import shutil
 
@@ -136,6 +137,9 @@ def test_locating_alone(surgery, write, tmp_path, unpainted, name):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    "SURGERY_ALL_PATIENTS" not in os.environ, reason="SURGERY_ALL_PATIENTS is not set: it takes the better part of an hour"
+)
 @pytest.mark.parametrize("name", names())
 def test_the_published_widths(surgery, write, tmp_path, unpainted, name):
     """All widths and options as published; layers and vocabulary are cut, and the shares are the recipe's."""

@@ -237,9 +237,9 @@ class Job:
                 self._measure(maker)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._begun(stage).touch()
-        made = self.folder / step.makes
-        if step.makes and made.exists():
-            shutil.rmtree(made) if made.is_dir() else made.unlink()
+        output = self.folder / step.makes
+        if step.makes and output.exists():
+            shutil.rmtree(output) if output.is_dir() else output.unlink()
         print(f"{stage} ...", flush=True)
         outcome = measure(
             [sys.executable, *step.arguments], self.folder / f"{stage}.log",

@@ -14,11 +14,11 @@ from surgery.cli.options import (
     Settings,
     Trust,
     Verify,
-    check_verify,
     recipe_of,
 )
 from surgery.errors import UserError
 from surgery.exporting.formats import DESCRIPTIONS as FORMATS
+from surgery.exporting.formats import check_way
 
 
 def export(
@@ -54,7 +54,7 @@ def export(
 
         say("advice: --as is now --format; old names are read until version 1.0")
         form = old_form
-    check_verify(verify)
+    check_way(verify)
     if form not in FORMATS:
         raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
     from surgery.exporting import export as exporting

@@ -53,12 +53,6 @@ def recipe_of(verb: str, path: Path | None, settings: list[str] | None, **fixed:
     return recipe
 
 
-def check_verify(verify: str) -> None:
-    """Raise UserError for a value that --verify does not take, before the work begins."""
-    if verify not in VERIFICATIONS:
-        raise UserError(f"cannot verify by '{verify}'; there are {', '.join(VERIFICATIONS)}")
-
-
 def check_writable(folder: Path) -> None:
     """Make a folder. Raises UserError where it cannot be made: before the work begins, not after it."""
     try:

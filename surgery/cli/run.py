@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from surgery.cli.console import prose, show, starting, table
-from surgery.cli.options import Out, Overwrite, Resume, Settings, Trust, Verify, check_verify, recipe_of
+from surgery.cli.options import Out, Overwrite, Resume, Settings, Trust, Verify, recipe_of
 from surgery.errors import UserError
+from surgery.exporting.formats import check_way
 
 if TYPE_CHECKING:
     from surgery.jobs.costs.record import Estimate
@@ -34,7 +35,7 @@ def run(
       surgery run recipes/demo.yaml --dry-run
       surgery run recipes/demo.yaml
     """
-    check_verify(verify)
+    check_way(verify)
     out = out or Path("runs") / recipe.stem
     with starting():
         from surgery.evaluation import markdown

@@ -11,9 +11,9 @@ from surgery.cli.options import (
     Settings,
     Trust,
     Verify,
-    check_verify,
     recipe_of,
 )
+from surgery.exporting.formats import check_way
 
 
 def splice(
@@ -40,7 +40,7 @@ def splice(
     from surgery.records.plan import Plan
     from surgery.splicing import splice as splicing
 
-    check_verify(verify)
+    check_way(verify)
     check_replaceable(out, overwrite)
     chosen = Plan.read(plan)
     base = open_base(in_dtype_of(chosen, recipe_of("splice", recipe, settings, model=model)), trust_remote_code)

@@ -14,9 +14,9 @@ from surgery.cli.options import (
     Settings,
     Trust,
     Verify,
-    check_verify,
     recipe_of,
 )
+from surgery.exporting.formats import check_way
 
 if TYPE_CHECKING:
     from surgery.doctor.rehearsal import Rehearsal
@@ -37,7 +37,7 @@ def tune(
       surgery tune spliced --out tuned --dry-run
       surgery tune spliced --out tuned --set tune.steps=100
     """
-    check_verify(verify)
+    check_way(verify)
     with starting():
         from surgery.jobs.tune_hybrid import tune_hybrid
 

@@ -78,8 +78,8 @@ class Head:
 @dataclass(frozen=True)
 class Atlas:
     """heads: those that can be pointed at, in the ranking's order. labels: (y, layer). says: what Head.rows are. leading: the
-    first heads, a row each. left_out: heads that cannot be pointed at. shared: heads of a layer stand best
-    first, and share cells. listed: ranking.json lists all heads."""
+    first heads, a row each. left_out: heads that cannot be pointed at. shared: heads of a layer stand best first, and share
+    cells. listed: ranking.json lists all heads."""
 
     maps: list[Map] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)

@@ -11,7 +11,8 @@ from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.exporting import folder, hf, mamba_ssm, nemotron_h, patch
 from surgery.exporting.engines import check_engines
-from surgery.exporting.verify import Proof, check_way
+from surgery.exporting.formats import check_way
+from surgery.exporting.verify import Proof
 from surgery.loading.checkpoint import load_tokenizer
 from surgery.loading.digests import Identity
 from surgery.loading.opened import Checkpoint, a_type, model_of, plan_for, tokenizer_of

@@ -1,5 +1,7 @@
 """The formats of an export, for help texts; export.py has the modules that write them."""
 
+from surgery.errors import UserError
+
 DESCRIPTIONS = {
     "hf": "a complete Hugging Face folder, with the modeling code for where this package is not installed",
     "patch": "the grafts alone, and what identifies their base",
@@ -14,3 +16,9 @@ VERIFICATIONS = {
     "layers": "logits and 8 greedy tokens, with a few layers in memory at a time; slower",
     "tensors": "the tensors alone, bit for bit; nothing is computed with them",
 }
+
+
+def check_way(verify: str) -> None:
+    """Raise UserError for what is not in VERIFICATIONS."""
+    if verify not in VERIFICATIONS:
+        raise UserError(f"cannot verify by '{verify}'; there are {', '.join(VERIFICATIONS)}")

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.exporting.formats import VERIFICATIONS
+from surgery.exporting.formats import check_way
 from surgery.exporting.fresh_process import KERNELS, NO_MEMORY, OURS, Answers, OutOfMemory, ask
 from surgery.families import family_of
 from surgery.kernels.dispatch import use
@@ -109,12 +109,6 @@ class Proof(Record):
             f"{self.difference:.2g} after prompts of {', '.join(lengths)} and {last} tokens, alone and in a padded batch; all "
             f"{self.tokens} greedy tokens of each are the same"
         )
-
-
-def check_way(verify: str) -> None:
-    """Raises UserError for what is not in VERIFICATIONS."""
-    if verify not in VERIFICATIONS:
-        raise UserError(f"cannot verify by '{verify}'; there are {', '.join(VERIFICATIONS)}")
 
 
 def prove(

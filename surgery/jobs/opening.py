@@ -19,7 +19,7 @@ from surgery.records.names import on_hub
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
 from surgery.runtime.memory import available
-from surgery.runtime.processes import own_device, state
+from surgery.runtime.processes import on_this_machine, own_device
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt
 
@@ -124,7 +124,9 @@ def _open_others(
 ) -> tuple[dict[str, Checkpoint | Unheld], list[str]]:
     """The others by label, and the dtypes of all, the base's last."""
     beside: dict[str, Checkpoint | Unheld] = {}
-    held, dtypes, room = [base.model], list[str](), HELD * available(base.model.device) / state().num_processes
+    held, dtypes = [base.model], list[str]()
+    # Processes on one machine share its memory; each has a GPU of its own.
+    room = HELD * available(base.model.device) / (1 if base.model.device.type == "cuda" else on_this_machine())
     for label, name in named:
         other = open_beside(base, name, recipe, trust_remote_code)
         dtypes.append(_dtype(other))

@@ -20,7 +20,7 @@ from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Located, Report
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD, Exported
-from surgery.exporting.verify import check_way
+from surgery.exporting.formats import check_way
 from surgery.families import family_of
 from surgery.jobs.costs.announced import Announced
 from surgery.jobs.entries import entries_of
@@ -62,8 +62,8 @@ def run(
     accelerate started share the work.
 
     verify: how the export is, as surgery.export takes it. resume: go on with an earlier run in `out`, from the first stage
-    whose own settings are others. overwrite: remove what an
-    earlier run has left there. Raises UserError, and writes nothing, where one is there and neither is given.
+    whose own settings are others. overwrite: remove what an earlier run has left there. Raises UserError, and writes nothing,
+    where one is there and neither is given, or where the disk has no room for the export.
     """
     if not isinstance(recipe, Recipe):
         raise UserError(f"surgery.run takes a recipe, as surgery.read_recipe returns it, not {a_type(recipe)}")

@@ -10,8 +10,8 @@ from surgery.exporting.earlier import check_replaceable
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD as EXPORT
 from surgery.exporting.folder import Exported
+from surgery.exporting.formats import check_way
 from surgery.exporting.source import base_of, holds_base, is_patch, present
-from surgery.exporting.verify import check_way
 from surgery.jobs.opening import in_dtype_of, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, is_empty
 from surgery.jobs.stages import first_change

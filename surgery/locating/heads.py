@@ -204,12 +204,12 @@ class Heads(Sequence[Score]):
     def find(self, sites: Iterable[Site]) -> list[int | None]:
         """Where single heads stand; None for a site that is not among them."""
         numbers, places = self._numbered
-        found: list[int | None] = []
+        result: list[int | None] = []
         for site in sites:
             number = _number(site.layer, site.heads[0]) if len(site.heads) == 1 else -1
             at = int(np.searchsorted(numbers, number))
-            found.append(int(places[at]) if at < len(self) and numbers[at] == number else None)
-        return found
+            result.append(int(places[at]) if at < len(self) and numbers[at] == number else None)
+        return result
 
     @cached_property
     def _numbered(self) -> tuple[np.ndarray, np.ndarray]:

@@ -78,8 +78,12 @@ class Ranking(Sealed):
             super().write(path)
             return
         path = Path(path)
-        path.unlink(missing_ok=True)
-        arrays = heads_file.write(self.columns, path.with_suffix(".safetensors"))
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
+        # with_suffix would take "ranking-2.7b" and "ranking-2.8b" for one name.
+        arrays = heads_file.write(self.columns, path.with_name(f"{path.name.removesuffix('.json')}.safetensors"))
         leading = self.columns.take(slice(LISTED))
         write_text(path, self.model_copy(update={"heads": leading, "arrays": arrays}).text())
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from surgery.runtime.processes import on_this_machine
+
 OWN = Path("/proc/self/status")
 RESET = Path("/proc/self/clear_refs")
 EVERY = 0.01  # seconds between two looks at this process, where the system keeps no peak
@@ -149,6 +151,12 @@ def _device_peak() -> int:
     return cuda.max_memory_allocated() if cuda is not None else 0
 
 
+def device_held() -> int:
+    """What torch holds now on this process's GPU; 0 where none is in use."""
+    cuda = _cuda()
+    return cuda.memory_allocated() if cuda is not None else 0
+
+
 def available(device: Any = "cpu") -> int:
     """Memory that this process can still take on a device: of the machine, the smaller of what is free and what is left of the
     limit of its control group (a container's, a job's); of a GPU, what is free."""
@@ -162,9 +170,10 @@ def available(device: Any = "cpu") -> int:
 
 def spare(device: Any = "cpu") -> int:
     """Memory that activations can take on a device. A file that is mapped, as weights are, counts as free for the system, and
-    is not: what this process holds is no room."""
-    free = available(device)
-    return free if _is_cuda(device) else max(0, min(free, capacity(device) - resident()))
+    is not: what this process holds is no room. Processes on one machine share its memory; each has a GPU of its own."""
+    if _is_cuda(device):
+        return available(device)
+    return max(0, min(available(device), capacity(device) - resident())) // on_this_machine()
 
 
 def capacity(device: Any = "cpu") -> int:

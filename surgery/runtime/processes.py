@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # How many processes there are, as the launchers that accelerate knows say it: torchrun and its own, and those of MPI.
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
 
 def state() -> "PartialState":
@@ -32,6 +33,11 @@ def state() -> "PartialState":
 def several_processes() -> bool:
     """Whether a launcher started this process beside others; known without asking accelerate."""
     return any(os.environ.get(name, "1") != "1" for name in WORLD_SIZES)
+
+
+def on_this_machine() -> int:
+    """How many of the processes run on this machine; known without asking accelerate."""
+    return max([1, *(int(size) for name in LOCAL_SIZES if (size := os.environ.get(name, "")).isdigit())])
 
 
 def is_main() -> bool:

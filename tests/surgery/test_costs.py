@@ -17,7 +17,7 @@ from surgery.errors import UserError
 from surgery.evaluation.bench import measure
 from surgery.evaluation.suites import tasks
 from surgery.jobs import run as job
-from surgery.jobs.costs import announced, benching, estimate
+from surgery.jobs.costs import announced, benching, estimate, sample
 from surgery.jobs.costs.benching import bench_forwards
 from surgery.jobs.costs.exporting import weights_of
 from surgery.jobs.costs.locating import passes
@@ -27,6 +27,7 @@ from surgery.jobs.costs.sample import Patient, Sample, cut, extended, moved
 from surgery.jobs.costs.tuning import held_beyond, stages_of
 from surgery.jobs.output_folder import Run
 from surgery.loading.digests import model_digest
+from surgery.loading.opened import Checkpoint
 from surgery.locating import prefilter
 from surgery.locating.locate import rank
 from surgery.locating.questions import question_sets
@@ -242,7 +243,9 @@ def test_what_does_not_fit_is_said_before_the_work(folder, monkeypatch, capsys):
     before, state = model_digest(loaded.model), torch.random.get_rng_state()
     announced.Announced(recipe, loaded, folder / "out").say("bench")
     said = " ".join(capsys.readouterr().err.split())
-    assert "warning: locate does not fit: it needs" in said
+    assert "warning: bench does not fit: it needs" in said
+    assert "warning: export does not fit: it needs" in said
+    assert "locate" not in said  # it is behind
     assert "bench: about" in said
     assert model_digest(loaded.model) == before
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -277,6 +280,30 @@ def test_samples_follow_a_straight_line():
     assert extended([(3, two)], 3) == two
     assert two + four == Sample(2.5, 160)
     assert two * 3 == Sample(3.0, 100)
+
+
+def test_a_sample_on_a_gpu_is_what_it_adds_to_the_weights(monkeypatch):
+    monkeypatch.setattr(sample, "device_held", lambda: 1000)
+    monkeypatch.setattr(memory, "_device_peak", lambda: 1300)
+    assert sample.sampled(lambda: None).bytes == 300
+
+
+def test_no_estimate_ends_a_run(folder, monkeypatch, capsys):
+    """Nor says anything, if it fails."""
+    monkeypatch.setattr(announced, "SHORT", 0.0)
+    monkeypatch.setattr(estimate.Costs, "all_stages", lambda _: {}["a mistake"])
+    recipe = read_recipe(folder / "quick.yaml")
+    announced.Announced(recipe, surgery.load(folder / "base"), folder / "out").say("locate")
+    assert "locate" not in capsys.readouterr().err
+
+
+def test_the_controls_of_a_plan_of_two_layers_are_counted(words, folder):
+    """In a cut of two layers there is no other layer for a control, but in the model there is."""
+    deep = random_base(vocab_size=-(-len(words) // 16) * 16, num_hidden_layers=6)
+    recipe = read_recipe(folder / "quick.yaml", ["plan.kind=layer", "plan.layers=2"])
+    costs = estimate.Costs(recipe, Checkpoint("deep", deep, words, "f" * 64), 1.0, quick=True)
+    costs.patient.depths = (2, 4)
+    assert costs.bench(assumed(recipe, 6, 8)).counts["models"] == 6
 
 
 def test_a_plan_in_fewer_layers_keeps_its_heads():

@@ -113,6 +113,17 @@ def test_few_heads_are_written_as_ever(tmp_path):
     assert Ranking.read(tmp_path / RANKING) == ranking
 
 
+def test_each_ranking_has_arrays_of_its_own(tmp_path, monkeypatch):
+    """Also where its name has a dot, and no ending."""
+    monkeypatch.setattr(rankings, "MANY", 10)
+    first, second = made(some_scores(20)), made(some_scores(20, seed=1))
+    for name, ranking in (("ranking-2.7b", first), ("ranking-2.8b", second), ("ranking.json", second)):
+        ranking.write(tmp_path / name)
+    assert Ranking.read(tmp_path / "ranking-2.7b") == first
+    assert Ranking.read(tmp_path / "ranking-2.8b") == second
+    assert (tmp_path / "ranking.safetensors").exists()
+
+
 def test_half_a_million_are_made_written_and_read(half_a_million, tmp_path, monkeypatch):
     ranking = half_a_million
     built = []

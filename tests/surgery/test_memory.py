@@ -80,6 +80,14 @@ def test_the_limit_of_a_control_group_is_obeyed(version, group, tmp_path, monkey
     assert 0 < memory.available() <= memory.capacity()
 
 
+def test_processes_on_one_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda _: 100)
+    assert memory.spare() == 100
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert memory.spare() == 25
+    assert memory.spare("cuda:1") == 100  # each has a GPU of its own
+
+
 def test_free_disk_of_a_folder_that_is_yet_to_be(tmp_path):
     assert memory.free_disk(tmp_path / "new" / "folder") == pytest.approx(memory.free_disk(tmp_path), rel=0.05)
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from surgery.errors import UserError
 from surgery.jobs.costs.estimate import Costs
 from surgery.jobs.costs.exporting import started
 from surgery.jobs.costs.record import Stage
@@ -19,8 +18,8 @@ SHORT = 60.0  # seconds: of a run that takes no longer, nothing is measured or s
 
 
 class Announced:
-    """The costs of a run that goes on in `out`, measured when its first stage starts: of what is finished, nothing is. Several
-    processes would each have to measure, so that they say nothing."""
+    """The costs of a run that goes on in `out`, measured when its first stage starts; of what is finished by then, nothing is
+    said. Several processes would each have to measure, so that they say nothing."""
 
     def __init__(self, recipe: Recipe, base: Checkpoint, out: Path, verify: str = "auto"):
         self.recipe, self.base, self.out, self.verify, self.start = recipe, base, out, verify, started()
@@ -33,13 +32,14 @@ class Announced:
         if self._stages is None:
             self._stages = {}
             with busy("measuring a part of each stage"):
-                advice = self._measure()
+                advice = self._measure(name)
             for line in advice:
                 say(f"warning: {line}")
         if name in self._stages:
             say(self._stages[name].line())
 
-    def _measure(self) -> tuple[str, ...]:
+    def _measure(self, first: str) -> tuple[str, ...]:
+        """The advice on the stages from the first on."""
         state = random.getstate()
         try:
             with silently(), torch.random.fork_rng():
@@ -47,9 +47,10 @@ class Announced:
                 if costs.roughly() < SHORT:
                     return ()
                 stages = costs.all_stages()
-        except (UserError, ArithmeticError, RuntimeError, MemoryError):
-            return ()  # what goes wrong in a part goes wrong in the stage, which says what to do
+        except Exception:
+            return ()  # what goes wrong in a part goes wrong in the stage, which says what to do; no estimate ends a run
         finally:
             random.setstate(state)
+        stages = stages[next((i for i, stage in enumerate(stages) if stage.name == first), 0) :]
         self._stages = {stage.name: stage for stage in stages}
         return costs.advice(stages, memory.free_disk(self.out))

@@ -65,13 +65,13 @@ def bench_cost(
     for kind, make in kinds.items():
         if kind not in entries.values():
             continue
-        made = {depth: make(depth) for depth in patient.depths}
+        models = {depth: make(depth) for depth in patient.depths}
         parts = []
         rates: dict[tuple[str, str], Sample] = {}
         for task in todo:
             key = (task.name, task.part)
             if key not in rates:
-                rates[key] = patient.along(partial(_asked, tried[key], made))
+                rates[key] = patient.along(partial(_asked, tried[key], models))
             if todo is samples:
                 sizes = (options.windows, few.windows) if task.name in LOSSES else (options.limit, few.limit)
                 times = sizes[0] / sizes[1] if task.count == sizes[1] else 1.0
@@ -80,8 +80,8 @@ def bench_cost(
                 # A task that has as many examples as it may have goes on in the same way.
                 more = options.limit / counted.limit if task.count == counted.limit and task.name not in LOSSES else 1.0
                 parts.append(_whole(rates[key], task, tried[key]) * more)
-        parts += _timed(patient, options, contexts, made, quick)
-        parts.append(patient.along(partial(_read, tokenizer, made)))
+        parts += _timed(patient, options, contexts, models, quick)
+        parts.append(patient.along(partial(_read, tokenizer, models)))
         of[kind] = total(parts)
     return BenchCost(
         None if quick or counted.limit < options.limit else bench_forwards(options, todo, contexts),
@@ -100,9 +100,7 @@ def _whole(sample: Sample, task: Task, tried: Task) -> Sample:
     return Sample(sample.seconds * tokens / own, sample.bytes * most / largest)
 
 
-def _timed(
-    patient: Patient, options: Bench, contexts: list[int], made: Mapping[int, PreTrainedModel], quick: bool
-) -> list[Sample]:
+def _timed(patient: Patient, options: Bench, contexts: list[int], models: "ByDepth", quick: bool) -> list[Sample]:
     """What timing tokens costs. Its memory is that of one model's caches, which hold next to nothing of a state-space model."""
     jobs: list[tuple[int, Job]] = []
     if "quick" in options.suites:
@@ -115,26 +113,26 @@ def _timed(
         few = context <= (longest if quick or not patient.is_whole else 8 * LONG)
         sizes = [context] if few else [longest // 2, longest]
 
-        result.append(patient.along(partial(_at_context, job, made, sizes, context)))
+        result.append(patient.along(partial(_at_context, job, models, sizes, context)))
     return result
 
 
 Job = Callable[[Mapping[str, Any], int], Any]
-Made = Mapping[int, PreTrainedModel]  # by number of layers
+ByDepth = Mapping[int, PreTrainedModel]  # by number of layers
 
 
-def _asked(task: Task, made: Made, depth: int) -> Sample:
-    return sampled(lambda: task.measure(made[depth]))
+def _asked(task: Task, models: ByDepth, depth: int) -> Sample:
+    return sampled(lambda: task.measure(models[depth]))
 
 
-def _read(tokenizer: PreTrainedTokenizerBase, made: Made, depth: int) -> Sample:
+def _read(tokenizer: PreTrainedTokenizerBase, models: ByDepth, depth: int) -> Sample:
     """The weights are read for what identifies them."""
-    return sampled(lambda: conditions(made[depth], tokenizer), repeat=False)
+    return sampled(lambda: conditions(models[depth], tokenizer), repeat=False)
 
 
-def _at_context(job: Job, made: Made, sizes: list[int], context: int, depth: int) -> Sample:
+def _at_context(job: Job, models: ByDepth, sizes: list[int], context: int, depth: int) -> Sample:
     """A job of one context, from those that are tried."""
-    tried = [(size, sampled(partial(job, {"model": made[depth]}, size), repeat=False)) for size in sizes]
+    tried = [(size, sampled(partial(job, {"model": models[depth]}, size), repeat=False)) for size in sizes]
     return extended(tried, context)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import UserError
-from surgery.exporting.verify import check_way
+from surgery.exporting.formats import check_way
 from surgery.families import family_of
 from surgery.jobs.costs.benching import BenchCost, bench_cost
 from surgery.jobs.costs.exporting import export_cost, started, weights_of
@@ -92,13 +92,14 @@ class Costs:
         self.patient = Patient(base.model, base.tokenizer, ids)
         self.settings: dict[str, tuple[dict[str, int], str]] = {}
         self.held = self.before
-        self._made: dict[tuple[int, int], Models] = {}
+        self._models_at: dict[tuple[int, int], Models] = {}
 
     def _models(self, chosen: Plan, depth: int, first: int = 0) -> Models:
         """The run's models at a depth, made once. Those that are tuned for a sample are not asked anything afterwards."""
-        if (depth, first) not in self._made:
-            self._made[depth, first] = models_of(self.patient, self.recipe, chosen, depth, first)
-        return self._made[depth, first]
+        key = depth, 0 if depth == self.patient.depth else first  # the whole model has its grafts where the plan says
+        if key not in self._models_at:
+            self._models_at[key] = models_of(self.patient, self.recipe, chosen, *key)
+        return self._models_at[key]
 
     def roughly(self) -> float:
         """Seconds of the whole run, by one forward alone: whether it is worth a closer look."""
@@ -109,11 +110,7 @@ class Costs:
         return self.patient.step * (forwards + models * sizes * options.seeds * options.limit / options.batch_size)
 
     def _held_now(self) -> int:
-        if self.on_gpu:
-            import torch
-
-            return torch.cuda.memory_allocated(self.base.model.device)
-        return memory.resident()
+        return memory.device_held() if self.on_gpu else memory.resident()
 
     def all_stages(self) -> list[Stage]:
         """The stages in their order, for a plan that is not yet known."""
@@ -144,13 +141,11 @@ class Costs:
 
     def splice(self, chosen: Plan) -> Stage:
         """plan and splice: the models of the run are made. From here on they are held."""
-        made: dict[int, int] = {}
 
         def making(depth: int) -> Sample:
             sample = sampled(lambda: self._models(chosen, depth), repeat=False)
             others = [model_of(entry.model, "bench") for entry in self._models(chosen, depth).entries.values()]
-            made[depth] = held_beyond(others, self.patient.model)
-            return Sample(sample.seconds, made[depth])
+            return Sample(sample.seconds, held_beyond(others, self.patient.model))
 
         sample = self.patient.along(making)
         self.held = self.before + int(sample.bytes)
@@ -199,7 +194,7 @@ class Costs:
 
     def bench(self, chosen: Plan) -> Stage:
         """bench, of all models together."""
-        names = self._models(chosen, self.patient.depths[0]).entries
+        names = self._models(chosen, self.patient.depths[-1]).entries  # in fewer layers no other may be left for a control
         kinds = {name: "hybrid" if self.quick or entry.plan is not None else "base" for name, entry in names.items()}
 
         def hybrid(depth: int) -> Any:

@@ -83,10 +83,10 @@ def locating_cost(patient: Patient, options: Locate, seed: int, quick: bool = Fa
         alone = _first(few)
         return sampled(lambda: Exact(patient.subject(depth), alone).measure([], layers=False))
 
-    one = patient.along(base).larger(factor)
-    exact = is_exact(options, patient.subject(patient.depth), sets, one.seconds)
+    forward = patient.along(base).larger(factor)
+    exact = is_exact(options, patient.subject(patient.depth), sets, forward.seconds)
     counted = passes(sets, options.model_copy(update={"exact": exact}), patient.heads * patient.depth, patient.depth)
-    parts = [one * counted.base]
+    parts = [forward * counted.base]
     if counted.slopes + counted.starts:
         step = _step(patient, largest, whole="batch_size" in options.model_fields_set)
         rows = min(len(largest.rows), step.rows or len(largest.rows))
@@ -138,13 +138,13 @@ def _exact(patient: Patient, questions: QuestionSet, options: Locate) -> tuple[S
     more = min(2, patient.heads)
 
     def variant(depth: int) -> Sample:
-        one, two = scan(depth, 1), scan(depth, more)
-        each = max(0.0, two.seconds - one.seconds) / (2 * depth) if more > 1 else one.seconds / (3 * depth)
-        return Sample(each, two.bytes)
+        first, both = scan(depth, 1), scan(depth, more)
+        each = max(0.0, both.seconds - first.seconds) / (2 * depth) if more > 1 else first.seconds / (3 * depth)
+        return Sample(each, both.bytes)
 
     def walk(depth: int) -> Sample:
-        one, each = scan(depth, 1), variants[depth]
-        return Sample(max(0.0, one.seconds - 2 * depth * each.seconds), one.bytes)
+        first, each = scan(depth, 1), variants[depth]
+        return Sample(max(0.0, first.seconds - 2 * depth * each.seconds), first.bytes)
 
     variants = {depth: variant(depth) for depth in patient.depths}
     return patient.along(walk), patient.along(variants.__getitem__)

@@ -22,7 +22,7 @@ from surgery.locating.subject import Subject
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
 from surgery.records.site import Site
-from surgery.runtime.memory import measured, resident
+from surgery.runtime.memory import device_held, measured, resident
 from surgery.splicing.splice import adopt, share
 
 WHOLE = 0.5  # seconds: a model whose forward of a full batch takes no longer is tried whole
@@ -61,12 +61,12 @@ def total(samples: Sequence[Sample]) -> Sample:
 def sampled(work: Callable[[], Any], *, repeat: bool = True) -> Sample:
     """Do a piece of work and measure it. repeat: whether it may be done twice."""
     _let_go()
-    before = resident()
+    before, on_device = resident(), device_held()
     with measured() as peak:
         seconds = _seconds(work)
         if repeat and seconds < TWICE:
             seconds = min(seconds, _seconds(work))
-    return Sample(seconds, peak.device or max(0, peak.process - before))
+    return Sample(seconds, peak.device - on_device if peak.device else max(0, peak.process - before))
 
 
 def _seconds(work: Callable[[], Any]) -> float:
