@@ -65,7 +65,7 @@ def export(
     from surgery.loading.checkpoint import plan_of
     from surgery.loading.digests import identify
 
-    engines = [engine.strip() for engine in prove.split(",")] if prove else []
+    engines = [engine.strip() for engine in prove.split(",")] if prove is not None else []
     check_engines(engines, form, engine_python)
     check_replaceable(out, overwrite)
     advise_tuning(hybrid)

@@ -49,6 +49,7 @@ def run(
         raise UserError("--json prints what --dry-run finds out; give both")
     if dry_run:
         _show_estimate(estimate(options, out, verify=verify, trust_remote_code=trust_remote_code), as_json)
+        _say_what_is_there(out, resume, overwrite)
         return
     if options.study is not None:
         findings = conduct(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
@@ -75,3 +76,17 @@ def _show_estimate(estimate: "Estimate", as_json: bool) -> None:
     for line in estimate.lines():
         prose(line)
     prose("Measured on a small part of each stage, which was done for it. Nothing was written.")
+
+
+def _say_what_is_there(out: Path, resume: bool, overwrite: bool) -> None:
+    """Of an output folder that is not empty: what the run itself would say of it, or leave out."""
+    from surgery.jobs.output_folder import check_folder, is_empty
+    from surgery.runtime.progress import say
+
+    try:
+        check_folder(out, "run", resume=resume, overwrite=overwrite)
+    except UserError as error:
+        say(f"note: without --dry-run this would stop at once: {error}")
+        return
+    if resume and not is_empty(out):
+        say("note: these are the costs of the whole run; --resume leaves out what is finished")

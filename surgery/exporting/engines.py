@@ -57,6 +57,8 @@ class EngineProof(Record):
 
 def check_engines(engines: Sequence[str], format: str, python: Path | None) -> None:
     """Raise UserError unless each engine is known and reads `format`, and its interpreter is there."""
+    if python is not None and not engines:
+        raise UserError("--engine-python is for --prove; name an engine, or leave it out")
     for engine in engines:
         if engine not in ENGINES:
             raise UserError(f"--prove: there is no engine '{engine}' here; there are {', '.join(ENGINES)}")
@@ -64,7 +66,7 @@ def check_engines(engines: Sequence[str], format: str, python: Path | None) -> N
             raise UserError(f"--prove: {engine} reads {' and '.join(ENGINES[engine][1])}, not '{format}'")
         if python is None:
             raise UserError(f"--prove: say which Python has {engine} installed: --engine-python ENVIRONMENT/bin/python")
-        if not os.access(python, os.X_OK):
+        if not python.is_file() or not os.access(python, os.X_OK):
             raise UserError(f"--engine-python: there is no program {python}")
 
 
@@ -117,12 +119,19 @@ def _ask(engine: str, python: Path, job: dict[str, Any]) -> dict[str, Any]:
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     with tempfile.TemporaryDirectory() as place:  # where nothing can be imported from by mistake
-        done = subprocess.run(
-            [python.absolute(), "-P", ENGINES[engine][0]], input=json.dumps(job).encode(), capture_output=True, check=False,
-            cwd=place, env=quiet | settings,
-        )  # fmt: skip
+        # Not resolved: the link in bin/ is what tells an interpreter its environment.
+        program: list[str | Path] = [python.absolute(), "-P", ENGINES[engine][0]]
+        try:
+            done = subprocess.run(
+                program, input=json.dumps(job).encode(), capture_output=True, check=False, cwd=place, env=quiet | settings
+            )
+        except OSError as error:
+            raise UserError(f"--engine-python: {python} does not run: {error.strerror}") from error
     if done.returncode == 0:
-        answers: dict[str, Any] = json.loads(done.stdout)
+        try:
+            answers: dict[str, Any] = json.loads(done.stdout)
+        except ValueError as error:
+            raise UserError(f"{engine} gave no answers: --engine-python is to be a Python, and {python} is none") from error
         return answers
     raise UserError(f"{engine} cannot serve the folder: {_reason(done.stderr.decode(errors='replace'), python)}")
 

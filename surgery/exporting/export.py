@@ -85,6 +85,7 @@ def export(
         raise UserError(f"an export as '{format}' has no option '{min(unknown)}'")
     if not isinstance(path, str | Path):
         raise UserError(f"surgery.export takes a model and the name of a folder, not {a_type(path)}")
+    engines = [engines] if isinstance(engines, str) else engines
     python = None if engine_python is None else Path(engine_python)
     check_engines(engines, format, python)
     plan, base = _plan(model, plan), _base(model, base)

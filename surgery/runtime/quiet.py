@@ -14,8 +14,10 @@ def hush_bitsandbytes() -> None:
 
 
 def hush_transformers() -> None:
-    """For the command line: no notes on GPU kernels that are missing, no retries of a Hub that cannot be reached, and no bars
-    beside ours. transformers is not imported for that: where it is not yet, it reads the environment when it is."""
+    """For the command line: no notes on GPU kernels that are missing or weights that stay in their files, no retries of a Hub
+    that cannot be reached, and no bars beside ours. transformers is not imported for that: where it is not yet, it reads the
+    environment when it is."""
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
     if "transformers.utils.logging" in sys.modules:
         from huggingface_hub.utils import logging as hub_logging
         from transformers.utils import logging as transformers_logging

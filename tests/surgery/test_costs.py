@@ -17,7 +17,7 @@ from surgery.errors import UserError
 from surgery.evaluation.bench import measure
 from surgery.evaluation.suites import tasks
 from surgery.jobs import run as job
-from surgery.jobs.costs import announced, estimate, sample
+from surgery.jobs.costs import announced, benching, estimate, sample
 from surgery.jobs.costs.benching import bench_forwards
 from surgery.jobs.costs.exporting import weights_of
 from surgery.jobs.costs.locating import passes
@@ -25,6 +25,7 @@ from surgery.jobs.costs.models import assumed, models_of
 from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
 from surgery.jobs.costs.sample import Patient, Sample, cut, extended, moved
 from surgery.jobs.costs.tuning import held_beyond, stages_of
+from surgery.jobs.output_folder import Run
 from surgery.loading.digests import model_digest
 from surgery.loading.opened import Checkpoint
 from surgery.locating import prefilter
@@ -321,6 +322,27 @@ def test_a_deep_model_is_tried_at_two_depths(words):
     assert patient.note == "2 and 4 of its 6 layers"
 
 
+def test_sizes_that_no_machine_holds_are_estimated(folder, monkeypatch):
+    """From a batch that it does hold; the advice names one."""
+    monkeypatch.setattr(benching, "COUNTED", 64)
+    recipe = read_recipe(folder / "quick.yaml")
+    tune = recipe.tune.model_copy(update={"batch_size": 10**9, "early_stopping": None, "gradient_checkpointing": True})
+    bench = recipe.bench.model_copy(update={"limit": 10**9, "pairs": (4,), "contexts": (16,), "controls": False})
+    locate = recipe.locate.model_copy(update={"batch_size": 10**9})
+    recipe = recipe.model_copy(update={"tune": tune, "bench": bench, "locate": locate})
+    costs = estimate.Costs(recipe, surgery.load(folder / "base"), 1.0)
+    assert costs.patient.rows(10**9) == 64
+    costs.patient.most = 4  # enough here
+    chosen = assumed(recipe, 3, 8)
+    (tuned, *_), measured = costs.tune(chosen), costs.bench(chosen)
+    assert tuned.memory > 2**40
+    assert measured.seconds > 1000
+    assert "forwards" not in measured.counts
+    assert "at most 4 of a batch's rows" in costs.patient.note
+    (line,) = costs.advice([tuned], 2**60)
+    assert "--set tune.batch_size=" in line
+
+
 def test_the_command_prints_a_table_or_json(estimated, folder, monkeypatch):
     monkeypatch.setattr(estimate, "estimate", lambda *_, **__: estimated[0])
 
@@ -336,6 +358,25 @@ def test_the_command_prints_a_table_or_json(estimated, folder, monkeypatch):
     code, out = printed("--dry-run", "--json")
     assert json.loads(out)["stages"] == json.loads(estimated[0].text())["stages"]
     assert printed("--json")[0] == 2
+
+
+def test_a_dry_run_says_what_the_run_would_say_of_its_folder(estimated, folder, monkeypatch, tmp_path, capsys):
+    """And what it would leave out; the folder stays as it is."""
+    monkeypatch.setattr(estimate, "estimate", lambda *_, **__: estimated[0])
+    Run(toolkit="0.8.0", verb="run").write(tmp_path / "run.json")
+    for options, message in (
+        ([], "would stop at once"), (["--resume"], "--resume leaves out what is finished"), (["--overwrite"], ""),
+    ):  # fmt: skip
+        arguments = ["surgery", "run", str(folder / "quick.yaml"), "--dry-run", "--json", "--out", str(tmp_path), *options]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        printed = capsys.readouterr()
+        assert stop.value.code == 0
+        assert json.loads(printed.out)["stages"]
+        assert message in " ".join(printed.err.split())
+        assert ("note:" in printed.err) is bool(message)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_a_study_and_a_name_are_refused(folder):

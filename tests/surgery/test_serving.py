@@ -105,6 +105,8 @@ def test_what_cannot_be_asked_is_said_before_anything_is_done(tmp_path):
         ((["vllm"], "patch", Path("/bin/true")), "reads hf and nemotron_h, not 'patch'"),
         ((["vllm"], "hf", None), "--engine-python"),
         ((["vllm"], "hf", tmp_path / "python"), "there is no program"),
+        ((["vllm"], "hf", tmp_path), "there is no program"),
+        (([], "hf", Path("/bin/true")), "--engine-python is for --prove"),
     ):
         with pytest.raises(UserError, match=message):
             check_engines(*arguments)
@@ -131,15 +133,19 @@ def test_what_an_engine_says_is_one_line(errors, message, base, tmp_path):
     assert "\n" not in str(raised.value)
 
 
-def test_an_engines_python_may_be_named_from_here(base, tmp_path, monkeypatch):
-    """It is run elsewhere, where that name leads nowhere, or to another Python."""
-    python = tmp_path / "bin/python"
-    python.parent.mkdir()
-    python.write_text("#!/bin/sh\necho 'ValueError: this is the one' >&2\nexit 1\n")
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+def test_an_interpreter_may_be_named_from_where_the_command_runs(base, tmp_path, monkeypatch):
+    """As the page writes it: serving/bin/python."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="this is the one"):
-        prove_in_engine("vllm", Path("bin/python"), base.model, tmp_path)
+    python = Path("python")
+    for script, message in (
+        ("#!/bin/sh\necho it ran >&2\nexit 1\n", "it ran$"),
+        ("#!/bin/sh\n", "python is none$"),
+        ("#!/no/such/program\n", "--engine-python: python does not run"),
+    ):
+        python.write_text(script)
+        python.chmod(0o755)
+        with pytest.raises(UserError, match=message):
+            prove_in_engine("vllm", python, base.model, tmp_path)
 
 
 def grouped():

@@ -15,6 +15,7 @@ from surgery.loading.digests import conditions
 from surgery.probes.knowledge import part_for_bench
 from surgery.records.recipe import Bench, Recipe
 
+COUNTED = 10_000  # examples of a task that are made; how many more cost is extended from these
 LONG = 512  # tokens: longer contexts of a model that is not tried whole are extended from half of this and this
 
 Kind = str  # of a model: "base", or "hybrid"
@@ -22,8 +23,8 @@ Kind = str  # of a model: "base", or "hybrid"
 
 @dataclass(frozen=True)
 class BenchCost:
-    """forwards: of each model; None where a task of the harness makes some. of: what one model of each kind costs. sample: all
-    models together."""
+    """forwards: of each model; None where a task of the harness makes some, or there are very many. of: what one model
+    of each kind costs. sample: all models together."""
 
     forwards: int | None
     of: dict[Kind, Sample]
@@ -58,7 +59,8 @@ def bench_cost(
     samples = tasks(few, tokenizer, recipe.data, recipe.seed, part)
     tried = {(task.name, task.part): task for task in samples}
     # All examples of all tasks take a while to be made; their number is known where the harness does not say it.
-    todo = samples if quick and not standard(options) else tasks(options, tokenizer, recipe.data, recipe.seed, part)
+    counted = options.model_copy(update={"limit": min(options.limit, COUNTED)})
+    todo = samples if quick and not standard(options) else tasks(counted, tokenizer, recipe.data, recipe.seed, part)
     of: dict[Kind, Sample] = {}
     for kind, make in kinds.items():
         if kind not in entries.values():
@@ -75,12 +77,16 @@ def bench_cost(
                 times = sizes[0] / sizes[1] if task.count == sizes[1] else 1.0
                 parts.append(Sample(rates[key].seconds * times * options.seeds, rates[key].bytes * options.batch_size / rows))
             else:
-                parts.append(_whole(rates[key], task, tried[key]))
+                # A task that has as many examples as it may have goes on in the same way.
+                more = options.limit / counted.limit if task.count == counted.limit and task.name not in LOSSES else 1.0
+                parts.append(_whole(rates[key], task, tried[key]) * more)
         parts += _timed(patient, options, contexts, models, quick)
         parts.append(patient.along(partial(_read, tokenizer, models)))
         of[kind] = total(parts)
     return BenchCost(
-        None if quick else bench_forwards(options, todo, contexts), of, total([of[kind] for kind in entries.values()])
+        None if quick or counted.limit < options.limit else bench_forwards(options, todo, contexts),
+        of,
+        total([of[kind] for kind in entries.values()]),
     )
 
 

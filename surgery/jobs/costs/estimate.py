@@ -83,7 +83,7 @@ class Costs:
         self.recipe, self.base, self.start, self.quick = recipe, base, start, quick
         self.on_gpu = base.model.device.type == "cuda"
         device = base.model.device
-        options = recipe.locate.model_copy(update={"examples": max(2, recipe.locate.batch_size)})
+        options = recipe.locate.model_copy(update={"examples": max(2, min(recipe.locate.batch_size, recipe.locate.examples))})
         first = question_set(base.tokenizer, options, options, seed=recipe.seed, device=device)
         ids = padded(first.groups[0][1].rows, device)[0]
         _import_what_a_run_needs()

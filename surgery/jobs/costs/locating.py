@@ -68,7 +68,7 @@ def locating_cost(patient: Patient, options: Locate, seed: int, quick: bool = Fa
     """Measured on the first batch of the recipe's own questions. quick: what costs much is tried on fewer questions."""
     device = patient.model.device
     sets = question_sets(patient.tokenizer, options, seed=seed, device=device)
-    tried = patient.rows(options.batch_size)
+    tried = patient.rows(min(options.batch_size, options.examples))
     if quick:
         tried = min(tried, max(1, options.batch_size // 8))
     few = question_set(

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from surgery.splicing.splice import adopt, share
 WHOLE = 0.5  # seconds: a model whose forward of a full batch takes no longer is tried whole
 CUT = (2, 4)  # layers of what is tried of a larger one
 LONGEST = 1.5  # seconds that a forward of the larger cut may take; else it gets fewer rows
+ROWS = 64  # that are tried of a larger batch, unless locating's own is as large: it may be one that no machine can hold
 TWICE = 0.3  # seconds: what takes no longer is measured twice, as the first call finds nothing ready
 clock = time.perf_counter
 
@@ -103,13 +103,16 @@ class Patient:
     """A model that samples are taken of.
 
     model: adopted, in the end. ids (rows, t): a usual batch. depths: how many of its layers are tried, all or two smaller
-    numbers. share: the share of a batch's rows that is tried. step: about the seconds of a forward of the batch, by one row.
+    numbers. share: the share of a batch's rows that is tried. most: how many rows that is at most. left_out: whether a batch
+    had more. step: about the seconds of a forward of the batch, by one row.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor):
         self.model, self.tokenizer = adopt(model).eval(), tokenizer
         self.depth, self.heads = family_of(model.config).shape(model.config)
         self._cuts: dict[int, PreTrainedModel] = {self.depth: self.model}
+        self.most = max(ROWS, len(ids))
+        self.left_out = False
         self.depths, self.share = self._sizes(ids)
 
     def _sizes(self, ids: torch.Tensor) -> tuple[tuple[int, ...], float]:
@@ -135,7 +138,9 @@ class Patient:
 
     def rows(self, count: int) -> int:
         """How many of a batch's rows are tried."""
-        return max(1, min(count, math.floor(count * self.share)))
+        tried = min(math.floor(count * self.share), self.most)
+        self.left_out |= tried < math.floor(count * self.share)
+        return max(1, tried)
 
     def at(self, depth: int) -> PreTrainedModel:
         """The model's first layers, as a model that shares its weights."""
@@ -152,11 +157,12 @@ class Patient:
         """What `measure`, of a number of layers, gives for all of them."""
         return extended([(depth, measure(depth)) for depth in self.depths], self.depth)
 
-    @cached_property
+    @property
     def note(self) -> str:
         """What was tried, in words; empty where that was the whole model on full batches."""
         layers = "" if len(self.depths) == 1 else f"{' and '.join(map(str, self.depths))} of its {self.depth} layers"
-        part = "" if self.share == 1 else f"{self.share:.0%} of a batch's rows"
+        part = f"at most {self.most} of a batch's rows" if self.left_out else ""
+        part = part if part or self.share == 1 else f"{self.share:.0%} of a batch's rows"
         return " and ".join(filter(None, (layers, part)))
 
 

@@ -16,6 +16,7 @@ from surgery.tuning.batches import BUFFER, loaders
 from surgery.tuning.loop import started_run
 
 STEPS = 2  # that are timed, after one that is not: it allocates memory and compiles kernels
+ROWS = 256  # of a batch, whose tokens are counted; a larger batch has as many more as it has more rows
 STATES = 4  # of a trained number, in float32: itself, its gradient, and Adam's two moments
 
 
@@ -157,9 +158,14 @@ def _short(align: Align, steps: int) -> Align:
 def _tokens(tokenizer: PreTrainedTokenizerBase, options: Tune, few: Tune, data: Data, seed: int) -> tuple[float, float, float]:
     """Tokens in a step: (the mean of the recipe's first steps, their most, the mean of the steps that are timed)."""
 
-    def counts(of: Tune, steps: int) -> list[int]:
-        batches = zip(*loaders(tokenizer, of.model_copy(update={"steps": steps}), data, seed, 0), strict=False)
-        return [lesson[0].numel() + (0 if text is None else text[0].numel()) for lesson, text in islice(batches, steps)]
+    def counts(of: Tune, steps: int) -> list[float]:
+        sizes = {"batch_size": min(of.batch_size, ROWS), "text_batch_size": min(of.text_batch_size, ROWS)}
+        batches = zip(*loaders(tokenizer, of.model_copy(update={"steps": steps, **sizes}), data, seed, 0), strict=False)
+        lessons, texts = of.batch_size / sizes["batch_size"], of.text_batch_size / max(1, sizes["text_batch_size"])
+        return [
+            lesson[0].numel() * lessons + (0 if text is None else text[0].numel() * texts)
+            for lesson, text in islice(batches, steps)
+        ]
 
     whole, tried = counts(options, min(options.steps, BUFFER)), counts(few, STEPS + 1)
     return mean(whole), max(whole), mean(tried[1:])
