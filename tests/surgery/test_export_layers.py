@@ -108,6 +108,15 @@ def test_what_is_held_does_not_grow_with_depth():
     assert peak(12, "full")[0] >= many + stored  # the measurement sees what is held
 
 
+# Runs a script, and then says what the system counted. (What a parent is told of its child counts the parent's own pages.)
+AND_ITS_PEAK = """\
+import runpy, sys
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.stderr.write(open("/proc/self/status").read())
+"""
+
+
 @pytest.mark.slow  # eight processes; test_what_is_held_does_not_grow_with_depth counts bytes in this one
 @pytest.mark.parametrize("form", ["hf", "patch"])
 def test_the_fresh_process_holds_a_few_layers(form, words, tmp_path):
@@ -126,15 +135,13 @@ def test_the_fresh_process_holds_a_few_layers(form, words, tmp_path):
         root = str(Path(fresh_process.__file__).parents[2]) if form == "patch" else "-"
         for on_disk in (True, False):
             lines = reader.load(place / "out", on_disk)
-            command = [sys.executable, "-P", fresh_process.script.__file__, root, "2", "x", lines]
-            with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-                _, status, used = os.wait4(process.pid, 0)
-            assert status == 0
-            peaks[layers, on_disk] = used.ru_maxrss * 1024
+            command = [sys.executable, "-P", "-c", AND_ITS_PEAK, fresh_process.script.__file__, root, "2", "x", lines]
+            done = subprocess.run(command, capture_output=True, check=True)
+            peaks[layers, on_disk] = 1024 * int(re.findall(rb"VmHWM:\s+(\d+) kB", done.stderr)[0])
     grown = {on_disk: peaks[26, on_disk] - peaks[2, on_disk] for on_disk in (True, False)}
     print({key: f"{value / 2**20:.0f} MiB" for key, value in (peaks | grown).items()})
-    assert grown[True] <= 50e6
     assert grown[False] >= 120e6
+    assert grown[False] - grown[True] >= 100e6  # no copy in float32; pages of mapped files count until they are released
 
 
 def tampered(real, change, hybrid, place, **options):

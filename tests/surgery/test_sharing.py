@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 import surgery as package
 from surgery.evaluation.bench import measure
@@ -75,7 +76,8 @@ def grafts(model):
 def live():
     """The bytes of all tensors of this process."""
     gc.collect()
-    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and not thing.is_meta]
+    real = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and type(thing) is not FakeTensor]
+    alive = [tensor for tensor in real if not tensor.is_meta]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}.values())
 
 
