@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
@@ -23,9 +24,8 @@ from surgery.records.record import Record
 from surgery.serving import ask_vllm
 
 CLOSE = 2e-4  # log-probabilities in float32, which an engine sums in another order
-ENGINES = {
-    "vllm": (Path(ask_vllm.__file__), ("hf", "nemotron_h"))
-}  # the script that asks, and the formats that the engine reads
+# The script that asks, and the formats that the engine reads.
+ENGINES = {"vllm": (Path(ask_vllm.__file__), ("hf", "nemotron_h"))}
 LENGTHS = (1, 24, 190, 7, 33, 80, 150, 12, 64, 100)  # of prompts, in tokens
 NEW = 64  # tokens after the first prompt, and 3 fewer after each next, so that they leave one by one
 INSTALLED = "pip install --no-deps mamba-surgery"
@@ -77,10 +77,14 @@ def prove_in_engine(engine: str, python: Path, hybrid: PreTrainedModel, folder: 
     new = [NEW - 3 * i for i in range(len(prompts))]
     said = _ask(engine, python, {"folder": str(folder.resolve()), "prompts": prompts, "new": new})
     live = in_float32(hybrid, chosen("auto", hybrid))
+    read: dict[tuple[int, ...], Tensor] = {}  # what was asked alone and together has the same answers, and is read once
     worst, tokens = 0.0, 0
     for how in ("alone", "together"):
         for prompt, steps in zip(prompts, said[how], strict=True):
-            difference, other = _compare(live, prompt, steps)
+            text = (*prompt, *(token for token, _ in steps[:-1]))
+            if text not in read:
+                read[text] = _log_probabilities(live, text, len(steps))
+            difference, other = _compare(read[text], steps)
             worst, tokens = max(worst, difference), tokens + len(steps)
             if other is not None:
                 raise UserError(f"{engine} serves another model: after a prompt of {len(prompt)} tokens its token {other + 1} "
@@ -98,13 +102,16 @@ def _prompts(vocabulary: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def _compare(live: PreTrainedModel, prompt: list[int], steps: list[Any]) -> tuple[float, int | None]:
-    """The largest difference of log-probabilities, and the first step at which the engine chose a token that the live model
-    does not."""
-    tokens = [token for token, _ in steps]
+def _log_probabilities(live: PreTrainedModel, text: tuple[int, ...], count: int) -> Tensor:
+    """After each of the last `count` tokens of a text: (count, vocabulary), in float64 on the CPU."""
     with use(graft_attention="sdpa"):
-        logits = live(torch.tensor([prompt + tokens[:-1]], device=live.device)).logits[0, len(prompt) - 1 :]
-    own = logits.double().log_softmax(-1).cpu()
+        logits = live(torch.tensor([text], device=live.device), logits_to_keep=count).logits[0]
+    return logits.double().log_softmax(-1).cpu()
+
+
+def _compare(own: Tensor, steps: list[Any]) -> tuple[float, int | None]:
+    """The largest difference to the live model's log-probabilities, and the first step at which the engine chose a token that
+    the live model does not."""
     worst = 0.0
     for i, (token, probable) in enumerate(steps):
         for other, value in probable.items():
