@@ -17,18 +17,13 @@ from surgery.probes.scoring import answer, batches, padded
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt
-from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import VOCABULARY
 from tests.surgery.test_anatomy import build
 from tests.surgery.test_replay import untouched
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
 def pruner(name, tokenizer, examples=12):
-    model = build(name, vocab_size=-(-len(tokenizer) // 16) * 16)
+    model = build(name, vocab_size=VOCABULARY)
     return Pruner(Subject.of(model, tokenizer), Locate(options={"pairs": 4}, examples=examples), Knowledge())
 
 
