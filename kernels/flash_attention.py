@@ -1,4 +1,4 @@
-"""Graft attention by FlashAttention, where it is installed: versions 2, 3 and 4, and builds of 2 and 3 from the Hugging Face Hub.
+"""Graft attention by FlashAttention, where it is installed: versions 2, 3 and 4, and builds of 2 and 3 from Hugging Face's Hub.
 
 FlashAttention wants heads of certain widths, multiples of 8, and those of queries and values may differ in few of its versions
 (`takes`). A query-key pair of a sequence becomes an entry of the batch; queries, keys and values are padded with zeros, which
@@ -38,6 +38,9 @@ class Kind(NamedTuple):
     trained: bool = False
 
 
+SECOND = Kind(2)
+
+
 class Cut(NamedTuple):
     """How a call is presented: the padded widths of a query and of a piece of the value, and the number of pieces."""
 
@@ -63,7 +66,7 @@ def takes(kind: Kind, query: int, value: int) -> bool:
 
 
 @cache
-def cut(w: int, dv: int, kind: Kind = Kind(2)) -> Cut:
+def cut(w: int, dv: int, kind: Kind = SECOND) -> Cut:
     """The cheapest presentation. Expects w <= 256."""
     least = _eights(w)
     cuts = []

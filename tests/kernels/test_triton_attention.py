@@ -297,7 +297,7 @@ class NoGPU:
 )
 def test_compiles_for_a_gpu_that_is_not_there(monkeypatch, tmp_path, capability, dtype, t):
     """All but the launch: Triton takes what `attend` passes and compiles it to machine code of Ampere, Hopper and Blackwell.
-    The last tiles of each kernel need no more shared memory than any GPU since compute capability 8.0 has for a block, 99 KiB."""
+    The last tiles of each kernel need no more shared memory than any GPU since compute capability 8.0 has for a block."""
     if "nvidia" not in triton.backends.backends:
         pytest.skip("this Triton does not compile for NVIDIA's GPUs")
     run, tiles, compiled = triton.JITFunction.run, triton_attention._tiles, {}
