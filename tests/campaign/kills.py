@@ -65,7 +65,7 @@ def main() -> None:
         return round(time.monotonic() - start)
 
     inputs = warm_up(work)
-    from tests.campaign.cases import cases
+    from tests.campaign.calls import cases
 
     known = {case.name: case for case in cases(inputs) if not options.quick or case.name in QUICK}
     end = start + options.seconds if options.seconds else float("inf")
@@ -124,7 +124,7 @@ def warm_up(work: Path) -> Path:
     for module in pkgutil.walk_packages(surgery.__path__, "surgery."):
         if not re.search(r"vllm|tasks\.|__main__", module.name):
             importlib.import_module(module.name)
-    from tests.campaign.cases import prepare, settings
+    from tests.campaign.calls import prepare, settings
     from tests.campaign.stand_ins import stand_in
 
     stand_in()
