@@ -1,6 +1,5 @@
 """Loading models (Hub ids, folders, original state-spaces folders, patches) and telling them apart by fingerprint."""
 
-import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,8 @@ from surgery.models.streamed import mapped
 from surgery.models.tokens import prompting
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
+from surgery.records.reading import parse_json
+from surgery.records.record import read_text
 from surgery.splicing.joining import RECORD, Patch, join
 from surgery.splicing.remembered import PLAN, Opened, Surgery, read_surgery, remember
 from surgery.splicing.splice import freeze
@@ -275,7 +276,7 @@ def _refuse_offload(name: str, device_map: dict[str, Any]) -> None:
 def _json(path: Path) -> dict:
     if not path.exists():
         raise UserError(f"{path.parent} is not a model folder: it holds no config.json")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
+    content = parse_json(read_text(path), str(path))
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is no configuration: it holds no keys")
+    return content

@@ -14,7 +14,7 @@ class Start(Record):
 
     sign: Literal[1, -1] = 1
     """The sign of its scores, which is not trained."""
-    tau: float = Field(default=1.0, gt=0)
+    tau: float = Field(default=1.0, ge=1e-6, le=1e6)
     """The factor of its scores (an inverse temperature), which is trained."""
 
 
@@ -43,7 +43,7 @@ class Plan(Record):
     """The donor's MLP and norms come too. For kind layer."""
     time_step: bool = True
     """Add log dt to the scores. By default not with a donor, whose scores know no time step. For kind head."""
-    width: int | None = Field(default=None, ge=1)
+    width: int | None = Field(default=None, ge=1, le=2**14)
     """Width of queries and keys; by default the state size, and at least 32, or the donor's. For kind layer without a donor: of
     a head, by default 64 where that divides the hidden size."""
     shared: bool = False
@@ -69,6 +69,8 @@ class Plan(Record):
     @classmethod
     def _merge(cls, sites: tuple[Site, ...], info: ValidationInfo) -> tuple[Site, ...]:
         """One site a layer, in order; `L1.H3` and `L1.H6` become `L1.H3,6`."""
+        if not sites:
+            raise ValueError("a plan needs at least one site")
         layers: dict[int, tuple[int, ...]] = {}
         for site in sites:
             if site.heads and info.data.get("kind") == "layer":
@@ -97,6 +99,9 @@ class Plan(Record):
             planned = {str(head) for site in self.sites for head in (site.each() or (site,))} if named else set()
             if strays := sorted(set(named) - planned):
                 raise ValueError(f"{name}: {strays[0]} is not among the sites")
+        heads = {str(head) for site in self.sites for head in site.each()} if self.starts else set()
+        if strays := sorted(set(self.starts) - heads):  # also L01.H3, which nobody would find
+            raise ValueError(f"starts: {strays[0]} is not among the sites")
         if wide := [site for site in self.donor_heads.values() if len(site.heads) != 1]:
             raise ValueError(f"donor_heads: {wide[0]} is not one head")
         return self
