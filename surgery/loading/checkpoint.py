@@ -23,7 +23,7 @@ from surgery.models.streamed import mapped
 from surgery.models.tokens import prompting
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
-from surgery.records.reading import parse_json
+from surgery.records.reading import parse_json, shown
 from surgery.records.record import read_text
 from surgery.splicing.joining import RECORD, Patch, join
 from surgery.splicing.remembered import PLAN, Opened, Surgery, read_surgery, remember
@@ -154,7 +154,10 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 def _read_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
-        return prompting(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
+        words = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if not isinstance(words.model_max_length, int | float):
+            raise UserError(f"the tokenizer {source}: model_max_length is {shown(words.model_max_length)}, and no number")
+        return prompting(words)
     except UserError:
         raise
     except Exception as error:

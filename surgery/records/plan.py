@@ -1,6 +1,6 @@
 """The plan: the frozen record of sites, graft kind and initialisation. It is the only thing that splice obeys."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -14,7 +14,9 @@ class Start(Record):
 
     sign: Literal[1, -1] = 1
     """The sign of its scores, which is not trained."""
-    tau: float = Field(default=1.0, ge=1e-6, le=1e6)
+    least: ClassVar[float] = 1e-6
+    most: ClassVar[float] = 1e6
+    tau: float = Field(default=1.0, ge=least, le=most)
     """The factor of its scores (an inverse temperature), which is trained."""
 
 
@@ -51,7 +53,7 @@ class Plan(Record):
     blend: float | None = Field(default=None, ge=0, le=1)
     """None: attention in place of the SSM. A number: both, under a learned gate that starts there (at 0 the hybrid equals the
     base exactly). For kind head."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**52)
     """Of what starts at random."""
     provenance: Provenance | None = None
     """Where the plan comes from."""

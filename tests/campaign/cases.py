@@ -1,8 +1,10 @@
 """The inputs of the campaign: from a kind and a generator, a folder with something bad in it and a command that reads it."""
 
 import json
+import math
 import random
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +85,7 @@ def header(content: bytes, mutator: Mutator) -> bytes:
     tree, data = json.loads(content[8 : 8 + length]), bytearray(content[8 + length :])
     if mutator.rng.random() < 0.25:
         at = mutator.rng.randrange(len(data) // 4) * 4
-        data[at : at + 4] = mutator.rng.choice((b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\x00\x00\x80\xff", b"\xff\xff\x7f\x7f"))
+        data[at : at + 4] = struct.pack("<f", mutator.rng.choice((math.nan, math.inf, -math.inf, 3e38)))
         return content[: 8 + length] + bytes(data)
     changed = dumped(mutator.tree(tree))
     return len(changed).to_bytes(8, "little") + changed + bytes(data)
@@ -257,7 +259,7 @@ def _sizes_left_out(path: Path, verb: str) -> tuple[str, ...]:
     lost = []
     for section in ("locate", "tune", "bench"):
         has = tree.get(section, {})
-        if isinstance(has, dict) and (verb == "run" or verb == section):
+        if isinstance(has, dict) and verb in ("run", section):
             lost += [f"{section}.{name}={json.dumps(value)}" for name, value in SMALL[section].items() if name not in has]
     return tuple(part for setting in lost for part in ("--set", setting))
 

@@ -1,5 +1,5 @@
-"""Feeds the commands anything: spoilt recipes, settings, plans, rankings, patches, weights, configurations, tokenizers, texts, facts,
-reports, and folders of earlier runs.
+"""Feeds the commands anything: spoilt recipes, settings, plans, rankings, patches, weights, configurations, tokenizers, texts,
+facts, reports, and folders of earlier runs.
 
     python -m tests.campaign.fuzz                      # 10,000 inputs, resumable; writes recipes/fuzz.json at the end
     python -m tests.campaign.fuzz --quick              # 500, as in CI
@@ -44,7 +44,6 @@ def prepare(work: Path) -> Path:
     import surgery.cli.app
     import surgery.exporting.export
     import surgery.exporting.publish
-    import surgery.exporting.verify as verify
     import surgery.jobs.comparison
     import surgery.jobs.costs.estimate
     import surgery.jobs.prune_model
@@ -54,6 +53,7 @@ def prepare(work: Path) -> Path:
     import surgery.pretraining.pretrain
     import surgery.studies.conduct
     from surgery.doctor.diagnosis import diagnose
+    from surgery.exporting import verify
     from surgery.kernels.dispatch import use
     from surgery.models.answers import load_and_answer
     from surgery.runtime.quiet import hush_transformers

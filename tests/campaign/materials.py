@@ -1,5 +1,5 @@
-"""Good inputs, tiny, of every kind: models, tokenizers, rankings, plans, hybrids, patches, reports, texts, facts, and folders of
-finished runs. They are made by the commands themselves."""
+"""Good inputs, tiny, of every kind: models, tokenizers, rankings, plans, hybrids, patches, reports, texts, facts, and folders
+of finished runs. They are made by the commands themselves."""
 
 import json
 import random
@@ -24,8 +24,9 @@ SMALL: dict[str, Any] = {
     "locate": {"probe": "kv", "options": {"pairs": 4}, "examples": 4, "exact": False, "layers": False, "batch_size": 4,
                "seeds": 1},
     "plan": {"kind": "head", "heads": 1, "blend": 0.5},
-    "tune": {"steps": 1, "batch_size": 2, "lessons": [{"probe": "kv", "options": {"pairs": [2, 4]}, "queries": 2, "weight": 1.0}],
-             "text_batch_size": 1, "text_tokens": 16, "kl_weight": 1.0, "learning_rate": 0.003, "save_steps": 50,
+    "tune": {"steps": 1, "batch_size": 2, "text_tokens": 16,
+             "lessons": [{"probe": "kv", "options": {"pairs": [2, 4]}, "queries": 2, "weight": 1.0}],
+             "text_batch_size": 1, "kl_weight": 1.0, "learning_rate": 0.003, "save_steps": 50,
              "warmup_steps": 1},
     "bench": {"suites": ["quick"], "pairs": [4], "unseen_pairs": [4], "limit": 4, "windows": 2, "window": 16, "contexts": [16],
               "batches": [1], "depths": [0.5], "batch_size": 4, "controls": False, "random_sites": 1},

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ def line_of(call) -> str:
     with pytest.raises(UserError) as refused:
         call()
     text = str(refused.value)
-    assert "\n" not in text and len(text) < 400
+    assert "\n" not in text
+    assert len(text) < 400
     return text
 
 
@@ -86,7 +88,7 @@ def test_json_that_nobody_can_use(text, says):
     [
         "!!timestamp x", "!!int x", "!!bool x", "a: 2024-01-01", "a: 2024-13-45", "9" * 5000, "0x" + "f" * 5000, "&a [*a]",
         "a: &a [1]\na: 2", "[" * 3000, "1: 2", '"\\ud800"', '"\\0"', "? [a]\n: 1", "!!python/object:os.system x",
-        "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{f'*{chr(97 + i)},' * 9}]\n" for i in range(8)),
+        "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pairwise("abcdefghi")),
     ],
 )  # fmt: skip
 def test_yaml_that_nobody_can_use(text):
@@ -104,7 +106,8 @@ def test_names_that_no_file_can_have(name):
 
 
 ABSURD = (
-    "locate.examples", "tune.steps", "tune.text_batch_size", "tune.text_tokens", "tune.batch_size", "tune.repeat", "bench.limit",
+    "locate.examples", "tune.steps", "tune.text_batch_size", "tune.text_tokens", "tune.batch_size", "tune.repeat",
+    "bench.limit",
     "bench.seeds", "bench.windows", "bench.window", "bench.contexts", "bench.batches", "bench.random_sites", "plan.width",
     "tune.lora.r", "tune.align.steps", "tune.align.batches", "tune.early_stopping.windows", "tune.early_stopping.examples",
     "tune.calibrate.examples", "locate.batch_size", "bench.batch_size", "tune.learning_rate", "tune.kl_weight",
@@ -152,7 +155,8 @@ def test_draws_are_those_of_one_call_however_they_are_asked_for():
     ("change", "says"),
     [
         ({"sites": []}, "at least one site"), ({"starts": {"L0.H2": {}}}, "L0.H2 is not among the sites"),
-        ({"starts": {"L0.H1": {}, "L00.H1": {}}}, "L00.H1 is not among the sites"), ({"starts": {"L0.H1": {"tau": 1e300}}}, "tau"),
+        ({"starts": {"L0.H1": {}, "L00.H1": {}}}, "L00.H1 is not among the sites"),
+        ({"starts": {"L0.H1": {"tau": 1e300}}}, "tau"),
     ],
 )  # fmt: skip
 def test_plans_that_splice_would_not_obey(tmp_path, change, says):
@@ -178,7 +182,8 @@ def test_a_plan_of_a_later_version(tmp_path):
         '{"prompt": "p", "answer": "a", "choices": "ab"}', '{"prompt": "p", "answer": "a", "choices": ["b", "c"]}',
         '{"prompt": "p", "answer": "a", "choices": ["a"]}', '{"prompt": "p", "answer": "a", "choices": ["a", " a"]}',
         '{"prompt": " ", "answer": "a", "choices": ["a", "b"]}', '{"prompt": "\\ud800", "answer": "a", "choices": ["a", "b"]}',
-        '{"prompt": "p", "answer": "a", "choices": ["a", {}]}', '{"prompt": "p", "answer": "a", "choices": ["a", "b"], "question": 3}',
+        '{"prompt": "p", "answer": "a", "choices": ["a", {}]}',
+        '{"prompt": "p", "answer": "a", "choices": ["a", "b"], "question": 3}',
     ],
 )  # fmt: skip
 def test_facts_that_are_none(tmp_path, line):
@@ -213,7 +218,8 @@ def test_a_weight_that_is_no_number_is_named_before_anything_is_written(surgery,
     tensors["backbone.layers.1.mixer.D"][3] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     status, _, said = surgery("locate", folder, "--out", tmp_path / "out")
-    assert status == 2 and "the weight 'backbone.layers.1.mixer.D' holds" in said
+    assert status == 2
+    assert "the weight 'backbone.layers.1.mixer.D' holds" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -234,7 +240,9 @@ def test_a_key_that_a_configuration_has_twice(surgery, tmp_path, name):
     text = (folder / name).read_text()
     (folder / name).write_text(text.replace("{", '{"added": 1, "added": 2,', 1))
     status, _, said = surgery("locate", folder, "--out", tmp_path / "out")
-    assert status == 2 and "'added' is there twice" in said and not (tmp_path / "out").exists()
+    assert status == 2
+    assert "'added' is there twice" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_pipe_in_a_model_s_folder(surgery, tmp_path):
@@ -243,10 +251,13 @@ def test_a_pipe_in_a_model_s_folder(surgery, tmp_path):
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
     status, _, said = surgery("locate", folder, "--out", tmp_path / "out")
-    assert status == 2 and "no plain file" in said
+    assert status == 2
+    assert "no plain file" in said
 
 
 @pytest.mark.parametrize("verb", ["locate", "bench", "tune", "run", "plan"])
 def test_arguments_too_long_for_a_file(surgery, verb):
     status, _, said = surgery(verb, *["x" * 300] * (2 if verb == "bench" else 1), "--out", "out")
-    assert status == 2 and "too long for a file" in said and not list(Path().iterdir())
+    assert status == 2
+    assert "too long for a file" in said
+    assert not list(Path().iterdir())
