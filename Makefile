@@ -34,9 +34,11 @@ sanitize: .venv/.installed
 # Each goes on where it was stopped, and writes its record. CI runs the quick form.
 campaign: .venv/.installed
 	$(BIN)/python -m tests.campaign.kills
+	$(BIN)/python -m tests.campaign.fuzz
 
 campaign-quick: .venv/.installed
 	$(BIN)/python -m tests.campaign.kills --quick
+	$(BIN)/python -m tests.campaign.fuzz --quick --seed 1
 
 # vLLM pins other versions than this project: it lives in an environment of its own, with this package for its plugin.
 serving: .venv/.installed .venv-vllm/.installed
