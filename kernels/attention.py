@@ -31,8 +31,7 @@ def graft_attention(
     i // (heads / pairs). mask: None, or boolean (b, s), True for keys that exist; both are causal, the queries aligned to the
     end of the keys. Or (b, 1, t, s), boolean (True: may attend) or additive, causality included; sdpa and the reference take
     both, flex the boolean one, and the other kernels neither. Or, where several documents share a row, the packing of the
-    tokens, with s = t:
-    each is causal on its own. A query that may attend to nothing gives 0. Returns (b, t, heads, p).
+    tokens, with s = t: each is causal on its own. A query that may attend to nothing gives 0. Returns (b, t, heads, p).
     """
     if isinstance(mask, Packing):
         time_first = (m.transpose(1, 2) for m in (q, k, v))
