@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgery.kernels.attention import GRAFT_ATTENTION, graft_attention
-from surgery.kernels.attention_native import FEW, attend
+from surgery.kernels.attention_native import FEW, attend_native
 from surgery.kernels.dispatch import KernelError
 from tests.kernels.inputs import assert_near
 from tests.kernels.test_attention import gradients, make, padding
@@ -104,7 +104,7 @@ def test_gradients_that_nobody_needs_change_no_other(learning):
 
     def computed(which: list[bool]) -> list[Tensor]:
         own = [m.clone().requires_grad_(one) for m, one in zip(args, which, strict=True)]
-        y = attend(*own, None)
+        y = attend_native(*own, None)
         return list(torch.autograd.grad(y, [m for m in own if m.requires_grad], torch.ones_like(y)))
 
     which = [bool(learning >> i & 1) for i in range(3)]
