@@ -14,7 +14,7 @@ from surgery.evaluation.report import Report
 from surgery.families import family_of
 from surgery.loading.origin import Origin
 from surgery.records.names import is_control
-from surgery.records.plan import Plan
+from surgery.records.plan import PLAN, Plan
 from surgery.runtime import plotting
 
 COLUMNS = 128  # of the map; more heads than that (the channels of a Mamba-1) share columns
@@ -26,7 +26,7 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
     name: what the folder will be loaded by, a path or an id. record: its export.json. use: how its format is loaded, with NAME
     for the name.
     """
-    plan, base = Plan.read(folder / "plan.json"), record.base.published(folder).name
+    plan, base = Plan.read(folder / PLAN), record.base.published(folder).name
     parts = [
         f"---\n{_metadata(record)}\n---\n# {name.rsplit('/', 1)[-1]}\n",
         f"A hybrid of `{base}`: attention at **{markdown.places(plan)}**, {record.parameters:,} new parameters. "
@@ -44,7 +44,7 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
     parts.append(f"## Limits\n\n{_limits(report, record.base)}\n")
     recipe = ", the recipe `recipe.yaml`" if (folder / "recipe.yaml").exists() else ""
     parts.append(
-        f"## Provenance\n\nMade {record.created[:10]} by mamba-surgery {record.toolkit}. The plan is `plan.json`{recipe}; "
+        f"## Provenance\n\nMade {record.created[:10]} by mamba-surgery {record.toolkit}. The plan is `{PLAN}`{recipe}; "
         "`export.json` holds the digests of all files.\n"
     )
     return "\n".join(part for part in parts if part)

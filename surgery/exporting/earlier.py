@@ -7,7 +7,8 @@ from pathlib import Path
 
 from surgery.errors import UserError
 from surgery.hybrids.sources import FOLDERS
-from surgery.splicing.remembered import BASE, PLAN
+from surgery.records.plan import PLAN
+from surgery.splicing.remembered import BASE
 from surgery.splicing.remembered import EXPORT as RECORD
 
 CARD = "README.md"

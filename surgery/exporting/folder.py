@@ -36,7 +36,7 @@ from surgery.exporting.verify import Proof, Reader, prove
 from surgery.loading.digests import Identity, dtypes, identify
 from surgery.loading.origin import Origin, origin
 from surgery.records.names import public
-from surgery.records.plan import Plan, published
+from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import Environment, Sealed, environment
 from surgery.runtime.progress import busy, say
@@ -202,7 +202,7 @@ def _papers(
     folder: Path, hybrid: PreTrainedModel, plan: Plan, recipe: Recipe | None, report: Report | None, figures: Path | None
 ) -> None:
     """What travels with the weights in every format."""
-    published(plan).write(folder / "plan.json")
+    published(plan).write(folder / PLAN)
     if recipe is not None:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(public(recipe.model_dump(mode="json")), sort_keys=False))
     if report is not None:

@@ -10,6 +10,7 @@ from surgery.errors import UserError
 from surgery.exporting.earlier import RECORD as EXPORT
 from surgery.exporting.earlier import check_replaceable
 from surgery.jobs.interruption import note_beginning
+from surgery.records.plan import PLAN
 from surgery.records.recipe import Recipe, read_back
 from surgery.records.record import Record, toolkit, write_text
 
@@ -26,7 +27,7 @@ LEFT = {
     "bench": BENCH,
     "prune": ("pruning.json",),
     "tune": ("checkpoint-*", ".checkpoint-*", "tuning.json", "adapter", "lora.txt"),
-    "run": (*LOCATE, *BENCH, "plan.json", "tuning", "hybrid", "findings.json", "figure.png", "seed-*"),
+    "run": (*LOCATE, *BENCH, PLAN, "tuning", "hybrid", "findings.json", "figure.png", "seed-*"),
 }
 
 
@@ -109,11 +110,7 @@ def clear(out: Path) -> None:
     if (out / RUN).exists():
         left = LEFT.get(Run.read(out / RUN).verb, ())
     else:  # of version 0.6 or earlier
-        left = (
-            LEFT["run"]
-            if (out / "plan.json").exists() and (out / "report.json").exists()
-            else (*LOCATE, *BENCH, "pruning.json")
-        )
+        left = LEFT["run"] if (out / PLAN).exists() and (out / "report.json").exists() else (*LOCATE, *BENCH, "pruning.json")
     for path in (path for pattern in (*COMMON, *left) for path in out.glob(pattern)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
