@@ -15,6 +15,7 @@ import pydantic
 
 from surgery.errors import UserError
 from surgery.records.names import called, public
+from surgery.records.reading import parse_json, read_content
 from surgery.runtime.replacing import written
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "scipy", "tokenizers", "peft")
@@ -27,6 +28,14 @@ class Record(pydantic.BaseModel):
     """A frozen record that refuses unknown keys. The text below a field is its description in the JSON schema."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @pydantic.field_validator("schema_version", check_fields=False)
+    @classmethod
+    def _known(cls, version: int) -> int:
+        """Refuse a file of a later version, whose fields may mean something else."""
+        if not 1 <= version <= (known := cls.model_fields["schema_version"].default):
+            raise ValueError(f"schema_version is {version}, and this version of the toolkit knows those up to {known}")
+        return version
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -45,6 +54,7 @@ class Record(pydantic.BaseModel):
 
     @classmethod
     def _parsed(cls, text: str, path: str | Path) -> Self:
+        parse_json(text, str(path))  # a key that is there twice, which pydantic takes in silence
         try:
             return cls.model_validate_json(text)
         except pydantic.ValidationError as error:
@@ -166,14 +176,12 @@ def complaint_line(detail: Any) -> str:
 
 def read_text(path: str | Path, what: str = "") -> str:
     """A UTF-8 file; `what` says what it is to hold ("the recipe"). Raises UserError with one line if it cannot be read."""
+    content = read_content(path, what)
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except IsADirectoryError as error:
-        raise UserError(f"cannot read {f'{what} {path}'.strip()}: it is a folder, and what is needed is a file") from error
-    except OSError as error:
-        raise UserError(f"cannot read {f'{what} {path}'.strip()}: {error.strerror}") from error
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {f'{what} {path}'.strip()}: not UTF-8 at byte {error.start}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def write_text(path: str | Path, text: str) -> None:

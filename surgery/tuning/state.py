@@ -23,6 +23,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from surgery.errors import UserError
+from surgery.loading.hub import one_line
+from surgery.records.reading import check_plain, parse_json
+from surgery.records.record import read_text
 from surgery.runtime.processes import on_main
 from surgery.runtime.replacing import building, reason, remove, replace, sweep
 from surgery.tuning.shards import load_optimizer_state, optimizer_state
@@ -119,10 +122,21 @@ class Checkpoints:
             p.copy_(tensors[name])
 
     def _load(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any], State]:
+        try:
+            for file in folder.iterdir():
+                check_plain(file)
+            return self._read(folder)
+        except UserError:
+            raise
+        except Exception as error:  # a damaged file raises whatever its bytes lead to
+            advice = "delete it, and --resume goes on from what is left"
+            raise UserError(f"the checkpoint {folder} is damaged ({one_line(error)}): {advice}") from error
+
+    def _read(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any], State]:
         tensors = load_file(folder / "trained.safetensors")
         if {name: t.shape for name, t in tensors.items()} != {name: p.shape for name, p in self.trained.items()}:
             raise UserError(f"{folder} was made by another plan; begin anew with --overwrite, or choose another --out")
-        record = json.loads((folder / "state.json").read_text())
+        record = parse_json(read_text(folder / "state.json"), str(folder / "state.json"))
         record["settings"].get("tune", {}).pop("gradient_checkpointing", None)  # in those of 0.7; it changes no result
         if differing := _first_difference(self.settings, record["settings"]):
             raise UserError(f"{folder} was made with another {differing}; begin anew with --overwrite, or choose another --out")

@@ -24,21 +24,15 @@ from surgery.records.recipe import Recipe
 from surgery.records.record import provenance
 from surgery.runtime import replacing
 from surgery.splicing.splice import graft_parameters, splice
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.conftest import VOCABULARY, random_base
 
 PLAN = Plan(sites=("L1.H3",))
 PROOF = Proof(reader="transformers", version="5", why=None, difference=0.0, tolerance=CLOSE, prompts=LENGTHS, tokens=NEW)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
 @pytest.fixture
 def hybrid(tokenizer):
-    hybrid = splice(random_base(vocab_size=-(-len(tokenizer) // 16) * 16), PLAN)
+    hybrid = splice(random_base(vocab_size=VOCABULARY), PLAN)
     with torch.no_grad():
         for p in graft_parameters(hybrid).values():
             p.add_(0.01)  # as if tuned
