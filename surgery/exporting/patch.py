@@ -1,6 +1,7 @@
 """The patch: what the hybrid adds to its base or changes in it, in one safetensors and one JSON. splicing/joining.py joins base
 and patch again."""
 
+import copy
 import hashlib
 from pathlib import Path
 
@@ -68,6 +69,16 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
         weights=hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
         base_config=config_texts(original.config),
     ).write(folder / RECORD)
+    _write_config(hybrid, folder)
+
+
+def _write_config(hybrid: PreTrainedModel, folder: Path) -> None:
+    """By config.json an engine knows what to build (serving/patches.py). It names no code: there is none in a patch."""
+    config = copy.deepcopy(hybrid.config)
+    config.architectures = [type(hybrid).__name__]
+    if hasattr(config, "auto_map"):
+        del config.auto_map
+    config.to_json_file(folder / "config.json")
 
 
 def _same(first: Tensor, second: Tensor) -> bool:

@@ -1,13 +1,10 @@
 """What every JSON file of the toolkit has in common: strictness, provenance, atomic writing, and a seal on measurements."""
 
-import glob
 import hashlib
 import json
 import os
 import platform
 import sys
-import tempfile
-import time
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -19,11 +16,11 @@ import pydantic
 from surgery.errors import UserError
 from surgery.records.names import called, public
 from surgery.records.reading import parse_json, read_content
+from surgery.runtime.replacing import written
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "scipy", "tokenizers", "peft")
 # Optional ones, named where they are in use: module -> distribution.
 OPTIONAL = {"lm_eval": "lm_eval", "bitsandbytes": "bitsandbytes", "datasets": "datasets", "sentencepiece": "sentencepiece"}
-ABANDONED = 600  # seconds, after which nobody is still writing a temporary file
 KERNEL_PACKAGES = ("triton", "mamba-ssm", "causal-conv1d", "flash-attn", "kernels")  # optional, and only of use on GPUs
 
 
@@ -194,29 +191,8 @@ def write_text(path: str | Path, text: str) -> None:
 
 def write_bytes(path: str | Path, content: bytes) -> None:
     """Write a file so that a reader sees the old content or the new, never a part."""
-    path, temporary = Path(path), None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)  # mkstemp's default is for secrets
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-
-
-def sweep(path: Path) -> None:
-    """Remove the temporary files that killed writers of a file have left beside it: those that are older than ABANDONED."""
-    for left in path.parent.glob(glob.escape(f".{path.name}.") + "*"):
-        try:
-            if time.time() - left.stat().st_mtime > ABANDONED:
-                left.unlink()
-        except OSError:  # another process was faster
-            continue
+    with written(path) as place:
+        place.write_bytes(content)
 
 
 def toolkit() -> str:

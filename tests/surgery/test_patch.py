@@ -24,7 +24,7 @@ from surgery.splicing.joining import RECORD, WEIGHTS, Patch, check_tensors, join
 from surgery.splicing.splice import graft_parameters, splice, unsplice
 from surgery.tuning.lora import adapted, adapters
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base, random_llamba, random_selective
+from tests.conftest import VOCABULARY, random_base, random_llamba, random_selective
 
 HEADS, LAYER = Plan(sites=("L1.H3", "L2.H0,5")), Plan(kind="layer", sites=("L1",))
 FAMILIES = {
@@ -37,15 +37,10 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def place(tmp_path_factory, tokenizer):
     """A base with its tokenizer and card, a tuned hybrid of it, and its patch."""
     place = tmp_path_factory.mktemp("patch")
-    base = random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+    base = random_base(vocab_size=VOCABULARY)
     base.save_pretrained(place / "base")
     tokenizer.save_pretrained(place / "base")
     (place / "base" / "README.md").write_text("---\nlicense: other\nlicense_name: toy\n---\n# base\n")

@@ -18,7 +18,7 @@ from surgery.records.sections.section import (
     check_tokens,
 )
 
-Suite = Literal["quick", "retrieval", "language", "knowledge", "paper", "speed"]
+Suite = Literal["quick", "retrieval", "language", "knowledge", "paper", "speed", "serving"]
 SUITES: dict[Suite, str] = {
     "quick": (
         "Key-value retrieval (bench.pairs, and bench.unseen_pairs with keys that no lesson holds), knowledge and letters, "
@@ -29,6 +29,10 @@ SUITES: dict[Suite, str] = {
     "knowledge": "The paper's six knowledge tasks.",
     "paper": "MMLU, GSM8K, BBH, DREAM, those six, and key-value retrieval at the paper's sizes.",
     "speed": "Prefill, decoding, memory and cache against context.",
+    "serving": (
+        "Tokens per second, time to the first token and cache in vLLM, by its own benchmark client, against context and "
+        "concurrency (bench.engine_python, bench.concurrencies)."
+    ),
 }
 
 
@@ -65,6 +69,10 @@ class Bench(Section):
     """Where in the text a needle is hidden: 0 at its beginning, 1 at its end."""
     batches: tuple[Rows, ...] = (1, 8)
     """Batch sizes of the suite speed."""
+    concurrencies: tuple[Rows, ...] = (1, 4)
+    """Requests at a time, of the suite serving."""
+    engine_python: str | None = None
+    """A Python that has vLLM and this package installed, for the suite serving: ENVIRONMENT/bin/python."""
     batch_size: Rows = 64
     """Sequences in a forward pass, of windows of text a quarter as many; the scores do not depend on it."""
     controls: bool = True
