@@ -36,7 +36,7 @@ from surgery.runtime.memory import available, size
 from surgery.runtime.progress import say
 
 CLOSE = 1e-4  # logits in float32
-NEW_BY_LAYERS = 8  # greedy tokens
+NEW_BY_LAYERS = 3  # greedy tokens: of the prompts, of their cache, and of a cache that has been decoded with
 COMFORTABLE = 0.5  # of the memory that is free: what the whole model in float32 may take before it is read layer by layer
 # The argument by which a line of Python leaves weights in their files.
 ON_DISK = {
