@@ -32,7 +32,7 @@ sanitize: .venv/.installed
 
 # vLLM pins other versions than this project: it lives in an environment of its own, with this package for its plugin.
 serving: .venv/.installed .venv-vllm/.installed
-	$(BIN)/python -m pytest -n 0 -m vllm tests/surgery/test_serving.py
+	$(BIN)/python -m pytest -n 0 -m vllm tests/surgery/test_serving.py tests/surgery/test_bench_serving.py
 
 promises:
 	$(BIN)/python tools/promises.py runs/demo/report.json
