@@ -21,7 +21,7 @@ from surgery.models.quantised import is_quantised
 from surgery.models.streamed import Live
 from surgery.records.plan import Plan, published
 from surgery.records.record import environment
-from surgery.splicing.joining import RECORD, WEIGHTS, Patch
+from surgery.splicing.joining import RECORD, WEIGHTS, Patch, config_texts
 from surgery.splicing.splice import check_base
 
 USE = """\
@@ -58,7 +58,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
         tokenizer.save_pretrained(folder)
     config, fields = original.config.to_dict(), hybrid.config.to_dict()
     Patch(
-        **environment().model_dump(),
+        **environment().model_dump(exclude={"schema_version"}),
         base=origin(base, folder),
         plan=published(plan),
         dtype=str(hybrid.dtype).removeprefix("torch."),
@@ -67,6 +67,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
         removed=tuple(name for name in before if name not in after),
         base_tensors=before,
         weights=hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
+        base_config=config_texts(original.config),
     ).write(folder / RECORD)
     _write_config(hybrid, folder)
 
