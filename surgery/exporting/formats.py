@@ -7,7 +7,9 @@ DESCRIPTIONS = {
     "patch": "the grafts alone, and what identifies their base",
     "nemotron_h": "transformers' and vLLM's Nemotron-H; for layer grafts",
     "mamba_ssm": "the original state-spaces folder, for the package mamba_ssm; for layer grafts",
+    "gguf": "a file for llama.cpp; for layer grafts of Mamba-2, and for bases",
 }
+OF_BASES = ("gguf",)  # formats in which a base can be written too, to be served beside its hybrid
 
 # How an export is verified; verify.py does.
 VERIFICATIONS = {

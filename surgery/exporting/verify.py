@@ -28,12 +28,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.exporting.formats import check_way
 from surgery.exporting.fresh_process import KERNELS, NO_MEMORY, OURS, Answers, OutOfMemory, ask
-from surgery.families import family_of
 from surgery.kernels.dispatch import use
 from surgery.models import answers as script
 from surgery.models.answers import LENGTHS, NEW, answers, described, held, named_values, tensors
 from surgery.models.quantised import is_quantised
-from surgery.models.streamed import by_layers
+from surgery.models.streamed import by_layers, emptied
 from surgery.records.record import Record
 from surgery.runtime.memory import available, size
 from surgery.runtime.progress import say
@@ -232,7 +231,7 @@ def in_float32(hybrid: PreTrainedModel, way: Way = "full") -> PreTrainedModel:
         return by_layers(hybrid)
     if is_quantised(hybrid):
         return script.in_float32(copy.deepcopy(hybrid))
-    copied = family_of(hybrid.config).empty(hybrid.config, None, hybrid.config.grafts)
+    copied = emptied(hybrid)
     state = {name: tensor.detach().to(*target) for name, tensor in named_values(hybrid, list(hybrid.state_dict()))}
     copied.load_state_dict(state, assign=True, strict=False)  # of weights that are tied and were put away there is one
     copied.tie_weights()

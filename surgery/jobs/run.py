@@ -41,7 +41,7 @@ from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.probes.knowledge import part_for_bench
 from surgery.records.names import public
-from surgery.records.plan import Plan, published
+from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, write_text
 from surgery.runtime.memory import measured as measured_memory
@@ -129,7 +129,7 @@ class _Job:
 
     def plan(self, ranking: Ranking) -> Plan:
         chosen = plan(ranking, **self.recipe.plan.model_dump(), seed=self.recipe.seed)
-        on_main(partial(chosen.write, self.out / "plan.json"))
+        on_main(partial(chosen.write, self.out / PLAN))
         say(f"plan: attention at {markdown.places(chosen)}")
         return chosen
 
