@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.kernels.attention_native import PASSES, attend_native, declines_native, refuses_native
 from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.flash_attention import BACKENDS as FLASH
+from surgery.kernels.flex_attention import FLEX
 from surgery.kernels.functions import in_forward_mode, seeded
 from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing
@@ -27,9 +29,9 @@ def graft_attention(
 
     q (b, pairs, t, w); k (b, pairs, s, w) with s >= t; v (b, heads, s, p), heads a multiple of pairs: value head i uses pair
     i // (heads / pairs). mask: None, or boolean (b, s), True for keys that exist; both are causal, the queries aligned to the
-    end of the keys. Or (b, 1, t, s), boolean (True: may attend) or additive, causality included; only sdpa and the reference
-    take it, and the kernels for GPUs do not. Or, where several documents share a row, the packing of the tokens, with s = t:
-    each is causal on its own. A query that may attend to nothing gives 0. Returns (b, t, heads, p).
+    end of the keys. Or (b, 1, t, s), boolean (True: may attend) or additive, causality included; sdpa and the reference take
+    both, flex the boolean one, and the other kernels neither. Or, where several documents share a row, the packing of the
+    tokens, with s = t: each is causal on its own. A query that may attend to nothing gives 0. Returns (b, t, heads, p).
     """
     if isinstance(mask, Packing):
         time_first = (m.transpose(1, 2) for m in (q, k, v))
@@ -78,8 +80,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 def _example(device: torch.device, dtype: torch.dtype) -> tuple:
     options = seeded()
-    # Fewer queries than keys: early versions of FlashAttention align them to the beginning.
-    q, k, v = (torch.randn(1, 2, n, w, **options).to(device, dtype) for n, w in ((13, 24), (20, 24), (20, 48)))
+    # Fewer queries than keys: early versions of FlashAttention align them to the beginning. More than a block of either.
+    q, k, v = (torch.randn(1, 2, n, w, **options).to(device, dtype) for n, w in ((70, 24), (77, 24), (77, 48)))
     return q, k, v, None
 
 
@@ -88,12 +90,15 @@ def _declines(q: Tensor, *_: Tensor | None) -> str | None:
 
 
 # FlashAttention first, where it wastes little (its `declines` says when: queries and values of one of its widths). Then ours,
-# which takes widths as they are, values of any width, and holes in the keys. torch's serves the rest: float32, CPUs, masks of
-# pairs; on a GPU it computes and stores every score when the widths differ or queries are fewer than keys.
+# in Triton, and in C for CPUs, which take widths as they are, values of any width, and holes in the keys. torch's serves the
+# rest: float32 on GPUs, float64, masks of pairs, a few queries on CPUs; on a GPU it computes and stores every score when the
+# widths differ or queries are fewer than keys, so flex_attention comes before it where it can.
 GRAFT_ATTENTION = Operation(
     "graft_attention",
     *FLASH,
     Backend("triton", attend, refuses, _declines, probed=True, opaque=True),
+    FLEX,
+    Backend("native", attend_native, refuses_native, declines_native, probed=True, opaque=True, passes=PASSES),
     Backend("sdpa", _sdpa, in_forward_mode),
     Backend("reference", _reference),
     example=_example,

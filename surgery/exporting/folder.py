@@ -1,24 +1,14 @@
 """How every export becomes a folder: written beside its destination, read back in a fresh process and compared with the live
 model, described, and only then moved into place.
 
-Killed at any moment it leaves, under the name that was asked for, the previous folder or the new one. Linux exchanges two
-folders in one step (renameat2). Where a file system or another system cannot, there are two renames, and a process killed
-between them leaves both folders whole under hidden names and nothing under the right one; the next export there puts the
-previous one back before it begins, and removes whatever a killed one left half written. Against a power cut, which may lose
-what the system had not yet put on the disk, nothing is done.
+Killed at any moment it leaves, under the name that was asked for, the previous folder or the new one (runtime/replacing.py).
+Against a power cut, which may lose what the system had not yet put on the disk, nothing is done.
 """
 
-import ctypes
-import errno
-import fcntl
-import glob
 import hashlib
 import math
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,17 +22,17 @@ from surgery.evaluation.report import Report
 from surgery.exporting import card
 from surgery.exporting.earlier import CARD, RECORD, check_replaceable
 from surgery.exporting.engines import EngineProof, prove_in_engine
-from surgery.exporting.verify import Proof, Reader, prove
+from surgery.exporting.verify import Proof, Reader, chosen, prove
 from surgery.loading.digests import Identity, dtypes, identify
 from surgery.loading.origin import Origin, origin
+from surgery.models.tokens import tokenizers_errors
 from surgery.records.names import public
 from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import Environment, Sealed, environment
 from surgery.runtime.progress import busy, say
+from surgery.runtime.replacing import building, reason, replace
 from surgery.splicing.splice import graft_parameters
-
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
 
 class Format(Protocol):
@@ -56,7 +46,8 @@ class Format(Protocol):
     ) -> None:
         """Write weights, configuration and tokenizer. Raises UserError where the form cannot hold the hybrid exactly.
 
-        base: the name of the base, as load() takes it. A format may take options of its own, by keyword.
+        base: the name of the base, as load() takes it. A format may take options of its own, by keyword. One whose reader reads
+        what is not to stay in the folder has a function clear(folder), which removes that after the proof.
         """
 
 
@@ -64,7 +55,8 @@ class Exported(Sealed, Environment):
     """export.json: what a folder is and how it was verified.
 
     digest, dtype: of the live model (digests.py), and so of what its reader loads; of an export as nemotron_h or mamba_ssm, of
-    the hybrid that it was made from. Versions up to 0.5.1 wrote none. parameters: how many numbers the grafts hold.
+    the hybrid (as gguf, or the base) that it was made from. Versions up to 0.5.1 wrote none. parameters: how many numbers the
+    grafts hold.
     base_unchanged: whether every tensor of the base is in the hybrid as it was, by the fingerprint in the plan; a layer graft
     has removed some. engines: the serving engines in which it was proved too. files: sha256 of everything in the folder but
     this record and the card, which is made from the other files and can be made again.
@@ -90,46 +82,45 @@ def save(
     path: str | Path,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    plan: Plan,
+    plan: Plan | None,
     base: str,
     recipe: Recipe | None = None,
     report: Report | None = None,
     figures: Path | None = None,
     identity: Identity | None = None,
     verify: str = "auto",
-    engines: Sequence[str] = (),
-    engine_python: Path | None = None,
+    engines: Mapping[str, Path] | None = None,
     **options: Any,
 ) -> Proof:
     """Write the folder in the format `name`, prove it, say so, and return the proof. An existing folder at `path` is replaced
-    if it is an earlier export. identity: the hybrid's, if it is known. verify: one of formats.VERIFICATIONS. Raises UserError,
-    and leaves nothing behind, if writing or proving fails."""
+    if it is an earlier export. plan: None for a base. identity: the hybrid's, if it is known. verify: one of
+    formats.VERIFICATIONS. engines: those that are to prove it too, each with its interpreter. Raises UserError, and leaves
+    nothing behind, if writing or proving fails."""
     path = Path(path)
-    temporary: Path | None = None
     try:
         check_replaceable(path)
-        recover(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=_hidden(path, "new-")))
-        lock = _lock(temporary)
-        identity = identity or identify(hybrid)
-        if report is not None:
-            check_report(report, identity.digest, dtypes(hybrid))
-        try:
-            with _tokenizers_errors():
-                form.write(hybrid, temporary, tokenizer=tokenizer, plan=plan, base=base, **options)
+        with building(path) as temporary:
+            identity = identity or identify(hybrid)
+            if report is not None:
+                check_report(report, identity.digest, dtypes(hybrid))
+            with tokenizers_errors():
+                form.write(hybrid, temporary, tokenizer=tokenizer, plan=plan, base=base, **options)  # type: ignore[arg-type]
             _papers(temporary, hybrid, plan, recipe, report, figures)
-            proof = prove(form.READER, hybrid, tokenizer, temporary, verify=verify, digests=identity.tensors)
+            way = chosen(verify, hybrid)
+            proof = prove(form.READER, hybrid, tokenizer, temporary, verify=way, digests=identity.tensors)
             served: list[EngineProof] = []
-            for engine in engines:
-                assert engine_python is not None  # check_engines has seen to it
+            for engine, python in (engines or {}).items():
                 with busy(f"asking {engine}"):
-                    served.append(prove_in_engine(engine, engine_python, hybrid, temporary))
+                    served.append(prove_in_engine(engine, python, hybrid, temporary, verify=way, tokenizer=tokenizer))
+            if clear := getattr(form, "clear", None):
+                clear(temporary)
             record = Exported(
                 **environment().model_dump(), format=name, model_type=hybrid.config.model_type, base=origin(base, temporary),
                 digest=identity.digest, dtype=dtypes(hybrid),
                 parameters=sum(p.numel() for p in graft_parameters(hybrid).values()),
-                base_unchanged=plan.provenance is not None and identity.fingerprint == plan.provenance.base_fingerprint,
+                base_unchanged=plan is None or (
+                    plan.provenance is not None and identity.fingerprint == plan.provenance.base_fingerprint
+                ),
                 proof=proof, engines=tuple(served), files=digests(temporary),
             )  # fmt: skip
             record.write(temporary / RECORD)
@@ -137,27 +128,11 @@ def save(
             for place in (temporary, *temporary.rglob("*")):
                 place.chmod(0o755 if place.is_dir() else 0o644)  # safetensors writes for the owner only
             replace(temporary, path)
-        finally:
-            os.close(lock)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {path}: {_reason(error)}") from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(f"cannot write {path}: {reason(error)}") from error
     for line in (proof.line(), *(each.line() for each in served)):
         say(line)
     return proof
-
-
-@contextmanager
-def _tokenizers_errors() -> Iterator[None]:
-    """What the tokenizers library cannot write becomes an OSError: it raises a bare Exception then."""
-    try:
-        yield
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        raise OSError(str(error)) from error
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -199,77 +174,18 @@ def check_report(report: Report, digest: str, dtype: str) -> None:
 
 
 def _papers(
-    folder: Path, hybrid: PreTrainedModel, plan: Plan, recipe: Recipe | None, report: Report | None, figures: Path | None
+    folder: Path, hybrid: PreTrainedModel, plan: Plan | None, recipe: Recipe | None, report: Report | None, figures: Path | None
 ) -> None:
     """What travels with the weights in every format."""
-    published(plan).write(folder / PLAN)
+    if plan is not None:
+        published(plan).write(folder / PLAN)
+        card.draw_sites(hybrid, plan, folder / "sites.png")
     if recipe is not None:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(public(recipe.model_dump(mode="json")), sort_keys=False))
     if report is not None:
         report.write(folder / "report.json")
         if next(iter(report.models.values())).kv:
             draw_retrieval(report, folder / "retrieval.png")
-    card.draw_sites(hybrid, plan, folder / "sites.png")
     for name in ("atlas.png", "report.html"):
         if figures is not None and (figures / name).exists():
             shutil.copy(figures / name, folder / name)
-
-
-def replace(source: Path, target: Path) -> None:
-    """Put the folder `source` at `target`, in one step if the system can. What was there is gone afterwards."""
-    aside = target.with_name(_hidden(target, "old"))
-    if not target.exists():
-        os.rename(source, target)
-    elif _exchange(source, target):
-        shutil.rmtree(source, ignore_errors=True)
-    else:
-        os.rename(target, aside)
-        os.rename(source, target)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def recover(path: Path) -> None:
-    """Clear up after exports to `path` that were killed, and put a folder back that one of them had moved aside."""
-    aside = path.with_name(_hidden(path, "old"))
-    if aside.exists() and not path.exists():
-        os.rename(aside, path)
-    shutil.rmtree(aside, ignore_errors=True)
-    for left in path.parent.glob(glob.escape(_hidden(path, "new-")) + "*"):
-        try:
-            os.close(_lock(left))  # one that is still being written is locked
-        except OSError:
-            continue
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def _hidden(path: Path, kind: str) -> str:
-    return f".{path.name}-{kind}"
-
-
-def _lock(folder: Path) -> int:
-    """A descriptor that holds the folder's lock until it is closed or the process ends. Raises OSError if another holds it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two folders in one step; False where that does not exist."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    if call(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-        return False
-    raise OSError(number, os.strerror(number))
-
-
-def _reason(error: Exception) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split())

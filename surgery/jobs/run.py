@@ -82,13 +82,16 @@ def run(
         change = first_change(earlier, recipe) if earlier else None
         if change is not None:
             say(str(change))
-        on_main(partial(check_space, "hf", base.model, out))
+        enough = partial(on_main, partial(check_space, "hf", base.model, out))
+        if not (resume and (out / "hybrid" / RECORD).exists()):  # of a run that may be finished, nothing may be left to write
+            enough()
         job = _Job(recipe, out, base, resume, verify)
         ranking = job.locate()
         chosen = job.plan(ranking)
         if resume and (report := on_main(partial(job.finished, chosen))) is not None:
             say(f"nothing has changed, and everything is finished: this is the result in {out}")
             return report
+        enough()
         entries = entries_of(base.model, recipe, ranking, chosen, partial(open_donor, chosen, trust_remote_code), job.tune)
         return job.finish(ranking, chosen, entries)
 

@@ -1,6 +1,5 @@
 """Loading models (Hub ids, folders, original state-spaces folders, patches) and telling them apart by fingerprint."""
 
-import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,8 @@ from surgery.models.streamed import mapped
 from surgery.models.tokens import prompting
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
+from surgery.records.reading import parse_json, shown
+from surgery.records.record import read_text
 from surgery.splicing.joining import RECORD, Patch, join
 from surgery.splicing.remembered import PLAN, Opened, Surgery, read_surgery, remember
 from surgery.splicing.splice import freeze
@@ -33,6 +34,8 @@ ORIGINAL_TOKENIZER = "EleutherAI/gpt-neox-20b"
 
 # What a folder that holds a tokenizer holds, some of it at least.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
+MOST_LAYERS = 4096
 
 # A value of `device` that is no device: accelerate's device_map of that name. A recipe's device "auto" is something else.
 BALANCED = "balanced"
@@ -140,8 +143,11 @@ def load_empty(name: str) -> PreTrainedModel:
     folder = local_folder(name)
     try:
         config = AutoConfig.from_pretrained(folder)
+        _check_depth(folder, getattr(config, "num_hidden_layers", None))
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"cannot load {name}: {one_line(error)}") from error
 
@@ -153,7 +159,10 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 def _read_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
-        return prompting(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
+        words = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if not isinstance(words.model_max_length, int | float):
+            raise UserError(f"the tokenizer {source}: model_max_length is {shown(words.model_max_length)}, and no number")
+        return prompting(words)
     except UserError:
         raise
     except Exception as error:
@@ -205,6 +214,7 @@ def _grafted(model: PreTrainedModel) -> bool:
 
 
 def _load_original(folder: Path, config: dict[str, Any], dtype: torch.dtype | None, device: str) -> PreTrainedModel:
+    _check_depth(folder, config.get("n_layer"))
     model = load_original(folder, config, dtype)
     return mapped(model, lambda: load_original(folder, config, dtype).state_dict()) if device == DISK else model
 
@@ -231,8 +241,15 @@ def _tokenizer(folder: Path) -> Path | str:
     raise UserError(f"{folder} holds no tokenizer: say where one is (tokenizer: in a recipe, or --set tokenizer=...)")
 
 
+def _check_depth(folder: Path, layers: Any) -> None:
+    """Raise UserError for more layers than any model has: each would be made before its weights are looked for."""
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise UserError(f"{folder / 'config.json'}: a model of {shown(layers, 20)} layers; at most {MOST_LAYERS:,} are made")
+
+
 def _load_transformers(folder: Path, dtype: torch.dtype | None, device: str, trust_remote_code: bool) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    _check_depth(folder, getattr(config, "num_hidden_layers", None))
     if config.model_type in families():  # another one cannot be grafted, but located in, measured, or a donor
         family_of(config).check(config)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -275,7 +292,7 @@ def _refuse_offload(name: str, device_map: dict[str, Any]) -> None:
 def _json(path: Path) -> dict:
     if not path.exists():
         raise UserError(f"{path.parent} is not a model folder: it holds no config.json")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
+    content = parse_json(read_text(path), str(path))
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is no configuration: it holds no keys")
+    return content

@@ -9,12 +9,13 @@ from pydantic import Field
 
 from surgery.errors import UserError
 from surgery.records.complaints import complaint, place_of
+from surgery.records.reading import shown
 from surgery.records.record import read_text
 from surgery.records.renamed import advise, current, current_key
 from surgery.records.sections.benching import Bench, Suite
 from surgery.records.sections.data import Data, Text
 from surgery.records.sections.locating import Locate, PlanOptions, ProbeChoice
-from surgery.records.sections.section import Section
+from surgery.records.sections.section import Name, Section
 from surgery.records.sections.tuning import Align, Calibrate, EarlyStopping, Lesson, Lora, Tune
 from surgery.records.yaml_text import parse_yaml
 
@@ -35,9 +36,9 @@ def _named(study: Any) -> Any:
 class Recipe(Section):
     """Everything that a run depends on. Output goes to runs/<the recipe's file name> unless --out says otherwise."""
 
-    model: str
+    model: Name
     """The base: an id of the Hub, a folder, or a patch."""
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     """Another tokenizer than the model's: an id of the Hub or a folder."""
     dtype: str = "auto"
     """What the model is computed in (float32, bfloat16, float16); auto: as it is stored."""
@@ -109,7 +110,7 @@ def _apply(tree: dict[str, Any], setting: str, old: dict[str, str]) -> None:
     """Change a recipe's tree by one `key=value`."""
     key, equals, value = setting.partition("=")
     if not equals:
-        raise UserError(f"--set takes key=value, not '{setting}'")
+        raise UserError(f"--set takes key=value, not '{shown(setting)}'")
     branch = tree
     *parents, leaf = key.strip().split(".")
     for i, parent in enumerate(parents):
@@ -121,8 +122,8 @@ def _apply(tree: dict[str, Any], setting: str, old: dict[str, str]) -> None:
             branch[name] = {}
         branch = branch[name]
         if not isinstance(branch, dict):
-            raise UserError(f"--set {setting}: '{parent}' has no keys of its own")
-    branch.update(current({leaf: parse_yaml(value, f"--set {setting}: the value")}, present_key(".".join(parents)), old))
+            raise UserError(f"--set {shown(setting)}: '{shown(parent, 40)}' has no keys of its own")
+    branch.update(current({leaf: parse_yaml(value, f"--set {shown(setting)}: the value")}, present_key(".".join(parents)), old))
 
 
 def present_key(key: str) -> str:

@@ -12,7 +12,6 @@ A sixteenth of every source is held out for measurements during training. Docume
 that copies of a document are on the same side; of a text file, the end is held out.
 """
 
-import json
 import random
 import zlib
 from array import array
@@ -27,8 +26,10 @@ from typing import Any, ClassVar, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.records.reading import parse_json_lines
 from surgery.records.recipe import Text
 from surgery.records.record import read_text
+from surgery.tuning.text_checks import check_documents, check_folder
 from surgery.world.text import document
 
 HELD_OUT = 16  # one document in 16
@@ -223,20 +224,19 @@ def _has_no(text: Text, *options: str) -> None:
 
 def _json_lines(text: Text) -> list[Any]:
     documents = []
-    for number, line in enumerate(read_text(text.source, "the documents in").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{text.source}, line {number}, is not JSON: {error}") from error
-        if not isinstance(entry, dict):
-            raise UserError(f"{text.source}, line {number}: needs an object with a column '{text.column}'")
-        _has_column(text, list(entry), f"line {number}")
-        documents.append(entry[text.column])
+    for number, entry in parse_json_lines(read_text(text.source, "the documents in"), text.source):
+        documents.append(_entry(text, number, entry))
     if not documents:
         raise UserError(f"{text.source} holds no documents")
     return documents
+
+
+def _entry(text: Text, number: int, entry: Any) -> Any:
+    """The document in a line of a JSON-lines file."""
+    if not isinstance(entry, dict):
+        raise UserError(f"{text.source}, line {number}: needs an object with a column '{text.column}'")
+    _has_column(text, list(entry), f"line {number}")
+    return entry[text.column]
 
 
 def _open_dataset(text: Text, reading: Reading) -> Source:
@@ -249,8 +249,9 @@ def _open_dataset(text: Text, reading: Reading) -> Source:
     if (path := Path(text.source)).suffix in BUILDERS:
         _has_no(text, "subset")
         where = {"path": BUILDERS[path.suffix], "data_files": text.source}
-        if not path.is_file():
-            raise UserError(f"cannot read the documents in {text.source}: no such file")
+        check_documents(path)
+    elif path.is_dir():
+        check_folder(path)
     with _loading(text.source):
         loaded = datasets.load_dataset(**where, split=text.split, streaming=text.streaming)
         first = next(iter(loaded), None)

@@ -1,7 +1,6 @@
 """Numbers belong to what they describe: digests of models and tokenizers, seals, and no place of this machine in any record."""
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -27,7 +26,7 @@ from surgery.locating.ranking import Ranking
 from surgery.records.names import called, public
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Lora, Recipe, Tune
-from surgery.records.record import code_digest, environment, provenance, write_text
+from surgery.records.record import code_digest, environment, provenance
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.lora import adapted, adapters
 from surgery.world.tokenizer import build_tokenizer
@@ -384,16 +383,6 @@ def test_a_seal_is_over_the_content_and_not_its_layout(tmp_path):
     path.write_text(json.dumps(held | {"timings": {"x": 0.3}}))
     with pytest.raises(UserError, match="its content does not fit its seal"):
         Report.read(path, unsealed="take")
-
-
-def test_what_a_killed_writer_left_is_swept(tmp_path):
-    left, fresh, other = tmp_path / ".a.json.old", tmp_path / ".a.json.now", tmp_path / ".b.json.old"
-    for path in (left, fresh, other):
-        path.touch()
-    for path in (left, other):
-        os.utime(path, (0, 0))
-    write_text(tmp_path / "a.json", "{}")
-    assert {path.name for path in tmp_path.iterdir()} == {".a.json.now", ".b.json.old", "a.json"}
 
 
 # Places

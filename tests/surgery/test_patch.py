@@ -287,3 +287,26 @@ def test_a_one_head_patch_of_mamba2_130m_fits_in_a_mail(tmp_path, monkeypatch, t
     print(f"a one-head patch of the mamba2-130m shape: {sizes}")
     assert sizes[WEIGHTS] == 792_140
     assert sizes[RECORD] < 32_000  # versions and names of machines have no fixed length
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("layer_norm_epsilon", 1e-3), ("time_step_limit", [0.0, 0.05]), ("residual_in_fp32", False), ("hidden_act", "gelu")],
+)
+def test_a_base_whose_configuration_was_altered_is_another(place, tmp_path, field, value):
+    """Its tensors are the same, and compute something else."""
+    shutil.copytree(place / "base", tmp_path / "base")
+    path = tmp_path / "base" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(UserError, match=field):
+        package.load(place / "patch", base=str(tmp_path / "base"))
+    package.load(place / "patch", base=str(place / "base"))
+
+
+def test_a_patch_of_before_0_9_says_nothing_of_the_configuration(place, tmp_path):
+    shutil.copytree(place / "patch", tmp_path / "patch")
+    path = tmp_path / "patch" / RECORD
+    content = json.loads(path.read_text())
+    assert content.pop("base_config")["layer_norm_epsilon"] == "1e-05"
+    path.write_text(json.dumps(content | {"schema_version": 1}))
+    package.load(tmp_path / "patch", base=str(place / "base"))

@@ -79,7 +79,7 @@ def dying(after, writing):
         fatal(Distillation, "forward")
         fatal(loop, "alignment_error")
     fatal(state, "_write", half)
-    fatal(os, "replace")
+    fatal(os, "rename")
     fatal(shutil, "rmtree", lambda folder, **_: next(folder.iterdir()).unlink())
 
 
