@@ -175,7 +175,7 @@ def reference(case: Any, inputs: Path, work: Path) -> Reference:
     path = work / "references" / f"{case.name}.json"
     if path.exists() and (held := json.loads(path.read_text())).pop("code") == code_digest():
         return Reference(**held)
-    folder, log = work / "reference", work / "calls"
+    folder, log = work / "trials" / "reference", work / "calls"  # as deep as the trials: exports name their base from there
     place_for(case, inputs, folder)
     log.unlink(missing_ok=True)
     ended = faults.surgery(case.arguments, folder, Fault("count"), log)
