@@ -300,10 +300,8 @@ def test_the_controls_of_a_plan_that_fills_the_cut_are_counted(tokenizer, folder
     """In 2 or 4 layers there is no other layer for a control, and no room for a dose, but in the model there is."""
     deep = random_base(vocab_size=VOCABULARY, num_hidden_layers=8)
     recipe = read_recipe(folder / "quick.yaml", settings)
-    costs, chosen = (
-        estimate.Costs(recipe, Checkpoint("deep", deep, tokenizer, "f" * 64), 1.0, quick=True),
-        assumed(recipe, 8, 8),
-    )
+    costs = estimate.Costs(recipe, Checkpoint("deep", deep, tokenizer, "f" * 64), 1.0, quick=True)
+    chosen = assumed(recipe, 8, 8)
     costs.patient.depths = (2, 4)
     tuned = []
     entries = entries_of(deep, recipe, level(8, 8), chosen, None, lambda name, model, *_: tuned.append(name) or model)
