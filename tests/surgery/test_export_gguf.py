@@ -196,6 +196,21 @@ def test_a_file_its_proof_and_its_card(what, base, hybrid, converter, monkeypatc
     assert "model.gguf" in publish(out, "someone/something", dry_run=True).files
 
 
+def test_an_engine_that_tells_no_probabilities_proves_nothing(hybrid, monkeypatch, tmp_path):
+    monkeypatch.setattr(engines, "LENGTHS", (3,))
+    monkeypatch.setattr(engines, "NEW", 4)
+
+    def ask(engine, python, job):
+        said = own_answers(hybrid, job)
+        for step in said["alone"][0][:3] + said["together"][0][:2]:
+            step[1] = {}
+        return said
+
+    monkeypatch.setattr(engines, "_ask", ask)
+    with pytest.raises(UserError, match="tells probabilities of 3 of its 8 tokens only"):
+        prove_in_engine("vllm", Path("/bin/true"), hybrid, tmp_path)
+
+
 def test_a_text_that_is_split_otherwise_is_refused(base, hybrid, monkeypatch, tmp_path):
     monkeypatch.setattr(engines, "LENGTHS", (3,))
     monkeypatch.setattr(engines, "NEW", 2)
