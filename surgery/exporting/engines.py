@@ -83,7 +83,7 @@ class Otherwise(Record):
     difference: float
 
     def line(self) -> str:
-        same = f"{self.setting}, {self.same:,} of {self.tokens:,} are"
+        same = f"{self.setting}, {self.same:,} of {self.tokens:,} tokens are the live model's"
         return f"{same}, and log-probabilities differ by at most {self.difference:.2g}"
 
 
