@@ -47,7 +47,7 @@ campaign-quick: .venv/.installed
 
 # vLLM pins other versions than this project: it lives in an environment of its own, with this package for its plugin.
 serving: .venv/.installed .venv-vllm/.installed
-	$(BIN)/python -m pytest -n 0 -m vllm tests/surgery/test_serving.py
+	$(BIN)/python -m pytest -n 0 -m vllm tests/surgery/test_serving.py tests/surgery/test_bench_serving.py
 
 # llama.cpp as a wheel, and its sources, which hold the converter.
 serving-llama-cpp: .venv/.installed .venv-llama-cpp/.installed

@@ -5,9 +5,6 @@ probable ones of every step. The live model reads the same tokens in one pass: e
 probable one, and log-probabilities must agree within a bound.
 """
 
-import json
-import os
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ from surgery.models.quantised import is_quantised
 from surgery.records.record import Record
 from surgery.runtime.memory import free_disk, size
 from surgery.serving import ask_llama_cpp, ask_vllm
+from surgery.serving.other_python import ask, check_python
 
 CLOSE = 2e-4  # log-probabilities in float32, which an engine sums in another order
 LENGTHS = (1, 24, 190, 7, 33, 80, 150, 12, 64, 100)  # of prompts, in tokens
@@ -38,7 +36,6 @@ TEXTS = (
     "Ünïcödé, naïve café, 北京大学, кофе, \u200dzero, 🙂🙂",
     " leading   and    runs of spaces\r\n",
 )
-INSTALLED = "pip install --no-deps mamba-surgery"
 
 
 @dataclass(frozen=True)
@@ -149,8 +146,7 @@ def check_engines(engines: Sequence[str], format: str, pythons: Pythons) -> dict
         if (named := own.get(engine)) is None:
             raise UserError(f"--prove: say which Python has {engine} installed: --engine-python ENVIRONMENT/bin/python")
         python = interpreters[engine] = Path(named)
-        if not python.is_file() or not os.access(python, os.X_OK):
-            raise UserError(f"--engine-python: there is no program {python}")
+        check_python(python, "--engine-python")
         if engine == "llama_cpp":
             llama_cpp.source()
     return interpreters
@@ -170,6 +166,7 @@ def prove_in_engine(
     job: dict[str, Any] = {"prompts": prompts, "new": [NEW - 3 * i for i in range(len(prompts))]}
     if ENGINES[engine].texts:
         job["texts"] = list(TEXTS) if tokenizer is not None else []
+    # Within the folder, which the next export to the same place removes if this process is killed (runtime/replacing.py).
     with tempfile.TemporaryDirectory(dir=folder) as place:
         asked = ENGINES[engine].prepare(hybrid, folder, Path(place))
         converted = "converted to GGUF in float32" if asked != folder else ""
@@ -242,35 +239,6 @@ def _compare(own: Tensor, steps: list[Any]) -> tuple[float, list[int]]:
 
 
 def _ask(engine: str, python: Path, job: dict[str, Any]) -> dict[str, Any]:
-    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    with tempfile.TemporaryDirectory() as place:  # where nothing can be imported from by mistake
-        # Not resolved: the link in bin/ is what tells an interpreter its environment.
-        program: list[str | Path] = [python.absolute(), "-P", ENGINES[engine].script]
-        try:
-            done = subprocess.run(
-                program, input=json.dumps(job).encode(), capture_output=True, check=False, cwd=place, env=quiet | settings
-            )
-        except OSError as error:
-            raise UserError(f"--engine-python: {python} does not run: {error.strerror}") from error
-    if done.returncode == 0:
-        try:
-            answers: dict[str, Any] = json.loads(done.stdout)
-        except ValueError as error:
-            raise UserError(f"{engine} gave no answers: --engine-python is to be a Python, and {python} is none") from error
-        return answers
-    raise UserError(f"{engine} cannot serve the folder: {_reason(engine, done.stderr.decode(errors='replace'), python)}")
-
-
-def _reason(engine: str, errors: str, python: Path) -> str:
-    """The line of an engine's traceback that says what was wrong, and what to do about it where that is known."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    if any(f"No module named '{(module := ENGINES[engine].module)}'" in line for line in lines):
-        return f"{'it' if module == engine else f'its package {module}'} is not installed for {python}"
-    refused = [line for line in lines if line.startswith("Value error, ")]
-    raised = [line for line in lines if "Error: " in line]
-    reason = (refused or raised[::-1] or lines[::-1] or ["it ended"])[0]
-    reason = reason.removeprefix("Value error, ").split("[type=")[0].strip()
-    if engine == "vllm" and ("custom code" in reason or "not supported" in reason):
-        return f"it does not know hybrids; install this package beside it: {python} -m {INSTALLED}"
-    return reason
+    known = ENGINES[engine]
+    answers: dict[str, Any] = ask(engine, known.module, python, known.script, job, "--engine-python")
+    return answers
