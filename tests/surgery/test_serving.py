@@ -333,6 +333,8 @@ def test_one_width_and_one_number_of_heads_serve_all_layers(base):
     assert (head_size(config), kv_heads(config)) == (64, 2)  # values of 32 and dt need more than 32
     config = splice(base, plan(sites="L0.H2,7", time_step=False)).config
     assert (head_size(config), kv_heads(config)) == (32, 2)
+    with pytest.raises(ValueError, match="holds no grafts: serve its base"):
+        head_size(type(config)(**config.to_dict() | {"grafts": []}))
     with pytest.raises(ValueError, match="300 wide, and vLLM's backends take 256 at most"):
         head_size(splice(base, plan(sites="L0.H2,7", width=300)).config)
 
