@@ -80,8 +80,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 def _example(device: torch.device, dtype: torch.dtype) -> tuple:
     options = seeded()
-    # Fewer queries than keys: early versions of FlashAttention align them to the beginning.
-    q, k, v = (torch.randn(1, 2, n, w, **options).to(device, dtype) for n, w in ((13, 24), (20, 24), (20, 48)))
+    # Fewer queries than keys: early versions of FlashAttention align them to the beginning. More than a block of either.
+    q, k, v = (torch.randn(1, 2, n, w, **options).to(device, dtype) for n, w in ((70, 24), (77, 24), (77, 48)))
     return q, k, v, None
 
 
@@ -90,8 +90,8 @@ def _declines(q: Tensor, *_: Tensor | None) -> str | None:
 
 
 # FlashAttention first, where it wastes little (its `declines` says when: queries and values of one of its widths). Then ours,
-# in Triton and for CPUs in C, which take widths as they are, values of any width, and holes in the keys. torch's serves the
-# rest: float32 on GPUs, float64, masks of pairs, single queries on CPUs; on a GPU it computes and stores every score when the
+# in Triton, and in C for CPUs, which take widths as they are, values of any width, and holes in the keys. torch's serves the
+# rest: float32 on GPUs, float64, masks of pairs, a few queries on CPUs; on a GPU it computes and stores every score when the
 # widths differ or queries are fewer than keys, so flex_attention comes before it where it can.
 GRAFT_ATTENTION = Operation(
     "graft_attention",

@@ -64,7 +64,6 @@ def export(
     from surgery.exporting import export as exporting
     from surgery.exporting.earlier import check_replaceable
     from surgery.exporting.engines import check_engines, read_pythons
-    from surgery.exporting.llama_cpp import source
     from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, present, report_on
     from surgery.jobs.opening import open_checkpoint
     from surgery.loading.checkpoint import plan_of
@@ -74,8 +73,6 @@ def export(
     engines = [engine.strip() for engine in prove.split(",")] if prove is not None else []
     pythons = read_pythons(engine_python)
     check_engines(engines, form, pythons)
-    if form == "gguf":
-        source()
     check_replaceable(out, overwrite)
     advise_tuning(hybrid)
     from_patch = is_patch(hybrid)

@@ -14,7 +14,7 @@ from surgery.evaluation.report import Report
 from surgery.families import family_of
 from surgery.loading.origin import Origin
 from surgery.records.names import is_control
-from surgery.records.plan import Plan
+from surgery.records.plan import PLAN, Plan
 from surgery.runtime import plotting
 
 COLUMNS = 128  # of the map; more heads than that (the channels of a Mamba-1) share columns
@@ -26,7 +26,7 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
     name: what the folder will be loaded by, a path or an id. record: its export.json. use: how its format is loaded, with NAME
     for the name.
     """
-    planned, base = folder / "plan.json", record.base.published(folder).name
+    planned, base = folder / PLAN, record.base.published(folder).name
     plan = Plan.read(planned) if planned.exists() else None
     parts = [
         f"---\n{_metadata(record, plan)}\n---\n# {name.rsplit('/', 1)[-1]}\n",

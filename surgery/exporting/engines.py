@@ -166,7 +166,8 @@ def prove_in_engine(
     job: dict[str, Any] = {"prompts": prompts, "new": [NEW - 3 * i for i in range(len(prompts))]}
     if ENGINES[engine].texts:
         job["texts"] = list(TEXTS) if tokenizer is not None else []
-    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+    # Within the folder, which the next export to the same place removes if this process is killed (runtime/replacing.py).
+    with tempfile.TemporaryDirectory(dir=folder) as place:
         asked = ENGINES[engine].prepare(hybrid, folder, Path(place))
         said = _ask(engine, python, job | {"folder": str(asked.resolve())})
     for text, split in zip(job.get("texts", ()), said.get("texts", ()), strict=True):

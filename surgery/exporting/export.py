@@ -56,8 +56,8 @@ def export(
     (digests.identify), where it is known. form: the former name of `format`. options: the format's own, such as
     max_shard_size="5GB" of `hf`.
 
-    verify: "full" compares logits and 64 greedy tokens in float32, with the whole model in memory. "layers" does so with 8
-    tokens and a few layers in memory at a time, more slowly. "tensors" compares the tensors alone, bit for bit, and computes
+    verify: "full" compares logits and 64 greedy tokens in float32, with the whole model in memory. "layers" does so with 3
+    tokens and a few layers in memory at a time. "tensors" compares the tensors alone, bit for bit, and computes
     nothing. "auto" is "full" where that takes no more than half of the memory that is free, else "layers" (of a quantised
     model, "tensors"). The proof that is returned and written says which it was.
 

@@ -27,7 +27,7 @@ from surgery.loading.digests import Identity, dtypes, identify
 from surgery.loading.origin import Origin, origin
 from surgery.models.tokens import tokenizers_errors
 from surgery.records.names import public
-from surgery.records.plan import Plan, published
+from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import Environment, Sealed, environment
 from surgery.runtime.progress import busy, say
@@ -178,7 +178,7 @@ def _papers(
 ) -> None:
     """What travels with the weights in every format."""
     if plan is not None:
-        published(plan).write(folder / "plan.json")
+        published(plan).write(folder / PLAN)
         card.draw_sites(hybrid, plan, folder / "sites.png")
     if recipe is not None:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(public(recipe.model_dump(mode="json")), sort_keys=False))

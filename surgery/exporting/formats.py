@@ -15,7 +15,7 @@ OF_BASES = ("gguf",)  # formats in which a base can be written too, to be served
 VERIFICATIONS = {
     "auto": "full where that takes no more than half of the memory that is free, else layers",
     "full": "logits and 64 greedy tokens, with the whole model in float32 in memory",
-    "layers": "logits and 8 greedy tokens, with a few layers in memory at a time; slower",
+    "layers": "logits and 3 greedy tokens, with a few layers in memory at a time",
     "tensors": "the tensors alone, bit for bit; nothing is computed with them",
 }
 

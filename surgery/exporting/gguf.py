@@ -96,7 +96,7 @@ def _unlike_base(config: Any) -> str | None:
     if config.intermediate_size != 2 * config.hidden_size:
         return f"its mixers are {config.intermediate_size} wide, and llama.cpp's twice the model's {config.hidden_size}"
     if config.model_type == "falcon_mamba" and config.mixer_rms_eps != config.layer_norm_epsilon:
-        return "its norms have two epsilons, and llama.cpp's have one"
+        return f"its norms of B, C and dt have another epsilon ({config.mixer_rms_eps:g}) than the others, llama.cpp's the same"
     return None
 
 

@@ -7,7 +7,9 @@ carry, differ by more (up to 7e-5), so both sides run the ones in Python. Both c
 
 There are three ways (formats.VERIFICATIONS): with the whole model in float32 in memory; layer by layer, where both sides
 convert one weight after the other, and the fresh process reads it from its file when its module is called; and by the tensors
-alone, with which nothing is computed. Every token costs the second one a pass over all weights, so it asks for fewer.
+alone, with which nothing is computed. The second one takes a pass over all weights for the prompts together, alone and in the
+batch, and one for every further token, so it asks for fewer. The sides take turns: each uses all processors, and both at once
+would hold the largest weight in float32 twice.
 """
 
 import copy

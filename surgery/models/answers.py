@@ -153,8 +153,7 @@ class InStep:
         with ExitStack() as after:
             for place, module in enumerate(self.model.modules()):
                 for hook in fetching_hooks(getattr(module, "_hf_hook", None)):
-                    after.callback(vars(hook).update, {"pre_forward": hook.pre_forward, "post_forward": hook.post_forward})
-                    self._share(hook, place)
+                    after.callback(self._share(hook, module, place))
             try:
                 for thread in threads:
                     thread.start()
@@ -180,8 +179,9 @@ class InStep:
         else:
             self._pass_on()
 
-    def _share(self, hook: Any, place: int) -> None:
-        """From now on the hook fetches for the first call that comes, and releases after the last that leaves."""
+    def _share(self, hook: Any, module: nn.Module, place: int) -> Callable[[], None]:
+        """From now on the hook fetches for the first call that comes, and releases after the last that leaves. Returns what
+        ends that."""
         fetch, release, users, fetched = hook.pre_forward, hook.post_forward, 0, False
 
         def come(module: nn.Module, *args: Any, **named: Any) -> Any:
@@ -203,7 +203,14 @@ class InStep:
             finally:
                 hook.offload = True
 
+        def end() -> None:
+            del hook.pre_forward, hook.post_forward  # those of its class appear again
+            hook.offload = True
+            if fetched:  # a call failed within
+                release(module, None)
+
         hook.pre_forward, hook.post_forward = come, leave
+        return end
 
     def _pass_on(self) -> None:
         """To the next call at the same module; else to all that wait at the first one."""
