@@ -175,7 +175,6 @@ def test_what_is_held_does_not_grow_with_depth(monkeypatch):
     (few, _), (many, stored) = (most(layers, "layers") for layers in (3, 12))
     outputs = 4 * (sum(LENGTHS) + 4 * 40) * 192  # tokens alone and in the batch, width, in float32
     cache = 4 * 4 * 384 * (4 + 4)  # rows, channels, states and convolution
-    print(few, many, 9 * (outputs + cache), most(12, "full")[0], stored)
     assert 0 < few <= many <= few + 9 * (outputs + cache)  # layers
     assert most(12, "full")[0] >= many + stored  # the measurement sees what is held
 
