@@ -8,12 +8,21 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import DynamicCache, FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice
 from tests.conftest import SAME, random_base, random_llamba, random_selective
 from tests.kernels.inputs import assert_near, rounding
+from tools import bench_compile
+from tools.bench_compile import Decoder, errors, rounding_bound
 
 BASES = {
     "mamba2": partial(random_base, num_hidden_layers=2),
@@ -111,6 +120,33 @@ def test_inductor_computes_the_same():
     with torch.no_grad():
         check_prefill(compiled, hybrid)
         check_decoding(compiled, hybrid)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The demo's hybrid, with the logits of its decoding in float64."""
+    base = AutoModelForCausalLM.from_pretrained(bench_compile.CHECKPOINT).eval()
+    hybrid = splice(base, Plan.model_validate({"sites": bench_compile.SITES, "blend": 0.1}))
+    return hybrid, Decoder(copy.deepcopy(hybrid).double()).logits()
+
+
+def test_decoding_in_float32_is_as_exact_as_its_roundings_allow(demo):
+    """Against float64, within a bound of their number. What rounds to 16 bits on the way is beyond it."""
+    hybrid, exact = demo
+    bound = rounding_bound(hybrid)
+    assert errors(Decoder(hybrid).logits(), exact) <= bound < 1e-2 * exact.abs().max()
+    leaking = copy.deepcopy(hybrid)
+    leaking.backbone.norm_f.register_forward_hook(lambda _, __, y: y.bfloat16().float())
+    assert errors(Decoder(leaking).logits(), exact) > bound
+
+
+@pytest.mark.slow
+def test_compiled_decoding_is_as_exact(demo):
+    hybrid, exact = demo
+    compiled, eager = (errors(Decoder(hybrid, compiled=which).logits(), exact) for which in (True, False))
+    assert compiled <= rounding_bound(hybrid)
+    assert compiled <= 1e-5 * max(1.0, exact.abs().max())
+    assert eager <= 1e-5 * max(1.0, exact.abs().max())
 
 
 @pytest.mark.parametrize("family", BASES)

@@ -56,7 +56,9 @@ def test_every_variant_equals_a_model_of_its_own(name, tokens):
             model = adopt(base)
         elif variant.kind == "splice":
             heads = variant.site.heads or tuple(range(8))
-            model = splice(base, Plan(sites=(Site(variant.site.layer, heads),), starts=starts, shared=True))
+            site = Site(variant.site.layer, heads)
+            own = {str(head): starts[str(head)] for head in site.each() if str(head) in starts}
+            model = splice(base, Plan(sites=(site,), starts=own, shared=True))
         else:  # ablated: the columns of out_proj that read the head are zero, or the whole mixer is
             model = adopt(copy.deepcopy(base))
             projection = model.backbone.layers[variant.site.layer].mixer.out_proj
