@@ -68,7 +68,7 @@ class OnDevice(Tensor):
 class Rules:
     """What is watched. dtype: the model's; products by weights have to be computed in it, where it is a 16-bit one. strict:
     what may not happen now: "sync" (the host waits for the device), "host" (a tensor made on the host is sent to the device),
-    "float32". known: files in which it may. counted: how often each of them happened, by the line of the library that did it."""
+    "float32". known: files in which it may. counted: how often each of them happened, by the line of the library."""
 
     dtype: torch.dtype | None = None
     strict: frozenset[str] = frozenset()
