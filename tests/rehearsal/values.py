@@ -11,7 +11,7 @@ whole process.
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +169,14 @@ def on_device(dtype: torch.dtype | None = None) -> Iterator[type[Rules]]:
     Rules.dtype, Rules.strict, Rules.counted = dtype, frozenset(), Counter()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes a tensor on the host and moves it
     torch.__future__.set_swap_module_params_on_conversion(True)  # what is tied stays tied when a model is moved
+    inference = torch._C._InferenceMode
+    # A tensor of that mode has no version, which a subclass of Tensor needs; to the rehearsal it is the same as no_grad.
+    torch._C._InferenceMode = lambda mode: torch.no_grad() if mode else nullcontext()
     try:
         with _Mode():
             yield Rules
     finally:
+        torch._C._InferenceMode = inference
         torch._C._set_only_lift_cpu_tensors(False)
         torch.__future__.set_swap_module_params_on_conversion(False)
 
