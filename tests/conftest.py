@@ -26,7 +26,7 @@ from transformers import (
 
 from surgery.hybrids.llamba import LlambaConfig, LlambaForCausalLM
 from surgery.world.tokenizer import build_tokenizer
-from tools.double import Double
+from tools.double import float64
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "checkpoints" / "tiny-mamba2"
@@ -116,14 +116,13 @@ def base() -> PreTrainedModel:
 
 @pytest.fixture
 def in_float64():
-    """For two ways of computing the same: they add in different orders, and on another CPU in others again. What is made within
-    is in float64, too."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Double():
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with float64():
+        yield
+
+
+def but_slow(values, *quick):
+    """The cases of a law: of those that are not `quick`, each is a test of `make test-slow`."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 # Between two ways of computing in float64, for numbers of order 1.

@@ -24,7 +24,7 @@ from surgery.kernels.dispatch import Operation
 from surgery.records.plan import Plan
 from surgery.records.record import environment
 from surgery.splicing.splice import splice
-from tools.double import Double
+from tools.double import float64
 
 CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "tiny-mamba2"
 SITES = ("L0.H3,5",)  # the demo's
@@ -93,12 +93,8 @@ def rounding_bound(model: Any) -> float:
 
 def in_double(model: Any) -> torch.Tensor:
     """The logits of a model that decodes in float64, norms, scans and softmax included."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Double():
-            return Decoder(copy.deepcopy(model).double()).logits()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with float64():
+        return Decoder(copy.deepcopy(model).double()).logits()
 
 
 def turns(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Float64 throughout, for what is exact beside float32."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,3 +19,15 @@ class Double(TorchFunctionMode):
             return torch.float64 if value is torch.float32 else value
 
         return function(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """For two ways of computing the same: they add in different orders, and on another CPU in others again. What is made within
+    is in float64, too."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Double():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
