@@ -27,7 +27,7 @@ from surgery.kernels.triton_attention import blocks
 WIDTHS = (32, 64, 96, 128, 192, 256)
 HUB = {2: "kernels-community/flash-attn2", 3: "kernels-community/flash-attn3"}
 # By version: the major compute capabilities on which it has a forward and a backward pass; None: 8 and all later ones.
-CAPABILITIES = {2: None, 3: (9,), 4: (9, 10, 11)}
+CAPABILITIES: dict[int, tuple[int, ...] | None] = {2: None, 3: (9,), 4: (9, 10, 11)}
 
 
 class Kind(NamedTuple):

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the Hub 
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import (
     FalconMambaConfig,
     FalconMambaForCausalLM,
@@ -28,6 +26,7 @@ from transformers import (
 
 from surgery.hybrids.llamba import LlambaConfig, LlambaForCausalLM
 from surgery.world.tokenizer import build_tokenizer
+from tools.double import float64
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "checkpoints" / "tiny-mamba2"
@@ -113,31 +112,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def base() -> PreTrainedModel:
     """A Mamba-2 that reads the built-in world; do not change it."""
     return random_base(vocab_size=VOCABULARY)
-
-
-class Double(TorchFunctionMode):
-    """Computes in float64 what a model asks to have in float32 whatever its own dtype: norms, scans, softmax."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-
-        def wide(value):
-            return torch.float64 if value is torch.float32 else value
-
-        return function(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
-
-
-@contextmanager
-def float64():
-    """For two ways of computing the same: they add in different orders, and on another CPU in others again. What is made within
-    is in float64, too."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Double():
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

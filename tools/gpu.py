@@ -159,6 +159,7 @@ def earlier(out: Path, here: dict[str, Any]) -> dict[str, Any]:
 
 def run(command: Sequence[str], seconds: float, log: Path) -> tuple[str, str]:
     """What became of a command, and what it printed. When the time ends it is interrupted, as by Ctrl-C, and then ended."""
+    status: int | None
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True)
         try:

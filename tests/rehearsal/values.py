@@ -11,7 +11,7 @@ whole process.
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class OnDevice(Tensor):
 class Rules:
     """What is watched. dtype: the model's; products by weights have to be computed in it, where it is a 16-bit one. strict:
     what may not happen now: "sync" (the host waits for the device), "host" (a tensor made on the host is sent to the device),
-    "float32". known: files in which it may. counted: how often each of them happened, by the line of the library that did it."""
+    "float32". known: files in which it may. counted: how often each of them happened, by the line of the library."""
 
     dtype: torch.dtype | None = None
     strict: frozenset[str] = frozenset()
@@ -169,10 +169,14 @@ def on_device(dtype: torch.dtype | None = None) -> Iterator[type[Rules]]:
     Rules.dtype, Rules.strict, Rules.counted = dtype, frozenset(), Counter()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes a tensor on the host and moves it
     torch.__future__.set_swap_module_params_on_conversion(True)  # what is tied stays tied when a model is moved
+    inference = torch._C._InferenceMode
+    # A tensor of that mode has no version, which a subclass of Tensor needs; to the rehearsal it is the same as no_grad.
+    torch._C._InferenceMode = lambda mode: torch.no_grad() if mode else nullcontext()
     try:
         with _Mode():
             yield Rules
     finally:
+        torch._C._InferenceMode = inference
         torch._C._set_only_lift_cpu_tensors(False)
         torch.__future__.set_swap_module_params_on_conversion(False)
 

@@ -127,7 +127,7 @@ def demo():
     """The demo's hybrid, with the logits of its decoding in float64."""
     base = AutoModelForCausalLM.from_pretrained(bench_compile.CHECKPOINT).eval()
     hybrid = splice(base, Plan.model_validate({"sites": bench_compile.SITES, "blend": 0.1}))
-    return hybrid, Decoder(copy.deepcopy(hybrid).double()).logits()
+    return hybrid, bench_compile.in_double(hybrid)
 
 
 def test_decoding_in_float32_is_as_exact_as_its_roundings_allow(demo):
@@ -136,7 +136,7 @@ def test_decoding_in_float32_is_as_exact_as_its_roundings_allow(demo):
     bound = rounding_bound(hybrid)
     assert errors(Decoder(hybrid).logits(), exact) <= bound < 1e-2 * exact.abs().max()
     leaking = copy.deepcopy(hybrid)
-    leaking.backbone.norm_f.register_forward_hook(lambda _, __, y: y.bfloat16().float())
+    leaking.lm_head.register_forward_pre_hook(lambda _, given: (given[0].bfloat16().float(),))
     assert errors(Decoder(leaking).logits(), exact) > bound
 
 
