@@ -14,6 +14,7 @@ from surgery.models.quantised import is_quantised
 from surgery.records.recipe import Bench
 from surgery.serving import bench_vllm
 from surgery.serving.other_python import ask, check_python
+from surgery.splicing.splice import stock
 
 SETTING = "bench.engine_python"
 
@@ -61,7 +62,7 @@ def serve(
     if is_quantised(model):
         raise UserError("the suite serving does not measure quantised models: vLLM quantises in ways of its own")
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+        (model if getattr(model.config, "grafts", True) else stock(model)).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         job = {"folder": folder, "contexts": contexts, "concurrencies": list(concurrencies)}
         said: dict[str, Any] = _ask(python, job)

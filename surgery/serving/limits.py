@@ -22,6 +22,8 @@ def head_size(config: Any) -> int:
 
     A head graft's keys are `width` wide, its values head_dim, and one more where dt is written with them (vllm_model.py).
     """
+    if not config.grafts:
+        raise ValueError("this folder's model holds no grafts: serve its base")
     needed = [
         graft["head_dim"] if is_layer_graft(graft) else max(graft["width"], config.head_dim + bool(graft["time_step"]))
         for graft in config.grafts

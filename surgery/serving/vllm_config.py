@@ -52,8 +52,6 @@ class HybridServing(VerifyAndUpdateConfig):
     def verify_and_update_config(cls, vllm_config: Any) -> None:
         """Called when vLLM has read all of its settings."""
         config = vllm_config.model_config.hf_config
-        if not config.grafts:
-            raise ValueError("this folder's model holds no grafts: serve its base")
         reason = refusal(config, vllm_config)
         if reason is not None:
             raise ValueError(reason)

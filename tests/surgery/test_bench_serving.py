@@ -46,7 +46,9 @@ if job.get("only") == "versions":
     print(json.dumps(packages))
 else:
     folder = Path(job["folder"])
-    hybrid = bool(json.loads((folder / "config.json").read_text()).get("grafts"))
+    config = json.loads((folder / "config.json").read_text())
+    hybrid = config["model_type"] == "mamba2_hybrid"  # a base is served as what it is
+    assert hybrid == bool(config.get("grafts"))
     assert (folder / "model.safetensors").exists() and (folder / "tokenizer.json").exists()
     cells = [{CELL!r} | {{"context": c, "concurrency": n}} for c in job["contexts"] for n in job["concurrencies"]]
     print(json.dumps({{"packages": packages, "cache": {{"token": 256 * hybrid, "state": 2048, "needed": 99}}, "cells": cells}}))

@@ -276,7 +276,8 @@ def test_two_processes_divide_the_layers(base, monkeypatch, tmp_path):
     hybrid = hybrid_of("layers with four heads and with two, shared pairs, no gate", base)
     hybrid.save_pretrained(tmp_path)
     base.tokenizer.save_pretrained(tmp_path)
-    said = ask(job(tmp_path, base.model.config.vocab_size, pipeline_parallel_size=2))
+    # vLLM would give each process a NUMA node of its own.
+    said = ask(job(tmp_path, base.model.config.vocab_size, pipeline_parallel_size=2), VLLM_CPU_OMP_THREADS_BIND="nobind")
     assert isinstance(said, dict), said[-3000:]
     monkeypatch.setattr(engines, "_ask", lambda *_, **__: said)
     assert prove_in_engine("vllm", PYTHON, hybrid, tmp_path).tokens == 2 * sum(NEW)
@@ -332,6 +333,8 @@ def test_one_width_and_one_number_of_heads_serve_all_layers(base):
     assert (head_size(config), kv_heads(config)) == (64, 2)  # values of 32 and dt need more than 32
     config = splice(base, plan(sites="L0.H2,7", time_step=False)).config
     assert (head_size(config), kv_heads(config)) == (32, 2)
+    with pytest.raises(ValueError, match="holds no grafts: serve its base"):
+        head_size(type(config)(**config.to_dict() | {"grafts": []}))
     with pytest.raises(ValueError, match="300 wide, and vLLM's backends take 256 at most"):
         head_size(splice(base, plan(sites="L0.H2,7", width=300)).config)
 
