@@ -61,15 +61,15 @@ class PretrainRecipe(Section):
     """Layers that are attention from the start: a hybrid, trained as one."""
     teacher: str | None = None
     """A Transformer's folder, whose hidden states the layers then learn to reproduce."""
-    embedding_std: float = Field(default=0.25, gt=0, le=FACTOR)
+    embedding_std: float = Field(default=0.25, gt=0, le=FACTOR, allow_inf_nan=False)
     """Standard deviation of the embeddings at the start."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Of everything that is drawn at random."""
     steps: Steps = 3000
     """Steps of the whole model."""
-    learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR)
+    learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR, allow_inf_nan=False)
     """The largest learning rate."""
-    weight_decay: float = Field(default=0.01, ge=0, le=FACTOR)
+    weight_decay: float = Field(default=0.01, ge=0, le=FACTOR, allow_inf_nan=False)
     """Weight decay of matrices and convolution filters; nothing else decays."""
     warmup_steps: Count = 100
     """Steps over which the learning rate rises."""

@@ -16,7 +16,7 @@ from typing import Any
 from surgery.errors import UserError
 
 DEEPEST = 100  # levels of a tree; a record has less than ten
-MOST_PARTS = 5_000_000  # of a tree: YAML's aliases make a few lines into more than any memory holds
+MOST_PARTS = 5_000_000  # of a tree
 LARGEST = 2**1024  # beyond it, numbers are no floats any more
 LONGEST_NAME = 240  # bytes; 255 is what file systems take, and some is added for temporary files
 LONGEST_PATH = 3500
@@ -101,14 +101,14 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def check_tree(tree: Any, what: str) -> None:
+def check_tree(tree: Any, what: str, most: int = MOST_PARTS) -> None:
     """Raise UserError, in one line that begins with `what`, for a tree that holds what JSON does not know, or what nobody can
     use. See the module."""
     for parts, (depth, value) in enumerate(_parts(tree)):
         if depth > DEEPEST:
             raise UserError(f"{what} is nested more than {DEEPEST} levels deep")
-        if parts > MOST_PARTS:
-            raise UserError(f"{what} holds more than {MOST_PARTS:,} values")
+        if parts > most:
+            raise UserError(f"{what} holds more than {most:,} values")
         if isinstance(value, str):
             if UNUSABLE.search(value):
                 raise UserError(f"{what} holds a text with a NUL or half a surrogate pair: {shown(value)}")

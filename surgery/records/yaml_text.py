@@ -7,6 +7,8 @@ import yaml
 from surgery.errors import UserError
 from surgery.records.reading import check_tree
 
+MOST_PARTS = 100_000  # of a recipe: by aliases, a few lines can mean more than any memory holds
+
 
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is there twice, of which YAML would take the last one in silence."""
@@ -29,5 +31,5 @@ def parse_yaml(text: str, what: str) -> Any:
     except Exception as error:  # besides its own errors, whatever a tag does to a value that it does not fit: !!timestamp x
         reason = str(error) if isinstance(error, yaml.YAMLError | ValueError) else f"a value does not fit its tag ({error})"
         raise UserError(f"{what} is not YAML: {' '.join(reason.split())}") from error
-    check_tree(tree, what)
+    check_tree(tree, what, MOST_PARTS)
     return tree

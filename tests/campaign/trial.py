@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def attempt(arguments: Sequence[str], folder: Path, statuses: Sequence[int] = (0
         status=os.waitstatus_to_exitcode(code), seconds=time.monotonic() - begun, memory=max(0, usage.ru_maxrss * 1024 - held),
         said=(logs / "err").read_text(errors="replace"), printed=(logs / "out").read_text(errors="replace")[-LONGEST:],
     )  # fmt: skip
-    outcome.wrong = list(_complaints(outcome, hung, statuses))
+    outcome.wrong = list(complaints(outcome, hung, statuses))
     if outcome.status not in (0, 1) and (after := listing(folder)) != before:
         changed = sorted({name for name, _ in before ^ after})
         outcome.wrong.append(f"wrote: {', '.join(changed[:3])}")
@@ -70,7 +70,8 @@ def listing(folder: Path) -> set[tuple[str, str]]:
     return entries
 
 
-def _complaints(outcome: Outcome, hung: str, statuses: Sequence[int]) -> Any:
+def complaints(outcome: Outcome, hung: str, statuses: Sequence[int]) -> Iterator[str]:
+    """What must not be, in words. hung: why the trial was stopped, if it was."""
     lines = outcome.said.strip().splitlines()
     if hung:
         yield hung

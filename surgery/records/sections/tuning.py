@@ -55,7 +55,7 @@ class Align(Section):
     """Steps of each graft."""
     batches: Steps = 4
     """Batches to learn from. Their states are computed once, and no more of them than tune.cache_bytes hold."""
-    learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR)
+    learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR, allow_inf_nan=False)
     """The largest learning rate."""
 
 
@@ -67,7 +67,9 @@ class Calibrate(Section):
 
     examples: Examples = 16
     """Lessons that a point is measured on, and as many batches of text as that makes."""
-    tau: tuple[Annotated[float, Field(ge=1 / FACTOR, le=FACTOR)], ...] = Field(default=(0.5, 1.0, 2.0, 4.0, 8.0), min_length=1)
+    tau: tuple[Annotated[float, Field(gt=0, ge=1 / FACTOR, le=FACTOR, allow_inf_nan=False)], ...] = Field(
+        default=(0.5, 1.0, 2.0, 4.0, 8.0), min_length=1
+    )
     """The grid of factors."""
     gate: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(default=(0.0, 0.1, 0.25, 0.5, 1.0), min_length=1)
     """The grid of gates."""
@@ -102,7 +104,7 @@ class Lora(Section):
     """Names of modules within the blocks, or how they end (in_proj, 3.mixer.in_proj); or a mapping of those to a rank each."""
     r: Width = 8
     """The rank."""
-    lora_alpha: float = Field(default=16.0, gt=0, le=FACTOR)
+    lora_alpha: float = Field(default=16.0, gt=0, le=FACTOR, allow_inf_nan=False)
     """Adapters are scaled by lora_alpha / r."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on an adapter's input."""
@@ -140,11 +142,11 @@ class Tune(Section):
     """Rows of text in a step."""
     text_tokens: int = Field(default=192, ge=2, le=TOKENS)
     """Tokens of a row of text. Shorter documents share a row."""
-    kl_weight: float = Field(default=1.0, ge=0, le=FACTOR)
+    kl_weight: float = Field(default=1.0, ge=0, le=FACTOR, allow_inf_nan=False)
     """Weight of the KL divergence from the base on text."""
-    learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR)
+    learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR, allow_inf_nan=False)
     """The largest learning rate; after the warm-up it falls to 0 along a cosine."""
-    weight_decay: float = Field(default=0.01, ge=0, le=FACTOR)
+    weight_decay: float = Field(default=0.01, ge=0, le=FACTOR, allow_inf_nan=False)
     """Weight decay of matrices and convolution filters; nothing else decays."""
     warmup_steps: int = Field(default=10, ge=0, le=MOST)
     """Steps over which the learning rate rises."""
