@@ -29,6 +29,9 @@ def test_every_operation_is_diagnosed_and_every_backend_accounted_for():
         operation = Operation.registry[verdict.operation]
         assert {verdict.serves, *verdict.idle, *verdict.refused} == set(operation.backends)
         args = operation.example(torch.device(verdict.device), getattr(torch, verdict.dtype))
+        for m in args if operation.differentiable else ():
+            if isinstance(m, torch.Tensor) and m.is_floating_point():
+                m.requires_grad_()  # a diagnosis counts gradients
         assert operation.choose(*args).name == verdict.serves
         for name, reason in verdict.refused.items():
             assert reason == operation.why_not(operation.backends[name], *args)
