@@ -4,7 +4,8 @@ What was measured comes from the records that the commands wrote, what the code 
 (tools/reference_parts.py). In a page, such a part stands between <!-- NAME --> and <!-- /NAME -->.
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
-`surgery run recipes/demo-mamba1.yaml`), recipes/serving.json (`python -m tools.serving_record`), recipes/full-size.json
+`surgery run recipes/demo-mamba1.yaml`), recipes/serving.json (`python -m tools.serving_record`),
+recipes/gguf.json (`python -m tools.gguf_record`), recipes/full-size.json
 (`python -m tools.full_size`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and
 NAME.findings.json in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to
 runs/NAME).
@@ -17,6 +18,7 @@ from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.result_tables import cell_rows, describe
 from surgery.evaluation import markdown
 from surgery.evaluation.report import ModelReport, Report
+from surgery.exporting.engines import EngineProof
 from surgery.records.renamed import current
 from surgery.studies import Findings, studies
 from tools import costs_page, reference_parts
@@ -30,6 +32,7 @@ MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 SEEDS = [ROOT / "recipes" / f"{name}.findings.json" for name in ("seeds", "seeds-mamba1")]
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
 SERVING = ROOT / "recipes" / "serving.json"
+GGUF = ROOT / "recipes" / "gguf.json"
 
 # In the order of the page: where miniature and paper agree, and where not.
 VERDICTS = {
@@ -176,10 +179,15 @@ def seeds() -> str:
     return "\n\n".join(parts) + "\n\n![Tuned on every seed anew](../../recipes/seeds.png)"
 
 
+def gguf() -> str:
+    """What llama.cpp answered."""
+    return f"> Also {EngineProof.read(GGUF).line()}."
+
+
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"demo table": short_demo},
     DOCS / "ideas" / "evidence.md": {"demo": demo, "mamba-1 table": mamba1, "seeds": seeds},
-    DOCS / "howto" / "serve.md": {"serving table": serving},
+    DOCS / "howto" / "serve.md": {"serving table": serving, "gguf": gguf},
     DOCS / "reference" / "kernels.md": {"kernel table": kernels},
     DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},
     DOCS / "reference" / "settings.md": {"settings": reference_parts.settings},
