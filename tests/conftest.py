@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -127,8 +128,8 @@ class Double(TorchFunctionMode):
         return function(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
 
 
-@pytest.fixture
-def in_float64():
+@contextmanager
+def float64():
     """For two ways of computing the same: they add in different orders, and on another CPU in others again. What is made within
     is in float64, too."""
     torch.set_default_dtype(torch.float64)
@@ -137,6 +138,17 @@ def in_float64():
             yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def in_float64():
+    with float64():
+        yield
+
+
+def but_slow(values, *quick):
+    """The cases of a law: of those that are not `quick`, each is a test of `make test-slow`."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 # Between two ways of computing in float64, for numbers of order 1.

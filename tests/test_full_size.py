@@ -8,7 +8,8 @@ import pytest
 from surgery.errors import UserError
 from tools import full_size, peak_memory
 from tools.costs_page import recipes, stages
-from tools.full_size import FullSize, Job, Size
+from tools.full_size import Job, Size
+from tools.full_size_record import FullSize
 from tools.published import published
 
 MIB = 2**20

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tools import gpu
 from tools.gpu import Part, conduct
@@ -23,7 +24,7 @@ def outcomes(out):
     return {name: entry["outcome"] for name, entry in json.loads(out.read_text())["parts"].items()}
 
 
-@pytest.mark.skipif("torch.cuda.is_available()", reason="there is one")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_without_a_gpu_one_line_and_nothing_written(monkeypatch, capsys, tmp_path):
     out = tmp_path / "gpu.json"
     assert gpu.main(["--out", str(out), "--work", str(tmp_path / "work")]) == 1
@@ -89,7 +90,7 @@ except KeyboardInterrupt:
     raise SystemExit(130)
 """
     todo = [part("long", code), part("next", "print(2)")]
-    assert conduct(todo, HERE, out, tmp_path / "log", 6) == 2
+    assert conduct(todo, HERE, out, tmp_path / "log", 12) == 2
     assert half.read_text() == "half"
     assert outcomes(out)["long"] == "out of time"
     assert "the same command goes on there" in capfd.readouterr().out
@@ -106,7 +107,7 @@ print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).p
 time.sleep(600)
 """
     out = tmp_path / "gpu.json"
-    assert conduct([part("deaf", code, read=int)], HERE, out, tmp_path / "log", 4) == 2
+    assert conduct([part("deaf", code, read=int)], HERE, out, tmp_path / "log", 6) == 2
     child = json.loads(out.read_text())["parts"]["deaf"]["result"]
     state = Path(f"/proc/{child}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
@@ -136,8 +137,6 @@ def importlib_spec(module):
 
 def test_memory_is_measured(tmp_path):
     """Its own part of the record, on a CPU, which runs as on a GPU."""
-    import torch
-
     from tools.gpu_memory import measured
 
     rows = measured("tiny-mamba2", (24,), torch.device("cpu"), 0.0)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from surgery.evaluation import markdown
 from surgery.records.recipe import read_recipe
 from surgery.runtime.progress import duration
-from tools.full_size import GIB, RECORD, FullSize, Stage, recipe_of
+from tools.full_size import RECORD, recipe_of
+from tools.full_size_record import GIB, FullSize, Stage
 from tools.published import Published, names, published
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from surgery.errors import UserError
-from surgery.records.record import Environment, Record, environment
+from surgery.records.record import environment
+from tools.full_size_record import GIB, Foretold, FullSize, Stage
 from tools.peak_memory import measure
 from tools.published import Published, cut, is_original, names, published
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "recipes" / "full-size.json"
-GIB = 2**30
 LIMIT = 20 * GIB  # of a stage, on a machine of 24 GiB
 # Fewer of everything, so that a 7B model passes on two cores in half an hour: memory hangs on the sizes of batches, and not on
 # how many there are.
@@ -43,62 +43,6 @@ MEASURED = [
     "bench.limit=8", "bench.pairs=[4]", "bench.unseen_pairs=[]", "bench.windows=2", "bench.window=256", "bench.contexts=[256]",
 ]  # fmt: skip
 ABLATED = ["locate.confirm=0.001"]  # where there is no attribution: each layer, and a few heads
-
-
-class Foretold(Record):
-    """What `surgery run --dry-run` said of a recipe: seconds, and bytes of memory and of disk."""
-
-    seconds: float
-    memory: int
-    disk: int
-
-
-class Stage(Record):
-    """One stage of one model. layers, vocabulary: its size. device: "cpu", or the memory of the GPU in GB. weights, peak,
-    anonymous, files: bytes, see tools/peak_memory.py. limit: of the peak, 0 if there is none. foretold: by the stage estimate.
-    failure: the last line that was printed by a stage that did not end well."""
-
-    model: str
-    stage: str
-    layers: int
-    vocabulary: int
-    dtype: str
-    device: str
-    arguments: tuple[str, ...]
-    environment: Environment
-    seconds: float
-    cpu_seconds: float
-    weights: int
-    peak: int
-    anonymous: int
-    files: int
-    limit: int
-    passed: bool
-    foretold: Foretold | None = None
-    failure: str | None = None
-
-    def key(self) -> tuple:
-        """Of what is the same stage, whoever measured it and when."""
-        return self.model, self.stage, self.layers, self.vocabulary, self.dtype, self.device
-
-    def line(self) -> str:
-        limit = f" of {self.limit / GIB:.1f}" if self.limit else ""
-        result = "passed" if self.passed else f"FAILED: {self.failure or 'beyond its limit'}"
-        return (
-            f"{self.stage}: {self.seconds:.0f} s ({self.cpu_seconds:.0f} s of CPU), peak {self.peak / GIB:.2f}{limit} GiB "
-            f"({self.anonymous / GIB:.2f} of its own, {self.files / GIB:.2f} of mapped files), {result}"
-        )
-
-
-class FullSize(Record):
-    """recipes/full-size.json. stages: the last measurement of each, in the order in which they were first made."""
-
-    schema_version: int = 1
-    stages: tuple[Stage, ...] = ()
-
-    def with_stage(self, stage: Stage) -> "FullSize":
-        stages = {each.key(): each for each in self.stages} | {stage.key(): stage}
-        return FullSize(stages=tuple(stages.values()))
 
 
 class Step(NamedTuple):

@@ -8,11 +8,15 @@ import typer
 
 from surgery.cli.console import prose, show, starting, table
 from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
+from surgery.records.reading import check_name
 from surgery.runtime.processes import is_main
 
 
 def bench(
-    base: ModelArgument, hybrids: Annotated[list[str], typer.Argument(help="Hybrids, or other models, to compare.")],
+    base: ModelArgument,
+    hybrids: Annotated[
+        list[str], typer.Argument(help="Hybrids, or other models, to compare.", callback=check_name)
+    ],
     require: Annotated[
         list[str] | None,
         typer.Option(

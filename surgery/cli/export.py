@@ -27,7 +27,9 @@ def export(
     form: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")] = "hf",
     old_form: Annotated[str | None, typer.Option("--as", hidden=True)] = None,
     base: Annotated[
-        str | None, typer.Option("--base", help="Its base, if not as the hybrid says: a folder or, to be published, a Hub id.")
+        str | None, typer.Option(
+            "--base", help="Its base, if not as the hybrid says: a folder or, to be published, a Hub id.", callback=check_name
+        )
     ] = None,
     report: Annotated[
         Path | None, typer.Option("--report", help="Of bench: what was measured, for the card.", callback=check_name)

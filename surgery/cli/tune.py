@@ -17,6 +17,7 @@ from surgery.cli.options import (
     recipe_of,
 )
 from surgery.exporting.formats import check_way
+from surgery.records.reading import check_name
 
 if TYPE_CHECKING:
     from surgery.doctor.rehearsal import Rehearsal
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 def tune(
     hybrid: HybridArgument, out: OutRequired, recipe: RecipeOption = None, settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is trained and what it costs; write nothing.")] = False,
-    base: Annotated[str | None, typer.Option("--base", help="Its base, if not where the hybrid says.")] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Its base, if not where the hybrid says.", callback=check_name)
+    ] = None,
     verify: Verify = "auto", resume: Resume = False, overwrite: Overwrite = False, trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Train a hybrid's grafts.

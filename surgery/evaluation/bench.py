@@ -23,6 +23,7 @@ from surgery.records.names import called, is_control, is_dose, public
 from surgery.records.plan import published
 from surgery.records.recipe import Bench, Data
 from surgery.records.record import KERNEL_PACKAGES, PACKAGES, environment, provenance
+from surgery.runtime.memory import keep_apart
 from surgery.runtime.processes import gather, is_main, share, state
 from surgery.runtime.progress import Track, busy, say
 from surgery.splicing.remembered import opened, remembered_tokenizer
@@ -136,6 +137,8 @@ def measure(
     named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
     todo = tasks(options, tokenizer, data, seed, part)
     models, words = Turns(named), tokenizer_digest(tokenizer)
+    for model in models.held.values():
+        keep_apart(model)
     with busy("reading the weights"):
         measured_under = {name: models.measured_under(name, tokenizer, words) for name in named}
     if len({each.dtype for each in measured_under.values()}) > 1:

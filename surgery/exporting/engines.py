@@ -80,7 +80,7 @@ class Otherwise(Record):
     difference: float
 
     def line(self) -> str:
-        same = f"{self.setting}, {self.same:,} of {self.tokens:,} are"
+        same = f"{self.setting}, {self.same:,} of {self.tokens:,} tokens are the live model's"
         return f"{same}, and log-probabilities differ by at most {self.difference:.2g}"
 
 
@@ -169,6 +169,7 @@ def prove_in_engine(
     # Within the folder, which the next export to the same place removes if this process is killed (runtime/replacing.py).
     with tempfile.TemporaryDirectory(dir=folder) as place:
         asked = ENGINES[engine].prepare(hybrid, folder, Path(place))
+        converted = "converted to GGUF in float32" if asked != folder else ""
         said = _ask(engine, python, job | {"folder": str(asked.resolve())})
     for text, split in zip(job.get("texts", ()), said.get("texts", ()), strict=True):
         if tokenizer is not None and (own := tokenizer(text).input_ids) != split:
@@ -196,15 +197,18 @@ def prove_in_engine(
                 )
     if not worst <= CLOSE:
         raise UserError(f"{engine} serves another model: its log-probabilities differ by {worst:.2g}; nothing was written")
+    answers = [step for how in ("alone", "together") for steps in said[how] for step in steps]
+    if (told := sum(bool(probable) for _, probable in answers)) < len(answers) / 2:
+        raise UserError(f"{engine} tells probabilities of {told} of its {len(answers)} tokens only; nothing was written")
     otherwise = []
-    for setting, answers in said.get("otherwise", {}).items():
-        each, tokens = compared(answers), sum(map(len, answers))
-        same, difference = tokens - sum(len(others) for _, others in each), max(difference for difference, _ in each)
+    for setting, others in said.get("otherwise", {}).items():
+        each, tokens = compared(others), sum(map(len, others))
+        same, difference = tokens - sum(len(steps) for _, steps in each), max(difference for difference, _ in each)
         otherwise.append(Otherwise(setting=setting, tokens=tokens, same=same, difference=difference))
     return EngineProof(
         engine=engine, version=said["version"], prompts=tuple(map(len, prompts)), difference=worst, tolerance=CLOSE,
-        tokens=sum(len(steps) for how in ("alone", "together") for steps in said[how]), texts=len(job.get("texts", ())),
-        setting=said.get("setting", ""), otherwise=tuple(otherwise),
+        tokens=len(answers), texts=len(job.get("texts", ())),
+        setting=", ".join(filter(None, (converted, said.get("setting")))), otherwise=tuple(otherwise),
     )  # fmt: skip
 
 

@@ -17,9 +17,10 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def main(source: str, folder: str, out: str, dtype: str, name: str) -> None:
@@ -75,6 +76,7 @@ def compare(folder: Path, file: str) -> None:
     """Raises RuntimeError unless a GGUF holds the folder's tensors, each with the same values, and nothing besides. Within a
     head of queries and keys, numbers may have another order, the converter's for positions, if it is one for both."""
     import gguf
+    import torch
     from conversion.llama import LlamaModel
 
     reader: Any = gguf.GGUFReader(file)
@@ -107,7 +109,7 @@ def compare(folder: Path, file: str) -> None:
         raise RuntimeError(f"the file also holds '{min(present)}'")
 
 
-def values(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def values(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
     """The folder's tensors in float32, the embedding first."""
     from safetensors import safe_open
 

@@ -25,7 +25,9 @@ UNUSABLE = re.compile("[\0\ud800-\udfff]")  # in JSON written as \\u0000 and \\u
 
 
 def check_name(place: Any) -> Any:
-    """What names a file, a folder or a model, as it is. Raises UserError for what no file system can hold."""
+    """What names a file, a folder or a model, or several, as it is. Raises UserError for what no file system can hold."""
+    for part in place if isinstance(place, list | tuple) else ():
+        check_name(part)
     if isinstance(place, str | Path):
         text = str(place)
         if UNUSABLE.search(text):

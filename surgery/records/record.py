@@ -33,7 +33,8 @@ class Record(pydantic.BaseModel):
     @classmethod
     def _known(cls, version: int) -> int:
         """Refuse a file of a later version, whose fields may mean something else."""
-        if not 1 <= version <= (known := cls.model_fields["schema_version"].default):
+        known = cls.model_fields["schema_version"].default
+        if not 1 <= version <= known:
             raise ValueError(f"schema_version is {version}, and this version of the toolkit knows those up to {known}")
         return version
 

@@ -4,6 +4,7 @@ What is counted is resident memory: pages of a memory-mapped file count from whe
 a process, and takes it back where it is told to; elsewhere, and for child processes, a thread looks every few milliseconds.
 """
 
+import ctypes
 import os
 import shutil
 import sys
@@ -23,6 +24,8 @@ EVERY = 0.01  # seconds between two looks at this process, where the system keep
 EVERY_CHILD = 0.1  # at its children: Linux keeps the peak of each, so none is missed that lives as long
 OWN_GROUPS = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
+BIG = 4 * 2**30  # bytes of weights: beside the work of so large a model, getting memory anew costs next to nothing
+APART, M_MMAP_THRESHOLD = 2**20, -3  # bytes of an allocation; glibc's name for the setting
 CHILDREN_LOOKED_AT = 64  # more are not this program's doing
 
 
@@ -189,6 +192,23 @@ def capacity(device: Any = "cpu") -> int:
 
 def _is_cuda(device: Any) -> bool:
     return str(device).partition(":")[0] == "cuda"
+
+
+def keep_apart(model: Any) -> bool:
+    """On glibc, before work with a model of at least BIG bytes in the machine's memory: from now on every allocation of a MiB
+    or more has pages of its own, which go back to the system when it is freed. glibc does so for the first ones, then puts ever
+    larger ones (up to 32 MiB) into the heap, where activations of many sizes leave gaps that stay resident. Returns whether it
+    was done: with a smaller model the gaps are small, and new pages cost time; elsewhere there is no such setting."""
+    if sys.platform != "linux" or model.device.type != "cpu" or sum(p.nbytes for p in model.parameters()) < BIG:
+        return False
+    setting = getattr(ctypes.CDLL(None), "mallopt", None)
+    return setting is not None and setting(M_MMAP_THRESHOLD, APART) == 1
+
+
+def trim() -> None:
+    """Give freed memory back to the system, as far as its allocator can."""
+    if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        function(0)
 
 
 def free_disk(folder: str | Path) -> int:

@@ -23,6 +23,7 @@ from surgery.loading.opened import Checkpoint, a_type, model_of, tokenizer_of
 from surgery.models.finite import explained, within
 from surgery.models.offloaded import hooks
 from surgery.records.recipe import Data, Tune
+from surgery.runtime.memory import keep_apart
 from surgery.runtime.processes import state as processes
 from surgery.runtime.progress import say
 from surgery.splicing.remembered import remembered_tokenizer
@@ -89,6 +90,7 @@ def started_run(
         raise UserError(f"surgery.tune takes its options as surgery.Tune(steps=100, ...), not {a_type(options)}")
     data = data or Data()
     check_trackers(options)
+    keep_apart(model)
     if layers is None and not getattr(model.config, "grafts", None):
         raise UserError("there is nothing to tune: the model holds no grafts; splice it first: surgery.splice(base, plan)")
     if teacher is None:

@@ -22,6 +22,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,7 @@ def reference(case: Any, inputs: Path, work: Path) -> Reference:
     path = work / "references" / f"{case.name}.json"
     if path.exists() and (held := json.loads(path.read_text())).pop("code") == code_digest():
         return Reference(**held)
-    folder, log = work / "reference", work / "calls"
+    folder, log = work / "trials" / "reference", work / "calls"  # as deep as the trials: exports name their base from there
     place_for(case, inputs, folder)
     log.unlink(missing_ok=True)
     ended = faults.surgery(case.arguments, folder, Fault("count"), log)
@@ -242,7 +243,9 @@ def one(trial: Trial, case: Any, expected: Reference, inputs: Path, folder: Path
             if now not in ({}, part(old, case.out), part(expected.files, case.out)) or (now == {} and part(old, case.out)):
                 failures.append(f"after {fault.kind} at {fault.at:g} {case.out} is neither the old folder nor the new")
         arguments = case.goes_on
-        if fault.kind in faults.SIGNALS and arguments[0] not in ("splice", "export"):  # which may have been done, too
+        if (
+            fault.kind in faults.SIGNALS and "to go on: " in ended.said and arguments[0] not in ("splice", "export")
+        ):  # which may have been done, too
             arguments = shlex.split(ended.said.rpartition("to go on: ")[2])[1:]
     if ended is None or ended.status != 0:
         ended = faults.surgery(arguments, folder)
@@ -274,22 +277,24 @@ def complaints(fault: Fault, ended: Ended) -> list[str]:
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    """The lines of the file; one that is not whole, since the campaign itself was killed, is left out."""
+    lines = []
+    for line in results.read_text().splitlines() if results.exists() else []:
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
 
 
 def write_record(lines: list[dict[str, Any]], seed: int) -> None:
     """recipes/kills.json."""
     from surgery.records.record import environment
 
-    def counted(kind: str, key: Any) -> dict[str, int]:
-        names = sorted({each for line in lines for each in key(line)})
-        return {name: sum(key(line).count(name) for line in lines) for name in names}
-
+    kinds = Counter(kind for line in lines for kind in line["struck"])
+    calls = Counter(line["case"] for line in lines for _ in line["struck"])
     record = {
         "environment": environment().model_dump(), "seed": seed, "trials": len(lines),
         "interruptions": sum(len(line["struck"]) for line in lines),
-        "by_kind": counted("kind", lambda line: line["struck"]),
-        "by_call": counted("call", lambda line: [line["case"]] * len(line["struck"])),
+        "by_kind": dict(sorted(kinds.items())), "by_call": dict(sorted(calls.items())),
         "ended_before": sum(not line["struck"] for line in lines),
         "seconds": round(sum(line["seconds"] for line in lines)),
         "failures": [line for line in lines if line["failures"]],

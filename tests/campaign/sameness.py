@@ -15,7 +15,9 @@ TIMES = {"created", "timings", "memory", "seal", "seconds", "cost", "speed"}
 # The difference of logits in a proof: a product's last bit depends on where a matrix lies in memory (exporting/verify.py).
 PLACES = {"difference"}
 TIMED = re.compile(r".*\.(json|html|md)|cost\.png")
+# A stage that was done before the interruption is not among those that a report names with their time and memory.
 DURATION = re.compile(
+    r"(?m)^(Time|Peak memory): .*$|<dt>(time|memory|peak memory)</dt><dd>[^<]*|"
     r"\b\d[\d.,]*( |&nbsp;)?(s|ms|min|h|KiB|MiB|GiB|tokens/s)\b|at most [\d.e-]+|\b\d{4}-\d\d-\d\d[T ][\d:+]+(Z|\b)"
 )
 

@@ -27,16 +27,18 @@ from tests.docs.pages import NOT_RUN, PAGES, Block, blocks, name
 # Settings of a command that does not set them itself.
 SMALLER = {
     "locate": {"locate.examples": "16", "locate.exact": "false"},
-    "prune": {"locate.examples": "8"},
+    "prune": {"locate.examples": "4"},
     "tune": {"tune.steps": "2", "tune.batch_size": "2", "tune.text_batch_size": "1"},
     "bench": {
-        "bench.limit": "20",
+        "bench.limit": "4",
         "bench.pairs": "[4,64]",
-        "bench.contexts": "[64]",
+        "bench.unseen_pairs": "[]",
+        "bench.contexts": "[16]",
         "bench.batches": "[1]",
-        "bench.windows": "8",
+        "bench.windows": "2",
     },
 }
+JUDGED = {"bench.limit": "20", "bench.windows": "8"}  # where a verdict has to come out as the page says
 FULL = {"docs/quicktour.md"}  # runs as large as it stands, because it says what comes out
 SLOW = {"README.md", *FULL}  # its Python tunes forty steps
 
@@ -45,9 +47,10 @@ class SmallBench(Bench):
     """As SMALLER, where Python does not say how much it measures."""
 
     pairs: tuple[int, ...] = (4, 64)
-    limit: int = 20
-    contexts: tuple[int, ...] = (64,)
-    windows: int = 8
+    unseen_pairs: tuple[int, ...] | None = ()
+    limit: int = 4
+    contexts: tuple[int, ...] = (16,)
+    windows: int = 2
 
 
 LANGUAGES = {"bash", "python", "yaml", "json", "toml", "text"}
@@ -95,7 +98,7 @@ def _look_again() -> None:
 @pytest.mark.parametrize(
     "page", [pytest.param(page, id=name(page), marks=[pytest.mark.slow] * (name(page) in SLOW)) for page in WITH_CODE]
 )
-def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed, monkeypatch):
+def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed, blank, monkeypatch):
     monkeypatch.setattr("surgery.evaluation.bench.Bench", SmallBench)
     monkeypatch.setattr("surgery.exporting.export.FORMATS", {**FORMATS})  # which a page extends
     cells: dict = {"__name__": "page"}
@@ -136,7 +139,8 @@ def _run(surgery, workplace: Path, commands: list[str], command: str, saved, *, 
         shutil.rmtree(workplace / "runs", ignore_errors=True)
         shutil.copytree(known[key], workplace / "runs")
         return
-    for setting, value in SMALLER.get(verb, {}).items() if smaller else ():
+    settings = SMALLER.get(verb, {}) | (JUDGED if "--require" in arguments else {})
+    for setting, value in settings.items() if smaller else ():
         if not any(argument.startswith(f"{setting}=") for argument in arguments):
             arguments += ["--set", f"{setting}={value}"]
     status, _, err = surgery(verb, *arguments)

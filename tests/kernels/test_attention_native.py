@@ -11,6 +11,7 @@ from torch import Tensor
 from surgery.kernels.attention import GRAFT_ATTENTION, graft_attention
 from surgery.kernels.attention_native import FEW, attend_native
 from surgery.kernels.dispatch import KernelError
+from surgery.runtime.timing import peak_bytes
 from tests.kernels.inputs import assert_near
 from tests.kernels.test_attention import gradients, make, padding
 
@@ -155,6 +156,16 @@ def test_numbers_that_are_not_finite_are_seen(which, broken):
     y = graft_attention(q, k, v, backend="native")
     assert torch.equal(y[:, :128], whole[:, :128])
     assert not y[:, 130:].isfinite().any()
+
+
+def test_no_more_than_a_block_of_scores_is_held():
+    """What a call holds at once, forward and backward, grows with the length and not with its square."""
+
+    def peak(t: int) -> float:
+        q, k, v = (m.requires_grad_() for m in make(b=1, pairs=2, per_pair=1, t=t, past=0, w=4, p=4, seed=9))
+        return peak_bytes(lambda: graft_attention(q, k, v, backend="native").sum().backward(), CPU)
+
+    assert peak(1024) < 2.5 * peak(512)
 
 
 def test_what_it_refuses():

@@ -93,12 +93,12 @@ def test_bfloat16_is_computed_in_float32():
 def test_attention_matrix_times_v_is_the_attention(pairs, t, past, data):
     g = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
     s = t + past
-    q = torch.randn(2, pairs, t, 4, generator=g)
-    k = torch.randn(2, pairs, s, 4, generator=g)
-    v = torch.randn(2, 2 * pairs, s, 3, generator=g)  # two heads a pair
+    q = torch.randn(2, pairs, t, 4, generator=g, dtype=torch.float64)
+    k = torch.randn(2, pairs, s, 4, generator=g, dtype=torch.float64)
+    v = torch.randn(2, 2 * pairs, s, 3, generator=g, dtype=torch.float64)  # two heads a pair
     matrix = attention_matrix(q, k)
     assert not matrix.triu(past + 1).any()
-    torch.testing.assert_close(matrix.sum(-1), torch.ones(2, pairs, t))
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(2, pairs, t, dtype=torch.float64))
     y = (matrix.repeat_interleave(2, dim=1) @ v).transpose(1, 2)
     assert_near(y, graft_attention(q, k, v))
     rows = torch.tensor(data.draw(st.lists(st.integers(-t, t - 1), min_size=1, max_size=4)))

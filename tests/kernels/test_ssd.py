@@ -1,7 +1,5 @@
 """Every backend of the scan and of the step against the recurrence in float64."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -134,9 +132,9 @@ def test_a_constant_time_step_adds_up_no_error(backend):
 @few
 @given(scan=scans(forgetting=(0.1, 1.0)), chunk_size=st.sampled_from([8, 32, 256]))
 def test_stock_equals_ours(backend, scan, chunk_size):
-    stock, own = (ssd_scan(*scan, chunk_size=chunk_size, backend=name) for name in ("stock", backend))
-    for actual, expected in zip(stock, own, strict=True):
-        assert_near(actual, expected, 5e-5)
+    for name in ("stock", backend):
+        for actual, exact in zip(ssd_scan(*scan, chunk_size=chunk_size, backend=name), truth(scan), strict=True):
+            assert_near(actual, exact, 5e-5)
 
 
 @pytest.mark.parametrize("length", BORDERS)
@@ -153,7 +151,7 @@ def test_chunk_borders(length, backend):
 @given(scan=scans(st.integers(2, 3 * CHUNK)), data=st.data())
 def test_a_sequence_in_two_parts(backend, scan, data):
     cut = data.draw(st.integers(1, scan.x.shape[1] - 1))
-    whole, end = ssd_scan(*scan, backend=backend)
+    whole, end = truth(scan)
     first, second = (Scan(*(m[:, part] if i in (0, 1, 3, 4) else m for i, m in enumerate(scan))) for part in split_at(cut))
     y, state = ssd_scan(*first, backend=backend)
     z, state = ssd_scan(*second._replace(initial_state=state), backend=backend)
@@ -220,8 +218,8 @@ def test_slices_of_larger_tensors():
     sliced = scan.map(lambda m: torch.stack([m, m.flip(0)], -1)[..., 0])
     assert not sliced.x.is_contiguous()
     for backend in SCANS:
-        for actual, expected in zip(ssd_scan(*sliced, backend=backend), ssd_scan(*scan, backend=backend), strict=True):
-            torch.testing.assert_close(actual, expected)
+        for actual, exact in zip(ssd_scan(*sliced, backend=backend), truth(scan), strict=True):
+            assert_near(actual, exact)
 
 
 @ours
@@ -231,9 +229,10 @@ def test_slices_of_larger_tensors():
 def test_any_strides(backend, change):
     scan = make_scan(CHUNK + 3).map(lambda m: change(m) if m.ndim > 1 else m)
     plain = scan.map(Tensor.contiguous)
-    for run in (partial(ssd_scan, backend=backend), lambda *scan: gradients(Scan(*scan), backend)):
-        for actual, expected in zip(run(*scan), run(*plain), strict=True):
-            torch.testing.assert_close(actual, expected)
+    for actual, exact in zip(ssd_scan(*scan, backend=backend), truth(plain), strict=True):
+        assert_near(actual, exact)
+    for gradient, exact in zip(gradients(scan, backend), gradients(plain.double(), "reference"), strict=True):
+        assert_near(gradient, exact, floor=1)
 
 
 def mixer(scan: Scan) -> Scan:
@@ -249,9 +248,10 @@ def mixer(scan: Scan) -> Scan:
 @pytest.mark.parametrize("length", BORDERS)
 def test_nothing_around_the_inputs_is_read(backend, length):
     scan = make_scan(length)
-    for run in (partial(ssd_scan, backend=backend), lambda *scan: gradients(Scan(*scan), backend)):
-        for actual, expected in zip(run(*mixer(scan)), run(*scan), strict=True):
-            torch.testing.assert_close(actual, expected, rtol=0 if backend == "native" else 1e-5, atol=1e-6)
+    for actual, exact in zip(ssd_scan(*mixer(scan), backend=backend), truth(scan), strict=True):
+        assert_near(actual, exact)
+    for gradient, exact in zip(gradients(mixer(scan), backend), gradients(scan.double(), "reference"), strict=True):
+        assert_near(gradient, exact, floor=1)
 
 
 @pytest.mark.parametrize("backend", ["native"])

@@ -97,7 +97,7 @@ def tuning(place: Place, steps: int = STEPS, **options: Any) -> Any:
 
 def benching(place: Place) -> Any:
     options = Bench(
-        suites=("quick", "cost", "speed"), pairs=(4,), limit=4, windows=2, window=16, contexts=(16,), batches=(2,), batch_size=4
+        suites=("quick", "speed"), pairs=(4,), limit=4, windows=2, window=16, contexts=(16,), batches=(2,), batch_size=4
     )
     report = bench({"base": place.base(), "hybrid": place.hybrid()}, tokenizer=place.tokenizer, options=options)
     return [{name: result.model_dump() for name, result in model.results().items()} for model in report.models.values()]
@@ -106,8 +106,8 @@ def benching(place: Place) -> Any:
 def exporting(place: Place) -> Any:
     place.base().to("cpu").save_pretrained(place.folder / "base")
     place.tokenizer.save_pretrained(place.folder / "base")
-    opened = load(place.folder / "base", dtype=place.dtype, device=place.device)
-    hybrid = splice(opened.model, Plan(sites=("L1.H3",)))
+    opened = load(place.folder / "base")
+    hybrid = splice(opened.model.to(place.device), Plan(sites=("L1.H3",)))
     proof = export(hybrid, place.folder / "out", tokenizer=place.tokenizer, plan=Plan(sites=("L1.H3",)), verify="tensors")
     return load(place.folder / "out").model.get_parameter("backbone.layers.1.mixer.graft.tau") if proof else None
 
@@ -115,13 +115,13 @@ def exporting(place: Place) -> Any:
 def pruning(place: Place) -> Any:
     subject = Subject.of(place.base(), place.tokenizer, "base")
     options = Locate(examples=4, options={"pairs": 4}, batch_size=4)
-    pruned = prune(subject, options, Knowledge(), gather=[Site(0, 1)], aggregate=[Site(1, 2)])
+    pruned = prune(subject, options, Knowledge(), gather=[Site(0, (1,))], aggregate=[Site(1, (2,))])
     return pruned.model_dump(exclude={"provenance"})
 
 
 def sweeping(place: Place) -> Any:
     subject = Subject.of(place.base(), place.tokenizer, "base")
-    curves = kv_sweep(subject, [4], {"heads": [Site(1, 2)]}, examples=4, controls=1)
+    curves = kv_sweep(subject, [4], {"heads": [Site(1, (2,))]}, examples=4, controls=1)
     return [curve.model_dump() for curve in curves]
 
 
@@ -164,17 +164,21 @@ def noting(chosen: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_waiting_inside_models() -> Iterator[None]:
-    """A model's forward pass never waits for the device."""
+    """The forward pass of a model's blocks never waits for the device, but for one look at whether a row holds documents."""
     hooks = torch.nn.modules.module
     kept: list[frozenset[str]] = []
+    Rules.known = ("surgery/hybrids/packed.py",)
 
     def enter(module: Any, _: Any) -> None:
-        if isinstance(module, PreTrainedModel):
+        if backbone(module):
             kept.append(Rules.strict)
             Rules.strict = Rules.strict | {"sync"}
 
+    def backbone(module: Any) -> bool:  # hooks of the whole model belong to who measures it
+        return isinstance(module, PreTrainedModel) and hasattr(module, "layers")
+
     def leave(module: Any, *_: Any) -> None:
-        if isinstance(module, PreTrainedModel):
+        if backbone(module):
             Rules.strict = kept.pop()
 
     handles = [

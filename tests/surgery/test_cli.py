@@ -134,7 +134,7 @@ def test_a_finished_run_is_not_overwritten_unasked(surgery, folder, finished, tm
     }
 
 
-def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, tmp_path):
+def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, blank, tmp_path):
     """Also that what is done again is what changed, and what depends on it."""
     done = shutil.copytree(finished[0], tmp_path / "runs" / "quick")
     first, before = json.loads((done / "report.json").read_text()), written(done)
@@ -177,7 +177,7 @@ def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, tmp_path
     assert second["models"]["tuned"]["conditions"]["model"] != first["models"]["tuned"]["conditions"]["model"]
 
 
-def test_the_verbs_one_by_one(surgery, folder, tmp_path):
+def test_the_verbs_one_by_one(surgery, folder, blank, tmp_path):
     common = ("--recipe", folder / "quick.yaml")
     assert surgery("locate", folder / "base", *common, "--out", "ranked")[0] == 0
     assert surgery("plan", "ranked/ranking.json", "--set", "plan.heads=2")[0] == 0

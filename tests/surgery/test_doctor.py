@@ -17,6 +17,7 @@ from surgery.kernels.dispatch import OPERATIONS, Operation
 from surgery.kernels.ssd import SSD_SCAN
 from surgery.records.record import environment
 from surgery.runtime.timing import milliseconds, peak_bytes
+from tests.conftest import SAME, float64
 
 CPU = torch.device("cpu")
 
@@ -88,8 +89,9 @@ def test_models_are_compared_on_the_same_weights(monkeypatch):
     found = benchmark(("prefill",), device=CPU, seconds=0)
     assert {(cell.shape, cell.tokens) for cell in found.prefill} == {("tiny-mamba2", 1024), ("tiny-mamba2", 4096)}
     assert not found.ssd_forward
-    runs = next(case for case in cases(CPU) if case.group == "prefill").make()
-    torch.testing.assert_close(runs["ours"](), runs["stock"](), rtol=1e-4, atol=1e-4)
+    with float64():
+        runs = next(case for case in cases(CPU) if case.group == "prefill").make()
+        torch.testing.assert_close(runs["ours"](), runs["stock"](), **SAME)
 
 
 def test_contenders_take_turns():

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import FalconMambaConfig, LlamaConfig, Mamba2Config, MambaConfig
 
 from surgery import UserError, export, load, splice
@@ -163,7 +162,7 @@ def llama_cpp_says(model, tokenizer, job):
     """What a llama.cpp that computes what the model does would say, and with flash attention one other token."""
     said = own_answers(model, job)
     other = json.loads(json.dumps(said["alone"]))
-    other[0][0][0] = (other[0][0][0] + 1) % 100
+    other[-1][-1][0] = (other[-1][-1][0] + 1) % 100
     texts = [tokenizer(text).input_ids for text in job["texts"]]
     return said | {"setting": "without it", "otherwise": {"with it": other}, "texts": texts}
 
@@ -191,9 +190,24 @@ def test_a_file_its_proof_and_its_card(what, base, hybrid, converter, monkeypatc
     assert (proof.otherwise[0].same, proof.otherwise[0].tokens) == (8, 9)
     card = (out / "README.md").read_text()
     assert "served by llama_cpp 1.0 in float32, without it: all 18 greedy tokens" in card
-    assert "with it, 8 of 9 are" in card
+    assert "with it, 8 of 9 tokens are the live model's" in card
     assert ("A hybrid of" in card) == (what == "hybrid")
     assert "model.gguf" in publish(out, "someone/something", dry_run=True).files
+
+
+def test_an_engine_that_tells_no_probabilities_proves_nothing(hybrid, monkeypatch, tmp_path):
+    monkeypatch.setattr(engines, "LENGTHS", (3,))
+    monkeypatch.setattr(engines, "NEW", 4)
+
+    def ask(engine, python, job):
+        said = own_answers(hybrid, job)
+        for step in said["alone"][0][:3] + said["together"][0][:2]:
+            step[1] = {}
+        return said
+
+    monkeypatch.setattr(engines, "_ask", ask)
+    with pytest.raises(UserError, match="tells probabilities of 3 of its 8 tokens only"):
+        prove_in_engine("vllm", Path("/bin/true"), hybrid, tmp_path)
 
 
 def test_a_text_that_is_split_otherwise_is_refused(base, hybrid, monkeypatch, tmp_path):
@@ -213,13 +227,14 @@ def test_a_text_that_is_split_otherwise_is_refused(base, hybrid, monkeypatch, tm
 served = pytest.mark.skipif(
     not PYTHON.exists() or not SOURCE.exists(), reason="no llama.cpp with its sources: `make serving-llama-cpp` fetches them"
 )
+SIXTEEN = Plan(kind="layer", sites=("L1",), width=16)  # whose scale is exact in 16 bits
 CASES = {
     "two layers": lambda base: splice(base, TWO),
-    "the same in bfloat16": lambda base: splice(load(BASE, dtype=torch.bfloat16), TWO),
-    "the same in float16": lambda base: splice(load(BASE, dtype=torch.float16), TWO),
+    "a layer in bfloat16": lambda base: splice(load(BASE, dtype="bfloat16"), SIXTEEN),
+    "a layer in float16": lambda base: splice(load(BASE, dtype="float16"), SIXTEEN),
     # Of random weights, which choose tokens amid characters.
     "two groups": lambda base: perturbed(splice(without_bias(grouped()), Plan(kind="layer", sites=("L1",)))),
-    "a Mamba-2": lambda base: base.model,
+    "a Mamba-2": lambda base: load(BASE).model,
     "a Mamba-1": lambda base: load(ROOT / "checkpoints/tiny-mamba").model,
 }
 

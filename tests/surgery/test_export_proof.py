@@ -8,7 +8,7 @@ import json
 import os
 import re
 import subprocess
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,11 @@ WRITTEN = {  # rope: attention with grouped queries, positions and biases, of a 
     "mamba_ssm": ["mamba2 rope", "mamba layer"],
 }
 CASES = [(form, what) for form, every in WRITTEN.items() for what in every]
+# Every form, every family, heads, layers and attention of a Transformer; all others are asked by the slow tests.
+QUICK = (
+    ("hf", "mamba2 rope"), ("hf", "falcon-mamba heads"), ("hf", "llamba layer"), ("patch", "mamba rope"),
+    ("nemotron_h", "mamba2 grouped"), ("mamba_ssm", "mamba layer"),
+)  # fmt: skip
 ABSENT = "try:\n  import surgery\nexcept ImportError:\n  pass\nelse:\n  raise SystemExit('it is there')\n"
 
 
@@ -65,11 +70,16 @@ def hybrid_of(what):
 
 @pytest.fixture(scope="module")
 def there(tmp_path_factory, tokenizer, tiny, read_back_here):
-    """What two fresh processes, one with this package and one without it, answer for every case; and for an export of the
-    demo's base by the lines of its card. Bases, and the folder in the card, are named from where the command was given."""
+    """A quick case or not -> what two fresh processes, one with this package and one without it, answer for all such cases; and
+    for an export of the demo's base by the lines of its card."""
+    return cache(lambda quick: answered(tmp_path_factory, tokenizer, tiny, read_back_here, quick))
+
+
+def answered(tmp_path_factory, tokenizer, tiny, read_back_here, quick):
+    """By the name of the case. Bases, and the folder in the card, are named from where the command was given."""
     place, asked = tmp_path_factory.mktemp("proof"), {OURS: {}, "transformers": {}}
     with contextlib.chdir(place):
-        for form, what in CASES:
+        for form, what in (case for case in CASES if (case in QUICK) == quick):
             hybrid, plan = hybrid_of(what), HEADS if "heads" in what else LAYER
             written, base = place / f"{form} {what}", f"base of {what}"
             written.mkdir()
@@ -90,10 +100,16 @@ def there(tmp_path_factory, tokenizer, tiny, read_back_here):
         }
 
 
-@pytest.mark.parametrize(("form", "what"), CASES, ids=["-".join((form, *what.split())) for form, what in CASES])
+@pytest.mark.parametrize(
+    ("form", "what"),
+    [
+        pytest.param(*case, id="-".join(" ".join(case).split()), marks=() if case in QUICK else pytest.mark.slow)
+        for case in CASES
+    ],
+)
 @pytest.mark.usefixtures("fresh_process")  # for its number of tokens
 def test_a_fresh_process_answers_as_the_live_model(there, tokenizer, form, what):
-    proof = compare(FORMATS[form].READER, hybrid_of(what), len(tokenizer), there[f"{form} {what}"])
+    proof = compare(FORMATS[form].READER, hybrid_of(what), len(tokenizer), there((form, what) in QUICK)[f"{form} {what}"])
     assert proof.difference <= proof.tolerance == CLOSE
     assert (proof.prompts, proof.tokens) == (LENGTHS, 64)
     print(proof.line())
@@ -102,7 +118,9 @@ def test_a_fresh_process_answers_as_the_live_model(there, tokenizer, form, what)
 @pytest.mark.usefixtures("fresh_process")
 def test_the_three_lines_of_the_card_generate_in_plain_transformers(there, tiny):
     """Of an export of the demo's base with the demo's grafts."""
-    assert compare(hf.READER, splice(tiny.model, Plan(sites=("L0.H3,5",))), len(tiny.tokenizer), there["demo"]).tokens == 64
+    assert (
+        compare(hf.READER, splice(tiny.model, Plan(sites=("L0.H3,5",))), len(tiny.tokenizer), there(True)["demo"]).tokens == 64
+    )
 
 
 def test_the_command_proves_and_says_so(surgery, tokenizer, tmp_path):

@@ -39,7 +39,7 @@ from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning import loop
 from surgery.tuning.loop import tune
 from surgery.tuning.trainable import trainable, training
-from tests.conftest import BASES, VOCABULARY, random_base, random_selective, subject
+from tests.conftest import BASES, VOCABULARY, but_slow, random_base, random_selective, subject
 
 HALF = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # and how far from float64 a random model's logits may be
 half = pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -223,7 +223,7 @@ KINDS = {
 mamba_1 = pytest.mark.parametrize("bases", ["mamba-1"], indirect=True)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=but_slow(KINDS, "mamba-2"))
 def bases(request, tokenizer):
     """dtype -> the base in it, and the plan; the numbers are those of float16."""
     make, plan = KINDS[request.param]

@@ -19,7 +19,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, read_recipe
 from surgery.records.site import Site
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, VOCABULARY, random_base
+from tests.conftest import BASES, SAME, VOCABULARY, random_base
 
 TWO = (Site(0, (3, 5)),)
 QUICK = (
@@ -201,6 +201,7 @@ def cached(model, ids, parts):
     return torch.cat(found, 1)
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("parts", [[4, 1, 1, 1, 1, 1], [1] * 9, [5, 4], [2, 3, 4]], ids=str)
 @pytest.mark.parametrize("family", ["dt limit", "mamba", "falcon mamba", "llamba"])
 def test_a_cache_is_exact_where_it_is_not_in_transformers(family, parts):
@@ -209,5 +210,5 @@ def test_a_cache_is_exact_where_it_is_not_in_transformers(family, parts):
     model = package.adopt(BASES[family]().double())
     ids = torch.randint(1, 99, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        whole = model(ids).logits.double()
-    assert torch.allclose(cached(model, ids, parts).double(), whole, atol=1e-6)
+        whole = model(ids).logits
+    torch.testing.assert_close(cached(model, ids, parts), whole, **SAME)

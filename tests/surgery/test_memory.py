@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -97,3 +98,19 @@ def test_free_disk_of_a_folder_that_is_yet_to_be(tmp_path):
 )
 def test_sizes_are_said_as_a_person_would(number, text):
     assert memory.size(number) == text
+
+
+@pytest.mark.parametrize(("size", "place", "done"), [(2, "cpu", True), (1, "cpu", False), (2, "cuda", False)])
+def test_large_allocations_have_pages_of_their_own_beside_a_big_model(size, place, done, monkeypatch):
+    """Where glibc can be told so; nothing changes for a small model, or one on a GPU."""
+    told = []
+    library = SimpleNamespace(mallopt=lambda *setting: told.append(setting) or 1)
+    monkeypatch.setattr(memory, "BIG", 2)
+    monkeypatch.setattr(memory.sys, "platform", "linux")
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: library)
+    model = SimpleNamespace(device=torch.device(place), parameters=lambda: [torch.zeros(size, dtype=torch.int8)])
+    assert memory.keep_apart(model) is done
+    assert told == ([(-3, 2**20)] if done else [])
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: SimpleNamespace())  # as musl has neither
+    assert not memory.keep_apart(model)
+    memory.trim()

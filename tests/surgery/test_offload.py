@@ -1,5 +1,6 @@
 """Models whose weights accelerate keeps on the CPU or the disk and fetches for every call: the same bits as before."""
 
+import copy
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, VOCABULARY
+from tests.kernels.inputs import rounding
 
 IDS = torch.randint(1, 99, (2, 9), generator=torch.Generator().manual_seed(1))
 KINDS = {
@@ -173,16 +175,16 @@ def test_an_exported_folder_on_a_device_map(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid", **places)
     assert loaded.backbone.layers[0].mixer.conv1d.weight.is_meta
     assert same(answers(hybrid), answers(loaded))
-    torch.save(answers(hybrid), tmp_path / "answers")
+    torch.save((copy.deepcopy(hybrid).double()(IDS).logits, answers(hybrid)[1]), tmp_path / "answers")
     script = f"""
 import sys, torch
 sys.modules["surgery"] = None
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "hybrid")!r}, trust_remote_code=True, **{places!r})
-ids, (logits, tokens) = torch.tensor({IDS.tolist()!r}), torch.load({str(tmp_path / "answers")!r})
+ids, (exact, tokens) = torch.tensor({IDS.tolist()!r}), torch.load({str(tmp_path / "answers")!r})
 assert model.backbone.layers[0].mixer.conv1d.weight.is_meta and "transformers_modules" in type(model).__module__
 with torch.no_grad():
-    assert torch.allclose(model(ids).logits, logits, atol=1e-4)  # other kernels
+    assert (model(ids).logits - exact).norm() < {rounding(3 * 800)} * exact.norm()  # other kernels
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), tokens)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path)

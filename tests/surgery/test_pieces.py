@@ -16,7 +16,7 @@ from surgery.probes.question import Completion, Question
 from surgery.probes.scoring import answer, complete
 from surgery.splicing.splice import adopt
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base, random_llamba
+from tests.conftest import SAME, random_base, random_llamba
 
 SMALL = 300  # logits: of three rows of 99 words
 
@@ -50,17 +50,18 @@ def model(request):
     return MODELS[request.param]().double()
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_text_losses_are_the_same_in_pieces(model, tokens, monkeypatch):
     probe, whole = Perplexity(), model(input_ids=tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
     expected = -whole.gather(-1, tokens[:, 1:, None])[..., 0].detach()
     monkeypatch.setattr(pieces, "LOGITS", SMALL)
     for batch_size in (1, 2):
         losses = torch.from_numpy(probe.losses(model, tokens, batch_size))
-        torch.testing.assert_close(losses.double(), expected.mean(1).float().double(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(losses, expected.mean(1), **SAME)
     rows = sliding_rows(tokens)
     in_pieces = sliding_losses(model, rows)
     monkeypatch.undo()
-    assert in_pieces == pytest.approx(sliding_losses(model, rows), rel=1e-6)
+    assert in_pieces == pytest.approx(sliding_losses(model, rows), rel=1e-9)
 
 
 def test_logits_in_pieces_are_the_logits(model, tokens, monkeypatch):
@@ -119,6 +120,7 @@ def test_a_module_computes_as_before_afterwards(hooked):
     assert len(calls) == (3 if hooked else 0)
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_answers_and_completions_are_the_same_in_pieces(monkeypatch):
     tokenizer = build_tokenizer()
     model = adopt(random_base(vocab_size=len(tokenizer)).double())
@@ -132,5 +134,5 @@ def test_answers_and_completions_are_the_same_in_pieces(monkeypatch):
             whole, (answer(model, tokenizer, questions), complete(model, tokenizer, completions)), strict=True
         ):
             assert (expected.correct == given.correct).all()
-            assert given.loss == pytest.approx(expected.loss, rel=1e-6)
+            assert given.loss == pytest.approx(expected.loss, rel=1e-9)
             assert all(map(math.isfinite, given.loss))

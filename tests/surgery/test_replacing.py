@@ -144,7 +144,7 @@ def test_killed_while_an_earlier_run_is_removed_it_is_still_a_run(tmp_path, monk
     place = tmp_path / "out"
     for after in range(6):
         begin(place, "run", Recipe(model="base"), overwrite=True)
-        for name in ("ranking.json", "plan.json", "hybrid/config.json", "cells/a.json"):
+        for name in ("ranking.json", "plan.json", "hybrid/config.json", "hybrid/plan.json", "cells/a.json"):
             (place / name).parent.mkdir(exist_ok=True)
             (place / name).touch()
         steps = iter(range(after))

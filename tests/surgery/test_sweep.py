@@ -83,17 +83,18 @@ def test_impossible_sweeps_are_refused(tiny, groups, complaint):
         kv_sweep(Subject.of(tiny), (4,), groups, examples=2)
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_every_layer_in_turn_from_a_donor():
     tokenizer = build_tokenizer()
     vocabulary = VOCABULARY
-    base = random_llamba(vocab_size=vocabulary)
-    donor = random_donor(vocab_size=vocabulary)
+    base = random_llamba(vocab_size=vocabulary).double()
+    donor = random_donor(vocab_size=vocabulary).double()
     whole = Pruner(Subject.of(base, tokenizer), Locate(options={"pairs": 4}, examples=12), Knowledge())
     outcomes = replacement_sweep(whole, donor, layers=[0, 2])
     assert [outcome.replaced for outcome in outcomes] == [(0,), (2,)]
     plan = Plan(kind="layer", sites=(Site(2),), donor="the donor", mlp=True)
     result = answer(splice(base, plan, donor), tokenizer, whole.questions["retrieval"])
-    assert outcomes[1].retrieval.loss.value == pytest.approx(result.loss.mean(), abs=1e-6)
+    assert outcomes[1].retrieval.loss.value == pytest.approx(result.loss.mean(), rel=1e-9)
     assert outcomes[0].retrieval.loss.value != pytest.approx(outcomes[1].retrieval.loss.value, abs=1e-6)
     with pytest.raises(UserError, match="no site L3"):
         replacement_sweep(whole, donor, layers=[3])

@@ -80,7 +80,7 @@ def dying(after, writing):
         fatal(loop, "alignment_error")
     fatal(state, "_write", half)
     fatal(os, "rename")
-    fatal(shutil, "rmtree", lambda folder, **_: next(folder.iterdir()).unlink())
+    fatal(shutil, "rmtree", lambda folder, **_: folder.exists() and next(folder.iterdir()).unlink())
 
 
 def child(hybrid, tokenizer, options, data, folder, result, *when):

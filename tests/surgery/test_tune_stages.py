@@ -26,7 +26,7 @@ from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.trainable import trainable, training
 from surgery.world.facts import facts
-from tests.conftest import VOCABULARY, random_base, random_llamba, random_selective
+from tests.conftest import SAME, VOCABULARY, random_base, random_llamba, random_selective
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
 SHORT = Tune(steps=2, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, warmup_steps=1)
@@ -37,10 +37,11 @@ EVERY_STAGE = {
 
 
 @pytest.fixture(scope="module")
-def vocabulary(tokenizer):
+def vocabulary():
     return VOCABULARY
 
 
+EQUAL = {"rtol": 0, "atol": 0}
 HEADS, LAYER = Plan(sites=("L1.H2,3",), blend=0.3), Plan(kind="layer", sites=("L1",))
 KINDS = {
     "mamba-2": (random_base, HEADS),
@@ -54,13 +55,13 @@ KINDS = {
 def spliced(request, vocabulary):
     """(base, hybrid)"""
     make, plan = KINDS[request.param]
-    base = make(vocab_size=vocabulary)
+    base = make(vocab_size=vocabulary).to(torch.get_default_dtype())
     return base, splice(base, plan)
 
 
 @pytest.fixture
 def hybrid(vocabulary):
-    return splice(random_base(vocab_size=vocabulary), HEADS)
+    return splice(random_base(vocab_size=vocabulary).to(torch.get_default_dtype()), HEADS)
 
 
 def one_batch(tokenizer, options=SHORT):
@@ -93,6 +94,7 @@ def perturbed(hybrid):
     return hybrid
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_the_losses_are_those_of_two_whole_models(spliced, tokenizer):
     base, hybrid = spliced
     lesson, text = one_batch(tokenizer)
@@ -103,14 +105,15 @@ def test_the_losses_are_those_of_two_whole_models(spliced, tokenizer):
         assert module.teacher is None
         found, wanted = module(*lesson, text), reference(hybrid, adopt(base), lesson, text)
         for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found[name], value, **SAME)
         ours, theirs = gradients(found["loss"], trained), gradients(wanted["retrieval"] + 2 * wanted["kl"], trained)
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ours, theirs, **SAME)
     assert found["kl"] > 1e-6
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_the_losses_of_a_control_and_of_another_teacher(vocabulary, tokenizer):
-    base, lesson, text = random_base(vocab_size=vocabulary), *one_batch(tokenizer)
+    base, lesson, text = random_base(vocab_size=vocabulary).double(), *one_batch(tokenizer)
     control, other = copy.deepcopy(adopt(base)), copy.deepcopy(adopt(base))
     with torch.no_grad():
         control.backbone.layers[2].mixer.in_proj.weight += 0.05
@@ -120,7 +123,7 @@ def test_the_losses_of_a_control_and_of_another_teacher(vocabulary, tokenizer):
             module = Distillation(control, teacher)
             assert (module.first, module.teacher is not None) == (2, whole)
             found, wanted = module(*lesson, text), reference(control, teacher, lesson, text)
-            torch.testing.assert_close({name: found[name] for name in wanted}, wanted, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close({name: found[name] for name in wanted}, wanted, **SAME)
 
 
 def test_what_coincides_is_run_once_and_what_comes_again_not_at_all(hybrid, tokenizer):
@@ -163,17 +166,24 @@ def test_no_more_is_kept_than_was_allowed():
 
 @pytest.mark.parametrize(
     ("change", "tolerance"),
-    [({"gradient_accumulation_steps": 3}, 1e-5), ({"gradient_checkpointing": True}, 0.0), ({"cache_bytes": 0}, 0.0)],
+    [
+        ({"gradient_accumulation_steps": 3}, SAME),
+        ({"gradient_checkpointing": True}, EQUAL),
+        ({"cache_bytes": 0}, EQUAL),
+    ],
 )
-def test_a_switch_changes_neither_losses_nor_weights(change, tolerance, hybrid, tokenizer):
+def test_a_switch_changes_neither_losses_nor_weights(change, tolerance, vocabulary, tokenizer, request):
+    if tolerance is SAME:
+        request.getfixturevalue("in_float64")
+    hybrid = request.getfixturevalue("hybrid")
     other = copy.deepcopy(hybrid)
     options = SHORT.model_copy(update={"repeat": 1})
     plain, switched = tune(hybrid, tokenizer, options), tune(other, tokenizer, options.model_copy(update=change))
     for name in ("retrieval", "kl"):
         one, two = (torch.tensor([record[name] for record in log]) for log in (plain, switched))
-        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(one, two, **tolerance)
     for name, p in graft_parameters(hybrid).items():
-        torch.testing.assert_close(other.get_parameter(name), p, rtol=tolerance, atol=10 * tolerance)
+        torch.testing.assert_close(other.get_parameter(name), p, **tolerance)
 
 
 def test_in_bfloat16_losses_and_gradients_are_close(spliced, tokenizer):

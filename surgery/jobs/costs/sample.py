@@ -6,7 +6,6 @@ forward, a step or a proof consists of.
 """
 
 import copy
-import ctypes
 import gc
 import math
 import time
@@ -22,7 +21,7 @@ from surgery.locating.subject import Subject
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
 from surgery.records.site import Site
-from surgery.runtime.memory import device_held, measured, resident
+from surgery.runtime.memory import device_held, measured, resident, trim
 from surgery.splicing.splice import adopt, share
 
 WHOLE = 0.5  # seconds: a model whose forward of a full batch takes no longer is tried whole
@@ -80,9 +79,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 def _let_go() -> None:
     """Give freed memory back to the system, so that the next peak is that of new memory."""
     gc.collect(0)
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    trim()
 
 
 def extended(values: Sequence[tuple[float, Sample]], at: float) -> Sample:
