@@ -132,6 +132,8 @@ def kernels() -> str:
 
 def serving() -> str:
     """What base and hybrid cost in an engine, and where that was measured."""
+    if not SERVING.exists():
+        return "There is no record yet: `python -m tools.serving_record serving/bin/python` makes one."
     report = Report.read(SERVING)
     header, body = markdown.serving(report) or ([], [])
     made = report.provenance

@@ -46,9 +46,9 @@ def refusal(config: Any, vllm_config: Any) -> str | None:
     parallel, (low, high) = vllm_config.parallel_config, config.time_step_limit
     convolved = [f"L{graft['layer']}" for graft in config.grafts if is_layer_graft(graft) and graft["conv"]]
     reasons = {
-        "the heads of a graft cannot be split over devices: serve it with --tensor-parallel-size 1, and divide layers"
-        " (--pipeline-parallel-size) or requests (--data-parallel-size)":
+        "the heads of a graft cannot be split over devices: serve it with --tensor-parallel-size 1":
             parallel.tensor_parallel_size > 1,
+        "hybrids are not served in a pipeline: serve it with --pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
         "hybrids are served without speculative decoding: leave --speculative-config out":
             vllm_config.speculative_config is not None,
         "adapters are not served on a hybrid: merge them first, and leave --enable-lora out":
