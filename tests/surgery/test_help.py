@@ -12,12 +12,12 @@ from surgery.cli.app import VERBS, main
 from tests.conftest import ROOT
 
 # What makes the examples small. The help shows what a user types, who has the time.
-LOCATE = "locate.examples=4 locate.batch_size=8 locate.confirm=0.1 locate.layers=false"
-BENCH = "bench.pairs=4,32 bench.unseen_pairs=[] bench.limit=4 bench.windows=2 bench.contexts=16 bench.batches=1"
+LOCATE = "locate.examples=8 locate.batch_size=8 locate.confirm=0.1 locate.layers=false"
+BENCH = "bench.pairs=4,32 bench.unseen_pairs=[] bench.limit=8 bench.windows=2 bench.contexts=16 bench.batches=1"
 SMALLER = {
     "run": f"{LOCATE} {BENCH} tune.steps=2 bench.controls=false",
     "locate": LOCATE,
-    "prune": "locate.examples=4",
+    "prune": "locate.examples=8",
     "tune": "tune.steps=2 tune.align=null tune.calibrate=null tune.batch_size=2 tune.text_batch_size=1",
     "bench": BENCH,
 }
@@ -54,7 +54,7 @@ def repository(tmp_path):
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes", ignore=shutil.ignore_patterns("paper", "*.json", "*.png"))
 
 
-def test_the_examples_of_the_help(surgery, repository, blank):
+def test_the_examples_of_the_help(surgery, repository):
     executed(surgery, [verb for verb in VERBS if verb not in SLOW])
 
 
