@@ -108,10 +108,13 @@ class _NativeAttention(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx, dy):
-        return *_gradients(dy, *ctx.saved_tensors, ctx.needs_input_grad), None
+        q, k, v, mask, y, softmax = ctx.saved_tensors
+        return *_gradients(dy, q, k, v, mask, y, softmax, ctx.needs_input_grad), None
 
 
-def _gradients(dy, q, k, v, mask, y, softmax, needed) -> tuple[Tensor | None, ...]:
+def _gradients(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, y: Tensor, softmax: Tensor, needed: Any
+) -> tuple[Tensor | None, ...]:
     """By q, k and v, where they are needed."""
     (b, pairs, t, w), (s, value) = q.shape, v.shape[2:]
     q, k, v, y, dy = rows(q, k, v, y, dy)
@@ -135,13 +138,14 @@ def _gradients(dy, q, k, v, mask, y, softmax, needed) -> tuple[Tensor | None, ..
 
 def _keeping(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     y, softmax = _forward(*_inputs(q, k, v, mask), keep=True)
+    assert softmax is not None
     return y.to(q.dtype), torch.cat([y, softmax], dim=-1)
 
 
 def _backward(gradients, arguments, kept, needed) -> tuple[Tensor | None, ...]:
     y, softmax = kept.split([kept.shape[-1] - 2, 2], dim=-1)
-    own = gradients[0].float(), *_inputs(*arguments), y, softmax.contiguous()
-    return *_gradients(*own, needed[:3]), None
+    q, k, v, mask = _inputs(*arguments)
+    return *_gradients(gradients[0].float(), q, k, v, mask, y, softmax.contiguous(), needed), None
 
 
 PASSES = Passes(_keeping, _backward, lambda q, k, v, mask: ((*q.shape[:3], v.shape[3] + 2), torch.float32))

@@ -11,6 +11,7 @@ from pathlib import Path
 import surgery
 from surgery.exporting.folder import Exported
 from surgery.records.plan import Plan
+from surgery.records.site import Site
 
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / ".venv-llama-cpp"
@@ -19,7 +20,7 @@ RECORD = ROOT / "recipes" / "gguf.json"
 if __name__ == "__main__":
     os.environ.setdefault("LLAMA_CPP", str(HERE / "llama.cpp"))
     hybrid = surgery.splice(
-        surgery.load(str(ROOT / "checkpoints/tiny-mamba2")), Plan(kind="layer", sites=("L0", "L2"), width=32)
+        surgery.load(str(ROOT / "checkpoints/tiny-mamba2")), Plan(kind="layer", sites=(Site(0), Site(2)), width=32)
     )
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "gguf"

@@ -4,6 +4,7 @@ import os
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -55,7 +56,8 @@ def open_checkpoint(
 def _strange_words(opened: Checkpoint) -> str:
     """What keeps the tokenizer from being this model's, or "": an id without an embedding. Tokens that were added
     to a vocabulary may have one, as long as no text has them."""
-    rows = opened.model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = opened.model.get_input_embeddings()
+    rows = embeddings.weight.shape[0]
     added = opened.tokenizer.get_added_vocab()
     ids = [number for token, number in opened.tokenizer.get_vocab().items() if token not in added]
     largest = max([*ids, *opened.tokenizer("a 1")["input_ids"]], default=0)

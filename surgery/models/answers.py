@@ -247,7 +247,10 @@ def answers(model: PreTrainedModel, vocabulary: int, new: int = NEW) -> dict[str
     away = any(fetching_hooks(getattr(module, "_hf_hook", None)) for module in model.modules())
     device = torch.device("cpu") if is_away(next(model.parameters())) else model.device
     prompts = [torch.randint(vocabulary, (length,), generator=generator) for length in LENGTHS]
-    calls = [*(partial(_alone, model, prompt.to(device)) for prompt in prompts), partial(_batch, model, prompts, new, device)]
+    calls: list[Callable[[], Any]] = [
+        *(partial(_alone, model, prompt.to(device)) for prompt in prompts),
+        partial(_batch, model, prompts, new, device),
+    ]
     model.eval()
     try:
         *alone, batch = InStep(model).run(calls) if away else [call() for call in calls]

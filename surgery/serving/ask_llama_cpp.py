@@ -19,6 +19,7 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
+from typing import Any
 
 SEATS, PIECE, TOP = 4, 64, 5
 
@@ -40,7 +41,7 @@ def answers(folder: str, prompts: list[list[int]], new: list[int], texts: list[s
         return [steps(server, prompt, count) for prompt, count in zip(prompts, new, strict=True)]
 
     exact = start(file, longest)
-    said = {
+    said: dict[str, Any] = {
         "version": metadata.version("xllamacpp"), "setting": "without flash attention",
         "alone": alone(exact), "texts": [split(exact, text) for text in texts],
     }  # fmt: skip
@@ -72,7 +73,7 @@ def steps(server, prompt: list[int], count: int) -> list:
     """Greedy tokens after a prompt. An end of text ends a request: the next one goes on after it."""
     chosen: list = []
     while len(chosen) < count:
-        asked = {
+        asked: dict[str, Any] = {
             "prompt": prompt + [token for token, _ in chosen], "n_predict": count - len(chosen), "temperature": 0,
             "n_probs": TOP, "return_tokens": True, "cache_prompt": False,
         }  # fmt: skip

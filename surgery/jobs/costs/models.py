@@ -96,7 +96,7 @@ def assumed(recipe: Recipe, depth: int, heads: int) -> Plan:
 def level(depth: int, heads: int) -> Ranking:
     """A ranking in which all sites are equal. The draws of random sites depend on nothing but which sites there are."""
     count = depth * heads
-    nothing = Intervals(*(np.zeros(count) for _ in range(3)), np.ones(count, dtype=int))
+    nothing = Intervals(np.zeros(count), np.zeros(count), np.zeros(count), np.ones(count, dtype=int))
     every = Heads(
         layer=np.repeat(np.arange(depth), heads), head=np.tile(np.arange(heads), depth), kind=np.zeros(count, np.uint8),
         role=np.zeros(count, np.uint8), sign=np.zeros(count, np.int8), tau=np.full(count, np.nan),
