@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow any-cpu any-cpu-quick aarch64 sanitize check promises docs serving clean
+.PHONY: demo test test-slow any-cpu any-cpu-quick aarch64 sanitize campaign campaign-quick check promises docs serving clean
 
 demo: .venv/.installed
 	$(BIN)/surgery run recipes/demo.yaml --resume
@@ -29,6 +29,16 @@ aarch64: .venv/.installed
 
 sanitize: .venv/.installed
 	SURGERY_ALL_BUILDS=1 $(BIN)/python -m pytest -n 0 -rs tests/kernels/test_any_cpu.py -k "sanitizers or vectors"
+
+# Every verb that writes is killed, signalled, or finds the disk full or read-only, and goes on; then its inputs are damaged.
+# Each goes on where it was stopped, and writes its record. CI runs the quick form.
+campaign: .venv/.installed
+	$(BIN)/python -m tests.campaign.kills
+	$(BIN)/python -m tests.campaign.fuzz
+
+campaign-quick: .venv/.installed
+	$(BIN)/python -m tests.campaign.kills --quick
+	$(BIN)/python -m tests.campaign.fuzz --quick --seed 1
 
 # vLLM pins other versions than this project: it lives in an environment of its own, with this package for its plugin.
 serving: .venv/.installed .venv-vllm/.installed

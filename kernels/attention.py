@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.kernels import attention_native as native
 from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.flash_attention import BACKENDS as FLASH
+from surgery.kernels.flex_attention import FLEX
 from surgery.kernels.functions import in_forward_mode, seeded
 from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing
@@ -27,8 +29,9 @@ def graft_attention(
 
     q (b, pairs, t, w); k (b, pairs, s, w) with s >= t; v (b, heads, s, p), heads a multiple of pairs: value head i uses pair
     i // (heads / pairs). mask: None, or boolean (b, s), True for keys that exist; both are causal, the queries aligned to the
-    end of the keys. Or (b, 1, t, s), boolean (True: may attend) or additive, causality included; only sdpa and the reference
-    take it, and the kernels for GPUs do not. Or, where several documents share a row, the packing of the tokens, with s = t:
+    end of the keys. Or (b, 1, t, s), boolean (True: may attend) or additive, causality included; sdpa and the reference take
+    both, flex the boolean one, and the other kernels neither. Or, where several documents share a row, the packing of the
+    tokens, with s = t:
     each is causal on its own. A query that may attend to nothing gives 0. Returns (b, t, heads, p).
     """
     if isinstance(mask, Packing):
@@ -87,13 +90,16 @@ def _declines(q: Tensor, *_: Tensor | None) -> str | None:
     return "in float32 no tensor core helps it, and torch's kernels are better tuned" if q.dtype == torch.float32 else None
 
 
-# FlashAttention first, where it wastes little (its `declines` says when: queries and values of one of its widths). Then ours,
-# which takes widths as they are, values of any width, and holes in the keys. torch's serves the rest: float32, CPUs, masks of
-# pairs; on a GPU it computes and stores every score when the widths differ or queries are fewer than keys.
+# FlashAttention first, where it wastes little (its `declines` says when: queries and values of one of its widths). Then ours, in
+# Triton and for CPUs in C, which take widths as they are, values of any width, and holes in the keys. torch's serves the rest:
+# float32 on GPUs, float64, masks of pairs, single queries on CPUs; on a GPU it computes and stores every score when the widths
+# differ or queries are fewer than keys, so flex_attention comes before it where it can.
 GRAFT_ATTENTION = Operation(
     "graft_attention",
     *FLASH,
     Backend("triton", attend, refuses, _declines, probed=True, opaque=True),
+    FLEX,
+    Backend("native", native.attend, native.refuses, native.declines, probed=True, opaque=True, passes=native.PASSES),
     Backend("sdpa", _sdpa, in_forward_mode),
     Backend("reference", _reference),
     example=_example,

@@ -1,9 +1,10 @@
-"""Graft attention by FlashAttention, where it is installed: flash-attn 2 and 3, and builds of both from the Hugging Face Hub.
+"""Graft attention by FlashAttention, where it is installed: versions 2, 3 and 4, and builds of 2 and 3 from Hugging Face's Hub.
 
-FlashAttention wants heads of one width, a multiple of 8 up to 256. A query-key pair of a sequence becomes an entry of the
-batch; queries, keys and values are padded with zeros, which changes no score; and a value wider than a head is cut into pieces,
-which are heads with the same query and key (expanded, not copied). What that wastes is compared with what our Triton kernel
-computes, and where it is too much these backends serve only if they are asked for by name.
+FlashAttention wants heads of certain widths, multiples of 8, and those of queries and values may differ in few of its versions
+(`takes`). A query-key pair of a sequence becomes an entry of the batch; queries, keys and values are padded with zeros, which
+changes no score; and a value wider than a head is cut into pieces, which are heads with the same query and key (expanded, not
+copied). What that wastes is compared with what our Triton kernel computes, and where it is too much these backends serve only
+if they are asked for by name.
 
 No package is imported before a call needs it.
 """
@@ -19,12 +20,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend
-from surgery.kernels.functions import capability, traced, transformed
+from surgery.kernels.functions import capability, learns, on_gpu, traced, transformed
 from surgery.kernels.triton_attention import blocks
 
 # Columns of queries and values for which the kernels are compiled; others are computed as the next of them.
 WIDTHS = (32, 64, 96, 128, 192, 256)
 HUB = {2: "kernels-community/flash-attn2", 3: "kernels-community/flash-attn3"}
+# By version: the major compute capabilities on which it has a forward and a backward pass; None: 8 and all later ones.
+CAPABILITIES = {2: None, 3: (9,), 4: (9, 10, 11)}
+
+
+class Kind(NamedTuple):
+    """Which kernels would serve a call. major: of the compute capability. trained: whether a backward pass follows."""
+
+    version: int
+    major: int = 9
+    trained: bool = False
+
+
+SECOND = Kind(2)
 
 
 class Cut(NamedTuple):
@@ -36,25 +50,40 @@ class Cut(NamedTuple):
 
     def work(self, version: int) -> int:
         """Columns computed for every score."""
-        least = 64 if version == 3 else 32
-        return self.pieces * sum(max(least, x if x > 256 else min(n for n in WIDTHS if n >= x)) for x in self[:2])
+        return self.pieces * sum(_computed(version, x) for x in self[:2])
+
+
+def takes(kind: Kind, query: int, value: int) -> bool:
+    """Whether there are kernels for these widths, multiples of 8: as the packages say (flash-attn 2.8.3, flash_attn_interface
+    of FlashAttention-3, flash-attn-4 4.0.0b36)."""
+    if kind.version == 4 and kind.major >= 10:
+        return max(query, value) <= 128 or (query, value) in {(192, 128), (256, 256)}
+    if kind.version == 4 or query == value:
+        return max(query, value) <= 256
+    if kind.version == 3 and not kind.trained:  # its backward pass computes both as the larger one, and once refused
+        return (128 < query <= 192 and 96 < value <= 128) or (query <= 64 and value <= 512)
+    return False
 
 
 @cache
-def cut(w: int, dv: int, differ: bool = False) -> Cut:
-    """The cheapest presentation. differ: the value's width may be another (FlashAttention-3, forward: queries of 129-192 with
-    values of 97-128, and queries up to 64 with values up to 512). Expects w <= 256."""
-    query = _eights(w)
+def cut(w: int, dv: int, kind: Kind = SECOND) -> Cut:
+    """The cheapest presentation. Expects w <= 256."""
+    least = _eights(w)
     cuts = []
     for pieces in range(1, _eights(dv) // 8 + 1):
         piece = _eights(-(-dv // pieces))
-        if (both := max(query, piece)) <= 256:
-            cuts.append(Cut(both, both, pieces))
-        if differ and 128 < query <= 192 and piece <= 128:
-            cuts.append(Cut(query, max(piece, 104), pieces))
-        if differ and query <= 64 and piece <= 512:
-            cuts.append(Cut(query, piece, pieces))
-    return min(cuts, key=lambda c: (c.work(3 if differ else 2), c))
+        for query in {least, max(least, piece), max(least, 192), 256}:
+            values = {n for n in (piece, query, 104, 128, 256) if n >= piece}
+            cuts += [Cut(query, value, pieces) for value in values if takes(kind, query, value)]
+    return min(cuts, key=lambda c: (c.work(kind.version), c))
+
+
+def _computed(version: int, width: int) -> int:
+    """Columns that the kernels compute for a width."""
+    if version == 4:  # compiled for every width when it is first met
+        return width + -width % 16
+    least = 64 if version == 3 else 32
+    return max(least, width if width > 256 else min(n for n in WIDTHS if n >= width))
 
 
 def attend(
@@ -75,8 +104,10 @@ def attend(
     else:  # packed: queries and keys that exist, sequence after sequence, the last query aligned to the last key as before
         keys = mask[:, None].expand(b, pairs, s).flatten(0, 1)
         queries = keys[:, s - t :]
-        lengths = (F.pad(x.sum(1).cumsum(0, dtype=torch.int32), (1, 0)) for x in (queries, keys))
-        packed = _first(varlen(q[queries], k[keys], v[keys], *lengths, t, s, **options))
+        begins, begins_k = (F.pad(x.sum(1).cumsum(0, dtype=torch.int32), (1, 0)) for x in (queries, keys))
+        # By name: the versions have them in other places.
+        lengths = {"cu_seqlens_q": begins, "cu_seqlens_k": begins_k, "max_seqlen_q": t, "max_seqlen_k": s}
+        packed = _first(varlen(q[queries], k[keys], v[keys], **lengths, **options))
         y = packed.new_zeros(b * pairs, t, c.pieces, c.value)
         y[queries] = packed
     return y.flatten(2)[..., :dv].unflatten(0, (b, pairs))
@@ -89,7 +120,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _first(result: Any) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result  # early builds of version 3 return the log-sum-exp too
+    return result[0] if isinstance(result, tuple) else result  # version 4, and early builds of 3: the log-sum-exp too
 
 
 def _eights(n: int) -> int:
@@ -101,7 +132,7 @@ def _refuses(version: int, package: str, q: Tensor, k: Tensor, v: Tensor, mask: 
 
 
 def _objections(version: int, package: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[str]:
-    if q.device.type != "cuda":
+    if not on_gpu(q):
         yield "it needs a GPU"
     if reason := transformed():
         yield reason
@@ -115,9 +146,9 @@ def _objections(version: int, package: str, q: Tensor, k: Tensor, v: Tensor, mas
         yield "it needs a query, and a key for every query"
     if q.shape[0] * q.shape[1] > 65535:
         yield "there are more than 65535 sequences and pairs"
-    major = capability(q.device)[0]
-    if major < 8 or (version == 3 and major != 9):
-        yield "it needs compute capability " + ("9" if version == 3 else "8 or more")
+    major, served = capability(q.device)[0], CAPABILITIES[version]
+    if major < 8 or (served is not None and major not in served):
+        yield "it needs compute capability " + ("8 or more" if served is None else " or ".join(map(str, served)))
     if mask is not None and (mask.dim() != 2 or mask.dtype != torch.bool):
         yield "its mask says which keys exist: boolean, (batch, keys)"
     if mask is not None and q.shape[2] == 1:
@@ -130,15 +161,19 @@ def _objections(version: int, package: str, q: Tensor, k: Tensor, v: Tensor, mas
 
 @cache
 def _installed(package: str) -> bool:
-    spec = importlib.util.find_spec(package)
+    try:  # version 4 lives in the folder of version 2, which is imported, and may be broken
+        spec = importlib.util.find_spec(package)
+    except Exception:
+        return False
     return spec is not None and spec.origin is not None  # a plain folder named `kernels` in the working directory has none
 
 
 def _declines(version: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
     """From first principles, until tools/bench_attention.py says otherwise: FlashAttention-2 and a Triton kernel reach much
-    the same rate, FlashAttention-3 one and a half times that (arXiv 2407.08608), so the one may waste next to nothing and the
-    other half as much again. Queries of 129 are computed as 192 there and as 144 here, and a value of 64 as 192 and as 64; what
-    fits FlashAttention are queries and values of one of its widths, and, with version 3 in a forward pass, 129 beside 128."""
+    the same rate, FlashAttention-3 and 4 one and a half times that (arXiv 2407.08608), so the one may waste next to nothing and
+    the others half as much again. Queries of 129 are computed as 192 there and as 144 here, and a value of 64 as 192 and as 64;
+    what fits FlashAttention are queries and values of one of its widths, with version 3 in a forward pass 129 beside 128, and
+    with version 4 on compute capability 9 all widths."""
     w, dv = q.shape[-1], v.shape[-1]
     if w > 256:
         return None  # it refuses
@@ -149,14 +184,12 @@ def _declines(version: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     ours = -(-dv // block) * (w1 + w2 + block)
     theirs = c.work(version)
     return (
-        f"it would compute {theirs} columns a score, Triton {ours}" if theirs > ours * (1.5 if version == 3 else 1.1) else None
+        f"it would compute {theirs} columns a score, Triton {ours}" if theirs > ours * (1.5 if version > 2 else 1.1) else None
     )
 
 
 def _cut(version: int, q: Tensor, k: Tensor, v: Tensor) -> Cut:
-    # Its backward pass computes both widths as the larger one, and before 2025 demanded that they be equal.
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return cut(q.shape[-1], v.shape[-1], version == 3 and not trained)
+    return cut(q.shape[-1], v.shape[-1], Kind(version, capability(q.device)[0], learns(q, k, v)))
 
 
 def _from_package(version: int, package: str) -> Backend:
@@ -183,13 +216,14 @@ def _download(version: int) -> Any:
 
 
 def _hub(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    version = 3 if torch.cuda.get_device_capability(q.device)[0] == 9 else 2
+    version = 3 if capability(q.device)[0] == 9 else 2
     module = _download(version)
     return attend(module.flash_attn_func, module.flash_attn_varlen_func, q, k, v, mask, _cut(version, q, k, v))
 
 
 BACKENDS = (
     _from_package(3, "flash_attn_interface"),
+    _from_package(4, "flash_attn.cute"),
     _from_package(2, "flash_attn"),
     # On request only: nothing is downloaded silently.
     Backend("hub", _hub, refuses=lambda *call: _refuses(2, "kernels", *call), probed=True, on_request=True, opaque=True),

@@ -75,6 +75,11 @@ def unreadable(*tensors: Tensor | None) -> str | None:
     return "it cannot be traced by torch.jit" if torch.jit.is_tracing() else None
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether x is on a GPU that CUDA (or ROCm) drives."""
+    return x.device.type == "cuda"
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """A GPU's compute capability; (0, 0) where there is none, as under FakeTensorMode on another machine."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)

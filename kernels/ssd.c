@@ -15,32 +15,15 @@
 
 #include "vectors.h"
 
-#ifndef ROWS
-#if defined(__AVX512F__) || defined(__aarch64__) /* 32 registers */
-#define ROWS 8
-#else
-#define ROWS 4
-#endif
-#endif
 #define Q 32
 #define KEEP 4 /* of so many chunks, one's entering state is kept for the backward pass */
-#define COLS 2
 #define DOT 8 /* sums of a dot product, side by side */
-#define WIDE (COLS * LANES)
 #define SIDE (ROWS > LANES ? ROWS : LANES) /* of the squares of a triangle, whose diagonal ones are written whole */
 #define FOURS (ROWS > 4 ? ROWS : 4)        /* rows of a state come in whole blocks, and are transposed in fours */
 _Static_assert(WIDE % ROWS == 0, "a block's rows, as columns of the left factor, lie in one panel");
 _Static_assert(WIDE % SIDE == 0 && Q % WIDE == 0, "a chunk is whole panels, and these whole squares");
 _Static_assert(FOURS % ROWS == 0 && FOURS * COLS % DOT == 0, "a state is whole blocks, and whole steps of its dot product");
 #define LOG2E 1.4426950408889634
-/* Without this, compilers read a vector again for every product, and reading takes longer than multiplying. */
-#if defined(__AVX512F__) && LANES == 16
-#define IN_REGISTER(v) __asm__("" : "+v"(v))
-#elif defined(__SSE__) && (LANES == 4 || (defined(__AVX__) && LANES == 8))
-#define IN_REGISTER(v) __asm__("" : "+x"(v))
-#else
-#define IN_REGISTER(v)
-#endif
 #define ALIGNED __attribute__((aligned(64)))
 
 typedef struct { /* (batch, time, head or group, and contiguous), strides in elements */
@@ -79,7 +62,6 @@ typedef struct { /* of one head in one chunk */
     float entering[Q] ALIGNED, leaving[Q] ALIGNED, weight[Q] ALIGNED, through, A, D;
 } decays;
 
-static inline int64_t padded(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
 INLINE vec *at(matrix m, int64_t row, int64_t panel) { return (vec *)(m.at + (panel * m.rows + row) * WIDE); }
 INLINE float *number(matrix m, int64_t row, int64_t column) {
     return m.at + (column / WIDE * m.rows + row) * WIDE + column % WIDE;
@@ -87,28 +69,16 @@ INLINE float *number(matrix m, int64_t row, int64_t column) {
 
 /* ---- products: out[m] += sum_k left[m, k] right[k] for ROWS values of m and one panel ---- */
 
-INLINE void multiply(vec out[ROWS][COLS], const float *left, int64_t by_m, int64_t by_k, const float *right, int64_t count) {
-    for (int64_t k = 0; k < count; k++) {
-        vec row[COLS];
-        for (int c = 0; c < COLS; c++) {
-            row[c] = ((const vec *)right)[k * COLS + c];
-            IN_REGISTER(row[c]);
-        }
-        for (int m = 0; m < ROWS; m++)
-            for (int c = 0; c < COLS; c++) out[m][c] += left[m * by_m + k * by_k] * row[c];
-    }
-}
-
 /* left transposed: its columns are m, its rows k from 0 to `end` */
 INLINE void down(vec out[ROWS][COLS], matrix left, int64_t m, matrix right, int64_t panel, int64_t end) {
-    multiply(out, number(left, 0, m), 1, WIDE, (float *)at(right, 0, panel), end);
+    multiply(ROWS, COLS, out, number(left, 0, m), 1, WIDE, (float *)at(right, 0, panel), end);
 }
 
 /* its rows are m, its columns k from `start` to `end` */
 INLINE void along(vec out[ROWS][COLS], matrix left, int64_t m, matrix right, int64_t panel, int64_t start, int64_t end) {
     for (int64_t k = start, stop; k < end; k = stop) {
         stop = smaller(end, (k / WIDE + 1) * WIDE);
-        multiply(out, number(left, m, k), WIDE, 1, (float *)at(right, k, panel), stop - k);
+        multiply(ROWS, COLS, out, number(left, m, k), WIDE, 1, (float *)at(right, k, panel), stop - k);
     }
 }
 
@@ -203,10 +173,6 @@ static void store(matrix m, const view *v, int64_t b, int64_t t, int64_t head, i
             else memcpy(to + i * v->time + c, from, (columns - c) * sizeof(float));
         }
 }
-
-/* the first halves of a and b, their numbers in turn, and the second halves */
-INLINE quad zip_low(quad a, quad b) { return (quad){a[0], b[0], a[1], b[1]}; }
-INLINE quad zip_high(quad a, quad b) { return (quad){a[2], b[2], a[3], b[3]}; }
 
 /* `rows` rows of `from`, a multiple of 4; the columns in fours, too, so that some of the padding moves along */
 static void transpose(matrix to, matrix from, int64_t rows, int64_t columns) {

@@ -29,6 +29,7 @@ typedef float half __attribute__((vector_size(2 * LANES)));
 typedef double wide __attribute__((vector_size(4 * LANES))); /* of half as many numbers */
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t padded(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
 static inline vec all(float s) { return s - (vec){0}; }
 
 /* Half of the lanes, in float64. */
@@ -73,6 +74,45 @@ static inline vec exp2_vec(vec z) {
     q = q * f + 6.93147004e-1f;
     return (q * f + 1.0f) * (vec)((ivec)shifted << 23);
 }
+
+/* ---- blocks: ROWS x WIDE numbers that stay in registers, of which all products are made ---- */
+
+#ifndef ROWS
+#if defined(__AVX512F__) || defined(__aarch64__) /* 32 registers */
+#define ROWS 8
+#else
+#define ROWS 4
+#endif
+#endif
+#define COLS 2
+#define WIDE (COLS * LANES)
+/* Without this, compilers read a vector again for every product, and reading takes longer than multiplying. */
+#if defined(__AVX512F__) && LANES == 16
+#define IN_REGISTER(v) __asm__("" : "+v"(v))
+#elif defined(__SSE__) && (LANES == 4 || (defined(__AVX__) && LANES == 8))
+#define IN_REGISTER(v) __asm__("" : "+x"(v))
+#else
+#define IN_REGISTER(v)
+#endif
+
+/* out[m] += sum_k left[m, k] right[k] for `rows` values of m and `cols` vectors of a panel of WIDE columns. The right factor is read
+   as vectors, the left one number by number. `rows` and `cols` are constants where this is called. */
+INLINE void multiply(const int rows, const int cols, vec out[ROWS][COLS], const float *left, int64_t by_m, int64_t by_k,
+                     const float *right, int64_t count) {
+    for (int64_t k = 0; k < count; k++) {
+        vec row[COLS];
+        for (int c = 0; c < cols; c++) {
+            row[c] = ((const vec *)right)[k * COLS + c];
+            IN_REGISTER(row[c]);
+        }
+        for (int m = 0; m < rows; m++)
+            for (int c = 0; c < cols; c++) out[m][c] += left[m * by_m + k * by_k] * row[c];
+    }
+}
+
+/* the first halves of a and b, their numbers in turn, and the second halves */
+INLINE quad zip_low(quad a, quad b) { return (quad){a[0], b[0], a[1], b[1]}; }
+INLINE quad zip_high(quad a, quad b) { return (quad){a[2], b[2], a[3], b[3]}; }
 
 /* Numbers too small for a normal float32 are 0 between these two. What fades away, a state or a gradient, would else stay among
    them, where processors are slow. */

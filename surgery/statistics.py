@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from scipy import stats
 
 from surgery.records.record import Record
@@ -39,7 +39,7 @@ class Estimate(Record):
 
     value: float
     ci95: tuple[float, float]
-    n: int
+    n: int = Field(ge=0, lt=2**62)
 
     def __str__(self) -> str:
         """With signs, as for a difference."""
@@ -55,7 +55,7 @@ class Proportion(Record):
 
     accuracy: float
     ci95: tuple[float, float]
-    n: int
+    n: int = Field(ge=0, lt=2**62)
 
     def __str__(self) -> str:
         return f"{self.accuracy:.3f} [{self.ci95[0]:.3f}, {self.ci95[1]:.3f}]"

@@ -22,12 +22,15 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 from surgery.hybrids.llamba import LlambaConfig, LlambaForCausalLM
+from surgery.world.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "checkpoints" / "tiny-mamba2"
+VOCABULARY = -(-len(build_tokenizer()) // 16) * 16  # of the built-in world, padded as checkpoints are
 
 VARIANTS = {
     "plain": {},
@@ -54,7 +57,6 @@ def subject(model: PreTrainedModel):
     """A model as it is, not adopted, with the world's tokenizer."""
     from surgery.locating.subject import Subject
     from surgery.models.anatomy import anatomy
-    from surgery.world.tokenizer import build_tokenizer
 
     return Subject(model, build_tokenizer(), anatomy(model))
 
@@ -96,8 +98,20 @@ BASES = {
 
 
 @pytest.fixture(params=BASES, ids=lambda name: name.replace(",", "").replace(" ", "-"))
-def base(request) -> PreTrainedModel:
+def family_base(request) -> PreTrainedModel:
     return BASES[request.param]()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """That of the built-in world; do not change it."""
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def base() -> PreTrainedModel:
+    """A Mamba-2 that reads the built-in world; do not change it."""
+    return random_base(vocab_size=VOCABULARY)
 
 
 class Double(TorchFunctionMode):

@@ -4,8 +4,8 @@ What was measured comes from the records that the commands wrote, what the code 
 (tools/reference_parts.py). In a page, such a part stands between <!-- NAME --> and <!-- /NAME -->.
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
-`surgery run recipes/demo-mamba1.yaml`), recipes/full-size.json (`python -m tools.full_size`), recipes/kernels.bench.json
-(`surgery doctor --bench --out recipes/kernels.bench.json`) and NAME.findings.json in recipes and recipes/paper (`surgery run
+`surgery run recipes/demo-mamba1.yaml`), recipes/serving.json (`python -m tools.serving_record`), recipes/full-size.json
+(`python -m tools.full_size`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and NAME.findings.json in recipes and recipes/paper (`surgery run
 recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
 """
 
@@ -28,6 +28,7 @@ DEMO = ROOT / "recipes" / "demo.report.json"
 MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 SEEDS = [ROOT / "recipes" / f"{name}.findings.json" for name in ("seeds", "seeds-mamba1")]
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
+SERVING = ROOT / "recipes" / "serving.json"
 
 # In the order of the page: where miniature and paper agree, and where not.
 VERDICTS = {
@@ -125,6 +126,16 @@ def kernels() -> str:
     return f"{markdown.table(*cell_rows(benchmark))}\n\n{describe(benchmark.environment)} (`recipes/kernels.bench.json`)."
 
 
+def serving() -> str:
+    """What base and hybrid cost in an engine, and where that was measured."""
+    report = Report.read(SERVING)
+    header, body = markdown.serving(report) or ([], [])
+    made = report.provenance
+    return f"""{markdown.table(header, body)}
+
+{markdown.served(report)} Measured {made.created[:10]} on {made.machine} (`recipes/serving.json`)."""
+
+
 def findings() -> str:
     """A section for every study: what was published, what was found here, and what to think of it."""
     sections = []
@@ -167,6 +178,7 @@ def seeds() -> str:
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"demo table": short_demo},
     DOCS / "ideas" / "evidence.md": {"demo": demo, "mamba-1 table": mamba1, "seeds": seeds},
+    DOCS / "howto" / "serve.md": {"serving table": serving},
     DOCS / "reference" / "kernels.md": {"kernel table": kernels},
     DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},
     DOCS / "reference" / "settings.md": {"settings": reference_parts.settings},

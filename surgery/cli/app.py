@@ -4,6 +4,7 @@ Nothing here, and nothing at the top of a verb's file, imports torch, transforme
 and a typo answer at once.
 """
 
+import errno
 import sys
 from collections.abc import Callable
 from inspect import cleandoc
@@ -64,15 +65,24 @@ def options(version: Version = False) -> None:
     """Options that come before a verb."""
 
 
+# What a disk may answer to any write, also one of a library's.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
 def main() -> None:
-    """Entry point. A UserError ends with its one line on standard error and status 2, Ctrl-C with the command that goes on and
-    status 130, SIGTERM likewise with 143."""
+    """Entry point. A UserError, or a disk that is full, ends with one line on standard error and status 2, Ctrl-C with the
+    command that goes on and status 130, SIGTERM likewise with 143."""
     hush_transformers()
     try:
         with listening(), until_the_end:
             app()
     except _user_errors() as error:
         line, status = f"surgery: {' '.join(str(error).split())}", 2
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        place = f" {error.filename}" if error.filename else ""
+        line, status = f"surgery: cannot write{place}: {error.strerror}", 2
     except Interrupted as stop:
         launched = several_processes()
         line = f"surgery: interrupted; to go on: {continuation(sys.argv, launched=launched)}"

@@ -27,13 +27,14 @@ def bench(
     """Compare models on the same examples.
 
     Writes report.html, .md and .json and figures into --out (runs/bench-<first hybrid>). What is measured: bench.suites, of
-    quick, retrieval, language, knowledge, paper and speed. With --resume, what an earlier
+    quick, retrieval, language, knowledge, paper, speed and serving. With --resume, what an earlier
     run into the same folder has measured is not measured again. `accelerate launch -m surgery bench ...` divides the work among
     processes.
 
     Examples:
       surgery bench checkpoints/tiny-mamba2 tuned --require "kv.32 >= base"
       surgery bench checkpoints/tiny-mamba2 spliced --set bench.suites=speed
+      surgery bench base hybrid --set bench.suites=serving --set bench.engine_python=serving/bin/python
     """
     with starting():
         from surgery.evaluation import markdown

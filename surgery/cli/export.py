@@ -19,6 +19,7 @@ from surgery.cli.options import (
 from surgery.errors import UserError
 from surgery.exporting.formats import DESCRIPTIONS as FORMATS
 from surgery.exporting.formats import check_way
+from surgery.records.reading import check_name
 
 
 def export(
@@ -28,7 +29,9 @@ def export(
     base: Annotated[
         str | None, typer.Option("--base", help="Its base, if not as the hybrid says: a folder or, to be published, a Hub id.")
     ] = None,
-    report: Annotated[Path | None, typer.Option("--report", help="Of bench: what was measured, for the card.")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Of bench: what was measured, for the card.", callback=check_name)
+    ] = None,
     max_shard_size: Annotated[
         str | None, typer.Option("--max-shard-size", help="Divide weights into files of at most this, e.g. 2GB.")
     ] = None,

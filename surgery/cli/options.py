@@ -9,18 +9,23 @@ import typer
 from surgery.cli.used_settings import refuse_unused
 from surgery.errors import UserError
 from surgery.exporting.formats import VERIFICATIONS
+from surgery.records.reading import check_name
 
 if TYPE_CHECKING:
     from surgery.records.recipe import Recipe
 
-ModelArgument = Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, original state-spaces folder, or patch.")]
-HybridArgument = Annotated[str, typer.Argument(help="A hybrid's folder, or a patch.")]
+ModelArgument = Annotated[
+    str, typer.Argument(help="Hub id, Hugging Face folder, original state-spaces folder, or patch.", callback=check_name)
+]
+HybridArgument = Annotated[str, typer.Argument(help="A hybrid's folder, or a patch.", callback=check_name)]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe, e.g. tune.steps=300.")
 ]
-RecipeOption = Annotated[Path | None, typer.Option("--recipe", help="A recipe to take the settings from.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Where the output goes.")]
-OutRequired = Annotated[Path, typer.Option("--out", help="Where the output goes.")]
+# A file or a folder.
+PlaceArgument = Annotated[Path, typer.Argument(callback=check_name)]
+RecipeOption = Annotated[Path | None, typer.Option("--recipe", help="A recipe to take the settings from.", callback=check_name)]
+Out = Annotated[Path | None, typer.Option("--out", help="Where the output goes.", callback=check_name)]
+OutRequired = Annotated[Path, typer.Option("--out", help="Where the output goes.", callback=check_name)]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code that comes with the checkpoint to run.")]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the run in --out, from the first stage whose settings have changed.")

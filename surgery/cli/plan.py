@@ -1,12 +1,10 @@
 """surgery plan"""
 
-from pathlib import Path
-
 from surgery.cli.console import show
-from surgery.cli.options import Out, RecipeOption, Settings, recipe_of
+from surgery.cli.options import Out, PlaceArgument, RecipeOption, Settings, recipe_of
 
 
-def plan(ranking: Path, recipe: RecipeOption = None, out: Out = None, settings: Settings = None) -> None:
+def plan(ranking: PlaceArgument, recipe: RecipeOption = None, out: Out = None, settings: Settings = None) -> None:
     """Decide which heads become attention.
 
     Writes plan.json beside the ranking. The seed is the ranking's, unless it is set.

@@ -1,12 +1,10 @@
 """surgery pretrain"""
 
-from pathlib import Path
-
 from surgery.cli.console import show
-from surgery.cli.options import OutRequired, check_writable
+from surgery.cli.options import OutRequired, PlaceArgument, check_writable
 
 
-def pretrain(recipe: Path, out: OutRequired) -> None:
+def pretrain(recipe: PlaceArgument, out: OutRequired) -> None:
     """Train a built-in reference model from scratch.
 
     It learns the small world; that takes tens of minutes on a CPU.

@@ -7,12 +7,13 @@ import typer
 
 from surgery.cli.console import show, starting, table
 from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Settings, Trust, recipe_of
+from surgery.records.reading import check_name
 
 
 def prune(
     model: ModelArgument,
     ranking: Annotated[
-        Path | None, typer.Option("--ranking", help="Of locate: keep only its gather and aggregate heads.")
+        Path | None, typer.Option("--ranking", help="Of locate: keep only its gather and aggregate heads.", callback=check_name)
     ] = None,
     recipe: RecipeOption = None,
     settings: Settings = None,

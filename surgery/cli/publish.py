@@ -1,15 +1,15 @@
 """surgery publish"""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from surgery.cli.console import prose, show, table
+from surgery.cli.options import PlaceArgument
 
 
 def publish(
-    folder: Path, repo: Annotated[str, typer.Argument(help="Where to, e.g. name/model.")],
+    folder: PlaceArgument, repo: Annotated[str, typer.Argument(help="Where to, e.g. name/model.")],
     private: Annotated[bool, typer.Option("--private", help="Make a repository that only you can see.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Send nothing; print what would be sent.")] = False,
     overwrite: Annotated[

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from surgery.cli.console import prose, show, starting, table
-from surgery.cli.options import Out, Overwrite, Resume, Settings, Trust, Verify, recipe_of
+from surgery.cli.options import Out, Overwrite, PlaceArgument, Resume, Settings, Trust, Verify, recipe_of
 from surgery.errors import UserError
 from surgery.exporting.formats import check_way
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipe: Path,
+    recipe: PlaceArgument,
     out: Out = None,
     settings: Settings = None,
     verify: Verify = "auto",

@@ -1,11 +1,10 @@
 """surgery splice"""
 
-from pathlib import Path
-
 from surgery.cli.console import show
 from surgery.cli.options import (
     ModelArgument,
     OutRequired,
+    PlaceArgument,
     RecipeOption,
     ReplaceExport,
     Settings,
@@ -18,7 +17,7 @@ from surgery.exporting.formats import check_way
 
 def splice(
     model: ModelArgument,
-    plan: Path,
+    plan: PlaceArgument,
     out: OutRequired,
     recipe: RecipeOption = None,
     settings: Settings = None,

@@ -11,14 +11,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.evaluation.cells import Cell, check_same, kept, values
 from surgery.evaluation.entries import Entry, Turns
-from surgery.evaluation.report import LOSSES, Cost, ModelReport, Perplexity, Report, Speed
+from surgery.evaluation.report import LOSSES, Cost, ModelReport, Perplexity, Report, Serving, Speed
+from surgery.evaluation.serving import Served, check_serving, serve, versions
 from surgery.evaluation.speed import Timed, decode_cost, speed
 from surgery.evaluation.suites import Task, tasks
 from surgery.loading.digests import Conditions, fingerprint, tokenizer_digest
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import within
 from surgery.probes.knowledge import Part
-from surgery.records.names import called
+from surgery.records.names import called, is_control, is_dose, public
 from surgery.records.plan import published
 from surgery.records.recipe import Bench, Data
 from surgery.records.record import KERNEL_PACKAGES, PACKAGES, environment, provenance
@@ -70,7 +71,7 @@ def bench(
         models=measure(entries, words, options, data=data, seed=seed, cells=cells, part=part),
         timings={},
         training={},
-        settings=options.model_dump(mode="json"),
+        settings=public(options.model_dump(mode="json")),
     )
 
 
@@ -131,6 +132,7 @@ def measure(
     Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
     """
     options, data = options or Bench(), data or Data()
+    check_serving(options)
     named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
     todo = tasks(options, tokenizer, data, seed, part)
     models, words = Turns(named), tokenizer_digest(tokenizer)
@@ -141,6 +143,7 @@ def measure(
         say(f"the models are in several dtypes: {dtypes}")
     cells_of = _measured(models, measured_under, todo, cells)
     timed = _timed(models, measured_under, options, tokenizer.model_max_length, cells)
+    served = _served(models, measured_under, options, tokenizer, cells) if "serving" in options.suites else {}
     first = next(iter(named))
     pairs: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
     for name, by_task in cells_of.items():
@@ -158,6 +161,7 @@ def measure(
             {task: test for (n, task), test in tests.items() if n == name},
             tuple(cost for each in timed[name] for cost in each.costs),
             tuple(speed for each in timed[name] for speed in each.speeds),
+            served.get(name, ()),
         )
         for name, entry in named.items()
     }
@@ -203,9 +207,7 @@ def _timed(
         jobs += [(f"cost {context}", partial(decode_cost, context=context)) for context in contexts]
     if "speed" in options.suites:
         jobs += [(f"speed {c} {b}", partial(speed, context=c, batch=b)) for c in contexts for b in options.batches]
-    here = environment((*PACKAGES, *KERNEL_PACKAGES))  # a time belongs to where it was taken
-    packages = {name: here.packages[name] for name in (*PACKAGES, *KERNEL_PACKAGES)}
-    common = {"machine": here.machine, "number of threads": here.threads, "packages": packages}
+    common = _here()
     timed: dict[str, list[Timed]] = {name: [] for name in models}
     if is_main():
         for names, (cell, measure) in Track([(names, job) for names in models.together() for job in jobs], "timing"):
@@ -215,6 +217,39 @@ def _timed(
                 timed[name].append(one_model)
     state().wait_for_everyone()
     return timed
+
+
+def _here() -> dict[str, Any]:
+    """A time belongs to where it was taken."""
+    here = environment((*PACKAGES, *KERNEL_PACKAGES))
+    packages = {name: here.packages[name] for name in (*PACKAGES, *KERNEL_PACKAGES)}
+    return {"machine": here.machine, "number of threads": here.threads, "packages": packages}
+
+
+def _served(
+    models: Turns,
+    measured_under: dict[str, Conditions],
+    options: Bench,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path | None,
+) -> dict[str, tuple[Serving, ...]]:
+    """What models cost in a serving engine, one after the other, by the first process. Controls cost what their models cost."""
+    served: dict[str, tuple[Serving, ...]] = {}
+    if is_main():
+        python = Path(options.engine_python or "")
+        contexts = [context for context in options.contexts if context <= tokenizer.model_max_length]
+        common = {"cell": "serving", **_here(), "engine": versions(python)}
+        asked = {"contexts": contexts, "concurrencies": options.concurrencies}
+        for name in Track([name for name in models if not (is_control(name) or is_dose(name))], "serving"):
+            key = common | asked | {"models": [measured_under[name].model_dump()]}
+
+            def measure(name: str = name) -> Served:
+                with within(f"{name}, serving"):
+                    return serve(models[name], tokenizer, python, contexts, options.concurrencies)
+
+            served[name] = kept(folder, key, Served, measure).serving
+    state().wait_for_everyone()
+    return served
 
 
 def _time(models: Turns, names: list[str], measure: Callable[[Mapping[str, PreTrainedModel]], Timed]) -> Timed:
@@ -230,6 +265,7 @@ def _result(task: str, measured: np.ndarray) -> Proportion | Estimate | Perplexi
 def _report(
     entry: Entry, measured_under: Conditions, cells: dict[str, list[Cell]], change: dict[str, Estimate],
     tests: dict[str, Evidence], cost: tuple[Cost, ...], fast: tuple[Speed, ...],
+    served: tuple[Serving, ...],
 ) -> ModelReport:  # fmt: skip
     results = {task: _result(task, values(measured)) for task, measured in cells.items()}
     kv = {task.removeprefix("kv."): results.pop(task) for task in [*results] if task.startswith("kv.")}
@@ -241,6 +277,7 @@ def _report(
     }
     fields = {"description": entry.description, "plan": entry.plan and published(entry.plan), "conditions": measured_under}
     return ModelReport.model_validate(
-        {**fields, "kv": kv, **own, "tasks": results, "cost": cost, "speed": fast, "change": change, "evidence": tests,
+        {**fields, "kv": kv, **own, "tasks": results, "cost": cost, "speed": fast, "serving": served,
+         "change": change, "evidence": tests,
          "seeds": seeds}
     )  # fmt: skip

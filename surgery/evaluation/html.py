@@ -41,6 +41,7 @@ def render(report: Report, ranking: Ranking | None = None, mixing: Mixing | None
         "controls": [model for model in models if is_control(model.name)],
         "closest": closest_control(report), "results": markdown.rows(report), "summaries": models,
         "retrieval": retrieval_charts(report, look), "doses": dose_charts(report), "costs": cost_charts(report, look),
+        "serving": markdown.serving(report), "served": markdown.served(report),
         "atlas": atlas(ranking, report.plan) if ranking else Atlas(), "mixing": mixing_page(mixing) if mixing else None,
         "compared": sum(len(model.evidence) for model in report.models.values()),
         "counts": _span([count(result) for result in base.results().values()]),

@@ -66,6 +66,8 @@ def render(report: Report) -> str:
         parts.append("![Retrieval against dictionary size](retrieval.png)\n")
     parts += _doses(report)
     parts += _cost(report)
+    if cells := serving(report):
+        parts.append(f"## In a serving engine\n\n{table(*cells)}\n\n{served(report)}\n")
     parts += _weights(report)
     packages = ", ".join(f"{name} {version}" for name, version in provenance.packages.items())
     timings = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in report.timings.items())
@@ -176,6 +178,36 @@ def _cost(report: Report) -> list[str]:
         header = ["model", "tokens", "batch", "prefill", "one more token", "cache", "memory of the prefill"]
         parts.append(f"## Speed and memory\n\n{table(header, body)}\n\n![Speed](speed.png)\n")
     return parts
+
+
+def serving(report: Report) -> tuple[list[str], list[list[str]]] | None:
+    """Header and rows of what the suite `serving` measured; None if it did not."""
+    body = [
+        [
+            name, f"{s.context:,}", str(s.concurrency), f"{s.tokens_per_second:.1f}", f"{s.first_token_milliseconds:.0f} ms",
+            f"{s.token_milliseconds:.1f} ms", f"{s.cache_bytes_per_token:,} B", f"{s.state_bytes / 1024:,.0f} KiB",
+        ]
+        for name, model in report.models.items()
+        for s in model.serving
+    ]  # fmt: skip
+    header = [
+        "model", "tokens of a prompt", "requests at a time", "tokens per second", "first token", "each further token",
+        "cache per token", "state per request",
+    ]  # fmt: skip
+    return (header, body) if body else None
+
+
+def served(report: Report) -> str:
+    """How the suite `serving` measured, and in what; empty if it did not."""
+    cells = [cell for model in report.models.values() for cell in model.serving]
+    if not cells:
+        return ""
+    packages = ", ".join(f"{name} {version}" for name, version in cells[0].packages.items())
+    return (
+        f"By the engine's own benchmark client: random prompts, {cells[0].new_tokens} tokens after each, prefixes not cached. "
+        "Tokens per second: written, of all requests together. First token, each further token: medians of requests. Cache and "
+        f"state: what the engine reserves, in its pages. {packages}."
+    )
 
 
 def _weights(report: Report) -> list[str]:

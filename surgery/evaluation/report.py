@@ -40,6 +40,24 @@ class Speed(Record):
     peak_bytes: int
 
 
+class Serving(Record):
+    """In a serving engine, by its own benchmark client: `concurrency` requests at a time, each a prompt of `context` tokens
+    after which `new_tokens` are written. Tokens written a second by all together; the median times to a request's first token,
+    and for each further one. cache_bytes_per_token: reserved for each token of a request; state_bytes: for each request,
+    however long. packages: the versions of the engine and of what it computes with."""
+
+    context: int
+    concurrency: int
+    requests: int
+    new_tokens: int
+    tokens_per_second: float
+    first_token_milliseconds: float
+    token_milliseconds: float
+    cache_bytes_per_token: int
+    state_bytes: int
+    packages: dict[str, str]
+
+
 class ModelReport(Record):
     """One model's results, as far as the suites measured them. conditions: which weights, and with what they were measured
     (versions up to 0.5.1 did not say). kv: by number of pairs. tasks: everything that has no field of
@@ -57,6 +75,7 @@ class ModelReport(Record):
     tasks: dict[str, Proportion | Estimate | Perplexity] = {}
     cost: tuple[Cost, ...] = ()
     speed: tuple[Speed, ...] = ()
+    serving: tuple[Serving, ...] = ()
     change: dict[str, Estimate] = {}
     evidence: dict[str, Evidence] = {}
     seeds: dict[str, tuple[float, ...]] = {}

@@ -1,12 +1,13 @@
 """Whether an export may take the place of what is at its destination: only where nothing but an earlier export is lost."""
 
-import json
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from surgery.errors import UserError
 from surgery.hybrids.sources import FOLDERS
+from surgery.records.reading import parse_json
+from surgery.records.record import read_text
 from surgery.splicing.remembered import BASE, PLAN
 from surgery.splicing.remembered import EXPORT as RECORD
 
@@ -48,10 +49,11 @@ def check_replaceable(path: Path, overwrite: bool = True) -> None:
 def _written(record: Path) -> list[str]:
     """Patterns of the names of what an export wrote, by its record; where there is none, of what save_pretrained writes."""
     try:
-        return [*json.loads(record.read_text(encoding="utf-8"))["files"], RECORD, CARD, PLAN]
-    except FileNotFoundError:
-        of_export = []
-    except (ValueError, KeyError, TypeError):  # a damaged one
+        if not record.exists():
+            of_export = []
+        else:
+            return [*parse_json(read_text(record), str(record))["files"], RECORD, CARD, PLAN]
+    except (UserError, KeyError, TypeError):  # a damaged one
         of_export = [RECORD, CARD, "*.png", "report.*", "recipe.yaml"]
     package = Path(__file__).parent.parent / "hybrids"
     return [*SAVED, *of_export, *(file.name for folder in FOLDERS for file in (package / folder).glob("*.py"))]

@@ -1,24 +1,14 @@
 """How every export becomes a folder: written beside its destination, read back in a fresh process and compared with the live
 model, described, and only then moved into place.
 
-Killed at any moment it leaves, under the name that was asked for, the previous folder or the new one. Linux exchanges two
-folders in one step (renameat2). Where a file system or another system cannot, there are two renames, and a process killed
-between them leaves both folders whole under hidden names and nothing under the right one; the next export there puts the
-previous one back before it begins, and removes whatever a killed one left half written. Against a power cut, which may lose
-what the system had not yet put on the disk, nothing is done.
+Killed at any moment it leaves, under the name that was asked for, the previous folder or the new one (runtime/replacing.py).
+Against a power cut, which may lose what the system had not yet put on the disk, nothing is done.
 """
 
-import ctypes
-import errno
-import fcntl
-import glob
 import hashlib
 import math
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,14 +25,14 @@ from surgery.exporting.engines import EngineProof, prove_in_engine
 from surgery.exporting.verify import Proof, Reader, prove
 from surgery.loading.digests import Identity, dtypes, identify
 from surgery.loading.origin import Origin, origin
+from surgery.models.tokens import tokenizers_errors
 from surgery.records.names import public
 from surgery.records.plan import Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import Environment, Sealed, environment
 from surgery.runtime.progress import busy, say
+from surgery.runtime.replacing import building, reason, replace
 from surgery.splicing.splice import graft_parameters
-
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
 
 class Format(Protocol):
@@ -105,18 +95,13 @@ def save(
     if it is an earlier export. identity: the hybrid's, if it is known. verify: one of formats.VERIFICATIONS. Raises UserError,
     and leaves nothing behind, if writing or proving fails."""
     path = Path(path)
-    temporary: Path | None = None
     try:
         check_replaceable(path)
-        recover(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=_hidden(path, "new-")))
-        lock = _lock(temporary)
-        identity = identity or identify(hybrid)
-        if report is not None:
-            check_report(report, identity.digest, dtypes(hybrid))
-        try:
-            with _tokenizers_errors():
+        with building(path) as temporary:
+            identity = identity or identify(hybrid)
+            if report is not None:
+                check_report(report, identity.digest, dtypes(hybrid))
+            with tokenizers_errors():
                 form.write(hybrid, temporary, tokenizer=tokenizer, plan=plan, base=base, **options)
             _papers(temporary, hybrid, plan, recipe, report, figures)
             proof = prove(form.READER, hybrid, tokenizer, temporary, verify=verify, digests=identity.tensors)
@@ -137,27 +122,11 @@ def save(
             for place in (temporary, *temporary.rglob("*")):
                 place.chmod(0o755 if place.is_dir() else 0o644)  # safetensors writes for the owner only
             replace(temporary, path)
-        finally:
-            os.close(lock)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {path}: {_reason(error)}") from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(f"cannot write {path}: {reason(error)}") from error
     for line in (proof.line(), *(each.line() for each in served)):
         say(line)
     return proof
-
-
-@contextmanager
-def _tokenizers_errors() -> Iterator[None]:
-    """What the tokenizers library cannot write becomes an OSError: it raises a bare Exception then."""
-    try:
-        yield
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        raise OSError(str(error)) from error
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -213,63 +182,3 @@ def _papers(
     for name in ("atlas.png", "report.html"):
         if figures is not None and (figures / name).exists():
             shutil.copy(figures / name, folder / name)
-
-
-def replace(source: Path, target: Path) -> None:
-    """Put the folder `source` at `target`, in one step if the system can. What was there is gone afterwards."""
-    aside = target.with_name(_hidden(target, "old"))
-    if not target.exists():
-        os.rename(source, target)
-    elif _exchange(source, target):
-        shutil.rmtree(source, ignore_errors=True)
-    else:
-        os.rename(target, aside)
-        os.rename(source, target)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def recover(path: Path) -> None:
-    """Clear up after exports to `path` that were killed, and put a folder back that one of them had moved aside."""
-    aside = path.with_name(_hidden(path, "old"))
-    if aside.exists() and not path.exists():
-        os.rename(aside, path)
-    shutil.rmtree(aside, ignore_errors=True)
-    for left in path.parent.glob(glob.escape(_hidden(path, "new-")) + "*"):
-        try:
-            os.close(_lock(left))  # one that is still being written is locked
-        except OSError:
-            continue
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def _hidden(path: Path, kind: str) -> str:
-    return f".{path.name}-{kind}"
-
-
-def _lock(folder: Path) -> int:
-    """A descriptor that holds the folder's lock until it is closed or the process ends. Raises OSError if another holds it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two folders in one step; False where that does not exist."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    if call(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-        return False
-    raise OSError(number, os.strerror(number))
-
-
-def _reason(error: Exception) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split())

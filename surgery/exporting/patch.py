@@ -1,6 +1,7 @@
 """The patch: what the hybrid adds to its base or changes in it, in one safetensors and one JSON. splicing/joining.py joins base
 and patch again."""
 
+import copy
 import hashlib
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from surgery.models.quantised import is_quantised
 from surgery.models.streamed import Live
 from surgery.records.plan import Plan, published
 from surgery.records.record import environment
-from surgery.splicing.joining import RECORD, WEIGHTS, Patch
+from surgery.splicing.joining import RECORD, WEIGHTS, Patch, config_texts
 from surgery.splicing.splice import check_base
 
 USE = """\
@@ -57,7 +58,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
         tokenizer.save_pretrained(folder)
     config, fields = original.config.to_dict(), hybrid.config.to_dict()
     Patch(
-        **environment().model_dump(),
+        **environment().model_dump(exclude={"schema_version"}),
         base=origin(base, folder),
         plan=published(plan),
         dtype=str(hybrid.dtype).removeprefix("torch."),
@@ -66,7 +67,18 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
         removed=tuple(name for name in before if name not in after),
         base_tensors=before,
         weights=hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
+        base_config=config_texts(original.config),
     ).write(folder / RECORD)
+    _write_config(hybrid, folder)
+
+
+def _write_config(hybrid: PreTrainedModel, folder: Path) -> None:
+    """By config.json an engine knows what to build (serving/patches.py). It names no code: there is none in a patch."""
+    config = copy.deepcopy(hybrid.config)
+    config.architectures = [type(hybrid).__name__]
+    if hasattr(config, "auto_map"):
+        del config.auto_map
+    config.to_json_file(folder / "config.json")
 
 
 def _same(first: Tensor, second: Tensor) -> bool:

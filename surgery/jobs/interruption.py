@@ -12,6 +12,7 @@ from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RESUMABLE = ("run", "locate", "tune", "bench")  # verbs with --resume
+ANEW = ("prune",)  # verbs that keep a run and begin it anew
 
 _begun = threading.Event()  # set when a verb has made its output folder ready, since the process listens
 
@@ -63,7 +64,7 @@ def continuation(argv: list[str], *, begun: bool | None = None, launched: bool =
         on_path = os.path.realpath(shutil.which("surgery") or "surgery") == os.path.realpath(program)
         command = "surgery" if on_path else shlex.quote(program)
     verb = next((argument for argument in arguments if not argument.startswith("-")), "")
-    if verb in RESUMABLE and (_begun.is_set() if begun is None else begun):
+    if verb in (*RESUMABLE, *ANEW) and (_begun.is_set() if begun is None else begun):
         arguments = [argument for argument in arguments if argument not in ("--overwrite", "--resume")]
-        arguments.append("--resume")
+        arguments.append("--resume" if verb in RESUMABLE else "--overwrite")
     return " ".join([command, *map(shlex.quote, arguments)])

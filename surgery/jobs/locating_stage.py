@@ -42,6 +42,7 @@ def located(
         if (other := _outdated(earlier, recipe, subject)) is not None:
             say(f"{path} is of another {other}: locating again")
             return None
+        shutil.rmtree(kept, ignore_errors=True)
         return earlier
 
     if (ranking := on_main(earlier_ranking)) is not None:

@@ -15,6 +15,7 @@ from surgery.kernels.operations import operations
 from surgery.loading.checkpoint import Checkpoint, load
 from surgery.loading.digests import conditions
 from surgery.loading.sharing import own_bytes
+from surgery.models.finite import broken_weight
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
@@ -43,6 +44,8 @@ def open_checkpoint(
         base=base,
         beside=beside,
     )
+    if why := broken_weight(opened.model):
+        raise UserError(f"{recipe.model} cannot be used: {why}")
     with use(**recipe.kernels):
         for operation in map(operations().__getitem__, requested()):
             operation.choose(*operation.example(opened.model.device, opened.model.dtype))

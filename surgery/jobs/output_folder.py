@@ -1,7 +1,6 @@
 """The output folder of a verb. What an earlier run left in it is never overwritten unasked: --resume goes on with it,
 --overwrite removes it first."""
 
-import shutil
 from pathlib import Path
 
 import yaml
@@ -12,10 +11,11 @@ from surgery.exporting.earlier import check_replaceable
 from surgery.jobs.interruption import note_beginning
 from surgery.records.recipe import Recipe, read_back
 from surgery.records.record import Record, toolkit, write_text
+from surgery.runtime.replacing import is_hidden, recover, remove, sweep
 
 RECIPE, RUN = "recipe.yaml", "run.json"
 # What a verb leaves in its folder, so that --overwrite removes nothing else. (exporting/ removes its own leftovers.)
-COMMON = (RECIPE, RUN)
+COMMON = (RECIPE, RUN)  # in this order
 LOCATE = ("ranking.json", "ranking.safetensors", "atlas.png", "mixing.png", "locate")
 BENCH = (
     "report.json", "report.md", "report.html", "mixing.json", "grafts.png", "retrieval.png", "cost.png", "speed.png",
@@ -71,6 +71,8 @@ def begin(
     is none, or it cannot be read any more). Raises UserError as check_folder does."""
     check_folder(out, verb, resume=resume, overwrite=overwrite, resumable=resumable)
     earlier = _earlier(out / RECIPE) if resume else None
+    sweep(out)
+    recover(out / "hybrid")
     if overwrite:
         clear(out)
     note_beginning()
@@ -80,10 +82,10 @@ def begin(
 
 
 def is_empty(out: Path) -> bool:
-    """Whether there is nothing at a place. Raises UserError for what is no folder."""
+    """Whether there is nothing at a place, but for what a killed writer has left. Raises UserError for what is no folder."""
     try:
         if out.is_dir():
-            return not any(out.iterdir())
+            return all(map(is_hidden, out.iterdir()))
         if out.exists() or out.is_symlink():
             raise UserError(f"cannot write {out}: it is no folder")
     except OSError as error:
@@ -114,11 +116,12 @@ def clear(out: Path) -> None:
             if (out / "plan.json").exists() and (out / "report.json").exists()
             else (*LOCATE, *BENCH, "pruning.json")
         )
-    for path in (path for pattern in (*COMMON, *left) for path in out.glob(pattern)):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    # What says that the folder is ours goes last: a process that is killed here leaves what can still be removed, or resumed.
+    for path in (path for pattern in (*left, *COMMON) for path in out.glob(pattern)):
+        try:
+            remove(path)
+        except OSError as error:
+            raise UserError(f"cannot remove {path}: {error.strerror}") from error
 
 
 def _earlier(path: Path) -> Recipe | None:

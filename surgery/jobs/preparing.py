@@ -2,6 +2,7 @@
 
 from surgery.errors import UserError
 from surgery.evaluation import harness
+from surgery.evaluation.serving import check_serving
 from surgery.evaluation.suites import check_probes, standard
 from surgery.families import family_of
 from surgery.loading.checkpoint import Checkpoint, load_empty
@@ -23,6 +24,7 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
         if names := standard(recipe.bench):
             harness.load(names, recipe.bench.include_path, recipe.bench.data_path)
         check_probes(recipe.bench, base.tokenizer)
+        check_serving(recipe.bench)
         check_questions(base.tokenizer, recipe.locate, recipe.seed)
         Knowledge(recipe.data.facts).questions(1, seed=0)
         Letters(recipe.data.facts).questions(1, seed=0)

@@ -28,7 +28,6 @@ def prune_model(
     with busy("opening the model"):
         base = open_checkpoint(recipe, trust_remote_code)
     check_questions(base.tokenizer, recipe.locate, recipe.seed)
-    on_main(partial(begin, out, "prune", recipe, overwrite=overwrite, resumable=False))
     gather, aggregate = (
         [ranked.columns.site(i) for i in ranked.columns.with_role(role)] if ranked else [] for role in ROLES[1:]
     )
@@ -39,5 +38,7 @@ def prune_model(
         subject, recipe.locate, Knowledge(recipe.data.facts), gather=gather, aggregate=aggregate, seed=recipe.seed,
         recipe=recipe.model_dump(mode="json"),
     )  # fmt: skip
+    # Only now: a model that does not retrieve, or lacks a ranking's heads, is refused, and nothing is kept in between.
+    on_main(partial(begin, out, "prune", recipe, overwrite=overwrite, resumable=False))
     on_main(partial(pruning.write, out / PRUNING))
     return pruning

@@ -21,6 +21,7 @@ from surgery.loading.digests import model_digest
 from surgery.records.recipe import Recipe
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
+from surgery.runtime.replacing import recover
 from surgery.splicing.splice import adopt, check_base
 from surgery.tuning import batches
 from surgery.tuning.lora import matches
@@ -74,6 +75,7 @@ def tune_hybrid(
         return rehearse(loaded.model, loaded.tokenizer, recipe.tune, data=recipe.data, seed=recipe.seed, teacher=teacher)
     on_main(partial(check_space, "hf", loaded.model, out))
     earlier = on_main(partial(begin, work, "tune", recipe, resume=resume, overwrite=overwrite))
+    on_main(partial(recover, out))
     if earlier and (change := first_change(earlier, recipe, ("tune",))) is not None:
         say(str(change))
     options = recipe.tune

@@ -1,6 +1,5 @@
 """Tunes into a folder, and goes on there where a run is resumed, if what is tuned is the same."""
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from surgery.records.recipe import Recipe
 from surgery.records.record import Record
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
+from surgery.runtime.replacing import remove
 from surgery.tuning.loop import tune
 from surgery.tuning.state import Log
 
@@ -67,7 +67,7 @@ def _prepare(out: Path, now: Tuned, resume: bool, description: str) -> bool:
     if resume and (out / TUNED).exists() and _same(out / TUNED, now, description):
         return True
     for checkpoint in out.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
+        remove(checkpoint)
     (out / SECONDS).unlink(missing_ok=True)
     now.write(out / TUNED)
     return False

@@ -1,6 +1,5 @@
 """Loading models (Hub ids, folders, original state-spaces folders, patches) and telling them apart by fingerprint."""
 
-import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,8 @@ from surgery.models.streamed import mapped
 from surgery.models.tokens import prompting
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
+from surgery.records.reading import parse_json, shown
+from surgery.records.record import read_text
 from surgery.splicing.joining import RECORD, Patch, join
 from surgery.splicing.remembered import PLAN, Opened, Surgery, read_surgery, remember
 from surgery.splicing.splice import freeze
@@ -153,7 +154,10 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 def _read_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
-        return prompting(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
+        words = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if not isinstance(words.model_max_length, int | float):
+            raise UserError(f"the tokenizer {source}: model_max_length is {shown(words.model_max_length)}, and no number")
+        return prompting(words)
     except UserError:
         raise
     except Exception as error:
@@ -275,7 +279,7 @@ def _refuse_offload(name: str, device_map: dict[str, Any]) -> None:
 def _json(path: Path) -> dict:
     if not path.exists():
         raise UserError(f"{path.parent} is not a model folder: it holds no config.json")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
+    content = parse_json(read_text(path), str(path))
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is no configuration: it holds no keys")
+    return content

@@ -120,7 +120,7 @@ def model_digest(model: PreTrainedModel) -> str:
 
 def _begun(model: PreTrainedModel) -> Any:
     settle(model)
-    return hashlib.sha256(json.dumps(_function(model.config), sort_keys=True, default=str).encode())
+    return hashlib.sha256(json.dumps(function_of(model.config), sort_keys=True, default=str).encode())
 
 
 def _add(total: Any, name: str, tensor: Tensor) -> None:
@@ -188,7 +188,7 @@ def _file(tokenizer: Any) -> str | None:
     return hashlib.sha256(Path(name).read_bytes()).hexdigest() if name and Path(name).is_file() else None
 
 
-def _function(config: Any) -> dict[str, Any]:
+def function_of(config: Any) -> dict[str, Any]:
     """The fields that the model's function depends on."""
     family = families().get(config.model_type)
     left = UNRELATED if family is None else UNRELATED_HERE

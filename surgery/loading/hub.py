@@ -4,16 +4,25 @@ from pathlib import Path
 
 from surgery.errors import UserError
 from surgery.records.names import on_hub
+from surgery.records.reading import check_name, check_plain, parse_json
+from surgery.records.record import read_text
 
 # What of a Hub repository is fetched; the card says under which licence it is.
 PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.py", "README.md"]
+# Of a folder, what may be read of a model; a configuration's keys must be distinct; the largest tokenizer has 40 MB.
+READ = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
+DISTINCT = {"config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+            "model.safetensors.index.json", "pytorch_model.bin.index.json"}  # fmt: skip
+MOST_JSON = 2**30
 # The same weights once more, in the layout of their maker: Codestral-Mamba's and Llama's repositories hold them twice.
 IGNORED = ["consolidated*", "original/*"]
 
 
 def local_folder(name: str, revision: str | None = None) -> Path:
     """The local folder of a model: itself, or the Hub's snapshot. Raises UserError if there is none."""
+    check_name(name)
     if Path(name).is_dir():
+        check_files(Path(name))
         return Path(name)
     if not on_hub(name):
         raise UserError(f"no such folder: {name}")
@@ -23,6 +32,19 @@ def local_folder(name: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS, ignore_patterns=IGNORED))
     except Exception as error:
         raise UserError(f"no such folder: {name}, and {why_not_fetched(error)}") from error
+
+
+def check_files(folder: Path) -> None:
+    """Raise UserError for a file of a model's folder that cannot be one: a pipe would be waited for, a device has no end, and
+    of a key that stands twice in a configuration, the last would be taken in silence."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in READ or path.is_dir():
+            continue
+        size = check_plain(path)
+        if path.suffix == ".json" and size > MOST_JSON:
+            raise UserError(f"cannot read {path}: it has {size:,} bytes, more than any tokenizer or configuration")
+        if path.name in DISTINCT:
+            parse_json(read_text(path), str(path))
 
 
 def why_not_fetched(error: Exception) -> str:

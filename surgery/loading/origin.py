@@ -2,10 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import Annotated
 
+import pydantic
 from huggingface_hub import metadata_load, try_to_load_from_cache
 
 from surgery.records.names import on_hub
+from surgery.records.reading import check_name
 from surgery.records.record import Record
 
 LICENCE = ("license", "license_name", "license_link")  # as cards of the Hub name them
@@ -16,7 +19,7 @@ class Origin(Record):
     together and be used from anywhere; published, the folder's name. hub: which of the two. revision: the Hub's commit, where
     the copy here says it. licence: those of LICENCE that the base's card states."""
 
-    name: str
+    name: Annotated[str, pydantic.AfterValidator(check_name)]
     hub: bool
     revision: str | None
     licence: dict[str, str]

@@ -18,6 +18,7 @@ from surgery.locating.questions import QuestionSet, described
 from surgery.locating.subject import Subject
 from surgery.models.answers import settle
 from surgery.probes.scoring import padded
+from surgery.records.reading import parse_json
 from surgery.records.recipe import Locate
 from surgery.records.record import read_text, write_text
 from surgery.runtime import processes
@@ -109,9 +110,13 @@ def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], 
 def _decided(path: Path, options: Locate, conditions: dict[str, Any], exact: bool) -> bool:
     """The decision in a file, if it was made for the same model and options; else this one, which is written there."""
     key = {"options": options.model_dump(mode="json"), "conditions": conditions}
-    earlier = json.loads(read_text(path)) if path.exists() else {}
-    if {name: earlier.get(name) for name in key} == key:
-        return earlier["exact"] is True
+    earlier = parse_json(read_text(path), str(path)) if path.exists() else None
+    if (
+        isinstance(earlier, dict)
+        and {name: earlier.get(name) for name in key} == key
+        and isinstance(earlier.get("exact"), bool)
+    ):
+        return earlier["exact"]
     write_text(path, json.dumps({**key, "exact": exact}))
     return exact
 

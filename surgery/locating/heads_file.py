@@ -5,17 +5,19 @@ Arrays as in Heads, each in the smallest whole numbers that hold it, or in float
 """
 
 import hashlib
-import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from surgery.errors import UserError
+from surgery.loading.hub import one_line
 from surgery.locating.heads import KINDS, ROLES, SCORES, Heads
+from surgery.records.plan import Start
+from surgery.records.reading import read_content
 from surgery.records.record import Record, write_bytes
+from surgery.records.site import MOST
 from surgery.statistics import Intervals
 
 WHOLE = {"layer": int, "head": int, "kind": np.uint8, "role": np.uint8, "sign": np.int8}
@@ -50,16 +52,13 @@ def write(heads: Heads, path: Path) -> Arrays:
 def read(about: Arrays, folder: Path) -> Heads:
     """Read it again. Raises UserError if it is missing or not as it was written."""
     path = folder / Path(about.file).name
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}, which holds the scores of a ranking beside it: {error.strerror}") from error
+    content = read_content(path, "the scores of a ranking in")
     if hashlib.sha256(content).hexdigest() != about.sha256:
         raise UserError(f"{path} is not as it was written: its content does not fit the ranking beside it; make both again")
     try:
         return _heads(load(content))
-    except (SafetensorError, struct.error, KeyError, ValueError) as error:
-        raise UserError(f"{path} does not hold the scores of a ranking: {error}") from error
+    except Exception as error:  # a damaged file raises whatever its bytes lead to
+        raise UserError(f"{path} does not hold the scores of a ranking: {one_line(error)}") from error
 
 
 def _heads(arrays: dict[str, np.ndarray]) -> Heads:
@@ -76,6 +75,13 @@ def _heads(arrays: dict[str, np.ndarray]) -> Heads:
         raise ValueError("a kind or a role that this version does not know")
     if any(len(array) != count for array in (*whole.values(), arrays["tau"])):
         raise ValueError("arrays of different lengths")
+    if any(whole[name].size and not 0 <= whole[name].min() <= whole[name].max() <= MOST for name in ("layer", "head")):
+        raise ValueError("a layer or a head that no model has")
+    starts = arrays["tau"][whole["sign"] != 0]
+    if np.abs(whole["sign"]).max(initial=0) > 1 or not ((starts >= Start.least) & (starts <= Start.most)).all():
+        raise ValueError("a start that no graft can have")
+    if any(array.ndim != 1 for array in (*whole.values(), arrays["tau"])) or any((e.n < 0).any() for e in estimates.values()):
+        raise ValueError("arrays that are none of heads")
     return Heads(**whole, tau=arrays["tau"], estimates=estimates)
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from surgery.errors import UserError
 from surgery.models.answers import described
 from surgery.probes.scoring import Encoded
-from surgery.records.record import sweep
 from surgery.runtime import processes
+from surgery.runtime.replacing import building, reason
 
 Tensors = dict[str, Tensor]
 Key = Callable[[int], Any]  # of a batch's number: what its tensors depend on (JSON)
@@ -103,11 +103,8 @@ def _read(path: Path) -> Tensors:
 def _save(tensors: Tensors, path: Path) -> None:
     """A reader sees the whole file or none."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(descriptor)
-        save_file(tensors, temporary, metadata=_seal(tensors, path))
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        with building(path) as folder:  # save_file has temporary files of its own
+            save_file(tensors, folder / path.name, metadata=_seal(tensors, path))
+            os.replace(folder / path.name, path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {path}: {reason(error)}") from error

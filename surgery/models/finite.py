@@ -81,7 +81,10 @@ def _is_broken(values: Any) -> bool:
     """Whether there is a NaN or an infinity. -inf is none: masks are made of it."""
     if not isinstance(values, Tensor) or not values.is_floating_point() or values.element_size() == 1:  # 8 bits have no isnan
         return False
-    return bool((values.isnan() | values.isposinf()).any())
+    if not values.numel():
+        return False
+    largest = values.detach().max()  # a NaN counts as the largest; nothing as large as the values is made
+    return bool(largest.isnan() | largest.isposinf())
 
 
 @torch.no_grad()

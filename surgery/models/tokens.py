@@ -21,7 +21,8 @@ any other tokenizer the whole text is tokenised.
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -141,3 +142,14 @@ def _try_barriers(tokenizer: PreTrainedTokenizerBase) -> bool:
         if of_both[len(of_prompt) :] != of_tail_and_text[len(of_tail) :]:
             return False
     return True
+
+
+@contextmanager
+def tokenizers_errors() -> Iterator[None]:
+    """What the tokenizers library cannot write becomes an OSError: it raises a bare Exception then."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(str(error)) from error

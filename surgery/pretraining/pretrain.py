@@ -9,20 +9,20 @@ for it, and hints (hints.py).
 
 import json
 import math
-import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from surgery.errors import UserError
 from surgery.families import families
 from surgery.loading.checkpoint import load
+from surgery.models.tokens import tokenizers_errors
 from surgery.pretraining.checkpoint_card import card
 from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds
@@ -30,6 +30,7 @@ from surgery.pretraining.measuring import measure
 from surgery.pretraining.training import train
 from surgery.records.plan import Plan
 from surgery.records.pretrain_recipe import PretrainRecipe
+from surgery.runtime.replacing import building, reason, replace
 from surgery.splicing.splice import adopt, install, unsplice
 from surgery.world.tokenizer import build_tokenizer
 
@@ -63,18 +64,20 @@ def pretrain(recipe: PretrainRecipe, out: Path) -> dict[str, Any]:
     seconds = time.monotonic() - start
     base = unsplice(model.eval()) if model.config.model_type in families() and not recipe.attention else model.eval()
     measured = measure(base, tokenizer, recipe.examples, recipe.seed)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
-    base.save_pretrained(folder)
-    _without_code(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
-    (folder / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
-    (folder / "measured.json").write_text(json.dumps(measured, indent=2) + "\n")
-    (folder / "README.md").write_text(card(recipe, base, measured, seconds, out.name))
-    folder.chmod(0o755)
-    shutil.rmtree(out, ignore_errors=True)
-    folder.rename(out)
+    try:
+        with building(out) as folder:
+            with tokenizers_errors():
+                base.save_pretrained(folder)
+                _without_code(folder)
+                tokenizer.save_pretrained(folder)
+            (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+            (folder / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
+            (folder / "measured.json").write_text(json.dumps(measured, indent=2) + "\n")
+            (folder / "README.md").write_text(card(recipe, base, measured, seconds, out.name))
+            folder.chmod(0o755)
+            replace(folder, out)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {out}: {reason(error)}") from error
     return measured
 
 

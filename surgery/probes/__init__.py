@@ -18,6 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.probes.question import CompletionProbe, Probe
 from surgery.records.complaints import none_named
+from surgery.records.reading import shown
+
+MOST = 10**6  # words, tokens or pairs of one question
 
 
 @cache
@@ -58,7 +61,9 @@ def make(name: str, *, tokenizer: PreTrainedTokenizerBase | None = None, **optio
             given[option] = pydantic.TypeAdapter(types[option]).validate_python(value, strict=True)
         except pydantic.ValidationError as error:
             message = error.errors()[0]["msg"].lower()
-            raise UserError(f"the probe '{name}': option '{option}' is {value!r}; {message}") from error
+            raise UserError(f"the probe '{name}': option '{option}' is {shown(value)}; {message}") from error
+        if type(value) is int and abs(value) > MOST:
+            raise UserError(f"the probe '{name}': option '{option}' is {shown(value)}; no probe takes more than {MOST:,}")
     for option, field in fields.items():
         if option not in given and field.default is dataclasses.MISSING:
             raise UserError(f"the probe '{name}' needs the option '{option}'")

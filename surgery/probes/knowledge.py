@@ -9,17 +9,17 @@ hash of the prompt, is for tuning to ask, and bench asks the others alone. The w
 templates that bench never uses.
 """
 
-import json
 import random
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from surgery.errors import UserError
 from surgery.probes.letters import LETTERS, lettered
 from surgery.probes.question import Question
+from surgery.records.reading import parse_json_lines
 from surgery.records.record import read_text
 from surgery.world.facts import facts
 
@@ -37,14 +37,11 @@ def part_for_bench(watched: Iterable[object]) -> Part | None:
 
 def _lines(source: str, part: Part | None = None) -> list[dict]:
     text = read_text(CAPITALS if source == "capitals" else source, "the facts in")
-    try:
-        items = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except ValueError as error:
-        raise UserError(f"{source} is not JSON lines: {error}") from error
-    for number, item in enumerate(items, 1):
-        complete = isinstance(item, dict) and {"prompt", "answer", "choices"} <= item.keys()
-        if not complete or item["answer"] not in item["choices"]:
-            raise UserError(f"{source}, line {number}: needs prompt, answer and choices, the answer among the choices")
+    items = []
+    for number, item in parse_json_lines(text, source):
+        if (why := _wrong_with(item)) is not None:
+            raise UserError(f"{source}, line {number}: needs prompt, answer and choices, the answer among the choices{why}")
+        items.append(item)
     if not items:
         raise UserError(f"{source} holds no facts")
     chosen = [item for item in items if part is None or _for_tuning(item["prompt"]) == (part == "keep")]
@@ -54,6 +51,21 @@ def _lines(source: str, part: Part | None = None) -> list[dict]:
             "tune.early_stopping"
         )
     return chosen
+
+
+def _wrong_with(item: Any) -> str | None:
+    """What is wrong with a line of a file of facts, as the end of a sentence; None if nothing is."""
+    if not isinstance(item, dict) or not {"prompt", "answer", "choices"} <= item.keys():
+        return ""  # the sentence says it all
+    choices = item["choices"]
+    texts = [item["prompt"], item["answer"], item.get("question", "-"), *(choices if isinstance(choices, list) else ())]
+    if not isinstance(choices, list) or not all(isinstance(text, str) and text.strip() for text in texts):
+        return "; each of them is text, and choices is a list of texts"
+    if item["answer"] not in choices:
+        return "; the answer is not"
+    return (
+        None if len({choice.strip() for choice in choices}) == len(choices) > 1 else "; two choices at least, and no two alike"
+    )
 
 
 def _for_tuning(prompt: str) -> bool:

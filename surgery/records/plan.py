@@ -1,6 +1,6 @@
 """The plan: the frozen record of sites, graft kind and initialisation. It is the only thing that splice obeys."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -14,7 +14,9 @@ class Start(Record):
 
     sign: Literal[1, -1] = 1
     """The sign of its scores, which is not trained."""
-    tau: float = Field(default=1.0, gt=0)
+    least: ClassVar[float] = 1e-6
+    most: ClassVar[float] = 1e6
+    tau: float = Field(default=1.0, ge=least, le=most)
     """The factor of its scores (an inverse temperature), which is trained."""
 
 
@@ -43,7 +45,7 @@ class Plan(Record):
     """The donor's MLP and norms come too. For kind layer."""
     time_step: bool = True
     """Add log dt to the scores. By default not with a donor, whose scores know no time step. For kind head."""
-    width: int | None = Field(default=None, ge=1)
+    width: int | None = Field(default=None, ge=1, le=2**14)
     """Width of queries and keys; by default the state size, and at least 32, or the donor's. For kind layer without a donor: of
     a head, by default 64 where that divides the hidden size."""
     shared: bool = False
@@ -51,7 +53,7 @@ class Plan(Record):
     blend: float | None = Field(default=None, ge=0, le=1)
     """None: attention in place of the SSM. A number: both, under a learned gate that starts there (at 0 the hybrid equals the
     base exactly). For kind head."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**52)
     """Of what starts at random."""
     provenance: Provenance | None = None
     """Where the plan comes from."""
@@ -69,6 +71,8 @@ class Plan(Record):
     @classmethod
     def _merge(cls, sites: tuple[Site, ...], info: ValidationInfo) -> tuple[Site, ...]:
         """One site a layer, in order; `L1.H3` and `L1.H6` become `L1.H3,6`."""
+        if not sites:
+            raise ValueError("a plan needs at least one site")
         layers: dict[int, tuple[int, ...]] = {}
         for site in sites:
             if site.heads and info.data.get("kind") == "layer":
@@ -97,6 +101,9 @@ class Plan(Record):
             planned = {str(head) for site in self.sites for head in (site.each() or (site,))} if named else set()
             if strays := sorted(set(named) - planned):
                 raise ValueError(f"{name}: {strays[0]} is not among the sites")
+        heads = {str(head) for site in self.sites for head in site.each()} if self.starts else set()
+        if strays := sorted(set(self.starts) - heads):  # also L01.H3, which nobody would find
+            raise ValueError(f"starts: {strays[0]} is not among the sites")
         if wide := [site for site in self.donor_heads.values() if len(site.heads) != 1]:
             raise ValueError(f"donor_heads: {wide[0]} is not one head")
         return self

@@ -10,7 +10,7 @@ from surgery.errors import UserError
 from surgery.records.complaints import complaint
 from surgery.records.record import read_text
 from surgery.records.renamed import advise, current
-from surgery.records.sections.section import MOST, Count, Section
+from surgery.records.sections.section import EXAMPLES, FACTOR, ROWS, STEPS, Count, Rows, Section, Steps
 from surgery.records.site import Site, SitesText, SiteText
 from surgery.records.yaml_text import parse_yaml
 
@@ -61,15 +61,15 @@ class PretrainRecipe(Section):
     """Layers that are attention from the start: a hybrid, trained as one."""
     teacher: str | None = None
     """A Transformer's folder, whose hidden states the layers then learn to reproduce."""
-    embedding_std: float = Field(default=0.25, gt=0, allow_inf_nan=False)
+    embedding_std: float = Field(default=0.25, gt=0, le=FACTOR)
     """Standard deviation of the embeddings at the start."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Of everything that is drawn at random."""
-    steps: Count = 3000
+    steps: Steps = 3000
     """Steps of the whole model."""
-    learning_rate: float = Field(default=3e-3, gt=0, allow_inf_nan=False)
+    learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR)
     """The largest learning rate."""
-    weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.01, ge=0, le=FACTOR)
     """Weight decay of matrices and convolution filters; nothing else decays."""
     warmup_steps: Count = 100
     """Steps over which the learning rate rises."""
@@ -77,24 +77,24 @@ class PretrainRecipe(Section):
     """The share of the steps after which the learning rate falls linearly to a twentieth."""
     curriculum: Curriculum = Curriculum()
     """How dictionaries grow (section pretrain.curriculum)."""
-    first_layer_steps: int = Field(default=1500, ge=0, le=MOST)
+    first_layer_steps: int = Field(default=1500, ge=0, le=STEPS)
     """At most this many steps of the first layer alone; the stage ends when the curriculum does. 0 for a model that needs two
     layers to retrieve."""
     hints: Hints | None = None
     """For a Transformer (section pretrain.hints)."""
     queries: Count = 16
     """At most this many questions follow one dictionary."""
-    kv_targets: Count = 256
+    kv_targets: Rows = 256
     """Values asked for in a step."""
-    text_sequences: int = Field(default=6, ge=0, le=MOST)
+    text_sequences: int = Field(default=6, ge=0, le=ROWS)
     """Documents in a step."""
-    text_sentences: Count = 20
+    text_sentences: Rows = 20
     """Sentences of a document."""
-    letter_sequences: int = Field(default=4, ge=0, le=MOST)
+    letter_sequences: int = Field(default=4, ge=0, le=ROWS)
     """Sequences of lettered questions in a step."""
-    letter_questions: Count = 6
+    letter_questions: Rows = 6
     """Questions of such a sequence."""
-    examples: int = Field(default=1000, ge=2, le=MOST)
+    examples: int = Field(default=1000, ge=2, le=EXAMPLES)
     """Examples of each measurement on the card."""
 
 

@@ -14,7 +14,7 @@ from surgery.records.renamed import advise, current, current_key
 from surgery.records.sections.benching import Bench, Suite
 from surgery.records.sections.data import Data, Text
 from surgery.records.sections.locating import Locate, PlanOptions, ProbeChoice
-from surgery.records.sections.section import Section
+from surgery.records.sections.section import Name, Section
 from surgery.records.sections.tuning import Align, Calibrate, EarlyStopping, Lesson, Lora, Tune
 from surgery.records.yaml_text import parse_yaml
 
@@ -35,9 +35,9 @@ def _named(study: Any) -> Any:
 class Recipe(Section):
     """Everything that a run depends on. Output goes to runs/<the recipe's file name> unless --out says otherwise."""
 
-    model: str
+    model: Name
     """The base: an id of the Hub, a folder, or a patch."""
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     """Another tokenizer than the model's: an id of the Hub or a folder."""
     dtype: str = "auto"
     """What the model is computed in (float32, bfloat16, float16); auto: as it is stored."""

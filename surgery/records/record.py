@@ -1,13 +1,10 @@
 """What every JSON file of the toolkit has in common: strictness, provenance, atomic writing, and a seal on measurements."""
 
-import glob
 import hashlib
 import json
 import os
 import platform
 import sys
-import tempfile
-import time
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -18,11 +15,12 @@ import pydantic
 
 from surgery.errors import UserError
 from surgery.records.names import called, public
+from surgery.records.reading import parse_json, read_content
+from surgery.runtime.replacing import written
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "scipy", "tokenizers", "peft")
 # Optional ones, named where they are in use: module -> distribution.
 OPTIONAL = {"lm_eval": "lm_eval", "bitsandbytes": "bitsandbytes", "datasets": "datasets", "sentencepiece": "sentencepiece"}
-ABANDONED = 600  # seconds, after which nobody is still writing a temporary file
 KERNEL_PACKAGES = ("triton", "mamba-ssm", "causal-conv1d", "flash-attn", "kernels")  # optional, and only of use on GPUs
 
 
@@ -30,6 +28,14 @@ class Record(pydantic.BaseModel):
     """A frozen record that refuses unknown keys. The text below a field is its description in the JSON schema."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @pydantic.field_validator("schema_version", check_fields=False)
+    @classmethod
+    def _known(cls, version: int) -> int:
+        """Refuse a file of a later version, whose fields may mean something else."""
+        if not 1 <= version <= (known := cls.model_fields["schema_version"].default):
+            raise ValueError(f"schema_version is {version}, and this version of the toolkit knows those up to {known}")
+        return version
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -48,6 +54,7 @@ class Record(pydantic.BaseModel):
 
     @classmethod
     def _parsed(cls, text: str, path: str | Path) -> Self:
+        parse_json(text, str(path))  # a key that is there twice, which pydantic takes in silence
         try:
             return cls.model_validate_json(text)
         except pydantic.ValidationError as error:
@@ -169,14 +176,12 @@ def complaint_line(detail: Any) -> str:
 
 def read_text(path: str | Path, what: str = "") -> str:
     """A UTF-8 file; `what` says what it is to hold ("the recipe"). Raises UserError with one line if it cannot be read."""
+    content = read_content(path, what)
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except IsADirectoryError as error:
-        raise UserError(f"cannot read {f'{what} {path}'.strip()}: it is a folder, and what is needed is a file") from error
-    except OSError as error:
-        raise UserError(f"cannot read {f'{what} {path}'.strip()}: {error.strerror}") from error
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {f'{what} {path}'.strip()}: not UTF-8 at byte {error.start}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -186,29 +191,8 @@ def write_text(path: str | Path, text: str) -> None:
 
 def write_bytes(path: str | Path, content: bytes) -> None:
     """Write a file so that a reader sees the old content or the new, never a part."""
-    path, temporary = Path(path), None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)  # mkstemp's default is for secrets
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-
-
-def sweep(path: Path) -> None:
-    """Remove the temporary files that killed writers of a file have left beside it: those that are older than ABANDONED."""
-    for left in path.parent.glob(glob.escape(f".{path.name}.") + "*"):
-        try:
-            if time.time() - left.stat().st_mtime > ABANDONED:
-                left.unlink()
-        except OSError:  # another process was faster
-            continue
+    with written(path) as place:
+        place.write_bytes(content)
 
 
 def toolkit() -> str:

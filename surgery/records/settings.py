@@ -13,7 +13,7 @@ from surgery.records.pretrain_recipe import PretrainRecipe
 from surgery.records.recipe import Recipe
 from surgery.records.record import Record
 from surgery.records.sections.listing import walk
-from surgery.records.sections.section import MOST, Section
+from surgery.records.sections.section import ABSURD, Section
 from surgery.records.site import Site
 
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -76,7 +76,7 @@ def _bounds(metadata: Any) -> Iterator[str]:
     for part in flat:
         if isinstance(part, annotated_types.Ge | annotated_types.Gt | annotated_types.Le | annotated_types.Lt):
             (name,) = (name for name in BOUNDS if hasattr(part, name))
-            if getattr(part, name) < MOST:  # larger ones only keep out what nobody means
+            if getattr(part, name) not in ABSURD:  # these only keep out what nobody means
                 yield f"{BOUNDS[name]} {getattr(part, name)}"
 
 

@@ -7,6 +7,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PlainSerializer
 
 from surgery.errors import UserError
+from surgery.records.reading import shown
+
+MOST = 2**31 - 1
+DIGITS = 20  # of a number that is read at all
 
 
 @dataclass(frozen=True, order=True)
@@ -20,6 +24,8 @@ class Site:
         object.__setattr__(self, "heads", tuple(sorted(set(self.heads))))
         if self.layer < 0 or any(head < 0 for head in self.heads):
             raise UserError("a site's layer and heads count from 0")
+        if max(self.layer, *self.heads, 0) > MOST:
+            raise UserError(f"no model has a layer or a head of the number {shown(max(self.layer, *self.heads), 20)}")
 
     def __str__(self) -> str:
         return f"L{self.layer}" + (f".H{','.join(map(str, self.heads))}" if self.heads else "")
@@ -33,6 +39,8 @@ class Site:
         match = re.fullmatch(r"L(\d+)(?:\.H(\d+(?:\s*,\s*\d+)*))?", text.strip(), flags=re.ASCII)
         if match is None:
             raise UserError(f"'{text}' is not a site; write L17, L17.H3 or L36.H1565,1906")
+        if max(map(len, re.findall(r"\d+", text))) > DIGITS:
+            raise UserError(f"no model has the site {shown(text, 40)}")
         layer, heads = match.groups()
         return cls(int(layer), tuple(map(int, heads.split(","))) if heads else ())
 

@@ -5,6 +5,7 @@ from typing import Any
 import yaml
 
 from surgery.errors import UserError
+from surgery.records.reading import check_tree
 
 
 class _Loader(yaml.SafeLoader):
@@ -20,10 +21,13 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, what: str) -> Any:
-    """The value of a YAML text. Raises UserError, in one line that begins with `what`, if it has none."""
+    """The value of a YAML text. Raises UserError, in one line that begins with `what`, if it has none that can be used."""
     try:
-        return yaml.load(text, _Loader)  # a SafeLoader
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # ValueError: a date or a number that is none
-        raise UserError(f"{what} is not YAML: {' '.join(str(error).split())}") from error
+        tree = yaml.load(text, _Loader)  # a SafeLoader
     except RecursionError as error:
         raise UserError(f"{what} is not YAML that can be read: it is nested too deeply") from error
+    except Exception as error:  # besides its own errors, whatever a tag does to a value that it does not fit: !!timestamp x
+        reason = str(error) if isinstance(error, yaml.YAMLError | ValueError) else f"a value does not fit its tag ({error})"
+        raise UserError(f"{what} is not YAML: {' '.join(reason.split())}") from error
+    check_tree(tree, what)
+    return tree

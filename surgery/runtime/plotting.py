@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from surgery.runtime.replacing import written
+
 # Okabe and Ito's palette, safe for colour-blind readers; the base is black.
 COLORS = {"base": "#24292F", "spliced": "#E69F00", "tuned": "#0072B2", "control_tuned": "#D55E00",
           "control_random_site": "#009E73", "control_random_site_tuned": "#CC79A7", "control_random_site_2": "#56B4E9",
@@ -66,11 +68,8 @@ def drawing(
         yield figure, axes
         if path is None:
             return
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        figure.savefig(temporary, format="png", metadata={"Software": None})
-        temporary.replace(path)
+        with written(path) as place:
+            figure.savefig(place, format="png", metadata={"Software": None})
 
 
 def accuracy_axis(axis: Any, **labels: Any) -> None:

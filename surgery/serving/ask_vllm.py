@@ -2,13 +2,16 @@
 
     python -P ask_vllm.py < job.json > answers.json
 
-job: {"folder": str, "prompts": [[token id, ...], ...], "new": [how many tokens to choose after each prompt, ...]}
-answers: {"version": str, "alone": [...], "together": [...]}, for each prompt [[chosen token, {token: log-probability}], ...]
+job: {"folder": str, "prompts": [[token id, ...], ...], "new": [how many tokens to choose after each prompt, ...]}, with
+"settings", if any, for vLLM's LLM; or a list of such, which are asked one after the other
+answers: {"version": str, "alone": [...], "together": [...], "cached": [...]}, for each prompt [[chosen token, {token:
+log-probability}], ...], and how many of its tokens vLLM had kept when it was asked together; or a list of such
 
 Alone, each prompt is a request by itself. Together, all are sent at once: no more than SEATS run at a time, so that requests
 join as others leave. Prompts are read in pieces of PIECE tokens.
 """
 
+import gc
 import json
 import os
 import sys
@@ -18,28 +21,40 @@ SEATS, PIECE, TOP = 4, 64, 5
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
+    jobs = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # vLLM writes to the standard output too
-        json.dump(answers(**job), out)
+        json.dump([_alone(job) for job in jobs] if isinstance(jobs, list) else answers(**jobs), out)
 
 
-def answers(folder: str, prompts: list[list[int]], new: list[int]) -> dict:
+def _alone(job: dict) -> dict:
+    """One of several jobs. In one process (VLLM_ENABLE_V1_MULTIPROCESSING=0) an engine has to go before the next one starts."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    result = answers(**job)
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return result
+
+
+def answers(folder: str, prompts: list[list[int]], new: list[int], settings: dict | None = None) -> dict:
     from vllm import LLM, SamplingParams
 
     longest = max(len(prompt) + count for prompt, count in zip(prompts, new, strict=True))
-    llm = LLM(
-        folder, dtype="float32", max_model_len=longest + 1, max_num_seqs=SEATS, max_num_batched_tokens=PIECE, max_logprobs=TOP,
-        disable_log_stats=True, seed=0,
-    )  # fmt: skip
+    own = {"dtype": "float32", "max_num_seqs": SEATS, "max_num_batched_tokens": PIECE, "max_logprobs": TOP, "seed": 0}
+    llm = LLM(folder, **own | {"max_model_len": longest + 1, "disable_log_stats": True} | (settings or {}))
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
     greedy = [SamplingParams(temperature=0, max_tokens=count, logprobs=TOP, ignore_eos=True) for count in new]
 
     def ask(some: list, how: list) -> list:
-        return [_steps(request.outputs[0]) for request in llm.generate(some, how, use_tqdm=False)]
+        return llm.generate(some, how, use_tqdm=False)
 
-    alone = [ask([request], [how])[0] for request, how in zip(requests, greedy, strict=True)]
-    return {"version": version_of("vllm"), "alone": alone, "together": ask(requests, greedy)}
+    alone = [_steps(ask([request], [how])[0].outputs[0]) for request, how in zip(requests, greedy, strict=True)]
+    together = ask(requests, greedy)
+    return {
+        "version": version_of("vllm"), "alone": alone, "together": [_steps(each.outputs[0]) for each in together],
+        "cached": [each.num_cached_tokens or 0 for each in together],
+    }  # fmt: skip
 
 
 def _steps(output) -> list:

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
-from surgery.serving.vllm_config import head_size, kv_heads
+from surgery.serving.limits import head_size, kv_heads
 
 
 class Linear(ReplicatedLinear):

@@ -15,6 +15,7 @@ The softmax's own denominator cancels, and queries and keys keep their width.
 vLLM runs a mixer as an opaque operator that calls `conv_ssm_forward`: no graph and no compiler looks inside.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.platforms import current_platform
 
-from surgery.serving.vllm_config import head_size, is_layer_graft, kv_heads
+from surgery.serving.limits import head_size, is_layer_graft, kv_heads
 
 TINY = 1e-30  # dt below it is as good as not written
 
@@ -66,7 +68,22 @@ class Heads(nn.Module):
         return q[:, self.pair_of_head] * sharpness, k[:, self.pair_of_head]
 
 
-class HybridMixer2(MambaMixer2):
+class Mixer2(MambaMixer2):
+    """vLLM's own, with prefix caching on a CPU as well.
+
+    States to be kept are those at the ends of blocks. vLLM 0.32 takes them from within a piece of a prompt where the scan hands
+    over the states of its chunks. That for CPUs hands over the last one alone, and vLLM fails with an IndexError. So nothing is
+    promised there; the scheduler then ends a piece where a state is to be kept.
+    """
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
+        spec: Any = super().get_kv_cache_spec(vllm_config)
+        if not current_platform.is_cpu():
+            return spec
+        return replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+
+
+class HybridMixer2(Mixer2):
     """A Mamba-2 mixer some of whose heads are attention. The scan runs over all of them: vLLM's kernels know no gaps."""
 
     def __init__(self, config: Any, spec: dict[str, Any], vllm_config: VllmConfig, prefix: str):

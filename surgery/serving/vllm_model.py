@@ -7,17 +7,28 @@ import torch
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalculator, MambaStateDtypeCalculator
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching, SupportsPP
+from vllm.model_executor.models.utils import (
+    AutoWeightsLoader,
+    WeightsMapper,
+    make_empty_intermediate_tensors_factory,
+    make_layers,
+    maybe_prefix,
+)
+from vllm.sequence import IntermediateTensors
 
-from surgery.serving.vllm_config import grafts_of, is_layer_graft
+from surgery.serving.limits import grafts_of, is_layer_graft
+from surgery.serving.patches import FROM_BASE, Patched
 from surgery.serving.vllm_layer_graft import LayerGraftMixer
-from surgery.serving.vllm_mixer import HybridMixer2, convolved_channels, mixer_arguments, state_shape
+from surgery.serving.vllm_mixer import HybridMixer2, Mixer2, convolved_channels, mixer_arguments, state_shape
+
+HANDED_ON = ("hidden_states", "residual")
 
 
 class Block(nn.Module):
@@ -30,7 +41,7 @@ class Block(nn.Module):
         name = f"{prefix}.mixer"
         self.mixer: Any
         if spec is None:
-            self.mixer = MambaMixer2(**mixer_arguments(config, vllm_config), prefix=name)
+            self.mixer = Mixer2(**mixer_arguments(config, vllm_config), prefix=name)
         elif is_layer_graft(spec):
             self.mixer = LayerGraftMixer(config, spec, vllm_config, name)
         else:
@@ -58,21 +69,31 @@ class Mamba2HybridModel(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.embeddings = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(vllm_config, i, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers))
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            config.num_hidden_layers,
+            lambda prefix: Block(vllm_config, int(prefix.rpartition(".")[2]), prefix),
+            prefix=f"{prefix}.layers",
+        )
         self.norm_f = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 
     def forward(
         self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Tensor | None = None
-    ) -> Tensor:
-        hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+    ) -> Any:
+        """In a pipeline each process has some of the layers, and hands on what they gave to the next."""
         residual = None
-        for layer in self.layers:
+        if not get_pp_group().is_first_rank:
+            hidden, residual = (intermediate_tensors[name] for name in HANDED_ON)
+        else:
+            hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        for layer in self.layers[self.start_layer : self.end_layer]:
             hidden, residual = layer(positions, hidden, residual)
+        if not get_pp_group().is_last_rank:
+            return IntermediateTensors(dict(zip(HANDED_ON, (hidden, residual), strict=True)))
         hidden, _ = self.norm_f(hidden, residual)
         return hidden
 
 
-class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
+class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsPP, SupportsMambaPrefixCaching):
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={".A_log": ".A"})
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -83,6 +104,13 @@ class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaP
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.backbone.embeddings)
         self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(list(HANDED_ON), config.hidden_size)
+        model = vllm_config.model_config
+        self.patched = Patched.read(model.model, model.revision)
+        # vLLM's loader reads the folder that it was given, and then these.
+        self.secondary_weights = [] if self.patched is None else [
+            DefaultModelLoader.Source(self.patched.place, self.patched.revision, prefix=FROM_BASE)
+        ]  # fmt: skip
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
@@ -108,13 +136,15 @@ class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaP
     def forward(
         self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         return self.backbone(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        if self.patched is not None:
+            weights = self.patched.joined(weights, self.config.tie_word_embeddings)
         return AutoWeightsLoader(self).load_weights(self._joined(weights), mapper=self.hf_to_vllm_mapper)
 
     def _joined(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -124,6 +154,7 @@ class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaP
             if not is_layer_graft(spec):
                 parts_of |= _parts(f"backbone.layers.{layer}.mixer", bool(spec.get("direct")), self.config)
         whole_of = {part: whole for whole, parts in parts_of.items() for part in parts}
+        direct = {f"backbone.layers.{layer}.mixer" for layer, spec in grafts_of(self.config).items() if spec.get("direct")}
         waiting: dict[str, Tensor] = {}
         for name, tensor in weights:
             if name not in whole_of:
@@ -132,17 +163,12 @@ class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaP
             waiting[name] = tensor
             whole = whole_of[name]
             if all(part in waiting for part in parts_of[whole]):
-                yield whole, self._rows(whole, [waiting.pop(part) for part in parts_of[whole]])
+                first, *others = (waiting.pop(part) for part in parts_of[whole])
+                # in_proj: gate, x, B, C, then queries and keys that pass the convolution, then dt, then those that do not.
+                after = self.config.num_heads if ".in_proj." in whole and whole.rsplit(".", 2)[0] not in direct else 0
+                yield whole, torch.cat([first[: len(first) - after], *others, first[len(first) - after :]])
         if waiting:
             raise ValueError(f"the checkpoint is not whole: {', '.join(sorted(waiting))} came without what belongs to it")
-
-    def _rows(self, whole: str, parts: list[Tensor]) -> Tensor:
-        """in_proj: gate, x, B, C, then queries and keys that pass the convolution, then dt, then those that do not."""
-        first, *others = parts
-        mixer: Any = self.get_submodule(whole.rsplit(".", 2)[0])
-        if ".in_proj." not in whole or mixer.graft.direct:
-            return torch.cat(parts)
-        return torch.cat([first[: -self.config.num_heads], *others, first[-self.config.num_heads :]])
 
 
 def _parts(mixer: str, direct: bool, config: Any) -> dict[str, list[str]]:

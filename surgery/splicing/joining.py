@@ -7,6 +7,7 @@ in another precision is another base.
 
 import copy
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from surgery.errors import UserError
 from surgery.families import family_of
 from surgery.families.dual_start import OWN
 from surgery.hybrids.layer_graft import LayerGraftMixer
-from surgery.loading.digests import fingerprint
+from surgery.loading.digests import fingerprint, function_of
 from surgery.loading.origin import Origin
 from surgery.models.answers import described, held
 from surgery.models.offloaded import is_offloaded, keep, take_hooks
 from surgery.models.quantised import converted
 from surgery.records.plan import Plan
+from surgery.records.reading import shown
 from surgery.records.record import Environment
 from surgery.splicing.remembered import Surgery, remember
 from surgery.splicing.splice import grafted_mixer, remove, share
@@ -40,7 +42,7 @@ class Patch(Environment):
     "dtype shape sha256" of every tensor of the base, tied ones once. weights: sha256 of patch.safetensors.
     """
 
-    schema_version: int = 2
+    schema_version: int = 3
     base: Origin
     plan: Plan
     dtype: str
@@ -49,6 +51,26 @@ class Patch(Environment):
     removed: tuple[str, ...]
     base_tensors: dict[str, str]
     weights: str
+    base_config: dict[str, str] = {}
+    """The fields of the base's configuration that its function depends on, as JSON. Versions up to 0.8 did not write them."""
+
+
+def config_texts(config: Any) -> dict[str, str]:
+    """What Patch.base_config says of a configuration. Of the version of transformers: a field that only one of two
+    configurations has says nothing."""
+    return {name: json.dumps(value, sort_keys=True, default=str) for name, value in function_of(config).items()}
+
+
+def check_config(patch: Patch, base: PreTrainedModel) -> None:
+    """Raise UserError, by its name, for the first field of the base's configuration that is not as it was when the patch was
+    made: with another one the same tensors compute something else."""
+    actual = config_texts(base.config)
+    for name, text in patch.base_config.items():
+        if name in actual and actual[name] != text:
+            raise UserError(
+                f"this is not the base that the patch was made for ({patch.base.name}): its configuration says '{name}': "
+                f"{shown(actual[name])}, not {shown(text)}"
+            )
 
 
 def check_tensors(patch: Patch, base: PreTrainedModel) -> None:
@@ -82,6 +104,7 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     patch = Patch.read(folder / RECORD)
     weights = _weights(folder, patch.weights)
     check_tensors(patch, base)
+    check_config(patch, base)
     family = family_of(base.config)
     config = copy.deepcopy(base.config)
     for name, value in patch.config.items():

@@ -12,11 +12,12 @@ import heapq
 import math
 import random
 import sys
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.probes import make, without_unseen
 from surgery.probes.knowledge import PARTS, Knowledge
-from surgery.records.recipe import Bench, Data, Tune
+from surgery.records.recipe import Bench, Data, Lesson, Tune
 from surgery.records.record import read_text
 from surgery.runtime.processes import on_main
 from surgery.tuning.leaks import check_apart
@@ -65,7 +66,7 @@ def held_out_windows(
 ) -> tuple[Tensor, Tensor]:
     """`count` excerpts of held-out text from the same mixture as the training text: (ids, real), both (count, longest)."""
     sources = _sources(data, Reading(tokenizer, options.text_tokens, seed, held_out=True))
-    drawn = _draw(f"held-out mixture {seed}", [text.weight for text in data.train_text], count)
+    drawn = Draws(f"held-out mixture {seed}", [text.weight for text in data.train_text], count)
     return pad([sources[source].excerpt(index) for source, index in drawn])
 
 
@@ -100,15 +101,18 @@ class Lessons(Dataset[list[Piece]]):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, seed: int):
         self.tokenizer, self.options, self.seed = tokenizer, options, seed
-        chosen = _draw(f"lesson {seed}", [lesson.weight for lesson in options.lessons], options.steps)
-        self.chosen = [options.lessons[lesson] for lesson, _ in chosen]
+        self._chosen = Draws(f"lesson {seed}", [lesson.weight for lesson in options.lessons], options.steps)
 
     def __len__(self) -> int:
         return self.options.steps * self.options.batch_size
 
+    def lesson(self, step: int) -> Lesson:
+        """The lesson of a step."""
+        return self.options.lessons[self._chosen[step][0]]
+
     def __getitem__(self, index: int) -> list[Piece]:
         step = index // self.options.batch_size
-        lesson, drawn = self.chosen[step], self.drawn(step)
+        lesson, drawn = self.lesson(step), self.drawn(step)
         if lesson.probe == "kv":
             rng = random.Random(f"dictionary {self.seed} {index}")
             return kv_pieces(rng, drawn["pairs"], lesson.queries or QUERIES)
@@ -126,7 +130,7 @@ class Lessons(Dataset[list[Piece]]):
             low, high = value
             return rng.randint(low, low + round((high - low) * part))
 
-        return {name: draw(value) for name, value in self.chosen[step].options.items()}
+        return {name: draw(value) for name, value in self.lesson(step).options.items()}
 
 
 class Rows(Dataset[list[list[int]]]):
@@ -138,9 +142,9 @@ class Rows(Dataset[list[list[int]]]):
         # Whole buffers, however many steps there are: a row depends on all rows that it is packed and sorted with.
         buffers = -(-options.steps // BUFFER)
         mixture, weights = f"mixture {seed}", [text.weight for text in data.train_text]
-        first = [self._length(*drawn) for drawn in _draw(mixture, weights, SAMPLE)]
+        first = [self._length(*drawn) for drawn in Draws(mixture, weights, SAMPLE)]
         self.per_buffer = math.ceil(BUFFER * options.text_batch_size * options.text_tokens / max(1, sum(first) / SAMPLE))
-        self.drawn = _draw(mixture, weights, buffers * self.per_buffer)
+        self.drawn = Draws(mixture, weights, buffers * self.per_buffer)
         self._buffer: tuple[int, list[list[list[int]]]] = (-1, [])
 
     def __len__(self) -> int:
@@ -232,16 +236,32 @@ def _sources(data: Data, reading: Reading) -> list[Source]:
     return [open_source(text, reading) for text in data.train_text]
 
 
-def _draw(key: str, weights: list[float], count: int) -> list[tuple[int, int]]:
+class Draws(Sequence[tuple[int, int]]):
     """`count` random choices among the weights, each with the number of earlier draws of the same choice. A larger count begins
-    with the same draws."""
-    chosen = random.Random(key).choices(range(len(weights)), weights, k=count)
-    before = [0] * len(weights)
-    drawn = []
-    for choice in chosen:
-        drawn.append((choice, before[choice]))
-        before[choice] += 1
-    return drawn
+    with the same draws. Each is drawn when it is first asked for, with those before it: a training that is to take millions of
+    steps begins at once."""
+
+    def __init__(self, key: str, weights: list[float], count: int):
+        self._rng, self._weights, self._count = random.Random(key), weights, count
+        self._choices, self._earlier, self._before = array("l"), array("q"), [0] * len(weights)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[int, int]]: ...
+    def __getitem__(self, index: int | slice) -> tuple[int, int] | list[tuple[int, int]]:
+        numbers = range(self._count)[index]
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        while len(self._choices) <= numbers:
+            (choice,) = self._rng.choices(range(len(self._weights)), self._weights)
+            self._choices.append(choice)
+            self._earlier.append(self._before[choice])
+            self._before[choice] += 1
+        return self._choices[numbers], self._earlier[numbers]
 
 
 def _lesson_sources(options: Tune, probes: Sequence[str]) -> list[str]:

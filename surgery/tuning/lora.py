@@ -8,10 +8,7 @@ At the end the adapters are merged into copies of the weights. The weights thems
 teacher, so nothing ever writes to them.
 """
 
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +29,7 @@ from surgery.records.recipe import Lora
 from surgery.records.record import write_text
 from surgery.runtime.processes import is_main
 from surgery.runtime.progress import say
+from surgery.runtime.replacing import building, reason, replace
 from surgery.splicing.splice import graft_parameters
 
 NAME = "default"  # peft's name of the only adapter
@@ -217,19 +215,14 @@ def _save(model: PreTrainedModel, config: LoraConfig, out: Path) -> None:
     whole = LoraConfig(
         **config.to_dict() | {"modules_to_save": grafts, "base_model_name_or_path": model.name_or_path, "inference_mode": True}
     )
-    target, aside = out / FOLDER, out / f".{FOLDER}-old"
-    temporary = Path(tempfile.mkdtemp(dir=out, prefix=f".{FOLDER}-"))
+    target = out / FOLDER
     try:
-        whole.save_pretrained(str(temporary))
-        file = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(file, temporary / WEIGHTS, metadata={"format": "pt"})
-        (temporary / WEIGHTS).chmod(0o644)  # both are created for the owner only
-        temporary.chmod(0o755)
-        if target.exists():
-            os.replace(target, aside)
-        os.replace(temporary, target)
+        with building(target) as temporary:
+            whole.save_pretrained(str(temporary))
+            file = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(file, temporary / WEIGHTS, metadata={"format": "pt"})
+            (temporary / WEIGHTS).chmod(0o644)  # both are created for the owner only
+            temporary.chmod(0o755)
+            replace(temporary, target)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {target}: {' '.join(str(error).split())}") from error
-    finally:
-        for left in (temporary, aside):
-            shutil.rmtree(left, ignore_errors=True)
+        raise UserError(f"cannot write {target}: {reason(error)}") from error

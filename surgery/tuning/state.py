@@ -12,8 +12,6 @@ would not replace the previous checkpoint in one step.
 import io
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -25,7 +23,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from surgery.errors import UserError
+from surgery.loading.hub import one_line
+from surgery.records.reading import check_plain, parse_json
+from surgery.records.record import read_text
 from surgery.runtime.processes import on_main
+from surgery.runtime.replacing import building, reason, remove, replace, sweep
 from surgery.tuning.shards import load_optimizer_state, optimizer_state
 
 Log = list[dict[str, Any]]
@@ -63,12 +65,11 @@ class Checkpoints:
 
     def _read(self, resume: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any], State] | None:
         assert self.out is not None
-        for leftover in self.out.glob(".checkpoint-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        sweep(self.out)
         complete = self._complete()
         if not resume:
             for folder in complete:
-                _remove(folder)
+                remove(folder)
         return self._load(complete[-1]) if resume and complete else None
 
     def save(self, state: State, optimizer: Any = None, schedule: Any = None) -> None:
@@ -84,28 +85,23 @@ class Checkpoints:
 
     def _write(self, state: State, training: dict[str, Any]) -> None:
         assert self.out is not None
-        target, temporary = self.out / f"checkpoint-{len(state.log)}", None
+        target = self.out / f"checkpoint-{len(state.log)}"
         buffer = io.BytesIO()
         torch.save(training, buffer)
         try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(dir=self.out, prefix=".checkpoint-"))
-            _write(temporary / "trained.safetensors", save(self.tensors()))
-            if self.best:
-                _write(temporary / "best.safetensors", save(self.best))
-            _write(temporary / "optimizer.pt", buffer.getbuffer())
-            _write(temporary / "state.json", json.dumps({"state": asdict(state), "settings": self.settings}).encode())
-            older = [folder for folder in self._complete() if folder != target]
-            if target.exists():
-                _remove(target)
-            os.replace(temporary, target)
+            with building(target) as temporary:
+                _write(temporary / "trained.safetensors", save(self.tensors()))
+                if self.best:
+                    _write(temporary / "best.safetensors", save(self.best))
+                _write(temporary / "optimizer.pt", buffer.getbuffer())
+                _write(temporary / "state.json", json.dumps({"state": asdict(state), "settings": self.settings}).encode())
+                replace(temporary, target)
+            for folder in self._complete():
+                if folder != target:
+                    remove(folder)
         except OSError as error:
-            if temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)
             intact = f"; {complete[-1]} is intact" if (complete := self._complete()) else ""
-            raise UserError(f"cannot write the checkpoint {target}: {error.strerror}{intact}") from error
-        for folder in older:
-            _remove(folder)
+            raise UserError(f"cannot write the checkpoint {target}: {reason(error)}{intact}") from error
 
     def restore(self, optimizer: Any, schedule: Any) -> None:
         """Load the checkpoint's state of optimizer and schedule, the first time that this is called after a resume. A
@@ -126,10 +122,21 @@ class Checkpoints:
             p.copy_(tensors[name])
 
     def _load(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any], State]:
+        try:
+            for file in folder.iterdir():
+                check_plain(file)
+            return self._read(folder)
+        except UserError:
+            raise
+        except Exception as error:  # a damaged file raises whatever its bytes lead to
+            advice = "delete it, and --resume goes on from what is left"
+            raise UserError(f"the checkpoint {folder} is damaged ({one_line(error)}): {advice}") from error
+
+    def _read(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any], State]:
         tensors = load_file(folder / "trained.safetensors")
         if {name: t.shape for name, t in tensors.items()} != {name: p.shape for name, p in self.trained.items()}:
             raise UserError(f"{folder} was made by another plan; begin anew with --overwrite, or choose another --out")
-        record = json.loads((folder / "state.json").read_text())
+        record = parse_json(read_text(folder / "state.json"), str(folder / "state.json"))
         record["settings"].get("tune", {}).pop("gradient_checkpointing", None)  # in those of 0.7; it changes no result
         if differing := _first_difference(self.settings, record["settings"]):
             raise UserError(f"{folder} was made with another {differing}; begin anew with --overwrite, or choose another --out")
@@ -158,10 +165,3 @@ def _write(path: Path, content: bytes | memoryview) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())  # otherwise a power cut could keep the name of the file and lose its content
-
-
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint. A part of it never has its name."""
-    hidden = folder.with_name(f".{folder.name}")
-    os.replace(folder, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)

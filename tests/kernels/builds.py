@@ -17,13 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.kernels import conv_norm_native, divergence, native, probing, selective_native, ssd_native
+from surgery.kernels import attention_native, conv_norm_native, divergence, native, probing, selective_native, ssd_native
+from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import causal_conv
 from surgery.kernels.divergence import kl_divergence
 from surgery.kernels.norm import rms_norm
 from surgery.kernels.selective import selective_scan, selective_step
 from surgery.kernels.ssd import ssd_scan, ssd_step
-from tests.kernels import inputs, test_selective
+from tests.kernels import inputs, test_attention, test_selective
 from tests.kernels.inputs import Scan, assert_near
 from tests.kernels.test_ssd import mixer
 
@@ -32,14 +33,16 @@ KERNELS = {
     "selective": ("scan", "scan_forward scan_backward scan_step"),
     "conv_norm": ("conv_norm", "convolve convolve_backward normalise normalise_backward"),
     "divergence": ("divergence", "diverge"),
+    "attention": ("attention", "attend_forward attend_backward"),
 }
-CALLERS = (ssd_native, selective_native, conv_norm_native, divergence)
+CALLERS = (ssd_native, selective_native, conv_norm_native, divergence, attention_native)
 CONSTANTS = {"chunk_tokens": 128, "group_channels": 128}  # of selective.c
 
 
 def forget() -> None:
     native.load.cache_clear()
     ssd_native._function.cache_clear()
+    attention_native._function.cache_clear()
     probing.forget()
 
 
@@ -228,4 +231,24 @@ def check_divergence(some: bool = False) -> None:
         compare(kl_divergence, (student, teacher), differentiable=False, floor=tokens)
 
 
-CHECKS = {"ssd": check_ssd, "selective": check_selective, "conv_norm": check_conv_norm, "divergence": check_divergence}
+def check_attention(some: bool = False) -> None:
+    """Lengths around blocks of 64 queries and 64 keys and around panels of 8, 16 and 32; few units of work, and many."""
+    shapes = [
+        (130, 20, 17, 33, 1), (70, 0, 3, 5, 3), (1, 9, 8, 16, 2), (64, 64, 33, 1, 1), (9, 130, 5, 8, 5), (65, 0, 1, 40, 9),
+        (33, 31, 16, 32, 1), (260, 3, 7, 4, 1),
+    ]  # fmt: skip
+    for seed, (t, past, w, p, pairs) in enumerate(shapes[: 3 if some else None]):
+        args = test_attention.make(b=1 + seed % 2, pairs=pairs, per_pair=1, t=t, past=past, w=w, p=p, seed=seed)
+        exists = torch.rand(len(args[0]), t + past, generator=torch.Generator().manual_seed(seed)) < 0.8
+        exists[0, : past + t // 2] = False
+        for mask in (None, exists):
+            compare(lambda *args, mask=mask, backend: graft_attention(*args, mask, backend=backend), args)
+
+
+CHECKS = {
+    "attention": check_attention,
+    "ssd": check_ssd,
+    "selective": check_selective,
+    "conv_norm": check_conv_norm,
+    "divergence": check_divergence,
+}

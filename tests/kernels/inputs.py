@@ -87,6 +87,13 @@ def scans(
     )
 
 
+def rounding(operations: int) -> float:
+    """How far float32 may be from float64, relative to the norm, after so many operations in a row. Each is off by 2**-24 of
+    its result at most, to either side, and n of them together by 8 sqrt(n) times that, but with a probability of 1e-13 (Higham
+    and Mary, A new approach to probabilistic rounding error analysis, 2019)."""
+    return 8 * operations**0.5 * 2**-24
+
+
 def assert_near(actual: Tensor, truth: Tensor, tolerance: float = 1e-5, floor: float = 1e-2) -> None:
     """The error's norm is at most `tolerance` times the truth's. Truths smaller than `floor` are differences of larger numbers,
     whose error remains (outputs and inputs are of order 1)."""

@@ -47,9 +47,8 @@ def test_built_for_a_processor(processor, some, monkeypatch, tmp_path):
 )
 def test_vectors_and_blocks_of_any_size(lanes, rows, monkeypatch, tmp_path):
     with building(monkeypatch, tmp_path, ["-O1", f"-DLANES={lanes}", f"-DROWS={rows}"]):
-        CHECKS["ssd"]()
-        if rows == 2:
-            for check in CHECKS.values():
+        for name, check in CHECKS.items():
+            if rows == 2 or name in ("ssd", "attention"):  # the others have no blocks
                 check()
 
 

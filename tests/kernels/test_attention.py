@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surgery.kernels.attention import graft_attention
+from surgery.kernels.attention import GRAFT_ATTENTION, graft_attention
 from tests.kernels.inputs import assert_near
 
 few = settings(deadline=None, max_examples=25)
-BACKENDS = ("sdpa", "reference")  # those that serve on any machine; the others have tests of their own
+EXACT = ("sdpa", "reference")  # those that serve on any machine, and masks of pairs; GPUs' have tests of their own
+BACKENDS = ("native", *EXACT)
 
 
 def make(*, b: int, pairs: int, per_pair: int, t: int, past: int, w: int, p: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +79,7 @@ def test_bfloat16(qkv):
     assert_near(y, loop(q, k, v), 1e-2, floor=1)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT)
 @few
 @given(qkv=inputs(), pads=st.lists(st.integers(0, 12), min_size=1, max_size=2))
 def test_left_padding(backend, qkv, pads):
@@ -110,7 +111,7 @@ def test_keys_that_do_not_exist(backend, qkv, pads, seed):
 
 
 @pytest.mark.parametrize("blocked", [-math.inf, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT)
 def test_additive_mask(backend, blocked):
     q, k, v = make(b=2, pairs=2, per_pair=2, t=6, past=3, w=4, p=3, seed=0)
     allowed = padding(2, 6, 9, [0, 5])

@@ -266,13 +266,16 @@ def test_tiles_are_chosen_by_measuring(kernel, monkeypatch):
 
 
 class NoGPU:
-    """What Triton asks of a driver before it launches."""
+    """What Triton asks of a driver before it launches, on a GPU of a compute capability (90: 9.0)."""
+
+    def __init__(self, capability):
+        self.capability = capability
 
     def get_current_target(self):
-        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+        return triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self):
-        return 0
+        return self.capability  # Triton keeps what it compiles by device, and believes that a device stays what it is
 
     def get_current_stream(self, device):
         return 0
@@ -281,31 +284,45 @@ class NoGPU:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 @pytest.mark.skipif(triton_attention.INTERPRETED, reason="TRITON_INTERPRET is set")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("t", [1, 40])
-def test_compiles_for_a_gpu_that_is_not_there(monkeypatch, tmp_path, t):
-    """All but the launch: Triton takes what `attend` passes and compiles it. The last tiles of each kernel need no more shared
-    memory than any GPU since compute capability 8.0 has for a block, 99 KiB."""
+@pytest.mark.parametrize(
+    ("capability", "dtype", "t"),
+    [
+        *((capability, torch.bfloat16, 1) for capability in (80, 90, 100)),
+        (90, torch.bfloat16, 40),
+        pytest.param(80, torch.bfloat16, 40, marks=pytest.mark.slow),
+        pytest.param(100, torch.bfloat16, 40, marks=pytest.mark.slow),
+        pytest.param(90, torch.float16, 40, marks=pytest.mark.slow),
+        pytest.param(80, torch.float32, 40, marks=pytest.mark.slow),
+    ],
+)
+def test_compiles_for_a_gpu_that_is_not_there(monkeypatch, tmp_path, capability, dtype, t):
+    """All but the launch: Triton takes what `attend` passes and compiles it to machine code of Ampere, Hopper and Blackwell.
+    The last tiles of each kernel need no more shared memory than any GPU since compute capability 8.0 has for a block."""
     if "nvidia" not in triton.backends.backends:
         pytest.skip("this Triton does not compile for NVIDIA's GPUs")
-    run, tiles, memory = triton.JITFunction.run, triton_attention._tiles, {}
+    run, tiles, compiled = triton.JITFunction.run, triton_attention._tiles, {}
 
     def compile_only(kernel, *args, grid, warmup, **constants):
         assert all(n > 0 for n in grid(constants))
-        memory[kernel.fn.__name__] = run(kernel, *args, grid=grid, warmup=True, **constants).metadata.shared
+        compiled[kernel.fn.__name__] = run(kernel, *args, grid=grid, warmup=True, **constants)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton.runtime.driver, "_active", NoGPU(), raising=False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", NoGPU(capability), raising=False)
     monkeypatch.setattr(triton.JITFunction, "run", compile_only)
     monkeypatch.setattr(triton_attention, "_processors", lambda _: 132)
     monkeypatch.setattr(triton_attention, "_tiles", lambda *which: tiles(*which)[-1:])
-    call = make(t=t, past=60, w=129, dv=64, missing=0.1 if t == 1 else 0).to(torch.bfloat16)
+    call = make(t=t, past=60, w=129, dv=64, missing=0.1 if t == 1 else 0).to(dtype)
     if t == 1:
         triton_attention.attend(*call)
-        assert list(memory) == ["forward"]
+        assert list(compiled) == ["forward"]
     else:
         results(triton_attention.attend, call)
-        assert list(memory) == ["forward", "backward_queries", "backward_keys"]
-    assert max(memory.values()) <= 99 * 1024
+        assert list(compiled) == ["forward", "backward_queries", "backward_keys"]
+    for kernel in compiled.values():
+        assert kernel.metadata.target.arch == capability
+        assert f"sm_{capability}" in kernel.asm["ptx"]
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= 99 * 1024
 
 
 @pytest.mark.gpu

@@ -17,19 +17,13 @@ from surgery.locating.walk import fully_gated
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.question import Question
 from surgery.probes.scoring import encode
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base, random_selective
+from tests.conftest import VOCABULARY, random_base, random_selective
 
 FALCON = (FalconMambaConfig, FalconMambaForCausalLM)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
 def model(name, tokenizer, **changes):
-    words = {"vocab_size": -(-len(tokenizer) // 16) * 16}
+    words = {"vocab_size": VOCABULARY}
     return random_base(**words, **changes) if name == "mamba2" else random_selective(*FALCON, **words, **changes)
 
 

@@ -18,8 +18,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
 from surgery.splicing.splice import splice
 from surgery.statistics import Estimate, Evidence
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, random_base
+from tests.conftest import ROOT, VOCABULARY, random_base
 
 SMALL = Bench(
     suites=("quick", "retrieval", "language", "speed"), pairs=(3, 6), limit=10, windows=3, window=32, contexts=(96,),
@@ -28,22 +27,17 @@ SMALL = Bench(
 
 
 @pytest.fixture(scope="module")
-def words():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def pair(words):
+def pair(tokenizer):
     """A base and its hybrid: random, so that they are wrong in different ways."""
-    base = random_base(vocab_size=-(-len(words) // 16) * 16)
+    base = random_base(vocab_size=VOCABULARY)
     return {"base": base, "hybrid": splice(base, Plan(sites=("L1.H2,5",)))}
 
 
 @pytest.fixture(scope="module")
-def finished(pair, words, tmp_path_factory):
+def finished(pair, tokenizer, tmp_path_factory):
     """(reports, the folder of cells)."""
     folder = tmp_path_factory.mktemp("cells")
-    return measure(pair, words, SMALL, cells=folder), folder
+    return measure(pair, tokenizer, SMALL, cells=folder), folder
 
 
 def read(folder):
@@ -67,8 +61,8 @@ def test_suites_hold_what_they_say(finished):
     assert reports["base"].change == reports["base"].evidence == {}
 
 
-def test_decisions_do_not_depend_on_the_batch(pair, words, finished, tmp_path):
-    measure(pair, words, SMALL.model_copy(update={"batch_size": 3, "suites": ("quick", "retrieval")}), cells=tmp_path)
+def test_decisions_do_not_depend_on_the_batch(pair, tokenizer, finished, tmp_path):
+    measure(pair, tokenizer, SMALL.model_copy(update={"batch_size": 3, "suites": ("quick", "retrieval")}), cells=tmp_path)
     whole = read(finished[1])
     for key, cell in read(tmp_path).items():
         other = whole[key]
@@ -78,7 +72,7 @@ def test_decisions_do_not_depend_on_the_batch(pair, words, finished, tmp_path):
             assert cell.values == other.values, key
 
 
-def test_processes_share_the_cells_and_a_finished_one_is_not_measured_again(pair, words, finished, tmp_path, monkeypatch):
+def test_processes_share_the_cells_and_a_finished_one_is_not_measured_again(pair, tokenizer, finished, tmp_path, monkeypatch):
     """Two processes, one after the other, as each would do its share; then a third, which finds everything done."""
     options = SMALL.model_copy(update={"suites": ("quick",)})
 
@@ -91,25 +85,25 @@ def test_processes_share_the_cells_and_a_finished_one_is_not_measured_again(pair
             patched.setattr(module, "share", lambda jobs, process=process: jobs[process::2])
             patched.setattr(module, "gather", lambda mine: [_stop() for _ in mine[:1]])
             with pytest.raises(InterruptedError):
-                measure(pair, words, options, cells=tmp_path)
+                measure(pair, tokenizer, options, cells=tmp_path)
     halves, whole = read(tmp_path), read(finished[1])
     assert halves == {key: whole[key] for key in halves}
     assert len(halves) == 2 * len(suites.names(options))
     times = written(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(suites, "answer", refuse)
-        again = measure(pair, words, options, cells=tmp_path)
+        again = measure(pair, tokenizer, options, cells=tmp_path)
         assert {path: written(tmp_path)[path] for path in times} == times
         times = written(tmp_path)  # now with what was timed
         assert len(times) == len(halves) + len(options.contexts)
-        assert measure(pair, words, options, cells=tmp_path)["hybrid"].cost == again["hybrid"].cost
+        assert measure(pair, tokenizer, options, cells=tmp_path)["hybrid"].cost == again["hybrid"].cost
         assert written(tmp_path) == times
         renamed = {"one": pair["base"], "other": pair["hybrid"]}
-        assert measure(renamed, words, options, cells=tmp_path)["other"].kv == again["hybrid"].kv
+        assert measure(renamed, tokenizer, options, cells=tmp_path)["other"].kv == again["hybrid"].kv
     assert again["hybrid"].kv == finished[0]["hybrid"].kv
     lost = next(path for path in tmp_path.iterdir() if '"kv.6"' in path.read_text())
     lost.unlink()  # what a crash costs
-    assert measure(pair, words, options, cells=tmp_path)["hybrid"].kv == again["hybrid"].kv
+    assert measure(pair, tokenizer, options, cells=tmp_path)["hybrid"].kv == again["hybrid"].kv
     assert {path for path, time in written(tmp_path).items() if times[path] != time} == {lost}
 
 
@@ -121,10 +115,10 @@ def _stop():
     raise InterruptedError
 
 
-def test_other_examples_are_other_cells(pair, words, tmp_path):
+def test_other_examples_are_other_cells(pair, tokenizer, tmp_path):
     few = Bench(pairs=(4,), limit=6, windows=2, window=16, contexts=())
     for seed, options in ((0, few), (1, few), (0, few.model_copy(update={"limit": 7}))):
-        measure(pair, words, options, seed=seed, cells=tmp_path)
+        measure(pair, tokenizer, options, seed=seed, cells=tmp_path)
     kept = [cells.Cell.read(path) for path in tmp_path.iterdir()]
     asked = [cell.asked for cell in kept if (cell.model, cell.task) == ("base", "kv.4")]
     assert sorted(map(len, asked)) == [6, 6, 7]
@@ -154,23 +148,23 @@ def test_retrieval_is_the_published_protocol(tiny):
     assert np.mean(correct) > 0.5
 
 
-def test_several_seeds_ask_no_example_twice(words):
+def test_several_seeds_ask_no_example_twice(tokenizer):
     few, fixed = Bench(pairs=(4,), limit=20, seeds=3), Bench(pairs=(4,), limit=10**6, seeds=3)
-    asked = [task.identity.split()[1:] for task in tasks(few, words, Data(), 5) if task.name == "knowledge"]
+    asked = [task.identity.split()[1:] for task in tasks(few, tokenizer, Data(), 5) if task.name == "knowledge"]
     assert len(asked) == 3
     assert len({digest for one in asked for digest in one}) == sum(map(len, asked)) > 40
-    module = [task.seed for task in suites._probe_tasks("knowledge", "knowledge", {}, fixed, words, Data(), 5)]
+    module = [task.seed for task in suites._probe_tasks("knowledge", "knowledge", {}, fixed, tokenizer, Data(), 5)]
     assert module == [5]  # all facts are asked at once
 
 
-def test_several_seeds_are_told_apart(pair, words):
+def test_several_seeds_are_told_apart(pair, tokenizer):
     options = Bench(pairs=(4,), limit=8, seeds=2, windows=2, window=16, contexts=())
-    found = measure(pair, words, options)["hybrid"]
+    found = measure(pair, tokenizer, options)["hybrid"]
     assert found.kv["4"].n == 16
     assert np.mean(found.seeds["kv.4"]) == pytest.approx(found.kv["4"].accuracy)
 
 
-def test_a_planted_improvement_is_refused(pair, words, monkeypatch, tmp_path):
+def test_a_planted_improvement_is_refused(pair, tokenizer, monkeypatch, tmp_path):
     """The answer leaks into one model's prompts; or one model's results are those of easier examples."""
     honest, options = suites.answer, Bench(pairs=(6,), limit=6, windows=2, window=16, contexts=())
 
@@ -182,14 +176,14 @@ def test_a_planted_improvement_is_refused(pair, words, monkeypatch, tmp_path):
     with monkeypatch.context() as patched:
         patched.setattr(suites, "answer", leaky)
         with pytest.raises(UserError, match=r"base and hybrid were not asked the same in kv\.6: they read other tokens"):
-            measure(pair, words, options)
-    measure(pair, words, options, cells=tmp_path)
+            measure(pair, tokenizer, options)
+    measure(pair, tokenizer, options, cells=tmp_path)
     for path in tmp_path.iterdir():
         cell = json.loads(path.read_text())
         if (cell.get("model"), cell.get("task")) == ("hybrid", "kv.6"):
             cells.Cell(**cell | {"asked": ["0" * 16, *cell["asked"][1:]]}).write(path)  # with a seal that fits
     with pytest.raises(UserError, match=r"not asked the same in kv\.6: example 0 differs"):
-        measure(pair, words, options, cells=tmp_path)
+        measure(pair, tokenizer, options, cells=tmp_path)
 
 
 def test_the_report_in_words(finished, pair):

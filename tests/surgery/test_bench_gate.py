@@ -9,7 +9,7 @@ from surgery.errors import UserError
 from surgery.evaluation.gate import requirement
 from surgery.evaluation.report import Report
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, random_base
+from tests.conftest import ROOT, VOCABULARY, random_base
 
 TASKS = ["kv.4", "kv.64", "knowledge", "letters", "perplexity"]
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_read_is_refused(text, complaint):
 def test_the_command(surgery, capsys, tmp_path):
     """Status 2 and nothing written for what cannot be read; the report and status 1 for what is not met."""
     tokenizer = build_tokenizer()
-    random_base(vocab_size=-(-len(tokenizer) // 16) * 16).save_pretrained(tmp_path / "one")
+    random_base(vocab_size=VOCABULARY).save_pretrained(tmp_path / "one")
     tokenizer.save_pretrained(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     capsys.readouterr()

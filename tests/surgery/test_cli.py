@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from surgery.cli import app as cli
 from surgery.kernels import dispatch
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, random_base
+from tests.conftest import ROOT, VOCABULARY, random_base
 
 QUICK = """
 locate: {options: {pairs: 4}, examples: 6}
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     """A random Mamba-2 with the world's tokenizer, a recipe for it, a Mamba-1 and a Llama."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = build_tokenizer()
-    base = random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+    base = random_base(vocab_size=VOCABULARY)
     base.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -17,8 +17,7 @@ from surgery.exporting.source import base_of
 from surgery.records.plan import Plan
 from surgery.splicing.remembered import recalled
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, TINY, random_base
+from tests.conftest import BASES, TINY, VOCABULARY, random_base
 from tests.surgery.test_layer_graft import random_donor
 
 HEADS = Plan(sites=("L0.H1", "L1.H3,5"))
@@ -32,15 +31,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
 @pytest.fixture
 def folder(tokenizer, tmp_path):
     """A base in a folder, with its tokenizer."""
-    random_base(vocab_size=-(-len(tokenizer) // 16) * 16).save_pretrained(tmp_path / "base")
+    random_base(vocab_size=VOCABULARY).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
@@ -91,7 +85,7 @@ def test_a_layer_graft_from_a_folder_cannot_be_switched_off(tokens, tmp_path):
 
 
 def test_merged_adapters_are_switched_off_too(tokens, tokenizer):
-    base = random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+    base = random_base(vocab_size=VOCABULARY)
     hybrid, expected = splice(base, HEADS), told(adopt(base), tokens)
     options = surgery.Recipe(model="x", tune={
         "steps": 2, "batch_size": 2, "text_batch_size": 1, "text_tokens": 16, "lora": {"targets": ["in_proj"]},

@@ -40,8 +40,7 @@ from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.calibrate import calibrate
 from surgery.tuning.descent import Descent
 from surgery.tuning.loop import tune
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, random_base
+from tests.conftest import BASES, VOCABULARY, random_base
 
 RECIPE = """
 locate: {options: {pairs: 4}, examples: 12, batch_size: 4, exact: true}
@@ -51,21 +50,11 @@ bench: {pairs: [4], limit: 6, windows: 2, window: 32, contexts: [16], batch_size
 
 
 @pytest.fixture(scope="module")
-def words():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def base(words):
-    return random_base(vocab_size=-(-len(words) // 16) * 16)
-
-
-@pytest.fixture(scope="module")
-def folder(base, words, tmp_path_factory):
+def folder(base, tokenizer, tmp_path_factory):
     """A base and a recipe for it."""
     folder = tmp_path_factory.mktemp("costs")
     base.save_pretrained(folder / "base")
-    words.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
     (folder / "quick.yaml").write_text(f"model: {folder / 'base'}\n{RECIPE}")
     return folder
 
@@ -106,11 +95,11 @@ class Counted:
     [{"exact": True}, {"exact": True, "layers": False, "seeds": 2}, {"exact": False, "seeds": 2}, {"confirm": 0.2}],
     ids=str,
 )
-def test_the_passes_of_a_search_are_those_that_it_makes(base, words, monkeypatch, options, tmp_path):
-    subject = Subject.of(base, words)
+def test_the_passes_of_a_search_are_those_that_it_makes(base, tokenizer, monkeypatch, options, tmp_path):
+    subject = Subject.of(base, tokenizer)
     options = Locate(options={"pairs": 4}, examples=12, batch_size=4, **options)
     options = options.model_copy(update={"exact": options.exact if options.confirm is None else True})
-    sets = question_sets(words, options, seed=0, device=base.device)
+    sets = question_sets(tokenizer, options, seed=0, device=base.device)
     counts = passes(sets, options, heads=24, layers=3)
     counted = Counted(monkeypatch)
     counted.watch(Walk, "logits")
@@ -126,7 +115,7 @@ def test_the_passes_of_a_search_are_those_that_it_makes(base, words, monkeypatch
 
 
 @pytest.mark.parametrize("control", [False, True])
-def test_the_steps_of_tuning_are_those_that_it_takes(base, words, monkeypatch, control):
+def test_the_steps_of_tuning_are_those_that_it_takes(base, tokenizer, monkeypatch, control):
     options = Tune(
         steps=3, batch_size=2, text_batch_size=1, text_tokens=24, align={"steps": 4, "batches": 1}, calibrate={"examples": 2}
     )
@@ -136,17 +125,17 @@ def test_the_steps_of_tuning_are_those_that_it_takes(base, words, monkeypatch, c
     measured = []
     monkeypatch.setattr("surgery.tuning.loop.calibrate", lambda *args: measured.extend(log := calibrate(*args)) or log)
     if control:
-        tune(adopt(random_base(vocab_size=base.config.vocab_size)), words, options, layers=[1], teacher=adopt(base))
+        tune(adopt(random_base(vocab_size=base.config.vocab_size)), tokenizer, options, layers=[1], teacher=adopt(base))
     else:
-        tune(splice(base, Plan(sites=("L1.H3",), blend=0.1)), words, options)
+        tune(splice(base, Plan(sites=("L1.H3",), blend=0.1)), tokenizer, options)
     assert counted.calls["_step"] == steps["distil"] + steps.get("align", 0)
     assert 0 < len(measured) <= steps["calibrate"] if not control else "calibrate" not in steps and not measured
 
 
-def test_the_forwards_of_the_bench_are_those_that_it_makes(base, words):
+def test_the_forwards_of_the_bench_are_those_that_it_makes(base, tokenizer):
     recipe = read_recipe(None, ["bench.pairs=[2,4]", "bench.limit=10", "bench.batch_size=4"], model="none")
     options = recipe.bench.model_copy(update={"windows": 20, "window": 16, "contexts": (16, 32)})
-    todo = tasks(options, words, recipe.data, 0)
+    todo = tasks(options, tokenizer, recipe.data, 0)
     forwards = 0
 
     def note(module, _):
@@ -155,7 +144,7 @@ def test_the_forwards_of_the_bench_are_those_that_it_makes(base, words):
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
     try:
-        measure({"base": base, "hybrid": splice(base, Plan(sites=("L0.H1",)))}, words, options)
+        measure({"base": base, "hybrid": splice(base, Plan(sites=("L0.H1",)))}, tokenizer, options)
     finally:
         handle.remove()
     assert forwards == 2 * bench_forwards(options, todo, [16, 32])
@@ -182,9 +171,9 @@ def test_weights_are_what_their_file_holds(folder, base):
     assert weights_of(base) == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_what_the_models_of_a_run_hold_beside_the_base_is_what_they_train(base, words, folder):
+def test_what_the_models_of_a_run_hold_beside_the_base_is_what_they_train(base, tokenizer, folder):
     recipe = read_recipe(folder / "quick.yaml")
-    patient = Patient(base, words, torch.ones(2, 8, dtype=torch.long))
+    patient = Patient(base, tokenizer, torch.ones(2, 8, dtype=torch.long))
     made = models_of(patient, recipe, assumed(recipe, 3, 8), 3)
     hybrids = [entry.model for entry in made.entries.values() if entry.plan is not None]
     grafts = sum(p.nbytes for model in hybrids for p in graft_parameters(model).values())
@@ -297,11 +286,11 @@ def test_no_estimate_ends_a_run(folder, monkeypatch, capsys):
     assert "locate" not in capsys.readouterr().err
 
 
-def test_the_controls_of_a_plan_of_two_layers_are_counted(words, folder):
+def test_the_controls_of_a_plan_of_two_layers_are_counted(tokenizer, folder):
     """In a cut of two layers there is no other layer for a control, but in the model there is."""
-    deep = random_base(vocab_size=-(-len(words) // 16) * 16, num_hidden_layers=6)
+    deep = random_base(vocab_size=VOCABULARY, num_hidden_layers=6)
     recipe = read_recipe(folder / "quick.yaml", ["plan.kind=layer", "plan.layers=2"])
-    costs = estimate.Costs(recipe, Checkpoint("deep", deep, words, "f" * 64), 1.0, quick=True)
+    costs = estimate.Costs(recipe, Checkpoint("deep", deep, tokenizer, "f" * 64), 1.0, quick=True)
     costs.patient.depths = (2, 4)
     assert costs.bench(assumed(recipe, 6, 8)).counts["models"] == 6
 
@@ -312,10 +301,10 @@ def test_a_plan_in_fewer_layers_keeps_its_heads():
     assert [str(site) for site in moved(plan, 4, first=2).sites] == ["L2.H3", "L3.H1,2,5"]
 
 
-def test_a_deep_model_is_tried_at_two_depths(words):
+def test_a_deep_model_is_tried_at_two_depths(tokenizer):
     """Its cost is that of all its layers; a step of tuning costs less the higher the first graft is."""
-    deep = random_base(vocab_size=-(-len(words) // 16) * 16, num_hidden_layers=6)
-    patient = Patient(deep, words, torch.ones(2, 8, dtype=torch.long))
+    deep = random_base(vocab_size=VOCABULARY, num_hidden_layers=6)
+    patient = Patient(deep, tokenizer, torch.ones(2, 8, dtype=torch.long))
     assert patient.depths == (6,)
     patient.depths = (2, 4)
     assert patient.along(lambda depth: Sample(1.0 + depth, 10 * depth)) == Sample(pytest.approx(7.0), pytest.approx(60))

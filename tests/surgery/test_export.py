@@ -22,22 +22,17 @@ from surgery.models.answers import LENGTHS, NEW
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance
+from surgery.runtime import replacing
 from surgery.splicing.splice import graft_parameters, splice
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.conftest import VOCABULARY, random_base
 
 PLAN = Plan(sites=("L1.H3",))
 PROOF = Proof(reader="transformers", version="5", why=None, difference=0.0, tolerance=CLOSE, prompts=LENGTHS, tokens=NEW)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
 @pytest.fixture
 def hybrid(tokenizer):
-    hybrid = splice(random_base(vocab_size=-(-len(tokenizer) // 16) * 16), PLAN)
+    hybrid = splice(random_base(vocab_size=VOCABULARY), PLAN)
     with torch.no_grad():
         for p in graft_parameters(hybrid).values():
             p.add_(0.01)  # as if tuned
@@ -158,21 +153,21 @@ def test_killed_at_any_step_leaves_the_old_folder_or_the_new(tmp_path, exchange,
     def move(steps, place):
         for name in ("rename", "rmdir", "unlink"):
             setattr(os, name, _counted(getattr(os, name), steps))
-        own = _counted(folder._exchange, steps) if exchange else lambda *_: False
-        folder._exchange = own
-        folder.replace(place / ".out-new-x", place / "out")
+        own = _counted(replacing._exchange, steps) if exchange else lambda *_: False
+        replacing._exchange = own
+        replacing.replace(place / ".out-new-abcdefgh", place / "out")
         os._exit(0)
 
     for steps in range(12):
         place = tmp_path / str(steps)
-        for name, files in {".out-new-x": new, **({"out": old} if earlier else {})}.items():
+        for name, files in {".out-new-abcdefgh": new, **({"out": old} if earlier else {})}.items():
             (place / name).mkdir(parents=True)
             for file, text in files.items():
                 (place / name / file).write_text(text)
         status = _in_child(move, steps, place)
         there = contents(place / "out")
         assert there in ((old, new) if earlier else (None, new)) or (there is None and not exchange), steps
-        folder.recover(place / "out")
+        replacing.recover(place / "out")
         assert contents(place / "out") in ((old, new) if earlier else (None, new)), steps
         assert {path.name for path in place.iterdir()} <= {"out"}  # and clears up
         if status == 0:
@@ -218,15 +213,15 @@ def test_killed_while_it_is_written_leaves_the_previous_folder(hybrid, tokenizer
 
 
 def test_an_export_that_is_still_being_written_is_left_alone(tmp_path):
-    (tmp_path / ".out-new-1").mkdir()
-    (tmp_path / ".outer-new-1").mkdir()
-    descriptor = os.open(tmp_path / ".out-new-1", os.O_RDONLY)
+    (tmp_path / ".out-new-abcdefgh").mkdir()
+    (tmp_path / ".outer-new-abcdefgh").mkdir()
+    descriptor = os.open(tmp_path / ".out-new-abcdefgh", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    folder.recover(tmp_path / "out")
-    assert sorted(os.listdir(tmp_path)) == [".out-new-1", ".outer-new-1"]
+    replacing.recover(tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == [".out-new-abcdefgh", ".outer-new-abcdefgh"]
     os.close(descriptor)
-    folder.recover(tmp_path / "out")
-    assert os.listdir(tmp_path) == [".outer-new-1"]
+    replacing.recover(tmp_path / "out")
+    assert os.listdir(tmp_path) == [".outer-new-abcdefgh"]
 
 
 def test_code_in_a_folder_runs_only_when_asked_for(hybrid, tokenizer, tokens, tmp_path):

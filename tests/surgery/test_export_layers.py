@@ -28,9 +28,8 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.runtime.timing import peak_bytes
 from surgery.splicing.splice import splice
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_selective
-from tests.surgery.test_export_proof import ANY, FAMILIES, HEADS, LAYER, SIZE, base_of, hybrid_of
+from tests.conftest import VOCABULARY, random_selective
+from tests.surgery.test_export_proof import ANY, FAMILIES, HEADS, LAYER, base_of, hybrid_of
 
 CASES = {
     "hf": ["mamba2 heads", "falcon-mamba heads", "llamba heads", "mamba layer"],
@@ -40,25 +39,20 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def words():
-    return build_tokenizer()
-
-
-def saved(place, what, words, dtype=torch.bfloat16):
+def saved(place, what, tokenizer, dtype=torch.bfloat16):
     """The hybrid of a base that lies in a folder, in 16 bits, and the options of its export."""
     plan, place = HEADS if "heads" in what else LAYER, place / "base"
     base = base_of(what).to(dtype)
     base.save_pretrained(place)
-    words.save_pretrained(place)
+    tokenizer.save_pretrained(place)
     hybrid = splice(base, plan) if what.split()[1] in ("heads", "layer") else hybrid_of(what).to(dtype)
-    return hybrid, {"tokenizer": words, "plan": plan, "base": str(place)}
+    return hybrid, {"tokenizer": tokenizer, "plan": plan, "base": str(place)}
 
 
 @pytest.mark.parametrize(("form", "what"), [(form, what) for form, every in CASES.items() for what in every])
-def test_weights_stay_in_their_files(form, what, words, tmp_path, monkeypatch):
+def test_weights_stay_in_their_files(form, what, tokenizer, tmp_path, monkeypatch):
     """While the model of the folder answers; the graft of a patch, which is small, is read at once."""
-    hybrid, options = saved(tmp_path, what, words)
+    hybrid, options = saved(tmp_path, what, tokenizer)
     before, away = model_digest(hybrid), []
 
     def looked_at(real, package, folders, new):
@@ -91,7 +85,7 @@ def test_a_model_in_16_bits_answers_in_32_without_a_copy(what):
 
 
 def deep(layers, dtype=torch.bfloat16):
-    fields = {"hidden_size": 192, "num_hidden_layers": layers, "vocab_size": SIZE, "state_size": 4}
+    fields = {"hidden_size": 192, "num_hidden_layers": layers, "vocab_size": VOCABULARY, "state_size": 4}
     return splice(random_selective(MambaConfig, MambaForCausalLM, **fields).to(dtype), Plan(sites=("L1.H3,5",)))
 
 
@@ -119,18 +113,18 @@ sys.stderr.write(open("/proc/self/status").read())
 
 @pytest.mark.slow  # eight processes; test_what_is_held_does_not_grow_with_depth counts bytes in this one
 @pytest.mark.parametrize("form", ["hf", "patch"])
-def test_the_fresh_process_holds_a_few_layers(form, words, tmp_path):
+def test_the_fresh_process_holds_a_few_layers(form, tokenizer, tmp_path):
     """By the peak that the system counts, of a model at two depths, of which the deeper one is larger by 150 MB in float32."""
     peaks = {}
     for layers in (2, 26):
-        fields = {"hidden_size": 512, "num_hidden_layers": layers, "vocab_size": SIZE}
+        fields = {"hidden_size": 512, "num_hidden_layers": layers, "vocab_size": VOCABULARY}
         base = random_selective(MambaConfig, MambaForCausalLM, **fields).to(torch.bfloat16)
         place = tmp_path / str(layers)
         base.save_pretrained(place / "base")
-        words.save_pretrained(place / "base")
+        tokenizer.save_pretrained(place / "base")
         (place / "out").mkdir()
         plan = Plan(sites=("L1.H3",))
-        FORMATS[form].write(splice(base, plan), place / "out", tokenizer=words, plan=plan, base=str(place / "base"))
+        FORMATS[form].write(splice(base, plan), place / "out", tokenizer=tokenizer, plan=plan, base=str(place / "base"))
         reader = FORMATS[form].READER
         root = str(Path(fresh_process.__file__).parents[2]) if form == "patch" else "-"
         for on_disk in (True, False):
@@ -169,8 +163,8 @@ def other_code(place):
 
 
 @pytest.mark.parametrize("way", ["full", "layers", "tensors"])
-def test_a_changed_weight_is_found(way, words, tmp_path, monkeypatch):
-    hybrid, options = saved(tmp_path, "mamba heads", words)
+def test_a_changed_weight_is_found(way, tokenizer, tmp_path, monkeypatch):
+    hybrid, options = saved(tmp_path, "mamba heads", tokenizer)
     monkeypatch.setattr(hf, "write", partial(tampered, hf.write, other_bit))
     with pytest.raises(UserError, match=r"the tensor 'backbone\.layers\.1\..*' differs; nothing was written"):
         export(hybrid, tmp_path / "out", verify=way, **options)
@@ -181,8 +175,8 @@ def test_a_changed_weight_is_found(way, words, tmp_path, monkeypatch):
     "way", [pytest.param("full", marks=pytest.mark.slow), "layers", pytest.param("tensors", marks=pytest.mark.slow)]
 )
 @pytest.mark.usefixtures("fresh_process")  # without this package: it is the folder's code that runs
-def test_changed_code_is_found_where_something_is_computed(way, words, tmp_path, monkeypatch):
-    hybrid, options = saved(tmp_path, "mamba heads", words)
+def test_changed_code_is_found_where_something_is_computed(way, tokenizer, tmp_path, monkeypatch):
+    hybrid, options = saved(tmp_path, "mamba heads", tokenizer)
     monkeypatch.setattr(hf, "write", partial(tampered, hf.write, other_code))
     if way == "tensors":
         proof = export(hybrid, tmp_path / "out", verify=way, **options)
@@ -197,8 +191,8 @@ def test_changed_code_is_found_where_something_is_computed(way, words, tmp_path,
 
 
 @pytest.mark.parametrize("form", ["hf", "patch", "nemotron_h", "mamba_ssm"])
-def test_by_tensors_alone(form, words, tmp_path):
-    hybrid, options = saved(tmp_path, "mamba2 layer", words)
+def test_by_tensors_alone(form, tokenizer, tmp_path):
+    hybrid, options = saved(tmp_path, "mamba2 layer", tokenizer)
     proof = export(hybrid, tmp_path / "out", format=form, verify="tensors", **options)
     assert (proof.verify, proof.difference, proof.tokens, proof.prompts) == ("tensors", None, 0, ())
     assert proof.tensors == len(tensors(hybrid)) + (form == "nemotron_h")  # whose head is one of its own
@@ -206,32 +200,32 @@ def test_by_tensors_alone(form, words, tmp_path):
     assert proof.line() in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_in_several_files(words, tmp_path):
-    hybrid, options = saved(tmp_path, "falcon-mamba heads", words)
+def test_in_several_files(tokenizer, tmp_path):
+    hybrid, options = saved(tmp_path, "falcon-mamba heads", tokenizer)
     proof = export(hybrid, tmp_path / "out", verify="layers", max_shard_size="20KB", **options)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     assert (proof.verify, proof.tokens) == ("layers", verify.NEW_BY_LAYERS)
 
 
 @pytest.mark.parametrize("how", [pytest.param(cpu_offload, marks=pytest.mark.slow), disk_offload])
-def test_of_an_offloaded_hybrid(how, words, tmp_path):
+def test_of_an_offloaded_hybrid(how, tokenizer, tmp_path):
     """Its own weights are fetched, too."""
     plan, place = LAYER, str(tmp_path / "base")
     base = base_of("mamba2 layer")
     base.save_pretrained(place)
-    words.save_pretrained(place)
+    tokenizer.save_pretrained(place)
     expected = model_digest(splice(base_of("mamba2 layer"), plan))
     where = {"offload_dir": str(tmp_path / "away")} if how is disk_offload else {}
     hybrid = splice(how(base, execution_device="cpu", offload_buffers=True, **where), plan)
     for form in ("hf", "patch", "nemotron_h", "mamba_ssm"):
         for way in ("layers", "tensors"):
-            proof = export(hybrid, tmp_path / "out", format=form, verify=way, tokenizer=words, plan=plan, base=place)
+            proof = export(hybrid, tmp_path / "out", format=form, verify=way, tokenizer=tokenizer, plan=plan, base=place)
             assert proof.verify == way
         if form != "nemotron_h":
             assert model_digest(surgery.load(tmp_path / "out").model) == expected
 
 
-def test_auto_is_full_where_that_fits(words, monkeypatch, capsys):
+def test_auto_is_full_where_that_fits(tokenizer, monkeypatch, capsys):
     hybrid, numbers = hybrid_of("mamba heads"), sum(tensor.numel() for tensor in tensors(hybrid_of("mamba heads")).values())
     assert (whole_size(hybrid), whole_size(hybrid_of("mamba heads").to(torch.bfloat16))) == (4 * numbers, 6 * numbers)
     for free, way in ((8 * numbers, "full"), (8 * numbers - 1, "layers")):
@@ -261,11 +255,11 @@ def test_a_record_of_an_earlier_version_holds():
     assert not Proof.model_validate_json(json.dumps(old | {"difference": None})).holds()
 
 
-def test_memory_that_runs_out_here_is_said(words, tmp_path, monkeypatch):
+def test_memory_that_runs_out_here_is_said(tokenizer, tmp_path, monkeypatch):
     def short(*_):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
 
-    hybrid, options = saved(tmp_path, "mamba heads", words)
+    hybrid, options = saved(tmp_path, "mamba heads", tokenizer)
     monkeypatch.setattr(verify, "answers", short)
     for way, hint in (("full", "--verify layers takes less"), ("layers", "--verify tensors takes less")):
         with pytest.raises(UserError, match=f"memory ran out while the live model answered: {hint}"):
@@ -273,8 +267,8 @@ def test_memory_that_runs_out_here_is_said(words, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["base"]
 
 
-def test_a_disk_without_room_is_said_before_anything_is_written(words, tmp_path, monkeypatch):
-    hybrid, options = saved(tmp_path, "mamba heads", words)
+def test_a_disk_without_room_is_said_before_anything_is_written(tokenizer, tmp_path, monkeypatch):
+    hybrid, options = saved(tmp_path, "mamba heads", tokenizer)
     monkeypatch.setattr(exporting, "free_disk", lambda _: 1000)
     for form in ("hf", "patch"):
         with pytest.raises(UserError, match=r"cannot write .*out: it takes [\d.]+ KiB, and 1 KiB are free there"):
@@ -282,8 +276,8 @@ def test_a_disk_without_room_is_said_before_anything_is_written(words, tmp_path,
     assert os.listdir(tmp_path) == ["base"]
 
 
-def test_a_proof_that_fails_loses_no_training(words, tmp_path, monkeypatch):
-    hybrid, options = saved(tmp_path, "mamba heads", words, torch.float32)
+def test_a_proof_that_fails_loses_no_training(tokenizer, tmp_path, monkeypatch):
+    hybrid, options = saved(tmp_path, "mamba heads", tokenizer, torch.float32)
     export(hybrid, tmp_path / "hybrid", **options)
     recipe = Recipe(
         model=str(tmp_path / "hybrid"),

@@ -23,8 +23,7 @@ from surgery.loading.checkpoint import load_base
 from surgery.models.answers import LENGTHS, answers, described, tensors
 from surgery.records.plan import Plan
 from surgery.splicing.splice import graft_parameters, splice
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base, random_llamba, random_selective
+from tests.conftest import VOCABULARY, random_base, random_llamba, random_selective
 from tests.surgery.test_layer_graft import random_donor
 
 HEADS, LAYER = Plan(sites=("L0.H3", "L1.H0,5")), Plan(kind="layer", sites=("L1",), width=16)
@@ -44,17 +43,11 @@ WRITTEN = {  # rope: attention with grouped queries, positions and biases, of a 
 }
 CASES = [(form, what) for form, every in WRITTEN.items() for what in every]
 ABSENT = "try:\n  import surgery\nexcept ImportError:\n  pass\nelse:\n  raise SystemExit('it is there')\n"
-SIZE = -(-len(build_tokenizer()) // 16) * 16
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
 
 
 def base_of(what):
     """With the tokenizer's vocabulary; the same weights every time."""
-    return FAMILIES[what.split()[0]](vocab_size=SIZE)
+    return FAMILIES[what.split()[0]](vocab_size=VOCABULARY)
 
 
 def hybrid_of(what):
@@ -207,7 +200,7 @@ def test_a_difference_is_found():
     """Of a tensor, by its last bit; of the logits; of the tokens."""
     hybrid, other = hybrid_of("mamba2 heads"), hybrid_of("mamba2 heads")
     first = answers(hybrid, 99, new=3)
-    assert first["batch"].shape == (4, 3, SIZE)
+    assert first["batch"].shape == (4, 3, VOCABULARY)
     assert difference(first, answers(other, 99, new=3)) <= CLOSE
     assert difference(first, first | {"batch": first["batch"] + 0.01}) > 1e-3
     assert difference(first, first | {"tokens": first["tokens"] + 1}) == float("inf")

@@ -15,7 +15,7 @@ from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice, unsplice
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, SAME, random_selective
+from tests.conftest import BASES, SAME, VOCABULARY, random_selective
 from tests.surgery.outside import OutsideConfig, OutsideForCausalLM
 
 
@@ -59,7 +59,7 @@ ONE_EACH = ("groups", "mamba", "falcon mamba", "llamba")
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_located_spliced_generating_saved_and_loaded_again(name, tmp_path):
     tokenizer = build_tokenizer()
-    base = BASES[name](vocab_size=-(-len(tokenizer) // 16) * 16)
+    base = BASES[name](vocab_size=VOCABULARY)
     ranking = locate(base, tokenizer, options={"pairs": 3}, examples=6, confirm=0.05, layers=False, batch_size=3)
     assert {score.kind for score in ranking.heads} == {"ssm"}
     assert len(ranking.heads) == len(anatomy(base).sites())

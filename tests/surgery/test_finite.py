@@ -21,18 +21,12 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Calibrate, Data, EarlyStopping, Lesson, Locate, Tune
 from surgery.splicing.splice import splice
 from surgery.tuning.loop import tune
-from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base
 
 LAYERS = 2
 WEIGHT = "backbone.layers.1.mixer.D"
 NAMED = rf"the weight '{WEIGHT}' holds a NaN"
 PADDING = 7  # ids of the embedding that the tokenizer has no token for
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
 
 
 @pytest.fixture

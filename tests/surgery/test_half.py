@@ -39,8 +39,7 @@ from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning import loop
 from surgery.tuning.loop import tune
 from surgery.tuning.trainable import trainable, training
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, random_base, random_selective, subject
+from tests.conftest import BASES, VOCABULARY, random_base, random_selective, subject
 
 HALF = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # and how far from float64 a random model's logits may be
 half = pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -181,7 +180,7 @@ def test_matrices(model, dtype):
 @half
 @pytest.mark.parametrize("name", ["plain", "mamba", "llamba"])
 def test_attribution_has_the_same_order(name, dtype, tokenizer):
-    base = BASES[name](vocab_size=-(-len(tokenizer) // 16) * 16)
+    base = BASES[name](vocab_size=VOCABULARY)
     encoded = encode(tokenizer, KVRetrieval(pairs=4).questions(6, 0))
     exact, narrow = (
         attribute_starts(fully_gated(Subject.of(copy.deepcopy(base).to(d), tokenizer)), encoded).sum(1).flatten()
@@ -193,7 +192,7 @@ def test_attribution_has_the_same_order(name, dtype, tokenizer):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ablation_of_products_beyond_float16(dtype, tokenizer):
-    base = random_selective(MambaConfig, MambaForCausalLM, vocab_size=-(-len(tokenizer) // 16) * 16, num_hidden_layers=1)
+    base = random_selective(MambaConfig, MambaForCausalLM, vocab_size=VOCABULARY, num_hidden_layers=1)
     with torch.no_grad():
         base.backbone.layers[0].mixer.D.mul_(1e3)
         base.backbone.layers[0].mixer.in_proj.weight.mul_(30)
@@ -221,11 +220,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
 mamba_1 = pytest.mark.parametrize("bases", ["mamba-1"], indirect=True)
 
 
@@ -233,7 +227,7 @@ mamba_1 = pytest.mark.parametrize("bases", ["mamba-1"], indirect=True)
 def bases(request, tokenizer):
     """dtype -> the base in it, and the plan; the numbers are those of float16."""
     make, plan = KINDS[request.param]
-    base = make(vocab_size=-(-len(tokenizer) // 16) * 16).half()
+    base = make(vocab_size=VOCABULARY).half()
     return lambda dtype: (copy.deepcopy(base).to(dtype), plan)
 
 

@@ -28,46 +28,46 @@ PLANS = {
 }
 
 
-def test_nothing_spliced_equals_transformers_exactly(base, tokens):
+def test_nothing_spliced_equals_transformers_exactly(family_base, tokens):
     with use(**STOCK):
-        assert torch.equal(adopt(base)(tokens).logits, base(tokens).logits)
+        assert torch.equal(adopt(family_base)(tokens).logits, family_base(tokens).logits)
 
 
-def test_nothing_spliced_equals_transformers_with_our_kernels(base, tokens, request):
+def test_nothing_spliced_equals_transformers_with_our_kernels(family_base, tokens, request):
     """The kernels of float64 bit for bit almost, those of float32 up to their rounding."""
-    logits = adopt(base)(tokens).logits.double()
+    logits = adopt(family_base)(tokens).logits.double()
     request.getfixturevalue("in_float64")
-    exact = base.double()(tokens).logits
+    exact = family_base.double()(tokens).logits
     assert (logits - exact).norm() < 1e-5 * exact.norm()
-    torch.testing.assert_close(adopt(base)(tokens).logits, exact, **SAME)
+    torch.testing.assert_close(adopt(family_base)(tokens).logits, exact, **SAME)
 
 
-def test_without_grafts_it_generates_what_transformers_generates(base, tokens):
+def test_without_grafts_it_generates_what_transformers_generates(family_base, tokens):
     # Without a cache: the stock decode ignores a limit of the time step.
     options = {"max_new_tokens": 8, "do_sample": False, "use_cache": False}
-    assert torch.equal(*(m.generate(tokens, **options) for m in (adopt(base), base)))
+    assert torch.equal(*(m.generate(tokens, **options) for m in (adopt(family_base), family_base)))
 
 
-def test_without_grafts_gradients_equal_those_of_transformers(base, tokens, request):
+def test_without_grafts_gradients_equal_those_of_transformers(family_base, tokens, request):
     def gradients(model):
         model.zero_grad()
         model.train()(tokens, labels=tokens).loss.backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
-    own = gradients(adopt(base))
+    own = gradients(adopt(family_base))
     request.getfixturevalue("in_float64")
-    exact = gradients(base.double())
+    exact = gradients(family_base.double())
     # A gradient is a sum of about a thousand numbers of either sign, some of which cancel.
     for name, gradient in exact.items():
         assert (own[name] - gradient).norm() < 1e-5 * max(gradient.norm(), 1e-2), name
-    torch.testing.assert_close(gradients(adopt(base)), exact, **SAME)
+    torch.testing.assert_close(gradients(adopt(family_base)), exact, **SAME)
 
 
-def test_padded_batch_without_grafts_equals_transformers_exactly(base, tokens):
+def test_padded_batch_without_grafts_equals_transformers_exactly(family_base, tokens):
     mask = torch.ones_like(tokens)
     mask[0, :6] = 0
     with use(**STOCK):
-        ours, stock = (m(tokens, attention_mask=mask).logits for m in (adopt(base), base))
+        ours, stock = (m(tokens, attention_mask=mask).logits for m in (adopt(family_base), family_base))
     assert torch.equal(ours, stock)
 
 

@@ -19,7 +19,8 @@ from surgery.records.recipe import Recipe
         ("surgery run demo.yaml --resume --set tune.steps=3", True, "surgery run demo.yaml --set tune.steps=3 --resume"),
         ("surgery bench base a --overwrite", True, "surgery bench base a --resume"),
         ("surgery bench base a --overwrite", False, "surgery bench base a --overwrite"),  # the earlier run is still there
-        ("surgery prune base", True, "surgery prune base"),  # has no --resume
+        ("surgery prune base", True, "surgery prune base --overwrite"),  # has no --resume
+        ("surgery prune base", False, "surgery prune base"),
         ("surgery export hybrid --out x", True, "surgery export hybrid --out x"),
         ("/x/surgery/__main__.py tune h --out t", True, "python -m surgery tune h --out t --resume"),
         ("surgery", False, "surgery"),

@@ -19,9 +19,8 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, read_recipe
 from surgery.records.site import Site
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, random_base
+from tests.conftest import BASES, VOCABULARY, random_base
 
-SIZE = -(-len(build_tokenizer()) // 16) * 16
 TWO = (Site(0, (3, 5)),)
 QUICK = (
     "--set", "tune.steps=1", "--set", "tune.batch_size=2", "--set", "tune.text_batch_size=1", "--set", "tune.text_tokens=8",
@@ -63,7 +62,7 @@ def test_what_is_no_site_is_named(text):
 def base(tmp_path_factory):
     """The folder of a base in float32."""
     folder = tmp_path_factory.mktemp("bases") / "base"
-    random_base(vocab_size=SIZE, num_hidden_layers=2).save_pretrained(folder)
+    random_base(vocab_size=VOCABULARY, num_hidden_layers=2).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder
 

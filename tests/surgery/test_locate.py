@@ -29,20 +29,14 @@ from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, mean, means
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import SAME, VARIANTS, random_base, subject
+from tests.conftest import SAME, VARIANTS, VOCABULARY, random_base, subject
 from tests.surgery.test_anatomy import build
 from tests.surgery.test_replay import untouched
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def world_base(tokenizer):
-    return random_base(vocab_size=-(-len(tokenizer) // 16) * 16, n_groups=2)
+    return random_base(vocab_size=VOCABULARY, n_groups=2)
 
 
 @pytest.mark.usefixtures("in_float64")
@@ -320,7 +314,7 @@ def test_only_the_leading_heads_are_confirmed(world_base, tokenizer):
 
 @pytest.mark.parametrize("name", ["llama", "falcon_h1", "qwen3_next", "nemotron_h"])
 def test_models_without_grafts_are_analysed(name, tokenizer, tmp_path):
-    model = build(name, vocab_size=-(-len(tokenizer) // 16) * 16)
+    model = build(name, vocab_size=VOCABULARY)
     found = anatomy(model)
     ranking = locate(model, tokenizer, options={"pairs": 4}, examples=6)
     assert {score.site for score in ranking.heads} == set(found.sites())
@@ -342,7 +336,7 @@ def test_models_without_grafts_are_analysed(name, tokenizer, tmp_path):
 
 
 def test_the_heads_of_the_leading_layers_are_confirmed_where_nothing_can_be_spliced(tokenizer):
-    model = build("llama", vocab_size=-(-len(tokenizer) // 16) * 16)
+    model = build("llama", vocab_size=VOCABULARY)
     ranking = locate(model, tokenizer, options={"pairs": 4}, examples=4, confirm=0.3)
     costly = max(ranking.layers, key=lambda s: s.ablation_loss.value).site.layer
     measured = {score.site for score in ranking.heads if score.ablation_loss}

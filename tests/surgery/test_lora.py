@@ -14,14 +14,13 @@ from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
 from surgery.tuning.lora import adapted, adapters
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES
+from tests.conftest import BASES, VOCABULARY
 
 FAMILIES = ["plain", "mamba", "falcon mamba", "llamba"]
 TARGETS = {"plain": ("in_proj", "out_proj"), "llamba": ("in_proj", "out_proj", "gate_proj", "up_proj", "down_proj")}
 SELECTIVE = ("in_proj", "x_proj", "out_proj")
 PLAN = Plan(sites=("L1.H3",))
 TOKENIZER = build_tokenizer()
-VOCABULARY = -(-len(TOKENIZER) // 16) * 16
 SHORT = Tune(
     steps=3,
     batch_size=2,

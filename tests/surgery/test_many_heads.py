@@ -19,7 +19,7 @@ from surgery.records.record import provenance
 from surgery.records.site import Site
 from surgery.statistics import Estimate, Intervals, intervals, mean
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.conftest import VOCABULARY, random_base
 
 LAYERS, CHANNELS = 64, 8192
 
@@ -203,7 +203,7 @@ def test_until_both_files_are_written_there_is_no_ranking(tmp_path, monkeypatch)
 
 def test_a_search_says_the_same_whichever_way_it_is_written(tmp_path, monkeypatch):
     tokenizer = build_tokenizer()
-    base = random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+    base = random_base(vocab_size=VOCABULARY)
     found = locate(base, tokenizer, options={"pairs": 4}, examples=4, exact=True)
     found.write(tmp_path / "all.json")
     monkeypatch.setattr(rankings, "MANY", 3)

@@ -9,7 +9,7 @@ import surgery as package
 from surgery.cli.app import main  # noqa: F401  # the fixture `surgery` calls it
 from surgery.loading import hub
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.conftest import VOCABULARY, random_base
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def models(tmp_path_factory):
     """A base; a hybrid of it; one whose attention starts at random; a base without a tokenizer."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = build_tokenizer()
-    base = random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+    base = random_base(vocab_size=VOCABULARY)
     base.save_pretrained(folder / "alone")
     shutil.copytree(folder / "alone", folder / "base")
     tokenizer.save_pretrained(folder / "base")

@@ -20,7 +20,7 @@ from surgery.probes.question import Completion, CompletionProbe, Question
 from surgery.probes.scoring import answer, complete
 from surgery.world.tokenizer import build_tokenizer
 from surgery.world.words import KEYS
-from tests.conftest import random_base
+from tests.conftest import SAME, random_base
 
 # Of every probe, options that fit.
 OPTIONS = {
@@ -333,6 +333,7 @@ def test_completing_is_greedy_decoding(tiny):
     assert 10 < sum(wanted) < len(items) - 10
 
 
+@pytest.mark.usefixtures("in_float64")
 @settings(max_examples=15, deadline=None)
 @given(
     prompts=st.lists(st.text("abcdefgh ", max_size=30).map(lambda text: f"{text}a"), min_size=1, max_size=5),
@@ -342,7 +343,7 @@ def test_completing_is_greedy_decoding(tiny):
 )
 def test_completing_in_batches_equals_decoding_one_by_one(prompts, tokens, spoil, batch_size, characters):
     """`spoil`: the place of a wrong token, if there are as many."""
-    items, wanted, model = [], [], random_base(vocab_size=128)
+    items, wanted, model = [], [], random_base(vocab_size=128).double()
     with torch.inference_mode():
         for prompt in prompts:
             ids = characters(prompt)["input_ids"]
@@ -360,7 +361,7 @@ def test_completing_in_batches_equals_decoding_one_by_one(prompts, tokens, spoil
             wanted.append((bool((chosen == log_p.amax(-1)).all()), -chosen.mean().item()))
     result = complete(model, characters, items, batch_size=batch_size)
     assert result.correct.tolist() == [correct for correct, _ in wanted]
-    np.testing.assert_allclose(result.loss, [loss for _, loss in wanted], atol=1e-4)
+    np.testing.assert_allclose(result.loss, [loss for _, loss in wanted], **SAME)
 
 
 def test_an_answer_without_tokens_is_refused(characters):
@@ -368,13 +369,14 @@ def test_an_answer_without_tokens_is_refused(characters):
         complete(Indifferent(), characters, [Completion("a", "b"), Completion("a", "")])
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_candidates_of_many_tokens_are_scored_a_few_rows_at_a_time(characters):
     """Batches do not grow with the candidates' tokens, and do not change what is measured."""
     questions, seen = make("phonebook", entries=3).questions(4, seed=0), []
-    model = random_base(vocab_size=128)
+    model = random_base(vocab_size=128).double()
 
     model.register_forward_pre_hook(lambda module, given, named: seen.append(len(named["input_ids"])), with_kwargs=True)
     small, large = (answer(model, characters, questions, batch_size=size) for size in (2, 500))
     assert seen == [2, 1] * 4 + [12]  # of every question three rows, one a candidate; the shorter ones are read off them
     assert np.array_equal(small.correct, large.correct)
-    np.testing.assert_allclose(small.loss, large.loss, atol=1e-4)
+    np.testing.assert_allclose(small.loss, large.loss, **SAME)

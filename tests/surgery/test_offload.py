@@ -15,7 +15,7 @@ from surgery.loading.digests import fingerprint, model_digest
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES
+from tests.conftest import BASES, VOCABULARY
 
 IDS = torch.randint(1, 99, (2, 9), generator=torch.Generator().manual_seed(1))
 KINDS = {
@@ -134,7 +134,7 @@ def test_no_weight_is_held_twice(tmp_path):
 def test_an_offloaded_base_is_located_tuned_measured_and_exported(tmp_path, capsys):
     """With the numbers of the same model loaded whole."""
     words = build_tokenizer()
-    BASES["plain"](vocab_size=-(-len(words) // 16) * 16).save_pretrained(tmp_path / "base")
+    BASES["plain"](vocab_size=VOCABULARY).save_pretrained(tmp_path / "base")
     options = surgery.Recipe(
         model="x",
         tune={

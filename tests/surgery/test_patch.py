@@ -24,7 +24,7 @@ from surgery.splicing.joining import RECORD, WEIGHTS, Patch, check_tensors, join
 from surgery.splicing.splice import graft_parameters, splice, unsplice
 from surgery.tuning.lora import adapted, adapters
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base, random_llamba, random_selective
+from tests.conftest import VOCABULARY, random_base, random_llamba, random_selective
 
 HEADS, LAYER = Plan(sites=("L1.H3", "L2.H0,5")), Plan(kind="layer", sites=("L1",))
 FAMILIES = {
@@ -37,15 +37,10 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def place(tmp_path_factory, tokenizer):
     """A base with its tokenizer and card, a tuned hybrid of it, and its patch."""
     place = tmp_path_factory.mktemp("patch")
-    base = random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+    base = random_base(vocab_size=VOCABULARY)
     base.save_pretrained(place / "base")
     tokenizer.save_pretrained(place / "base")
     (place / "base" / "README.md").write_text("---\nlicense: other\nlicense_name: toy\n---\n# base\n")
@@ -292,3 +287,26 @@ def test_a_one_head_patch_of_mamba2_130m_fits_in_a_mail(tmp_path, monkeypatch, t
     print(f"a one-head patch of the mamba2-130m shape: {sizes}")
     assert sizes[WEIGHTS] == 792_140
     assert sizes[RECORD] < 32_000  # versions and names of machines have no fixed length
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("layer_norm_epsilon", 1e-3), ("time_step_limit", [0.0, 0.05]), ("residual_in_fp32", False), ("hidden_act", "gelu")],
+)
+def test_a_base_whose_configuration_was_altered_is_another(place, tmp_path, field, value):
+    """Its tensors are the same, and compute something else."""
+    shutil.copytree(place / "base", tmp_path / "base")
+    path = tmp_path / "base" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(UserError, match=field):
+        package.load(place / "patch", base=str(tmp_path / "base"))
+    package.load(place / "patch", base=str(place / "base"))
+
+
+def test_a_patch_of_before_0_9_says_nothing_of_the_configuration(place, tmp_path):
+    shutil.copytree(place / "patch", tmp_path / "patch")
+    path = tmp_path / "patch" / RECORD
+    content = json.loads(path.read_text())
+    assert content.pop("base_config")["layer_norm_epsilon"] == "1e-05"
+    path.write_text(json.dumps(content | {"schema_version": 1}))
+    package.load(tmp_path / "patch", base=str(place / "base"))

@@ -24,7 +24,7 @@ from surgery.splicing.splice import adopt, splice
 from surgery.statistics import mean
 from surgery.studies import redraw
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, random_base
+from tests.conftest import ROOT, VOCABULARY, random_base
 
 CONTROL_NAMES = ("control_tuned", "control_random_site", "control_same_layer")
 
@@ -94,7 +94,7 @@ def test_chance_is_known_of_the_projects_probes():
 @pytest.mark.parametrize("kind", ["mamba2", "mamba"])
 def test_a_graft_is_shown_as_its_own_attention_and_as_the_mixture(kind, tmp_path):
     words = build_tokenizer()
-    base = random_base(vocab_size=-(-len(words) // 16) * 16) if kind == "mamba2" else mamba1(len(words))
+    base = random_base(vocab_size=VOCABULARY) if kind == "mamba2" else mamba1(len(words))
     plan = Plan(sites=("L1.H2,5",), blend=0.3)
     models = {"base": Entry(base, ""), "open": Entry(splice(base, plan.model_copy(update={"blend": 1.0})), "", plan),
               "hybrid": Entry(splice(base, plan), "", plan)}  # fmt: skip

@@ -16,7 +16,7 @@ from surgery.tuning.sequences import letter_pieces
 from surgery.world.facts import facts
 from surgery.world.text import document
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.conftest import SAME, random_base
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +58,20 @@ def one_at_a_time(model, tokenizer, question: Question) -> np.ndarray:
     return np.array(scores)
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("probe", [KVRetrieval(5), KVRetrieval(12), Knowledge("capitals"), Letters("capitals")])
 @torch.inference_mode()
 def test_scores_equal_the_published_protocol(probe, characters):
-    model, questions = random_base(vocab_size=128), probe.questions(6, seed=0)
+    model, questions = random_base(vocab_size=128).double(), probe.questions(6, seed=0)
     encoded = encode(characters, questions)
     logits = torch.stack([model(torch.tensor([row])).logits[0, -1] for row in encoded.rows])
     scores = encoded.scores(logits)
     result = answer(model, characters, questions, batch_size=4)
     for i, question in enumerate(questions):
         wanted = one_at_a_time(model, characters, question)
-        np.testing.assert_allclose(scores[i, : len(wanted)].numpy(), wanted, atol=1e-4)
+        np.testing.assert_allclose(scores[i, : len(wanted)].numpy(), wanted, **SAME)
         assert result.correct[i] == (wanted.argmax() == question.answer)
-        np.testing.assert_allclose(result.loss[i], np.logaddexp.reduce(wanted) - wanted[question.answer], atol=1e-4)
+        np.testing.assert_allclose(result.loss[i], np.logaddexp.reduce(wanted) - wanted[question.answer], **SAME)
 
 
 def test_single_token_candidates_take_one_row(characters):
@@ -79,21 +80,23 @@ def test_single_token_candidates_take_one_row(characters):
     assert len(encode(characters, [Question("x", ("11", "12", "23", "4"), 0)]).rows) == 3  # prefixes "", "1", "2"
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_batch_size_does_not_change_decisions(characters):
-    model, questions = random_base(vocab_size=128), KVRetrieval(7).questions(20, seed=5)
+    model, questions = random_base(vocab_size=128).double(), KVRetrieval(7).questions(20, seed=5)
     results = [answer(model, characters, questions, batch_size=size) for size in (1, 3, 64)]
     for result in results[1:]:
         assert np.array_equal(result.correct, results[0].correct)
-        np.testing.assert_allclose(result.loss, results[0].loss, atol=1e-4)
+        np.testing.assert_allclose(result.loss, results[0].loss, **SAME)
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_perplexity_is_the_mean_over_predicted_tokens(characters, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    probe, model = Perplexity(str(tmp_path / "text.txt"), windows=5, window=32), random_base(vocab_size=128)
+    probe, model = Perplexity(str(tmp_path / "text.txt"), windows=5, window=32), random_base(vocab_size=128).double()
     windows = probe.token_windows(characters, seed=0)
     assert windows.shape == (5, 32)
     for ids, loss in zip(windows, probe.losses(model, windows, batch_size=2), strict=True):
-        assert loss == pytest.approx(model(ids[None], labels=ids[None]).loss.item(), rel=1e-5)
+        assert loss == pytest.approx(model(ids[None], labels=ids[None]).loss.item(), rel=1e-9)
 
 
 def test_missing_and_malformed_sources_are_refused(tmp_path, characters):

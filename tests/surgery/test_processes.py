@@ -20,7 +20,7 @@ from surgery.locating import exact, prefilter
 from surgery.records.recipe import read_recipe
 from surgery.runtime import processes
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.conftest import VOCABULARY, random_base
 
 # Ten batches, so that there are three decisions on whom to give up; and a second ranking to compare with.
 SETTINGS = [
@@ -34,7 +34,7 @@ ASKED = [part for setting in SETTINGS for part in ("--set", setting)]
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "base"
     tokenizer = build_tokenizer()
-    random_base(vocab_size=-(-len(tokenizer) // 16) * 16, num_hidden_layers=2).save_pretrained(folder)
+    random_base(vocab_size=VOCABULARY, num_hidden_layers=2).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -17,21 +17,17 @@ from surgery.probes.scoring import answer, batches, padded
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt
-from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import VOCABULARY
 from tests.surgery.test_anatomy import build
 from tests.surgery.test_replay import untouched
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
 def pruner(name, tokenizer, examples=12):
-    model = build(name, vocab_size=-(-len(tokenizer) // 16) * 16)
+    model = build(name, vocab_size=VOCABULARY).to(torch.get_default_dtype())
     return Pruner(Subject.of(model, tokenizer), Locate(options={"pairs": 4}, examples=examples), Knowledge())
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", ["llama", "bamba"])
 def test_dropping_layers_equals_a_shorter_model(name, tokenizer):
     whole = pruner(name, tokenizer)
@@ -43,12 +39,13 @@ def test_dropping_layers_equals_a_shorter_model(name, tokenizer):
         result = answer(shorter, tokenizer, questions)
         measured = getattr(outcome, probe)
         assert measured.accuracy.accuracy == result.correct.mean()
-        assert measured.loss.value == pytest.approx(result.loss.mean(), abs=1e-5)
+        assert measured.loss.value == pytest.approx(result.loss.mean(), rel=1e-9)
         difference = whole.whole[probe].correct.astype(float) - result.correct
         assert measured.drop.value == pytest.approx(difference.mean())
     assert untouched(whole.subject.model)
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_silent_heads_equal_zeroed_weights(tokenizer):
     whole = pruner("falcon_h1", tokenizer)
     outcome = whole.cut("silent", silent=[Site(0, (1, 5)), Site(1)])
@@ -59,10 +56,11 @@ def test_silent_heads_equal_zeroed_weights(tokenizer):
             mixer = found.mixer_of(Site(layer, (head,)))
             mixer.out.weight[:, mixer.columns(head)] = 0
     for probe, questions in whole.questions.items():
-        assert getattr(outcome, probe).loss.value == pytest.approx(answer(changed, tokenizer, questions).loss.mean(), abs=1e-5)
+        assert getattr(outcome, probe).loss.value == pytest.approx(answer(changed, tokenizer, questions).loss.mean(), rel=1e-9)
     assert len(outcome.silent) == 10
 
 
+@pytest.mark.usefixtures("in_float64")
 @torch.inference_mode()
 def test_the_last_row_is_cut_at_the_last_position_alone(tokenizer):
     whole = pruner("bamba", tokenizer)
@@ -81,7 +79,7 @@ def test_the_last_row_is_cut_at_the_last_position_alone(tokenizer):
         hook = out.register_forward_pre_hook(cut)
         losses[chosen] = encoded.losses(model(ids).logits[:, -1]).numpy()
         hook.remove()
-    assert outcomes["attention"].retrieval.loss.value == pytest.approx(losses.mean(), abs=1e-5)
+    assert outcomes["attention"].retrieval.loss.value == pytest.approx(losses.mean(), rel=1e-9)
     assert outcomes["attention"].last_only
     assert outcomes["ssm"].retrieval.loss.value != pytest.approx(losses.mean(), abs=1e-3)
     assert prune.last_rows(pruner("llama", tokenizer, examples=2)) == {}

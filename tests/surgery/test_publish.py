@@ -23,7 +23,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.splicing.splice import splice
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, random_base
+from tests.conftest import ROOT, VOCABULARY, random_base
 
 REPO = "someone/hybrid"
 
@@ -98,7 +98,7 @@ def exported(tmp_path_factory):
     """A hybrid with recipe and report. The report is the demo's."""
     place = tmp_path_factory.mktemp("publish")
     tokenizer = build_tokenizer()
-    base = random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+    base = random_base(vocab_size=VOCABULARY)
     (place / "base").mkdir()
     (place / "base" / CARD).write_text("---\nlicense: other\nlicense_name: toy\nlicense_link: LICENSE\n---\n# base\n")
     plan = Plan(sites=("L1.H3",))
@@ -193,7 +193,7 @@ def test_a_later_export_leaves_nothing_of_the_earlier_one_in_force(hub, folder, 
     hub.commits.append(hub.files | foreign)
     (tmp_path / "base").mkdir()
     tokenizer, plan = build_tokenizer(), Plan(sites=("L1.H2",))
-    other = splice(random_base(vocab_size=-(-len(tokenizer) // 16) * 16), plan)
+    other = splice(random_base(vocab_size=VOCABULARY), plan)
     export(other, tmp_path / "again", tokenizer=tokenizer, plan=plan, base=str(tmp_path / "base"), max_shard_size="100KB")
     done = publish.publish(tmp_path / "again", REPO)
     arrived = hub.commits[int(done.commit, 16)]
@@ -210,7 +210,7 @@ def test_a_later_export_leaves_nothing_of_the_earlier_one_in_force(hub, folder, 
 def test_what_is_published_names_the_base_and_not_its_place(hub, folder, tmp_path):
     """A patch: its record says which base it belongs to, and the export's record says what the patch's is."""
     tokenizer, plan = build_tokenizer(), Plan(sites=("L1.H3",))
-    base = random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+    base = random_base(vocab_size=VOCABULARY)
     base.save_pretrained(tmp_path / "alice" / "toy")
     tokenizer.save_pretrained(tmp_path / "alice" / "toy")
     place = str(tmp_path / "alice" / "toy")

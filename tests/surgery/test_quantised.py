@@ -32,16 +32,15 @@ from surgery.tuning.loop import tune
 from surgery.tuning.lora import matches
 from surgery.tuning.trainable import with_own_mixers
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base, random_llamba, random_selective, subject
+from tests.conftest import VOCABULARY, random_base, random_llamba, random_selective, subject
 
 pytest.importorskip("bitsandbytes", reason="quantised bases need bitsandbytes")
 BITS = {8: {"load_in_8bit": True}, 4: {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
-SIZE = -(-len(build_tokenizer()) // 16) * 16
 FAMILIES = {
-    "mamba2": lambda: random_base(vocab_size=SIZE, num_hidden_layers=2, use_bias=True),
-    "mamba": lambda: random_selective(MambaConfig, MambaForCausalLM, vocab_size=SIZE, num_hidden_layers=2),
-    "falcon": lambda: random_selective(FalconMambaConfig, FalconMambaForCausalLM, vocab_size=SIZE, num_hidden_layers=2),
-    "llamba": lambda: random_llamba(vocab_size=SIZE, n_layer=2),
+    "mamba2": lambda: random_base(vocab_size=VOCABULARY, num_hidden_layers=2, use_bias=True),
+    "mamba": lambda: random_selective(MambaConfig, MambaForCausalLM, vocab_size=VOCABULARY, num_hidden_layers=2),
+    "falcon": lambda: random_selective(FalconMambaConfig, FalconMambaForCausalLM, vocab_size=VOCABULARY, num_hidden_layers=2),
+    "llamba": lambda: random_llamba(vocab_size=VOCABULARY, n_layer=2),
 }
 HEADS, LAYER = Plan(sites=("L1.H3,5",)), Plan(kind="layer", sites=("L1",), width=16)
 IDS = torch.randint(1, 99, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -22,20 +22,15 @@ from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import encode
 from surgery.records.recipe import Bench
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.conftest import VOCABULARY, random_base
 from tests.surgery.test_anatomy import build
 
 FEW = {"options": {"pairs": 4}, "examples": 4}
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def base(tokenizer):
-    return random_base(vocab_size=-(-len(tokenizer) // 16) * 16, num_hidden_layers=2)
+    return random_base(vocab_size=VOCABULARY, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +40,7 @@ def ranking(base, tokenizer):
 
 @pytest.fixture(scope="module")
 def ablated(tokenizer):
-    return locate(build("llama", vocab_size=-(-len(tokenizer) // 16) * 16), tokenizer, **FEW, confirm=0.3)
+    return locate(build("llama", vocab_size=VOCABULARY), tokenizer, **FEW, confirm=0.3)
 
 
 def test_a_ranking_reads_as_a_table(ranking, ablated):

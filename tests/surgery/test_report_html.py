@@ -29,22 +29,11 @@ from surgery.records.record import provenance
 from surgery.records.site import Site
 from surgery.splicing.splice import splice
 from surgery.statistics import difference, evidence, mean, proportion
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, random_base
+from tests.conftest import ROOT
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 EVIL = "x\"'><script>document.title = 'taken'</script><img src=https://example.org/x.png>"
 PLAN = Plan(sites=("L1.H2,5",))
-
-
-@pytest.fixture(scope="module")
-def words():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def base(words):
-    return random_base(vocab_size=-(-len(words) // 16) * 16)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +71,7 @@ def model_report(entry, first, seed):
 
 
 @pytest.fixture(scope="module")
-def measured(entries, words):
+def measured(entries, tokenizer):
     """(report, ranking, matrices). Only the matrices are measured."""
     models, first = {}, None
     for seed, (name, entry) in enumerate(entries.items()):
@@ -100,7 +89,7 @@ def measured(entries, words):
     probe = {"name": "kv", "options": {"pairs": 4}, "seed": 3}
     ranking = Ranking(provenance=made, probe=probe, base_accuracy=zero, base_loss=zero, heads=tuple(heads[::-1]), layers=())
     report = Report(provenance=made, plan=PLAN, models=models, timings={"bench": 1.0}, training={"x": {"kl": 0.5}}, settings={})
-    return report, ranking, mixing(entries, words, short_question(words, "kv", {"pairs": 6}, 3), made)
+    return report, ranking, mixing(entries, tokenizer, short_question(tokenizer, "kv", {"pairs": 6}, 3), made)
 
 
 @pytest.fixture(scope="module")
@@ -203,28 +192,28 @@ def test_what_leaves_out_0_by_itself_alone_is_not_decided(measured):
     assert re.search(r"Of \d+ comparisons with the base:[^.]* \d+ not decided", page)
 
 
-def test_matrices_are_those_of_the_models(measured, entries, words):
+def test_matrices_are_those_of_the_models(measured, entries, tokenizer):
     _, _, matrices = measured
     assert Mixing.model_validate_json(matrices.model_dump_json()) == matrices
-    ids = torch.tensor(words(short_question(words, "kv", {"pairs": 6}, 3).prompt)["input_ids"])
+    ids = torch.tensor(tokenizer(short_question(tokenizer, "kv", {"pairs": 6}, 3).prompt)["input_ids"])
     assert len(ids) == len(matrices.tokens)
     for panel in matrices.panels:
         for name, weights in panel.models.items():
-            exact = mixing_matrices(Subject.of(entries[name].model, words), ids, sites=[panel.site])[panel.site].abs()
+            exact = mixing_matrices(Subject.of(entries[name].model, tokenizer), ids, sites=[panel.site])[panel.site].abs()
             exact = (exact / exact.sum(-1, keepdim=True)).numpy()
             np.testing.assert_allclose(np.sqrt(weights.shares()), np.sqrt(exact), atol=0.5001 / 255)
             assert weights.answer == pytest.approx(exact[-1, list(matrices.answer)].sum(), abs=1e-5)
         assert panel.models["base"].rows != panel.models["spliced"].rows
 
 
-def test_a_layer_is_shown_as_the_mean_of_its_heads(base, words, measured):
+def test_a_layer_is_shown_as_the_mean_of_its_heads(base, tokenizer, measured):
     plan = Plan(kind="layer", sites=("L1",))
     models = {"one": Entry(base, ""), "other": Entry(splice(base, plan), "", plan)}
-    question = short_question(words, "kv", {"pairs": 6}, 3)
-    (panel,) = mixing(models, words, question, measured[0].provenance).panels
+    question = short_question(tokenizer, "kv", {"pairs": 6}, 3)
+    (panel,) = mixing(models, tokenizer, question, measured[0].provenance).panels
     assert panel.heads["one"] == 8
     assert panel.models["other"].shares().sum(-1) == pytest.approx(1, abs=0.05)
-    assert mixing({"one": Entry(base, "")}, words, question, measured[0].provenance) is None
+    assert mixing({"one": Entry(base, "")}, tokenizer, question, measured[0].provenance) is None
 
 
 def test_axes():

@@ -15,20 +15,8 @@ from surgery.locating.locate import locate
 from surgery.records.plan import Plan
 from surgery.records.recipe import Locate, Recipe, changed
 from surgery.runtime import progress, tables
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
 
 FEW = {"options": {"pairs": 3}, "examples": 8, "layers": False}
-
-
-@pytest.fixture(scope="module")
-def words():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def base(words):
-    return random_base(vocab_size=-(-len(words) // 16) * 16)
 
 
 @pytest.mark.parametrize(
@@ -42,9 +30,9 @@ def base(words):
         (1e-6, {"exact": False}, False),
     ],
 )
-def test_heads_are_measured_exactly_within_the_budget(base, words, monkeypatch, capsys, seconds, options, exact):
+def test_heads_are_measured_exactly_within_the_budget(base, tokenizer, monkeypatch, capsys, seconds, options, exact):
     monkeypatch.setattr(budget, "_seconds", lambda _: seconds)
-    ranking = locate(base, words, **FEW, **options)
+    ranking = locate(base, tokenizer, **FEW, **options)
     assert ranking.probe["exact"] is exact
     assert any(score.splice_loss is not None for score in ranking.heads) is exact
     said = " ".join(capsys.readouterr().err.split())
@@ -53,7 +41,7 @@ def test_heads_are_measured_exactly_within_the_budget(base, words, monkeypatch, 
     assert ranking.chance == pytest.approx(1 / 3)
 
 
-def test_a_clock_does_not_decide_twice(base, words, tmp_path, monkeypatch):
+def test_a_clock_does_not_decide_twice(base, tokenizer, tmp_path, monkeypatch):
     """An interrupted search goes on with its decision, unless it is asked for something else."""
     options = Locate(budget=100, **FEW)
     small, large = {"model": "small"}, {"model": "large"}
@@ -63,11 +51,11 @@ def test_a_clock_does_not_decide_twice(base, words, tmp_path, monkeypatch):
     assert budget._decided(tmp_path / "exact.json", options, large, exact=False) is False  # another model has another cost
 
 
-def test_a_decision_that_was_kept_is_said_as_one(base, words, tmp_path, monkeypatch, capsys):
+def test_a_decision_that_was_kept_is_said_as_one(base, tokenizer, tmp_path, monkeypatch, capsys):
     """What would fit the budget now is not said to take longer than the budget."""
     for seconds in (1e6, 1e-6):
         monkeypatch.setattr(budget, "_seconds", lambda _, seconds=seconds: seconds)
-        assert locate(base, words, **FEW, kept=tmp_path).probe["exact"] is False
+        assert locate(base, tokenizer, **FEW, kept=tmp_path).probe["exact"] is False
     said = " ".join(capsys.readouterr().err.split())
     assert said.count("more than locate.budget") == 1
     assert said.count("as this search began") == 1
@@ -90,11 +78,11 @@ def test_the_first_stage_whose_settings_changed():
         assert str(change).endswith(f"going on from {stage}")
 
 
-def test_a_tuning_of_other_heads_is_not_gone_on_with(base, words, tmp_path, monkeypatch):
+def test_a_tuning_of_other_heads_is_not_gone_on_with(base, tokenizer, tmp_path, monkeypatch):
     """Their grafts have the same names and shapes, so the checkpoints would fit."""
     resumed = []
     monkeypatch.setattr(tuning_stage, "tune", lambda *_, resume, **__: resumed.append(resume) or [])
-    checkpoint = Checkpoint("base", base, words, "f")
+    checkpoint = Checkpoint("base", base, tokenizer, "f")
     recipe = Recipe(model="base")
 
     def go_on(plan, recipe=recipe, layers=None):

@@ -3,8 +3,11 @@ first runs everywhere, with answers that stand in for an engine's; the second wh
 
 import json
 import os
+import shutil
 import stat
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +17,11 @@ from surgery import UserError, export, load, splice
 from surgery.exporting import engines
 from surgery.exporting.engines import check_engines, prove_in_engine
 from surgery.exporting.folder import Exported
+from surgery.models.answers import held
 from surgery.records.plan import Plan
+from surgery.serving import ask_vllm
+from surgery.serving.limits import head_size, kv_heads, refusal
+from surgery.serving.patches import FROM_BASE, Patched
 
 ROOT = Path(__file__).parent.parent.parent
 BASE = str(ROOT / "checkpoints/tiny-mamba2")
@@ -162,9 +169,19 @@ def grouped():
     return model
 
 
+def small_130m():
+    """mamba2-130m's widths, with fewer layers and words."""
+    torch.manual_seed(0)
+    config = Mamba2Config(
+        vocab_size=load(BASE).model.config.vocab_size, hidden_size=768, num_heads=24, head_dim=64, n_groups=1, state_size=128,
+        num_hidden_layers=4, tie_word_embeddings=True, initializer_range=0.05,
+    )  # fmt: skip
+    return Mamba2ForCausalLM(config)
+
+
 CASES = {
     "two heads under a gate": plan(sites="L0.H2,7", blend=0.4),
-    "layers with four heads and with two, shared pairs": plan(
+    "layers with four heads and with two, shared pairs, no gate": plan(
         sites=["L0.H1,2,3,7", "L2.H5,6"], shared=True, starts={"L0.H2": {"sign": -1, "tau": 2.0}}
     ),
     "wider than the state, without log dt": plan(sites="L0.H2,7", time_step=False, width=160),
@@ -173,23 +190,96 @@ CASES = {
         sites="L1", kind="layer", init="donor", donor=str(ROOT / "checkpoints/tiny-llama"), mlp=True
     ),
     "two groups": plan(sites="L1.H1,6"),
+    "mamba2-130m's widths": plan(sites="L2.H5", blend=0.5),
 }
+OTHERS = {"two groups": grouped, "mamba2-130m's widths": small_130m}
+PATCH = "two heads under a gate"  # this is served from a patch, too
+# One engine after the other in one process, which imports vLLM once. "cached": what vLLM is to have kept of the prompts.
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+SETTINGS = {"enforce_eager": True, "kv_cache_memory_bytes": 192 * 2**20}
+
+
+def hybrid_of(case, base):
+    chosen = CASES[case]
+    model = OTHERS[case]() if case in OTHERS else base.model
+    return perturbed(splice(model, chosen, None if chosen.donor is None else load(chosen.donor).model))
+
+
+def ask(jobs, **environment):
+    """What vLLM answers, without the way to it of prove_in_engine; its errors where it fails."""
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": ""}
+    done = subprocess.run(
+        [PYTHON.absolute(), "-P", ask_vllm.__file__], input=json.dumps(jobs).encode(), capture_output=True, check=False,
+        env=os.environ | quiet | environment,
+    )  # fmt: skip
+    return json.loads(done.stdout) if done.returncode == 0 else done.stderr.decode(errors="replace")
+
+
+def job(folder, vocabulary, **settings):
+    prompts = engines._prompts(vocabulary)
+    return {"folder": str(folder), "prompts": prompts, "new": NEW, "settings": SETTINGS | settings}
+
+
+NEW = [engines.NEW - 3 * i for i in range(len(engines.LENGTHS))]
+
+
+@pytest.fixture(scope="module")
+def served_all(base, tmp_path_factory):
+    """By case, the live hybrid and what vLLM answers for its folder; and for a patch."""
+    root, hybrids, folders = tmp_path_factory.mktemp("served"), {}, {}
+    for case in CASES:
+        hybrids[case] = hybrid_of(case, base)
+        folders[case] = root / str(len(folders))
+        hybrids[case].save_pretrained(folders[case])
+        base.tokenizer.save_pretrained(folders[case])
+    folders["a patch"] = root / "patch"
+    export(hybrids[PATCH], folders["a patch"], format="patch", base=BASE)
+    hybrids["a patch"] = hybrids[PATCH]
+    vocabulary = base.model.config.vocab_size
+    said = ask([job(folder, vocabulary) for folder in folders.values()], **ONE_PROCESS)
+    assert isinstance(said, list), said[-3000:]
+    return {case: (hybrids[case], answers) for case, answers in zip(folders, said, strict=True)}
 
 
 @vllm
 @served
-@pytest.mark.parametrize("case", CASES)
-def test_vllm_serves_it(case, base, tmp_path):
+@pytest.mark.parametrize("case", [*CASES, "a patch"])
+def test_vllm_serves_it(case, served_all, monkeypatch, tmp_path):
     """All greedy tokens and log-probabilities are the live model's, of requests alone and of those that join and leave, with
-    prompts read in pieces, in vLLM's own processes and compiled, as `vllm serve` runs them."""
-    chosen = CASES[case]
-    model = grouped() if case == "two groups" else base.model
-    donor = None if chosen.donor is None else load(chosen.donor).model
-    hybrid = perturbed(splice(model, chosen, donor))
-    hybrid.save_pretrained(tmp_path, tokenizer=base.tokenizer)
+    prompts read in pieces, and with the beginnings of prompts that vLLM has kept."""
+    hybrid, answers = served_all[case]
+    monkeypatch.setattr(engines, "_ask", lambda *_, **__: answers)
     proof = prove_in_engine("vllm", PYTHON, hybrid, tmp_path)
-    assert proof.tokens == 2 * sum(engines.NEW - 3 * i for i in range(len(engines.LENGTHS)))
+    assert proof.tokens == 2 * sum(NEW)
     assert proof.difference <= engines.CLOSE
+    for prompt, cached in zip(engines.LENGTHS, answers["cached"], strict=True):
+        assert 0 <= cached < prompt
+    if case != "mamba2-130m's widths":  # whose blocks are longer than the prompts
+        assert sum(answers["cached"]) > 0
+
+
+@vllm
+@served
+def test_vllm_serves_compiled_in_its_own_processes(base, tmp_path):
+    """As `vllm serve` runs it, and as --prove asks."""
+    hybrid = hybrid_of(PATCH, base)
+    hybrid.save_pretrained(tmp_path, tokenizer=base.tokenizer)
+    base.tokenizer.save_pretrained(tmp_path)
+    proof = prove_in_engine("vllm", PYTHON, hybrid, tmp_path)
+    assert proof.tokens == 2 * sum(NEW)
+
+
+@vllm
+@served
+def test_two_processes_divide_the_layers(base, monkeypatch, tmp_path):
+    """A pipeline of two, with a graft in each half."""
+    hybrid = hybrid_of("layers with four heads and with two, shared pairs, no gate", base)
+    hybrid.save_pretrained(tmp_path)
+    base.tokenizer.save_pretrained(tmp_path)
+    said = ask(job(tmp_path, base.model.config.vocab_size, pipeline_parallel_size=2))
+    assert isinstance(said, dict), said[-3000:]
+    monkeypatch.setattr(engines, "_ask", lambda *_, **__: said)
+    assert prove_in_engine("vllm", PYTHON, hybrid, tmp_path).tokens == 2 * sum(NEW)
 
 
 @vllm
@@ -200,3 +290,104 @@ def test_vllm_refuses_what_it_would_serve_wrongly(base, tmp_path):
     hybrid.save_pretrained(tmp_path, tokenizer=base.tokenizer)
     with pytest.raises(UserError, match="does not bound the time step"):
         prove_in_engine("vllm", PYTHON, hybrid, tmp_path)
+
+
+def settings_of_vllm(**changes):
+    """As far as `refusal` reads them."""
+    settings = {"tensor_parallel_size": 1, "speculative_config": None, "lora_config": None, "use_replayssm": False} | changes
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=settings["tensor_parallel_size"], pipeline_parallel_size=2),
+        cache_config=SimpleNamespace(use_replayssm=settings["use_replayssm"]),
+        speculative_config=settings["speculative_config"], lora_config=settings["lora_config"],
+    )  # fmt: skip
+
+
+def test_what_vllm_cannot_do_is_refused_in_one_line(base):
+    """Where there is no vLLM to ask: what the plugin says when vLLM has read its settings."""
+    config = splice(base, plan(sites="L0.H2,7")).config
+    assert refusal(config, settings_of_vllm()) is None
+    for changes, message in (
+        ({"tensor_parallel_size": 2}, "cannot be split over devices: serve it with --tensor-parallel-size 1"),
+        ({"speculative_config": object()}, "without speculative decoding"),
+        ({"lora_config": object()}, "adapters are not served"),
+        ({"use_replayssm": True}, "without --use-replayssm"),
+    ):
+        said = refusal(config, settings_of_vllm(**changes))
+        assert message in said
+        assert "\n" not in said
+    for field, value, message in (
+        ("time_step_limit", (0.0, 0.5), "is in [0, 0.5]"), ("time_step_limit", (0.1, float("inf")), "is in [0.1, inf]"),
+        ("hidden_act", "gelu", "knows silu, and not gelu"),
+    ):  # fmt: skip
+        other = type(config)(**config.to_dict() | {field: value})
+        assert message in refusal(other, settings_of_vllm())
+    convolved = splice(base, plan(sites="L1", kind="layer", conv=True)).config
+    assert "L1 has a convolution" in refusal(convolved, settings_of_vllm())
+
+
+def test_one_width_and_one_number_of_heads_serve_all_layers(base):
+    """Those of the widest, and what divides all."""
+    config = splice(base, plan(sites=["L0.H1,2,3,7", "L2.H5,6"])).config
+    assert (head_size(config), kv_heads(config)) == (64, 2)  # values of 32 and dt need more than 32
+    config = splice(base, plan(sites="L0.H2,7", time_step=False)).config
+    assert (head_size(config), kv_heads(config)) == (32, 2)
+    with pytest.raises(ValueError, match="300 wide, and vLLM's backends take 256 at most"):
+        head_size(splice(base, plan(sites="L0.H2,7", width=300)).config)
+
+
+@pytest.fixture(scope="module")
+def patch(base, tmp_path_factory):
+    """A folder with a patch, and beside it its base."""
+    root = tmp_path_factory.mktemp("patch")
+    shutil.copytree(BASE, root / "base")
+    hybrid = hybrid_of(PATCH, base)
+    export(hybrid, root / "patch", format="patch", base=str(root / "base"))
+    return hybrid, root / "patch"
+
+
+def of_patch(folder, change=lambda name, tensor: tensor):
+    """What vLLM's loader hands over: the patch's tensors, and the base's."""
+    from safetensors.torch import load_file
+
+    own = load_file(folder / "patch.safetensors").items()
+    base = load_file(folder.parent / "base/model.safetensors").items()
+    changed = ((name, change(name, tensor)) for name, tensor in base)
+    return [*own, *((FROM_BASE + name, tensor) for name, tensor in changed if tensor is not None)]
+
+
+def test_a_patch_and_its_base_are_the_hybrids_tensors(patch):
+    """With the tied output by a second name, as some files hold it."""
+    hybrid, folder = patch
+    patched = Patched.read(str(folder))
+    tensors = of_patch(folder)
+    embedding = dict(tensors)[FROM_BASE + "backbone.embeddings.weight"]
+    joined = dict(patched.joined([*tensors, (FROM_BASE + "lm_head.weight", embedding)], tied=True))
+    expected = dict(held(hybrid))
+    assert joined.keys() == expected.keys()
+    assert all(torch.equal(joined[name], tensor) for name, tensor in expected.items())
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Mamba2HybridForCausalLM"]
+    assert Patched.read(BASE) is None
+
+
+def test_another_base_is_refused_by_the_first_tensor_that_differs(patch, tmp_path):
+    _, folder = patch
+    patched = Patched.read(str(folder))
+    name = "backbone.layers.1.mixer.D"
+    for change, message in (
+        (lambda n, t: t + 1 if n == name else t, f"the tensor '{name}' differs"),
+        (lambda n, t: t.double() if n == name else t, f"the tensor '{name}' differs"),
+        (lambda n, t: None if n == name else t, f"the tensor '{name}' is missing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(patched.joined(of_patch(folder, change), tied=True))
+    with pytest.raises(ValueError, match="a tensor 'x', which the patch does not know"):
+        list(patched.joined([*of_patch(folder), (FROM_BASE + "x", torch.zeros(1))], tied=True))
+    shutil.copytree(folder, tmp_path / "alone/patch")
+    with pytest.raises(ValueError, match="not here: put it there, or join the two first: surgery export"):
+        Patched.read(str(tmp_path / "alone/patch"))
+    shutil.copytree(folder.parent, tmp_path / "both")
+    with (tmp_path / "both/patch/patch.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(ValueError, match="is damaged"):
+        Patched.read(str(tmp_path / "both/patch"))

@@ -22,8 +22,7 @@ from surgery.records.recipe import Lesson, Lora, Recipe, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.loop import tune
 from surgery.tuning.trainable import trainable, with_own_mixers
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.conftest import VOCABULARY, random_base
 
 PLANS = {
     "heads": Plan(sites=("L0.H1", "L1.H3,5")),
@@ -34,25 +33,20 @@ SHORT = Tune(steps=3, batch_size=3, lessons=(Lesson(options={"pairs": (2, 4)}, q
 
 
 @pytest.fixture(scope="module")
-def words():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def folder(words, tmp_path_factory):
+def folder(tokenizer, tmp_path_factory):
     """A base, two hybrids of it, their patches, and another model."""
     folder = tmp_path_factory.mktemp("shared")
-    vocabulary = -(-len(words) // 16) * 16
+    vocabulary = VOCABULARY
     base = random_base(vocab_size=vocabulary)
     for name, model in {"base": base, "other": random_base(vocab_size=vocabulary, num_hidden_layers=4)}.items():
         with torch.no_grad():
             model.get_input_embeddings().weight[3] += name == "other"
         model.save_pretrained(folder / name)
-        words.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     for name, plan in {"heads": PLANS["heads"], "gate": PLANS["gate"]}.items():
         hybrid = splice(base, plan)
         for form in ("hf", "patch"):
-            place = {"tokenizer": words, "plan": plan, "base": str(folder / "base")}
+            place = {"tokenizer": tokenizer, "plan": plan, "base": str(folder / "base")}
             shards = {"max_shard_size": "200KB"} if (name, form) == ("gate", "hf") else {}
             package.export(hybrid, folder / f"{name}-{form}", format=form, **place, **shards)
     return folder
@@ -110,14 +104,14 @@ def test_a_control_is_its_base_and_what_it_trains(base):
 
 
 @pytest.mark.parametrize(("lora", "dtype"), [(Lora(target_modules=("in_proj",), r=2), torch.float32), (None, torch.bfloat16)])
-def test_tuning_a_control_changes_no_other_model(words, lora, dtype):
+def test_tuning_a_control_changes_no_other_model(tokenizer, lora, dtype):
     """Neither the base nor the hybrids that share with it, LoRA's targets included, which lie in all layers."""
-    base = random_base(vocab_size=-(-len(words) // 16) * 16).to(dtype)
+    base = random_base(vocab_size=VOCABULARY).to(dtype)
     hybrids = [splice(base, plan) for plan in PLANS.values()]
     control = with_own_mixers(base, [1])
     before = [copied(model) for model in (base, *hybrids)]
     learning = [{name: p.requires_grad for name, p in model.named_parameters()} for model in (base, *hybrids)]
-    tune(control, words, SHORT.model_copy(update={"lora": lora}), layers=[1], teacher=adopt(base))
+    tune(control, tokenizer, SHORT.model_copy(update={"lora": lora}), layers=[1], teacher=adopt(base))
     assert all(same(model, tensors_before) for model, tensors_before in zip((base, *hybrids), before, strict=True))
     assert learning == [{name: p.requires_grad for name, p in model.named_parameters()} for model in (base, *hybrids)]
     changed = {name for name, tensor in tensors(control).items() if not same_bits(tensor, before[0][name])}
@@ -248,7 +242,7 @@ def test_a_run_costs_what_it_trains(folder, tmp_path, measured):
     assert live() - before < 2**12  # what other libraries keep, of a size that no model has
 
 
-def test_a_tied_model_ties_no_other(folder, words, tmp_path):
+def test_a_tied_model_ties_no_other(folder, tokenizer, tmp_path):
     """Equal head and embeddings that are two tensors stay two: tied, they would count once in the digest, and learn as one."""
     base = package.load(folder / "base")
     untied = random_base(vocab_size=base.model.config.vocab_size, tie_word_embeddings=False)
@@ -256,7 +250,7 @@ def test_a_tied_model_ties_no_other(folder, words, tmp_path):
         for tensor in (untied.get_input_embeddings().weight, untied.lm_head.weight):
             tensor.copy_(base.model.get_input_embeddings().weight)
     untied.save_pretrained(tmp_path)
-    words.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
     beside = package.load(tmp_path, beside=base).model
     assert model_digest(beside) == model_digest(package.load(tmp_path).model)
     assert beside.lm_head.weight.data_ptr() != beside.get_input_embeddings().weight.data_ptr()

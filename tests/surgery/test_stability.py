@@ -16,8 +16,7 @@ from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import encode
 from surgery.records.site import Site
 from surgery.statistics import correlation
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.conftest import VOCABULARY, random_base
 
 KV = {"name": "kv", "options": {"pairs": 4}}
 SITES = [Site(0, (head,)) for head in range(12)]
@@ -96,13 +95,8 @@ def test_there_is_no_correlation_with_what_does_not_vary():
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def world_base(tokenizer):
-    return random_base(vocab_size=-(-len(tokenizer) // 16) * 16, num_hidden_layers=2)
+    return random_base(vocab_size=VOCABULARY, num_hidden_layers=2)
 
 
 def test_a_ranking_is_repeated_with_other_seeds_and_probes(world_base, tokenizer, tmp_path):

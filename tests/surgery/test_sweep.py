@@ -19,7 +19,7 @@ from surgery.records.recipe import Locate
 from surgery.records.site import Site
 from surgery.splicing.splice import splice
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_llamba
+from tests.conftest import VOCABULARY, random_llamba
 from tests.surgery.test_layer_graft import random_donor
 from tests.surgery.test_replay import untouched
 
@@ -85,7 +85,7 @@ def test_impossible_sweeps_are_refused(tiny, groups, complaint):
 
 def test_every_layer_in_turn_from_a_donor():
     tokenizer = build_tokenizer()
-    vocabulary = -(-len(tokenizer) // 16) * 16
+    vocabulary = VOCABULARY
     base = random_llamba(vocab_size=vocabulary)
     donor = random_donor(vocab_size=vocabulary)
     whole = Pruner(Subject.of(base, tokenizer), Locate(options={"pairs": 4}, examples=12), Knowledge())

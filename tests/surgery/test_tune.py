@@ -13,21 +13,15 @@ from surgery.tuning import descent
 from surgery.tuning.loop import tune
 from surgery.tuning.optimizer import cosine_schedule, parameter_groups
 from surgery.tuning.trainable import trainable
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, random_base
+from tests.conftest import BASES, VOCABULARY, random_base
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
 SHORT = Tune(steps=6, batch_size=3, lessons=(LESSON,), text_batch_size=2, text_tokens=24, save_steps=2)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
 @pytest.fixture
 def world_base(tokenizer):
-    return random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
+    return random_base(vocab_size=VOCABULARY)
 
 
 def weights(model):

@@ -26,8 +26,7 @@ from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import started_run, tune
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.trainable import trainable, training
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base, random_llamba, random_selective
+from tests.conftest import VOCABULARY, random_base, random_llamba, random_selective
 
 KINDS = {
     "mamba2": random_base,
@@ -37,11 +36,6 @@ KINDS = {
 DEPTH = {"mamba2": "num_hidden_layers", "falcon": "num_hidden_layers", "llamba": "n_layer"}
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
 SHORT = Tune(steps=2, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, warmup_steps=1)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
 
 
 @pytest.fixture(params=KINDS)
@@ -106,7 +100,7 @@ def test_no_copies_of_fixed_weights_are_kept(kind, dtype, monkeypatch):
 
 def test_weights_stay_in_their_dtype_and_nothing_is_held_twice(tokenizer):
     """Of a base in 16 bits, what is trained alone is float32, and student and teacher have one copy of the rest."""
-    base = KINDS["falcon"](vocab_size=-(-len(tokenizer) // 16) * 16).to(torch.bfloat16)
+    base = KINDS["falcon"](vocab_size=VOCABULARY).to(torch.bfloat16)
     hybrid = splice(base, Plan(sites=("L1.H1",), blend=0.5))
     before = {p.untyped_storage().data_ptr() for p in hybrid.parameters()}
     with started_run(hybrid, tokenizer, SHORT) as run:
@@ -147,7 +141,7 @@ def test_a_measured_block_draws_no_random_numbers(tokenizer, monkeypatch):
     options = SHORT.model_copy(update={"steps": 1, "lora": Lora(target_modules=("in_proj",), lora_dropout=0.5, r=2)})
     weights = []
     for checkpointing in (False, "auto", True):
-        hybrid = splice(random_base(vocab_size=-(-len(tokenizer) // 16) * 16), Plan(sites=("L1.H3",), blend=0.5))
+        hybrid = splice(random_base(vocab_size=VOCABULARY), Plan(sites=("L1.H3",), blend=0.5))
         tune(hybrid, tokenizer, options.model_copy(update={"gradient_checkpointing": checkpointing}))
         weights.append([p.detach().clone() for p in (*graft_parameters(hybrid).values(), *hybrid.parameters())])
     assert all(torch.equal(a, b) for other in weights[1:] for a, b in zip(weights[0], other, strict=True))
@@ -196,7 +190,7 @@ def test_a_base_on_the_disk_or_in_few_bits_is_held_once_and_its_weights_are_kept
 
 def test_a_tuning_that_ran_out_of_memory_is_resumed_with_checkpointing(tokenizer, tmp_path):
     """It changes no result, so it may change. Checkpoints of 0.7 name it among their settings."""
-    hybrid, other = (splice(random_base(vocab_size=-(-len(tokenizer) // 16) * 16), Plan(sites=("L1.H3",))) for _ in range(2))
+    hybrid, other = (splice(random_base(vocab_size=VOCABULARY), Plan(sites=("L1.H3",))) for _ in range(2))
     options = SHORT.model_copy(update={"gradient_checkpointing": False, "steps": 1})
     log = tune(hybrid, tokenizer, options, out=tmp_path)
     (path,) = tmp_path.glob("checkpoint-*/state.json")

@@ -19,8 +19,6 @@ from surgery.splicing.splice import graft_parameters, splice
 from surgery.tuning import early_stopping, loop, state
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
 
 SHORT = Tune(
     steps=6,
@@ -38,16 +36,6 @@ ALL = SHORT.model_copy(
         "save_steps": 2,
     }
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def base(tokenizer):
-    return random_base(vocab_size=-(-len(tokenizer) // 16) * 16)
 
 
 @pytest.fixture
@@ -91,7 +79,7 @@ def dying(after, writing):
         fatal(Distillation, "forward")
         fatal(loop, "alignment_error")
     fatal(state, "_write", half)
-    fatal(os, "replace")
+    fatal(os, "rename")
     fatal(shutil, "rmtree", lambda folder, **_: next(folder.iterdir()).unlink())
 
 

@@ -29,8 +29,7 @@ from surgery.tuning import descent, state, trackers
 from surgery.tuning.batches import loaders
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.conftest import VOCABULARY, random_base
 
 DISTIL = Tune(
     steps=3,
@@ -63,14 +62,9 @@ PROCESSES, PATIENCE = 2, 120.0  # seconds, after which processes that wait for e
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def make(tokenizer):
     """Makes the same hybrid every time."""
-    return lambda: splice(random_base(vocab_size=-(-len(tokenizer) // 16) * 16), PLAN)
+    return lambda: splice(random_base(vocab_size=VOCABULARY), PLAN)
 
 
 def weights(hybrid):

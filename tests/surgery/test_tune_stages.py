@@ -26,8 +26,7 @@ from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.trainable import trainable, training
 from surgery.world.facts import facts
-from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base, random_llamba, random_selective
+from tests.conftest import VOCABULARY, random_base, random_llamba, random_selective
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
 SHORT = Tune(steps=2, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, warmup_steps=1)
@@ -38,13 +37,8 @@ EVERY_STAGE = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def vocabulary(tokenizer):
-    return -(-len(tokenizer) // 16) * 16
+    return VOCABULARY
 
 
 HEADS, LAYER = Plan(sites=("L1.H2,3",), blend=0.3), Plan(kind="layer", sites=("L1",))

@@ -1,12 +1,24 @@
 """What a hybrid and its base are measured on."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
+import pydantic
 from pydantic import Field
 
-from surgery.records.sections.section import MOST, Count, Section
+from surgery.records.sections.section import (
+    EXAMPLES,
+    TOKENS,
+    Count,
+    Examples,
+    Name,
+    Repeats,
+    Rows,
+    Section,
+    Tokens,
+    check_tokens,
+)
 
-Suite = Literal["quick", "retrieval", "language", "knowledge", "paper", "speed"]
+Suite = Literal["quick", "retrieval", "language", "knowledge", "paper", "speed", "serving"]
 SUITES: dict[Suite, str] = {
     "quick": (
         "Key-value retrieval (bench.pairs, and bench.unseen_pairs with keys that no lesson holds), knowledge and letters, "
@@ -17,6 +29,10 @@ SUITES: dict[Suite, str] = {
     "knowledge": "The paper's six knowledge tasks.",
     "paper": "MMLU, GSM8K, BBH, DREAM, those six, and key-value retrieval at the paper's sizes.",
     "speed": "Prefill, decoding, memory and cache against context.",
+    "serving": (
+        "Tokens per second, time to the first token and cache in vLLM, by its own benchmark client, against context and "
+        "concurrency (bench.engine_python, bench.concurrencies)."
+    ),
 }
 
 
@@ -29,9 +45,9 @@ class Bench(Section):
     """What is measured (`surgery list suites`)."""
     tasks: tuple[str, ...] = ()
     """More tasks of lm-evaluation-harness, by name (`surgery list tasks`)."""
-    include_path: str | None = None
+    include_path: Name | None = None
     """A folder of task files (YAML) for lm-evaluation-harness, which are looked for first."""
-    data_path: str | None = None
+    data_path: Name | None = None
     """A folder of data sets, each at owner/name as on the Hub, which are looked for before the Hub."""
     task_limit: Count | None = None
     """Examples of each task of lm-evaluation-harness; all by default."""
@@ -39,26 +55,37 @@ class Bench(Section):
     """Sizes of the dictionaries of KV retrieval, with keys that lessons may hold."""
     unseen_pairs: tuple[Count, ...] | None = None
     """Sizes of the dictionaries with keys that no lesson holds; by default the last of pairs."""
-    limit: int = Field(default=500, ge=2, le=MOST)
+    limit: int = Field(default=500, ge=2, le=EXAMPLES)
     """Examples of each size and probe, for each seed."""
-    seeds: Count = 1
+    seeds: Repeats = 1
     """Draw examples with this many seeds."""
-    windows: Count = 64
+    windows: Examples = 64
     """Windows of text for perplexity."""
-    window: int = Field(default=256, ge=2, le=MOST)
+    window: int = Field(default=256, ge=2, le=TOKENS)
     """Tokens of a window."""
-    contexts: tuple[Count, ...] = (256, 1024, 4096)
+    contexts: tuple[Tokens, ...] = (256, 1024, 4096)
     """Lengths in tokens at which decoding is timed and needles are hidden."""
     depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.0, 0.5, 1.0)
     """Where in the text a needle is hidden: 0 at its beginning, 1 at its end."""
-    batches: tuple[Count, ...] = (1, 8)
+    batches: tuple[Rows, ...] = (1, 8)
     """Batch sizes of the suite speed."""
-    batch_size: Count = 64
+    concurrencies: tuple[Rows, ...] = (1, 4)
+    """Requests at a time, of the suite serving."""
+    engine_python: str | None = None
+    """A Python that has vLLM and this package installed, for the suite serving: ENVIRONMENT/bin/python."""
+    batch_size: Rows = 64
     """Sequences in a forward pass, of windows of text a quarter as many; the scores do not depend on it."""
     controls: bool = True
     """Also measure three controls: the base tuned without a graft, grafts at random sites of other layers, and grafts at other
     heads of the plan's own layers."""
-    random_sites: Count = 2
+    random_sites: Repeats = 2
     """How many draws of random sites; the first is also tuned."""
     doses: tuple[Count, ...] = ()
     """Also measure this many of the leading heads, spliced without training."""
+
+    @pydantic.model_validator(mode="after")
+    def _possible(self) -> Self:
+        check_tokens(windows=self.windows, window=self.window)
+        if "speed" in self.suites:
+            check_tokens(contexts=max(self.contexts, default=0), batches=max(self.batches, default=0))
+        return self

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import Field
 
-from surgery.records.sections.section import Section
+from surgery.records.sections.section import Name, Section, check_weights
 
 
 class Text(Section):
@@ -13,7 +13,7 @@ class Text(Section):
 
     section = "data.train_text"
 
-    source: str
+    source: Name
     """`world` (the small world of the built-in models), a text file, a .jsonl, .json, .csv or .parquet file, a folder of such
     files, or the id of a dataset on the Hub."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -39,8 +39,14 @@ class Data(Section):
 
     train_text: Annotated[tuple[Text, ...], pydantic.BeforeValidator(_mixture), Field(min_length=1)] = (Text(source="world"),)
     """Text for the KL term of tuning: one source, or a list of sources, each with a weight (section data.train_text)."""
-    held_out_text: str = "world"
+    held_out_text: Name = "world"
     """Text for perplexity: `world`, or a file. It must be other text than train_text: contents are compared, and at most 5% may
     be shared."""
-    facts: str = "world"
+    facts: Name = "world"
     """Facts for the knowledge probes: `world`, `capitals` (real ones, for real models), or a .jsonl file."""
+
+    @pydantic.field_validator("train_text")
+    @classmethod
+    def _drawn(cls, texts: tuple[Text, ...]) -> tuple[Text, ...]:
+        check_weights(text.weight for text in texts)
+        return texts

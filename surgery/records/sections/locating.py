@@ -7,7 +7,7 @@ from pydantic import Field
 
 from surgery.records.plan import Plan
 from surgery.records.record import first_line
-from surgery.records.sections.section import MOST, Count, Section
+from surgery.records.sections.section import EXAMPLES, Count, Name, Rows, Section, Width
 from surgery.records.site import Site, SitesText, SiteText
 
 
@@ -27,7 +27,7 @@ class Locate(ProbeChoice):
 
     section = "locate"
 
-    examples: int = Field(default=256, ge=2, le=MOST)
+    examples: int = Field(default=256, ge=2, le=EXAMPLES)
     """Questions that the model answers."""
     exact: bool | None = None
     """Also measure every head by itself, not only by attribution (one forward and backward for all heads). By default, if that
@@ -40,7 +40,7 @@ class Locate(ProbeChoice):
     """Also measure whole layers."""
     ablation: Literal["zero", "mean", "resample"] = "zero"
     """What replaces an ablated head: nothing, its mean, or its values on another example."""
-    batch_size: Count = 32
+    batch_size: Rows = 32
     """Questions in a forward pass. Unless it is set, attribution takes fewer at a time where they do not fit into memory."""
     seeds: int = Field(default=1, ge=1, le=100)
     """Repeat the ranking with the questions of this many seeds, and report how well the rankings agree."""
@@ -61,7 +61,7 @@ class PlanOptions(Section):
     """How many of the leading layers are grafted. For kind layer."""
     sites: SitesText | None = None
     """These sites instead of the leading ones, e.g. L1.H3,5;L2.H0."""
-    donor: str | None = None
+    donor: Name | None = None
     """A Transformer whose attention weights initialise the grafts: a folder, or an id of the Hub."""
     donor_heads: dict[str, SiteText] = {}
     """Head of the model -> head of the donor, e.g. {L1.H3: L7.H10}; the same address where a head is not named."""
@@ -69,7 +69,7 @@ class PlanOptions(Section):
     """Layer of the model -> number of the donor's layer, e.g. {L3: 7}; the same number where a layer is not named."""
     mlp: bool = False
     """The donor's MLP and norms come too. For kind layer with a donor."""
-    width: Count | None = None
+    width: Width | None = None
     """Width of queries and keys. By default the state size, and at least 32, or the donor's. For a layer without a donor: of a
     head, by default 64 where that divides the hidden size."""
     shared: bool = False

@@ -1,17 +1,52 @@
 """What the sections of a recipe have in common."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 import pydantic
 from pydantic import Field
 
+from surgery.records.reading import check_name
 from surgery.records.record import Record
 from surgery.records.renamed import advise, current
 
-# How many of something: no run has more than this, and a number with too many digits is refused instead of waited for.
-MOST = 10**9
+# Upper bounds of settings, beyond what any machine does in its life: what asks for more is refused before it is begun. What a
+# machine cannot hold though it is within them depends on the model; --dry-run says so.
+MOST = 10**9  # of what costs nothing by its size: every so many steps, at most so many
+STEPS = 10**7
+EXAMPLES = 10**6  # questions are made before they are asked, and take a kilobyte or more each
+TOKENS = 2**24  # of one sequence
+STEP_TOKENS = 2**26  # of a step of training, or of all windows of a measurement
+ROWS = 2**20  # of a batch
+WIDTH = 2**14  # of a graft, or the rank of an adapter
+REPEATS = 100  # of a whole measurement
+FACTOR = 1e6  # of a weight in a loss, a learning rate, a scale
+ABSURD = {MOST, STEPS, EXAMPLES, TOKENS, STEP_TOKENS, ROWS, WIDTH, FACTOR, 1 / FACTOR, 2**60}
+# Names a file, a folder or a model.
+Name = Annotated[str, pydantic.AfterValidator(check_name)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
+Steps = Annotated[int, Field(ge=1, le=STEPS)]
+Examples = Annotated[int, Field(ge=1, le=EXAMPLES)]
+Rows = Annotated[int, Field(ge=1, le=ROWS)]
+Width = Annotated[int, Field(ge=1, le=WIDTH)]
+Tokens = Annotated[int, Field(ge=1, le=TOKENS)]
+Repeats = Annotated[int, Field(ge=1, le=REPEATS)]
+
+
+def check_weights(weights: Iterable[float]) -> None:
+    """Raise ValueError where weights that something is drawn by cannot be added up."""
+    if not math.isfinite(sum(weights)):
+        raise ValueError("weight: these weights add up to infinity; give smaller ones")
+
+
+def check_tokens(**factors: int) -> None:
+    """Raise ValueError where the product of some settings is more tokens than STEP_TOKENS."""
+    if math.prod(factors.values()) > STEP_TOKENS:
+        name = next(iter(factors))
+        raise ValueError(
+            f"{name}: {' times '.join(factors)} is {math.prod(factors.values()):,} tokens; at most {STEP_TOKENS:,} are taken"
+        )
 
 
 class Section(Record):

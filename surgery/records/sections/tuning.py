@@ -5,7 +5,21 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from pydantic import Field
 
-from surgery.records.sections.section import MOST, Count, Section
+from surgery.records.sections.section import (
+    FACTOR,
+    MOST,
+    ROWS,
+    STEPS,
+    TOKENS,
+    Count,
+    Examples,
+    Rows,
+    Section,
+    Steps,
+    Width,
+    check_tokens,
+    check_weights,
+)
 
 
 class Lesson(Section):
@@ -37,11 +51,11 @@ class Align(Section):
 
     section = "tune.align"
 
-    steps: Count = 60
+    steps: Steps = 60
     """Steps of each graft."""
-    batches: Count = 4
+    batches: Steps = 4
     """Batches to learn from. Their states are computed once, and no more of them than tune.cache_bytes hold."""
-    learning_rate: float = Field(default=3e-3, gt=0, allow_inf_nan=False)
+    learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR)
     """The largest learning rate."""
 
 
@@ -51,9 +65,9 @@ class Calibrate(Section):
 
     section = "tune.calibrate"
 
-    examples: Count = 16
+    examples: Examples = 16
     """Lessons that a point is measured on, and as many batches of text as that makes."""
-    tau: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(default=(0.5, 1.0, 2.0, 4.0, 8.0), min_length=1)
+    tau: tuple[Annotated[float, Field(ge=1 / FACTOR, le=FACTOR)], ...] = Field(default=(0.5, 1.0, 2.0, 4.0, 8.0), min_length=1)
     """The grid of factors."""
     gate: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(default=(0.0, 0.1, 0.25, 0.5, 1.0), min_length=1)
     """The grid of gates."""
@@ -73,9 +87,9 @@ class EarlyStopping(Section):
     """The accuracy on facts may be this much below the base's."""
     perplexity: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     """The perplexity may be above the base's by this share of it."""
-    examples: Count = 256
+    examples: Examples = 256
     """Questions for each measurement."""
-    windows: Count = 32
+    windows: Examples = 32
     """Windows of text for each measurement."""
 
 
@@ -84,11 +98,11 @@ class Lora(Section):
 
     section = "tune.lora"
 
-    target_modules: Annotated[tuple[str, ...] | dict[str, Count], Field(min_length=1)]
+    target_modules: Annotated[tuple[str, ...] | dict[str, Width], Field(min_length=1)]
     """Names of modules within the blocks, or how they end (in_proj, 3.mixer.in_proj); or a mapping of those to a rank each."""
-    r: Count = 8
+    r: Width = 8
     """The rank."""
-    lora_alpha: float = Field(default=16.0, gt=0, allow_inf_nan=False)
+    lora_alpha: float = Field(default=16.0, gt=0, le=FACTOR)
     """Adapters are scaled by lora_alpha / r."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on an adapter's input."""
@@ -114,23 +128,23 @@ class Tune(Section):
 
     section = "tune"
 
-    steps: int = Field(default=150, ge=0, le=MOST)
+    steps: int = Field(default=150, ge=0, le=STEPS)
     """Training steps. 0: only the stages align and calibrate."""
-    batch_size: Count = 16
+    batch_size: Rows = 16
     """Sequences of a lesson in a step."""
     lessons: tuple[Lesson, ...] = Field(default=(Lesson(options={"pairs": (4, 64)}),), min_length=1)
     """What retrieval is learnt from (section tune.lessons): each step draws one, by weight."""
     curriculum: float = Field(default=0.0, ge=0, le=1)
     """The share of the steps over which the lessons' ranges and the text grow to their full size."""
-    text_batch_size: int = Field(default=4, ge=0, le=MOST)
+    text_batch_size: int = Field(default=4, ge=0, le=ROWS)
     """Rows of text in a step."""
-    text_tokens: int = Field(default=192, ge=2, le=MOST)
+    text_tokens: int = Field(default=192, ge=2, le=TOKENS)
     """Tokens of a row of text. Shorter documents share a row."""
-    kl_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    kl_weight: float = Field(default=1.0, ge=0, le=FACTOR)
     """Weight of the KL divergence from the base on text."""
-    learning_rate: float = Field(default=3e-3, gt=0, allow_inf_nan=False)
+    learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR)
     """The largest learning rate; after the warm-up it falls to 0 along a cosine."""
-    weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.01, ge=0, le=FACTOR)
     """Weight decay of matrices and convolution filters; nothing else decays."""
     warmup_steps: int = Field(default=10, ge=0, le=MOST)
     """Steps over which the learning rate rises."""
@@ -144,7 +158,7 @@ class Tune(Section):
     """What ends the steps early (section tune.early_stopping). {} for its defaults."""
     lora: Lora | None = None
     """Adapters on the base that learn beside the grafts (section tune.lora)."""
-    repeat: Count | None = None
+    repeat: Steps | None = None
     """Train on this many distinct batches, again and again. What the frozen weights compute for them is kept."""
     cache_bytes: int = Field(default=2**30, ge=0, le=2**60)
     """Memory for what is kept of batches that come again."""
@@ -167,6 +181,10 @@ class Tune(Section):
                 f"gradient_accumulation_steps: a batch of {self.batch_size} sequences cannot be divided into "
                 f"{self.gradient_accumulation_steps} parts"
             )
+        check_tokens(text_batch_size=self.text_batch_size, text_tokens=self.text_tokens)
+        if self.early_stopping is not None:
+            check_tokens(text_tokens=self.text_tokens, windows=self.early_stopping.windows)
+        check_weights(lesson.weight for lesson in self.lessons)
         if self.curriculum and self.repeat is not None:
             raise ValueError("curriculum: with repeat it would begin again each time that the batches do; leave out one")
         return self

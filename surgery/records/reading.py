@@ -1,0 +1,144 @@
+"""Files that are handed in, read in one place: whatever is wrong with one is one clear line, before any of it is in memory.
+
+A plain file only: a pipe would be waited for, and /dev/zero has no end. JSON and YAML give trees of what JSON knows, in which
+no key stands twice, and nothing that the rest of the program would stumble over: no text that cannot be written or be a path,
+no nesting that no recursion reaches the end of, no number of thousands of digits.
+"""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import UserError
+
+DEEPEST = 100  # levels of a tree; a record has less than ten
+MOST_PARTS = 5_000_000  # of a tree: YAML's aliases make a few lines into more than any memory holds
+LARGEST = 2**1024  # beyond it, numbers are no floats any more
+LONGEST_NAME = 240  # bytes; 255 is what file systems take, and some is added for temporary files
+LONGEST_PATH = 3500
+SHARE = 8  # of the memory of the machine, a file that is read whole may take one part in so many
+UNUSABLE = re.compile("[\0\ud800-\udfff]")  # in JSON written as \\u0000 and \\ud800
+
+
+def check_name(place: Any) -> Any:
+    """What names a file, a folder or a model, as it is. Raises UserError for what no file system can hold."""
+    if isinstance(place, str | Path):
+        text = str(place)
+        if UNUSABLE.search(text):
+            raise UserError(f"no file can have the name '{shown(text)}'")
+        longest = max(len(part.encode()) for part in text.split("/"))
+        if "://" not in text and (longest > LONGEST_NAME or len(text.encode()) > LONGEST_PATH):
+            raise UserError(f"a name of {len(text)} characters is too long for a file: {shown(text, 40)}")
+    return place
+
+
+def check_plain(path: str | Path, what: str = "") -> int:
+    """The size of a plain file in bytes. Raises UserError with one line for anything else. what: what it is to hold ("the
+    recipe")."""
+    path, place = Path(path), f"cannot read {f'{what} {shown(path)}'.strip()}"
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise UserError(f"{place}: {error.strerror}") from error
+    except ValueError as error:  # NUL, half of a surrogate pair
+        raise UserError(f"{place}: no file can have that name") from error
+    if stat.S_ISDIR(state.st_mode):
+        raise UserError(f"{place}: it is a folder, and what is needed is a file")
+    if not stat.S_ISREG(state.st_mode):
+        raise UserError(f"{place}: it is no plain file (a device, or a pipe)")
+    return state.st_size
+
+
+def read_content(path: str | Path, what: str = "", most: int | None = None) -> bytes:
+    """The bytes of a plain file of at most `most` bytes, by default an eighth of the machine's memory. Raises UserError with
+    one line."""
+    if (size := check_plain(path, what)) > (most := memory() // SHARE if most is None else most):
+        limit = f"{most / 2**20:,.0f} MiB" if most >= 2**20 else f"{most:,} bytes"
+        raise UserError(f"cannot read {f'{what} {shown(path)}'.strip()}: it has {size:,} bytes, and at most {limit} are read")
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {f'{what} {shown(path)}'.strip()}: {error.strerror}") from error
+
+
+def memory() -> int:
+    """Bytes of memory that the machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def parse_json(text: str, what: str) -> Any:
+    """The value of a JSON text. Raises UserError, in one line that begins with `what`, if it has none that can be used."""
+    try:
+        tree = json.loads(text, object_pairs_hook=_distinct)
+    except RecursionError as error:
+        raise UserError(f"{what} is not JSON that can be read: it is nested too deeply") from error
+    except ValueError as error:  # also a number of thousands of digits
+        raise UserError(f"{what} is not JSON: {error}") from error
+    check_tree(tree, what)
+    return tree
+
+
+def parse_json_lines(text: str, source: str) -> Iterator[tuple[int, Any]]:
+    """(number, value) of every line that is not blank, from 1 on. Raises UserError as parse_json does, naming source and
+    line."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, parse_json(line, f"{source}, line {number},")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuses a key that is there twice, of which Python would take the last one in silence."""
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key '{next(name for name in tree if names.count(name) > 1)}' is there twice")
+    return tree
+
+
+def check_tree(tree: Any, what: str) -> None:
+    """Raise UserError, in one line that begins with `what`, for a tree that holds what JSON does not know, or what nobody can
+    use. See the module."""
+    for parts, (depth, value) in enumerate(_parts(tree)):
+        if depth > DEEPEST:
+            raise UserError(f"{what} is nested more than {DEEPEST} levels deep")
+        if parts > MOST_PARTS:
+            raise UserError(f"{what} holds more than {MOST_PARTS:,} values")
+        if isinstance(value, str):
+            if UNUSABLE.search(value):
+                raise UserError(f"{what} holds a text with a NUL or half a surrogate pair: {shown(value)}")
+        elif isinstance(value, int | float):
+            if isinstance(value, int) and abs(value) >= LARGEST:
+                raise UserError(f"{what} holds a number of more than 300 digits")
+        elif isinstance(value, dict):
+            if not all(isinstance(key, str) for key in value):
+                key = next(key for key in value if not isinstance(key, str))
+                raise UserError(f"{what} has the key {shown(key)}, which is no text; put it between quotes")
+        elif value is not None and not isinstance(value, list):
+            raise UserError(f"{what} holds {shown(value)}, a {type(value).__name__}; put it between quotes if text is meant")
+
+
+def _parts(tree: Any) -> Iterator[tuple[int, Any]]:
+    """(level, value) of every part of a tree, keys included; where it has no end, neither has this."""
+    pending = [(0, tree)]
+    while pending:
+        depth, value = pending.pop()
+        yield depth, value
+        if isinstance(value, dict):
+            pending += ((depth, key) for key in value)
+            pending += ((depth + 1, part) for part in value.values())
+        elif isinstance(value, list):
+            pending += ((depth + 1, part) for part in value)
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """A value in a message: on one line, of which a terminal can show every character, and short."""
+    try:
+        text = str(value) if isinstance(value, str | Path) else repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits; a nesting
+        text = f"a very long {type(value).__name__}"
+    text = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,0 +1,60 @@
+"""What vLLM can serve of a hybrid, read from its configuration: the widths of its attention, and what is refused. Nothing here
+needs vLLM."""
+
+import math
+from typing import Any
+
+SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # of an attention head, that vLLM's backends have in common
+
+
+def grafts_of(config: Any) -> dict[int, dict[str, Any]]:
+    """The configuration's grafts by layer."""
+    return {graft["layer"]: graft for graft in config.grafts or ()}
+
+
+def is_layer_graft(graft: dict[str, Any]) -> bool:
+    """Those of the first exports do not say which kind they are, and are heads'."""
+    return graft.get("kind") == "layer"
+
+
+def head_size(config: Any) -> int:
+    """The width of queries, keys and values in the paged cache, the same in all layers: vLLM plans for one.
+
+    A head graft's keys are `width` wide, its values head_dim, and one more where dt is written with them (vllm_model.py).
+    """
+    needed = [
+        graft["head_dim"] if is_layer_graft(graft) else max(graft["width"], config.head_dim + bool(graft["time_step"]))
+        for graft in config.grafts
+    ]
+    fitting = [size for size in SIZES if size >= max(needed)]
+    if not fitting:
+        raise ValueError(f"this hybrid's attention is {max(needed)} wide, and vLLM's backends take {SIZES[-1]} at most")
+    return fitting[0]
+
+
+def kv_heads(config: Any) -> int:
+    """How many key-value heads one of vLLM's attention layers has here, the same in all: a layer with more gets several."""
+    return math.gcd(
+        *(graft["num_key_value_heads"] if is_layer_graft(graft) else len(graft["heads"]) for graft in config.grafts)
+    )
+
+
+def refusal(config: Any, vllm_config: Any) -> str | None:
+    """Why this hybrid cannot be served so, and what to do; None if it can."""
+    parallel, (low, high) = vllm_config.parallel_config, config.time_step_limit
+    convolved = [f"L{graft['layer']}" for graft in config.grafts if is_layer_graft(graft) and graft["conv"]]
+    reasons = {
+        "the heads of a graft cannot be split over devices: serve it with --tensor-parallel-size 1, and divide layers"
+        " (--pipeline-parallel-size) or requests (--data-parallel-size)":
+            parallel.tensor_parallel_size > 1,
+        "hybrids are served without speculative decoding: leave --speculative-config out":
+            vllm_config.speculative_config is not None,
+        "adapters are not served on a hybrid: merge them first, and leave --enable-lora out":
+            vllm_config.lora_config is not None,
+        "hybrids are served without --use-replayssm": vllm_config.cache_config.use_replayssm,
+        f"vLLM's Mamba-2 does not bound the time step, and this model's is in [{low:g}, {high:g}]":
+            low > 0 or high != float("inf"),
+        f"vLLM's convolution knows silu, and not {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
+        f"the layer graft at {' and '.join(convolved)} has a convolution, which vLLM's attention has not": bool(convolved),
+    }  # fmt: skip
+    return next((reason for reason, holds in reasons.items() if holds), None)

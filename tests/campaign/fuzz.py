@@ -1,0 +1,192 @@
+"""Feeds the commands anything: spoilt recipes, settings, plans, rankings, patches, weights, configurations, tokenizers, texts,
+facts, reports, and folders of earlier runs.
+
+    python -m tests.campaign.fuzz                      # 10,000 inputs, resumable; writes recipes/fuzz.json at the end
+    python -m tests.campaign.fuzz --quick              # 500, as in CI
+    python -m tests.campaign.fuzz --only 1234          # one of them again, with what it said; its folder is kept
+
+What must hold of each: it is refused with status 2 and a clear line, nothing is written; or it was good after all, and the
+command ends well. No traceback, no end by a signal, nothing over 30 s, at most a gibibyte beyond what the process held.
+
+Input number n of a seed is always the same. Each runs in a process that is forked from this one, which has imported everything.
+"""
+
+import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+import argparse
+import gc
+import json
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+INPUTS, QUICK, SEED = 10_000, 500, 18
+POOL_SEED = 5
+
+
+def prepare(work: Path) -> Path:
+    """Import everything, and make the good inputs. Returns their folder."""
+    os.environ["HF_HOME"] = os.environ["HF_DATASETS_CACHE"] = str(work / "cache")
+    import datasets
+    import lm_eval.api.task
+    import matplotlib.figure  # noqa: F401
+    import peft
+    import torch
+    import transformers
+
+    import surgery.cli.app
+    import surgery.exporting.export
+    import surgery.exporting.publish
+    import surgery.jobs.comparison
+    import surgery.jobs.costs.estimate
+    import surgery.jobs.prune_model
+    import surgery.jobs.report_folder
+    import surgery.jobs.run
+    import surgery.jobs.tune_hybrid
+    import surgery.pretraining.pretrain
+    import surgery.studies.conduct
+    from surgery.doctor.diagnosis import diagnose
+    from surgery.exporting import verify
+    from surgery.kernels.dispatch import use
+    from surgery.models.answers import load_and_answer
+    from surgery.runtime.quiet import hush_transformers
+    from tests.campaign.materials import make
+
+    assert all((datasets, lm_eval, peft, transformers, surgery))
+    torch.set_num_threads(1)
+    hush_transformers()
+    diagnose()  # kernels are compiled and tried once, here
+
+    def draw_atlas(model: Any, tokenizer: Any, ranking: Any, out: Path) -> None:
+        """Figures take half of a run, and are none of its inputs' doing."""
+        for name in ("atlas.png", "mixing.png"):
+            (out / name).write_bytes(b"a picture")
+
+    def ask(_: str, folders: Any, new: int) -> list[Any]:
+        """An export is read back by the same lines, in this process: another would import everything again."""
+        with use(**verify.KERNELS):
+            return [load_and_answer(lines, min(new, 8)) for lines in folders.values()]
+
+    surgery.jobs.locating_stage.draw_atlas = draw_atlas
+    for name in ("draw", "draw_grafts", "draw_scores"):
+        setattr(surgery.jobs.report_folder, name, lambda *_: None)
+    verify.ask = ask
+    materials = work / "materials"
+    if not (work / "made").exists():
+        shutil.rmtree(materials, ignore_errors=True)
+        make(materials)
+        (work / "made").touch()
+    gc.collect()
+    gc.freeze()  # a child that collects would copy every page
+    return materials
+
+
+def lay_out(number: int, seed: int, work: Path, materials: Path, pool: list[Any]) -> tuple[Any, Path]:
+    """Input `number`: the case, and the folder where it lies."""
+    from tests.campaign.cases import KINDS, Bench
+
+    rng = random.Random(f"campaign {seed} {number}")
+    folder = work / "trials" / str(number)
+    shutil.rmtree(folder, ignore_errors=True)
+    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    return kind(Bench(materials, folder, rng, pool)), folder
+
+
+def one(number: int, seed: int, work: Path, materials: Path, pool: list[Any], keep: bool = False) -> dict[str, Any]:
+    """Run one input. Its folder is kept where something was wrong."""
+    from tests.campaign.trial import attempt
+
+    case, folder = lay_out(number, seed, work, materials, pool)
+    outcome = attempt(case.arguments, folder, case.statuses)
+    result = {"number": number, "kind": case.kind, "verb": case.verb, **outcome.asdict()}
+    if outcome.wrong or keep:
+        (folder.with_name(f"{number}.json")).write_text(json.dumps(result | {"arguments": case.arguments}, indent=1))
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder.with_name(f"{folder.name}.log"), ignore_errors=True)
+        result |= {"said": "", "printed": ""}
+    return result
+
+
+def read_results(work: Path) -> dict[int, dict[str, Any]]:
+    """By number, of all workers and earlier calls."""
+    lines = (line for path in sorted(work.glob("results-*.jsonl")) for line in path.read_text().splitlines())
+    return {result["number"]: result for result in map(json.loads, lines)}
+
+
+def record(results: list[dict[str, Any]], seed: int) -> dict[str, Any]:
+    """What recipes/fuzz.json says."""
+    from surgery.records.record import environment
+
+    def counts(chosen: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "inputs": len(chosen), "refused": sum(r["status"] == 2 for r in chosen),
+            "accepted": sum(r["status"] in (0, 1) for r in chosen), "failures": sum(bool(r["wrong"]) for r in chosen),
+            "longest_seconds": round(max(r["seconds"] for r in chosen), 2), "largest_bytes": max(r["memory"] for r in chosen),
+        }  # fmt: skip
+
+    def by(key: str) -> dict[str, Any]:
+        return {name: counts([r for r in results if r[key] == name]) for name in sorted({r[key] for r in results})}
+
+    return environment().model_dump() | {"seed": seed, **counts(results), "kinds": by("kind"), "verbs": by("verb")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} inputs, and no record")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--inputs", type=int, help="how many inputs")
+    parser.add_argument("--only", type=int, help="this one alone, again")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; the next call goes on")
+    parser.add_argument("--workers", type=int, default=2, help="processes that run inputs, side by side")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "fuzz", help="where inputs and results lie")
+    parser.add_argument("--out", type=Path, default=ROOT / "recipes" / "fuzz.json", help="the record")
+    options = parser.parse_args()
+    begun, work = time.monotonic(), options.work.resolve() / str(options.seed)
+    sys.path.insert(0, str(ROOT))
+    materials = prepare(work)
+    from tests.campaign.mutations import arbitrary
+
+    pool = arbitrary(POOL_SEED + options.seed)
+    if options.only is not None:
+        result = one(options.only, options.seed, work, materials, pool, keep=True)
+        print(json.dumps(result, indent=1), f"\nfolder: {work / 'trials' / str(options.only)}")
+        return int(bool(result["wrong"]))
+    inputs = options.inputs or (QUICK if options.quick else INPUTS)
+    known = read_results(work)
+    left = [number for number in range(inputs) if number not in known]
+    for worker in range(options.workers):
+        if os.fork() == 0:
+            for number in left[worker :: options.workers]:
+                if time.monotonic() - begun > options.seconds:
+                    break
+                result = one(number, options.seed, work, materials, pool)
+                with (work / f"results-{worker}.jsonl").open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+                if result["wrong"]:
+                    print(f"{number} {result['kind']}, {result['verb']}: {'; '.join(result['wrong'])}", flush=True)
+            os._exit(0)
+    for _ in range(options.workers):
+        os.wait()
+    known = read_results(work)
+    done = [known[number] for number in range(inputs) if number in known]
+    failures = [r for r in done if r["wrong"]]
+    counted = Counter("refused" if r["status"] == 2 else "accepted" for r in done)
+    print(f"{len(done):,} of {inputs:,} inputs: {dict(counted)}, {len(failures)} failures, {time.monotonic() - begun:.0f} s")
+    if len(done) == inputs and not options.quick:
+        options.out.write_text(json.dumps(record(done, options.seed), indent=2) + "\n")
+        print(f"record: {options.out}")
+    return int(bool(failures) or len(done) < inputs)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # without what extensions say of themselves when an interpreter ends

@@ -1,0 +1,148 @@
+"""One trial: a command of the toolkit in a process of its own, which is forked from one that has imported everything; and what
+is found wrong with how it ended."""
+
+import hashlib
+import os
+import re
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+LIMIT = 30.0  # seconds
+MEMORY = 1 << 30  # bytes that a trial may hold beyond what the process held when it began
+ADDRESSES = 4 << 30  # bytes of addresses that it may take beyond: what asks for more at once is told so by the system
+LONGEST = 2000  # characters of what is said
+NOISE = re.compile(r"Traceback|Warning:|Exception ignored|Segmentation|core dumped|\.py:\d+")
+
+
+@dataclass
+class Outcome:
+    """How a trial ended. wrong: what must not be, in words; empty if all is well."""
+
+    status: int = 0
+    seconds: float = 0.0
+    memory: int = 0
+    said: str = ""
+    printed: str = ""
+    wrong: list[str] = field(default_factory=list)
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def attempt(arguments: Sequence[str], folder: Path, statuses: Sequence[int] = (0, 2)) -> Outcome:
+    """Run `surgery ARGUMENTS` in a folder and judge it. statuses: with which it may end."""
+    logs = folder.with_name(f"{folder.name}.log")
+    logs.mkdir(exist_ok=True)
+    before, begun = listing(folder), time.monotonic()
+    held = _resident()
+    child = os.fork()
+    if child == 0:
+        _be(arguments, folder, logs)
+    ended, hung = _wait(child, begun, held)
+    code, usage = ended
+    outcome = Outcome(
+        status=os.waitstatus_to_exitcode(code), seconds=time.monotonic() - begun, memory=max(0, usage.ru_maxrss * 1024 - held),
+        said=(logs / "err").read_text(errors="replace"), printed=(logs / "out").read_text(errors="replace")[-LONGEST:],
+    )  # fmt: skip
+    outcome.wrong = list(_complaints(outcome, hung, statuses))
+    if outcome.status not in (0, 1) and (after := listing(folder)) != before:
+        changed = sorted({name for name, _ in before ^ after})
+        outcome.wrong.append(f"wrote: {', '.join(changed[:3])}")
+    return outcome
+
+
+def listing(folder: Path) -> set[tuple[str, str]]:
+    """Every file and folder of a tree with a digest; links are not followed."""
+    entries = set()
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(place, name)
+            plain = path.is_file() and not path.is_symlink() and path.stat().st_size < 2**26
+            digest = hashlib.sha256(path.read_bytes()).hexdigest() if plain else ""
+            entries.add((str(path.relative_to(folder)), digest))
+    return entries
+
+
+def _complaints(outcome: Outcome, hung: str, statuses: Sequence[int]) -> Any:
+    lines = outcome.said.strip().splitlines()
+    if hung:
+        yield hung
+    elif outcome.status < 0:
+        yield f"ended by {signal.Signals(-outcome.status).name}"
+    elif outcome.status not in statuses:
+        yield f"status {outcome.status}"
+    if outcome.memory > MEMORY:
+        yield f"memory: {outcome.memory / 2**20:.0f} MiB"
+    if noise := NOISE.search(outcome.said):
+        yield f"noise: {noise.group()}"
+    if outcome.status == 2 and not hung:
+        usage = lines and (lines[0].startswith("Usage:") or "Error" in outcome.said)  # what no verb was reached with
+        if not usage and (not lines or not lines[-1].startswith("surgery: ")):
+            yield "no line that says what is wrong"
+        if lines and len(lines[-1]) > LONGEST:
+            yield f"a line of {len(lines[-1])} characters"
+
+
+def _be(arguments: Sequence[str], folder: Path, logs: Path) -> None:
+    """Become the command. Does not return."""
+    status = 1
+    try:
+        os.setsid()  # so that what it starts ends with it
+        os.chdir(folder)
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(logs / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        resource.setrlimit(resource.RLIMIT_AS, (_addresses() + ADDRESSES,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**30, 2**30))
+        sys.argv = ["surgery", *arguments]
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        from surgery.cli.app import main
+
+        main()
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(child: int, begun: float, held: int) -> tuple[tuple[int, Any], str]:
+    """Wait for a child, but not for ever, and not while it eats the memory: (its status and usage, what it was stopped for)."""
+    pause, why = 0.001, ""
+    while True:
+        ended, code, usage = os.wait4(child, os.WNOHANG)
+        if ended:
+            return (code, usage), why
+        if not why and (time.monotonic() - begun > LIMIT or _resident(child) - held > MEMORY):
+            why = f"hangs: over {LIMIT:.0f} s" if time.monotonic() - begun > LIMIT else "memory: stopped"
+            os.killpg(child, signal.SIGKILL)
+        time.sleep(pause)
+        pause = min(0.02, pause * 1.2)
+
+
+def _status(of: int | str, name: str) -> int:
+    try:
+        lines = Path(f"/proc/{of}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def _resident(of: int | str = "self") -> int:
+    return _status(of, "VmRSS")
+
+
+def _addresses() -> int:
+    return _status("self", "VmSize")

@@ -1,0 +1,156 @@
+"""A GPU that is none, whose tensors have values: they live in the host's memory and say that they do not.
+
+What device.py's tensors cannot do, these can: a whole verb runs, which looks at scores, ranks heads, writes files, and what
+comes out is compared with what comes out on a CPU. The rules are those of CUDA: tensors of two devices do not meet, except a
+number with what it is multiplied by; what is looked at is copied to the host, and the host waits for it.
+
+Everything is watched by a mode, which must be on wherever such tensors are used. Like device.py's, the device belongs to the
+whole process.
+"""
+
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.rehearsal.device import NAME, PRODUCTS, READS, RehearsalError, register
+
+ROOT = Path(__file__).parents[2]
+BETWEEN = {"_to_copy", "copy_", "set_"}  # operations that take tensors of two devices
+BETWEEN_INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}  # indices may be the host's: they are copied
+
+
+class OnDevice(Tensor):
+    """A tensor of the device. held: its values, on the host, with the same shape and strides."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> "OnDevice":
+        made = Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
+            device=torch.device(NAME, 0), requires_grad=False,
+        )  # fmt: skip
+        made.held = held
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnDevice({tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        copied = OnDevice(self.held.clone()).requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return compute(func, args, kwargs or {})
+
+
+class Rules:
+    """What is watched. dtype: the model's; products by weights have to be computed in it, where it is a 16-bit one. strict: what
+    may not happen now: "sync" (the host waits for the device), "host" (a tensor made on the host is sent to the device).
+    counted: how often each of them happened, by the line of the library that did it."""
+
+    dtype: torch.dtype | None = None
+    strict: frozenset[str] = frozenset()
+    counted: Counter[tuple[str, str]] = Counter()
+
+    @classmethod
+    def note(cls, kind: str, name: str) -> None:
+        line = where()
+        cls.counted[kind, line] += 1
+        if kind in cls.strict:
+            raise RehearsalError(f"{name} {WORDS[kind]} ({line})")
+
+
+WORDS = {"sync": "waits for the device", "host": "sends a tensor of the host to the device"}
+
+
+def where() -> str:
+    """The line of the library that runs now."""
+    for frame in reversed(traceback.extract_stack()):
+        if f"{ROOT}/surgery/" in frame.filename or f"{ROOT}/kernels/" in frame.filename:
+            return f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}"
+    return "elsewhere"
+
+
+def compute(func: Any, args: tuple, kwargs: dict) -> Any:
+    name = func._schema.name.removeprefix("aten::")
+    given = [m for m in tree_leaves((args, kwargs)) if isinstance(m, Tensor)]
+    ours = [m for m in given if isinstance(m, OnDevice)]
+    device = kwargs.get("device")
+    named = device is not None and torch.device(device).type == NAME
+    if not ours and not named:
+        return func(*args, **kwargs)
+    hosts = [m for m in given if not isinstance(m, OnDevice)]
+    if name in READS and ours or torch.Tag.data_dependent_output in func.tags and ours:
+        Rules.note("sync", name)
+    elsewhere = device is not None and not named
+    if ours and hosts and name not in BETWEEN and any(m.dim() for m in hosts):
+        if name in BETWEEN_INDEXED and isinstance(args[0], OnDevice):
+            Rules.note("host", name)
+        else:
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found {NAME} and cpu in {name} ({where()})")
+    to_host = bool(ours) and (elsewhere or (name == "copy_" and not isinstance(args[0], OnDevice)))
+    if to_host:
+        Rules.note("sync", name)
+    if (named and hosts and name == "_to_copy") or (name == "copy_" and hosts and isinstance(args[0], OnDevice)):
+        if any(m.numel() > 1 for m in hosts) or named:
+            Rules.note("host", name)
+    if named:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    plain_args, plain_kwargs = tree_map(_held, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    _check_products(name, result)
+    if to_host and name != "copy_":
+        return result
+    known = {id(m.held): m for m in ours}
+
+    def wrapped(m: Any) -> Any:
+        if not isinstance(m, Tensor):
+            return m
+        return known.get(id(m)) if id(m) in known else OnDevice(m)
+
+    if name == "copy_" and not isinstance(args[0], OnDevice):
+        return args[0]
+    return tree_map(wrapped, result)
+
+
+def _held(m: Any) -> Any:
+    return m.held if isinstance(m, OnDevice) else m
+
+
+def _check_products(name: str, result: Any) -> None:
+    if name in PRODUCTS and Rules.dtype is not None and Rules.dtype.itemsize < 4:
+        if any(isinstance(m, Tensor) and m.dtype == torch.float32 for m in tree_leaves(result)):
+            Rules.counted["float32", where()] += 1
+            if "float32" in Rules.strict:
+                raise RehearsalError(f"{name} computes in float32 in a model of {Rules.dtype} ({where()})")
+
+
+class _Mode(TorchDispatchMode):
+    """Makes what is asked for on the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return compute(func, args, kwargs or {})
+
+
+@contextmanager
+def on_device(dtype: torch.dtype | None = None) -> Iterator[type[Rules]]:
+    """Within, the device is there."""
+    Rules.dtype, Rules.strict, Rules.counted = dtype, frozenset(), Counter()
+    with _Mode():
+        yield Rules
+
+
+__all__ = ["NAME", "OnDevice", "RehearsalError", "Rules", "on_device", "register"]
