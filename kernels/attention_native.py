@@ -33,7 +33,7 @@ class _Attention(Structure):
     )
 
 
-def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
+def refuses_native(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
     if reason := not_here(q, k, v, mask):
         return reason
     if mask is not None and (mask.dim() != 2 or mask.dtype != torch.bool):
@@ -43,11 +43,11 @@ def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
     return None if q.numel() and v.numel() else "there is nothing to compute"
 
 
-def declines(q: Tensor, *_: Tensor | None) -> str | None:
+def declines_native(q: Tensor, *_: Tensor | None) -> str | None:
     return "torch's kernels are quicker for a few queries" if q.shape[2] < FEW else None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def attend_native(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Arguments and result as in graft attention, one value a pair."""
     inputs = _inputs(q, k, v, mask)
     y = _NativeAttention.apply(*inputs) if learns(*inputs[:3]) else _forward(*inputs, keep=False)[0]

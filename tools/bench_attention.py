@@ -1,9 +1,10 @@
-"""Speed of graft attention on a GPU: python tools/bench_attention.py [--out FILE.json] [--longest 32768] [--rounds 20]
+"""Speed of graft attention on a GPU: python -m tools.bench_attention [--out FILE.json] [--longest 32768] [--rounds 20]
 
-Our Triton kernel beside FlashAttention 2 and 3 and torch's sdpa, forward, and forward with backward, in the shapes of grafts.
-The contenders take turns within one run, so that clocks and neighbours touch all alike; medians, and ratios to Triton's. A
-contender's TFLOP/s count the products that the call needs (queries of w with keys, weights with values of dv, causal), not what
-a kernel pads or computes twice.
+Our Triton kernel beside FlashAttention 2, 3 and 4, torch's flex_attention and sdpa, forward, and forward with backward, in the
+shapes of grafts. The contenders take turns within one run, so that clocks and neighbours touch all alike; medians, and ratios
+to Triton's. A contender's TFLOP/s count the products that the call needs (queries of w with keys, weights with values of dv,
+causal), not what a kernel pads or computes twice. What the file holds already, of the same GPU and packages, is not measured
+again.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import statistics
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,8 +21,8 @@ import torch
 from surgery.kernels.attention import GRAFT_ATTENTION
 from surgery.kernels.dispatch import Backend
 
-CONTENDERS = ("triton", "flash3", "flash2", "sdpa")
-PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3")
+CONTENDERS = ("triton", "flash4", "flash3", "flash2", "flex", "sdpa")
+PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 
 class Shape(NamedTuple):
@@ -109,6 +111,26 @@ def version(package: str) -> str | None:
         return None
 
 
+def measured_before(path: Path, record: dict) -> list[dict]:
+    """The cells of a file, if it is of the same GPU and packages."""
+    if not path.exists():
+        return []
+    earlier = json.loads(path.read_text())
+    same = all(earlier[key] == json.loads(json.dumps(record[key])) for key in ("gpu", "capability", "versions", "dtype"))
+    return earlier["cells"] if same else []
+
+
+def _key(cell: dict) -> tuple:
+    return tuple(cell["shape"].values()), cell["tokens"], cell["queries"], cell["train"]
+
+
+def write_json(path: Path, record: object) -> None:
+    """At once: a run that is killed leaves the file as it was, or as it is to be."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(record, indent=1) + "\n")
+    beside.replace(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="attention-benchmark.json")
@@ -126,12 +148,16 @@ def main() -> None:
         "dtype": "bfloat16",
         "cells": cells,
     }
+    cells += measured_before(Path(options.out), record)
+    before = {_key(cell) for cell in cells}
     print(f"{record['gpu']}, {record['versions']}\nmilliseconds (TFLOP/s, times Triton)")
     print(f"{'':46}{'tokens':>7} {'pass':8}" + "".join(f"{name:>24}" for name in CONTENDERS))
     lengths = [n for n in (1024, 4096, 8192, 16384, 32768) if n <= options.longest]
     for shape in SHAPES:
         for tokens in lengths:
             for title, queries, train in (("forward", tokens, False), ("train", tokens, True), ("decode", 1, False)):
+                if (tuple(shape), tokens, queries, train) in before:
+                    continue
                 cell = measure(shape, tokens, queries, train, options.rounds)
                 cells.append(cell)
                 columns = [
@@ -141,8 +167,7 @@ def main() -> None:
                     for name in CONTENDERS
                 ]
                 print(f"{shape.name:46}{tokens:7} {title:8}" + "".join(f"{text:>24}" for text in columns), flush=True)
-                with open(options.out, "w") as file:  # after every cell: a crash leaves what was measured
-                    json.dump(record, file, indent=1)
+                write_json(Path(options.out), record)  # after every cell: a crash leaves what was measured
     for name, reason in {name: reason for cell in cells for name, reason in cell["absent"].items()}.items():
         print(f"{name} did not serve every call; the last reason: {reason}")
 

@@ -5,8 +5,9 @@ What was measured comes from the records that the commands wrote, what the code 
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
 `surgery run recipes/demo-mamba1.yaml`), recipes/serving.json (`python -m tools.serving_record`), recipes/full-size.json
-(`python -m tools.full_size`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and NAME.findings.json in recipes and recipes/paper (`surgery run
-recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
+(`python -m tools.full_size`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and
+NAME.findings.json in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to
+runs/NAME).
 """
 
 from collections.abc import Callable

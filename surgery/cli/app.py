@@ -28,9 +28,11 @@ from surgery.cli.splice import splice
 from surgery.cli.tune import tune
 from surgery.errors import UserError
 from surgery.jobs.interruption import Interrupted, continuation, listening
+from surgery.records.reading import shown
 from surgery.runtime.processes import is_main, several_processes
 from surgery.runtime.quiet import hush_transformers
 
+LONGEST = 1500  # characters of what is said of a wrong input, which may itself be long
 # In the order of --help: the pipeline first.
 VERBS: dict[str, Callable[..., None]] = {
     "run": run, "locate": locate, "plan": plan, "splice": splice, "tune": tune, "bench": bench, "export": export,
@@ -77,7 +79,7 @@ def main() -> None:
         with listening(), until_the_end:
             app()
     except _user_errors() as error:
-        line, status = f"surgery: {' '.join(str(error).split())}", 2
+        line, status = f"surgery: {shown(' '.join(str(error).split()), LONGEST)}", 2
     except OSError as error:
         if error.errno not in DISK:
             raise

@@ -18,7 +18,7 @@ from surgery.cli.options import (
 )
 from surgery.errors import UserError
 from surgery.exporting.formats import DESCRIPTIONS as FORMATS
-from surgery.exporting.formats import check_way
+from surgery.exporting.formats import OF_BASES, check_way
 from surgery.records.reading import check_name
 
 
@@ -37,17 +37,18 @@ def export(
     ] = None,
     verify: Verify = "auto",
     prove: Annotated[
-        str | None, typer.Option("--prove", help="Serving engines that are to prove the folder too, e.g. vllm.")
+        str | None, typer.Option("--prove", help="Serving engines that are to prove the folder too: vllm, llama_cpp.")
     ] = None,
     engine_python: Annotated[
-        Path | None, typer.Option("--engine-python", help="The Python of an environment that has the engines.")
+        str | None,
+        typer.Option("--engine-python", help="The Python that has the engines installed, or ENGINE=PYTHON,ENGINE=PYTHON."),
     ] = None,
     recipe: RecipeOption = None, settings: Settings = None, overwrite: ReplaceExport = False,
     trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Write a hybrid in another format, and verify it.
 
-    A patch is joined to its base first.
+    A patch is joined to its base first. As gguf, bases can be written too.
 
     Examples:
       surgery export tuned --format patch --out patch
@@ -62,17 +63,20 @@ def export(
         raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
     from surgery.exporting import export as exporting
     from surgery.exporting.earlier import check_replaceable
-    from surgery.exporting.engines import check_engines
+    from surgery.exporting.engines import check_engines, read_pythons
     from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, present, report_on
     from surgery.jobs.opening import open_checkpoint
     from surgery.loading.checkpoint import plan_of
     from surgery.loading.digests import identify
+    from surgery.splicing.remembered import PLAN
 
     engines = [engine.strip() for engine in prove.split(",")] if prove is not None else []
-    check_engines(engines, form, engine_python)
+    pythons = read_pythons(engine_python)
+    check_engines(engines, form, pythons)
     check_replaceable(out, overwrite)
     advise_tuning(hybrid)
-    plan, from_patch = plan_of(hybrid), is_patch(hybrid)
+    from_patch = is_patch(hybrid)
+    plan = plan_of(hybrid) if form not in OF_BASES or from_patch or (Path(hybrid) / PLAN).exists() else None
     loaded = open_checkpoint(
         recipe_of("export", recipe, settings, model=hybrid), trust_remote_code, base if from_patch else None
     )
@@ -80,12 +84,14 @@ def export(
     papers = papers_of(hybrid, loaded.model, identity.digest)
     if report is not None:
         papers |= {"report": report_on(loaded.model, identity.digest, plan, report), "figures": report.parent}
-    base_name = base_of(hybrid) if base is None or (from_patch and form != "patch") else base
+    base_name = base
+    if base_name is None or (from_patch and form != "patch"):
+        base_name = hybrid if plan is None else base_of(hybrid)
     if form == "patch":
         present(base_name, hybrid)
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     exporting.export(
         loaded.model, out, format=form, tokenizer=loaded.tokenizer, plan=plan, base=base_name, identity=identity,
-        verify=verify, engines=engines, engine_python=engine_python, **papers, **options,
+        verify=verify, engines=engines, engine_python=pythons, **papers, **options,
     )  # fmt: skip
     show(f"{form}: {out}")

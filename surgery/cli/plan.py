@@ -15,11 +15,12 @@ def plan(ranking: PlaceArgument, recipe: RecipeOption = None, out: Out = None, s
     """
     from surgery.locating import planning
     from surgery.locating.ranking import Ranking
+    from surgery.records.plan import PLAN
 
     ranked = Ranking.read(ranking)
     options = recipe_of("plan", recipe, settings, model=ranked.provenance.base)
     seed = options.seed if "seed" in options.model_fields_set else None  # the ranking's
     chosen = planning.plan(ranked, **options.plan.model_dump(), seed=seed)
-    out = out or ranking.with_name("plan.json")
+    out = out or ranking.with_name(PLAN)
     chosen.write(out)
     show(f"attention at {', '.join(map(str, chosen.sites))}: {out}")

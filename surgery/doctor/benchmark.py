@@ -161,7 +161,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         (SELECTIVE_SCAN, "stock", "mamba-130m", shapes.selective_inputs, 1536, (1024, 4096), (256,)),
         (SELECTIVE_SCAN, "stock", "falcon-mamba-7b", shapes.selective_inputs, 8192, (512,), (64,)),
     ]
-    long = (1024,) if cpu else (1024, 4096, 16384)
+    long = (256, 1024, 4096) if cpu else (1024, 4096, 16384)
     kernels += [
         (GRAFT_ATTENTION, "sdpa", f"mamba2-130m, {heads} heads", shapes.attention_inputs, heads, long, long)
         for heads in (1, 24)

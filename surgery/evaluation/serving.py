@@ -15,6 +15,8 @@ from surgery.records.recipe import Bench
 from surgery.serving import bench_vllm
 from surgery.serving.other_python import ask, check_python
 
+SETTING = "bench.engine_python"
+
 
 class Served(Kept):
     """What one model cost."""
@@ -34,12 +36,12 @@ def check_serving(options: Bench) -> None:
         return
     if not chosen:
         raise UserError("bench.engine_python is for the suite serving: add it to bench.suites, or leave it out")
-    check_python(Path(options.engine_python), "bench.engine_python")
+    check_python(Path(options.engine_python), SETTING)
 
 
 def versions(python: Path) -> dict[str, str]:
     """Of the engine and of what it computes with, by name. Nothing is imported there."""
-    said: dict[str, str] = ask("vllm", python, Path(bench_vllm.__file__), {"only": "versions"})
+    said: dict[str, str] = _ask(python, {"only": "versions"})
     if not any(name.startswith("vllm") for name in said):
         raise UserError(f"bench.engine_python: vllm is not installed for {python}")
     return said
@@ -62,6 +64,10 @@ def serve(
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         job = {"folder": folder, "contexts": contexts, "concurrencies": list(concurrencies)}
-        said: dict[str, Any] = ask("vllm", python, Path(bench_vllm.__file__), job)
+        said: dict[str, Any] = _ask(python, job)
     cache = {"cache_bytes_per_token": said["cache"]["token"], "state_bytes": said["cache"]["state"]}
     return Served(serving=tuple(Serving(packages=said["packages"], **cache, **cell) for cell in said["cells"]))
+
+
+def _ask(python: Path, job: dict[str, Any]) -> Any:
+    return ask("vllm", "vllm", python, Path(bench_vllm.__file__), job, SETTING)

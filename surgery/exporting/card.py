@@ -14,7 +14,7 @@ from surgery.evaluation.report import Report
 from surgery.families import family_of
 from surgery.loading.origin import Origin
 from surgery.records.names import is_control
-from surgery.records.plan import Plan
+from surgery.records.plan import PLAN, Plan
 from surgery.runtime import plotting
 
 COLUMNS = 128  # of the map; more heads than that (the channels of a Mamba-1) share columns
@@ -26,12 +26,11 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
     name: what the folder will be loaded by, a path or an id. record: its export.json. use: how its format is loaded, with NAME
     for the name.
     """
-    plan, base = Plan.read(folder / "plan.json"), record.base.published(folder).name
+    planned, base = folder / PLAN, record.base.published(folder).name
+    plan = Plan.read(planned) if planned.exists() else None
     parts = [
-        f"---\n{_metadata(record)}\n---\n# {name.rsplit('/', 1)[-1]}\n",
-        f"A hybrid of `{base}`: attention at **{markdown.places(plan)}**, {record.parameters:,} new parameters. "
-        f"{_how(plan, record.base_unchanged)}\n",
-        "![Where attention went in](sites.png)\n",
+        f"---\n{_metadata(record, plan)}\n---\n# {name.rsplit('/', 1)[-1]}\n",
+        *_what(base, plan, record),
         f"```python\n{use.replace('NAME', name)}\n```\n",
         f"{LOADS[record.format]}\n" if record.format in LOADS else "",
         f"Verified against the live model when it was written: {record.proof.line()}.\n",
@@ -43,11 +42,22 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
     parts.append(f"## Measured\n\n{figures}")
     parts.append(f"## Limits\n\n{_limits(report, record.base)}\n")
     recipe = ", the recipe `recipe.yaml`" if (folder / "recipe.yaml").exists() else ""
+    papers = f"The plan is `plan.json`{recipe}; `export.json`" if plan else "`export.json`"
     parts.append(
-        f"## Provenance\n\nMade {record.created[:10]} by mamba-surgery {record.toolkit}. The plan is `plan.json`{recipe}; "
-        "`export.json` holds the digests of all files.\n"
+        f"## Provenance\n\nMade {record.created[:10]} by mamba-surgery {record.toolkit}. {papers} holds the digests of all "
+        "files.\n"
     )
     return "\n".join(part for part in parts if part)
+
+
+def _what(base: str, plan: Plan | None, record: Any) -> list[str]:
+    if plan is None:
+        return [f"`{base}`, as it is, in another format.\n"]
+    return [
+        f"A hybrid of `{base}`: attention at **{markdown.places(plan)}**, {record.parameters:,} new parameters. "
+        f"{_how(plan, record.base_unchanged)}\n",
+        "![Where attention went in](sites.png)\n",
+    ]
 
 
 def draw_sites(hybrid: PreTrainedModel, plan: Plan, path: Path) -> None:
@@ -83,6 +93,8 @@ def draw_sites(hybrid: PreTrainedModel, plan: Plan, path: Path) -> None:
 LOADS = {
     "hf": "`trust_remote_code` is needed where mamba-surgery is not installed; the code is in this folder.",
     "patch": "It needs mamba-surgery and the base, and refuses any other base by the name of the first tensor that differs.",
+    "gguf": "Or with llama.cpp's own server: `llama-server -m model.gguf -c 4096 --flash-attn off`. Its flash attention rounds "
+    "more on CPUs; by how much stands below where it was measured.",
 }
 
 
@@ -90,16 +102,21 @@ def _ticks(count: int) -> range:
     return range(0, count, max(1, -(-count // 8)))
 
 
-def _metadata(record: Any) -> str:
+def _metadata(record: Any, plan: Plan | None) -> str:
     about = ModelCardData(
         base_model=record.base.name if record.base.hub else None,  # the Hub accepts ids only
-        base_model_relation=("adapter" if record.format == "patch" else "finetune") if record.base.hub else None,
-        library_name="mamba-surgery" if record.format == "patch" else "transformers",
+        base_model_relation=_relation(record, plan) if record.base.hub else None,
+        library_name={"patch": "mamba-surgery", "gguf": "gguf"}.get(record.format, "transformers"),
         pipeline_tag="text-generation",
-        tags=[record.model_type.removesuffix("_hybrid"), "hybrid", "retrieval", "mamba-surgery"],
+        tags=[record.model_type.removesuffix("_hybrid"), *(["hybrid", "retrieval"] if plan else []), "mamba-surgery"],
         **record.base.licence,
     )
     return about.to_yaml()
+
+
+def _relation(record: Any, plan: Plan | None) -> str:
+    """As the Hub calls it; a conversion is "quantized" there, in whatever dtype."""
+    return "quantized" if plan is None else "adapter" if record.format == "patch" else "finetune"
 
 
 def _how(plan: Plan, base_unchanged: bool) -> str:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from surgery.errors import UserError
 from surgery.hybrids.sources import FOLDERS
+from surgery.records.plan import PLAN
 from surgery.records.reading import parse_json
 from surgery.records.record import read_text
-from surgery.splicing.remembered import BASE, PLAN
+from surgery.splicing.remembered import BASE
 from surgery.splicing.remembered import EXPORT as RECORD
 
 CARD = "README.md"

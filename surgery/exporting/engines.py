@@ -5,30 +5,83 @@ probable ones of every step. The live model reads the same tokens in one pass: e
 probable one, and log-probabilities must agree within a bound.
 """
 
-import json
-import os
-import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.exporting import llama_cpp
 from surgery.exporting.verify import chosen, in_float32
 from surgery.kernels.dispatch import use
+from surgery.models.quantised import is_quantised
 from surgery.records.record import Record
-from surgery.serving import ask_vllm
+from surgery.runtime.memory import free_disk, size
+from surgery.serving import ask_llama_cpp, ask_vllm
+from surgery.serving.other_python import ask, check_python
 
 CLOSE = 2e-4  # log-probabilities in float32, which an engine sums in another order
-# The script that asks, and the formats that the engine reads.
-ENGINES = {"vllm": (Path(ask_vllm.__file__), ("hf", "nemotron_h"))}
 LENGTHS = (1, 24, 190, 7, 33, 80, 150, 12, 64, 100)  # of prompts, in tokens
 NEW = 64  # tokens after the first prompt, and 3 fewer after each next, so that they leave one by one
-INSTALLED = "pip install --no-deps mamba-surgery"
+# For engines that split texts into tokens by code of their own.
+TEXTS = (
+    "The value of the key 'map' is",
+    "It's what they'd say: WE'RE 12,345 strong; she'll pay $6.50 (or 7%)...",
+    "def f(x):\n    return x  # twice\n\n\n\tdone  ",
+    "Ünïcödé, naïve café, 北京大学, кофе, \u200dzero, 🙂🙂",
+    " leading   and    runs of spaces\r\n",
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """script: what asks it, run by its Python. formats: those that it reads. module: what that Python imports. texts: whether
+    it splits texts by code of its own. prepare: the folder that is asked; what is to be written for it goes to another one."""
+
+    script: Path
+    formats: tuple[str, ...]
+    module: str
+    texts: bool = False
+    prepare: Callable[[PreTrainedModel, Path, Path], Path] = lambda hybrid, folder, place: folder
+
+
+def _gguf(hybrid: PreTrainedModel, folder: Path, place: Path) -> Path:
+    """The folder of a GGUF in float32: matrices of 16 bits llama.cpp multiplies by numbers that it rounds to them."""
+    if (folder / llama_cpp.FILE).exists() and {p.dtype for p in hybrid.parameters()} == {torch.float32}:
+        return folder
+    needed = 4 * sum(p.numel() for p in hybrid.parameters())
+    if needed > (free := free_disk(place)):
+        raise UserError(
+            f"llama_cpp is asked for a copy in float32: that takes {size(needed)}, and {size(free)} are free in {place}"
+        )
+    llama_cpp.convert(folder, place / llama_cpp.FILE, "f32", folder.name)
+    return place
+
+
+ENGINES = {
+    "vllm": Engine(Path(ask_vllm.__file__), ("hf", "nemotron_h"), "vllm"),
+    "llama_cpp": Engine(Path(ask_llama_cpp.__file__), ("gguf", "nemotron_h"), "xllamacpp", texts=True, prepare=_gguf),
+}
+Pythons = str | Path | Mapping[str, str | Path] | None
+
+
+class Otherwise(Record):
+    """An engine under another setting: of its `tokens` greedy ones, how many are the live model's most probable (or within the
+    tolerance of it), and the largest difference of log-probabilities. It is measured and said, and is no part of the proof."""
+
+    setting: str
+    tokens: int
+    same: int
+    difference: float
+
+    def line(self) -> str:
+        same = f"{self.setting}, {self.same:,} of {self.tokens:,} are"
+        return f"{same}, and log-probabilities differ by at most {self.difference:.2g}"
 
 
 class EngineProof(Record):
@@ -36,7 +89,8 @@ class EngineProof(Record):
 
     prompts: their lengths in tokens. Each was asked alone, and all together in requests that join and leave, read in pieces.
     tokens: how many greedy tokens were compared in all, every one the live model's most probable (or within `tolerance` of it).
-    difference: the largest one of log-probabilities, of the five most probable tokens of each step.
+    difference: the largest one of log-probabilities, of the five most probable tokens of each step. texts: how many it splits
+    into the tokenizer's tokens, if it does so itself. setting: what it was told. otherwise: what it answers if told otherwise.
     """
 
     engine: str
@@ -46,53 +100,111 @@ class EngineProof(Record):
     tokens: int
     difference: float
     tolerance: float
+    texts: int = 0
+    setting: str = ""
+    otherwise: tuple[Otherwise, ...] = ()
 
     def line(self) -> str:
+        how = f", {self.setting}" if self.setting else ""
+        texts = f"; {self.texts} texts are split into the same tokens" if self.texts else ""
         return (
-            f"served by {self.engine} {self.version} in {self.dtype}: all {self.tokens:,} greedy tokens after prompts of "
+            f"served by {self.engine} {self.version} in {self.dtype}{how}: all {self.tokens:,} greedy tokens after prompts of "
             f"{min(self.prompts)} to {max(self.prompts)} tokens are the live model's, of requests alone and of "
-            f"{len(self.prompts)} that join and leave; log-probabilities differ by at most {self.difference:.2g}"
+            f"{len(self.prompts)} that join and leave; log-probabilities differ by at most {self.difference:.2g}{texts}"
+            + "".join(f"; {each.line()}" for each in self.otherwise)
         )
 
 
-def check_engines(engines: Sequence[str], format: str, python: Path | None) -> None:
-    """Raise UserError unless each engine is known and reads `format`, and its interpreter is there."""
-    if python is not None and not engines:
+def read_pythons(text: str | None) -> Pythons:
+    """--engine-python: one interpreter, or ENGINE=PYTHON,ENGINE=PYTHON."""
+    if text is None or text.partition("=")[0] not in ENGINES:
+        return text
+    pythons = {}
+    for part in text.split(","):
+        engine, _, python = part.partition("=")
+        if not python:
+            raise UserError(f"--engine-python: '{part}' is not ENGINE=PYTHON")
+        pythons[engine.strip()] = python.strip()
+    return pythons
+
+
+def check_engines(engines: Sequence[str], format: str, pythons: Pythons) -> dict[str, Path]:
+    """The interpreter of each engine. Raises UserError unless each is known, reads `format`, and has an interpreter that is
+    there."""
+    engines = [engines] if isinstance(engines, str) else engines
+    if pythons is not None and not engines:
         raise UserError("--engine-python is for --prove; name an engine, or leave it out")
+    own = pythons if isinstance(pythons, Mapping) else dict.fromkeys(engines, pythons)
+    if unused := [engine for engine in own if engine not in engines]:
+        raise UserError(f"--engine-python names a Python for '{unused[0]}', which --prove does not name")
+    interpreters = {}
     for engine in engines:
         if engine not in ENGINES:
             raise UserError(f"--prove: there is no engine '{engine}' here; there are {', '.join(ENGINES)}")
-        if format not in ENGINES[engine][1]:
-            raise UserError(f"--prove: {engine} reads {' and '.join(ENGINES[engine][1])}, not '{format}'")
-        if python is None:
+        if format not in (formats := ENGINES[engine].formats):
+            raise UserError(f"--prove: {engine} reads {' and '.join(formats)}, not '{format}'")
+        if (named := own.get(engine)) is None:
             raise UserError(f"--prove: say which Python has {engine} installed: --engine-python ENVIRONMENT/bin/python")
-        if not python.is_file() or not os.access(python, os.X_OK):
-            raise UserError(f"--engine-python: there is no program {python}")
+        python = interpreters[engine] = Path(named)
+        check_python(python, "--engine-python")
+        if engine == "llama_cpp":
+            llama_cpp.source()
+    return interpreters
 
 
-def prove_in_engine(engine: str, python: Path, hybrid: PreTrainedModel, folder: Path) -> EngineProof:
-    """Ask the engine for the folder's answers, and compare. Raises UserError if it cannot serve the folder, or gives other
-    answers than the live model."""
+def prove_in_engine(
+    engine: str, python: Path, hybrid: PreTrainedModel, folder: Path, *, verify: str = "auto",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> EngineProof:  # fmt: skip
+    """Ask the engine for the folder's answers, and compare. verify: how much of the live model may be in memory for it, one of
+    VERIFICATIONS; for "tensors", with which nothing is computed, as little as for "layers". tokenizer: for engines that split
+    texts themselves. Raises UserError if it cannot serve the folder, or gives other answers than the live model."""
+    way = chosen(verify, hybrid)
+    if way == "tensors" and not is_quantised(hybrid):
+        way = "layers"
     prompts = _prompts(min(hybrid.config.vocab_size, 50_000))
-    new = [NEW - 3 * i for i in range(len(prompts))]
-    said = _ask(engine, python, {"folder": str(folder.resolve()), "prompts": prompts, "new": new})
-    live = in_float32(hybrid, chosen("auto", hybrid))
+    job: dict[str, Any] = {"prompts": prompts, "new": [NEW - 3 * i for i in range(len(prompts))]}
+    if ENGINES[engine].texts:
+        job["texts"] = list(TEXTS) if tokenizer is not None else []
+    # Within the folder, which the next export to the same place removes if this process is killed (runtime/replacing.py).
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        asked = ENGINES[engine].prepare(hybrid, folder, Path(place))
+        said = _ask(engine, python, job | {"folder": str(asked.resolve())})
+    for text, split in zip(job.get("texts", ()), said.get("texts", ()), strict=True):
+        if tokenizer is not None and (own := tokenizer(text).input_ids) != split:
+            raise UserError(f"{engine} splits {text!r} into other tokens, {split}, not {own}; nothing was written")
+    live = in_float32(hybrid, way)
     read: dict[tuple[int, ...], Tensor] = {}  # what was asked alone and together has the same answers, and is read once
-    worst, tokens = 0.0, 0
-    for how in ("alone", "together"):
-        for prompt, steps in zip(prompts, said[how], strict=True):
+
+    def compared(answers: Sequence[Any]) -> list[tuple[float, list[int]]]:
+        each = []
+        for prompt, steps in zip(prompts, answers, strict=True):
             text = (*prompt, *(token for token, _ in steps[:-1]))
             if text not in read:
                 read[text] = _log_probabilities(live, text, len(steps))
-            difference, other = _compare(read[text], steps)
-            worst, tokens = max(worst, difference), tokens + len(steps)
-            if other is not None:
-                raise UserError(f"{engine} serves another model: after a prompt of {len(prompt)} tokens its token {other + 1} "
-                                f"is not the live model's (requests {how}); nothing was written")  # fmt: skip
+            each.append(_compare(read[text], steps))
+        return each
+
+    worst = 0.0
+    for how in ("alone", "together"):
+        for prompt, (difference, others) in zip(prompts, compared(said[how]), strict=True):
+            worst = max(worst, difference)
+            if others:
+                raise UserError(
+                    f"{engine} serves another model: after a prompt of {len(prompt)} tokens its token {others[0] + 1} is not "
+                    f"the live model's (requests {how}); nothing was written"
+                )
     if not worst <= CLOSE:
         raise UserError(f"{engine} serves another model: its log-probabilities differ by {worst:.2g}; nothing was written")
+    otherwise = []
+    for setting, answers in said.get("otherwise", {}).items():
+        each, tokens = compared(answers), sum(map(len, answers))
+        same, difference = tokens - sum(len(others) for _, others in each), max(difference for difference, _ in each)
+        otherwise.append(Otherwise(setting=setting, tokens=tokens, same=same, difference=difference))
     return EngineProof(
-        engine=engine, version=said["version"], prompts=LENGTHS, tokens=tokens, difference=worst, tolerance=CLOSE
+        engine=engine, version=said["version"], prompts=tuple(map(len, prompts)), difference=worst, tolerance=CLOSE,
+        tokens=sum(len(steps) for how in ("alone", "together") for steps in said[how]), texts=len(job.get("texts", ())),
+        setting=said.get("setting", ""), otherwise=tuple(otherwise),
     )  # fmt: skip
 
 
@@ -109,49 +221,20 @@ def _log_probabilities(live: PreTrainedModel, text: tuple[int, ...], count: int)
     return logits.double().log_softmax(-1).cpu()
 
 
-def _compare(own: Tensor, steps: list[Any]) -> tuple[float, int | None]:
-    """The largest difference to the live model's log-probabilities, and the first step at which the engine chose a token that
-    the live model does not."""
-    worst = 0.0
+def _compare(own: Tensor, steps: list[Any]) -> tuple[float, list[int]]:
+    """The largest difference to the live model's log-probabilities, and the steps at which the engine chose a token that the
+    live model does not."""
+    worst, others = 0.0, []
     for i, (token, probable) in enumerate(steps):
         for other, value in probable.items():
             gap = abs(own[i, int(other)].item() - value)
             worst = max(worst, gap) if gap == gap else float("inf")  # noqa: PLR0124 (what is not a number)
         if not own[i].max() - own[i, token] <= CLOSE:
-            return worst, i
-    return worst, None
+            others.append(i)
+    return worst, others
 
 
 def _ask(engine: str, python: Path, job: dict[str, Any]) -> dict[str, Any]:
-    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    with tempfile.TemporaryDirectory() as place:  # where nothing can be imported from by mistake
-        # Not resolved: the link in bin/ is what tells an interpreter its environment.
-        program: list[str | Path] = [python.absolute(), "-P", ENGINES[engine][0]]
-        try:
-            done = subprocess.run(
-                program, input=json.dumps(job).encode(), capture_output=True, check=False, cwd=place, env=quiet | settings
-            )
-        except OSError as error:
-            raise UserError(f"--engine-python: {python} does not run: {error.strerror}") from error
-    if done.returncode == 0:
-        try:
-            answers: dict[str, Any] = json.loads(done.stdout)
-        except ValueError as error:
-            raise UserError(f"{engine} gave no answers: --engine-python is to be a Python, and {python} is none") from error
-        return answers
-    raise UserError(f"{engine} cannot serve the folder: {_reason(done.stderr.decode(errors='replace'), python)}")
-
-
-def _reason(errors: str, python: Path) -> str:
-    """The line of an engine's traceback that says what was wrong, and what to do about it where that is known."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    if any("No module named 'vllm'" in line for line in lines):
-        return f"it is not installed for {python}"
-    refused = [line for line in lines if line.startswith("Value error, ")]
-    raised = [line for line in lines if "Error: " in line]
-    reason = (refused or raised[::-1] or lines[::-1] or ["it ended"])[0]
-    reason = reason.removeprefix("Value error, ").split("[type=")[0].strip()
-    if "custom code" in reason or "not supported" in reason:
-        return f"it does not know hybrids; install this package beside it: {python} -m {INSTALLED}"
-    return reason
+    known = ENGINES[engine]
+    answers: dict[str, Any] = ask(engine, known.module, python, known.script, job, "--engine-python")
+    return answers

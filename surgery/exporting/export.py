@@ -9,9 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
-from surgery.exporting import folder, hf, mamba_ssm, nemotron_h, patch
-from surgery.exporting.engines import check_engines
-from surgery.exporting.formats import check_way
+from surgery.exporting import folder, gguf, hf, mamba_ssm, nemotron_h, patch
+from surgery.exporting.engines import Pythons, check_engines
+from surgery.exporting.formats import OF_BASES, check_way
 from surgery.exporting.verify import Proof
 from surgery.loading.checkpoint import load_tokenizer
 from surgery.loading.digests import Identity
@@ -28,7 +28,7 @@ from surgery.splicing.splice import graft_parameters
 
 __all__ = ["FORMATS", "export"]
 
-FORMATS: dict[str, folder.Format] = {"hf": hf, "patch": patch, "nemotron_h": nemotron_h, "mamba_ssm": mamba_ssm}
+FORMATS: dict[str, folder.Format] = {"hf": hf, "patch": patch, "nemotron_h": nemotron_h, "mamba_ssm": mamba_ssm, "gguf": gguf}
 
 
 def export(
@@ -45,7 +45,7 @@ def export(
     identity: Identity | None = None,
     verify: str = "auto",
     engines: Sequence[str] = (),
-    engine_python: str | Path | None = None,
+    engine_python: Pythons = None,
     form: str | None = None,
     **options: Any,
 ) -> Proof:
@@ -56,13 +56,16 @@ def export(
     (digests.identify), where it is known. form: the former name of `format`. options: the format's own, such as
     max_shard_size="5GB" of `hf`.
 
-    verify: "full" compares logits and 64 greedy tokens in float32, with the whole model in memory. "layers" does so with 8
-    tokens and a few layers in memory at a time, more slowly. "tensors" compares the tensors alone, bit for bit, and computes
+    verify: "full" compares logits and 64 greedy tokens in float32, with the whole model in memory. "layers" does so with 3
+    tokens and a few layers in memory at a time. "tensors" compares the tensors alone, bit for bit, and computes
     nothing. "auto" is "full" where that takes no more than half of the memory that is free, else "layers" (of a quantised
     model, "tensors"). The proof that is returned and written says which it was.
 
-    engines: serving engines that are to prove the folder too ("vllm"), run by engine_python, the interpreter of an environment
-    that has them.
+    engines: serving engines that are to prove the folder too ("vllm", "llama_cpp"), run by engine_python, the interpreter of an
+    environment that has them, or one for each: {"vllm": ..., "llama_cpp": ...}. They compute in float32, with the live model
+    in memory as `verify` says ("tensors": layer by layer).
+
+    As "gguf" a base can be written too; it then has no plan.
 
     An existing folder at `path` is replaced if it is an earlier export. Raises UserError, and leaves nothing behind, if the
     format cannot hold the hybrid exactly, if the disk has no room for it, if writing or proving fails, or if something that is
@@ -86,16 +89,16 @@ def export(
     if not isinstance(path, str | Path):
         raise UserError(f"surgery.export takes a model and the name of a folder, not {a_type(path)}")
     engines = [engines] if isinstance(engines, str) else engines
-    python = None if engine_python is None else Path(engine_python)
-    check_engines(engines, format, python)
-    plan, base = _plan(model, plan), _base(model, base)
+    pythons = check_engines(engines, format, engine_python)
+    is_base = format in OF_BASES and plan is None and not getattr(model.config, "grafts", None)
+    plan, base = (None, _named(model, base)) if is_base else (_plan(model, plan), _base(model, base))
     check_space(format, model, Path(path))
     if tokenizer is None:
         tokenizer = hybrid.tokenizer if isinstance(hybrid, Checkpoint) else _tokenizer(model, base)
     tokenizer = tokenizer_of(hybrid, tokenizer, "export")
     return folder.save(
         format, written, model, path, tokenizer=prompting(tokenizer), plan=plan, base=base, recipe=recipe, report=report,
-        figures=figures, identity=identity, verify=verify, engines=engines, engine_python=python, **options,
+        figures=figures, identity=identity, verify=verify, engines=pythons, **options,
     )  # fmt: skip
 
 
@@ -104,6 +107,7 @@ def check_space(format: str, hybrid: PreTrainedModel, path: Path) -> None:
     the new one is whole."""
     names = graft_parameters(hybrid) if format == "patch" else None  # at least; tuning with adapters changes more
     needed = sum(tensor.nbytes for name, tensor in tensors(hybrid).items() if names is None or name in names)
+    needed *= 2 if format == "gguf" else 1  # the folder that is converted, and the file
     if needed > (free := free_disk(path)):
         raise UserError(f"cannot write {path}: it takes {size(needed)}, and {size(free)} are free there")
 
@@ -134,6 +138,14 @@ def _base(hybrid: Any, base: Any) -> str:
     if remembered is None or remembered.base is None:
         raise UserError("the hybrid does not remember its base: say which it is, surgery.export(hybrid, path, base=...)")
     return remembered.base
+
+
+def _named(model: Any, base: Any) -> str:
+    """The name of a base that is exported itself: the one that was given, or the folder that it was loaded from."""
+    name = base if base is not None else model.config._name_or_path
+    if not name:
+        raise UserError("the base does not say where it is from: surgery.export(base, path, base=...)")
+    return _base(model, name)
 
 
 def _tokenizer(hybrid: Any, base: str) -> PreTrainedTokenizerBase:

@@ -8,7 +8,7 @@ Against a power cut, which may lose what the system had not yet put on the disk,
 import hashlib
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,12 +22,12 @@ from surgery.evaluation.report import Report
 from surgery.exporting import card
 from surgery.exporting.earlier import CARD, RECORD, check_replaceable
 from surgery.exporting.engines import EngineProof, prove_in_engine
-from surgery.exporting.verify import Proof, Reader, prove
+from surgery.exporting.verify import Proof, Reader, chosen, prove
 from surgery.loading.digests import Identity, dtypes, identify
 from surgery.loading.origin import Origin, origin
 from surgery.models.tokens import tokenizers_errors
 from surgery.records.names import public
-from surgery.records.plan import Plan, published
+from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import Environment, Sealed, environment
 from surgery.runtime.progress import busy, say
@@ -46,7 +46,8 @@ class Format(Protocol):
     ) -> None:
         """Write weights, configuration and tokenizer. Raises UserError where the form cannot hold the hybrid exactly.
 
-        base: the name of the base, as load() takes it. A format may take options of its own, by keyword.
+        base: the name of the base, as load() takes it. A format may take options of its own, by keyword. One whose reader reads
+        what is not to stay in the folder has a function clear(folder), which removes that after the proof.
         """
 
 
@@ -54,7 +55,8 @@ class Exported(Sealed, Environment):
     """export.json: what a folder is and how it was verified.
 
     digest, dtype: of the live model (digests.py), and so of what its reader loads; of an export as nemotron_h or mamba_ssm, of
-    the hybrid that it was made from. Versions up to 0.5.1 wrote none. parameters: how many numbers the grafts hold.
+    the hybrid (as gguf, or the base) that it was made from. Versions up to 0.5.1 wrote none. parameters: how many numbers the
+    grafts hold.
     base_unchanged: whether every tensor of the base is in the hybrid as it was, by the fingerprint in the plan; a layer graft
     has removed some. engines: the serving engines in which it was proved too. files: sha256 of everything in the folder but
     this record and the card, which is made from the other files and can be made again.
@@ -80,20 +82,20 @@ def save(
     path: str | Path,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    plan: Plan,
+    plan: Plan | None,
     base: str,
     recipe: Recipe | None = None,
     report: Report | None = None,
     figures: Path | None = None,
     identity: Identity | None = None,
     verify: str = "auto",
-    engines: Sequence[str] = (),
-    engine_python: Path | None = None,
+    engines: Mapping[str, Path] | None = None,
     **options: Any,
 ) -> Proof:
     """Write the folder in the format `name`, prove it, say so, and return the proof. An existing folder at `path` is replaced
-    if it is an earlier export. identity: the hybrid's, if it is known. verify: one of formats.VERIFICATIONS. Raises UserError,
-    and leaves nothing behind, if writing or proving fails."""
+    if it is an earlier export. plan: None for a base. identity: the hybrid's, if it is known. verify: one of
+    formats.VERIFICATIONS. engines: those that are to prove it too, each with its interpreter. Raises UserError, and leaves
+    nothing behind, if writing or proving fails."""
     path = Path(path)
     try:
         check_replaceable(path)
@@ -102,19 +104,23 @@ def save(
             if report is not None:
                 check_report(report, identity.digest, dtypes(hybrid))
             with tokenizers_errors():
-                form.write(hybrid, temporary, tokenizer=tokenizer, plan=plan, base=base, **options)
+                form.write(hybrid, temporary, tokenizer=tokenizer, plan=plan, base=base, **options)  # type: ignore[arg-type]
             _papers(temporary, hybrid, plan, recipe, report, figures)
-            proof = prove(form.READER, hybrid, tokenizer, temporary, verify=verify, digests=identity.tensors)
+            way = chosen(verify, hybrid)
+            proof = prove(form.READER, hybrid, tokenizer, temporary, verify=way, digests=identity.tensors)
             served: list[EngineProof] = []
-            for engine in engines:
-                assert engine_python is not None  # check_engines has seen to it
+            for engine, python in (engines or {}).items():
                 with busy(f"asking {engine}"):
-                    served.append(prove_in_engine(engine, engine_python, hybrid, temporary))
+                    served.append(prove_in_engine(engine, python, hybrid, temporary, verify=way, tokenizer=tokenizer))
+            if clear := getattr(form, "clear", None):
+                clear(temporary)
             record = Exported(
                 **environment().model_dump(), format=name, model_type=hybrid.config.model_type, base=origin(base, temporary),
                 digest=identity.digest, dtype=dtypes(hybrid),
                 parameters=sum(p.numel() for p in graft_parameters(hybrid).values()),
-                base_unchanged=plan.provenance is not None and identity.fingerprint == plan.provenance.base_fingerprint,
+                base_unchanged=plan is None or (
+                    plan.provenance is not None and identity.fingerprint == plan.provenance.base_fingerprint
+                ),
                 proof=proof, engines=tuple(served), files=digests(temporary),
             )  # fmt: skip
             record.write(temporary / RECORD)
@@ -168,17 +174,18 @@ def check_report(report: Report, digest: str, dtype: str) -> None:
 
 
 def _papers(
-    folder: Path, hybrid: PreTrainedModel, plan: Plan, recipe: Recipe | None, report: Report | None, figures: Path | None
+    folder: Path, hybrid: PreTrainedModel, plan: Plan | None, recipe: Recipe | None, report: Report | None, figures: Path | None
 ) -> None:
     """What travels with the weights in every format."""
-    published(plan).write(folder / "plan.json")
+    if plan is not None:
+        published(plan).write(folder / PLAN)
+        card.draw_sites(hybrid, plan, folder / "sites.png")
     if recipe is not None:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(public(recipe.model_dump(mode="json")), sort_keys=False))
     if report is not None:
         report.write(folder / "report.json")
         if next(iter(report.models.values())).kv:
             draw_retrieval(report, folder / "retrieval.png")
-    card.draw_sites(hybrid, plan, folder / "sites.png")
     for name in ("atlas.png", "report.html"):
         if figures is not None and (figures / name).exists():
             shutil.copy(figures / name, folder / name)

@@ -89,11 +89,12 @@ def papers_of(name: str, model: PreTrainedModel, digest: str) -> dict[str, Any]:
     return papers | {"figures": folder}
 
 
-def report_on(model: PreTrainedModel, digest: str, plan: Plan, path: Path) -> Report:
+def report_on(model: PreTrainedModel, digest: str, plan: Plan | None, path: Path) -> Report:
     """A report of bench about a hybrid with this digest. Raises UserError if it measured other weights, or is not as it was
     written."""
     report = Report.read(path, unsealed="refuse")
-    if plan.provenance is not None and plan.provenance.base_fingerprint != report.provenance.base_fingerprint:
+    origin = None if plan is None else plan.provenance
+    if origin is not None and origin.base_fingerprint != report.provenance.base_fingerprint:
         raise UserError(f"{path} is a report on another base, {report.provenance.base}")
     try:
         check_report(report, digest, dtypes(model))

@@ -7,7 +7,9 @@ carry, differ by more (up to 7e-5), so both sides run the ones in Python. Both c
 
 There are three ways (formats.VERIFICATIONS): with the whole model in float32 in memory; layer by layer, where both sides
 convert one weight after the other, and the fresh process reads it from its file when its module is called; and by the tensors
-alone, with which nothing is computed. Every token costs the second one a pass over all weights, so it asks for fewer.
+alone, with which nothing is computed. The second one takes a pass over all weights for the prompts together, alone and in the
+batch, and one for every further token, so it asks for fewer. The sides take turns: each uses all processors, and both at once
+would hold the largest weight in float32 twice.
 """
 
 import copy
@@ -26,18 +28,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.exporting.formats import check_way
 from surgery.exporting.fresh_process import KERNELS, NO_MEMORY, OURS, Answers, OutOfMemory, ask
-from surgery.families import family_of
 from surgery.kernels.dispatch import use
 from surgery.models import answers as script
 from surgery.models.answers import LENGTHS, NEW, answers, described, held, named_values, tensors
 from surgery.models.quantised import is_quantised
-from surgery.models.streamed import by_layers
+from surgery.models.streamed import by_layers, emptied
 from surgery.records.record import Record
 from surgery.runtime.memory import available, size
 from surgery.runtime.progress import say
 
 CLOSE = 1e-4  # logits in float32
-NEW_BY_LAYERS = 8  # greedy tokens
+NEW_BY_LAYERS = 3  # greedy tokens: of the prompts, of their cache, and of a cache that has been decoded with
 COMFORTABLE = 0.5  # of the memory that is free: what the whole model in float32 may take before it is read layer by layer
 # The argument by which a line of Python leaves weights in their files.
 ON_DISK = {
@@ -230,7 +231,7 @@ def in_float32(hybrid: PreTrainedModel, way: Way = "full") -> PreTrainedModel:
         return by_layers(hybrid)
     if is_quantised(hybrid):
         return script.in_float32(copy.deepcopy(hybrid))
-    copied = family_of(hybrid.config).empty(hybrid.config, None, hybrid.config.grafts)
+    copied = emptied(hybrid)
     state = {name: tensor.detach().to(*target) for name, tensor in named_values(hybrid, list(hybrid.state_dict()))}
     copied.load_state_dict(state, assign=True, strict=False)  # of weights that are tied and were put away there is one
     copied.tie_weights()

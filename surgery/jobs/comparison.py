@@ -19,7 +19,7 @@ from surgery.loading.opened import Checkpoint
 from surgery.locating.example import short_question
 from surgery.probes.knowledge import part_for_bench
 from surgery.records.names import called, public
-from surgery.records.plan import Plan
+from surgery.records.plan import PLAN, Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, read_text
 from surgery.records.renamed import current
@@ -49,7 +49,7 @@ def compare(
     part = part_for_bench([recipe.tune.early_stopping, *map(_early_stopping_of, (recipe.model, *others))])
     entries = {"base": Entry(base.model, called(base.name))}
     for label, other in beside.items():
-        plan = Path(other.name) / "plan.json"
+        plan = Path(other.name) / PLAN
         source = other.model if isinstance(other, Checkpoint) else other
         entries[label] = Entry(source, called(other.name), Plan.read(plan) if plan.exists() else None)
     check(recipe, base)

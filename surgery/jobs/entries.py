@@ -58,20 +58,33 @@ def _untuned(
             with_own_mixers(base, layers),
             f"no graft: the base's own mixer of {names} tuned on the same data for the same steps",
         )
+    return entries | {name: spliced(*how) for name, how in _elsewhere(recipe, ranking, chosen).items()}
+
+
+def names_of(recipe: Recipe, ranking: Ranking, chosen: Plan) -> list[str]:
+    """The names of all entries in their order, without making any."""
+    controls = ["control_tuned"] if recipe.bench.controls else []
+    return ["base", "spliced", "tuned", *controls, *_elsewhere(recipe, ranking, chosen)]
+
+
+def _elsewhere(recipe: Recipe, ranking: Ranking, chosen: Plan) -> dict[str, tuple[str, Plan]]:
+    """Hybrids with other plans than the chosen one, by name: (description, plan)."""
+    plans: dict[str, tuple[str, Plan]] = {}
+    if recipe.bench.controls:
         for i in range(recipe.bench.random_sites):
             if elsewhere := random_plan(ranking, chosen, recipe.seed + i):
                 name = "control_random_site" + (f"_{i + 1}" if i else "")
-                entries[name] = spliced("the graft at random heads of other layers, no training", elsewhere)
+                plans[name] = "the graft at random heads of other layers, no training", elsewhere
                 if i == 0:
-                    entries[f"{name}_tuned"] = spliced("the same, its grafts tuned", elsewhere)
+                    plans[f"{name}_tuned"] = "the same, its grafts tuned", elsewhere
         if beside := random_plan(ranking, chosen, recipe.seed, same_layers=True):
             name, description = "control_same_layer", "the graft at random other heads of the same layer, no training"
-            entries[name] = spliced(description, beside)
-            entries[f"{name}_tuned"] = spliced("the same, its grafts tuned", beside)
+            plans[name] = description, beside
+            plans[f"{name}_tuned"] = "the same, its grafts tuned", beside
     for dose in recipe.bench.doses:
         leading = plan(ranking, **recipe.plan.model_dump() | {"heads": dose, "sites": None}, seed=recipe.seed)
-        entries[f"dose_{dose}"] = spliced(f"the leading heads spliced, {dose} of them, no training", leading)
-    return entries
+        plans[f"dose_{dose}"] = f"the leading heads spliced, {dose} of them, no training", leading
+    return plans
 
 
 def _division(recipe: Recipe) -> str:

@@ -44,12 +44,22 @@ def open_checkpoint(
         base=base,
         beside=beside,
     )
-    if why := broken_weight(opened.model):
+    if why := broken_weight(opened.model) or _strange_words(opened):
         raise UserError(f"{recipe.model} cannot be used: {why}")
     with use(**recipe.kernels):
         for operation in map(operations().__getitem__, requested()):
             operation.choose(*operation.example(opened.model.device, opened.model.dtype))
     return opened
+
+
+def _strange_words(opened: Checkpoint) -> str:
+    """What keeps the tokenizer from being this model's, or "": an id without an embedding. Tokens that were added
+    to a vocabulary may have one, as long as no text has them."""
+    rows = opened.model.get_input_embeddings().weight.shape[0]
+    added = opened.tokenizer.get_added_vocab()
+    ids = [number for token, number in opened.tokenizer.get_vocab().items() if token not in added]
+    largest = max([*ids, *opened.tokenizer("a 1")["input_ids"]], default=0)
+    return "" if largest < rows else f"its tokenizer has ids up to {largest:,}, and its embeddings are for {rows:,}"
 
 
 def open_base(recipe: Recipe, trust_remote_code: bool = False) -> Checkpoint:

@@ -9,6 +9,7 @@ from surgery.errors import UserError
 from surgery.exporting.earlier import RECORD as EXPORT
 from surgery.exporting.earlier import check_replaceable
 from surgery.jobs.interruption import note_beginning
+from surgery.records.plan import PLAN
 from surgery.records.recipe import Recipe, read_back
 from surgery.records.record import Record, toolkit, write_text
 from surgery.runtime.replacing import is_hidden, recover, remove, sweep
@@ -26,7 +27,7 @@ LEFT = {
     "bench": BENCH,
     "prune": ("pruning.json",),
     "tune": ("checkpoint-*", ".checkpoint-*", "tuning.json", "adapter", "lora.txt"),
-    "run": (*LOCATE, *BENCH, "plan.json", "tuning", "hybrid", "findings.json", "figure.png", "seed-*"),
+    "run": (*LOCATE, *BENCH, PLAN, "tuning", "hybrid", "findings.json", "figure.png", "seed-*"),
 }
 
 
@@ -111,11 +112,7 @@ def clear(out: Path) -> None:
     if (out / RUN).exists():
         left = LEFT.get(Run.read(out / RUN).verb, ())
     else:  # of version 0.6 or earlier
-        left = (
-            LEFT["run"]
-            if (out / "plan.json").exists() and (out / "report.json").exists()
-            else (*LOCATE, *BENCH, "pruning.json")
-        )
+        left = LEFT["run"] if (out / PLAN).exists() and (out / "report.json").exists() else (*LOCATE, *BENCH, "pruning.json")
     # What says that the folder is ours goes last: a process that is killed here leaves what can still be removed, or resumed.
     for path in (path for pattern in (*left, *COMMON) for path in out.glob(pattern)):
         try:

@@ -41,7 +41,7 @@ from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.probes.knowledge import part_for_bench
 from surgery.records.names import public
-from surgery.records.plan import Plan, published
+from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, write_text
 from surgery.runtime.memory import measured as measured_memory
@@ -82,13 +82,16 @@ def run(
         change = first_change(earlier, recipe) if earlier else None
         if change is not None:
             say(str(change))
-        on_main(partial(check_space, "hf", base.model, out))
+        enough = partial(on_main, partial(check_space, "hf", base.model, out))
+        if not (resume and (out / "hybrid" / RECORD).exists()):  # of a run that may be finished, nothing may be left to write
+            enough()
         job = _Job(recipe, out, base, resume, verify)
         ranking = job.locate()
         chosen = job.plan(ranking)
         if resume and (report := on_main(partial(job.finished, chosen))) is not None:
             say(f"nothing has changed, and everything is finished: this is the result in {out}")
             return report
+        enough()
         entries = entries_of(base.model, recipe, ranking, chosen, partial(open_donor, chosen, trust_remote_code), job.tune)
         return job.finish(ranking, chosen, entries)
 
@@ -126,7 +129,7 @@ class _Job:
 
     def plan(self, ranking: Ranking) -> Plan:
         chosen = plan(ranking, **self.recipe.plan.model_dump(), seed=self.recipe.seed)
-        on_main(partial(chosen.write, self.out / "plan.json"))
+        on_main(partial(chosen.write, self.out / PLAN))
         say(f"plan: attention at {markdown.places(chosen)}")
         return chosen
 

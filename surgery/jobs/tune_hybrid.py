@@ -73,7 +73,8 @@ def tune_hybrid(
             teacher = adopt(original.model)
     if dry_run:
         return rehearse(loaded.model, loaded.tokenizer, recipe.tune, data=recipe.data, seed=recipe.seed, teacher=teacher)
-    on_main(partial(check_space, "hf", loaded.model, out))
+    if not (resume and (out / EXPORT).exists()):  # which may be the result; if not, its export looks again
+        on_main(partial(check_space, "hf", loaded.model, out))
     earlier = on_main(partial(begin, work, "tune", recipe, resume=resume, overwrite=overwrite))
     on_main(partial(recover, out))
     if earlier and (change := first_change(earlier, recipe, ("tune",))) is not None:

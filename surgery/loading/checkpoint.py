@@ -35,6 +35,8 @@ ORIGINAL_TOKENIZER = "EleutherAI/gpt-neox-20b"
 # What a folder that holds a tokenizer holds, some of it at least.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
+MOST_LAYERS = 4096
+
 # A value of `device` that is no device: accelerate's device_map of that name. A recipe's device "auto" is something else.
 BALANCED = "balanced"
 # And another: weights stay in their files.
@@ -141,8 +143,11 @@ def load_empty(name: str) -> PreTrainedModel:
     folder = local_folder(name)
     try:
         config = AutoConfig.from_pretrained(folder)
+        _check_depth(folder, getattr(config, "num_hidden_layers", None))
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"cannot load {name}: {one_line(error)}") from error
 
@@ -209,6 +214,7 @@ def _grafted(model: PreTrainedModel) -> bool:
 
 
 def _load_original(folder: Path, config: dict[str, Any], dtype: torch.dtype | None, device: str) -> PreTrainedModel:
+    _check_depth(folder, config.get("n_layer"))
     model = load_original(folder, config, dtype)
     return mapped(model, lambda: load_original(folder, config, dtype).state_dict()) if device == DISK else model
 
@@ -235,8 +241,15 @@ def _tokenizer(folder: Path) -> Path | str:
     raise UserError(f"{folder} holds no tokenizer: say where one is (tokenizer: in a recipe, or --set tokenizer=...)")
 
 
+def _check_depth(folder: Path, layers: Any) -> None:
+    """Raise UserError for more layers than any model has: each would be made before its weights are looked for."""
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise UserError(f"{folder / 'config.json'}: a model of {shown(layers, 20)} layers; at most {MOST_LAYERS:,} are made")
+
+
 def _load_transformers(folder: Path, dtype: torch.dtype | None, device: str, trust_remote_code: bool) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    _check_depth(folder, getattr(config, "num_hidden_layers", None))
     if config.model_type in families():  # another one cannot be grafted, but located in, measured, or a donor
         family_of(config).check(config)
     loaded: Any = AutoModelForCausalLM.from_pretrained(

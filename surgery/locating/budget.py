@@ -58,11 +58,8 @@ def with_exactness(
     sets: the questions of the ranking and of its repetitions. kept: the folder of what is measured. The decision is kept there,
     too: an interrupted search does not decide anew by a clock.
     """
-    if options.exact is not None:
-        return options
-    if options.confirm is not None or not subject.graftable:
-        return options.model_copy(update={"exact": True})
-    return options.model_copy(update={"exact": processes.on_main(partial(_affordable, options, subject, sets, kept))})
+    exact = _exact(options, subject, lambda: processes.on_main(partial(_affordable, options, subject, sets, kept)))
+    return options if options.exact is not None else options.model_copy(update={"exact": exact})
 
 
 def forwards(subject: Subject, sets: Sequence[QuestionSet], layers: bool) -> float:
@@ -77,11 +74,19 @@ def forwards(subject: Subject, sets: Sequence[QuestionSet], layers: bool) -> flo
 
 def is_exact(options: Locate, subject: Subject, sets: Sequence[QuestionSet], step: float) -> bool:
     """Whether heads will be measured exactly, where a forward of a batch takes `step` seconds; nothing is said."""
+    return _exact(options, subject, lambda: _scan(options, subject, sets, step) <= options.budget)
+
+
+def _exact(options: Locate, subject: Subject, affordable: Callable[[], bool]) -> bool:
+    """What the options say of `exact`, or the model, or else what can be afforded."""
     if options.exact is not None:
         return options.exact
-    if options.confirm is not None or not subject.graftable:
-        return True
-    return step * forwards(subject, sets, options.layers) / processes.state().num_processes <= options.budget
+    return options.confirm is not None or not subject.graftable or affordable()
+
+
+def _scan(options: Locate, subject: Subject, sets: Sequence[QuestionSet], step: float) -> float:
+    """The seconds of an exact scan, where a forward of a batch takes `step`."""
+    return step * forwards(subject, sets, options.layers) / processes.state().num_processes
 
 
 def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], kept: Path | None) -> bool:
@@ -89,7 +94,7 @@ def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], 
     rows = sets[0].groups[0][1].rows
     with busy("timing the model"):
         step = _seconds(partial(_forward, subject, *padded(rows, subject.model.device)))
-    seconds = step * forwards(subject, sets, options.layers) / processes.state().num_processes
+    seconds = _scan(options, subject, sets, step)
     affordable = exact = seconds <= options.budget
     if kept is not None:
         exact = _decided(kept / "exact.json", options, subject.conditions.model_dump(mode="json"), exact)

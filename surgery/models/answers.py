@@ -10,11 +10,14 @@ LINES: Python that loads `tokenizer` and `model`; its weights may be on the disk
 tokens; with 0 the model computes nothing. The file holds the answers under the names, and the tensors' digests in its metadata.
 """
 
+import contextvars
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,40 +127,154 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
+class InStep:
+    """Calls that run a model forwards, each in a thread of its own, of which one runs at a time. They go through the modules
+    together: what a module fetches is fetched once for all calls that have come to it. Each call computes what it would alone.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.change = threading.Condition()
+        self.me = threading.local()
+        self.waiting: dict[int, int] = {}  # call -> the place of the module that it has come to; -1 before the first
+        self.place = -1  # of the last module that calls were let into,
+        self.next: list[int] = []  # and those of them that have not gone on yet: they do one after the other
+        self.turn: int | None = None
+        self.failure: BaseException | None = None
+
+    def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """What the calls return. Raises what one of them raises."""
+        results: list[Any] = [None] * len(calls)
+        self.waiting = dict.fromkeys(range(len(calls)), -1)
+        threads = [
+            threading.Thread(target=contextvars.copy_context().run, args=(self._do, i, call, results), daemon=True)
+            for i, call in enumerate(calls)
+        ]
+        with ExitStack() as after:
+            for place, module in enumerate(self.model.modules()):
+                for hook in fetching_hooks(getattr(module, "_hf_hook", None)):
+                    after.callback(self._share(hook, module, place))
+            try:
+                for thread in threads:
+                    thread.start()
+                self._pass_on()
+                for thread in threads:
+                    thread.join()
+            except BaseException as error:  # a user stops it
+                self._fail(error)
+                for thread in threads:
+                    thread.join()
+        if self.failure is not None:
+            raise self.failure
+        return results
+
+    def _do(self, number: int, call: Callable[[], Any], results: list[Any]) -> None:
+        self.me.number = number
+        try:
+            self._wait()
+            with torch.inference_mode():
+                results[number] = call()
+        except BaseException as error:
+            self._fail(error)
+        else:
+            self._pass_on()
+
+    def _share(self, hook: Any, module: nn.Module, place: int) -> Callable[[], None]:
+        """From now on the hook fetches for the first call that comes, and releases after the last that leaves. Returns what
+        ends that."""
+        fetch, release, users, fetched = hook.pre_forward, hook.post_forward, 0, False
+
+        def come(module: nn.Module, *args: Any, **named: Any) -> Any:
+            nonlocal users, fetched
+            self.waiting[self.me.number] = place
+            self._pass_on()
+            self._wait()
+            hook.offload = not fetched  # what it does but for fetching, it does for each
+            users, fetched = users + 1, True
+            return fetch(module, *args, **named)
+
+        def leave(module: nn.Module, output: Any) -> Any:
+            nonlocal users, fetched
+            users -= 1
+            fetched = users > 0 or (self.place == place and bool(self.next))  # these are still to come
+            hook.offload = not fetched
+            try:
+                return release(module, output)
+            finally:
+                hook.offload = True
+
+        def end() -> None:
+            del hook.pre_forward, hook.post_forward  # those of its class appear again
+            hook.offload = True
+            if fetched:  # a call failed within
+                release(module, None)
+
+        hook.pre_forward, hook.post_forward = come, leave
+        return end
+
+    def _pass_on(self) -> None:
+        """To the next call at the same module; else to all that wait at the first one."""
+        with self.change:
+            if not self.next and self.waiting:
+                self.place = min(self.waiting.values())
+                self.next = [number for number, place in self.waiting.items() if place == self.place]
+            self.turn = self.next.pop(0) if self.next else None
+            self.waiting.pop(self.turn, None)  # type: ignore[arg-type]
+            self.change.notify_all()
+
+    def _wait(self) -> None:
+        with self.change:
+            self.change.wait_for(lambda: self.turn == self.me.number or self.failure is not None)
+        if self.failure is not None:
+            raise self.failure
+
+    def _fail(self, error: BaseException) -> None:
+        with self.change:
+            self.failure = self.failure or error
+            self.change.notify_all()
+
+
 @torch.inference_mode()
 def answers(model: PreTrainedModel, vocabulary: int, new: int = NEW) -> dict[str, Tensor]:
     """By name: `prompt 17`, the logits at all positions of the prompt of 17 tokens (t, V); `batch`, the logits of each new
     token after all prompts in one left-padded batch (b, new, V); `tokens`, which tokens were chosen there (b, new). On the
     CPU, in float32.
 
+    Weights that are away are fetched once for all prompts, alone and in the batch, and once for each new token after the first.
     vocabulary: prompts are made of token ids below this.
     """
     training, generator = model.training, torch.Generator().manual_seed(0)
+    away = any(fetching_hooks(getattr(module, "_hf_hook", None)) for module in model.modules())
     device = torch.device("cpu") if is_away(next(model.parameters())) else model.device
+    prompts = [torch.randint(vocabulary, (length,), generator=generator) for length in LENGTHS]
+    calls = [*(partial(_alone, model, prompt.to(device)) for prompt in prompts), partial(_batch, model, prompts, new, device)]
     model.eval()
     try:
-        prompts = [torch.randint(vocabulary, (length,), generator=generator) for length in LENGTHS]
-        logits = {
-            f"prompt {len(prompt)}": model(input_ids=prompt[None].to(device), use_cache=False).logits[0].float().cpu()
-            for prompt in prompts
-        }
-        ids = torch.stack([torch.nn.functional.pad(prompt, (max(LENGTHS) - len(prompt), 0)) for prompt in prompts])
-        real = torch.stack([torch.arange(max(LENGTHS)) >= max(LENGTHS) - length for length in LENGTHS]).long()
-        # Without an end of text, so that all rows have equally many tokens.
-        greedy = GenerationConfig(
-            min_new_tokens=new, max_new_tokens=new, do_sample=False, num_beams=1, pad_token_id=0,
-            return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
-        generated: Any = model.generate(  # type: ignore[operator]
-            ids.to(device), attention_mask=real.to(device), generation_config=greedy
-        )
+        *alone, batch = InStep(model).run(calls) if away else [call() for call in calls]
     finally:
         model.train(training)
-    batch = {
+    return {f"prompt {len(prompt)}": logits for prompt, logits in zip(prompts, alone, strict=True)} | batch
+
+
+def _alone(model: PreTrainedModel, prompt: Tensor) -> Tensor:
+    return model(input_ids=prompt[None], use_cache=False).logits[0].float().cpu()
+
+
+def _batch(model: PreTrainedModel, prompts: list[Tensor], new: int, device: torch.device) -> dict[str, Tensor]:
+    ids = torch.stack([nn.functional.pad(prompt, (max(LENGTHS) - len(prompt), 0)) for prompt in prompts])
+    real = torch.stack([torch.arange(max(LENGTHS)) >= max(LENGTHS) - length for length in LENGTHS]).long()
+    # Without an end of text, so that all rows have equally many tokens.
+    greedy = GenerationConfig(
+        min_new_tokens=new, max_new_tokens=new, do_sample=False, num_beams=1, pad_token_id=0,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    generated: Any = model.generate(  # type: ignore[operator]
+        ids.to(device), attention_mask=real.to(device), generation_config=greedy
+    )
+    return {
         "batch": torch.stack(generated.logits, dim=1).float().cpu(),
         "tokens": generated.sequences[:, max(LENGTHS) :].cpu(),
     }
-    return logits | batch
 
 
 def load_and_answer(lines: str, new: int = NEW) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -19,8 +19,9 @@ AT_ONCE = 2**29  # bytes of mapped pages that are kept
 
 
 def by_layers(hybrid: PreTrainedModel) -> PreTrainedModel:
-    """A hybrid that computes on the CPU in float32 with the weights of this one, which stay where they are and as they are."""
-    streamed = family_of(hybrid.config).empty(hybrid.config, None, hybrid.config.grafts).float()
+    """A hybrid (or a base) that computes on the CPU in float32 with the weights of this one, which stay where they are and as
+    they are."""
+    streamed = emptied(hybrid).float()
     streamed.generation_config = hybrid.generation_config
     saved = streamed.state_dict()
     for name, buffer in hybrid.named_buffers():
@@ -29,6 +30,12 @@ def by_layers(hybrid: PreTrainedModel) -> PreTrainedModel:
             values = torch.zeros_like(buffer, device="cpu") if is_away(buffer) else buffer.detach().cpu()
             streamed.get_submodule(owner)._buffers[leaf] = values.float() if values.is_floating_point() else values
     return cpu_offload(streamed, torch.device("cpu"), state_dict=Live(hybrid))
+
+
+def emptied(model: PreTrainedModel) -> PreTrainedModel:
+    """A hybrid, or a base, of the same configuration, without values in its tensors (on the meta device)."""
+    family, grafts = family_of(model.config), getattr(model.config, "grafts", None)
+    return family.empty_base(model.config) if grafts is None else family.empty(model.config, None, grafts)
 
 
 class Live(Mapping[str, Tensor]):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pydantic
 
+from surgery.records.reading import shown
 from surgery.records.record import complaint_line
 from surgery.records.sections.listing import keys, section_of
 from surgery.records.sections.section import Section
@@ -25,21 +26,21 @@ def complaint(error: pydantic.ValidationError, root: type[Section]) -> str:
     detail = _first(error)
     kind, value, line = detail["type"], detail["input"], complaint_line(detail)
     name = ".".join(map(str, detail["loc"]))
-    shown = f", not {_short(value)}"
+    given = f", not {_short(value)}"
     if kind == "extra_forbidden":
         return line if "; a space" in line else line + meant(root, tuple(detail["loc"]))
     if kind in TAKES:
-        return f"{name} takes {TAKES[kind]}{shown}"
+        return f"{name} takes {TAKES[kind]}{given}"
     if kind == "literal_error":
         options = detail["ctx"]["expected"]
         near = difflib.get_close_matches(str(value), options.replace(" or ", ", ").replace("'", "").split(", "), n=1)
-        return f"{name} takes {options}{shown}" + (f"; did you mean {near[0]}?" if near else "")
+        return f"{name} takes {options}{given}" + (f"; did you mean {near[0]}?" if near else "")
     if kind == "missing":
         line = f"{name} is missing"
     elif kind == "value_error":
         line = _with_key(line, name, root, detail["loc"])
     elif isinstance(value, str | int | float):
-        line = line.replace("Input should be", "must be") + shown
+        line = line.replace("Input should be", "must be") + given
     return line
 
 
@@ -95,5 +96,4 @@ def _either(names: list[str]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) < 60 else f"{text[:56]}..."
+    return "nothing" if value is None else shown(repr(value) if isinstance(value, str) else value, 59)

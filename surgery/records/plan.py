@@ -8,6 +8,8 @@ from surgery.records.names import called, public
 from surgery.records.record import Provenance, Record
 from surgery.records.site import Site, SitesText, SiteText
 
+PLAN = "plan.json"  # its file, in every folder that holds one
+
 
 class Start(Record):
     """What the dual start leaves open for a head."""

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from surgery.errors import UserError
 from surgery.records.complaints import complaint, place_of
+from surgery.records.reading import shown
 from surgery.records.record import read_text
 from surgery.records.renamed import advise, current, current_key
 from surgery.records.sections.benching import Bench, Suite
@@ -109,7 +110,7 @@ def _apply(tree: dict[str, Any], setting: str, old: dict[str, str]) -> None:
     """Change a recipe's tree by one `key=value`."""
     key, equals, value = setting.partition("=")
     if not equals:
-        raise UserError(f"--set takes key=value, not '{setting}'")
+        raise UserError(f"--set takes key=value, not '{shown(setting)}'")
     branch = tree
     *parents, leaf = key.strip().split(".")
     for i, parent in enumerate(parents):
@@ -121,8 +122,8 @@ def _apply(tree: dict[str, Any], setting: str, old: dict[str, str]) -> None:
             branch[name] = {}
         branch = branch[name]
         if not isinstance(branch, dict):
-            raise UserError(f"--set {setting}: '{parent}' has no keys of its own")
-    branch.update(current({leaf: parse_yaml(value, f"--set {setting}: the value")}, present_key(".".join(parents)), old))
+            raise UserError(f"--set {shown(setting)}: '{shown(parent, 40)}' has no keys of its own")
+    branch.update(current({leaf: parse_yaml(value, f"--set {shown(setting)}: the value")}, present_key(".".join(parents)), old))
 
 
 def present_key(key: str) -> str:

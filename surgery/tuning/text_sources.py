@@ -12,7 +12,6 @@ A sixteenth of every source is held out for measurements during training. Docume
 that copies of a document are on the same side; of a text file, the end is held out.
 """
 
-import os
 import random
 import zlib
 from array import array
@@ -27,18 +26,17 @@ from typing import Any, ClassVar, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.records.reading import check_plain, parse_json, parse_json_lines, shown
+from surgery.records.reading import parse_json_lines
 from surgery.records.recipe import Text
 from surgery.records.record import read_text
+from surgery.tuning.text_checks import check_documents, check_folder
 from surgery.world.text import document
 
 HELD_OUT = 16  # one document in 16
 TRIES = 1000  # how many documents are drawn in search of a usable one
 STRETCH = 32  # of a long document, at most this many characters per token of an excerpt are tokenised
 BLOCK = 1000  # documents of a stream that are shuffled together
-MOST_FILES = 100_000  # of a folder that is a data set
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-FORMATS = {*BUILDERS, ".txt", ".arrow", ".zip", ".tar", ".gz", ".zst"}
 
 
 @dataclass(frozen=True)
@@ -241,40 +239,6 @@ def _entry(text: Text, number: int, entry: Any) -> Any:
     return entry[text.column]
 
 
-def _check_json(text: Text) -> None:
-    """Raise UserError for a JSON file that the package datasets would not survive reading: a line `null` or deep nesting ends
-    the process. An array is read whole for that, lines one by one."""
-    check_plain(text.source, "the documents in")
-    with Path(text.source).open("rb") as file:
-        whole = file.read(1024).lstrip()[:1] == b"["
-        file.seek(0)
-        if whole:
-            entries = parse_json(read_text(text.source, "the documents in"), text.source)
-            others = [entry for entry in entries if not isinstance(entry, dict)]
-            if others:
-                raise UserError(f"{text.source}: needs objects with a column '{text.column}', not {shown(others[0])}")
-            return
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                content = line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(f"{text.source}, line {number}, is not UTF-8 at byte {error.start}") from error
-            if not isinstance(parse_json(content, f"{text.source}, line {number},"), dict):
-                raise UserError(f"{text.source}, line {number}: needs an object with a column '{text.column}'")
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise UserError for a folder that is no data set: to look for one in a whole disk takes hours."""
-    files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
-    looked_at = list(islice(files, MOST_FILES + 1))
-    if len(looked_at) > MOST_FILES:
-        raise UserError(f"data.train_text: {folder} holds more than {MOST_FILES:,} files; name the data set's own folder")
-    if not any({*path.suffixes} & FORMATS for path in looked_at):
-        raise UserError(f"data.train_text: the folder {folder} holds no file of {', '.join(sorted(FORMATS))}")
-
-
 def _open_dataset(text: Text, reading: Reading) -> Source:
     """A source read by the package datasets, which runs no code that comes with a dataset."""
     try:
@@ -285,11 +249,9 @@ def _open_dataset(text: Text, reading: Reading) -> Source:
     if (path := Path(text.source)).suffix in BUILDERS:
         _has_no(text, "subset")
         where = {"path": BUILDERS[path.suffix], "data_files": text.source}
-        check_plain(path, "the documents in")
-        if BUILDERS[path.suffix] == "json":
-            _check_json(text)
+        check_documents(path)
     elif path.is_dir():
-        _check_folder(path)
+        check_folder(path)
     with _loading(text.source):
         loaded = datasets.load_dataset(**where, split=text.split, streaming=text.streaming)
         first = next(iter(loaded), None)

@@ -25,7 +25,8 @@ PATIENCE = 300  # seconds that a call may take
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: of NUMBERS. at: the number of the call that it befalls, from 1; of a "moment", seconds."""
+    """kind: of NUMBERS. at: the number of the call that it befalls, from 1; of a "moment", seconds (of a trial
+    that is drawn, the share of what an uninterrupted call takes)."""
 
     kind: str
     at: float = 0

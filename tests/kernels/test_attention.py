@@ -16,6 +16,15 @@ EXACT = ("sdpa", "reference")  # those that serve on any machine, and masks of p
 BACKENDS = ("native", *EXACT)
 
 
+@pytest.fixture(autouse=True)
+def _serving(request):
+    backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
+    if backend == "native":
+        example = GRAFT_ATTENTION.example(torch.device("cpu"), torch.float32)
+        if reason := GRAFT_ATTENTION.why_not(GRAFT_ATTENTION.backends[backend], *example):
+            pytest.skip(reason)
+
+
 def make(*, b: int, pairs: int, per_pair: int, t: int, past: int, w: int, p: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in float32; w, the width of q and k, is not p, that of v."""
     g = torch.Generator().manual_seed(seed)

@@ -1,4 +1,6 @@
-"""Graft attention in C (attention.c) beside the reference in float64, where its blocks of 64 queries and 64 keys begin and end."""
+"""Graft attention in C (attention.c) beside the reference in float64, around its blocks of 64 queries and 64 keys."""
+
+import math
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgery.kernels.attention import GRAFT_ATTENTION, graft_attention
-from surgery.kernels.attention_native import FEW, attend
+from surgery.kernels.attention_native import FEW, attend_native
 from surgery.kernels.dispatch import KernelError
 from tests.kernels.inputs import assert_near
 from tests.kernels.test_attention import gradients, make, padding
@@ -44,15 +46,16 @@ def test_any_length_width_and_mask(qkv, share, pads, seed):
         assert_near(y, exact)
         truths = gradients(q.double(), k.double(), v.double(), mask, "reference")
         for actual, truth in zip(gradients(q, k, v, mask, "native"), truths, strict=True):
-            assert_near(actual, truth, floor=1)
+            # Of numbers of order 1. Where a query sees one key alone, its gradient is their difference, which is 0.
+            assert_near(actual, truth, floor=math.sqrt(truth.numel()))
 
 
 @pytest.mark.parametrize("sharp", [1.0, 10.0])
 def test_error_bounds(sharp):
-    """Each number within what rounding can do. A score is a sum of w products of rounded numbers, so it is off by at most
-    (w + 3) U sum |q_c k_c| (a rounding more for the unit of ln 2), and by U times itself and the peak, which is taken from it. The
-    exponential is off by 2e-7. A weight and the sum of weights carry the larger error of any score of the row, each, and a sum over
-    s keys in blocks of 64 is off by 64 + s / 64 roundings."""
+    """Each number within what rounding can do. A score is a sum of w products, so it is off by at most (w + 3) U sum |q_c k_c|
+    (with a rounding for the unit of ln 2), and by U times itself and the peak, which is taken from it. The exponential is off
+    by 2e-7. A weight, and the sum of weights, carry the largest error of a score of the row, each; and a sum over s keys in
+    blocks of 64 is off by 64 + s / 64 roundings."""
     q, k, v = make(b=1, pairs=2, per_pair=1, t=200, past=30, w=33, p=17, seed=0)
     q = sharp * q
     y, exact = (graft_attention(*qkv, backend=name) for name, qkv in (
@@ -104,7 +107,7 @@ def test_gradients_that_nobody_needs_change_no_other(learning):
 
     def computed(which: list[bool]) -> list[Tensor]:
         own = [m.clone().requires_grad_(one) for m, one in zip(args, which, strict=True)]
-        y = attend(*own, None)
+        y = attend_native(*own, None)
         return list(torch.autograd.grad(y, [m for m in own if m.requires_grad], torch.ones_like(y)))
 
     which = [bool(learning >> i & 1) for i in range(3)]

@@ -30,9 +30,13 @@ class RehearsalError(AssertionError):
 
 def register() -> None:
     """Make the device known; once in a process."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-    _setup_privateuseone_for_python_backend(NAME)
+    class Module(_DummyBackendModule):
+        def get_amp_supported_dtype(self) -> list[torch.dtype]:
+            return [torch.float16, torch.bfloat16]
+
+    _setup_privateuseone_for_python_backend(NAME, Module())
 
 
 class Watch(TorchDispatchMode):

@@ -57,9 +57,9 @@ class OnDevice(Tensor):
 
 
 class Rules:
-    """What is watched. dtype: the model's; products by weights have to be computed in it, where it is a 16-bit one. strict: what
-    may not happen now: "sync" (the host waits for the device), "host" (a tensor made on the host is sent to the device).
-    counted: how often each of them happened, by the line of the library that did it."""
+    """What is watched. dtype: the model's; products by weights have to be computed in it, where it is a 16-bit one. strict:
+    what may not happen now: "sync" (the host waits for the device), "host" (a tensor made on the host is sent to the device),
+    "float32". counted: how often each of them happened, by the line of the library that did it."""
 
     dtype: torch.dtype | None = None
     strict: frozenset[str] = frozenset()
@@ -73,7 +73,11 @@ class Rules:
             raise RehearsalError(f"{name} {WORDS[kind]} ({line})")
 
 
-WORDS = {"sync": "waits for the device", "host": "sends a tensor of the host to the device"}
+WORDS = {
+    "sync": "waits for the device",
+    "host": "sends a tensor of the host to the device",
+    "float32": "computes in float32 in a model of 16 bits",
+}
 
 
 def where() -> str:
@@ -93,7 +97,7 @@ def compute(func: Any, args: tuple, kwargs: dict) -> Any:
     if not ours and not named:
         return func(*args, **kwargs)
     hosts = [m for m in given if not isinstance(m, OnDevice)]
-    if name in READS and ours or torch.Tag.data_dependent_output in func.tags and ours:
+    if (name in READS and ours) or (torch.Tag.data_dependent_output in func.tags and ours):
         Rules.note("sync", name)
     elsewhere = device is not None and not named
     if ours and hosts and name not in BETWEEN and any(m.dim() for m in hosts):
@@ -104,9 +108,8 @@ def compute(func: Any, args: tuple, kwargs: dict) -> Any:
     to_host = bool(ours) and (elsewhere or (name == "copy_" and not isinstance(args[0], OnDevice)))
     if to_host:
         Rules.note("sync", name)
-    if (named and hosts and name == "_to_copy") or (name == "copy_" and hosts and isinstance(args[0], OnDevice)):
-        if any(m.numel() > 1 for m in hosts) or named:
-            Rules.note("host", name)
+    if hosts and ((named and name == "_to_copy") or (name == "copy_" and isinstance(args[0], OnDevice))):
+        Rules.note("host", name)
     if named:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     plain_args, plain_kwargs = tree_map(_held, (args, kwargs))
@@ -131,11 +134,9 @@ def _held(m: Any) -> Any:
 
 
 def _check_products(name: str, result: Any) -> None:
-    if name in PRODUCTS and Rules.dtype is not None and Rules.dtype.itemsize < 4:
-        if any(isinstance(m, Tensor) and m.dtype == torch.float32 for m in tree_leaves(result)):
-            Rules.counted["float32", where()] += 1
-            if "float32" in Rules.strict:
-                raise RehearsalError(f"{name} computes in float32 in a model of {Rules.dtype} ({where()})")
+    small = Rules.dtype is not None and Rules.dtype.itemsize < 4
+    if small and name in PRODUCTS and any(isinstance(m, Tensor) and m.dtype == torch.float32 for m in tree_leaves(result)):
+        Rules.note("float32", name)
 
 
 class _Mode(TorchDispatchMode):
@@ -149,8 +150,12 @@ class _Mode(TorchDispatchMode):
 def on_device(dtype: torch.dtype | None = None) -> Iterator[type[Rules]]:
     """Within, the device is there."""
     Rules.dtype, Rules.strict, Rules.counted = dtype, frozenset(), Counter()
-    with _Mode():
-        yield Rules
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes a tensor on the host and moves it
+    try:
+        with _Mode():
+            yield Rules
+    finally:
+        torch._C._set_only_lift_cpu_tensors(False)
 
 
 __all__ = ["NAME", "OnDevice", "RehearsalError", "Rules", "on_device", "register"]

@@ -21,10 +21,11 @@ from surgery.jobs.costs import announced, benching, estimate, sample
 from surgery.jobs.costs.benching import bench_forwards
 from surgery.jobs.costs.exporting import weights_of
 from surgery.jobs.costs.locating import passes
-from surgery.jobs.costs.models import assumed, models_of
+from surgery.jobs.costs.models import assumed, level, models_of
 from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
 from surgery.jobs.costs.sample import Patient, Sample, cut, extended, moved
-from surgery.jobs.costs.tuning import held_beyond, stages_of
+from surgery.jobs.costs.tuning import StageCost, held_beyond, stages_of
+from surgery.jobs.entries import entries_of
 from surgery.jobs.output_folder import Run
 from surgery.loading.digests import model_digest
 from surgery.loading.opened import Checkpoint
@@ -202,6 +203,11 @@ def test_an_estimate_names_every_stage_and_writes_nothing(estimated, folder):
     assert Estimate.model_validate_json(estimate.text()) == estimate
 
 
+def lines_of(said):
+    """What was written on lines of its own, the first included; a bar that is drawn over begins with a carriage return."""
+    return [line.strip() for line in said.replace("\r", "\n").splitlines()]
+
+
 @pytest.mark.slow
 def test_a_run_does_what_was_estimated(estimated, folder, tmp_path, monkeypatch, capsys):
     """And says it of each stage; measuring changes neither the weights nor what is drawn at random."""
@@ -212,12 +218,11 @@ def test_a_run_does_what_was_estimated(estimated, folder, tmp_path, monkeypatch,
     stages = {stage.name: stage for stage in estimated[0].stages}
     assert report.timings.keys() == report.memory.keys() == stages.keys() - {"plan and splice"}
     for name in report.timings:
-        assert f"\n{name}: at most " in said or f"\n{name}: about " in said
+        assert any(line.startswith((f"{name}: at most ", f"{name}: about ")) for line in lines_of(said)), said
     monkeypatch.setattr(announced, "SHORT", 60.0)  # a short run says nothing of its cost
     silent = job.run(recipe, tmp_path / "silent")
     said = capsys.readouterr().err
-    assert "\ntune tuned: about" not in said
-    assert "\ntune tuned: at most" not in said
+    assert not any(line.startswith(("tune tuned: at most ", "tune tuned: about ")) for line in lines_of(said))
     for name, model in report.models.items():
         assert model.conditions.model == silent.models[name].conditions.model
     assert report.training == silent.training
@@ -280,19 +285,71 @@ def test_a_sample_on_a_gpu_is_what_it_adds_to_the_weights(monkeypatch):
 def test_no_estimate_ends_a_run(folder, monkeypatch, capsys):
     """Nor says anything, if it fails."""
     monkeypatch.setattr(announced, "SHORT", 0.0)
-    monkeypatch.setattr(estimate.Costs, "all_stages", lambda _: {}["a mistake"])
+    monkeypatch.setattr(estimate.Costs, "all_stages", lambda *_: {}["a mistake"])
     recipe = read_recipe(folder / "quick.yaml")
     announced.Announced(recipe, surgery.load(folder / "base"), folder / "out").say("locate")
     assert "locate" not in capsys.readouterr().err
 
 
-def test_the_controls_of_a_plan_of_two_layers_are_counted(tokenizer, folder):
-    """In a cut of two layers there is no other layer for a control, but in the model there is."""
-    deep = random_base(vocab_size=VOCABULARY, num_hidden_layers=6)
-    recipe = read_recipe(folder / "quick.yaml", ["plan.kind=layer", "plan.layers=2"])
+@pytest.mark.parametrize(
+    "settings",
+    [["plan.kind=layer", "plan.layers=2"], ["plan.kind=layer", "plan.layers=4"], ["plan.heads=30", "bench.doses=[1,33,60]"]],
+    ids=str,
+)
+def test_the_controls_of_a_plan_that_fills_the_cut_are_counted(tokenizer, folder, settings):
+    """In 2 or 4 layers there is no other layer for a control, and no room for a dose, but in the model there is."""
+    deep = random_base(vocab_size=VOCABULARY, num_hidden_layers=8)
+    recipe = read_recipe(folder / "quick.yaml", settings)
     costs = estimate.Costs(recipe, Checkpoint("deep", deep, tokenizer, "f" * 64), 1.0, quick=True)
+    chosen = assumed(recipe, 8, 8)
     costs.patient.depths = (2, 4)
-    assert costs.bench(assumed(recipe, 6, 8)).counts["models"] == 6
+    tuned = []
+    entries = entries_of(deep, recipe, level(8, 8), chosen, None, lambda name, model, *_: tuned.append(name) or model)
+    assert costs._names(chosen) == list(entries)
+    assert [stage.name for stage in costs.tune(chosen)] == [f"tune {name}" for name in tuned]
+    assert costs.bench(chosen).counts["models"] == len(entries)
+    held = costs.held
+    costs.splice(chosen)
+    assert costs.held - held >= held_beyond([entry.model for entry in entries.values()], deep) / 2
+
+
+def test_finished_stages_are_not_measured(base, tokenizer, folder, monkeypatch):
+    """When a run is resumed; but the models are made, which it will hold."""
+    costs = estimate.Costs(read_recipe(folder / "quick.yaml"), Checkpoint("base", base, tokenizer, "f" * 64), 1.0, quick=True)
+    measured = []
+    for name in ("locate", "bench", "export"):
+        stage = Stage(name=name, seconds=1.0, memory=1)
+        monkeypatch.setattr(costs, name, lambda *_, stage=stage: measured.append(stage.name) or stage)
+    cost = StageCost({"distil": 3}, Sample(1.0, 1), 1)
+    monkeypatch.setattr(costs, "_tuning_cost", lambda *_: measured.append("tune") or cost)
+    for first, left in (
+        ("locate", ["locate", "plan and splice", "tune tuned", "tune control_tuned", "bench", "export"]),
+        ("tune control_tuned", ["tune control_tuned", "bench", "export"]),
+        ("bench", ["bench", "export"]), ("export", ["export"]),
+    ):  # fmt: skip
+        measured.clear()
+        costs.held = 0
+        names = [stage.name for stage in costs.all_stages(first)]
+        assert [name for name in names if "control_random" not in name and "control_same" not in name] == left
+        assert [name for name in measured if name != "tune"] == [name for name in left if name in ("locate", "bench", "export")]
+        assert ("tune" in measured) is any(name.startswith("tune") for name in left)
+        assert costs.held >= costs.before
+
+
+def test_a_table_says_one_of_a_thing():
+    stage = Stage(name="locate", seconds=1.0, memory=1, counts={"forwards": 1_200, "forwards and backwards": 1, "models": 1})
+    assert stage.work() == "1,200 forwards, 1 forward and backward, 1 model"
+    assert Stage(name="tune", seconds=1.0, memory=1, counts={"steps": 1}).work() == "1 step"
+
+
+def test_all_gpus_of_a_process_count(monkeypatch):
+    class Cuda:
+        device_count = staticmethod(lambda: 2)
+        max_memory_allocated = staticmethod([1300, 500].__getitem__)
+        memory_allocated = staticmethod([1000, 20].__getitem__)
+
+    monkeypatch.setattr(memory, "_cuda", lambda: Cuda)
+    assert (memory._device_peak(), memory.device_held()) == (1800, 1020)
 
 
 def test_a_plan_in_fewer_layers_keeps_its_heads():

@@ -44,7 +44,7 @@ def test_what_a_killed_writer_left_is_swept_and_what_a_living_one_writes_is_not(
 
 
 def test_a_sweep_takes_nothing_that_no_writer_of_ours_named(tmp_path):
-    mine = (".bashrc", ".a-new-", ".a-new-toolong12", "a-new-abcdefgh", ".a-new-ABCDEFGH", ".git/x", ".env-newer")
+    mine = (".bashrc", ".x-old", ".a-new-", ".a-new-toolong12", "a-new-abcdefgh", ".a-new-ABCDEFGH", ".git/x", ".env-newer")
     for name in mine:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -55,6 +55,9 @@ def test_a_sweep_takes_nothing_that_no_writer_of_ours_named(tmp_path):
     (tmp_path / "below" / ".checkpoint-4-new-abcdefgh" / "state.json").touch()
     sweep(tmp_path)
     assert names(tmp_path) == sorted([*before, "below"])
+    replacing.recover(tmp_path / "x")
+    write_text(tmp_path / "x", "text")
+    assert names(tmp_path) == sorted([*before, "below", "x"])
 
 
 def test_a_writer_whose_file_was_taken_for_abandoned_makes_another(tmp_path, monkeypatch):

@@ -46,11 +46,10 @@ class Announced:
                 costs = Costs(self.recipe, self.base, self.start, quick=True, verify=self.verify)
                 if costs.roughly() < SHORT:
                     return ()
-                stages = costs.all_stages()
+                stages = costs.all_stages(first)
         except Exception:
             return ()  # what goes wrong in a part goes wrong in the stage, which says what to do; no estimate ends a run
         finally:
             random.setstate(state)
-        stages = stages[next((i for i, stage in enumerate(stages) if stage.name == first), 0) :]
         self._stages = {stage.name: stage for stage in stages}
         return costs.advice(stages, memory.free_disk(self.out))

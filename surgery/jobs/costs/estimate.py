@@ -16,7 +16,7 @@ from surgery.families import family_of
 from surgery.jobs.costs.benching import BenchCost, bench_cost
 from surgery.jobs.costs.exporting import export_cost, started, weights_of
 from surgery.jobs.costs.locating import locating_cost
-from surgery.jobs.costs.models import Models, Trained, assumed, models_of
+from surgery.jobs.costs.models import Models, Trained, all_names, assumed, models_of
 from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
 from surgery.jobs.costs.sample import Patient, Sample, sampled
 from surgery.jobs.costs.tuning import STATES, StageCost, Tuned, held_beyond, tuning_cost
@@ -93,6 +93,7 @@ class Costs:
         self.settings: dict[str, tuple[dict[str, int], str]] = {}
         self.held = self.before
         self._models_at: dict[tuple[int, int], Models] = {}
+        self._known_names: dict[str, list[str]] = {}
 
     def _models(self, chosen: Plan, depth: int, first: int = 0) -> Models:
         """The run's models at a depth, made once. Those that are tuned for a sample are not asked anything afterwards."""
@@ -112,10 +113,16 @@ class Costs:
     def _held_now(self) -> int:
         return memory.device_held() if self.on_gpu else memory.resident()
 
-    def all_stages(self) -> list[Stage]:
-        """The stages in their order, for a plan that is not yet known."""
+    def all_stages(self, first: str = "locate") -> list[Stage]:
+        """The stages in their order, for a plan that is not yet known. first: those before it are finished, and not measured;
+        but the models are made, which are held from then on."""
         chosen = assumed(self.recipe, self.patient.depth, self.patient.heads)
-        return [self.locate(), self.splice(chosen), *self.tune(chosen), self.bench(chosen), self.export(chosen)]
+        stages: list[Stage] = [self.locate()] if first == "locate" else []
+        made = self.splice(chosen)
+        stages += [made] if first in ("locate", made.name) else []
+        stages += self.tune(chosen, first) if first not in ("bench", "export") else []
+        stages += [self.bench(chosen)] if first != "export" else []
+        return [*stages, self.export(chosen)]
 
     def assumptions(self) -> tuple[str, ...]:
         """What is not known before the run."""
@@ -144,25 +151,40 @@ class Costs:
 
         def making(depth: int) -> Sample:
             sample = sampled(lambda: self._models(chosen, depth), repeat=False)
-            others = [model_of(entry.model, "bench") for entry in self._models(chosen, depth).entries.values()]
-            return Sample(sample.seconds, held_beyond(others, self.patient.model))
+            entries = self._models(chosen, depth).entries
+            others = [model_of(entry.model, "bench") for entry in entries.values()]
+            lacking = len([name for name in self._names(chosen) if name not in entries])
+            graft = held_beyond([model_of(entries["spliced"].model, "bench")], self.patient.model)
+            return Sample(sample.seconds, held_beyond(others, self.patient.model) + lacking * graft)
 
         sample = self.patient.along(making)
         self.held = self.before + int(sample.bytes)
         return self._stage("plan and splice", Sample(sample.seconds, 0))
 
-    def tune(self, chosen: Plan) -> list[Stage]:
-        """A stage for every model that is tuned. Models whose training begins in the same layer cost the same."""
+    def _names(self, chosen: Plan) -> list[str]:
+        """Of all entries of the run."""
+        if (key := str(chosen)) not in self._known_names:
+            self._known_names[key] = all_names(self.patient, self.recipe, chosen)
+        return self._known_names[key]
+
+    def tune(self, chosen: Plan, start: str = "") -> list[Stage]:
+        """A stage for every model that is tuned. Models whose training begins in the same layer cost the same; one for which
+        there is no room in the layers that are tried costs what the chosen plan does. start: the first stage of them that is
+        not finished, by default the first."""
         whole = len(self.patient.depths) == 1
         options = self.recipe.tune
-        names = self._models(chosen, self.patient.depths[-1]).trained
+        tried = self._models(chosen, self.patient.depths[-1]).trained
+        names = [name for name in self._names(chosen) if name.endswith("tuned")]
+        names = names[next((i for i, name in enumerate(names) if f"tune {name}" == start), 0) :]
         known: dict[tuple[int, bool], Any] = {}
         result = []
-        for name, trained in names.items():
+        for name in names:
+            stands_for = name if name in tried else "tuned"
+            trained = tried[stands_for]
             first = trained.first if whole else min(site.layer for site in chosen.sites)
             key = (0, False) if self.quick else (first, trained.layers is not None)
             if key not in known:
-                known[key] = self._tuning_cost(partial(self._tuned, chosen, name), first, whole)
+                known[key] = self._tuning_cost(partial(self._tuned, chosen, stands_for), first, whole)
             cost = known[key]
             rows = {f"tune.{size}": getattr(options, size) for size in ("batch_size", "text_batch_size")}
             more = "" if options.gradient_checkpointing else "--set tune.gradient_checkpointing=true, or "
@@ -194,8 +216,8 @@ class Costs:
 
     def bench(self, chosen: Plan) -> Stage:
         """bench, of all models together."""
-        names = self._models(chosen, self.patient.depths[-1]).entries  # in fewer layers no other may be left for a control
-        kinds = {name: "hybrid" if self.quick or entry.plan is not None else "base" for name, entry in names.items()}
+        plain = () if self.quick else ("base", "control_tuned")
+        kinds = {name: "base" if name in plain else "hybrid" for name in self._names(chosen)}
 
         def hybrid(depth: int) -> Any:
             return model_of(self._models(chosen, depth).entries["spliced"].model, "bench").eval()

@@ -29,7 +29,7 @@ def export_cost(
     import what it needs; process: bytes that it holds then. verify: how the export is. quick: fewer tokens are written."""
     way = chosen(verify, patient.model)
     written = {"full": NEW, "layers": NEW_BY_LAYERS, "tensors": 0}[way]
-    new = max(1, written // 8) if quick else written
+    new = max(1, written // 8) if quick and way == "full" else written  # by layers, the prompts cost more than the tokens
 
     def answering(depth: int) -> Sample:
         def work() -> None:

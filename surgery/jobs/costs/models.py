@@ -3,18 +3,19 @@
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from surgery.evaluation.bench import Entry
 from surgery.jobs.costs.sample import Patient, moved
-from surgery.jobs.entries import entries_of
+from surgery.jobs.entries import entries_of, names_of
 from surgery.locating.heads import Heads, Score
 from surgery.locating.ranking import Ranking
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt
-from surgery.statistics import Estimate
+from surgery.statistics import Estimate, Intervals
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,23 @@ def models_of(patient: Patient, recipe: Recipe, chosen: Plan, depth: int, first:
         trained[name] = Trained(model, plan, layers)
         return model
 
-    options = recipe.plan.model_copy(update={"donor": None, "donor_heads": {}, "donor_layers": {}, "mlp": False})
     doses = tuple(min(dose, depth * patient.heads) for dose in recipe.bench.doses)
     bench = recipe.bench.model_copy(update={"doses": doses})
     entries = entries_of(
-        base, recipe.model_copy(update={"plan": options, "bench": bench}), level(depth, patient.heads), plan, None, note
+        base, _without_donor(recipe).model_copy(update={"bench": bench}), level(depth, patient.heads), plan, None, note
     )
     entries["base"] = Entry(adopt(base), entries["base"].description)
     return Models(entries, trained)
+
+
+def all_names(patient: Patient, recipe: Recipe, chosen: Plan) -> list[str]:
+    """The names of a run's entries in the whole model: fewer layers may leave no room for some of the controls."""
+    return names_of(_without_donor(recipe), level(patient.depth, patient.heads), bare(chosen))
+
+
+def _without_donor(recipe: Recipe) -> Recipe:
+    options = recipe.plan.model_copy(update={"donor": None, "donor_heads": {}, "donor_layers": {}, "mlp": False})
+    return recipe.model_copy(update={"plan": options})
 
 
 def bare(plan: Plan) -> Plan:
@@ -85,11 +95,13 @@ def assumed(recipe: Recipe, depth: int, heads: int) -> Plan:
 @cache
 def level(depth: int, heads: int) -> Ranking:
     """A ranking in which all sites are equal. The draws of random sites depend on nothing but which sites there are."""
-    nothing = Estimate.model_construct(value=0.0, ci95=(0.0, 0.0), n=1)
-
-    def score(site: Site) -> Score:
-        return Score.model_construct(site=site, start=None, splice_loss=nothing)
-
-    sites = [Site(layer, (head,)) for layer in range(depth) for head in range(heads)]
-    layers = tuple(score(Site(layer)) for layer in range(depth))
-    return Ranking.model_construct(provenance=None, heads=Heads.of(map(score, sites)), layers=layers)
+    count = depth * heads
+    nothing = Intervals(*(np.zeros(count) for _ in range(3)), np.ones(count, dtype=int))
+    every = Heads(
+        layer=np.repeat(np.arange(depth), heads), head=np.tile(np.arange(heads), depth), kind=np.zeros(count, np.uint8),
+        role=np.zeros(count, np.uint8), sign=np.zeros(count, np.int8), tau=np.full(count, np.nan),
+        estimates={"splice_loss": nothing},
+    )  # fmt: skip
+    loss = Estimate.model_construct(value=0.0, ci95=(0.0, 0.0), n=1)
+    layers = tuple(Score.model_construct(site=Site(layer), start=None, splice_loss=loss) for layer in range(depth))
+    return Ranking.model_construct(provenance=None, heads=every, layers=layers)

@@ -4,6 +4,12 @@ from surgery.records.record import Environment, Record
 from surgery.runtime.memory import size
 from surgery.runtime.progress import duration
 
+# What stages count, of one.
+SINGULAR = {
+    "forwards": "forward", "forwards and backwards": "forward and backward", "steps": "step", "models": "model",
+    "heads and layers ablated or spliced in a batch": "head or layer ablated or spliced in a batch",
+}  # fmt: skip
+
 
 class Stage(Record):
     """What a stage of a run costs."""
@@ -23,6 +29,10 @@ class Stage(Record):
     def line(self) -> str:
         """As it is said when the stage starts: "tune tuned: about 2 min, 1.1 GiB"."""
         return f"{self.name}: {'at most' if self.at_most else 'about'} {duration(self.seconds)}, {size(self.memory)}"
+
+    def work(self) -> str:
+        """What it counts: "3 models, 1 forward"."""
+        return ", ".join(f"{n:,} {SINGULAR.get(what, what) if n == 1 else what}" for what, n in self.counts.items())
 
 
 class Estimate(Environment):
@@ -68,7 +78,7 @@ class Estimate(Environment):
         body = [
             [
                 stage.name, f"{'at most ' if stage.at_most else ''}{duration(stage.seconds)}", size(stage.memory),
-                size(stage.disk) if stage.disk else "", ", ".join(f"{n:,} {what}" for what, n in stage.counts.items()),
+                size(stage.disk) if stage.disk else "", stage.work(),
             ]
             for stage in self.stages
         ]  # fmt: skip

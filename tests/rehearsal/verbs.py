@@ -1,0 +1,294 @@
+"""Runs whole verbs on the GPU that is none (values.py) and on the CPU, and prints a line of JSON for each: what came of it, how
+far the two are apart, and where the host waited. Then it plants faults. A process of its own, for test_verbs.py:
+python -m tests.rehearsal.verbs [dtype ...]"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # replaced for each run; without it accelerate looks for a GPU of its own
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgery.evaluation.bench import bench
+from surgery.exporting.export import export
+from surgery.kernels.dispatch import Operation, use
+from surgery.loading.checkpoint import load
+from surgery.locating.locate import locate
+from surgery.locating.planning import plan
+from surgery.locating.prune import prune
+from surgery.locating.subject import Subject
+from surgery.locating.sweep import kv_sweep
+from surgery.probes.knowledge import Knowledge
+from surgery.records.plan import Plan
+from surgery.records.recipe import Bench, Locate, Tune
+from surgery.records.site import Site
+from surgery.splicing.splice import graft_parameters, splice, unsplice
+from surgery.tuning.loop import tune
+from surgery.world.tokenizer import build_tokenizer
+from tests.conftest import random_base
+from tests.rehearsal.values import NAME, Rules, on_device, register
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+STEPS = 3
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a verb runs, and with what. base() makes the same model every time."""
+
+    device: str
+    dtype: torch.dtype
+    folder: Path
+    tokenizer: Any
+
+    def base(self) -> Any:
+        made = random_base(vocab_size=-(-len(self.tokenizer) // 16) * 16, num_hidden_layers=2)
+        return made.to(self.dtype).to(self.device)
+
+    def hybrid(self) -> Any:
+        return splice(self.base(), Plan(sites=("L1.H3",), blend=0.5))
+
+
+def locating(place: Place, **options: Any) -> Any:
+    given = {"examples": 6, "options": {"pairs": 4}, "batch_size": 3, "name": "base", **options}
+    return [list(head.model_dump().values()) for head in locate(place.base(), place.tokenizer, **given).heads]
+
+
+def planning(place: Place) -> Any:
+    ranking = locate(place.base(), place.tokenizer, examples=4, options={"pairs": 4}, exact=False, name="base")
+    return [str(site) for site in plan(ranking, heads=1).sites]
+
+
+def splicing(place: Place) -> Any:
+    hybrid = place.hybrid()
+    ids = torch.arange(20, device=place.device).view(2, 10)
+    logits = hybrid(input_ids=ids, use_cache=False).logits
+    return logits, unsplice(hybrid)(input_ids=ids, use_cache=False).logits
+
+
+def tuning(place: Place, steps: int = STEPS, **options: Any) -> Any:
+    hybrid = place.hybrid()
+    lessons = ({"probe": "kv", "options": {"pairs": 4}},)
+    chosen = Tune.model_validate(
+        {
+            "steps": steps,
+            "batch_size": 2,
+            "lessons": lessons,
+            "text_batch_size": 2,
+            "text_tokens": 16,
+            "save_steps": 2,
+            **options,
+        }
+    )
+    log = tune(hybrid, place.tokenizer, chosen, out=place.folder / "tuned" if options.get("lora") else None)
+    return [record["loss"] for record in log if "loss" in record], *graft_parameters(hybrid).values()
+
+
+def benching(place: Place) -> Any:
+    options = Bench(
+        suites=("quick", "cost", "speed"), pairs=(4,), limit=4, windows=2, window=16, contexts=(16,), batches=(2,), batch_size=4
+    )
+    report = bench({"base": place.base(), "hybrid": place.hybrid()}, tokenizer=place.tokenizer, options=options)
+    return [{name: result.model_dump() for name, result in model.results().items()} for model in report.models.values()]
+
+
+def exporting(place: Place) -> Any:
+    place.base().to("cpu").save_pretrained(place.folder / "base")
+    place.tokenizer.save_pretrained(place.folder / "base")
+    opened = load(place.folder / "base", dtype=place.dtype, device=place.device)
+    hybrid = splice(opened.model, Plan(sites=("L1.H3",)))
+    proof = export(hybrid, place.folder / "out", tokenizer=place.tokenizer, plan=Plan(sites=("L1.H3",)), verify="tensors")
+    return load(place.folder / "out").model.get_parameter("backbone.layers.1.mixer.graft.tau") if proof else None
+
+
+def pruning(place: Place) -> Any:
+    subject = Subject.of(place.base(), place.tokenizer, "base")
+    options = Locate(examples=4, options={"pairs": 4}, batch_size=4)
+    pruned = prune(subject, options, Knowledge(), gather=[Site(0, 1)], aggregate=[Site(1, 2)])
+    return pruned.model_dump(exclude={"provenance"})
+
+
+def sweeping(place: Place) -> Any:
+    subject = Subject.of(place.base(), place.tokenizer, "base")
+    curves = kv_sweep(subject, [4], {"heads": [Site(1, 2)]}, examples=4, controls=1)
+    return [curve.model_dump() for curve in curves]
+
+
+VERBS: dict[str, Callable[[Place], Any]] = {
+    "locate exact": lambda place: locating(place, exact=True),
+    "locate attribution": lambda place: locating(place, exact=False),
+    "locate mean, layers": lambda place: locating(place, exact=True, ablation="mean", layers=True),
+    "plan": planning,
+    "splice": splicing,
+    "tune": tuning,
+    "tune stages": lambda place: tuning(
+        place, align={"steps": 2, "batches": 1}, calibrate={"examples": 4}, early_stopping={"eval_steps": 2, "examples": 4}
+    ),
+    "tune checkpointing": lambda place: tuning(place, gradient_checkpointing=True, gradient_accumulation_steps=2),
+    "tune bf16": lambda place: tuning(place, mixed_precision="bf16"),
+    "tune lora": lambda place: tuning(place, lora={"target_modules": ["in_proj"], "r": 2}),
+    "bench": benching,
+    "export": exporting,
+    "prune": pruning,
+    "sweep": sweeping,
+}
+
+
+@contextlib.contextmanager
+def noting(chosen: dict[str, str]) -> Iterator[None]:
+    """Within, notes which backend serves each operation."""
+    choose = Operation.choose
+
+    def noted(self: Operation, *args: Any, backend: str | None = None) -> Any:
+        result = choose(self, *args, backend=backend)
+        chosen[self.name] = result.name
+        return result
+
+    Operation.choose = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Operation.choose = choose  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def no_waiting_inside_models() -> Iterator[None]:
+    """A model's forward pass never waits for the device."""
+    hooks = torch.nn.modules.module
+    kept: list[frozenset[str]] = []
+
+    def enter(module: Any, _: Any) -> None:
+        if isinstance(module, PreTrainedModel):
+            kept.append(Rules.strict)
+            Rules.strict = Rules.strict | {"sync"}
+
+    def leave(module: Any, *_: Any) -> None:
+        if isinstance(module, PreTrainedModel):
+            Rules.strict = kept.pop()
+
+    handles = [
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def anew(device: str) -> None:
+    """accelerate's state is the process's: the next run has another device."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+    os.environ["ACCELERATE_TORCH_DEVICE"] = device
+
+
+def on_both(verb: Callable[[Place], Any], dtype: torch.dtype, tokenizer: Any) -> tuple[Any, Any, Counter]:
+    """What a verb gives on the device and on the CPU, and where the host waited."""
+    chosen: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        anew(f"{NAME}:0")
+        with on_device(dtype) as rules, noting(chosen), no_waiting_inside_models():
+            result = to_host(verb(Place(f"{NAME}:0", dtype, Path(folder), tokenizer)))
+            counted = rules.counted
+    with tempfile.TemporaryDirectory() as folder, use(**chosen):
+        anew("cpu")
+        expected = to_host(verb(Place("cpu", dtype, Path(folder), tokenizer)))
+    return result, expected, counted
+
+
+def to_host(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.detach().cpu()
+    if isinstance(result, dict):
+        return {name: to_host(value) for name, value in result.items()}
+    return [to_host(value) for value in result] if isinstance(result, list | tuple) else result
+
+
+def apart(result: Any, expected: Any) -> float:
+    """The largest difference of a number; infinity where anything else differs."""
+    if isinstance(result, dict):
+        return apart(list(result.values()), list(expected.values())) if result.keys() == expected.keys() else float("inf")
+    if isinstance(result, list):
+        if len(result) != len(expected):
+            return float("inf")
+        return max([0.0, *(apart(a, b) for a, b in zip(result, expected, strict=True))])
+    if isinstance(result, Tensor):
+        return (result.double() - expected.double()).abs().max().item() if result.shape == expected.shape else float("inf")
+    if isinstance(result, float):
+        return 0.0 if result == expected or (math.isnan(result) and math.isnan(expected)) else abs(result - expected)
+    return 0.0 if result == expected else float("inf")
+
+
+def planted(fault: str, tokenizer: Any) -> str:
+    """What the rehearsal says of tuning a hybrid with a fault in its last mixer's `finish`."""
+    from tests.rehearsal.rehearse import plant
+
+    def verb(place: Place) -> Any:
+        made = Place.hybrid
+
+        def faulty(place: Place) -> Any:
+            hybrid = made(place)
+            plant(hybrid, fault)
+            return hybrid
+
+        Place.hybrid = faulty  # type: ignore[method-assign]
+        try:
+            return splicing(place)
+        finally:
+            Place.hybrid = made  # type: ignore[method-assign]
+
+    dtype = torch.bfloat16
+    anew(f"{NAME}:0")
+    with tempfile.TemporaryDirectory() as folder, on_device(dtype) as rules, no_waiting_inside_models():
+        rules.strict = frozenset({"float32"})
+        return outcome(lambda: verb(Place(f"{NAME}:0", dtype, Path(folder), tokenizer)))
+
+
+def outcome(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except Exception as error:  # what is found is the result
+        if os.environ.get("REHEARSAL_TRACE"):
+            import traceback
+
+            traceback.print_exc()
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return "ok"
+
+
+def main() -> None:
+    register()
+    tokenizer = build_tokenizer()
+    names = [name for name in sys.argv[1:] if name in VERBS] or list(VERBS)
+    for name in names:
+        for kind in [kind for kind in sys.argv[1:] if kind in DTYPES] or DTYPES:
+            line: dict[str, Any] = {"verb": name, "dtype": kind}
+
+            def run(name: str = name, kind: str = kind, line: dict[str, Any] = line) -> None:
+                result, expected, counted = on_both(VERBS[name], DTYPES[kind], tokenizer)
+                line["apart"] = apart(result, expected)
+                line["counted"] = {f"{what} {where}": number for (what, where), number in sorted(counted.items())}
+
+            line["outcome"] = outcome(run)
+            print(json.dumps(line), flush=True)
+    for fault in ("cpu", "elsewhere", "sync", "float32"):
+        print(json.dumps({"planted": fault, "outcome": planted(fault, tokenizer)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

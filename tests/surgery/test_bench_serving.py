@@ -1,0 +1,125 @@
+"""The suite `serving`: what is asked of an engine, and how its answers reach the report. A script stands in for the engine's
+Python; where vLLM is installed, it is asked itself (`make serving`)."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from surgery import Plan, UserError, bench, load, splice
+from surgery.evaluation import html, markdown
+from surgery.evaluation.serving import check_serving, versions
+from surgery.records.recipe import Bench
+
+ROOT = Path(__file__).parent.parent.parent
+BASE = str(ROOT / "checkpoints/tiny-mamba2")
+PYTHON = Path(os.environ.get("SURGERY_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+CELL = {
+    "requests": 4,
+    "new_tokens": 32,
+    "tokens_per_second": 99.5,
+    "first_token_milliseconds": 12.0,
+    "token_milliseconds": 3.25,
+}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    base = load(BASE)
+    return base, splice(base, Plan(sites="L0.H2"))
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Answers with a cell for each context and concurrency, of a model with grafts another; and notes what it was asked."""
+    program = tmp_path / "python"
+    program.write_text(f"""#!/usr/bin/env -S python3
+import json, sys
+from pathlib import Path
+job = json.load(sys.stdin)
+with open({str(tmp_path / "asked")!r}, "a") as log:
+    log.write(json.dumps(job) + "\\n")
+packages = {{"vllm": "1.0", "torch": "9"}}
+if job.get("only") == "versions":
+    print(json.dumps(packages))
+else:
+    folder = Path(job["folder"])
+    hybrid = bool(json.loads((folder / "config.json").read_text()).get("grafts"))
+    assert (folder / "model.safetensors").exists() and (folder / "tokenizer.json").exists()
+    cells = [{CELL!r} | {{"context": c, "concurrency": n}} for c in job["contexts"] for n in job["concurrencies"]]
+    print(json.dumps({{"packages": packages, "cache": {{"token": 256 * hybrid, "state": 2048, "needed": 99}}, "cells": cells}}))
+""")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return program
+
+
+def options(python, **fields):
+    return Bench(suites=("serving",), engine_python=str(python), contexts=(16, 64), concurrencies=(1, 3), **fields)
+
+
+def test_what_an_engine_measured_stands_in_the_report(pair, python, tmp_path):
+    """And is not measured again where it is kept."""
+    base, hybrid = pair
+    report = bench(base, hybrid, options=options(python), cells=tmp_path / "cells")
+    measured = report["hybrid"].serving
+    assert [(cell.context, cell.concurrency) for cell in measured] == [(16, 1), (16, 3), (64, 1), (64, 3)]
+    assert [report[name].serving[0].cache_bytes_per_token for name in ("base", "hybrid")] == [0, 256]
+    assert measured[0].packages == {"vllm": "1.0", "torch": "9"}
+    assert str(tmp_path) not in report.model_dump_json()
+    for page in (markdown.render(report), html.render(report)):
+        assert "In a serving engine" in page
+        assert "vllm 1.0, torch 9" in page
+        for figure in ("99.5", "12 ms", "3.2 ms", "256 B", "2 KiB"):
+            assert figure in page
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 3  # the versions, and each of the models
+    again = bench(base, hybrid, options=options(python), cells=tmp_path / "cells")
+    assert again["hybrid"].serving == measured
+    assert len((tmp_path / "asked").read_text().splitlines()) == 4  # the versions
+    assert not any(Path(json.loads(line).get("folder", "/none")).exists() for line in asked)
+
+
+def test_a_report_without_the_suite_says_nothing_of_it(pair):
+    report = bench(pair[0], options=Bench(suites=("speed",), contexts=(8,), batches=(1,)))
+    assert report["base"].serving == ()
+    assert "serving engine" not in markdown.render(report) + html.render(report)
+
+
+def test_an_engine_is_named_before_anything_is_measured(pair, tmp_path):
+    for fields, message in (
+        ({"suites": ("serving",)}, "needs a Python that has vLLM and this package installed: --set bench.engine_python="),
+        ({"engine_python": "python"}, "engine_python is for the suite serving"),
+        ({"suites": ("serving",), "engine_python": str(tmp_path / "none")}, "bench.engine_python: there is no program"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_serving(Bench(**fields))
+        with pytest.raises(UserError, match=message):
+            bench(pair[0], options=Bench(**fields))
+
+
+def test_what_an_engine_fails_with_is_one_line(pair, tmp_path):
+    python = tmp_path / "python"
+    for script, message in (
+        ("#!/bin/sh\necho '{}'\n", "vllm is not installed for"),
+        ("#!/bin/sh\necho nothing\n", "is to be a Python, and .* is none"),
+        ("#!/bin/sh\necho 'x Value error, hybrids are not so served [type=v]' >&2; exit 1\n", ": hybrids are not so served$"),
+    ):
+        python.write_text(script)
+        python.chmod(0o755)
+        with pytest.raises(UserError, match=message) as raised:
+            versions(python)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not PYTHON.exists(), reason="no environment with vLLM: `make serving` makes one")
+def test_vllm_is_measured_by_its_own_client(pair):
+    """A page of vLLM's holds a block of keys and values, for which its SSM layers reserve as much."""
+    report = bench(*pair, options=Bench(suites=("serving",), engine_python=str(PYTHON), contexts=(32,), concurrencies=(2,)))
+    (base,), (hybrid,) = (report[name].serving for name in ("base", "hybrid"))
+    assert (base.cache_bytes_per_token, base.requests) == (0, 8)
+    assert hybrid.cache_bytes_per_token > 0
+    assert hybrid.state_bytes >= base.state_bytes > 0
+    assert min(hybrid.tokens_per_second, hybrid.first_token_milliseconds, hybrid.token_milliseconds) > 0
