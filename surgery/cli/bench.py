@@ -38,7 +38,6 @@ def bench(
     Examples:
       surgery bench checkpoints/tiny-mamba2 tuned --require "kv.32 >= base"
       surgery bench checkpoints/tiny-mamba2 spliced --set bench.suites=speed
-      surgery bench base hybrid --set bench.suites=serving --set bench.engine_python=serving/bin/python
     """
     with starting():
         from surgery.evaluation import markdown

@@ -61,7 +61,7 @@ def make(name: str, *, tokenizer: PreTrainedTokenizerBase | None = None, **optio
             given[option] = pydantic.TypeAdapter(types[option]).validate_python(value, strict=True)
         except pydantic.ValidationError as error:
             message = error.errors()[0]["msg"].lower()
-            raise UserError(f"the probe '{name}': option '{option}' is {shown(value)}; {message}") from error
+            raise UserError(f"the probe '{name}': option '{option}' is {shown(repr(value))}; {message}") from error
         if type(value) is int and abs(value) > MOST:
             raise UserError(f"the probe '{name}': option '{option}' is {shown(value)}; no probe takes more than {MOST:,}")
     for option, field in fields.items():

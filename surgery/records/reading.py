@@ -41,7 +41,8 @@ def check_name(place: Any) -> Any:
 def check_plain(path: str | Path, what: str = "") -> int:
     """The size of a plain file in bytes. Raises UserError with one line for anything else. what: what it is to hold ("the
     recipe")."""
-    path, place = Path(path), f"cannot read {f'{what} {shown(path)}'.strip()}"
+    path = Path(path)
+    place = f"cannot read {f'{what} {shown(path)}'.strip()}"
     try:
         state = path.stat()
     except OSError as error:
@@ -60,11 +61,11 @@ def read_content(path: str | Path, what: str = "", most: int | None = None) -> b
     one line."""
     if (size := check_plain(path, what)) > (most := memory() // SHARE if most is None else most):
         limit = f"{most / 2**20:,.0f} MiB" if most >= 2**20 else f"{most:,} bytes"
-        raise UserError(f"cannot read {f'{what} {shown(path)}'.strip()}: it has {size:,} bytes, and at most {limit} are read")
+        raise UserError(f"cannot read {f'{what} {shown(Path(path))}'.strip()}: it has {size:,} bytes, and at most {limit} are read")
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"cannot read {f'{what} {shown(path)}'.strip()}: {error.strerror}") from error
+        raise UserError(f"cannot read {f'{what} {shown(Path(path))}'.strip()}: {error.strerror}") from error
 
 
 def memory() -> int:
@@ -72,24 +73,25 @@ def memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def parse_json(text: str, what: str) -> Any:
-    """The value of a JSON text. Raises UserError, in one line that begins with `what`, if it has none that can be used."""
+def parse_json(text: str, what: str, *, any_text: bool = False) -> Any:
+    """The value of a JSON text. Raises UserError, in one line that begins with `what`, if it has none that can be used.
+    any_text: whether its texts may hold what no path or file can, as documents may."""
     try:
         tree = json.loads(text, object_pairs_hook=_distinct)
     except RecursionError as error:
         raise UserError(f"{what} is not JSON that can be read: it is nested too deeply") from error
     except ValueError as error:  # also a number of thousands of digits
         raise UserError(f"{what} is not JSON: {error}") from error
-    check_tree(tree, what)
+    check_tree(tree, what, any_text=any_text)
     return tree
 
 
-def parse_json_lines(text: str, source: str) -> Iterator[tuple[int, Any]]:
+def parse_json_lines(text: str, source: str, *, any_text: bool = False) -> Iterator[tuple[int, Any]]:
     """(number, value) of every line that is not blank, from 1 on. Raises UserError as parse_json does, naming source and
     line."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield number, parse_json(line, f"{source}, line {number},")
+            yield number, parse_json(line, f"{source}, line {number},", any_text=any_text)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -101,16 +103,16 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def check_tree(tree: Any, what: str, most: int = MOST_PARTS) -> None:
+def check_tree(tree: Any, what: str, most: int = MOST_PARTS, *, any_text: bool = False) -> None:
     """Raise UserError, in one line that begins with `what`, for a tree that holds what JSON does not know, or what nobody can
-    use. See the module."""
+    use. See the module; any_text as for parse_json."""
     for parts, (depth, value) in enumerate(_parts(tree)):
         if depth > DEEPEST:
             raise UserError(f"{what} is nested more than {DEEPEST} levels deep")
         if parts > most:
             raise UserError(f"{what} holds more than {most:,} values")
         if isinstance(value, str):
-            if UNUSABLE.search(value):
+            if not any_text and UNUSABLE.search(value):
                 raise UserError(f"{what} holds a text with a NUL or half a surrogate pair: {shown(value)}")
         elif isinstance(value, int | float):
             if isinstance(value, int) and abs(value) >= LARGEST:
@@ -136,11 +138,13 @@ def _parts(tree: Any) -> Iterator[tuple[int, Any]]:
             pending += ((depth + 1, part) for part in value)
 
 
-def shown(value: Any, most: int = 80) -> str:
-    """A value in a message: on one line, of which a terminal can show every character, and short."""
+def shown(value: Any, most: int | None = None) -> str:
+    """A value in a message: on one line, of which a terminal can show every character, and without its middle if it has more
+    than `most` characters, by default 80, of a path 400."""
+    most = most or (400 if isinstance(value, Path) else 80)
     try:
         text = str(value) if isinstance(value, str | Path) else repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits; a nesting
         text = f"a very long {type(value).__name__}"
     text = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= most else f"{text[: most // 2 - 3]}...{text[-(most // 2) :]}"

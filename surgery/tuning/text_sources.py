@@ -224,7 +224,7 @@ def _has_no(text: Text, *options: str) -> None:
 
 def _json_lines(text: Text) -> list[Any]:
     documents = []
-    for number, entry in parse_json_lines(read_text(text.source, "the documents in"), text.source):
+    for number, entry in parse_json_lines(read_text(text.source, "the documents in"), text.source, any_text=True):
         documents.append(_entry(text, number, entry))
     if not documents:
         raise UserError(f"{text.source} holds no documents")

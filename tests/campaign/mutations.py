@@ -59,7 +59,7 @@ class Mutator:
         """A value that nobody expects."""
         kinds: list[Callable[[], Any]] = [
             lambda: self.rng.choice(NUMBERS), lambda: self.rng.choice(NUMBERS), lambda: self.rng.choice(TEXTS),
-            lambda: copy.deepcopy(self.rng.choice(OTHERS)), lambda: copy.deepcopy(self.rng.choice(self.pool)),
+            lambda: copy.deepcopy(self.rng.choice(OTHERS)), lambda: copy.deepcopy(self.rng.choice(self.pool or OTHERS)),
             lambda: _nested(self.rng.choice((5, 150, 5000)), self.rng.random() < 0.5),
         ]  # fmt: skip
         return self.rng.choices(kinds, (3, 3, 4, 3, 3, 1))[0]()

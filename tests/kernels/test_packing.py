@@ -67,7 +67,8 @@ def case(operation, dtype):
 def serving(operation, backend, dtype):
     """The arguments of `case` for a backend that serves here, or a skip that says why not."""
     kernel = next(o for o in OPERATIONS if o.name == operation)
-    if reason := kernel.why_not(kernel.backends[backend], *kernel.example(torch.device("cpu"), dtype), by_name=True):
+    example = [m.requires_grad_() if isinstance(m, torch.Tensor) else m for m in kernel.example(torch.device("cpu"), dtype)]
+    if reason := kernel.why_not(kernel.backends[backend], *example, by_name=True):
         pytest.skip(f"{backend}: {reason}")
     return case(operation, dtype)
 

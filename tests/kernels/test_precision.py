@@ -59,7 +59,7 @@ def error(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 def test_autocast_in_one_pass_alone(operation, backend, passes, dtype):
     args = example(operation, dtype)
     exact = gradients(operation, args, "reference")
-    narrow = tuple(m.detach().to(dtype) if isinstance(m, Tensor) else m for m in args)
+    narrow = tuple(m.detach().to(dtype).requires_grad_() if isinstance(m, Tensor) else m for m in args)
     if reason := operation.why_not(operation.backends[backend], *narrow, by_name=True):
         pytest.skip(f"{backend} cannot serve here: {reason}")
     to = torch.float16 if dtype == torch.float16 and backend not in BY_HAND else torch.bfloat16  # torch's own take no other

@@ -270,7 +270,7 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
         (("plan", "./no.json"), "cannot read"),
         (("splice", "{f}/base", "./no.json", "--out", "x"), "cannot read"),
         (("tune", "{f}/base", "--out", "x"), "is no hybrid: it holds no plan.json"),
-        (("export", "{f}/base", "--format", "gguf", "--out", "x"), "cannot export as 'gguf'"),
+        (("export", "{f}/base", "--format", "onnx", "--out", "x"), "cannot export as 'onnx'"),
         (("bench", "{f}/base", "./nowhere"), "no such folder"),
         (("pretrain", "{f}/quick.yaml", "--out", "x"), "is a recipe for `surgery run`"),
     ],

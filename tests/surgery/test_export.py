@@ -68,8 +68,8 @@ def test_large_weights_are_divided(hybrid, tokenizer, tokens, tmp_path, monkeypa
     assert torch.equal(surgery.load(tmp_path / "out").model(tokens).logits, hybrid(tokens).logits)
     with pytest.raises(UserError, match="cannot write the weights: "):
         export(hybrid, tmp_path / "bad", tokenizer=tokenizer, plan=PLAN, base="b", max_shard_size="much")
-    with pytest.raises(UserError, match="cannot export as 'gguf'; there are hf, patch"):
-        export(hybrid, tmp_path / "bad", format="gguf", tokenizer=tokenizer, plan=PLAN, base="b")
+    with pytest.raises(UserError, match="cannot export as 'onnx'; there are hf, patch"):
+        export(hybrid, tmp_path / "bad", format="onnx", tokenizer=tokenizer, plan=PLAN, base="b")
     assert os.listdir(tmp_path) == ["out"]
 
 

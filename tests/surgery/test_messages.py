@@ -96,9 +96,9 @@ def test_attention_that_starts_at_random_is_to_be_tuned_before_use(surgery, mode
 
 
 def test_the_old_name_of_format_is_read_with_a_line_of_advice(surgery, models):
-    status, _, err = surgery("export", models / "hybrid", "--as", "gguf", "--out", "x")
+    status, _, err = surgery("export", models / "hybrid", "--as", "onnx", "--out", "x")
     assert status == 2
     assert err.splitlines() == [
         "advice: --as is now --format; old names are read until version 1.0",
-        "surgery: cannot export as 'gguf'; there are hf, patch, nemotron_h, mamba_ssm",
+        "surgery: cannot export as 'onnx'; there are hf, patch, nemotron_h, mamba_ssm, gguf",
     ]

@@ -32,6 +32,7 @@ OPTIONS = {
     "copying": {"length": 8},
     "selective_copying": {"count": 4, "length": 12},
     "needle": {"length": 120, "depth": 0.5},
+    "recall": {"source": str(Path(__file__).parents[2] / "README.md"), "words": 128, "rare": 1000.0},
 }
 
 seeds = st.integers(0, 10**9)

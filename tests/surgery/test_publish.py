@@ -298,11 +298,15 @@ def _proof(folder, **fields):
     return Exported.read(folder / RECORD).proof.model_copy(update=fields).model_dump()
 
 
+def _unseal(path):
+    content = json.loads(path.read_text())
+    del content["seal"]
+    path.write_text(json.dumps(content))
+
+
 def _unsealed(folder):
     """A report as 0.5.1 wrote it, with a record that knows of it."""
-    content = json.loads((folder / "report.json").read_text())
-    del content["seal"]
-    (folder / "report.json").write_text(json.dumps(content))
+    _unseal(folder / "report.json")
     _forge(folder, files=digests(folder))
 
 
@@ -316,7 +320,7 @@ def _unsealed(folder):
         (lambda f: _forge(f, proof=_proof(f, tolerance=-1)), "was not verified: its logits differ by"),
         (lambda f: _forge(f, format="new"), "which this version does not know"),
         (lambda f: _edit(f / RECORD, '"tolerance": 0.0001', '"tolerance": 1'), "export.json is not as it was written"),
-        (lambda f: _edit(f / RECORD, '"seal"', '"model_type"'), "export.json has no seal: it is of version 0.5.1 or earlier"),
+        (lambda f: _unseal(f / RECORD), "export.json has no seal: it is of version 0.5.1 or earlier"),
         (lambda f: _forge(f, digest="0" * 64), "report.json did not measure the weights that export.json names"),
         (_unsealed, "report.json has no seal: it is of version 0.5.1 or earlier"),
         (lambda f: _edit(f / CARD, _tuned(), "0.999"), "the card of .* is not what its report.json and plan.json give: line"),

@@ -207,10 +207,11 @@ def hybrid_of(case, base):
 
 def ask(jobs, **environment):
     """What vLLM answers, without the way to it of prove_in_engine; its errors where it fails."""
-    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": ""}
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    here = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}  # the settings say
     done = subprocess.run(
         [PYTHON.absolute(), "-P", ask_vllm.__file__], input=json.dumps(jobs).encode(), capture_output=True, check=False,
-        env=os.environ | quiet | environment,
+        env=here | quiet | environment,
     )  # fmt: skip
     return json.loads(done.stdout) if done.returncode == 0 else done.stderr.decode(errors="replace")
 
