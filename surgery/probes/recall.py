@@ -13,6 +13,7 @@ that it has read, guesses among them.
 import random
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,7 @@ class Recall:
         other words for the candidates."""
         first = place - self.words
         context, answer, cue = text.words[first:place], text.words[place], text.words[place - 1]
-        follow_cue = {word for after, word in zip(context, context[1:], strict=False) if after == cue}
+        follow_cue = {word for after, word in pairwise(context) if after == cue}
         places = {word: i for i, word in enumerate(context) if i and word not in follow_cue}
         if len(places) < self.choices - 1:
             return None
@@ -80,9 +81,11 @@ class Recall:
         candidates = sorted([answer, *others], key=lambda _: rng.random())
         ends = np.cumsum([len(word) + 1 for word in context])  # each word with the space behind it
         at = {answer: before - first} | {word: places[word] for word in others}
-        spans = tuple((int(ends[at[word] - 1] - len(context[at[word] - 1]) - 1), int(ends[at[word]] - 1)) for word in candidates)
+        spans = []  # each candidate, with the word before it
+        for i in (at[word] for word in candidates):
+            spans.append((int(ends[i - 1]) - len(context[i - 1]) - 1, int(ends[i]) - 1))
         right = candidates.index(answer)
-        return Question(" ".join(context), tuple(f" {word}" for word in candidates), right, spans, right)
+        return Question(" ".join(context), tuple(f" {word}" for word in candidates), right, tuple(spans), right)
 
 
 class _Text:

@@ -61,7 +61,8 @@ def read_content(path: str | Path, what: str = "", most: int | None = None) -> b
     one line."""
     if (size := check_plain(path, what)) > (most := memory() // SHARE if most is None else most):
         limit = f"{most / 2**20:,.0f} MiB" if most >= 2**20 else f"{most:,} bytes"
-        raise UserError(f"cannot read {f'{what} {shown(Path(path))}'.strip()}: it has {size:,} bytes, and at most {limit} are read")
+        named = f"{what} {shown(Path(path))}".strip()
+        raise UserError(f"cannot read {named}: it has {size:,} bytes, and at most {limit} are read")
     try:
         return Path(path).read_bytes()
     except OSError as error:

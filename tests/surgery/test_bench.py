@@ -52,7 +52,8 @@ def test_suites_hold_what_they_say(finished):
     found = reports["hybrid"]
     assert set(suites.names(SMALL)) == set(found.results()) == {task for _, task, _ in read(folder)}
     families = {task.split(".")[0] for task in found.results()}
-    assert families == {*probes()} - {"recall"} | {"kv_unseen", "perplexity", "sliding"}  # recall has no sizes, and needs a text
+    sized = {*probes()} - {"recall"}  # which needs a text
+    assert families == sized | {"kv_unseen", "perplexity", "sliding"}
     assert isinstance(found.tasks["sliding"], Perplexity)
     assert [(cell.context, cell.batch) for cell in found.speed] == [(96, 1), (96, 2)]
     assert all(cell.peak_bytes > 0 and cell.prefill_milliseconds > 0 for cell in found.speed)

@@ -1,6 +1,7 @@
 """Recall in running text: what a hit is, by the plain definition, in words and in tokens."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -18,7 +19,7 @@ def prose(seed: int, count: int, vocabulary: int = 300) -> list[str]:
 
 def by_definition(words: list[str], window: int, rare: float) -> set[int]:
     """The places of the words that end a rare pair which stood before, one after the other."""
-    pairs = [None, *zip(words, words[1:], strict=False)]
+    pairs = [None, *pairwise(words)]
     hits = set()
     for place in range(window, len(words)):
         earlier = [i for i in range(place - window + 1, place) if pairs[i] == pairs[place]]
@@ -44,7 +45,7 @@ def test_hits_are_those_of_the_definition(tmp_path, window, rare):
         assert len({*question.choices}) == 4
         spans = [question.prompt[a:b] for a, b in question.spans]
         assert spans[question.evidence] == f"{cue} {answer}"
-        pairs = {*zip(question.prompt.split(), question.prompt.split()[1:], strict=False)}
+        pairs = {*pairwise(question.prompt.split())}
         for choice, span in zip(question.choices, spans, strict=True):
             assert span.split()[1] == choice.removeprefix(" ")
             assert choice == question.choices[question.answer] or (cue, choice.removeprefix(" ")) not in pairs
