@@ -58,10 +58,13 @@ def _diagnosed() -> tuple["Diagnosis", "Table"]:
 
 def _measured(only: list[str] | None, seconds: float, out: Path | None) -> tuple["Benchmark", "Table"]:
     """With `only`, within what an earlier call wrote to `out`."""
-    from surgery.doctor.benchmark import Benchmark, benchmark
+    from surgery.doctor.benchmark import Benchmark, benchmark, here
     from surgery.doctor.result_tables import cell_rows
 
+    earlier = Benchmark.read(out) if only and out and out.exists() else None
+    if earlier is not None:
+        earlier.check_environment(here())  # before minutes are spent
     result = benchmark(tuple(only or GROUPS), seconds=seconds)
-    if only and out and out.exists():
-        result = Benchmark.read(out).updated(result)
+    if earlier is not None:
+        result = earlier.updated(result)
     return result, cell_rows(result)

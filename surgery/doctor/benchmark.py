@@ -75,14 +75,19 @@ class Benchmark(Record):
     locate_confirmed: tuple[Cell, ...] = ()
     tune_step: tuple[Cell, ...] = ()
 
-    def updated(self, other: "Benchmark") -> "Benchmark":
-        """This benchmark, with the groups that `other` measured later in place of its own. Raises UserError if the two were
-        measured on different machines or with different packages: such numbers do not belong in one table."""
-        mine, others = (b.environment.model_dump(exclude={"created", "toolkit"}) for b in (self, other))
+    def check_environment(self, here: Environment) -> None:
+        """Raise UserError if this was measured on another machine or with other packages than `here`: such numbers do not
+        belong in one table."""
+        mine, others = (each.model_dump(exclude={"created", "toolkit", "code"}) for each in (self.environment, here))
         if mine != others:
             raise UserError(
                 "the file was measured on another machine or with other packages; measure all groups again, without --only"
             )
+
+    def updated(self, other: "Benchmark") -> "Benchmark":
+        """This benchmark, with the groups that `other` measured later in place of its own. Raises UserError as
+        check_environment does."""
+        self.check_environment(other.environment)
         return self.model_copy(
             update={"environment": other.environment} | {group: cells for group in GROUPS if (cells := getattr(other, group))}
         )
@@ -126,7 +131,12 @@ def benchmark(groups: tuple[str, ...] = GROUPS, *, device: torch.device | None =
     finally:
         torch.set_num_threads(all_threads)
     groups_of_cells = {group: tuple(values) for group, values in cells.items()}
-    return Benchmark(environment=environment((*PACKAGES, *KERNEL_PACKAGES)), **groups_of_cells)
+    return Benchmark(environment=here(), **groups_of_cells)
+
+
+def here() -> Environment:
+    """What the numbers of this process belong to."""
+    return environment((*PACKAGES, *KERNEL_PACKAGES))
 
 
 def measure(case: Case, device: torch.device, threads: int, seconds: float) -> Cell:
@@ -204,13 +214,15 @@ def kernel_case(
     *,
     backward: bool,
 ) -> Case:
-    """A case whose contenders are all backends that can serve the call, except the reference."""
+    """A case whose contenders are all backends that can serve the call, except the reference, and on a CPU those that would
+    never be chosen."""
 
     def make() -> Runs:
         args = tuple(a.requires_grad_(backward and a.is_floating_point()) if isinstance(a, Tensor) else a for a in inputs())
-        serving = [
-            b.name for b in operation.backends.values() if b is not operation.reference and not operation.why_not(b, *args)
-        ]
+        backends = [b for b in operation.backends.values() if b is not operation.reference]
+        if args[0].device.type == "cpu":
+            backends = [b for b in backends if not b.declines(*args)]
+        serving = [b.name for b in backends if not operation.why_not(b, *args)]
         ours = operation.choose(*args).name
         return {name: _call(operation, args, name, backward) for name in dict.fromkeys([ours, *serving])}
 
