@@ -11,7 +11,7 @@ demo: .venv/.installed
 test: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-# What takes long, each beside a quicker test of the same law. CI runs both.
+# What takes long, each beside a quicker test of the same law.
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
@@ -36,7 +36,7 @@ gpu:
 	@P=$(BIN)/python; [ -x $$P ] || P=$(PYTHON); exec $$P -m tools.gpu
 
 # Every verb that writes is killed, signalled, or finds the disk full or read-only, and goes on; then its inputs are damaged.
-# Each goes on where it was stopped, and writes its record. CI runs the quick form.
+# Each goes on where it was stopped, and writes its record.
 campaign: .venv/.installed
 	$(BIN)/python -m tests.campaign.kills
 	$(BIN)/python -m tests.campaign.fuzz

@@ -170,9 +170,9 @@ class Mutator:
         what = self.rng.choices(("tree", "text", "bytes", "file"), (12, 4, 3, 1))[0]
         if what == "file":
             self.file(path)
-        elif what == "tree":
+        elif what == "tree" and path.suffix == ".json":
             replace(path, dumped(self.tree(json.loads(path.read_text()))))
-        elif what == "text":
+        elif what in ("tree", "text"):
             replace(path, self.text(path.read_text()).encode("utf-8", "surrogatepass"))
         else:
             replace(path, self.bytes(path.read_bytes()))
