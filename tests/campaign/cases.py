@@ -98,7 +98,10 @@ def setting(bench: Bench) -> Case:
     used = [key for key in known if verb == "run" or any(f"{key}.".startswith(f"{name}.") for name in USED[verb])]
     key = rng.choice(used if rng.random() < 0.95 else known)
     value = bench.mutator.value() if rng.random() < 0.8 else bench.mutator.near(_default(key))
-    text = rng.choice((yaml_text, json_text, str))(value)
+    try:
+        text = rng.choice((yaml_text, json_text, str))(value)
+    except RecursionError:  # of a nesting that Python itself cannot write
+        text = 5000 * "[" + 5000 * "]"
     arguments = ("--set", f"{key}={text}".replace("\x00", "\\0").encode("utf-8", "replace").decode())
     return Case("settings", verb, (*command(verb), *arguments))
 

@@ -170,8 +170,8 @@ class Mutator:
         what = self.rng.choices(("tree", "text", "bytes", "file"), (12, 4, 3, 1))[0]
         if what == "file":
             self.file(path)
-        elif what == "tree" and path.suffix == ".json":
-            replace(path, dumped(self.tree(json.loads(path.read_text()))))
+        elif what == "tree" and (tree := _tree(path)) is not None:
+            replace(path, dumped(self.tree(tree)))
         elif what in ("tree", "text"):
             replace(path, self.text(path.read_text()).encode("utf-8", "surrogatepass"))
         else:
@@ -212,3 +212,11 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 def _holds(tree: Any, part: Any) -> bool:
     return tree is part or any(holder[key] is part for holder, key in _places(tree))
+
+
+def _tree(path: Path) -> Any:
+    """What a JSON file holds; None for rows of JSON."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError:
+        return None

@@ -37,6 +37,8 @@ def content(folder: Path) -> dict[str, str]:
 def lasting(path: Path) -> bytes:
     """The bytes of a file without times and dates."""
     data = path.read_bytes()
+    if path.name in ("cost.png", "seconds.json"):
+        return b"times"
     if path.suffix == ".json":
         try:
             return json.dumps(_lasting(json.loads(data)), sort_keys=True).encode()
@@ -44,8 +46,6 @@ def lasting(path: Path) -> bytes:
             return data
     if path.suffix in (".md", ".html"):
         return DURATION.sub("<time>", data.decode(errors="replace")).encode()
-    if path.name == "cost.png":
-        return b"times"
     return data
 
 
