@@ -46,9 +46,14 @@ def refusal(config: Any, vllm_config: Any) -> str | None:
     parallel, (low, high) = vllm_config.parallel_config, config.time_step_limit
     convolved = [f"L{graft['layer']}" for graft in config.grafts if is_layer_graft(graft) and graft["conv"]]
     reasons = {
-        "the heads of a graft cannot be split over devices: serve it with --tensor-parallel-size 1":
+        "the heads of a graft cannot be split over devices: serve it with --tensor-parallel-size 1, and divide layers"
+        " (--pipeline-parallel-size) or requests (--data-parallel-size)":
             parallel.tensor_parallel_size > 1,
-        "hybrids are not served in a pipeline: serve it with --pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
+        # vLLM 0.32 makes the buffers between processes in the run that compiles the model, and in no other.
+        "on a CPU, vLLM runs a pipeline of processes only compiled: leave --enforce-eager out":
+            parallel.pipeline_parallel_size > 1
+            and vllm_config.model_config.enforce_eager
+            and vllm_config.device_config.device_type == "cpu",
         "hybrids are served without speculative decoding: leave --speculative-config out":
             vllm_config.speculative_config is not None,
         "adapters are not served on a hybrid: merge them first, and leave --enable-lora out":

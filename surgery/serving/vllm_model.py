@@ -7,18 +7,28 @@ import torch
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalculator, MambaStateDtypeCalculator
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching, SupportsPP
+from vllm.model_executor.models.utils import (
+    AutoWeightsLoader,
+    WeightsMapper,
+    make_empty_intermediate_tensors_factory,
+    make_layers,
+    maybe_prefix,
+)
+from vllm.sequence import IntermediateTensors
 
 from surgery.serving.limits import grafts_of, is_layer_graft
 from surgery.serving.patches import FROM_BASE, Patched
 from surgery.serving.vllm_layer_graft import LayerGraftMixer
 from surgery.serving.vllm_mixer import HybridMixer2, Mixer2, convolved_channels, mixer_arguments, state_shape
+
+HANDED_ON = ("hidden_states", "residual")
 
 
 class Block(nn.Module):
@@ -59,21 +69,31 @@ class Mamba2HybridModel(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.embeddings = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(vllm_config, i, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers))
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            config.num_hidden_layers,
+            lambda prefix: Block(vllm_config, int(prefix.rpartition(".")[2]), prefix),
+            prefix=f"{prefix}.layers",
+        )
         self.norm_f = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 
     def forward(
         self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Tensor | None = None
-    ) -> Tensor:
-        hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+    ) -> Any:
+        """In a pipeline each process has some of the layers, and hands on what they gave to the next."""
         residual = None
-        for layer in self.layers:
+        if not get_pp_group().is_first_rank:
+            hidden, residual = (intermediate_tensors[name] for name in HANDED_ON)
+        else:
+            hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        for layer in self.layers[self.start_layer : self.end_layer]:
             hidden, residual = layer(positions, hidden, residual)
+        if not get_pp_group().is_last_rank:
+            return IntermediateTensors(dict(zip(HANDED_ON, (hidden, residual), strict=True)))
         hidden, _ = self.norm_f(hidden, residual)
         return hidden
 
 
-class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
+class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsPP, SupportsMambaPrefixCaching):
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={".A_log": ".A"})
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -84,6 +104,7 @@ class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaP
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.backbone.embeddings)
         self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(list(HANDED_ON), config.hidden_size)
         model = vllm_config.model_config
         self.patched = Patched.read(model.model, model.revision)
         # vLLM's loader reads the folder that it was given, and then these.
@@ -115,7 +136,7 @@ class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaP
     def forward(
         self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         return self.backbone(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

@@ -272,6 +272,21 @@ def test_vllm_serves_compiled_in_its_own_processes(base, tmp_path):
 
 @vllm
 @served
+def test_two_processes_divide_the_layers(base, monkeypatch, tmp_path):
+    """A pipeline of two, with a graft in each half, compiled: see refusal."""
+    hybrid = hybrid_of("layers with four heads and with two, shared pairs, no gate", base)
+    hybrid.save_pretrained(tmp_path)
+    base.tokenizer.save_pretrained(tmp_path)
+    # vLLM would give each process a NUMA node of its own.
+    settings = {"pipeline_parallel_size": 2, "enforce_eager": False}
+    said = ask(job(tmp_path, base.model.config.vocab_size, **settings), VLLM_CPU_OMP_THREADS_BIND="nobind")
+    assert isinstance(said, dict), said[-3000:]
+    monkeypatch.setattr(engines, "_ask", lambda *_, **__: said)
+    assert prove_in_engine("vllm", PYTHON, hybrid, tmp_path).tokens == 2 * sum(NEW)
+
+
+@vllm
+@served
 def test_vllm_refuses_what_it_would_serve_wrongly(base, tmp_path):
     hybrid = splice(base, plan(sites="L0.H2,7"))
     hybrid.config.time_step_limit = (0.0, 0.5)
@@ -280,11 +295,17 @@ def test_vllm_refuses_what_it_would_serve_wrongly(base, tmp_path):
         prove_in_engine("vllm", PYTHON, hybrid, tmp_path)
 
 
-def settings_of_vllm(tp=1, pp=1, speculative=None, lora=None, replay=False):
+def settings_of_vllm(**changes):
     """As far as `refusal` reads them."""
+    settings = {
+        "tensor_parallel_size": 1, "speculative_config": None, "lora_config": None, "use_replayssm": False,
+        "enforce_eager": False,
+    } | changes  # fmt: skip
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=tp, pipeline_parallel_size=pp),
-        cache_config=SimpleNamespace(use_replayssm=replay), speculative_config=speculative, lora_config=lora,
+        parallel_config=SimpleNamespace(tensor_parallel_size=settings["tensor_parallel_size"], pipeline_parallel_size=2),
+        cache_config=SimpleNamespace(use_replayssm=settings["use_replayssm"]),
+        model_config=SimpleNamespace(enforce_eager=settings["enforce_eager"]), device_config=SimpleNamespace(device_type="cpu"),
+        speculative_config=settings["speculative_config"], lora_config=settings["lora_config"],
     )  # fmt: skip
 
 
@@ -293,11 +314,11 @@ def test_what_vllm_cannot_do_is_refused_in_one_line(base):
     config = splice(base, plan(sites="L0.H2,7")).config
     assert refusal(config, settings_of_vllm()) is None
     for changes, message in (
-        ({"pp": 2}, "not served in a pipeline"),
-        ({"tp": 2}, "cannot be split over devices: serve it with --tensor-parallel-size 1"),
-        ({"speculative": object()}, "without speculative decoding"),
-        ({"lora": object()}, "adapters are not served"),
-        ({"replay": True}, "without --use-replayssm"),
+        ({"tensor_parallel_size": 2}, "cannot be split over devices: serve it with --tensor-parallel-size 1"),
+        ({"enforce_eager": True}, "runs a pipeline of processes only compiled: leave --enforce-eager out"),
+        ({"speculative_config": object()}, "without speculative decoding"),
+        ({"lora_config": object()}, "adapters are not served"),
+        ({"use_replayssm": True}, "without --use-replayssm"),
     ):
         said = refusal(config, settings_of_vllm(**changes))
         assert message in said
