@@ -160,6 +160,8 @@ def earlier(out: Path, here: dict[str, Any]) -> dict[str, Any]:
 def run(command: Sequence[str], seconds: float, log: Path) -> tuple[str, str]:
     """What became of a command, and what it printed. When the time ends it is interrupted, as by Ctrl-C, and then ended."""
     status: int | None
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it runs in the background; parts inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True)
         try:

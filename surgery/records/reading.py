@@ -141,8 +141,8 @@ def _parts(tree: Any) -> Iterator[tuple[int, Any]]:
 
 def shown(value: Any, most: int | None = None) -> str:
     """A value in a message: on one line, of which a terminal can show every character, and without its middle if it has more
-    than `most` characters, by default 80, of a path 400."""
-    most = most or (400 if isinstance(value, Path) else 80)
+    than `most` characters, by default 80, of a path 240."""
+    most = most or (240 if isinstance(value, Path) else 80)
     try:
         text = str(value) if isinstance(value, str | Path) else repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits; a nesting
