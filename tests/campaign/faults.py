@@ -12,9 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.campaign.forked import become
 
 SOURCE = Path(__file__).with_name("faults.c")
 # Kind -> its number in faults.c. Of a "moment", the parent kills by its clock.
@@ -89,28 +90,14 @@ def _wait(child: int, moment: float | None, end: float) -> int:
 
 def _call(arguments: list[str], folder: Path, fault: Fault, said: Path, log: Path | None) -> None:
     """The forked process. It never returns."""
-    status = 1
-    try:
-        os.chdir(folder)
+
+    def prepare() -> None:
         out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        from surgery.cli.app import main
-
-        sys.argv = ["surgery", *arguments]
-        library = ctypes.CDLL(None)
-        library.faults_arm(
+        ctypes.CDLL(None).faults_arm(
             os.fsencode(os.getcwd()), NUMBERS[fault.kind], ctypes.c_long(int(fault.at)), SIGNALS.get(fault.kind, 0),
             None if log is None else os.fsencode(log),
         )  # fmt: skip
-        main()
-        status = 0
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+
+    become(arguments, folder, prepare)

@@ -8,11 +8,12 @@ import resource
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.campaign.forked import become
 
 LIMIT = 30.0  # seconds
 MEMORY = 1 << 30  # bytes that a trial may hold beyond what the process held when it began
@@ -93,30 +94,18 @@ def complaints(outcome: Outcome, hung: str, statuses: Sequence[int]) -> Iterator
 
 def _be(arguments: Sequence[str], folder: Path, logs: Path) -> None:
     """Become the command. Does not return."""
-    status = 1
-    try:
+
+    def prepare() -> None:
         os.setsid()  # so that what it starts ends with it
-        os.chdir(folder)
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(logs / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
         resource.setrlimit(resource.RLIMIT_AS, (_addresses() + ADDRESSES,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**30, 2**30))
-        sys.argv = ["surgery", *arguments]
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-        from surgery.cli.app import main
 
-        main()
-        status = 0
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    become(arguments, folder, prepare)
 
 
 def _wait(child: int, begun: float, held: int) -> tuple[tuple[int, Any], str]:
