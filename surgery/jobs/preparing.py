@@ -37,7 +37,8 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
     trackers of tuning. Raises UserError for the first that cannot."""
     check_trackers(recipe.tune)
     options = recipe.plan
-    layers, heads = family_of(base.model.config).shape(base.model.config)
+    family = family_of(base.model.config)
+    layers, heads = len(family.graftable(base.model)), family.shape(base.model.config)[1]
     most, leading = (layers * heads, options.heads) if options.kind == "head" else (layers, options.layers)
     counts = {f"plan.{options.kind}s": leading} if options.sites is None else {}
     counts |= {"bench.doses": max(recipe.bench.doses, default=0)}
