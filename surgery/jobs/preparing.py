@@ -40,7 +40,9 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
     check_trackers(recipe.tune)
     options = recipe.plan
     layers, heads = family_of(base.model.config).shape(base.model.config)
-    most, leading = (layers * heads, options.heads) if options.kind == "head" else (layers, options.layers)
+    most, leading = (
+        (layers * heads, 1 if options.grows else options.counted) if options.kind == "head" else (layers, options.layers)
+    )
     counts = {f"plan.{options.kind}s": leading} if options.sites is None else {}
     counts |= {"bench.doses": max(recipe.bench.doses, default=0)}
     for name, count in counts.items():
@@ -55,7 +57,7 @@ def _check_donor(recipe: Recipe, base: Checkpoint) -> None:
     """Whether the grafts can start from the donor, by its configuration: where the sites are not yet known, at the first."""
     options = recipe.plan
     donor = load_empty(options.donor or "")
-    trial = Plan(sites=options.sites_named(), **options.model_dump(exclude={"heads", "layers", "sites"}))
+    trial = Plan(sites=options.sites_named(), **options.model_dump(exclude={"heads", "layers", "sites", "auto"}))
     check_donor(base.model, trial, donor)
     if trial.kind == "layer":
         for site in trial.sites:

@@ -74,6 +74,7 @@ def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: 
     """Raise UserError, before the work begins, for lessons or text that cannot be read, or that bench measures on.
 
     bench: says how much of the held-out text is measured. seed: the run's, which says how many documents are read."""
+    options = options.counted()
     rows = Rows(tokenizer, options, data, seed)
     sources = rows.sources
     for source in sources:

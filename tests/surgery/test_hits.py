@@ -1,7 +1,6 @@
 """Recall hits of text: which tokens they are, by the plain definition, and the suite that measures the loss on them."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,7 +170,7 @@ def test_text_without_hits_or_too_short_is_refused(pair, tokenizer, text, option
 
 
 def test_rarity_is_counted_in_the_training_text_where_one_is_named(tokenizer, text, tmp_path):
-    """Pairs that are frequent in the rest of the held-out text, and never stand in the training text, are rare by the latter."""
+    """Pairs that are frequent in the rest of the held-out text and never stand in the training text are rare by the latter."""
     train = tmp_path / "train.txt"
     train.write_text("? " * 30_000)
     named = Data(held_out_text=text, train_text=(Text(source=str(train)),))
