@@ -37,7 +37,8 @@ LEFT = {
 }
 P = ParamSpec("P")
 T = TypeVar("T")
-_new: dict[Path, list[Path]] = {}  # of the job that runs: a folder that was empty when it began -> what was not there of its path
+# Of the job that runs: a folder that was empty when it began -> which folders of its path were not there.
+_new: dict[Path, list[Path]] = {}
 
 
 class Run(Record):

@@ -88,7 +88,7 @@ def cases(inputs: Path) -> list[Case]:
 
 
 def prepare(inputs: Path, call: Callable[..., None]) -> None:
-    """Make the inputs, if they are not there by this code. call: the command line with these arguments, in the folder of the inputs."""
+    """Make the inputs, if they are not there by this code. call: the command line with these arguments, in their folder."""
     ready = inputs / "ready"
     if ready.exists() and ready.read_text() == code_digest():
         return

@@ -138,14 +138,16 @@ def record(results: list[dict[str, Any]], seed: int) -> dict[str, Any]:
         return {
             "inputs": len(chosen), "refused": sum(r["status"] == 2 for r in chosen),
             "accepted": sum(r["status"] in (0, 1) for r in chosen), "failures": sum(bool(r["wrong"]) for r in chosen),
-            "longest_processor_seconds": round(max(r["seconds"] for r in chosen), 2), "largest_bytes": max(r["memory"] for r in chosen),
+            "longest_processor_seconds": round(max(r["seconds"] for r in chosen), 2),
+            "largest_bytes": max(r["memory"] for r in chosen),
         }  # fmt: skip
 
     def by(key: str) -> dict[str, Any]:
         return {name: counts([r for r in results if r[key] == name]) for name in sorted({r[key] for r in results})}
 
     codes = dict(Counter(r["code"] for r in results))
-    return environment().model_dump() | {"seed": seed, "codes": codes, **counts(results), "kinds": by("kind"), "verbs": by("verb")}
+    tables = {"kinds": by("kind"), "verbs": by("verb")}
+    return environment().model_dump() | {"seed": seed, "codes": codes, **counts(results), **tables}
 
 
 def main() -> int:
