@@ -26,7 +26,7 @@ from surgery.jobs.costs.announced import Announced
 from surgery.jobs.entries import entries_of
 from surgery.jobs.locating_stage import RANKING, located
 from surgery.jobs.opening import open_base, open_donor
-from surgery.jobs.output_folder import begin, check_folder
+from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.jobs.planning_stage import KEPT, planned
 from surgery.jobs.preparing import check, check_run
 from surgery.jobs.report_folder import REPORT, describe, write_report
@@ -54,6 +54,7 @@ from surgery.tuning.plateau import taken
 from surgery.tuning.state import Log
 
 
+@withdrawn_if_refused
 def run(
     recipe: Recipe, out: str | Path, *, verify: str = "auto", resume: bool = False, overwrite: bool = False,
     trust_remote_code: bool = False,

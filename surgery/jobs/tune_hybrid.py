@@ -13,7 +13,7 @@ from surgery.exporting.folder import Exported
 from surgery.exporting.formats import check_way
 from surgery.exporting.source import base_of, holds_base, is_patch, present
 from surgery.jobs.opening import in_dtype_of, open_checkpoint
-from surgery.jobs.output_folder import begin, check_folder, is_empty
+from surgery.jobs.output_folder import begin, check_folder, is_empty, withdrawn_if_refused
 from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import steps_of, tuned
 from surgery.loading.checkpoint import plan_of
@@ -30,6 +30,7 @@ from surgery.tuning.state import Log
 from surgery.tuning.trackers import check_trackers
 
 
+@withdrawn_if_refused
 def tune_hybrid(
     recipe: Recipe,
     out: Path,
