@@ -79,6 +79,8 @@ def measured() -> Iterator[Peak]:
         with _lock:
             _fold()
             _open.remove(peak)
+            for outer in _open:  # whose own thread may not have looked when this one did
+                outer._take(peak.process, peak.device)
 
 
 def _fold() -> None:

@@ -14,9 +14,12 @@ from surgery.runtime import memory
 MIB = 2**20
 
 
-def hold(mebibytes: int) -> None:
+def hold(mebibytes: int, peak: memory.Peak | None = None) -> None:
+    """peak: where a thread has to look, until it has."""
+    seen, end = memory.resident() + mebibytes * MIB // 2, time.monotonic() + 300
     tensor = torch.ones(mebibytes * MIB // 4)
-    time.sleep(4 * memory.EVERY)  # long enough to be seen where a thread has to look
+    while peak is not None and peak.process < seen and time.monotonic() < end:
+        time.sleep(memory.EVERY)
     del tensor
 
 
@@ -29,11 +32,12 @@ def test_a_stage_has_the_peak_of_its_own_work(kept_by_the_system, tmp_path, monk
     before = memory.resident()
     with memory.measured() as whole:
         with memory.measured() as first:
-            hold(256)
+            hold(480, None if kept_by_the_system else first)
         with memory.measured() as second:
             hold(32)
-    assert before + 240 * MIB < first.process < before + 300 * MIB
-    assert second.process < first.process - 150 * MIB
+    # A system that is short of memory may drop pages of this process's libraries meanwhile, and read others.
+    assert before + 240 * MIB < first.process < before + 720 * MIB
+    assert second.process < first.process - 240 * MIB
     assert whole.process >= first.process
     assert (first.children, first.device) == (0, 0)
 
