@@ -1,7 +1,7 @@
 """The report as tables that a newcomer understands: for the terminal, report.md and the model card."""
 
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
-from surgery.evaluation.report import ModelReport, Report, value
+from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, value
 from surgery.records.names import is_dose
 from surgery.records.plan import Plan
 from surgery.runtime.memory import size
@@ -11,6 +11,10 @@ EXPLANATION = """\
 KV n: accuracy of key-value retrieval from a dictionary of n pairs (chance 1/n); unseen keys: of words that no lesson of tuning
 holds. Knowledge: facts asked as cloze. Letters: the same facts as multiple choice. Perplexity: on held-out text. Brackets: 95%
 intervals over examples."""
+
+HITS_EXPLANATION = """\
+Recall hits: tokens of text that complete a pair which stood before in the same row, and is rare elsewhere (bench.rare). Other
+tokens: all others. Less is better. Rows of all lengths are cut from the same text; longer ones hold hits from farther back."""
 
 
 def rows(report: Report) -> tuple[list[str], list[list[str]]]:
@@ -116,7 +120,12 @@ def _swept(report: Report) -> list[str]:
         body = [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
         sizes = [task.removeprefix(f"{family}.").replace(".", " at ") for task in tasks]
         header = ["tokens at depth", *(f"{size}%" for size in sizes)] if family == "needle" else ["size", *sizes]
-        parts.append(f"## {family.replace('_', ' ')}\n\n{table(header, body)}\n")
+        title = family.replace("_", " ")
+        if family in (HITS, OTHERS):
+            header, title = ["tokens of a row", *sizes], f"Loss on {title} of held-out text, nats per token"
+        parts.append(f"## {title}\n\n{table(header, body)}\n")
+    if HITS in families:
+        parts.append(f"{HITS_EXPLANATION}\n\n![Loss on recall hits](hits.png)\n")
     return parts
 
 

@@ -3,7 +3,8 @@
 from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.serving import check_serving
-from surgery.evaluation.suites import check_probes, standard
+from surgery.evaluation.suites import bench_seed, check_probes, standard
+from surgery.evaluation.text_hits import check_hits
 from surgery.families import family_of
 from surgery.loading.checkpoint import Checkpoint, load_empty
 from surgery.locating.questions import check_questions
@@ -28,6 +29,7 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
         check_questions(base.tokenizer, recipe.locate, recipe.seed)
         Knowledge(recipe.data.facts).questions(1, seed=0)
         Letters(recipe.data.facts).questions(1, seed=0)
+        check_hits(recipe.bench, base.tokenizer, recipe.data, bench_seed(recipe.seed))
         Perplexity(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
         batches.check(base.tokenizer, recipe.tune, recipe.data, recipe.bench, recipe.seed)
 
