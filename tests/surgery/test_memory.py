@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from surgery.runtime import memory
+from surgery.runtime import memory, whole_memory
 
 MIB = 2**20
 
@@ -69,8 +69,8 @@ def test_work_that_fails_is_measured_too():
 @pytest.mark.parametrize(("version", "group"), [(2, "jobs/mine"), (1, "jobs/mine"), (2, ""), (1, "elsewhere/mine")])
 def test_the_limit_of_a_control_group_is_obeyed(version, group, tmp_path, monkeypatch):
     """Its own, or that of a group above it."""
-    monkeypatch.setattr(memory, "GROUPS", tmp_path)
-    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(whole_memory, "GROUPS", tmp_path)
+    monkeypatch.setattr(whole_memory, "OWN_GROUPS", tmp_path / "cgroup")
     (tmp_path / "cgroup").write_text(f"0::/{group}\n" if version == 2 else f"5:cpu:/\n4:memory:/{group}\n0::/\n")
     folder = (tmp_path if version == 2 else tmp_path / "memory") / ("jobs" if group.startswith("jobs") else "")
     folder.mkdir(parents=True, exist_ok=True)
