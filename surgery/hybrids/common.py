@@ -195,13 +195,14 @@ class HybridBackbone:
             "position_ids": position_ids,
             "packing": documents,
         }
+        with_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = []
         for i, block in enumerate(self.layers, 1):
             keep = positions_to_keep if i == len(self.layers) else None
             hidden = block(hidden, cache_params=cache_params, positions_to_keep=keep, **places)
-            states.append(hidden)
+            if with_states:
+                states.append(hidden)
         hidden = getattr(self, self.last_norm)(hidden)
-        with_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output = Mamba2Output(
             last_hidden_state=hidden,
             cache_params=cache_params if use_cache else None,

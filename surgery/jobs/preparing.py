@@ -3,7 +3,8 @@
 from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.serving import check_serving
-from surgery.evaluation.suites import check_probes, standard
+from surgery.evaluation.suites import bench_seed, check_probes, standard
+from surgery.evaluation.text_hits import check_hits
 from surgery.families import family_of
 from surgery.loading.checkpoint import Checkpoint
 from surgery.loading.empty import load_empty
@@ -29,6 +30,7 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
         check_questions(base.tokenizer, recipe.locate, recipe.seed)
         Knowledge(recipe.data.facts).questions(1, seed=0)
         Letters(recipe.data.facts).questions(1, seed=0)
+        check_hits(recipe.bench, base.tokenizer, recipe.data, bench_seed(recipe.seed))
         Perplexity(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
         batches.check(base.tokenizer, recipe.tune, recipe.data, recipe.bench, recipe.seed)
 
@@ -39,7 +41,9 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
     check_trackers(recipe.tune)
     options = recipe.plan
     layers, heads = family_of(base.model.config).shape(base.model.config)
-    most, leading = (layers * heads, options.heads) if options.kind == "head" else (layers, options.layers)
+    most, leading = (
+        (layers * heads, 1 if options.grows else options.counted) if options.kind == "head" else (layers, options.layers)
+    )
     counts = {f"plan.{options.kind}s": leading} if options.sites is None else {}
     counts |= {"bench.doses": max(recipe.bench.doses, default=0)}
     for name, count in counts.items():
@@ -54,7 +58,7 @@ def _check_donor(recipe: Recipe, base: Checkpoint) -> None:
     """Whether the grafts can start from the donor, by its configuration: where the sites are not yet known, at the first."""
     options = recipe.plan
     donor = load_empty(options.donor or "")
-    trial = Plan(sites=options.sites_named(), **options.model_dump(exclude={"heads", "layers", "sites"}))
+    trial = Plan(sites=options.sites_named(), **options.model_dump(exclude={"heads", "layers", "sites", "auto"}))
     check_donor(base.model, trial, donor)
     if trial.kind == "layer":
         for site in trial.sites:

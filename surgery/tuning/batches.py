@@ -65,7 +65,7 @@ def held_out_windows(
     tokenizer: PreTrainedTokenizerBase, data: Data, options: Tune, count: int, seed: int
 ) -> tuple[Tensor, Tensor]:
     """`count` excerpts of held-out text from the same mixture as the training text: (ids, real), both (count, longest)."""
-    sources = _sources(data, Reading(tokenizer, options.text_tokens, seed, held_out=True))
+    sources = open_sources(data, Reading(tokenizer, options.text_tokens, seed, held_out=True))
     drawn = Draws(f"held-out mixture {seed}", [text.weight for text in data.train_text], count)
     return pad([sources[source].excerpt(index) for source, index in drawn])
 
@@ -74,6 +74,7 @@ def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: 
     """Raise UserError, before the work begins, for lessons or text that cannot be read, or that bench measures on.
 
     bench: says how much of the held-out text is measured. seed: the run's, which says how many documents are read."""
+    options = options.counted()
     rows = Rows(tokenizer, options, data, seed)
     sources = rows.sources
     for source in sources:
@@ -138,7 +139,7 @@ class Rows(Dataset[list[list[int]]]):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int):
         self.options = options
-        self.sources = _sources(data, Reading(tokenizer, options.text_tokens, seed))
+        self.sources = open_sources(data, Reading(tokenizer, options.text_tokens, seed))
         # Whole buffers, however many steps there are: a row depends on all rows that it is packed and sorted with.
         buffers = -(-options.steps // BUFFER)
         mixture, weights = f"mixture {seed}", [text.weight for text in data.train_text]
@@ -232,7 +233,7 @@ def _no_text(_: list[int]) -> None:
     return None
 
 
-def _sources(data: Data, reading: Reading) -> list[Source]:
+def open_sources(data: Data, reading: Reading) -> list[Source]:
     return [open_source(text, reading) for text in data.train_text]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
@@ -50,8 +51,7 @@ class MicroBatches:
     def losses(self, name: str, examples: int, seed: int) -> Callable[[Distillation], dict[str, float]]:
         """A function that measures the mean losses of a model, always on the same batches. All processes get the same losses.
         name: distinguishes these batches from others in the cache."""
-        count = -(-examples // self.options.batch_size)
-        batches = [self.split((name, i), batch) for i, batch in enumerate(self.full_size(count, seed))]
+        batches = self._fixed(name, examples, seed)
 
         @torch.no_grad()
         def losses(distillation: Distillation) -> dict[str, float]:
@@ -61,6 +61,21 @@ class MicroBatches:
             return {loss: mean.item() for loss, mean in self.accelerator.reduce(means, "mean").items()}
 
         return losses
+
+    def each_loss(self, name: str, examples: int, seed: int) -> Callable[[Distillation], np.ndarray]:
+        """As `losses`, of the weighted sum that is minimised, and batch by batch: (batches,)."""
+        batches = self._fixed(name, examples, seed)
+
+        @torch.no_grad()
+        def losses(distillation: Distillation) -> np.ndarray:
+            values = [torch.stack([distillation(*part)["loss"] for part in parts]).sum() for parts in batches]
+            return self.accelerator.reduce(torch.stack(values), "mean").double().cpu().numpy()
+
+        return losses
+
+    def _fixed(self, name: str, examples: int, seed: int) -> list[list[tuple]]:
+        count = -(-examples // self.options.batch_size)
+        return [self.split((name, i), batch) for i, batch in enumerate(self.full_size(count, seed))]
 
     def _batches(self, options: Tune, seed: int, start: int) -> Iterator[Batch]:
         both: list[DataLoader] = [

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import weakref
 
 import pytest
 import torch
@@ -40,6 +41,19 @@ def test_nothing_spliced_equals_transformers_with_our_kernels(family_base, token
     exact = family_base.double()(tokens).logits
     assert (logits - exact).norm() < 1e-5 * exact.norm()
     torch.testing.assert_close(adopt(family_base)(tokens).logits, exact, **SAME)
+
+
+@torch.inference_mode()
+def test_what_blocks_pass_on_is_not_held(family_base, tokens):
+    """Of a deep model it would be more than the rest of a forward."""
+    model, outputs, alive = adopt(family_base), [], []
+    for block in model.backbone.layers:
+        block.register_forward_hook(lambda block, inputs, output: outputs.append(weakref.ref(output)))
+    norm = getattr(model.backbone, model.backbone.last_norm)
+    norm.register_forward_pre_hook(lambda *_: alive.append(sum(output() is not None for output in outputs)))
+    model(tokens)
+    assert len(outputs) > 1 and alive == [1]
+    assert len(model(tokens, output_hidden_states=True).hidden_states) == len(model.backbone.layers) + 1
 
 
 def test_without_grafts_it_generates_what_transformers_generates(family_base, tokens):

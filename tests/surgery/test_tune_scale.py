@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -58,7 +59,7 @@ MORE = ALL.model_copy(
 BF16 = DISTIL.model_copy(update={"mixed_precision": "bf16", "gradient_accumulation_steps": 1})
 RUNS = {"all": ALL, "more": MORE, "bf16": BF16}
 PLAN = Plan(sites=("L1.H3",), blend=0.5)
-PROCESSES, PATIENCE = 2, 120.0  # seconds, after which processes that wait for each other are ended
+PROCESSES, PATIENCE = 2, 600.0  # seconds, after which processes that wait for each other are ended
 
 
 @pytest.fixture(scope="module")
@@ -186,12 +187,20 @@ def process(me, port, task, make, tokenizer, folder):
     os._exit(0)
 
 
+def free_port():
+    """Of those that no system gives to connections by itself, so that none takes it before the processes do. Test runs beside
+    this one begin elsewhere."""
+    for port in range(10_000 + os.getpid() * 16 % 20_000, 32_000):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 def launch(task, make, tokenizer, folder):
     """Do something in two processes, both of which are ended when one dies, as a launcher does. Their exit codes, sorted."""
     fork = multiprocessing.get_context("fork")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     running = [fork.Process(target=process, args=(me, port, task, make, tokenizer, folder)) for me in range(PROCESSES)]
     for one in running:
         one.start()
