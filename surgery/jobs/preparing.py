@@ -6,7 +6,8 @@ from surgery.evaluation.serving import check_serving
 from surgery.evaluation.suites import bench_seed, check_probes, standard
 from surgery.evaluation.text_hits import check_hits
 from surgery.families import family_of
-from surgery.loading.checkpoint import Checkpoint, load_empty
+from surgery.loading.checkpoint import Checkpoint
+from surgery.loading.empty import load_empty
 from surgery.locating.questions import check_questions
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.perplexity import Perplexity

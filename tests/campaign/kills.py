@@ -22,6 +22,7 @@ import shlex
 import shutil
 import sys
 import time
+import traceback
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -220,7 +221,10 @@ def work_through(
             with results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(status)
 
 
