@@ -11,7 +11,7 @@ USED: dict[str, tuple[str, ...]] = {
     "prune": (
         *OPENING, "seed", "locate.probe", "locate.options", "locate.examples", "locate.batch_size", "data.facts",
     ),
-    "plan": ("plan", "seed"),
+    "plan": (*OPENING, "plan", "seed", "data.train_text", "tune.text_tokens", "locate.batch_size"),
     "splice": OPENING,
     "tune": (*OPENING, "seed", "data", "tune", "bench.windows", "bench.window"),
     "export": OPENING,

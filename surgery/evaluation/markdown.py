@@ -1,5 +1,6 @@
 """The report as tables that a newcomer understands: for the terminal, report.md and the model card."""
 
+from surgery.evaluation.found import found, rounds
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, value
 from surgery.records.names import is_dose
@@ -57,7 +58,8 @@ def render(report: Report) -> str:
     provenance = report.provenance
     base = report.models[next(iter(report.models))]
     parts = [
-        f"# {provenance.base}: base and hybrid compared\n", f"{did_it_help(report)}\n", results(report), *_swept(report),
+        f"# {provenance.base}: base and hybrid compared\n", f"{did_it_help(report)}\n", results(report), *_found(report),
+        *_swept(report),
     ]  # fmt: skip
     changed = {name: model for name, model in report.models.items() if model.change}
     if changed:
@@ -86,6 +88,14 @@ def render(report: Report) -> str:
         + (f"\nPeak memory: {peaks}.\n" if peaks else "")
     )
     return "\n".join(parts)
+
+
+def _found(report: Report) -> list[str]:
+    """What the run found by itself."""
+    if not (words := found(report)):
+        return []
+    cells = rounds(report)
+    return [f"## What was found by measuring\n\n{words}\n" + (f"\n{table(*cells)}\n" if cells else "")]
 
 
 def _verdicts(changed: dict[str, ModelReport]) -> list[str]:

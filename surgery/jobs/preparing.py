@@ -7,7 +7,8 @@ from surgery.evaluation.suites import bench_seed, check_probes, standard
 from surgery.evaluation.text_hits import check_hits
 from surgery.families import family_of
 from surgery.jobs.sizes import check_bench, check_tuning
-from surgery.loading.checkpoint import Checkpoint, load_empty
+from surgery.loading.checkpoint import Checkpoint
+from surgery.loading.empty import load_empty
 from surgery.locating.questions import check_questions
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.perplexity import Perplexity
@@ -44,7 +45,9 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
     check_tuning(recipe.tune, base.model)
     options = recipe.plan
     layers, heads = family_of(base.model.config).shape(base.model.config)
-    most, leading = (layers * heads, options.heads) if options.kind == "head" else (layers, options.layers)
+    most, leading = (
+        (layers * heads, 1 if options.grows else options.counted) if options.kind == "head" else (layers, options.layers)
+    )
     counts = {f"plan.{options.kind}s": leading} if options.sites is None else {}
     counts |= {"bench.doses": max(recipe.bench.doses, default=0)}
     for name, count in counts.items():
@@ -59,7 +62,7 @@ def _check_donor(recipe: Recipe, base: Checkpoint) -> None:
     """Whether the grafts can start from the donor, by its configuration: where the sites are not yet known, at the first."""
     options = recipe.plan
     donor = load_empty(options.donor or "")
-    trial = Plan(sites=options.sites_named(), **options.model_dump(exclude={"heads", "layers", "sites"}))
+    trial = Plan(sites=options.sites_named(), **options.model_dump(exclude={"heads", "layers", "sites", "auto"}))
     check_donor(base.model, trial, donor)
     if trial.kind == "layer":
         for site in trial.sites:

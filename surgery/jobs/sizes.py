@@ -1,5 +1,5 @@
 """Whether the sizes of a recipe fit into memory at all: before anything is allocated, and by the least that they take, the
-states of all tokens that go through the model at once, in one layer. What passes may still need more; --dry-run estimates it."""
+states of all tokens that go through the model at once, in one layer. What passes may need more; --dry-run estimates it."""
 
 from transformers import PreTrainedModel
 
