@@ -97,8 +97,9 @@ class Distillation(nn.Module):
             if target_count or not self.hit_weight:
                 hidden = self._above(self._below(ids, (key, "lesson")), positions)
                 ce = self._cross_entropy(hidden, at(positions, targets)) / target_count
-            else:  # nothing but text
-                ce = torch.zeros((), device=ids.device)
+            else:  # nothing but text, of which a part of a batch may have none; every trained number still gets a gradient
+                trained = [p.float().sum() for p in self.student.parameters() if p.requires_grad]
+                ce = 0 * torch.stack(trained).sum()
             kl = ce.new_zeros(())
             if self.hit_weight:
                 hits = kl

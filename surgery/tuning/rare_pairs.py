@@ -15,8 +15,8 @@ STRETCH = 256  # of an excerpt
 
 
 def training_pairs(tokenizer: PreTrainedTokenizerBase, data: Data, tokens: int | None = None) -> PairCounts:
-    """The pairs in `tokens` tokens (by default TOKENS) of the training text, drawn by the weights of its sources: the same for every run, whatever
-    its seed. Raises UserError for text that cannot be read or is too short."""
+    """The pairs in `tokens` tokens (by default TOKENS) of the training text, drawn by its weights: the same for every run,
+    whatever its seed. Raises UserError for text that cannot be read or is too short."""
     tokens = TOKENS if tokens is None else tokens
     sources = open_sources(data, Reading(tokenizer, STRETCH, 0, held_out=True))
     drawn = Draws("pairs", [text.weight for text in data.train_text], tokens)
