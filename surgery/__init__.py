@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from surgery.records.recipe import Recipe, Tune, read_recipe
     from surgery.records.site import Site
     from surgery.splicing.splice import adopt, splice, unsplice
+    from surgery.tuning.growing import grow
     from surgery.tuning.loop import tune
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "bench",
     "estimate",
     "export",
+    "grow",
     "load",
     "locate",
     "plan",
@@ -72,6 +74,7 @@ _MODULES = {
     "bench": "evaluation.bench",
     "estimate": "jobs.costs.estimate",
     "export": "exporting.export",
+    "grow": "tuning.growing",
     "load": "loading.checkpoint",
     "locate": "locating.locate",
     "plan": "locating.planning",

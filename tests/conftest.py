@@ -1,5 +1,6 @@
 """Small random models of the exact Hugging Face class, and the built-in checkpoint."""
 
+import gc
 import os
 import sys
 from functools import partial
@@ -11,8 +12,10 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("SURGERY_TEST_THREADS", "1")
 # Before transformers is imported, which reads this one.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the Hub is a mistake
 
+import hypothesis
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import (
     FalconMambaConfig,
     FalconMambaForCausalLM,
@@ -27,6 +30,12 @@ from transformers import (
 from surgery.hybrids.llamba import LlambaConfig, LlambaForCausalLM
 from surgery.world.tokenizer import build_tokenizer
 from tools.double import float64
+
+# A case that takes long, or is drawn slowly, on a busy machine is no failure; and every run draws the same ones.
+hypothesis.settings.register_profile(
+    "anywhere", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("anywhere")
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "checkpoints" / "tiny-mamba2"
@@ -112,6 +121,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def base() -> PreTrainedModel:
     """A Mamba-2 that reads the built-in world; do not change it."""
     return random_base(vocab_size=VOCABULARY)
+
+
+def storages():
+    """Place -> what holds the numbers of a tensor, of all that are alive in this process."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and type(thing) is not FakeTensor]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if not t.is_meta}
+
+
+@pytest.fixture
+def live_bytes():
+    """Counts the bytes of all tensors that were made since the test began. Those from before are kept until it ends: what other
+    tests have left might go at any moment, and be subtracted."""
+    before = storages()
+    return lambda: sum(storage.nbytes() for place, storage in storages().items() if place not in before)
 
 
 @pytest.fixture

@@ -13,25 +13,42 @@ from tools.full_size_record import FullSize
 from tools.published import published
 
 MIB = 2**20
-# A process that maps a file, as weights are, holds 60 MiB of its own, and starts another one that maps the same file.
+# A process that maps a file, as weights are, holds 60 MiB of its own, and starts another one that maps the same file, and ends
+# once both have been looked at.
 PROGRAM = """
-import mmap, subprocess, sys, time
+import mmap, os, subprocess, sys, time
 opened = open(sys.argv[1])
 weights = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
 seen = sum(weights[i] for i in range(0, len(weights), 4096))
 own = b"x" * (60 * 2**20) if len(sys.argv) > 2 else b""
 child = subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]]) if len(sys.argv) > 2 else None
-time.sleep(1.5 if child is None else 0)
-print("done", flush=True) if child is None else child.wait()
+if child is None:
+    open("ready", "w").close()
+    while not os.path.exists("seen"):
+        time.sleep(0.02)
+    print("done", flush=True)
+else:
+    child.wait()
 sys.exit(3 if child is not None else 0)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")
-def test_pages_that_processes_share_count_once(tmp_path):
+def test_pages_that_processes_share_count_once(tmp_path, monkeypatch):
+    looks = []
+
+    def look(*arguments):
+        """From one look after both are there on."""
+        looks.append((tmp_path / "ready").exists())
+        if sum(looks) > 1:
+            (tmp_path / "seen").touch()
+        return family(*arguments)
+
+    family = peak_memory._family
+    monkeypatch.setattr(peak_memory, "_family", look)
     (tmp_path / "weights").write_bytes(b"1" * (200 * MIB))
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "weights"), PROGRAM]
-    outcome = peak_memory.measure(command, tmp_path / "log")
+    outcome = peak_memory.measure(command, tmp_path / "log", folder=tmp_path)
     assert outcome.status == 3
     assert outcome.output == "done\n"
     assert 260 * MIB < outcome.peak < 340 * MIB  # mapped twice it would be 460

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,7 +78,28 @@ def test_what_failed_is_done_again_and_what_passed_is_not(tmp_path):
     assert count.read_text() == "xxxxx"
 
 
-def test_time_ends_a_part_and_the_next_call_goes_on(tmp_path, capfd):
+@pytest.fixture
+def ready(tmp_path, monkeypatch):
+    """The file with which a part says that it works. Then, and no sooner, its time is over: a busy machine may take long to
+    start a process."""
+    path = tmp_path / "ready"
+
+    class Popen(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout is None or path.exists():
+                return super().wait(timeout)
+            while self.poll() is None and not path.exists():
+                time.sleep(0.01)
+            if self.returncode is None:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return self.returncode
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: 1000.0 * path.exists()))
+    return path
+
+
+def test_time_ends_a_part_and_the_next_call_goes_on(tmp_path, capfd, ready):
     """It is interrupted, and may write what it has; one that does not end then is ended; a later part is not begun."""
     out, half = tmp_path / "gpu.json", tmp_path / "half"
     code = f"""
@@ -85,13 +107,14 @@ import os, time
 if os.path.exists({str(half)!r}):
     raise SystemExit(0)
 try:
+    open({str(ready)!r}, "w").close()
     time.sleep(600)
 except KeyboardInterrupt:
     open({str(half)!r}, "w").write("half")
     raise SystemExit(130)
 """
     todo = [part("long", code), part("next", "print(2)")]
-    assert conduct(todo, HERE, out, tmp_path / "log", 12) == 2
+    assert conduct(todo, HERE, out, tmp_path / "log", 60) == 2
     assert half.read_text() == "half"
     assert outcomes(out)["long"] == "out of time"
     assert "the same command goes on there" in capfd.readouterr().out
@@ -99,16 +122,17 @@ except KeyboardInterrupt:
     assert outcomes(out) == {"long": "passed", "next": "passed"}
 
 
-def test_a_part_that_does_not_listen_is_killed_with_its_children(tmp_path, monkeypatch):
+def test_a_part_that_does_not_listen_is_killed_with_its_children(tmp_path, monkeypatch, ready):
     monkeypatch.setattr(gpu, "GRACE", 0.5)
-    code = """
+    code = f"""
 import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)
+open({str(ready)!r}, "w").close()
 time.sleep(600)
 """
     out = tmp_path / "gpu.json"
-    assert conduct([part("deaf", code, read=int)], HERE, out, tmp_path / "log", 6) == 2
+    assert conduct([part("deaf", code, read=int)], HERE, out, tmp_path / "log", 60) == 2
     child = json.loads(out.read_text())["parts"]["deaf"]["result"]
     state, end = Path(f"/proc/{child}/stat"), time.monotonic() + 60
     while state.exists() and state.read_text().split()[2] != "Z":  # it was killed, and takes a moment to die

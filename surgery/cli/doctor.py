@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from surgery.cli.console import show, table
+from surgery.cli.console import show, starting, table
+from surgery.cli.options import Trust
 from surgery.doctor.groups import GROUPS
 from surgery.errors import UserError
+from surgery.records.reading import check_name
 
 if TYPE_CHECKING:
     from surgery.doctor.benchmark import Benchmark
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
 
 
 def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A model to examine: Hub id, folder, original folder, or patch. Its configuration suffices."),
+    ] = None,
     bench: Annotated[
         bool, typer.Option("--bench", help="Also measure the kernels against what they replace (minutes).")
     ] = False,
@@ -25,17 +31,26 @@ def doctor(
     out: Annotated[
         Path | None, typer.Option("--out", help="Also write the JSON to this file; with --only, into what was measured before.")
     ] = None,
+    trust_remote_code: Trust = False,
 ) -> None:
-    """Say which kernels serve on this machine.
+    """Say which kernels serve on this machine, or what can be done with a model.
 
-    Of every operation: the kernel that serves it, and why the others do not.
+    Of every operation: the kernel that serves it, and why the others do not. Of a
+    model: which layers can be grafted, how they are located, how the hybrid can be
+    exported, and why not. Its weights are not read.
 
     Examples:
       surgery doctor
+      surgery doctor checkpoints/tiny-mamba2
       surgery doctor --bench --only rms_norm_forward --out bench.json
     """
     if unknown := set(only or ()) - set(GROUPS):
         raise UserError(f"nothing to measure is named '{min(unknown)}'; there are {', '.join(GROUPS)}")
+    if model is not None:
+        if bench or only:
+            raise UserError("of a model nothing is measured; leave --bench and --only out")
+        _examined(check_name(model), trust_remote_code, as_json, out)
+        return
     result, rows = _measured(only, seconds, out) if bench else _diagnosed()
     if out:
         result.write(out)
@@ -46,6 +61,21 @@ def doctor(
 
     show(describe(result.environment))
     table(*rows)
+
+
+def _examined(model: str, trust_remote_code: bool, as_json: bool, out: Path | None) -> None:
+    with starting():
+        from surgery.doctor.examination import examine
+        from surgery.doctor.examination_text import lines
+
+        examination = examine(model, trust_remote_code)
+    if out:
+        examination.write(out)
+    if as_json:
+        print(examination.model_dump_json(indent=2))
+        return
+    for line in lines(examination):
+        show(line)
 
 
 def _diagnosed() -> tuple["Diagnosis", "Table"]:

@@ -11,7 +11,7 @@ USED: dict[str, tuple[str, ...]] = {
     "prune": (
         *OPENING, "seed", "locate.probe", "locate.options", "locate.examples", "locate.batch_size", "data.facts",
     ),
-    "plan": ("plan", "seed"),
+    "plan": (*OPENING, "plan", "seed", "data.train_text", "tune.text_tokens", "locate.batch_size"),
     "splice": OPENING,
     "tune": (*OPENING, "seed", "data", "tune", "bench.windows", "bench.window"),
     "export": OPENING,
@@ -20,7 +20,7 @@ USED: dict[str, tuple[str, ...]] = {
         *OPENING, "seed", "data", "locate.probe", "locate.options", "tune.early_stopping",
         *(f"bench.{name}" for name in (
             "suites", "tasks", "include_path", "data_path", "task_limit", "pairs", "unseen_pairs", "limit", "seeds", "windows",
-            "window", "contexts", "depths", "batches", "concurrencies",
+            "window", "contexts", "rare", "depths", "batches", "concurrencies",
             "engine_python", "batch_size",
         )),
     ),

@@ -76,7 +76,7 @@ def rehearse(
 ) -> Rehearsal:
     """Take a few steps of `distil` and put everything back. Nothing is written. Each of several processes measures itself.
     Arguments as for tune. Raises UserError for whatever tune would refuse."""
-    data, steps = data or Data(), options.steps
+    data, steps = data or Data(), options.most_steps
     short: dict[str, Any] = {"steps": STEPS, "report_to": ()}
     short |= dict.fromkeys(("align", "calibrate", "early_stopping", "repeat"))
     whole = options.model_copy(update={"curriculum": 0.0, **short})

@@ -11,10 +11,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.evaluation.cells import Cell, check_same, kept, values
 from surgery.evaluation.entries import Entry, Turns
-from surgery.evaluation.report import LOSSES, Cost, ModelReport, Perplexity, Report, Serving, Speed
+from surgery.evaluation.report import HITS, Cost, ModelReport, Perplexity, Report, Serving, Speed
 from surgery.evaluation.serving import Served, check_serving, serve, versions
 from surgery.evaluation.speed import Timed, decode_cost, speed
 from surgery.evaluation.suites import Task, tasks
+from surgery.evaluation.text_hits import no_hits
 from surgery.loading.digests import Conditions, fingerprint, tokenizer_digest
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import within
@@ -136,6 +137,8 @@ def measure(
     check_serving(options)
     named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
     todo = tasks(options, tokenizer, data, seed, part)
+    if without := next((task.name for task in todo if not task.count and task.name.startswith(HITS)), None):
+        raise no_hits(without, data)
     models, words = Turns(named), tokenizer_digest(tokenizer)
     for model in models.held.values():
         keep_apart(model)
@@ -260,7 +263,7 @@ def _time(models: Turns, names: list[str], measure: Callable[[Mapping[str, PreTr
 
 
 def _result(task: str, measured: np.ndarray) -> Proportion | Estimate | Perplexity:
-    if task in LOSSES:
+    if task in ("perplexity", "sliding"):
         return Perplexity(value=float(np.exp(measured.mean())), loss=mean(measured))
     return proportion(measured) if decisions(measured) else mean(measured)
 

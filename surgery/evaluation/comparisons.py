@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from surgery.evaluation import markdown
 from surgery.evaluation.charts import Bar, bar, minus
 from surgery.evaluation.judgement import heading, verdict
-from surgery.evaluation.report import LOSSES, ModelReport, Perplexity, Report, value
+from surgery.evaluation.report import ModelReport, Perplexity, Report, is_loss, value
 from surgery.records.names import is_control
 from surgery.statistics import Estimate, Proportion
 
@@ -43,7 +43,7 @@ class Summary:
 def summaries(report: Report) -> list[Summary]:
     """Of every model but the base."""
     changes = [item for model in report.models.values() for item in model.change.items()]
-    bounds = {loss: _bound([change for task, change in changes if (task in LOSSES) == loss]) for loss in (True, False)}
+    bounds = {loss: _bound([change for task, change in changes if is_loss(task) == loss]) for loss in (True, False)}
     return [_summary(report, name, bounds) for name in list(report.models)[1:]]
 
 
@@ -69,7 +69,7 @@ def result_text(result: Proportion | Estimate | Perplexity) -> str:
 
 def change_text(task: str, change: Estimate) -> str:
     """In points of a hundred, a loss in nats, with a proper minus."""
-    scale, places, unit = (1, 4, "nats") if task in LOSSES else (100, 1, "points")
+    scale, places, unit = (1, 4, "nats") if is_loss(task) else (100, 1, "points")
     middle, low, high = (f"{scale * part:+.{places}f}" for part in (change.value, *change.ci95))
     return minus(f"{middle} {unit} [{low}, {high}]")
 
@@ -81,7 +81,7 @@ def count(result: Proportion | Estimate | Perplexity) -> int:
 
 def _summary(report: Report, name: str, bounds: dict[bool, float]) -> Summary:
     base, model = next(iter(report.models.values())), report.models[name]
-    differences = [_difference(base, model, task, bounds[task in LOSSES]) for task in model.change]
+    differences = [_difference(base, model, task, bounds[is_loss(task)]) for task in model.change]
     headline, decisive = "", None
     if base.kv:  # the largest size, and not the one that looks best
         size = max(base.kv, key=int)

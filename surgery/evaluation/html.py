@@ -14,6 +14,7 @@ from surgery.evaluation import markdown
 from surgery.evaluation.atlas_page import Atlas, atlas
 from surgery.evaluation.charts import looks
 from surgery.evaluation.comparisons import SYMBOLS, closest_control, count, summaries
+from surgery.evaluation.found import found, rounds
 from surgery.evaluation.head_matrices import Mixing
 from surgery.evaluation.judgement import judge
 from surgery.evaluation.mixing_page import mixing_page
@@ -36,7 +37,7 @@ def render(report: Report, ranking: Ranking | None = None, mixing: Mixing | None
     )
     content: dict[str, Any] = {
         "report": report, "answers": _answers(report), "base": next(iter(report.models)), "looks": look, "symbols": SYMBOLS,
-        "explanation": markdown.EXPLANATION,
+        "explanation": markdown.EXPLANATION, "found": found(report), "rounds": rounds(report),
         "hybrids": [model for model in models if not (is_control(model.name) or is_dose(model.name))],
         "controls": [model for model in models if is_control(model.name)],
         "closest": closest_control(report), "results": markdown.rows(report), "summaries": models,

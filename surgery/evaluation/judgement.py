@@ -7,8 +7,7 @@ no control does as well. What it costs stands beside it.
 from dataclasses import dataclass
 from typing import Literal
 
-from surgery.evaluation.report import ModelReport, Report, value
-from surgery.evaluation.suites import LOSSES
+from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, is_loss, value
 from surgery.records.names import is_control, is_dose
 from surgery.statistics import Estimate, Evidence, at_chance, written
 
@@ -53,12 +52,14 @@ def heading(task: str) -> str:
     """A task's name in a table."""
     if task.startswith(f"{UNSEEN}."):
         return f"KV {task.removeprefix(f'{UNSEEN}.')}, unseen keys"
+    if (family := task.partition(".")[0]) in (HITS, OTHERS):
+        return f"{family.replace('_', ' ')} at {task.removeprefix(f'{family}.')} (nats)"
     return task.replace("kv.", "KV ")
 
 
 def verdict(task: str, change: Estimate, said: Evidence) -> str:
     """What a difference says, in words. Perhaps: its own interval leaves out 0, which among all comparisons may be chance."""
-    loss, short = task in LOSSES, _direction(task, change, said)
+    loss, short = is_loss(task), _direction(task, change, said)
     if said.differs:
         return f"{short} (p = {said.p_holm:.2g})"
     if short.startswith("perhaps"):
@@ -73,7 +74,7 @@ def verdict(task: str, change: Estimate, said: Evidence) -> str:
 
 def _direction(task: str, change: Estimate, said: Evidence | None) -> str:
     """better, worse, either with "perhaps", or no difference seen."""
-    direction = "better" if (change.value < 0) == (task in LOSSES) else "worse"
+    direction = "better" if (change.value < 0) == is_loss(task) else "worse"
     if said is not None and said.differs:
         return direction
     return f"perhaps {direction}" if change.ci95[0] > 0 or change.ci95[1] < 0 else "no difference seen"
@@ -81,8 +82,10 @@ def _direction(task: str, change: Estimate, said: Evidence | None) -> str:
 
 def _judged(report: Report, name: str) -> Judgement:
     base, model = next(iter(report.models.values())), report.models[name]
+    if not base.kv and (decided := _judged_by_hits(report, name)) is not None:
+        return decided
     if not base.kv:
-        answer = "Not to be judged: retrieval was not measured (bench.suites without quick or retrieval)."
+        answer = "Not to be judged: retrieval was not measured (bench.suites without quick, retrieval or hits)."
         return Judgement(name, "not to be judged", answer, (_cost(base, model),))
     size = max(base.kv, key=int)  # the largest size, and not the one that looks best
     task = f"kv.{size}"
@@ -119,7 +122,58 @@ def _judged(report: Report, name: str) -> Judgement:
             answer += " The base leaves next to nothing to gain on this probe; a gain could not show. Ask for more pairs."
     else:
         answer = f"No, {direction}: {compared}."
-    return Judgement(name, verdict, answer, tuple(filter(None, (control, _cost(base, model)))))
+    return Judgement(name, verdict, answer, tuple(filter(None, (control, _text(base, model), _cost(base, model)))))
+
+
+def _judged_by_hits(report: Report, name: str) -> Judgement | None:
+    """By the loss on recall hits in the longest rows, where no dictionaries were asked; None if it was not measured either."""
+    base, model = next(iter(report.models.values())), report.models[name]
+    task = _longest(base, HITS)
+    if task is None or task not in model.change:
+        return None
+    direction, (control, clear) = _direction(task, model.change[task], model.evidence.get(task)), _controls(report, name, task)
+    verdict: Verdict = "no"
+    compared = f"on {_said_of_hits(base, model, task)}"
+    if direction == "better" and clear:
+        verdict, answer = "yes", f"Yes: {compared}."
+    elif direction == "better":
+        verdict, answer = "unclear", f"Unclear: {compared}, but a control does about as well."
+    elif direction == "perhaps better":
+        verdict, answer = "perhaps", (
+            f"Perhaps: {compared}, which may be chance among so many comparisons; take more text (bench.windows)."
+        )  # fmt: skip
+    elif direction == "no difference seen":
+        answer = f"No difference seen: {compared}."
+    else:
+        answer = f"No, {direction}: {compared}."
+    others = f"{OTHERS}{task.removeprefix(HITS)}"
+    rest = (
+        f"Other tokens of the same text: {model.change[others]} nats{_said(model, others)}." if others in model.change else ""
+    )
+    return Judgement(name, verdict, answer, tuple(filter(None, (control, rest, _cost(base, model)))))
+
+
+def _longest(base: ModelReport, family: str) -> str | None:
+    """The task of a family of losses that has the longest rows."""
+    lengths = [int(task.partition(".")[2]) for task in base.tasks if task.startswith(f"{family}.")]
+    return f"{family}.{max(lengths)}" if lengths else None
+
+
+def _said_of_hits(base: ModelReport, model: ModelReport, task: str) -> str:
+    length = int(task.partition(".")[2])
+    return (
+        f"recall hits of text, in rows of {length:,} tokens, its loss is {value(model.tasks[task]):.3f} nats, the base's "
+        f"{value(base.tasks[task]):.3f} (difference {model.change[task]})"
+    )
+
+
+def _text(base: ModelReport, model: ModelReport) -> str:
+    """A sentence on recall hits, where they were measured beside dictionaries."""
+    task = _longest(base, HITS)
+    if task is None or task not in model.change:
+        return ""
+    said = f"{_said_of_hits(base, model, task)}{_said(model, task)}."
+    return said[0].upper() + said[1:]
 
 
 def _chance(report: Report) -> str:
@@ -140,9 +194,11 @@ def _controls(report: Report, name: str, task: str) -> tuple[str, bool]:
     controls = {other: each for other, each in report.models.items() if is_control(other) and task in each.change}
     if not controls:
         return "No control was measured, so what made the difference is not known.", True
-    best = max(controls, key=lambda other: controls[other].change[task].value)
+    sign = -1 if is_loss(task) else 1
+    best = max(controls, key=lambda other: sign * controls[other].change[task].value)
     accuracy = value(controls[best].results()[task])
-    clear = report.models[name].change[task].ci95[0] > controls[best].change[task].ci95[1]
+    own, other = (models[key].change[task].ci95 for models, key in ((report.models, name), (controls, best)))
+    clear = own[1] < other[0] if sign < 0 else own[0] > other[1]
     said = f"The best of {len(controls)} controls is {best} with {accuracy:.3f}"
     if clear:
         return f"{said}.", True

@@ -1,7 +1,8 @@
 """The report as tables that a newcomer understands: for the terminal, report.md and the model card."""
 
+from surgery.evaluation.found import found, rounds
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
-from surgery.evaluation.report import ModelReport, Report, value
+from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, value
 from surgery.records.names import is_dose
 from surgery.records.plan import Plan
 from surgery.runtime.memory import size
@@ -11,6 +12,10 @@ EXPLANATION = """\
 KV n: accuracy of key-value retrieval from a dictionary of n pairs (chance 1/n); unseen keys: of words that no lesson of tuning
 holds. Knowledge: facts asked as cloze. Letters: the same facts as multiple choice. Perplexity: on held-out text. Brackets: 95%
 intervals over examples."""
+
+HITS_EXPLANATION = """\
+Recall hits: tokens of text that complete a pair which stood before in the same row, and is rare elsewhere (bench.rare). Other
+tokens: all others. Less is better. Rows of all lengths are cut from the same text; longer ones hold hits from farther back."""
 
 
 def rows(report: Report) -> tuple[list[str], list[list[str]]]:
@@ -53,7 +58,8 @@ def render(report: Report) -> str:
     provenance = report.provenance
     base = report.models[next(iter(report.models))]
     parts = [
-        f"# {provenance.base}: base and hybrid compared\n", f"{did_it_help(report)}\n", results(report), *_swept(report),
+        f"# {provenance.base}: base and hybrid compared\n", f"{did_it_help(report)}\n", results(report), *_found(report),
+        *_swept(report),
     ]  # fmt: skip
     changed = {name: model for name, model in report.models.items() if model.change}
     if changed:
@@ -82,6 +88,14 @@ def render(report: Report) -> str:
         + (f"\nPeak memory: {peaks}.\n" if peaks else "")
     )
     return "\n".join(parts)
+
+
+def _found(report: Report) -> list[str]:
+    """What the run found by itself."""
+    if not (words := found(report)):
+        return []
+    cells = rounds(report)
+    return [f"## What was found by measuring\n\n{words}\n" + (f"\n{table(*cells)}\n" if cells else "")]
 
 
 def _verdicts(changed: dict[str, ModelReport]) -> list[str]:
@@ -116,7 +130,12 @@ def _swept(report: Report) -> list[str]:
         body = [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
         sizes = [task.removeprefix(f"{family}.").replace(".", " at ") for task in tasks]
         header = ["tokens at depth", *(f"{size}%" for size in sizes)] if family == "needle" else ["size", *sizes]
-        parts.append(f"## {family.replace('_', ' ')}\n\n{table(header, body)}\n")
+        title = family.replace("_", " ")
+        if family in (HITS, OTHERS):
+            header, title = ["tokens of a row", *sizes], f"Loss on {title} of held-out text, nats per token"
+        parts.append(f"## {title}\n\n{table(header, body)}\n")
+    if HITS in families:
+        parts.append(f"{HITS_EXPLANATION}\n\n![Loss on recall hits](hits.png)\n")
     return parts
 
 

@@ -7,14 +7,15 @@ from surgery.evaluation.chance import chance
 from surgery.evaluation.charts import Chart, Look, Point, Series, chart, looks
 from surgery.evaluation.comparisons import count, result_text
 from surgery.evaluation.judgement import UNSEEN
-from surgery.evaluation.report import ModelReport, Perplexity, Report, value
+from surgery.evaluation.report import HITS, OTHERS, ModelReport, Perplexity, Report, is_loss, value
 from surgery.records.names import is_control
 from surgery.runtime import plotting
 from surgery.statistics import Estimate, Proportion
 
 
 def retrieval_charts(report: Report, look: dict[str, Look]) -> list[Chart]:
-    """Accuracy over size, for every probe that was asked in several sizes; the needle at each depth."""
+    """Accuracy over size, for every probe that was asked in several sizes; the needle at each depth; the losses of the suite
+    hits over the length of rows."""
     families: dict[tuple[str, str], dict[str, str]] = {}
     for task in next(iter(report.models.values())).results():
         family, _, rest = task.partition(".")
@@ -33,7 +34,8 @@ def retrieval_charts(report: Report, look: dict[str, Look]) -> list[Chart]:
         title, unit, label = _labels(family, depth)
         guesses = [(float(size), guess) for task, size in sizes.items() if (guess := chance(task)) is not None]
         lines = [sorted(guesses)] if guesses else []
-        charts.append(chart(title, label, plotting.ACCURACY, series, unit=unit, top=1.0, chance=lines))
+        quantity, top = (plotting.lower("nats per token"), None) if is_loss(family) else (plotting.ACCURACY, 1.0)
+        charts.append(chart(title, label, quantity, series, unit=unit, top=top, chance=lines))
     return charts
 
 
@@ -90,6 +92,8 @@ def _labels(family: str, depth: str) -> tuple[str, str, str]:
     if family in ("kv", UNSEEN):
         unseen = ", keys that no lesson holds" if family == UNSEEN else ""
         return f"Key-value retrieval{unseen}", "pairs", "pairs in the dictionary"
+    if family in (HITS, OTHERS):
+        return f"Loss on {family.replace('_', ' ')} of text", "tokens", "tokens of a row"
     unit = "tokens" if family == "needle" else "size"
     return family.replace("_", " ") + (f" at depth {depth}%" if depth else ""), unit, unit
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from surgery.evaluation.charts import looks
 from surgery.evaluation.markdown import dosed
-from surgery.evaluation.report import ModelReport, Report
+from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report
 from surgery.records.names import is_control, is_dose
 from surgery.runtime import plotting
 
@@ -20,6 +20,8 @@ def draw(report: Report, folder: Path) -> None:
         draw_cost(report, folder / "cost.png")
     if base.speed:
         draw_speed(report, folder / "speed.png")
+    if any(task.startswith(f"{HITS}.") for task in base.tasks):
+        draw_hits(report, folder / "hits.png")
     if len(dosed(report)) > 1:
         draw_doses(report, folder / "dose.png")
 
@@ -41,6 +43,26 @@ def draw_retrieval(report: Report, path: Path) -> None:
         plotting.accuracy_axis(axis, xlabel="pairs in the dictionary", xticks=sizes)
         axis.set_title(f"Key-value retrieval, n = {n} a point, 95% intervals")
         plotting.legend(figure, axis)
+
+
+def draw_hits(report: Report, path: Path) -> None:
+    """Loss on recall hits, and on other tokens, against the length of rows, with 95% intervals; one band for all controls."""
+    base = next(iter(report.models.values()))
+    lengths = sorted(int(task.partition(".")[2]) for task in base.tasks if task.startswith(f"{HITS}."))
+    controls = [model for name, model in report.models.items() if is_control(name)]
+    with plotting.drawing(path, 2, height=5.5, sharex=True) as (figure, axes):
+        for axis, family in zip(axes[:, 0], (HITS, OTHERS), strict=True):
+            for name, style in _styles(report).items():
+                cells: list[Any] = [report.models[name].tasks[f"{family}.{length}"] for length in lengths]
+                plotting.draw_line(axis, lengths, [cell.value for cell in cells], [cell.ci95 for cell in cells], **style)
+            if controls:
+                of_controls: list[Any] = [[model.tasks[f"{family}.{length}"] for length in lengths] for model in controls]
+                plotting.draw_controls(axis, lengths, [[cell.value for cell in cells] for cells in of_controls])
+            axis.set(ylabel=plotting.lower("nats per token"), title=f"Loss on {family.replace('_', ' ')}", xscale="log")
+            axis.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
+            axis.set_xticks([], minor=True)
+        axes[-1, 0].set_xlabel("tokens of a row")
+        plotting.legend(figure, axes[0, 0])
 
 
 def draw_cost(report: Report, path: Path) -> None:

@@ -10,7 +10,13 @@ from surgery.records.plan import Plan
 from surgery.records.record import Provenance, Record, Sealed
 from surgery.statistics import Estimate, Evidence, Proportion, written
 
-LOSSES = ("perplexity", "sliding")  # tasks whose differences are those of a loss in nats per token: less is better
+HITS, OTHERS = "recall_hits", "other_tokens"  # recall_hits.1024: in rows of 1,024 tokens
+LOSSES = ("perplexity", "sliding", HITS, OTHERS)  # tasks whose differences are those of a loss in nats per token
+
+
+def is_loss(task: str) -> bool:
+    """Whether less is better. task: as a report names it, perplexity or recall_hits.1024 say."""
+    return task.partition(".")[0] in LOSSES
 
 
 class Perplexity(Record):
@@ -61,9 +67,10 @@ class Serving(Record):
 class ModelReport(Record):
     """One model's results, as far as the suites measured them. conditions: which weights, and with what they were measured
     (versions up to 0.5.1 did not say). kv: by number of pairs. tasks: everything that has no field of
-    its own, by its name: an accuracy, an Estimate where an example's score is not just right or wrong, or a Perplexity. change:
-    the paired difference to the base on the same examples (accuracies, and "perplexity" and "sliding" as the difference of the
-    mean loss in nats). evidence: what the differences say. seeds: where there are several, the mean of each one."""
+    its own, by its name: an accuracy, an Estimate where an example's score is not just right or wrong (of recall_hits and
+    other_tokens the loss in nats per token), or a Perplexity. change: the paired difference to the base on the same examples
+    (accuracies, and "perplexity" and "sliding" as the difference of the mean loss in nats). evidence: what the differences say.
+    seeds: where there are several, the mean of each one."""
 
     description: str
     plan: Plan | None

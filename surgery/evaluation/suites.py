@@ -16,7 +16,8 @@ from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.cells import digest, watched
 from surgery.evaluation.language import sliding_losses, sliding_rows
-from surgery.evaluation.report import LOSSES
+from surgery.evaluation.report import is_loss
+from surgery.evaluation.text_hits import ChosenTokens, hit_names, hit_texts, rows_at_once
 from surgery.probes import make, probes
 from surgery.probes.knowledge import Part
 from surgery.probes.perplexity import Perplexity
@@ -64,7 +65,7 @@ class Task:
 
     @property
     def metric(self) -> Literal["accuracy", "loss"]:
-        return "loss" if self.name in LOSSES else "accuracy"
+        return "loss" if is_loss(self.name) else "accuracy"
 
 
 def names(options: Bench) -> list[str]:
@@ -74,6 +75,7 @@ def names(options: Bench) -> list[str]:
         result.append("perplexity")
     if "language" in options.suites:
         result.append("sliding")
+    result += hit_names(options)
     return [*result, *standard(options)]
 
 
@@ -91,6 +93,7 @@ def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: 
         facts = {"source": data.facts, "part": part} if probe in ("knowledge", "letters") else {}
         result += _probe_tasks(name, probe, fields | facts, options, tokenizer, data, seed)
     result += _text_tasks(options, tokenizer, data, seed)
+    result += _hit_tasks(options, tokenizer, data, seed)
     if names_of := standard(options):
         loaded = harness.load(names_of, options.include_path, options.data_path)
         result += [_standard_task(name, task, options, tokenizer) for name in names_of for task in loaded[name]]
@@ -209,6 +212,30 @@ def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, 
 
             shapes = partial(_text_shapes, rows, together)
             result.append(Task(name, s, f"{name} {' '.join(digests)}", measure, count=len(rows), shapes=shapes))
+    return result
+
+
+def _hit_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> list[Task]:
+    together = max(1, options.batch_size // WINDOW_ROWS)
+    result: list[Task] = []
+    known: set[str] = set()
+    for s in range(seed, seed + options.seeds):
+        for name, text in hit_texts(options, tokenizer, data, bench_seed(s)).items():
+            digests = tuple(map(digest, text.texts()))
+            identity = f"{name} {' '.join(digests)}"
+            if identity in known:  # a text file is the same for every seed
+                continue
+            known.add(identity)
+            rows = rows_at_once(options, text.chosen.shape[1], together)
+
+            def measure(
+                model: PreTrainedModel, text: ChosenTokens = text, rows: int = rows, digests: tuple[str, ...] = digests
+            ) -> Outcome:
+                values, inputs = text.losses(model, rows)
+                return Outcome(values, digests, inputs)
+
+            shapes = partial(_text_shapes, text.rows.ids, rows)
+            result.append(Task(name, s, identity, measure, count=len(digests) if text.chosen.any() else 0, shapes=shapes))
     return result
 
 

@@ -78,11 +78,8 @@ def export(
     if format not in FORMATS:
         raise UserError(f"cannot export as '{format}'; there are {', '.join(FORMATS)}")
     model = model_of(hybrid, "export")
-    if is_quantised(model) and format not in ("hf", "patch"):
-        raise UserError(
-            f"a quantised base cannot be written as '{format}', whose weights are floating-point numbers; splice and export "
-            "with the base as it was before"
-        )
+    if is_quantised(model) and (reason := integers_why_not(format)):
+        raise UserError(reason)
     written = FORMATS[format]
     if unknown := set(options) - set(inspect.signature(written.write).parameters):
         raise UserError(f"an export as '{format}' has no option '{min(unknown)}'")
@@ -100,6 +97,24 @@ def export(
         format, written, model, path, tokenizer=prompting(tokenizer), plan=plan, base=base, recipe=recipe, report=report,
         figures=figures, identity=identity, verify=verify, engines=pythons, **options,
     )  # fmt: skip
+
+
+def integers_why_not(format: str) -> str | None:
+    """Why a format cannot hold a quantised model; None if it can."""
+    if format in ("hf", "patch"):
+        return None
+    return (
+        f"a quantised base cannot be written as '{format}', whose weights are floating-point numbers; splice and export "
+        "with the base as it was before"
+    )
+
+
+def why_not(format: str, config: Any) -> str | None:
+    """Why a hybrid or a base of this configuration cannot be written in a format; None if it can."""
+    if getattr(config, "quantization_config", None) and (reason := integers_why_not(format)):
+        return reason
+    ask = getattr(FORMATS[format], "why_not", None)  # a format without the function holds all
+    return None if ask is None else ask(config)
 
 
 def check_space(format: str, hybrid: PreTrainedModel, path: Path) -> None:

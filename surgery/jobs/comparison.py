@@ -10,7 +10,7 @@ from surgery.evaluation.entries import Entry, Turns
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.jobs.opening import open_compared
-from surgery.jobs.output_folder import RECIPE, begin, check_folder
+from surgery.jobs.output_folder import RECIPE, begin, check_folder, withdrawn_if_refused
 from surgery.jobs.preparing import check
 from surgery.jobs.report_folder import REPORT, write_report
 from surgery.kernels.dispatch import use
@@ -28,6 +28,7 @@ from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
 
 
+@withdrawn_if_refused
 def compare(
     recipe: Recipe,
     others: list[str],

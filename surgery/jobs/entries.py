@@ -82,7 +82,7 @@ def _elsewhere(recipe: Recipe, ranking: Ranking, chosen: Plan) -> dict[str, tupl
             plans[name] = description, beside
             plans[f"{name}_tuned"] = "the same, its grafts tuned", beside
     for dose in recipe.bench.doses:
-        leading = plan(ranking, **recipe.plan.model_dump() | {"heads": dose, "sites": None}, seed=recipe.seed)
+        leading = plan(ranking, **recipe.plan.given() | {"heads": dose, "sites": None, "blend": chosen.blend}, seed=recipe.seed)
         plans[f"dose_{dose}"] = f"the leading heads spliced, {dose} of them, no training", leading
     return plans
 

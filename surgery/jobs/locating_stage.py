@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from surgery.jobs.opening import advise_base, open_checkpoint
-from surgery.jobs.output_folder import begin, check_folder
+from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.jobs.stages import first_change, first_difference, shown
 from surgery.loading.checkpoint import Checkpoint
 from surgery.locating.atlas import draw_atlas
@@ -78,6 +78,7 @@ def _outdated(ranking: Ranking, recipe: Recipe, subject: Subject) -> str | None:
     return None if ranking.questions == questions_digest(sets) else "set of questions"
 
 
+@withdrawn_if_refused
 def locate_model(
     recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool = False, trust_remote_code: bool = False
 ) -> tuple[Ranking, Checkpoint]:

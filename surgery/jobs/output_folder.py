@@ -1,7 +1,11 @@
 """The output folder of a verb. What an earlier run left in it is never overwritten unasked: --resume goes on with it,
 --overwrite removes it first."""
 
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import yaml
 
@@ -17,6 +21,8 @@ from surgery.runtime.replacing import is_hidden, recover, remove, sweep
 RECIPE, RUN = "recipe.yaml", "run.json"
 # What a verb leaves in its folder, so that --overwrite removes nothing else. (exporting/ removes its own leftovers.)
 COMMON = (RECIPE, RUN)  # in this order
+# What is written before anything is measured or trained.
+BEFOREHAND = (*COMMON, "tuning.json")
 LOCATE = ("ranking.json", "ranking.safetensors", "atlas.png", "mixing.png", "locate")
 BENCH = (
     "report.json", "report.md", "report.html", "mixing.json", "grafts.png", "retrieval.png", "cost.png", "speed.png",
@@ -27,8 +33,12 @@ LEFT = {
     "bench": BENCH,
     "prune": ("pruning.json",),
     "tune": ("checkpoint-*", ".checkpoint-*", "tuning.json", "adapter", "lora.txt"),
-    "run": (*LOCATE, *BENCH, PLAN, "tuning", "hybrid", "findings.json", "figure.png", "seed-*"),
+    "run": (*LOCATE, *BENCH, PLAN, "planning", "tuning", "hybrid", "findings.json", "figure.png", "seed-*"),
 }
+P = ParamSpec("P")
+T = TypeVar("T")
+# Of the job that runs: a folder that was empty when it began -> which folders of its path were not there.
+_new: dict[Path, list[Path]] = {}
 
 
 class Run(Record):
@@ -72,6 +82,8 @@ def begin(
     is none, or it cannot be read any more). Raises UserError as check_folder does."""
     check_folder(out, verb, resume=resume, overwrite=overwrite, resumable=resumable)
     earlier = _earlier(out / RECIPE) if resume else None
+    if is_empty(out):
+        _new[out] = [path for path in (out, *out.parents) if not path.exists()]
     sweep(out)
     recover(out / "hybrid")
     if overwrite:
@@ -80,6 +92,35 @@ def begin(
     Run(toolkit=toolkit(), verb=verb).write(out / RUN)
     write_text(out / RECIPE, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
     return earlier
+
+
+def withdrawn_if_refused(job: Callable[P, T]) -> Callable[P, T]:
+    """A job that leaves nothing in its folder if it fails before anything was measured or trained: that a model's states
+    overflow shows in its first forward pass alone, when the folder is ready. An interrupted job is not refused."""
+
+    @wraps(job)
+    def whole(*arguments: P.args, **options: P.kwargs) -> T:
+        _new.clear()
+        try:
+            return job(*arguments, **options)
+        except Exception:
+            for out, created in _new.items():
+                _withdraw(out, created)
+            raise
+
+    return whole
+
+
+def _withdraw(out: Path, created: list[Path]) -> None:
+    """Remove what begin() has written, and the folders that it created, if nothing else was written."""
+    entries = [path for path in out.rglob("*") if not is_hidden(path)]
+    files = [path for path in entries if path.is_symlink() or not path.is_dir()]
+    if {path.relative_to(out).as_posix() for path in files} <= {*BEFOREHAND}:
+        with suppress(OSError):  # of a disk on which nothing can be changed any more
+            for path in files:
+                path.unlink()
+            for folder in (*sorted({*entries} - {*files}, reverse=True), *created):
+                folder.rmdir()
 
 
 def is_empty(out: Path) -> bool:

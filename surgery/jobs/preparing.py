@@ -3,9 +3,12 @@
 from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.serving import check_serving
-from surgery.evaluation.suites import check_probes, standard
+from surgery.evaluation.suites import bench_seed, check_probes, standard
+from surgery.evaluation.text_hits import check_hits
 from surgery.families import family_of
-from surgery.loading.checkpoint import Checkpoint, load_empty
+from surgery.jobs.sizes import check_bench, check_tuning
+from surgery.loading.checkpoint import Checkpoint
+from surgery.loading.empty import load_empty
 from surgery.locating.questions import check_questions
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.perplexity import Perplexity
@@ -19,7 +22,9 @@ from surgery.tuning.trackers import check_trackers
 
 
 def check(recipe: Recipe, base: Checkpoint) -> None:
-    """Find out before the work begins whether its inputs are there. Raises UserError for the first that is not."""
+    """Find out before the work begins whether its inputs are there, and a window fits into memory. Raises UserError for the
+    first that is not, or does not."""
+    check_bench(recipe.bench, base.model)
     with busy("checking the inputs"):
         if names := standard(recipe.bench):
             harness.load(names, recipe.bench.include_path, recipe.bench.data_path)
@@ -28,6 +33,7 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
         check_questions(base.tokenizer, recipe.locate, recipe.seed)
         Knowledge(recipe.data.facts).questions(1, seed=0)
         Letters(recipe.data.facts).questions(1, seed=0)
+        check_hits(recipe.bench, base.tokenizer, recipe.data, bench_seed(recipe.seed))
         Perplexity(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
         batches.check(base.tokenizer, recipe.tune, recipe.data, recipe.bench, recipe.seed)
 
@@ -36,10 +42,13 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
     """Find out before anything is located whether what comes after it can be done: the plan with this base, its donor, and the
     trackers of tuning. Raises UserError for the first that cannot."""
     check_trackers(recipe.tune)
+    check_tuning(recipe.tune, base.model)
     options = recipe.plan
     family = family_of(base.model.config)
     layers, heads = len(family.graftable(base.model)), family.shape(base.model.config)[1]
-    most, leading = (layers * heads, options.heads) if options.kind == "head" else (layers, options.layers)
+    most, leading = (
+        (layers * heads, 1 if options.grows else options.counted) if options.kind == "head" else (layers, options.layers)
+    )
     counts = {f"plan.{options.kind}s": leading} if options.sites is None else {}
     counts |= {"bench.doses": max(recipe.bench.doses, default=0)}
     for name, count in counts.items():
@@ -54,7 +63,7 @@ def _check_donor(recipe: Recipe, base: Checkpoint) -> None:
     """Whether the grafts can start from the donor, by its configuration: where the sites are not yet known, at the first."""
     options = recipe.plan
     donor = load_empty(options.donor or "")
-    trial = Plan(sites=options.sites_named(), **options.model_dump(exclude={"heads", "layers", "sites"}))
+    trial = Plan(sites=options.sites_named(), **options.model_dump(exclude={"heads", "layers", "sites", "auto"}))
     check_donor(base.model, trial, donor)
     if trial.kind == "layer":
         for site in trial.sites:

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from surgery.jobs.opening import open_checkpoint
-from surgery.jobs.output_folder import begin, check_folder
+from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.locating.heads import ROLES
 from surgery.locating.prune import Pruning, prune
 from surgery.locating.questions import check_questions
@@ -18,6 +18,7 @@ from surgery.runtime.progress import busy, say
 PRUNING = "pruning.json"
 
 
+@withdrawn_if_refused
 def prune_model(
     recipe: Recipe, ranking: Path | None, out: Path, *, overwrite: bool = False, trust_remote_code: bool = False
 ) -> Pruning:

@@ -26,16 +26,16 @@ from surgery.jobs.costs.announced import Announced
 from surgery.jobs.entries import entries_of
 from surgery.jobs.locating_stage import RANKING, located
 from surgery.jobs.opening import open_base, open_donor
-from surgery.jobs.output_folder import begin, check_folder
+from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
+from surgery.jobs.planning_stage import KEPT, planned
 from surgery.jobs.preparing import check, check_run
 from surgery.jobs.report_folder import REPORT, describe, write_report
 from surgery.jobs.stages import first_change
-from surgery.jobs.tuning_stage import tuned
+from surgery.jobs.tuning_stage import steps_of, tuned
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
 from surgery.loading.opened import a_type
 from surgery.locating.example import short_question
-from surgery.locating.planning import plan
 from surgery.locating.questions import described
 from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
@@ -50,9 +50,11 @@ from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, duration, say
 from surgery.splicing.splice import adopt
 from surgery.tuning.lora import matches
+from surgery.tuning.plateau import taken
 from surgery.tuning.state import Log
 
 
+@withdrawn_if_refused
 def run(
     recipe: Recipe, out: str | Path, *, verify: str = "auto", resume: bool = False, overwrite: bool = False,
     trust_remote_code: bool = False,
@@ -107,6 +109,7 @@ class _Job:
         self.memory: dict[str, int] = {}
         self.announced = Announced(recipe, base, out, verify)
         self.training: dict[str, dict[str, float]] = {}
+        self.log: Log = []
 
     @contextmanager
     def stage(self, name: str, announcement: str | None = None) -> Iterator[None]:
@@ -128,7 +131,12 @@ class _Job:
             return located(self.recipe, self.base, self.out, resume=self.resume, subject=self.subject)
 
     def plan(self, ranking: Ranking) -> Plan:
-        chosen = plan(ranking, **self.recipe.plan.model_dump(), seed=self.recipe.seed)
+        options = self.recipe.plan
+        if options.grows:
+            with self.stage("plan", f"adding heads to the plan while they save {options.auto.least_gain:g} nats or more"):
+                chosen = planned(self.recipe, self.base, ranking, self.out / KEPT)
+        else:
+            chosen = planned(self.recipe, self.base, ranking)
         on_main(partial(chosen.write, self.out / PLAN))
         say(f"plan: attention at {markdown.places(chosen)}")
         return chosen
@@ -151,17 +159,23 @@ class _Job:
         return report if same else None
 
     def tune(self, name: str, model: PreTrainedModel, chosen: Plan, layers: list[int] | None = None) -> PreTrainedModel:
-        options, what = self.recipe.tune, "the base's own layers" if layers else f"the grafts at {markdown.places(chosen)}"
+        # What stands beside the tuned model learns as long, with the same learning rates.
+        options = taken(self.recipe.tune, self.log) if self.log else self.recipe.tune
+        what = "the base's own layers" if layers else f"the grafts at {markdown.places(chosen)}"
         work = [stage for stage in ("align", "calibrate") if getattr(options, stage) and not layers]
-        work.append(f"{options.steps} steps of {options.batch_size} sequences and {options.text_batch_size} texts")
+        work.append(f"{steps_of(options)} of {options.batch_size} sequences and {options.text_batch_size} texts")
         with self.stage(f"tune {name}", f"tuning {name}, {what}: {', '.join(work)}"):
             log = tuned(
-                model, self.base, self.recipe, self.out / "tuning" / name, plan=None if layers else chosen, layers=layers,
+                model, self.base, self.recipe.model_copy(update={"tune": options}), self.out / "tuning" / name,
+                plan=None if layers else chosen, layers=layers,
                 teacher=adopt(self.base.model), resume=self.resume, description=name, digest=self.conditions.model,
             )  # fmt: skip
+        self.log = self.log or log  # the tuned model comes first
         end = [record for record in log if "retrieval" in record][-10:]
         end = [record for record in end if record["stage"] == end[-1]["stage"]]
         self.training[name] = {key: sum(r[key] for r in end) / len(end) for key in ("loss", "retrieval", "kl") if end}
+        if self.recipe.tune.steps == "auto":
+            self.training[name]["steps"] = sum(record["stage"] == "distil" for record in log)
         on_main(partial(write_text, self.out / "tuning" / f"{name}.csv", _csv(log)))
         return model
 

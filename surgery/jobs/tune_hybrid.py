@@ -13,9 +13,10 @@ from surgery.exporting.folder import Exported
 from surgery.exporting.formats import check_way
 from surgery.exporting.source import base_of, holds_base, is_patch, present
 from surgery.jobs.opening import in_dtype_of, open_checkpoint
-from surgery.jobs.output_folder import begin, check_folder, is_empty
+from surgery.jobs.output_folder import begin, check_folder, is_empty, withdrawn_if_refused
+from surgery.jobs.sizes import check_tuning
 from surgery.jobs.stages import first_change
-from surgery.jobs.tuning_stage import tuned
+from surgery.jobs.tuning_stage import steps_of, tuned
 from surgery.loading.checkpoint import plan_of
 from surgery.loading.digests import model_digest
 from surgery.records.recipe import Recipe
@@ -30,6 +31,7 @@ from surgery.tuning.state import Log
 from surgery.tuning.trackers import check_trackers
 
 
+@withdrawn_if_refused
 def tune_hybrid(
     recipe: Recipe,
     out: Path,
@@ -60,6 +62,7 @@ def tune_hybrid(
     base_name = base_of(hybrid) if base is None else base
     with busy("opening the models"):
         loaded = open_checkpoint(placed, trust_remote_code, base if is_patch(hybrid) else None)
+        check_tuning(recipe.tune, loaded.model)
         batches.check(loaded.tokenizer, recipe.tune, recipe.data, recipe.bench, recipe.seed)
         if recipe.tune.lora is not None:
             matches(loaded.model, recipe.tune.lora)
@@ -80,7 +83,7 @@ def tune_hybrid(
     if earlier and (change := first_change(earlier, recipe, ("tune",))) is not None:
         say(str(change))
     options = recipe.tune
-    say(f"tuning: {options.steps} steps of {options.batch_size} sequences and {options.text_batch_size} texts")
+    say(f"tuning: {steps_of(options)} of {options.batch_size} sequences and {options.text_batch_size} texts")
     log = tuned(loaded.model, loaded, recipe, work, plan=plan, teacher=teacher, resume=resume)
     if resume and on_main(partial(_holds, out, model_digest(loaded.model))):
         say(f"nothing has changed, and everything is finished: {out} holds the tuned hybrid")

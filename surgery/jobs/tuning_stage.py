@@ -10,7 +10,7 @@ from surgery.jobs.stages import first_difference
 from surgery.loading.checkpoint import Checkpoint
 from surgery.loading.digests import dtypes, model_digest, tokenizer_digest
 from surgery.records.plan import Plan
-from surgery.records.recipe import Recipe
+from surgery.records.recipe import Recipe, Tune
 from surgery.records.record import Record
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
@@ -40,6 +40,11 @@ class Tuned(Record):
     data: dict[str, Any]
 
 
+def steps_of(options: Tune) -> str:
+    """How many steps there will be, in words."""
+    return f"up to {options.max_steps} steps" if options.steps == "auto" else f"{options.steps} steps"
+
+
 def tuned(
     model: PreTrainedModel, base: Checkpoint, recipe: Recipe, out: Path, *, plan: Plan | None, layers: list[int] | None = None,
     teacher: PreTrainedModel | None = None, resume: bool = False, description: str = "tune", digest: str | None = None,
@@ -51,8 +56,9 @@ def tuned(
     """
     now = Tuned(
         model=digest or model_digest(base.model), tokenizer=tokenizer_digest(base.tokenizer), dtype=dtypes(base.model),
-        plan=None if plan is None else plan.model_dump(mode="json", exclude={"provenance"}), layers=layers, seed=recipe.seed,
-        kernels=recipe.kernels, tune=recipe.tune.model_dump(mode="json"), data=recipe.data.model_dump(mode="json"),
+        plan=None if plan is None else plan.model_dump(mode="json", exclude={"provenance", "growth"}), layers=layers,
+        seed=recipe.seed, kernels=recipe.kernels, tune=recipe.tune.model_dump(mode="json"),
+        data=recipe.data.model_dump(mode="json"),
     )  # fmt: skip
     same = on_main(partial(_prepare, out, now, resume, description))
     return tune(
@@ -75,6 +81,7 @@ def _prepare(out: Path, now: Tuned, resume: bool, description: str) -> bool:
 
 def _same(path: Path, now: Tuned, description: str) -> bool:
     earlier, later = Tuned.read(path).model_dump(mode="json"), now.model_dump(mode="json")
+    earlier["tune"] = Tune().model_dump(mode="json") | earlier["tune"]  # what older versions did not have
     for name, value in later.items():
         if (difference := first_difference(earlier[name], value, name)) is not None:
             say(f"{path} is of another {difference[0]}: tuning {description} again")

@@ -92,7 +92,7 @@ def load(
             model = model if torch_dtype is None else converted(model, torch_dtype, name)
         elif base is not None:
             raise UserError(f"{name} is not a patch, and takes no base")
-        elif is_original(config := _json(folder / "config.json")):
+        elif is_original(config := content_of(folder / "config.json")):
             model, tokenizer_folder = _load_original(folder, config, torch_dtype, device), folder
         else:
             model, tokenizer_folder = _load_transformers(folder, torch_dtype, device, trust_remote_code), folder
@@ -128,24 +128,9 @@ def load_base(name: str, revision: str | None = None, device: str = "cpu") -> Pr
     if (folder / RECORD).exists():
         raise UserError(f"{name} is a patch; the base of a patch is a whole model")
     try:
-        if is_original(config := _json(folder / "config.json")):
+        if is_original(config := content_of(folder / "config.json")):
             return _load_original(folder, config, None, device)
         return _load_transformers(folder, None, device, trust_remote_code=False)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"cannot load {name}: {one_line(error)}") from error
-
-
-def load_empty(name: str) -> PreTrainedModel:
-    """A Hugging Face model without values in its tensors (on the meta device): what its configuration alone says. Of the Hub,
-    it is fetched whole. Raises UserError in one line if that cannot be."""
-    folder = local_folder(name)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        _check_depth(folder, getattr(config, "num_hidden_layers", None))
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
     except UserError:
         raise
     except Exception as error:
@@ -236,7 +221,7 @@ def _tokenizer(folder: Path) -> Path | str:
     """Where the tokenizer of a model's folder is."""
     if _holds_tokenizer(folder):
         return folder
-    if is_original(_json(folder / "config.json")):
+    if is_original(content_of(folder / "config.json")):
         return ORIGINAL_TOKENIZER
     raise UserError(f"{folder} holds no tokenizer: say where one is (tokenizer: in a recipe, or --set tokenizer=...)")
 
@@ -289,7 +274,8 @@ def _refuse_offload(name: str, device_map: dict[str, Any]) -> None:
         )
 
 
-def _json(path: Path) -> dict:
+def content_of(path: Path) -> dict:
+    """What a config.json holds. Raises UserError where there is none, and for what is none."""
     if not path.exists():
         raise UserError(f"{path.parent} is not a model folder: it holds no config.json")
     content = parse_json(read_text(path), str(path))

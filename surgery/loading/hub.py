@@ -9,6 +9,8 @@ from surgery.records.record import read_text
 
 # What of a Hub repository is fetched; the card says under which licence it is.
 PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.py", "README.md"]
+# What says what a model is, and of a patch, on what.
+CONFIGURATION = ["config.json", "patch.json", "plan.json", "*.py"]
 # Of a folder, what may be read of a model; a configuration's keys must be distinct; the largest tokenizer has 40 MB.
 READ = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
 DISTINCT = {"config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -18,8 +20,9 @@ MOST_JSON = 2**30
 IGNORED = ["consolidated*", "original/*"]
 
 
-def local_folder(name: str, revision: str | None = None) -> Path:
-    """The local folder of a model: itself, or the Hub's snapshot. Raises UserError if there is none."""
+def local_folder(name: str, revision: str | None = None, patterns: list[str] | None = None) -> Path:
+    """The local folder of a model: itself, or the Hub's snapshot. patterns: what is fetched, PATTERNS unless given. Raises
+    UserError if there is none."""
     check_name(name)
     if Path(name).is_dir():
         check_files(Path(name))
@@ -29,7 +32,7 @@ def local_folder(name: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS, ignore_patterns=IGNORED))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns or PATTERNS, ignore_patterns=IGNORED))
     except Exception as error:
         raise UserError(f"no such folder: {name}, and {why_not_fetched(error)}") from error
 

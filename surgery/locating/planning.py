@@ -19,7 +19,7 @@ from surgery.records.site import Site, split_sites
 
 def plan(
     ranking: Ranking,
-    heads: int = 1,
+    heads: int | Literal["auto"] = 1,
     *,
     kind: Literal["head", "layer"] = "head",
     layers: int = 1,
@@ -39,6 +39,10 @@ def plan(
     if not isinstance(ranking, Ranking):
         advice = f"surgery.Ranking.read({str(ranking)!r})" if isinstance(ranking, str | Path) else "surgery.locate makes one"
         raise UserError(f"surgery.plan takes a Ranking, not {a_type(ranking)}: {advice}")
+    if heads == "auto":
+        raise UserError(
+            "plan.heads=auto measures the model: surgery.grow(model, ranking) does that, `surgery plan` and `surgery run`, too"
+        )
     measured, count = (ranking.layers, layers) if kind == "layer" else (ranking.heads, heads)
     if sites is None:
         if not isinstance(count, int) or not 1 <= count <= len(measured):

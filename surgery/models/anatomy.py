@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.records.site import Site
@@ -195,8 +195,7 @@ def mixer_at(model: PreTrainedModel, layer: int) -> Any:
 
 
 def _blocks(model: PreTrainedModel) -> tuple[nn.Module, ...]:
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise _unknown(model, "it has an encoder")
+    check_decoder(model.config)
     for path in BLOCKS:
         blocks = _descend(model.base_model, path)
         if isinstance(blocks, nn.ModuleList) and len(blocks):
@@ -217,6 +216,8 @@ def _mixer(model: PreTrainedModel, layer: int, slot: Slot, module: nn.Module, fi
         width = 1 if kind == "ssm" else out.in_features // model.config.num_attention_heads
     if out.in_features % width:
         raise _unknown(model, f"{where} has heads of {width} columns, but its projection reads {out.in_features}")
+    if (getattr(model.config, "layer_types", None) or {layer: None})[layer] == "linear_attention":
+        kind = "ssm"  # linear attention under attention's name (MiniMax, Kimi Linear)
     return Mixer(layer, kind, module, out, out.in_features // width, width, first, slot.feeds)
 
 
@@ -228,5 +229,15 @@ def _descend(module: nn.Module, path: str) -> Any:
     return submodule
 
 
+def check_decoder(config: PreTrainedConfig) -> None:
+    """Raise UserError for a model that has an encoder, also where transformers can take its decoder out of it (Whisper)."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refusal(config, "it has an encoder")
+
+
 def _unknown(model: PreTrainedModel, why: str) -> UserError:
-    return UserError(f"cannot analyse a {model.config.model_type} model: {why}; see surgery/models/anatomy.py for layouts")
+    return _refusal(model.config, f"{why}; see surgery/models/anatomy.py for layouts")
+
+
+def _refusal(config: PreTrainedConfig, why: str) -> UserError:
+    return UserError(f"cannot analyse a {config.model_type} model: {why}")

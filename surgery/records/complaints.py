@@ -27,6 +27,10 @@ def complaint(error: pydantic.ValidationError, root: type[Section]) -> str:
     kind, value, line = detail["type"], detail["input"], complaint_line(detail)
     name = ".".join(map(str, detail["loc"]))
     given = f", not {_short(value)}"
+    if words := _words_beside(error, detail):  # a number or a word: pydantic names the kind of number behind the key
+        line = line.replace(name, name.rpartition(".")[0], 1)
+        name = name.rpartition(".")[0]
+        given = f" or {words}{given}" if kind in TAKES else given
     if kind == "extra_forbidden":
         return line if "; a space" in line else line + meant(root, tuple(detail["loc"]))
     if kind in TAKES:
@@ -53,6 +57,14 @@ def _first(error: pydantic.ValidationError) -> Any:
     """A misspelt key comes first: what is missing may be what it was meant to be."""
     details = error.errors()
     return next((detail for detail in details if detail["type"] == "extra_forbidden"), details[0])
+
+
+def _words_beside(error: pydantic.ValidationError, detail: Any) -> str:
+    """The words that a setting takes beside what a complaint is about: 'auto'; empty where it takes none."""
+    place = detail["loc"][:-1]
+    others = (other for other in error.errors() if other["loc"][:-1] == place and other["loc"] != detail["loc"])
+    words = (other for other in others if str(other["loc"][-1]).startswith("literal["))
+    return next((str(other["ctx"]["expected"]) for other in words), "")
 
 
 def _with_key(line: str, name: str, root: type[Section], place: tuple[Any, ...]) -> str:

@@ -2,8 +2,10 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import pydantic
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from surgery.records.growth import Growth
 from surgery.records.names import called, public
 from surgery.records.record import Provenance, Record
 from surgery.records.site import Site, SitesText, SiteText
@@ -57,8 +59,16 @@ class Plan(Record):
     base exactly). For kind head."""
     seed: int = Field(default=0, ge=0, lt=2**52)
     """Of what starts at random."""
+    growth: Growth | None = None
+    """How its heads were found, where plan.heads is auto."""
     provenance: Provenance | None = None
     """Where the plan comes from."""
+
+    @pydantic.model_serializer(mode="wrap")
+    def _without_absent(self, fields: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A plan whose heads were counted does not speak of growth."""
+        content = fields(self)
+        return {name: value for name, value in content.items() if name != "growth" or value is not None}
 
     @model_validator(mode="before")
     @classmethod
@@ -133,6 +143,8 @@ class Plan(Record):
 def published(plan: Plan) -> Plan:
     """The plan for others to read: base and donor by their names, without paths."""
     changes: dict[str, Any] = {"donor": plan.donor and called(plan.donor)}
+    if plan.growth is not None:  # a probe may read a file
+        changes["growth"] = plan.growth.model_copy(update={"probe": public(plan.growth.probe)})
     if (origin := plan.provenance) is not None:
         changes["provenance"] = origin.model_copy(update={"base": called(origin.base), "recipe": public(origin.recipe)})
     return plan.model_copy(update=changes)

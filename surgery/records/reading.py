@@ -6,7 +6,6 @@ no nesting that no recursion reaches the end of, no number of thousands of digit
 """
 
 import json
-import os
 import re
 import stat
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import UserError
+from surgery.runtime.whole_memory import in_all
 
 DEEPEST = 100  # levels of a tree; a record has less than ten
 MOST_PARTS = 5_000_000  # of a tree
@@ -22,6 +22,7 @@ LONGEST_NAME = 240  # bytes; 255 is what file systems take, and some is added fo
 LONGEST_PATH = 3500
 SHARE = 8  # of the memory of the machine, a file that is read whole may take one part in so many
 UNUSABLE = re.compile("[\0\ud800-\udfff]")  # in JSON written as \\u0000 and \\ud800
+HALF = re.compile("[\ud800-\udfff]")
 
 
 def check_name(place: Any) -> Any:
@@ -59,7 +60,7 @@ def check_plain(path: str | Path, what: str = "") -> int:
 def read_content(path: str | Path, what: str = "", most: int | None = None) -> bytes:
     """The bytes of a plain file of at most `most` bytes, by default an eighth of the machine's memory. Raises UserError with
     one line."""
-    if (size := check_plain(path, what)) > (most := memory() // SHARE if most is None else most):
+    if (size := check_plain(path, what)) > (most := in_all() // SHARE if most is None else most):
         limit = f"{most / 2**20:,.0f} MiB" if most >= 2**20 else f"{most:,} bytes"
         named = f"{what} {shown(Path(path))}".strip()
         raise UserError(f"cannot read {named}: it has {size:,} bytes, and at most {limit} are read")
@@ -69,14 +70,9 @@ def read_content(path: str | Path, what: str = "", most: int | None = None) -> b
         raise UserError(f"cannot read {f'{what} {shown(Path(path))}'.strip()}: {error.strerror}") from error
 
 
-def memory() -> int:
-    """Bytes of memory that the machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def parse_json(text: str, what: str, *, any_text: bool = False) -> Any:
     """The value of a JSON text. Raises UserError, in one line that begins with `what`, if it has none that can be used.
-    any_text: whether its texts may hold what no path or file can, as documents may."""
+    any_text: whether its texts may hold NUL, as documents may."""
     try:
         tree = json.loads(text, object_pairs_hook=_distinct)
     except RecursionError as error:
@@ -113,8 +109,9 @@ def check_tree(tree: Any, what: str, most: int = MOST_PARTS, *, any_text: bool =
         if parts > most:
             raise UserError(f"{what} holds more than {most:,} values")
         if isinstance(value, str):
-            if not any_text and UNUSABLE.search(value):
-                raise UserError(f"{what} holds a text with a NUL or half a surrogate pair: {shown(value)}")
+            if (HALF if any_text else UNUSABLE).search(value):
+                held = "half a surrogate pair" if any_text else "a NUL or half a surrogate pair"
+                raise UserError(f"{what} holds a text with {held}: {shown(value)}")
         elif isinstance(value, int | float):
             if isinstance(value, int) and abs(value) >= LARGEST:
                 raise UserError(f"{what} holds a number of more than 300 digits")

@@ -17,13 +17,12 @@ from typing import Any
 import psutil
 
 from surgery.runtime.processes import on_this_machine
+from surgery.runtime.whole_memory import in_all, limits
 
 OWN = Path("/proc/self/status")
 RESET = Path("/proc/self/clear_refs")
 EVERY = 0.01  # seconds between two looks at this process, where the system keeps no peak
 EVERY_CHILD = 0.1  # at its children: Linux keeps the peak of each, so none is missed that lives as long
-OWN_GROUPS = Path("/proc/self/cgroup")
-GROUPS = Path("/sys/fs/cgroup")
 BIG = 4 * 2**30  # bytes of weights: beside the work of so large a model, getting memory anew costs next to nothing
 APART, M_MMAP_THRESHOLD = 2**20, -3  # bytes of an allocation; glibc's name for the setting
 CHILDREN_LOOKED_AT = 64  # more are not this program's doing
@@ -79,6 +78,8 @@ def measured() -> Iterator[Peak]:
         with _lock:
             _fold()
             _open.remove(peak)
+            for outer in _open:  # whose own thread may not have looked when this one did
+                outer._take(peak.process, peak.device)
 
 
 def _fold() -> None:
@@ -169,7 +170,7 @@ def available(device: Any = "cpu") -> int:
         import torch
 
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    left = [limit - used for limit, used in _limits()]
+    left = [limit - used for limit, used in limits()]
     return max(0, min([psutil.virtual_memory().available, *left]))
 
 
@@ -187,7 +188,7 @@ def capacity(device: Any = "cpu") -> int:
         import torch
 
         return torch.cuda.mem_get_info(device)[1]
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits())])
+    return in_all()
 
 
 def _is_cuda(device: Any) -> bool:
@@ -217,44 +218,6 @@ def free_disk(folder: str | Path) -> int:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def _limits() -> list[tuple[int, int]]:
-    """(limit, used) of every control group of this process that has a limit. Pages of files that the system may drop at any
-    time are not counted as used."""
-    result = []
-    try:
-        lines = OWN_GROUPS.read_text().splitlines()
-    except OSError:
-        return []
-    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
-        if not controllers:  # version 2
-            roots, names = [GROUPS, GROUPS / "unified"], ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            roots = [GROUPS / "memory"]
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        for root in roots:
-            group = root / path.strip("/")
-            for folder in [group, *group.parents]:  # in a container its own group may be the root
-                if not folder.is_relative_to(root):
-                    break
-                if (entry := _limit(folder, *names)) is not None:
-                    result.append(entry)
-    return result
-
-
-def _limit(folder: Path, limit: str, usage: str, reclaimable: str) -> tuple[int, int] | None:
-    try:
-        maximum, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
-        statistics = (folder / "memory.stat").read_text().splitlines()
-    except (OSError, ValueError):
-        return None
-    if not maximum.isdigit() or int(maximum) >= 2**60:  # "max", or version 1's way to say so
-        return None
-    freed = sum(int(line.split()[1]) for line in statistics if line.split()[:1] == [reclaimable])
-    return int(maximum), max(0, used - freed)
 
 
 def size(number: float) -> str:

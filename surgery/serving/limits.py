@@ -4,6 +4,7 @@ needs vLLM."""
 import math
 from typing import Any
 
+MODEL_TYPE = "mamba2_hybrid"  # what the plugin serves
 SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # of an attention head, that vLLM's backends have in common
 
 
@@ -43,8 +44,7 @@ def kv_heads(config: Any) -> int:
 
 def refusal(config: Any, vllm_config: Any) -> str | None:
     """Why this hybrid cannot be served so, and what to do; None if it can."""
-    parallel, (low, high) = vllm_config.parallel_config, config.time_step_limit
-    convolved = [f"L{graft['layer']}" for graft in config.grafts if is_layer_graft(graft) and graft["conv"]]
+    parallel = vllm_config.parallel_config
     reasons = {
         "the heads of a graft cannot be split over devices: serve it with --tensor-parallel-size 1, and divide layers"
         " (--pipeline-parallel-size) or requests (--data-parallel-size)":
@@ -59,6 +59,21 @@ def refusal(config: Any, vllm_config: Any) -> str | None:
         "adapters are not served on a hybrid: merge them first, and leave --enable-lora out":
             vllm_config.lora_config is not None,
         "hybrids are served without --use-replayssm": vllm_config.cache_config.use_replayssm,
+    }  # fmt: skip
+    return next((reason for reason, holds in reasons.items() if holds), None) or why_not(config)
+
+
+def why_not(config: Any) -> str | None:
+    """Why a hybrid of this configuration cannot be served, however vLLM is started; None if it can."""
+    if config.model_type != MODEL_TYPE:
+        return f"vLLM's plugin serves hybrids of Mamba-2, and this is a {config.model_type}"
+    try:
+        head_size(config)
+    except ValueError as error:
+        return str(error)
+    low, high = config.time_step_limit
+    convolved = [f"L{graft['layer']}" for graft in config.grafts if is_layer_graft(graft) and graft["conv"]]
+    reasons = {
         f"vLLM's Mamba-2 does not bound the time step, and this model's is in [{low:g}, {high:g}]":
             low > 0 or high != float("inf"),
         f"vLLM's convolution knows silu, and not {config.hidden_act}": config.hidden_act not in ("silu", "swish"),

@@ -6,7 +6,7 @@ from transformers import Mamba2Config
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
-from surgery.serving.limits import head_size, kv_heads, refusal
+from surgery.serving.limits import MODEL_TYPE, head_size, kv_heads, refusal
 from surgery.serving.patches import Patched, holds_tokenizer
 
 ARCHITECTURE = "Mamba2HybridForCausalLM"
@@ -16,7 +16,7 @@ CONTEXT = 32768  # tokens; the model has no positions to run out of, and vLLM wa
 class Mamba2HybridConfig(Mamba2Config):
     """config.json of a hybrid, as hybrids/mamba2.py describes it; at the top of a module, since vLLM's workers unpickle it."""
 
-    model_type = "mamba2_hybrid"
+    model_type = MODEL_TYPE
 
     grafts: list | None = None
     layer_types: list | None = None  # of transformers' cache; the parent's is a read-only property

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.families import family_of
@@ -105,13 +105,7 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     weights = _weights(folder, patch.weights)
     check_tensors(patch, base)
     check_config(patch, base)
-    family = family_of(base.config)
-    config = copy.deepcopy(base.config)
-    for name, value in patch.config.items():
-        if name in OWN or name not in base.config.to_dict():  # nothing here may name code
-            raise UserError(f"{folder / RECORD} changes '{name}' of the configuration, which is no field of the base's")
-        setattr(config, name, value)
-    hybrid = family.empty(config, None, patch.grafts)
+    hybrid = empty_joined(base.config, patch, folder)
     share(converted(base, getattr(torch, patch.dtype), patch.base.name), hybrid, "the base lacks the tensor '{}'")
     state, away = hybrid.state_dict(), set(base.state_dict()) if is_offloaded(base) else set()
     lacking = [name for name, tensor in state.items() if tensor.is_meta and name not in weights and name not in away]
@@ -127,6 +121,16 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
             remove(base, hybrid, graft["layer"])
     remember(hybrid, Surgery(patch.plan, patch.base.place(folder), fingerprint(base, patch.dtype)))
     return hybrid
+
+
+def empty_joined(base: PreTrainedConfig, patch: Patch, folder: Path) -> PreTrainedModel:
+    """The hybrid of a base's configuration and a patch, without values in its tensors."""
+    config = copy.deepcopy(base)
+    for name, value in patch.config.items():
+        if name in OWN or name not in base.to_dict():  # nothing here may name code
+            raise UserError(f"{folder / RECORD} changes '{name}' of the configuration, which is no field of the base's")
+        setattr(config, name, value)
+    return family_of(base).empty(config, None, patch.grafts)
 
 
 def _weights(folder: Path, digest: str) -> dict[str, Tensor]:

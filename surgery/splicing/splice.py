@@ -53,20 +53,7 @@ def splice(
 def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | None = None) -> PreTrainedModel:
     """As splice, with every parameter of the base learning as before, and nothing remembered; without a plan no grafts."""
     family = family_of(base.config)
-    family.check(base.config)
-    if getattr(base.config, "grafts", None):
-        raise UserError("the model already holds grafts; unsplice it first")
-    check_sites(base, plan.sites if plan else ())
-    layers: dict[int, DonorLayer] = {}
-    heads: dict[Site, DonorHead] = {}
-    if plan is not None:
-        check_donor(base, plan, donor)
-        if plan.kind == "layer":
-            layers = {site.layer: layer_start(base, plan, donor, site.layer) for site in plan.sites}
-        elif donor is not None:
-            heads, width = head_starts(base, plan, donor)
-            plan = plan.model_copy(update={"width": width})
-    hybrid = family.empty(base.config, plan, [start.spec for start in layers.values()])
+    hybrid, plan, layers, heads = empty_hybrid(base, plan, donor)
     share(base, hybrid, "the base lacks the tensor '{}'")
     for site in plan.sites if plan else ():
         assert plan is not None
@@ -86,6 +73,29 @@ def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | N
             else:
                 family.initialise(mixer, plan)
     return hybrid
+
+
+def empty_hybrid(
+    base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | None = None
+) -> tuple[PreTrainedModel, Plan | None, dict[int, DonorLayer], dict[Site, DonorHead]]:
+    """The hybrid without values in its tensors, the plan with the width of its donor's heads, and what grafts of layers and of
+    heads start from. No weight of the base is looked at, which may be on the meta device. Raises UserError for whatever keeps
+    the base from being grafted so."""
+    family = family_of(base.config)
+    family.check(base.config)
+    if getattr(base.config, "grafts", None):
+        raise UserError("the model already holds grafts; unsplice it first")
+    check_sites(base, plan.sites if plan else ())
+    layers: dict[int, DonorLayer] = {}
+    heads: dict[Site, DonorHead] = {}
+    if plan is not None:
+        check_donor(base, plan, donor)
+        if plan.kind == "layer":
+            layers = {site.layer: layer_start(base, plan, donor, site.layer) for site in plan.sites}
+        elif donor is not None:
+            heads, width = head_starts(base, plan, donor)
+            plan = plan.model_copy(update={"width": width})
+    return family.empty(base.config, plan, [start.spec for start in layers.values()]), plan, layers, heads
 
 
 def check_sites(base: PreTrainedModel, sites: Iterable[Site]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from surgery.errors import UserError
 from surgery.jobs.opening import open_beside, open_checkpoint
-from surgery.jobs.output_folder import begin, check_folder
+from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.kernels.dispatch import use
 from surgery.loading.digests import conditions, model_digest
 from surgery.records.names import public
@@ -19,6 +19,7 @@ from surgery.studies.study import Findings, Subjects
 FINDINGS, FIGURE = "findings.json", "figure.png"
 
 
+@withdrawn_if_refused
 def conduct(
     recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool = False, trust_remote_code: bool = False
 ) -> Findings:

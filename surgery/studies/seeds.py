@@ -19,8 +19,8 @@ from surgery.errors import UserError
 from surgery.evaluation.bench import measure
 from surgery.evaluation.report import ModelReport, value
 from surgery.jobs.locating_stage import located
+from surgery.jobs.planning_stage import KEPT, planned
 from surgery.jobs.tuning_stage import SECONDS, tuned
-from surgery.locating.planning import plan
 from surgery.probes.knowledge import part_for_bench
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
@@ -101,7 +101,7 @@ def _run_seed(
     """The plan, the report of every model, and the seconds that its tuning took. Kept in `out`."""
     base, recipe = subjects.checkpoint, next(iter(recipes.values()))
     ranking = located(recipe, base, out, resume=subjects.resume, figures=False)
-    chosen = plan(ranking, **recipe.plan.model_dump(), seed=recipe.seed)
+    chosen = planned(recipe, base, ranking, out / KEPT)
     models: dict[str, PreTrainedModel] = {BASE: base.model}
     seconds: dict[str, float] = {}
     for name, way in {**recipes, CONTROL: recipe}.items():

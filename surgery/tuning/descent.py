@@ -25,7 +25,7 @@ from surgery.models.offloaded import hooks
 from surgery.records.recipe import Tune
 from surgery.runtime.progress import Track
 from surgery.tuning.distil import Distillation
-from surgery.tuning.optimizer import cosine_schedule, parameter_groups
+from surgery.tuning.optimizer import cosine_schedule, falling_schedule, parameter_groups
 from surgery.tuning.shards import apart, collect, divided
 from surgery.tuning.state import Checkpoints, State
 from surgery.tuning.trackers import begin_trackers, finish_trackers
@@ -110,15 +110,17 @@ class Descent:
 
     def descend(
         self, prepared: Prepared, use: Callable[..., dict[str, Tensor]], batches: Iterable[list[tuple]], steps: int,
-        after_step: AfterStep | None = None,
+        after_step: AfterStep | None = None, span: Callable[[], tuple[int, int] | None] | None = None,
     ) -> None:  # fmt: skip
         """Take the steps of a stage that are not yet done.
 
         use: from a Distillation and a part of a batch to the losses. batches: for every step a list of the parts, each of them
         the further arguments of `use`. after_step: from the number of a step to more figures for its record, and whether it was
-        the last. Raises UserError where a loss or a gradient is not finite."""
+        the last. span: as falling_schedule takes it; by default the learning rate falls as tune.decay says, of distil. Raises
+        UserError where a loss or a gradient is not finite."""
         state, module, optimizer = self.state, prepared.module, prepared.optimizer
-        schedule = cosine_schedule(optimizer, self.options.warmup_steps, steps)
+        warmup, decay = self.options.warmup_steps, self.options.decay if state.stage == "distil" else 1.0
+        schedule = falling_schedule(optimizer, warmup, span) if span else cosine_schedule(optimizer, warmup, steps, decay)
         start, stage = state.step, state.stage
         description = self.description if stage == "distil" else f"{self.description}, {stage}"
         progress = Track(batches, description, steps, before=start)

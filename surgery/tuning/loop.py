@@ -11,9 +11,12 @@ Everything depends on the settings and the seed alone, so an interrupted run tha
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,6 +38,7 @@ from surgery.tuning.early_stopping import Guard
 from surgery.tuning.graft_alignment import alignment_error, gather_states, without_gates
 from surgery.tuning.lora import adapted, resting
 from surgery.tuning.micro_batches import MicroBatches
+from surgery.tuning.plateau import Curve, Plateau
 from surgery.tuning.state import Checkpoints, Log, State
 from surgery.tuning.trackers import check_trackers
 from surgery.tuning.trainable import trainable, training
@@ -43,6 +47,7 @@ VERSION = 3  # of the steps and of the settings' names: a run that another versi
 DONE = "done"  # what follows the last stage
 PROBE_SEED = 10_007  # added to the run's: calibration looks at other examples than those that the grafts learn from
 HELD_OUT_SEED = 20_011  # and early stopping at others again
+CURVE_SEED = 40_009  # and tune.steps=auto
 
 
 def tune(
@@ -109,7 +114,7 @@ def started_run(
     adapting = adapted(model, options.lora, seed=seed, out=out if layers is None else None)
     with adapting, training(model, trainable(model, layers), teacher) as trained:
         checkpoints = Checkpoints(out, trained, settings)
-        stages = ["distil"] if options.steps else []
+        stages = ["distil"] if options.most_steps else []
         if layers is None:
             stages = [stage for stage in ("align", "calibrate") if getattr(options, stage) is not None] + stages
         state = checkpoints.begin(State([*stages, DONE][0]), resume=resume)
@@ -135,6 +140,7 @@ class Run:
         stages: list[str],
     ):
         self.model, self.tokenizer, self.trained = model, tokenizer, trained
+        self.until_flat = options.steps == "auto"
         self.options, self.data, self.seed = options, data, seed
         self.checkpoints, self.state, self.description, self.stages = checkpoints, state, description, stages
         self.descent = Descent(options, checkpoints, state, description, seed)
@@ -148,7 +154,13 @@ class Run:
         if checkpointing == "auto" and self.descent.sharded:  # processes that each hold a part have to do the same
             checkpointing = False
         self.distillation = Distillation(
-            model, teacher, kl_weight=options.kl_weight, cache_bytes=options.cache_bytes, bf16=bf16, checkpointing=checkpointing
+            model,
+            teacher,
+            kl_weight=options.kl_weight,
+            hit_weight=options.hit_weight,
+            cache_bytes=options.cache_bytes,
+            bf16=bf16,
+            checkpointing=checkpointing,
         )
         # With a divided model each process moves its own part later; accelerate's hooks know where offloaded weights belong.
         if not self.descent.sharded and not hooks(model):
@@ -196,8 +208,11 @@ class Run:
             self.distillation, self.options.learning_rate, self.options.gradient_accumulation_steps
         )
         steps = self.micro_batches.steps(self.seed, self.state.step)
-        after_step = after_step or self._early_stopping(prepared)
-        self.descent.descend(prepared, Distillation.__call__, steps, self.options.steps, after_step)
+        span = None
+        if after_step is None:
+            plateau = self._plateau(prepared) if self.until_flat else None
+            after_step, span = self._watching(prepared, plateau), plateau[0].span if plateau else None
+        self.descent.descend(prepared, Distillation.__call__, steps, self.options.most_steps, after_step, span)
 
     def restore_best(self) -> None:
         """After the last stage, put the best weights back, if early stopping has kept any."""
@@ -210,6 +225,53 @@ class Run:
             else:
                 self.checkpoints.put(self.checkpoints.best)
 
+    def _watching(self, prepared: Prepared, plateau: "tuple[Plateau, AfterStep] | None") -> AfterStep | None:
+        """What is called after every step: for tune.steps=auto, for early stopping, or for both."""
+        if plateau is None:
+            return self._early_stopping(prepared)
+        guarded: Any = self._early_stopping(prepared)
+        until_flat = plateau[1]
+
+        def after_step(step: int) -> tuple[dict[str, float], bool]:
+            figures, last = until_flat(step)
+            if guarded is None:
+                return figures, last
+            more, beyond = guarded(step, last)
+            return more | figures, last or beyond
+
+        return after_step
+
+    def _plateau(self, prepared: Prepared) -> tuple[Plateau, AfterStep]:
+        """For tune.steps=auto: what decides when the curve is flat, and what is called after every step. The state holds
+        what is known, so that a run that is resumed decides as it would have."""
+        curve = Curve(**self.state.curve or {})
+        plateau = Plateau(self.options, curve)
+        losses = self.micro_batches.each_loss("curve", self.options.auto.examples, self.seed + CURVE_SEED)
+
+        def look(step: int) -> np.ndarray:
+            prepared.module.eval()
+            measured = prepared.module(losses)
+            prepared.module.train()
+            plateau.look(step, measured)
+            self.state.curve = asdict(curve)
+            return measured
+
+        def after_step(step: int) -> tuple[dict[str, float], bool]:
+            figures: dict[str, float] = {}
+            if plateau.is_due(step):
+                figures["curve"] = float(look(step).mean())
+                if curve.flat is not None:
+                    figures["flat"] = step
+            span = plateau.span()
+            if "flat" in figures and span is not None:
+                more = f"the learning rate falls for {span[1] - step} more"
+                say(f"{self.description}: the held-out loss is flat after {step} steps; {more}")
+            return figures, span is not None and step >= span[1]
+
+        if self.state.step == 0:
+            look(0)
+        return plateau, after_step
+
     def _early_stopping(self, prepared: Prepared) -> AfterStep | None:
         """What is called after every step: it ends the steps when the model leaves the bounds, and keeps its best weights."""
         bounds, state, module = self.options.early_stopping, self.state, prepared.module
@@ -220,11 +282,14 @@ class Run:
         losses = self.micro_batches.losses("keep", bounds.examples, seed)
         base = module(guard.measure, True)
 
-        def after_step(step: int) -> tuple[dict[str, float], bool]:
-            if step % bounds.eval_steps and step != self.options.steps:
+        def after_step(step: int, is_last: bool = False) -> tuple[dict[str, float], bool]:
+            if step % bounds.eval_steps and step != self.options.most_steps and not is_last:
                 return {}, False
             module.eval()
-            figures, held_out = module(guard.measure), module(losses)["retrieval"]
+            figures, measured = module(guard.measure), module(losses)
+            held_out = measured["retrieval"]
+            if self.options.hit_weight:
+                held_out += self.options.hit_weight * measured["hits"]
             module.train()
             within_bounds = guard.allows(figures, base)
             if within_bounds and (state.best is None or held_out < state.best["retrieval"]):

@@ -215,6 +215,8 @@ def _save(model: PreTrainedModel, config: LoraConfig, out: Path) -> None:
     whole = LoraConfig(
         **config.to_dict() | {"modules_to_save": grafts, "base_model_name_or_path": model.name_or_path, "inference_mode": True}
     )
+    # peft holds them as a set, whose order is another in every process.
+    whole.target_modules = sorted(whole.target_modules or ())
     target = out / FOLDER
     try:
         with building(target) as temporary:

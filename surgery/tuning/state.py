@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from surgery.errors import UserError
 from surgery.loading.hub import one_line
 from surgery.records.reading import check_plain, parse_json
+from surgery.records.recipe import Tune
 from surgery.records.record import read_text
 from surgery.runtime.processes import on_main
 from surgery.runtime.replacing import building, reason, remove, replace, sweep
@@ -35,12 +36,14 @@ Log = list[dict[str, Any]]
 
 @dataclass
 class State:
-    """The state of a run: `step` steps of `stage` are done. best: the best step so far, and its figures."""
+    """The state of a run: `step` steps of `stage` are done. best: the best step so far, and its figures. curve: what
+    tune.steps=auto knows so far."""
 
     stage: str
     step: int = 0
     log: Log = field(default_factory=list)
     best: dict[str, Any] | None = None
+    curve: dict[str, Any] | None = None
 
 
 class Checkpoints:
@@ -138,6 +141,10 @@ class Checkpoints:
             raise UserError(f"{folder} was made by another plan; begin anew with --overwrite, or choose another --out")
         record = parse_json(read_text(folder / "state.json"), str(folder / "state.json"))
         record["settings"].get("tune", {}).pop("gradient_checkpointing", None)  # in those of 0.7; it changes no result
+        settings = record["settings"]
+        settings["tune"] = Tune().model_dump(mode="json") | settings.get("tune", {})  # what older versions did not have
+        for name in Tune.model_fields.keys() - self.settings["tune"].keys():
+            settings["tune"].pop(name, None)
         if differing := _first_difference(self.settings, record["settings"]):
             raise UserError(f"{folder} was made with another {differing}; begin anew with --overwrite, or choose another --out")
         best = {} if record["state"]["best"] is None else load_file(folder / "best.safetensors")

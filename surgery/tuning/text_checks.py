@@ -30,7 +30,7 @@ def _check_json(path: Path) -> None:
         whole = file.read(1024).lstrip()[:1] == b"["
         file.seek(0)
         if whole:
-            entries = parse_json(read_text(path, "the documents in"), str(path))
+            entries = parse_json(read_text(path, "the documents in"), str(path), any_text=True)
             others = [entry for entry in entries if not isinstance(entry, dict)]
             if others:
                 raise UserError(f"{path}: every document is an object with its text in a column, not {shown(others[0])}")
@@ -43,7 +43,7 @@ def _check_json(path: Path) -> None:
                 content = line.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise UserError(f"{place} is not UTF-8 at byte {error.start}") from error
-            if content.strip() and not isinstance(entry := parse_json(content, place), dict):
+            if content.strip() and not isinstance(entry := parse_json(content, place, any_text=True), dict):
                 raise UserError(f"{place} is no object with a document in a column, but {shown(entry)}")
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from surgery.exporting.formats import DESCRIPTIONS
 from surgery.jobs.interruption import RESUMABLE
+from surgery.records.record import code_digest
 
 LOCATE = ["locate.exact=true", "locate.examples=4", "locate.options.pairs=2"]
 TUNE = [
@@ -87,8 +88,9 @@ def cases(inputs: Path) -> list[Case]:
 
 
 def prepare(inputs: Path, call: Callable[..., None]) -> None:
-    """Make the inputs, if they are not there. call: the command line with these arguments, in the folder of the inputs."""
-    if (inputs / "ready").exists():
+    """Make the inputs, if they are not there by this code. call: the command line with these arguments, in their folder."""
+    ready = inputs / "ready"
+    if ready.exists() and ready.read_text() == code_digest():
         return
     shutil.rmtree(inputs, ignore_errors=True)
     inputs.mkdir(parents=True)
@@ -115,7 +117,7 @@ def prepare(inputs: Path, call: Callable[..., None]) -> None:
         call("splice", str(inputs / "base"), f"{name}.json", "--out", "spliced" if name == "plan" else name)
     call("run", "earlier.yaml", "--out", "run")
     call("pretrain", "pretrain.yaml", "--out", "pretrained")
-    (inputs / "ready").touch()
+    ready.write_text(code_digest())
 
 
 def section(*groups: list[str], base: dict | None = None) -> dict:

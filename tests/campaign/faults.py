@@ -63,6 +63,7 @@ def surgery(arguments: list[str], folder: Path, fault: Fault = Fault("none"), lo
     """`surgery ARGUMENTS` in a forked process whose working directory is `folder`; calls that change files below it count.
     log: for the fault "count", where they are listed."""
     said = folder.with_suffix(".said")
+    said.write_text("")  # it may be killed before it opens the file
     start = time.monotonic()
     child = os.fork()
     if child == 0:

@@ -6,7 +6,8 @@ facts, reports, and folders of earlier runs.
     python -m tests.campaign.fuzz --only 1234          # one of them again, with what it said; its folder is kept
 
 What must hold of each: it is refused with status 2 and a clear line, nothing is written; or it was good after all, and the
-command ends well. No traceback, no end by a signal, nothing over 30 s, at most a gibibyte beyond what the process held.
+command ends well. No traceback, no end by a signal, nothing over 30 s (of the processor; 300 by the clock), at most a gibibyte
+beyond what the process held.
 
 Input number n of a seed is always the same. Each runs in a process that is forked from this one, which has imported everything.
 """
@@ -16,6 +17,7 @@ import os
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import argparse
+import contextlib
 import gc
 import json
 import random
@@ -56,6 +58,7 @@ def prepare(work: Path) -> Path:
     from surgery.exporting import verify
     from surgery.kernels.dispatch import use
     from surgery.models.answers import load_and_answer
+    from surgery.records.record import code_digest
     from surgery.runtime.quiet import hush_transformers
     from tests.campaign.materials import make
 
@@ -78,11 +81,11 @@ def prepare(work: Path) -> Path:
     for name in ("draw", "draw_grafts", "draw_scores"):
         setattr(surgery.jobs.report_folder, name, lambda *_: None)
     verify.ask = ask
-    materials = work / "materials"
-    if not (work / "made").exists():
+    materials, made = work / "materials", work / "made"
+    if not (made.exists() and made.read_text() == code_digest()):
         shutil.rmtree(materials, ignore_errors=True)
         make(materials)
-        (work / "made").touch()
+        made.write_text(code_digest())
     gc.collect()
     gc.freeze()  # a child that collects would copy every page
     return materials
@@ -101,11 +104,12 @@ def lay_out(number: int, seed: int, work: Path, materials: Path, pool: list[Any]
 
 def one(number: int, seed: int, work: Path, materials: Path, pool: list[Any], keep: bool = False) -> dict[str, Any]:
     """Run one input. Its folder is kept where something was wrong."""
+    from surgery.records.record import code_digest
     from tests.campaign.trial import attempt
 
     case, folder = lay_out(number, seed, work, materials, pool)
     outcome = attempt(case.arguments, folder, case.statuses)
-    result = {"number": number, "kind": case.kind, "verb": case.verb, **outcome.asdict()}
+    result = {"number": number, "kind": case.kind, "verb": case.verb, "code": code_digest(), **outcome.asdict()}
     if outcome.wrong or keep:
         (folder.with_name(f"{number}.json")).write_text(json.dumps(result | {"arguments": case.arguments}, indent=1))
     else:
@@ -116,31 +120,39 @@ def one(number: int, seed: int, work: Path, materials: Path, pool: list[Any], ke
 
 
 def read_results(work: Path) -> dict[int, dict[str, Any]]:
-    """By number, of all workers and earlier calls."""
-    lines = (line for path in sorted(work.glob("results-*.jsonl")) for line in path.read_text().splitlines())
-    return {result["number"]: result for result in map(json.loads, lines)}
+    """By number, of all workers and earlier calls. A line that is not whole, since the campaign was killed, is left out."""
+    known = {}
+    for line in (line for path in sorted(work.glob("results-*.jsonl")) for line in path.read_text().splitlines()):
+        with contextlib.suppress(ValueError):
+            result = json.loads(line)
+            known[result["number"]] = result
+    return known
 
 
 def record(results: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """What recipes/fuzz.json says."""
+    """What recipes/fuzz.json says. codes: digest of the package's sources -> how many inputs it met, if it was changed between
+    calls of the campaign."""
     from surgery.records.record import environment
 
     def counts(chosen: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "inputs": len(chosen), "refused": sum(r["status"] == 2 for r in chosen),
             "accepted": sum(r["status"] in (0, 1) for r in chosen), "failures": sum(bool(r["wrong"]) for r in chosen),
-            "longest_seconds": round(max(r["seconds"] for r in chosen), 2), "largest_bytes": max(r["memory"] for r in chosen),
+            "longest_processor_seconds": round(max(r["seconds"] for r in chosen), 2),
+            "largest_bytes": max(r["memory"] for r in chosen),
         }  # fmt: skip
 
     def by(key: str) -> dict[str, Any]:
         return {name: counts([r for r in results if r[key] == name]) for name in sorted({r[key] for r in results})}
 
-    return environment().model_dump() | {"seed": seed, **counts(results), "kinds": by("kind"), "verbs": by("verb")}
+    codes = dict(Counter(r["code"] for r in results))
+    tables = {"kinds": by("kind"), "verbs": by("verb")}
+    return environment().model_dump() | {"seed": seed, "codes": codes, **counts(results), **tables}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} inputs, and no record")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} inputs, all of them again, and no record")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--inputs", type=int, help="how many inputs")
     parser.add_argument("--only", type=int, help="this one alone, again")
@@ -160,6 +172,9 @@ def main() -> int:
         print(json.dumps(result, indent=1), f"\nfolder: {work / 'trials' / str(options.only)}")
         return int(bool(result["wrong"]))
     inputs = options.inputs or (QUICK if options.quick else INPUTS)
+    if options.quick:
+        for path in work.glob("results-*.jsonl"):
+            path.unlink()
     known = read_results(work)
     left = [number for number in range(inputs) if number not in known]
     for worker in range(options.workers):

@@ -52,6 +52,8 @@ def lasting(path: Path) -> bytes:
 def _lasting(value: Any) -> Any:
     if isinstance(value, dict):
         kept = {name: _lasting(each) for name, each in value.items() if name not in TIMES | PLACES}
+        if isinstance(text := kept.get("summary"), str):  # of a study, in words
+            kept["summary"] = DURATION.sub("<time>", text)
         if isinstance(files := kept.get("files"), dict):
             kept["files"] = {name: "" if TIMED.fullmatch(name) else digest for name, digest in files.items()}
         return kept

@@ -1,6 +1,7 @@
 """One trial: a command of the toolkit in a process of its own, which is forked from one that has imported everything; and what
 is found wrong with how it ended."""
 
+import contextlib
 import hashlib
 import os
 import re
@@ -15,7 +16,8 @@ from typing import Any
 
 from tests.campaign.forked import become
 
-LIMIT = 30.0  # seconds
+LIMIT = 30.0  # seconds of the processor
+PATIENCE = 10 * LIMIT  # seconds by the clock: a busy machine gives a trial little of its processors, and what waits uses none
 MEMORY = 1 << 30  # bytes that a trial may hold beyond what the process held when it began
 ADDRESSES = 4 << 30  # bytes of addresses that it may take beyond: what asks for more at once is told so by the system
 LONGEST = 2000  # characters of what is said
@@ -24,7 +26,7 @@ NOISE = re.compile(r"Traceback|Warning:|Exception ignored|Segmentation|core dump
 
 @dataclass
 class Outcome:
-    """How a trial ended. wrong: what must not be, in words; empty if all is well."""
+    """How a trial ended. seconds: of the processor. wrong: what must not be, in words; empty if all is well."""
 
     status: int = 0
     seconds: float = 0.0
@@ -49,7 +51,8 @@ def attempt(arguments: Sequence[str], folder: Path, statuses: Sequence[int] = (0
     ended, hung = _wait(child, begun, held)
     code, usage = ended
     outcome = Outcome(
-        status=os.waitstatus_to_exitcode(code), seconds=time.monotonic() - begun, memory=max(0, usage.ru_maxrss * 1024 - held),
+        status=os.waitstatus_to_exitcode(code), seconds=usage.ru_utime + usage.ru_stime,
+        memory=max(0, usage.ru_maxrss * 1024 - held),
         said=(logs / "err").read_text(errors="replace"), printed=(logs / "out").read_text(errors="replace")[-LONGEST:],
     )  # fmt: skip
     outcome.wrong = list(complaints(outcome, hung, statuses))
@@ -115,11 +118,28 @@ def _wait(child: int, begun: float, held: int) -> tuple[tuple[int, Any], str]:
         ended, code, usage = os.wait4(child, os.WNOHANG)
         if ended:
             return (code, usage), why
-        if not why and (time.monotonic() - begun > LIMIT or _resident(child) - held > MEMORY):
-            why = f"hangs: over {LIMIT:.0f} s" if time.monotonic() - begun > LIMIT else "memory: stopped"
-            os.killpg(child, signal.SIGKILL)
+        if not why and (why := _excess(child, begun, held)):
+            with contextlib.suppress(ProcessLookupError):  # it has only now begun, and has no group of its own yet
+                os.killpg(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
         time.sleep(pause)
         pause = min(0.02, pause * 1.2)
+
+
+def _excess(child: int, begun: float, held: int) -> str:
+    """What a trial is stopped for, or ""."""
+    if _processor(child) > LIMIT or time.monotonic() - begun > PATIENCE:
+        return f"hangs: over {LIMIT:.0f} s"
+    return "memory: stopped" if _resident(child) - held > MEMORY else ""
+
+
+def _processor(of: int) -> float:
+    """Seconds of the processor that a process has used."""
+    try:
+        fields = Path(f"/proc/{of}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _status(of: int | str, name: str) -> int:

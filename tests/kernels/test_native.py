@@ -244,7 +244,7 @@ def test_a_forked_process_has_threads_of_its_own(compiler):
             os._exit(0 if same else 1)
     finally:
         torch.set_num_threads(before)
-    for _ in range(600):
+    for _ in range(3000):
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             break

@@ -1,5 +1,7 @@
 """Adapters on the base: what they match, that they learn, and what is left of them when they are merged."""
 
+import json
+
 import pytest
 import torch
 from peft import PeftModel
@@ -229,6 +231,9 @@ def test_interrupted_and_resumed_it_ends_the_same_and_can_be_loaded_by_peft(toke
     resumed = splice(base, PLAN)
     assert tune(resumed, TOKENIZER, ALL, out=tmp_path, resume=True) == log
     assert equal(values(resumed), values(whole))
+    targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert targets == sorted(targets), "the same file in every process"
+    assert len(targets) > 1
     loaded = PeftModel.from_pretrained(splice(base, PLAN), tmp_path / "adapter")
     torch.testing.assert_close(logits(loaded, tokens), logits(whole, tokens), **SAME)
     other = ALL.model_copy(update={"lora": Lora(target_modules=("in_proj",), r=3)})

@@ -5,18 +5,20 @@ import sys
 import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
-from surgery.runtime import memory
+from surgery.runtime import memory, whole_memory
 
 MIB = 2**20
 
 
-def hold(mebibytes: int) -> None:
+def hold(mebibytes: int, peak: memory.Peak | None = None) -> None:
+    """peak: where a thread has to look, until it has."""
+    seen, end = memory.resident() + mebibytes * MIB // 2, time.monotonic() + 300
     tensor = torch.ones(mebibytes * MIB // 4)
-    time.sleep(4 * memory.EVERY)  # long enough to be seen where a thread has to look
+    while peak is not None and peak.process < seen and time.monotonic() < end:
+        time.sleep(memory.EVERY)
     del tensor
 
 
@@ -29,11 +31,12 @@ def test_a_stage_has_the_peak_of_its_own_work(kept_by_the_system, tmp_path, monk
     before = memory.resident()
     with memory.measured() as whole:
         with memory.measured() as first:
-            hold(256)
+            hold(480, None if kept_by_the_system else first)
         with memory.measured() as second:
             hold(32)
-    assert before + 240 * MIB < first.process < before + 300 * MIB
-    assert second.process < first.process - 150 * MIB
+    # A system that is short of memory may drop pages of this process's libraries meanwhile, and read others.
+    assert before + 240 * MIB < first.process < before + 720 * MIB
+    assert second.process < first.process - 240 * MIB
     assert whole.process >= first.process
     assert (first.children, first.device) == (0, 0)
 
@@ -65,8 +68,8 @@ def test_work_that_fails_is_measured_too():
 @pytest.mark.parametrize(("version", "group"), [(2, "jobs/mine"), (1, "jobs/mine"), (2, ""), (1, "elsewhere/mine")])
 def test_the_limit_of_a_control_group_is_obeyed(version, group, tmp_path, monkeypatch):
     """Its own, or that of a group above it."""
-    monkeypatch.setattr(memory, "GROUPS", tmp_path)
-    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(whole_memory, "GROUPS", tmp_path)
+    monkeypatch.setattr(whole_memory, "OWN_GROUPS", tmp_path / "cgroup")
     (tmp_path / "cgroup").write_text(f"0::/{group}\n" if version == 2 else f"5:cpu:/\n4:memory:/{group}\n0::/\n")
     folder = (tmp_path if version == 2 else tmp_path / "memory") / ("jobs" if group.startswith("jobs") else "")
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +80,7 @@ def test_the_limit_of_a_control_group_is_obeyed(version, group, tmp_path, monkey
     assert memory.available() == 150 * MIB
     assert memory.capacity() == 300 * MIB
     (folder / f"memory.{names[0]}").write_text("max\n" if version == 2 else "9223372036854771712\n")
-    assert memory.capacity() == psutil.virtual_memory().total
+    assert memory.capacity() > 300 * MIB, "what the machine has, by whichever of the kernel's figures"
     assert 0 < memory.available() <= memory.capacity()
 
 
@@ -89,8 +92,9 @@ def test_processes_on_one_machine_share_its_memory(monkeypatch):
     assert memory.spare("cuda:1") == 100  # each has a GPU of its own
 
 
-def test_free_disk_of_a_folder_that_is_yet_to_be(tmp_path):
-    assert memory.free_disk(tmp_path / "new" / "folder") == pytest.approx(memory.free_disk(tmp_path), rel=0.05)
+def test_free_disk_of_a_folder_that_is_yet_to_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=str(folder)))
+    assert memory.free_disk(tmp_path / "new" / "folder") == memory.free_disk(tmp_path) == str(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
 """A ranking as a table and a data frame, and what the verbs around it say to arguments of other types."""
 
 import builtins
-import gc
 import math
 from html import unescape
 from pathlib import Path
 
 import pytest
-import torch
 
 import surgery as package
 from surgery.errors import UserError
@@ -169,13 +167,7 @@ def test_options_are_checked_before_anything_is_measured(base, tokenizer):
     assert plan(locate(base, tokenizer, **FEW, exact=False), heads=1).sites
 
 
-def live_bytes():
-    gc.collect()
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
-    return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-
-
-def test_attribution_keeps_no_activations(base, tokenizer):
+def test_attribution_keeps_no_activations(base, tokenizer, live_bytes):
     """A hook on a tensor that holds the tensor is a cycle which Python's collector does not see."""
     gated = fully_gated(Subject.of(base, tokenizer))
     encoded = encode(tokenizer, KVRetrieval(16).questions(6, seed=0))

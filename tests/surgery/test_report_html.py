@@ -301,7 +301,7 @@ def test_in_a_browser(page, measured, tmp_path):
             CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND",
             f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "frames.html").as_uri(),
         ],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     seen = json.loads(escaping.unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)[1]))
     assert len(seen) == 2

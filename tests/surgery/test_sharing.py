@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 import surgery as package
 from surgery.evaluation.bench import measure
@@ -67,14 +66,6 @@ def grafts(model):
     return sum(tensor.nbytes for name, tensor in named if ".graft." in name)
 
 
-def live():
-    """The bytes of all tensors of this process."""
-    gc.collect()
-    real = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and type(thing) is not FakeTensor]
-    alive = [tensor for tensor in real if not tensor.is_meta]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}.values())
-
-
 @pytest.mark.parametrize("kind", [None, *PLANS])
 def test_a_hybrid_is_its_base_and_its_grafts(base, kind):
     hybrid = adopt(base) if kind is None else splice(base, PLANS[kind])
@@ -122,12 +113,12 @@ def test_tuning_a_control_changes_no_other_model(tokenizer, lora, dtype):
 
 
 @pytest.mark.parametrize("form", ["hf", "patch"])
-def test_opened_beside_its_base_a_hybrid_costs_its_grafts(folder, form):
+def test_opened_beside_its_base_a_hybrid_costs_its_grafts(folder, form, live_bytes):
     base = package.load(folder / "base")
     before, alone = copied(base.model), package.load(folder / f"heads-{form}")
-    held = live()
+    held = live_bytes()
     hybrid, gated = (package.load(folder / f"{name}-{form}", beside=base) for name in ("heads", "gate"))
-    assert live() - held == grafts(hybrid.model) + grafts(gated.model)
+    assert live_bytes() - held == grafts(hybrid.model) + grafts(gated.model)
     assert own_bytes(hybrid.model, base.model) == grafts(hybrid.model)
     assert (hybrid.fingerprint, model_digest(hybrid.model)) == (alone.fingerprint, model_digest(alone.model))
     assert hybrid.model.surgery.plan == alone.model.surgery.plan
@@ -164,12 +155,12 @@ def compared(folder, out, *names):
 
 
 @pytest.fixture
-def measured(monkeypatch):
+def measured(monkeypatch, live_bytes):
     """What a comparison measures: [(entries, live bytes)]."""
     seen = []
 
     def watching(entries, *args, **options):
-        seen.append((dict(entries), live()))
+        seen.append((dict(entries), live_bytes()))
         return measure(entries, *args, **options)
 
     monkeypatch.setattr(comparison, "measure", watching)
@@ -177,10 +168,10 @@ def measured(monkeypatch):
     return seen
 
 
-def test_a_comparison_costs_the_base_and_the_grafts(folder, tmp_path, measured):
+def test_a_comparison_costs_the_base_and_the_grafts(folder, tmp_path, measured, live_bytes):
     """Two patches and an export; and afterwards nothing is left."""
     package.load(folder / "base")  # whatever the first call leaves
-    before = live()
+    before = live_bytes()
     compared(folder, tmp_path, "heads-patch", "gate-patch", "gate-hf")
     (measured_entries, held), *_ = measured
     models = [entry.model for entry in measured_entries.values()]
@@ -190,7 +181,7 @@ def test_a_comparison_costs_the_base_and_the_grafts(folder, tmp_path, measured):
     assert held - before == total(models)
     del measured_entries, models
     measured.clear()
-    assert live() == before
+    assert live_bytes() == before
 
 
 def test_what_does_not_fit_is_opened_for_its_turn(folder, tmp_path, monkeypatch, capsys, measured):
@@ -220,10 +211,10 @@ def test_what_does_not_fit_is_opened_for_its_turn(folder, tmp_path, monkeypatch,
 
 
 @pytest.mark.slow
-def test_a_run_costs_what_it_trains(folder, tmp_path, measured):
+def test_a_run_costs_what_it_trains(folder, tmp_path, measured, live_bytes):
     """k controls cost their grafts, or the mixer that one trains, and no model; and afterwards nothing is left."""
     package.load(folder / "base")
-    before = live()
+    before = live_bytes()
     recipe = Recipe(
         model=str(folder / "base"), bench=QUICK | {"random_sites": 1, "doses": [2]}, plan={"heads": 1},
         locate={"examples": 2, "options": {"pairs": 3}, "layers": False},
@@ -239,7 +230,7 @@ def test_a_run_costs_what_it_trains(folder, tmp_path, measured):
     assert 0 <= held - before - total(list(models.values())) < 2**12  # beside them some token ids
     del measured_entries, models
     measured.clear()
-    assert live() - before < 2**12  # what other libraries keep, of a size that no model has
+    assert live_bytes() - before < 2**12  # what other libraries keep, of a size that no model has
 
 
 def test_a_tied_model_ties_no_other(folder, tokenizer, tmp_path):

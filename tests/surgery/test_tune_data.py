@@ -367,7 +367,9 @@ def write(folder, name, content):
         ("a.jsonl", b'["one"]\n', {}, "line 1: needs an object with a column 'text'"),
         ("a.jsonl", b'{"body": "one", "n": 3}\n', {}, r"\(line 1\) has no column 'text'; it has body, n"),
         ("a.jsonl", b'{"text": 3}\n', {}, "a document has to be text, not int"),
-        ("a.jsonl", b'{"text": " "}\n{"text": null}\n{"text": "\\ud800"}\n', {}, "holds no text to train on"),
+        ("a.jsonl", b'{"text": " "}\n{"text": null}\n', {}, "holds no text to train on"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "\\ud800"}\n', {}, "a.jsonl, line 2, holds a text with half a surrogate pair"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "\\ud800"}\n', {"streaming": True}, "line 2, holds a text with half a surr"),
         ("a.jsonl", b'{"text": "one"}\n', {"split": "test"}, "has no split, but 'test' is given"),
         ("a.jsonl", b'{"text": " "}\n', {"streaming": True}, "holds no text to train on"),
         ("a.jsonl", b"", {"streaming": True}, r"cannot load the dataset .*a.jsonl: \S"),
@@ -386,6 +388,15 @@ def test_text_that_cannot_be_had_is_refused(words, tmp_path, name, content, fiel
     with pytest.raises(UserError, match=complaint) as refused:
         check(words, Tune(text_tokens=16), Data(train_text=(Text(source=source, **fields),)))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_document_may_hold_nul(words, tmp_path, streaming):
+    """What no name of a file may hold, whichever way it is read."""
+    if streaming:
+        pytest.importorskip("datasets", reason="datasets is not installed")
+    source = write(tmp_path, "a.jsonl", "".join(f'{{"text": "w{n} \\u0000 w{n + 1}"}}\n' for n in range(40)).encode())
+    check(words, Tune(text_tokens=16), Data(train_text=(Text(source=source, streaming=streaming),)))
 
 
 def test_without_the_package_datasets_there_is_a_hint(words, tmp_path, monkeypatch):

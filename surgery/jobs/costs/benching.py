@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.evaluation.report import LOSSES
+from surgery.evaluation.report import is_loss
 from surgery.evaluation.speed import decode_cost, decode_forwards, speed
 from surgery.evaluation.suites import WINDOW_ROWS, Task, standard, tasks
 from surgery.jobs.costs.sample import Patient, Sample, extended, sampled, total
@@ -73,12 +73,12 @@ def bench_cost(
             if key not in rates:
                 rates[key] = patient.along(partial(_asked, tried[key], models))
             if todo is samples:
-                sizes = (options.windows, few.windows) if task.name in LOSSES else (options.limit, few.limit)
+                sizes = (options.windows, few.windows) if is_loss(task.name) else (options.limit, few.limit)
                 times = sizes[0] / sizes[1] if task.count == sizes[1] else 1.0
                 parts.append(Sample(rates[key].seconds * times * options.seeds, rates[key].bytes * options.batch_size / rows))
             else:
                 # A task that has as many examples as it may have goes on in the same way.
-                more = options.limit / counted.limit if task.count == counted.limit and task.name not in LOSSES else 1.0
+                more = options.limit / counted.limit if task.count == counted.limit and not is_loss(task.name) else 1.0
                 parts.append(_whole(rates[key], task, tried[key]) * more)
         parts += _timed(patient, options, contexts, models, quick)
         parts.append(patient.along(partial(_read, tokenizer, models)))

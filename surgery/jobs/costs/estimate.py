@@ -15,8 +15,9 @@ from surgery.exporting.formats import check_way
 from surgery.families import family_of
 from surgery.jobs.costs.benching import BenchCost, bench_cost
 from surgery.jobs.costs.exporting import export_cost, started, weights_of
+from surgery.jobs.costs.growing import growing_cost
 from surgery.jobs.costs.locating import locating_cost
-from surgery.jobs.costs.models import Models, Trained, all_names, assumed, models_of
+from surgery.jobs.costs.models import Models, Trained, all_names, assumed, bare, models_of
 from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
 from surgery.jobs.costs.sample import Patient, Sample, sampled
 from surgery.jobs.costs.tuning import STATES, StageCost, Tuned, held_beyond, tuning_cost
@@ -107,7 +108,7 @@ class Costs:
         options, (locate, tune) = self.recipe.bench, (self.recipe.locate, self.recipe.tune)
         models, tuned = (4 + 2 * options.random_sites, 4) if options.controls else (3, 1)
         sizes = len(options.pairs) + 4
-        forwards = 2 * locate.examples / locate.batch_size + 4 * tuned * tune.steps
+        forwards = 2 * locate.examples / locate.batch_size + 4 * tuned * tune.most_steps
         return self.patient.step * (forwards + models * sizes * options.seeds * options.limit / options.batch_size)
 
     def _held_now(self) -> int:
@@ -118,8 +119,9 @@ class Costs:
         but the models are made, which are held from then on."""
         chosen = assumed(self.recipe, self.patient.depth, self.patient.heads)
         stages: list[Stage] = [self.locate()] if first == "locate" else []
+        stages += [self.grow(chosen)] if self.recipe.plan.grows and first in ("locate", "plan") else []
         made = self.splice(chosen)
-        stages += [made] if first in ("locate", made.name) else []
+        stages += [made] if first in ("locate", "plan", made.name) else []
         stages += self.tune(chosen, first) if first not in ("bench", "export") else []
         stages += [self.bench(chosen)] if first != "export" else []
         return [*stages, self.export(chosen)]
@@ -130,6 +132,10 @@ class Costs:
         if self.recipe.plan.sites is None:
             result.append("Which heads lead is known after locating: the grafts are taken to be in the first layers, where "
                           "tuning costs most.")  # fmt: skip
+        if self.recipe.plan.grows:
+            result.append("plan.heads=auto is taken to add as many heads as it may (plan.auto.max_heads).")
+        if self.recipe.tune.steps == "auto":
+            result.append("tune.steps=auto is taken to need as many steps as it may (tune.max_steps).")
         if self.recipe.tune.early_stopping is not None:
             result.append("tune.early_stopping may end the steps early.")
         if self.recipe.tune.repeat is not None:
@@ -145,6 +151,12 @@ class Costs:
         counts = {"forwards": counted.base, "forwards and backwards": counted.starts + counted.slopes}
         counts |= {"heads and layers ablated or spliced in a batch": counted.variants} if counted.variants else {}
         return self._stage("locate", cost.sample, counts=counts, at_most=counted.at_most)
+
+    def grow(self, chosen: Plan) -> Stage:
+        """plan, where heads are added by measuring."""
+        count, sample = growing_cost(self.patient, self.recipe, bare(chosen))
+        self.settings["plan"] = {"locate.batch_size": self.recipe.locate.batch_size}, SMALLER
+        return self._stage("plan", sample, counts={"plans measured": count}, at_most=True)
 
     def splice(self, chosen: Plan) -> Stage:
         """plan and splice: the models of the run are made. From here on they are held."""
@@ -192,6 +204,8 @@ class Costs:
             disk = CHECKPOINTS * (STATES - 1) * 4 * cost.trained
             at_most = (
                 options.early_stopping is not None
+                or options.steps == "auto"
+                or self.recipe.plan.grows
                 or options.repeat is not None
                 or bool(self.recipe.plan.sites is None and self.patient.depth > 1)
             )

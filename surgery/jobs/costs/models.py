@@ -85,7 +85,7 @@ def assumed(recipe: Recipe, depth: int, heads: int) -> Plan:
     elif options.kind == "layer":
         sites = tuple(Site(layer) for layer in range(min(options.layers, depth)))
     else:
-        sites = tuple(Site(number // heads, (number % heads,)) for number in range(min(options.heads, depth * heads)))
+        sites = tuple(Site(number // heads, (number % heads,)) for number in range(min(options.counted, depth * heads)))
     shared = options.shared and options.donor is None
     return Plan(
         kind=options.kind, sites=sites, width=options.width, blend=options.blend, shared=shared, seed=recipe.seed

@@ -7,6 +7,7 @@ from surgery.runtime.progress import duration
 # What stages count, of one.
 SINGULAR = {
     "forwards": "forward", "forwards and backwards": "forward and backward", "steps": "step", "models": "model",
+    "plans measured": "plan measured",
     "heads and layers ablated or spliced in a batch": "head or layer ablated or spliced in a batch",
 }  # fmt: skip
 

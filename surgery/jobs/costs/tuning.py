@@ -46,8 +46,8 @@ def stages_of(options: Tune, control: bool = False) -> dict[str, int]:
         steps["align"] = options.align.steps
     if (search := options.calibrate) is not None and not control:
         steps["calibrate"] = 1 + sum(len(grid) + search.evaluations + 1 for grid in (search.tau, search.gate))
-    if options.steps:
-        steps["distil"] = options.steps
+    if options.most_steps:
+        steps["distil"] = options.most_steps
     return steps
 
 
@@ -117,7 +117,7 @@ def _stages(
                 description="a few steps",
             ) as started:  # fmt: skip
                 numbers_of.append(sum(p.numel() for p in started.trained.values()))
-                if options.early_stopping is None and "distil" in started.stages:
+                if options.early_stopping is None and options.steps != "auto" and "distil" in started.stages:
                     started.distil(note_time)
                 else:
                     started.finish_stages()
@@ -127,15 +127,22 @@ def _stages(
         held = max(0.0, sample.bytes - STATES * 4 * numbers)
         return Sample((times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else sample.seconds, held)
 
+    most_steps = recipe.tune.most_steps
     if "distil" in steps:
         each, (usual, most, tried) = run(steps=STEPS + 1), _tokens(tokenizer, recipe.tune, few, recipe.data, recipe.seed)
         result["distil"] = Sample(each.seconds * usual / tried, each.bytes * most / tried)
         if (stopping := recipe.tune.early_stopping) is not None:
             # One step with what is measured before the first, after the last, and of the base.
             watched = run(steps=1, early_stopping=stopping.model_copy(update={"eval_steps": 1}))
-            times = 2 + -(-recipe.tune.steps // stopping.eval_steps)
+            times = 2 + -(-most_steps // stopping.eval_steps)
             extra = max(0.0, watched.seconds - each.seconds) / 3 * times
-            result["distil"] += Sample(extra / recipe.tune.steps, watched.bytes)
+            result["distil"] += Sample(extra / most_steps, watched.bytes)
+        if recipe.tune.steps == "auto":
+            # One step with what is measured before and after it.
+            looked = run(steps="auto", max_steps=1)
+            times = 1 + -(-most_steps // recipe.tune.auto.eval_steps)
+            extra = max(0.0, looked.seconds - each.seconds) / 2 * times
+            result["distil"] += Sample(extra / most_steps, looked.bytes)
     factor = recipe.tune.batch_size / few.batch_size
     if (align := recipe.tune.align) is not None and "align" in steps:
         short, longer = (run(steps=0, align=_short(align, count)) for count in (1, 3))
@@ -167,7 +174,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, options: Tune, few: Tune, data: 
             for lesson, text in islice(batches, steps)
         ]
 
-    whole, tried = counts(options, min(options.steps, BUFFER)), counts(few, STEPS + 1)
+    whole, tried = counts(options, min(options.most_steps, BUFFER)), counts(few, STEPS + 1)
     return mean(whole), max(whole), mean(tried[1:])
 
 

@@ -18,7 +18,7 @@ from surgery.records.sections.section import (
     check_tokens,
 )
 
-Suite = Literal["quick", "retrieval", "language", "knowledge", "paper", "speed", "serving"]
+Suite = Literal["quick", "retrieval", "language", "hits", "knowledge", "paper", "speed", "serving"]
 SUITES: dict[Suite, str] = {
     "quick": (
         "Key-value retrieval (bench.pairs, and bench.unseen_pairs with keys that no lesson holds), knowledge and letters, "
@@ -26,6 +26,10 @@ SUITES: dict[Suite, str] = {
     ),
     "retrieval": "Every probe of the project over its sizes, the needle over lengths and depths.",
     "language": "Perplexity by a sliding window.",
+    "hits": (
+        "Loss on recall hits of the held-out text (tokens that complete a pair seen before in the context and rare elsewhere), "
+        "and on its other tokens, in rows of each length of bench.contexts."
+    ),
     "knowledge": "The paper's six knowledge tasks.",
     "paper": "MMLU, GSM8K, BBH, DREAM, those six, and key-value retrieval at the paper's sizes.",
     "speed": "Prefill, decoding, memory and cache against context.",
@@ -60,11 +64,14 @@ class Bench(Section):
     seeds: Repeats = 1
     """Draw examples with this many seeds."""
     windows: Examples = 64
-    """Windows of text for perplexity."""
+    """Windows of text for perplexity, and for hits, whose rows are cut from as much text."""
     window: int = Field(default=256, ge=2, le=TOKENS)
     """Tokens of a window."""
     contexts: tuple[Tokens, ...] = (256, 1024, 4096)
-    """Lengths in tokens at which decoding is timed and needles are hidden."""
+    """Lengths in tokens at which decoding is timed, needles are hidden, and hits are looked for."""
+    rare: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """Of the suite hits: how often, per million tokens, a pair may stand in the text outside the row. Counted in
+    data.train_text; if none is named, in the rest of data.held_out_text."""
     depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.0, 0.5, 1.0)
     """Where in the text a needle is hidden: 0 at its beginning, 1 at its end."""
     batches: tuple[Rows, ...] = (1, 8)

@@ -1,13 +1,13 @@
 """How heads are ranked, and which of them become attention."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
 
 from surgery.records.plan import Plan
 from surgery.records.record import first_line
-from surgery.records.sections.section import EXAMPLES, Count, Name, Rows, Section, Width
+from surgery.records.sections.section import EXAMPLES, FACTOR, Count, Examples, Name, Rows, Section, Width
 from surgery.records.site import Site, SitesText, SiteText
 
 
@@ -48,6 +48,30 @@ class Locate(ProbeChoice):
     """Repeat the ranking with these probes, too, and report how well the rankings agree."""
 
 
+class Auto(Section):
+    """How `plan.heads: auto` adds head after head. What counts is what tuning will minimise: the loss on questions of
+    locate.probe, other ones than those that ranked the heads, and the loss on text, which a graft must not hurt."""
+
+    section = "plan.auto"
+
+    max_heads: Count = 8
+    """At most this many heads."""
+    candidates: Count = 4
+    """In each round, so many of the leading heads that are not in the plan yet are tried, each beside those that are. Other
+    heads than the first may be the best second one: heads stand in for each other."""
+    examples: int = Field(default=128, ge=2, le=EXAMPLES)
+    """Questions for each measurement."""
+    windows: Examples = 32
+    """Windows of text for each measurement, of tune.text_tokens tokens."""
+    text_weight: float = Field(default=4.0, ge=0, le=FACTOR, allow_inf_nan=False)
+    """What a nat of loss per token of text counts beside one per question: a question is one token among many."""
+    least_gain: float = Field(default=0.02, ge=0, allow_inf_nan=False)
+    """A head is worth its cache, which grows with every token, if it saves this many nats, and the 95% interval of what it
+    saves leaves out 0. At .02, right answers become 2% more probable."""
+    gates: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = (0.1, 0.25, 0.5, 1.0)
+    """The gates that are tried, unless plan.blend says which; at 1, attention replaces the SSM, without a gate."""
+
+
 class PlanOptions(Section):
     """Which sites become attention, and how the attention starts."""
 
@@ -55,8 +79,9 @@ class PlanOptions(Section):
 
     kind: Literal["head", "layer"] = "head"
     """`head`: attention inside the SSM's mixer, at chosen heads. `layer`: attention instead of the whole mixer."""
-    heads: Count = 1
-    """How many of the leading heads are grafted. For kind head."""
+    heads: Annotated[Count | Literal["auto"], Field(union_mode="left_to_right")] = 1
+    """How many of the leading heads are grafted. auto: head after head is added by what it is measured to save, until the next
+    one is not worth its cache (section plan.auto). For kind head."""
     layers: Count = 1
     """How many of the leading layers are grafted. For kind layer."""
     sites: SitesText | None = None
@@ -77,6 +102,8 @@ class PlanOptions(Section):
     blend: float | None = Field(default=None, ge=0, le=1)
     """Keep SSM and attention both, under a learned gate that starts here (at 0 the hybrid equals the base exactly). By default
     attention replaces the SSM. For kind head."""
+    auto: Auto = Auto()
+    """How heads: auto adds heads (section plan.auto)."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -89,10 +116,30 @@ class PlanOptions(Section):
         if self.sites is not None and not self.sites:
             raise ValueError("sites: is empty; leave it out to plan the leading ones")
         try:
-            Plan(sites=self.sites_named(), **self.model_dump(exclude={"heads", "layers", "sites"}))
+            Plan(sites=self.sites_named(), **self.model_dump(exclude={"heads", "layers", "sites", "auto"}))
         except pydantic.ValidationError as error:
             raise ValueError(first_line(error)) from error
+        if self.grows and self.sites is not None:
+            raise ValueError("heads: auto chooses the heads, and sites names them; leave out one")
+        if self.grows and self.donor is not None:
+            raise ValueError(
+                "heads: auto measures heads before training, as they start from their own weights; leave out donor"
+            )
         return self
+
+    @property
+    def grows(self) -> bool:
+        """Whether the number of heads is found by measuring."""
+        return self.heads == "auto"
+
+    @property
+    def counted(self) -> int:
+        """The number of heads, or the most that there can be."""
+        return self.auto.max_heads if self.heads == "auto" else self.heads
+
+    def given(self) -> dict[str, Any]:
+        """The settings as planning takes them."""
+        return self.model_dump(exclude={"auto"})
 
     def sites_named(self) -> tuple[Site, ...]:
         """The sites, or while it is not known which ones lead, others in their place: those that donor_heads or donor_layers

@@ -119,6 +119,23 @@ class Lora(Section):
         return {(0, 0): "lora", (1, 0): "rslora", (0, 1): "dora", (1, 1): "rslora, dora"}[self.use_rslora, self.use_dora]
 
 
+class AutoSteps(Section):
+    """How `tune.steps: auto` finds the number of steps. The learning rate stays at its largest until the loss on lessons and
+    text that are not trained on is flat, and then falls over the share `tune.decay` of all steps: if that is 1, a quarter."""
+
+    section = "tune.auto"
+
+    eval_steps: Count = 25
+    """Measure after every so many steps."""
+    examples: Examples = 128
+    """Sequences of lessons for each measurement, none of which is trained on, and as many batches of text as that makes."""
+    least_gain: float = Field(default=0.02, ge=0, allow_inf_nan=False)
+    """A measurement counts as progress where the loss is below the best so far by this share of it, and the paired 95% interval
+    over batches leaves out 0."""
+    patience: Count = 2
+    """The curve is flat after so many measurements without progress."""
+
+
 def _none_for_no(value: Any) -> Any:
     """accelerate's `no`, which YAML reads as false."""
     return None if value is False or value == "no" else value
@@ -130,12 +147,16 @@ class Tune(Section):
 
     section = "tune"
 
-    steps: int = Field(default=150, ge=0, le=STEPS)
-    """Training steps. 0: only the stages align and calibrate."""
+    steps: Annotated[Annotated[int, Field(ge=0, le=STEPS)] | Literal["auto"], Field(union_mode="left_to_right")] = 150
+    """Training steps. 0: only the stages align and calibrate. auto: until the loss on other lessons and text is flat
+    (section tune.auto); the controls of a run then take as many."""
+    max_steps: Steps = 1000
+    """Where steps is auto, the most that there may be."""
     batch_size: Rows = 16
     """Sequences of a lesson in a step."""
-    lessons: tuple[Lesson, ...] = Field(default=(Lesson(options={"pairs": (4, 64)}),), min_length=1)
-    """What retrieval is learnt from (section tune.lessons): each step draws one, by weight."""
+    lessons: tuple[Lesson, ...] = (Lesson(options={"pairs": (4, 64)}),)
+    """What retrieval is learnt from (section tune.lessons): each step draws one, by weight. []: from recall hits of text alone
+    (hit_weight)."""
     curriculum: float = Field(default=0.0, ge=0, le=1)
     """The share of the steps over which the lessons' ranges and the text grow to their full size."""
     text_batch_size: int = Field(default=4, ge=0, le=ROWS)
@@ -144,8 +165,16 @@ class Tune(Section):
     """Tokens of a row of text. Shorter documents share a row."""
     kl_weight: float = Field(default=1.0, ge=0, le=FACTOR, allow_inf_nan=False)
     """Weight of the KL divergence from the base on text."""
+    hit_weight: float = Field(default=0.0, ge=0, le=FACTOR, allow_inf_nan=False)
+    """Weight of the loss on recall hits of the text: tokens that complete a pair seen before in their document and rare in
+    data.train_text. They are learnt from the text itself, and left out of the KL divergence from the base, which misses them.
+    Hits from far back need long rows (text_tokens)."""
+    rare: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """Where hits have a weight: how often, per million tokens of data.train_text, their pair may stand there."""
     learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR, allow_inf_nan=False)
     """The largest learning rate; after the warm-up it falls to 0 along a cosine."""
+    decay: float = Field(default=1.0, gt=0, le=1)
+    """The share of the steps, at the end, over which the learning rate falls. Before them it stays at its largest."""
     weight_decay: float = Field(default=0.01, ge=0, le=FACTOR, allow_inf_nan=False)
     """Weight decay of matrices and convolution filters; nothing else decays."""
     warmup_steps: int = Field(default=10, ge=0, le=MOST)
@@ -156,6 +185,8 @@ class Tune(Section):
     """A stage before the steps, or instead of them (section tune.align). {} for its defaults."""
     calibrate: Calibrate | None = None
     """A stage before the steps, or instead of them (section tune.calibrate). {} for its defaults."""
+    auto: AutoSteps = AutoSteps()
+    """How steps: auto finds the number of steps (section tune.auto)."""
     early_stopping: EarlyStopping | None = None
     """What ends the steps early (section tune.early_stopping). {} for its defaults."""
     lora: Lora | None = None
@@ -187,6 +218,17 @@ class Tune(Section):
         if self.early_stopping is not None:
             check_tokens(text_tokens=self.text_tokens, windows=self.early_stopping.windows)
         check_weights(lesson.weight for lesson in self.lessons)
+        if self.hit_weight and not self.text_batch_size:
+            raise ValueError("hit_weight: hits are found in text, and text_batch_size is 0")
+        if not (self.lessons or self.hit_weight):
+            raise ValueError("lessons: is empty, so that nothing teaches retrieval; set hit_weight, or leave lessons out")
+        if self.curriculum and self.steps == "auto":
+            raise ValueError("curriculum: is a share of the steps, whose number steps: auto does not know; leave out one")
         if self.curriculum and self.repeat is not None:
             raise ValueError("curriculum: with repeat it would begin again each time that the batches do; leave out one")
         return self
+
+    @property
+    def most_steps(self) -> int:
+        """The number of steps, or the most that there may be."""
+        return self.max_steps if self.steps == "auto" else self.steps

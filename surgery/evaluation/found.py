@@ -1,0 +1,43 @@
+"""What a run found by itself, and what that cost: the heads of plan.heads=auto, and the steps of tune.steps=auto."""
+
+from surgery.evaluation.report import Report
+from surgery.records.growth import Trial
+from surgery.runtime.progress import duration
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def found(report: Report) -> str:
+    """In sentences; empty where a recipe said everything."""
+    sentences = []
+    if report.plan is not None and (growth := report.plan.growth) is not None:
+        heads, probe = growth.heads(), growth.probe
+        gate = "attention in place of the SSM" if report.plan.blend is None else f"a gate that starts at {report.plan.blend:g}"
+        sentences.append(
+            f"plan.heads=auto added {len(heads)} head{'s' * (len(heads) != 1)} ({', '.join(heads)}) with {gate}. It measured "
+            f"{growth.measured} plans without training, on {probe['examples']} questions of {probe['name']} that no head was "
+            f"ranked by and {probe['windows']} windows of text, in {duration(growth.seconds)}."
+        )
+    if (steps := report.training.get("tuned", {}).get("steps")) is not None:
+        sentences.append(f"tune.steps=auto took {steps:.0f} steps; the controls took as many.")
+    return " ".join(sentences)
+
+
+def rounds(report: Report) -> Table | None:
+    """Header and rows: the best of each round, and what it saves."""
+    growth = report.plan and report.plan.growth
+    if not growth:
+        return None
+    body = [["(the base)", "", "", f"{growth.accuracy:.3f}", f"{growth.loss:.3f}", "", ""]]
+    for each in growth.rounds:
+        best: Trial = each.trials[each.best]
+        low, high = best.saved.ci95
+        body.append(
+            [
+                f"+ {best.site}", "" if best.blend is None else f"{best.blend:g}",
+                f"{best.saved.value:+.3f} [{low:+.3f}, {high:+.3f}]", f"{best.accuracy:.3f}", f"{best.loss:.3f}",
+                f"{best.text_loss:+.4f}", "added" if each.added else "not worth its cache",
+            ]
+        )  # fmt: skip
+    header = ["head", "gate", "saves (nats)", "accuracy", "loss on questions", "loss on text, against the base", ""]
+    return header, body

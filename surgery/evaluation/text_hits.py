@@ -1,0 +1,141 @@
+"""The suite hits: the loss on recall hits of held-out text (probes/hits.py), and on its other tokens, in rows of each length.
+
+The rows of all lengths are cut from the same text. An example is a stretch of `bench.window` tokens of it, whatever the length
+of the rows, so that n is the same for all lengths; the hits of a stretch are often of the same few names, and no examples of
+their own. Its value is the sum of its tokens' losses, divided by the mean number of such tokens in a stretch. So the mean over
+stretches is the mean over tokens.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.evaluation.cells import watched
+from surgery.evaluation.report import HITS, OTHERS
+from surgery.models.finite import checked, explained
+from surgery.probes.hits import PairCounts, hits
+from surgery.probes.perplexity import Perplexity, token_losses
+from surgery.records.recipe import Bench, Data
+from surgery.tuning.rare_pairs import training_pairs
+
+
+class Rows:
+    """Rows of text, ids (n, t), and the losses of their tokens under a model."""
+
+    def __init__(self, ids: Tensor):
+        self.ids = ids
+        self._last: tuple[weakref.ref, Any, np.ndarray, str] | None = None
+
+    def losses(self, model: PreTrainedModel, rows_at_once: int, task: Any) -> tuple[np.ndarray, str]:
+        """(nats (n, t - 1), a digest of what entered the model). Two tasks choose among the same losses, one after the other:
+        what was computed for one is kept for the other, if it asks next and for the same model."""
+        last, self._last = self._last, None
+        if last is not None and last[0]() is model and last[1] is not task:
+            return last[2], last[3]
+        parts = []
+        with watched(model) as inputs:
+            for ids in self.ids.to(model.device).split(rows_at_once):
+                losses = token_losses(model, ids)
+                with explained(model, ids):
+                    parts.append(checked(losses.cpu(), "the losses").double().numpy())
+        self._last = weakref.ref(model), task, np.concatenate(parts), inputs()
+        return self._last[2], self._last[3]
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenTokens:
+    """Some of the tokens of rows of text. chosen: (n, t) bool, False in the first column, which nothing predicts. stretch:
+    tokens of an example."""
+
+    rows: Rows
+    chosen: np.ndarray
+    stretch: int
+
+    def losses(self, model: PreTrainedModel, rows_at_once: int) -> tuple[np.ndarray, str]:
+        """(of every stretch of every row, its share of the mean loss (nats) of the chosen tokens, (examples,); a digest of what
+        entered the model)."""
+        losses, inputs = self.rows.losses(model, rows_at_once, self)
+        return self._sums(losses * self.chosen[:, 1:]) / (self.counts().mean() or 1.0), inputs
+
+    def counts(self) -> np.ndarray:
+        """(examples,): chosen tokens of every stretch."""
+        return self._sums(self.chosen[:, 1:].astype(float))
+
+    def texts(self) -> list[str]:
+        """Of every example, what identifies it: all tokens of its row, and which of its own are chosen."""
+        return [
+            f"{ids} {begin} {np.flatnonzero(chosen[begin : begin + self.stretch]).tolist()}"
+            for ids, chosen in zip(self.rows.ids.tolist(), self.chosen, strict=True)
+            for begin in range(0, len(ids), self.stretch)
+        ]
+
+    def _sums(self, values: np.ndarray) -> np.ndarray:
+        """values (n, t - 1), of the second and all further tokens -> of every stretch, in order."""
+        whole = np.concatenate((np.zeros((len(values), 1)), values), 1)
+        return np.add.reduceat(whole, np.arange(0, whole.shape[1], self.stretch), axis=1).ravel()
+
+
+def hit_names(options: Bench) -> list[str]:
+    """The tasks of the suite, in the order of the report."""
+    lengths = options.contexts if "hits" in options.suites else ()
+    return [f"{name}.{length}" for length in lengths for name in (HITS, OTHERS)]
+
+
+def hit_texts(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> dict[str, ChosenTokens]:
+    """By the name of the task, what is measured. Lengths that the model does not read are left out. Raises UserError where the
+    text is too short for a length."""
+    result: dict[str, ChosenTokens] = {}
+    lengths = [length for length in options.contexts if length <= tokenizer.model_max_length]
+    if "hits" not in options.suites or not lengths:
+        return result
+    windows = max(options.windows, -(-max(lengths) // options.window))
+    ids = np.array(Perplexity(data.held_out_text, windows, options.window).token_ids(tokenizer, seed))
+    counts, within = _counted(tokenizer, data, ids)
+    for length in lengths:
+        count = min(max(1, options.windows * options.window // length), len(ids) // length)
+        if not count:
+            raise UserError(
+                f"bench, hits: {data.held_out_text} has {len(ids)} tokens, and a row needs {length} (bench.contexts)"
+            )
+        ids_of_rows = ids[: count * length].reshape(count, length)
+        rows, is_hit = Rows(torch.from_numpy(ids_of_rows)), hits(ids_of_rows, counts, options.rare, within=within)
+        others = ~is_hit
+        others[:, 0] = False
+        result |= {f"{name}.{length}": ChosenTokens(rows, chosen, options.window)
+                   for name, chosen in ((HITS, is_hit), (OTHERS, others))}  # fmt: skip
+    return result
+
+
+def check_hits(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> None:
+    """Raise UserError for a length at which the text has no hits."""
+    for name, text in hit_texts(options, tokenizer, data, seed).items():
+        if not text.chosen.any():
+            raise no_hits(name, data)
+
+
+def no_hits(name: str, data: Data) -> UserError:
+    """What to say of a task for which the text has no tokens."""
+    return UserError(
+        f"bench, {name}: {data.held_out_text} has no such tokens in rows of that length; take more text (bench.windows), "
+        "longer rows (bench.contexts) or a larger bench.rare"
+    )
+
+
+def _counted(tokenizer: PreTrainedTokenizerBase, data: Data, ids: np.ndarray) -> tuple[PairCounts, bool]:
+    """The pairs by which rarity is judged, and whether the held-out text is part of what was counted: the training text's; or,
+    if none is named and the held-out text is a file, those of that whole file. ids (t,): of the held-out text."""
+    named = any(text.source != "world" for text in data.train_text)
+    if data.held_out_text == "world" or named:
+        return training_pairs(tokenizer, data), False
+    return PairCounts([ids]), True
+
+
+def rows_at_once(options: Bench, length: int, windows: int) -> int:
+    """Rows of a length in a forward pass, where it takes so many windows of perplexity."""
+    return max(1, windows * options.window // length)

@@ -1,0 +1,32 @@
+"""What plan.heads=auto costs: the time of measuring one plan, and how many there are at most."""
+
+import math
+from functools import partial
+
+from surgery.jobs.costs.sample import Patient, Sample, moved, sampled
+from surgery.locating.questions import choice_probe
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe
+from surgery.tuning.batches import held_out_windows
+from surgery.tuning.growing import Measuring, most_plans
+
+
+def growing_cost(patient: Patient, recipe: Recipe, chosen: Plan) -> tuple[int, Sample]:
+    """(how many plans are measured at most, what that costs). Tried on a part of the questions and of the text. chosen: one of
+    the plans."""
+    auto, rows = recipe.plan.auto, patient.rows(recipe.locate.batch_size)
+    tried = min(rows, auto.examples)
+    probe = choice_probe(patient.tokenizer, recipe.locate.probe, recipe.locate.options)
+    questions = probe.questions(max(2, tried), recipe.seed)
+    windows = max(1, math.ceil(auto.windows * tried / auto.examples))
+    text = held_out_windows(patient.tokenizer, recipe.data, recipe.tune, windows, recipe.seed)
+
+    def one(depth: int) -> Sample:
+        measuring = Measuring(patient.subject(depth), questions, text, rows)
+        return sampled(partial(measuring.measure, [chosen if depth == patient.depth else moved(chosen, depth)], "a plan"))
+
+    gates = len(auto.gates) if recipe.plan.blend is None else 1
+    count = most_plans(auto, gates, patient.depth * patient.heads)
+    each = patient.along(one)
+    whole = Sample(each.seconds * auto.examples / tried, each.bytes * recipe.locate.batch_size / rows)
+    return count, whole * count

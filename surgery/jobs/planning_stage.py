@@ -1,0 +1,24 @@
+"""Plans as a recipe says: the leading heads of a ranking, or as many as are worth their cache."""
+
+from pathlib import Path
+
+from surgery.loading.checkpoint import Checkpoint
+from surgery.locating.planning import plan
+from surgery.locating.ranking import Ranking
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe
+from surgery.tuning.growing import grow
+
+KEPT = "planning"  # the folder in which a run keeps what plan.heads=auto measures
+
+
+def planned(recipe: Recipe, base: Checkpoint, ranking: Ranking, kept: Path | None = None, seed: int | None = None) -> Plan:
+    """base: what was ranked; it is measured where plan.heads is auto. kept: a folder for what is measured. seed: the recipe's,
+    unless given."""
+    options, seed = recipe.plan, recipe.seed if seed is None else seed
+    if not options.grows:
+        return plan(ranking, **options.given(), seed=seed)
+    return grow(
+        base, ranking, options, data=recipe.data, text_tokens=recipe.tune.text_tokens, batch_size=recipe.locate.batch_size,
+        seed=seed, kept=kept,
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Models without values in their tensors (on the meta device): what a configuration alone says. No weight is read."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.families import register
+from surgery.loading.checkpoint import MOST_LAYERS, content_of
+from surgery.loading.hub import CONFIGURATION, local_folder, one_line
+from surgery.loading.original import CLASSES, is_original
+from surgery.loading.original_config import original_config
+from surgery.records.reading import shown
+
+
+def load_empty(name: str) -> PreTrainedModel:
+    """A language model without values, by its Hub id, its folder, or its original folder. Of the Hub, the configuration alone
+    is fetched. Raises UserError in one line if that cannot be."""
+    folder = local_folder(name, patterns=CONFIGURATION)
+    return empty_model(read_config(folder), name)
+
+
+def read_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration in a folder, of an original one as transformers has it. Raises UserError in one line for what is no
+    model's, and for a model that only code of its own could read, unless that may run."""
+    content = content_of(folder / "config.json")
+    if is_original(content):
+        return original_config(content)
+    register()
+    model_type, own_code = content.get("model_type"), "auto_map" in content
+    if not isinstance(model_type, str):
+        raise UserError(f"{folder / 'config.json'} is no model's: it names no model_type")
+    if model_type not in CONFIG_MAPPING and not (own_code and trust_remote_code):
+        raise UserError(
+            f"transformers {transformers.__version__} knows no model of the type '{shown(model_type)}'"
+            + ("; the code in its folder does, and runs only with --trust-remote-code" if own_code else "")
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a wrong value raises
+        raise UserError(f"cannot read {folder / 'config.json'}: {one_line(error)}") from error
+
+
+def empty_model(config: PreTrainedConfig, name: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The language model of a configuration. name: the model's, for messages. Raises UserError in one line if transformers
+    cannot make one of it."""
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise UserError(f"{name}: a model of {shown(layers, 20)} layers; at most {MOST_LAYERS:,} are made")
+    make: Any = CLASSES.get(type(config))
+    try:
+        with torch.device("meta"):
+            if make is not None:
+                return make(config)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever sizes that do not fit together raise
+        raise UserError(f"cannot make the model of {name}: {one_line(error)}") from error
