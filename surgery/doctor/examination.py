@@ -193,7 +193,7 @@ def _graft(model: PreTrainedModel, mixers: Sequence[Mixer], site: Site) -> Answe
         hybrid, *_ = empty_hybrid(model, plan)
     except Exception as error:
         reason = _reason(error)
-    return Answer(possible=hybrid is not None, why_not=reason, exports=hybrid and _exports(hybrid.config))
+    return Answer(possible=not reason, why_not=reason, exports=None if hybrid is None else _exports(hybrid.config))
 
 
 def _donor(take: Callable[..., Any], model: PreTrainedModel, what: Any) -> str:

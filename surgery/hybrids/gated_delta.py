@@ -39,7 +39,7 @@ from surgery.hybrids.parts import fetching, seen_keys, time_step
 from surgery.kernels.delta import delta_matrix, delta_rule, delta_step, unit
 from surgery.kernels.packing import Packing
 
-SHARPNESS = 16.0
+SHARPNESS = 32.0  # in docs/ideas/derivations.md: below 8 a graft harms, from 32 on nothing more is gained
 
 
 class DeltaGraft(DualGraft):

@@ -20,7 +20,7 @@ from surgery.locating import exact, prefilter
 from surgery.records.recipe import read_recipe
 from surgery.runtime import processes
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import VOCABULARY, float64, random_base
+from tests.conftest import VOCABULARY, random_base
 
 # Ten batches, so that there are three decisions on whom to give up; and a second ranking to compare with.
 SETTINGS = [
@@ -114,18 +114,17 @@ RUN_SETTINGS = [
 def test_a_run_in_two_processes_ends_with_the_report_of_one(surgery, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(locating_stage, "draw_atlas", lambda *_: None)
     monkeypatch.setattr(report_folder, "draw", lambda *_: None)
-    (tmp_path / "recipe.yaml").write_text(f"model: {folder}\ndtype: float64\n")
+    (tmp_path / "recipe.yaml").write_text(f"model: {folder}\n")
     settings = [part for setting in RUN_SETTINGS for part in ("--set", setting)]
-    with float64():  # the forked processes, too
-        debug_launcher(as_one_of_several, (tmp_path, ["run", "recipe.yaml", *settings, "--out", "two"]), num_processes=2)
-        assert surgery("run", "recipe.yaml", *settings, "--out", "one")[0] == 0
+    debug_launcher(as_one_of_several, (tmp_path, ["run", "recipe.yaml", *settings, "--out", "two"]), num_processes=2)
+    assert surgery("run", "recipe.yaml", *settings, "--out", "one")[0] == 0
     one, two = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("one", "two"))
     assert one["models"].keys() == two["models"].keys()
     for name, model in one["models"].items():
         for figures in ("kv", "knowledge", "letters"):
             assert two["models"][name][figures] == model[figures]
-        assert two["models"][name]["perplexity"]["value"] == pytest.approx(model["perplexity"]["value"], rel=1e-9)
-    assert two["training"]["tuned"] == pytest.approx(one["training"]["tuned"], rel=1e-9, abs=1e-9)
+        assert two["models"][name]["perplexity"]["value"] == pytest.approx(model["perplexity"]["value"], rel=1e-4)
+    assert two["training"]["tuned"] == pytest.approx(one["training"]["tuned"], rel=1e-5, abs=1e-5)
     written = [{path.relative_to(tmp_path / name) for path in (tmp_path / name).glob("*")} for name in ("one", "two")]
     assert written[0] == written[1]
     assert (tmp_path / "printed by 1").read_text() == ""

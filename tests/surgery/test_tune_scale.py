@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -92,12 +92,18 @@ def dying(after):
     fatal(state, "_write", lambda path, content: path.write_bytes(bytes(content)[: len(content) // 2]))
 
 
+def precisely(name):
+    """In float64, but for what is run again in a backward pass, whose thread knows nothing of it."""
+    return float64() if name == "all" else nullcontext()
+
+
 def every_run(make, tokenizer, folder):
     """The logs and weights of all."""
     logs, found = {}, {}
     for name, options in RUNS.items():
-        hybrid = in_bf16(make()) if name == "bf16" else make()
-        logs[name] = tune(hybrid, tokenizer, options, out=folder / name)
+        with precisely(name):
+            hybrid = in_bf16(make()) if name == "bf16" else make()
+            logs[name] = tune(hybrid, tokenizer, options, out=folder / name)
         found[name] = weights(hybrid)
         if name == "all" and folder.name == "with_divided_models":
             on_main(partial(export, hybrid, folder / "hybrid", tokenizer=tokenizer, plan=PLAN, base="base"))
@@ -231,8 +237,7 @@ def together(make, tokenizer, tmp_path_factory):
     def of(how):
         folder = place / how.__name__
         if how not in done:
-            with float64():  # which the forked processes have, too
-                assert launch(how, make, tokenizer, folder) == [0] * PROCESSES
+            assert launch(how, make, tokenizer, folder) == [0] * PROCESSES
             done[how] = [torch.load(place / f"{folder.name}-{me}.pt", weights_only=False) for me in range(PROCESSES)]
         mine, other = done[how]
         assert mine["logs"] == other["logs"]
@@ -265,8 +270,8 @@ def same_curve(one, two, tolerance):
 def alone(make, tokenizer):
     """One process, with the same batches: (log, hybrid) by run."""
     done = {}
-    with float64():
-        for name, options in RUNS.items():
+    for name, options in RUNS.items():
+        with precisely(name):
             hybrid = in_bf16(make()) if name == "bf16" else make()
             done[name] = tune(hybrid, tokenizer, options), hybrid
     return done
@@ -277,9 +282,9 @@ def test_two_processes_have_the_losses_of_one(how, together, alone):
     two, _, folder = together(how)
     for name, (log, hybrid) in alone.items():
         # bfloat16 rounds to three digits, and does so elsewhere in a half of a batch.
-        same_curve(two["logs"][name], log, 1e-2 if name == "bf16" else 1e-9)
+        same_curve(two["logs"][name], log, {"all": 1e-9, "more": 1e-5, "bf16": 1e-2}[name])
         # Adam makes much of rounding where a gradient is next to nothing.
-        close(two["weights"][name], weights(hybrid), 1e-2 if name == "bf16" else 1e-7)
+        close(two["weights"][name], weights(hybrid), {"all": 1e-7, "more": 1e-3, "bf16": 1e-2}[name])
     close(two["weights"].get("resumed", two["weights"]["more"]), two["weights"]["more"], 0)
     assert {record["stage"] for record in two["logs"]["more"]} == {"align", "calibrate", "distil"}
     assert sum("knowledge" in record for record in two["logs"]["more"]) == 1
@@ -312,13 +317,11 @@ def test_of_two_processes_one_is_killed_and_they_end_where_the_uninterrupted_one
     """In the middle of a step, and in the middle of a checkpoint."""
     folder = tmp_path / "killed"
     for who, after in ((1, 20), (0, 9)):
-        with float64():
-            codes = launch(partial(killed_while_divided, after, who), make, tokenizer, folder)
+        codes = launch(partial(killed_while_divided, after, who), make, tokenizer, folder)
         assert codes[0] == -signal.SIGKILL
         assert 0 not in codes
     assert any(folder.glob("checkpoint-*"))
-    with float64():
-        assert launch(partial(killed_while_divided, 0, None), make, tokenizer, folder) == [0, 0]
+    assert launch(partial(killed_while_divided, 0, None), make, tokenizer, folder) == [0, 0]
     ended = torch.load(tmp_path / "killed-0.pt", weights_only=False)
     close(ended["weights"], together(with_divided_models)[0]["weights"]["more"], 0)
 
