@@ -14,6 +14,8 @@ class Double(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function is torch.Tensor.float:
             function = torch.Tensor.double
+        if function is torch.Tensor.view:  # which reads the same bytes as another dtype, as files are read
+            return function(*args, **(kwargs or {}))
 
         def wide(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value

@@ -38,9 +38,9 @@ STEPS = [
     "tune.steps=10", "tune.batch_size=1", "tune.lessons=[{probe: kv, options: {pairs: 40}, queries: 8}]",
     "tune.text_batch_size=1", "tune.text_tokens=256", "tune.gradient_accumulation_steps=1",
 ]  # fmt: skip
-# A whole run tunes several models, and what it holds does not grow after the second step. With "auto" it would keep what fits
-# into the memory that happens to be free: here it is to say how little it can do with.
-FEWER = ["tune.steps=3", "tune.gradient_checkpointing=true"]
+# A whole run tunes several models, and what it holds does not grow after the second step. With "auto" it would keep what
+# fits into the memory that happens to be free: here it is to say how little it can do with.
+FEWER = ["tune.steps=2", "tune.gradient_checkpointing=true"]
 NAMED = ("run", "estimate", "recipe")  # stages that are done only if they are named
 MEASURED = [
     "bench.limit=8", "bench.pairs=[4]", "bench.unseen_pairs=[]", "bench.windows=2", "bench.window=256", "bench.contexts=[256]",

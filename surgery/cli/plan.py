@@ -1,10 +1,14 @@
 """surgery plan"""
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from surgery.cli.console import show, starting
 from surgery.cli.options import Out, PlaceArgument, RecipeOption, Settings, recipe_of
 from surgery.errors import UserError
+from surgery.records.reading import check_name
 
 if TYPE_CHECKING:
     from surgery.locating.ranking import Ranking
@@ -12,7 +16,13 @@ if TYPE_CHECKING:
     from surgery.records.recipe import Recipe
 
 
-def plan(ranking: PlaceArgument, recipe: RecipeOption = None, out: Out = None, settings: Settings = None) -> None:
+def plan(
+    ranking: PlaceArgument, recipe: RecipeOption = None, out: Out = None, settings: Settings = None,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", help="The ranked model, for plan.heads=auto, if not where it was.", callback=check_name),
+    ] = None,
+) -> None:  # fmt: skip
     """Decide which heads become attention.
 
     Writes plan.json beside the ranking. The seed is the ranking's, unless it is set. With plan.heads=auto the ranked model is
@@ -21,15 +31,16 @@ def plan(ranking: PlaceArgument, recipe: RecipeOption = None, out: Out = None, s
     Examples:
       surgery plan runs/located/ranking.json --out plan.json
       surgery plan runs/located/ranking.json --set plan.sites=L1.H3,6
-      surgery plan runs/located/ranking.json --set plan.heads=auto
     """
     from surgery.locating import planning
     from surgery.locating.ranking import Ranking
     from surgery.records.plan import PLAN
 
     ranked = Ranking.read(ranking)
-    options = recipe_of("plan", recipe, settings, model=ranked.provenance.base)
+    options = recipe_of("plan", recipe, settings, model=base or ranked.provenance.base)
     seed = options.seed if "seed" in options.model_fields_set else None  # the ranking's
+    if base is not None and not options.plan.grows:
+        raise UserError("--base is for plan.heads=auto, which measures the ranked model; leave it out")
     chosen = _grown(options, ranked, seed) if options.plan.grows else planning.plan(ranked, **options.plan.given(), seed=seed)
     out = out or ranking.with_name(PLAN)
     chosen.write(out)
@@ -42,11 +53,14 @@ def _grown(options: "Recipe", ranked: "Ranking", seed: int | None) -> "Plan":
         from surgery.jobs.opening import open_base
         from surgery.jobs.planning_stage import planned
         from surgery.kernels.dispatch import use
+        from surgery.records.names import on_hub
         from surgery.runtime.progress import busy
 
+    if not (Path(options.model).exists() or on_hub(options.model)):
+        raise UserError(f"plan.heads=auto measures the ranked model, and there is no {options.model} here; give --base")
     with use(**options.kernels):
         with busy("opening the model"):
             base = open_base(options)
         if base.fingerprint != ranked.provenance.base_fingerprint:
-            raise UserError(f"{options.model} is not what was ranked: the fingerprints differ")
+            raise UserError(f"{options.model} is not what was ranked, or in another dtype: the fingerprints differ")
         return planned(options, base, ranked, seed=ranked.provenance.seed if seed is None else seed)

@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.records.record import Sealed
+
+PENDING = 64  # batches of token rows that wait for their digest
 
 
 class Kept(Sealed):
@@ -78,15 +81,26 @@ def watched(model: PreTrainedModel) -> Iterator[Callable[[], str]]:
     """Yields what digests the token rows that have entered the model so far. Neither order, nor batches, nor the zeros at the
     end of a padded row count."""
     rows: set[bytes] = set()
+    pending: list[Tensor] = []
 
     def note(_: Any, args: tuple, kwargs: dict) -> None:
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        for row in ids.cpu().numpy():
-            rows.add(hashlib.sha256(np.trim_zeros(row, "b").tobytes()).digest())
+        # A copy where they are: to bring them to the host at once would make it wait for a GPU in every forward.
+        pending.append((kwargs["input_ids"] if "input_ids" in kwargs else args[0]).detach().clone())
+        if len(pending) == PENDING:
+            count()
+
+    def count() -> None:
+        for ids in pending:
+            rows.update(hashlib.sha256(np.trim_zeros(row, "b").tobytes()).digest() for row in ids.cpu().numpy())
+        pending.clear()
+
+    def of_all() -> str:
+        count()
+        return hashlib.sha256(b"".join(sorted(rows))).hexdigest()[:16]
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        yield lambda: hashlib.sha256(b"".join(sorted(rows))).hexdigest()[:16]
+        yield of_all
     finally:
         handle.remove()
 

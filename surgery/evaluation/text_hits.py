@@ -61,7 +61,7 @@ class ChosenTokens:
         """(of every stretch of every row, its share of the mean loss (nats) of the chosen tokens, (examples,); a digest of what
         entered the model)."""
         losses, inputs = self.rows.losses(model, rows_at_once, self)
-        return self._sums(losses * self.chosen[:, 1:]) / self.counts().mean(), inputs
+        return self._sums(losses * self.chosen[:, 1:]) / (self.counts().mean() or 1.0), inputs
 
     def counts(self) -> np.ndarray:
         """(examples,): chosen tokens of every stretch."""

@@ -6,6 +6,7 @@ from surgery.evaluation.serving import check_serving
 from surgery.evaluation.suites import bench_seed, check_probes, standard
 from surgery.evaluation.text_hits import check_hits
 from surgery.families import family_of
+from surgery.jobs.sizes import check_bench, check_tuning
 from surgery.loading.checkpoint import Checkpoint
 from surgery.loading.empty import load_empty
 from surgery.locating.questions import check_questions
@@ -21,7 +22,9 @@ from surgery.tuning.trackers import check_trackers
 
 
 def check(recipe: Recipe, base: Checkpoint) -> None:
-    """Find out before the work begins whether its inputs are there. Raises UserError for the first that is not."""
+    """Find out before the work begins whether its inputs are there, and a window fits into memory. Raises UserError for the
+    first that is not, or does not."""
+    check_bench(recipe.bench, base.model)
     with busy("checking the inputs"):
         if names := standard(recipe.bench):
             harness.load(names, recipe.bench.include_path, recipe.bench.data_path)
@@ -39,6 +42,7 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
     """Find out before anything is located whether what comes after it can be done: the plan with this base, its donor, and the
     trackers of tuning. Raises UserError for the first that cannot."""
     check_trackers(recipe.tune)
+    check_tuning(recipe.tune, base.model)
     options = recipe.plan
     layers, heads = family_of(base.model.config).shape(base.model.config)
     most, leading = (

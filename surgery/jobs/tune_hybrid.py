@@ -14,6 +14,7 @@ from surgery.exporting.formats import check_way
 from surgery.exporting.source import base_of, holds_base, is_patch, present
 from surgery.jobs.opening import in_dtype_of, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, is_empty, withdrawn_if_refused
+from surgery.jobs.sizes import check_tuning
 from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import steps_of, tuned
 from surgery.loading.checkpoint import plan_of
@@ -61,6 +62,7 @@ def tune_hybrid(
     base_name = base_of(hybrid) if base is None else base
     with busy("opening the models"):
         loaded = open_checkpoint(placed, trust_remote_code, base if is_patch(hybrid) else None)
+        check_tuning(recipe.tune, loaded.model)
         batches.check(loaded.tokenizer, recipe.tune, recipe.data, recipe.bench, recipe.seed)
         if recipe.tune.lora is not None:
             matches(loaded.model, recipe.tune.lora)

@@ -24,6 +24,7 @@ from surgery.families import families
 from surgery.loading.checkpoint import load
 from surgery.models.tokens import tokenizers_errors
 from surgery.pretraining.checkpoint_card import card
+from surgery.pretraining.delta_start import start_delta_mixers
 from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds
 from surgery.pretraining.measuring import measure
@@ -115,6 +116,7 @@ def _fresh(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTra
             mixer.out_proj.weight /= math.sqrt(config.num_hidden_layers)
             if isinstance(mixer, Mamba2Mixer):  # transformers' own start is 1, 2, 3, ... by head
                 mixer.A_log.uniform_(1, 16).log_()
+        start_delta_mixers(model)
     if recipe.attention:
         return install(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
     return model

@@ -56,9 +56,7 @@ def hits(
     far[1:] = place[1:] - place[:-1] >= gap
     elsewhere = counts.of(number)
     if within:
-        row = place // width
-        _, same, own = np.unique(np.stack((row, number)), axis=1, return_inverse=True, return_counts=True)
-        elsewhere = elsewhere - own[same.ravel()]
+        elsewhere = elsewhere - _alike(place // width, number)
     chosen = np.zeros(rows.size, dtype=bool)
     chosen[order] = again & far & (elsewhere <= rare * counts.tokens / 1e6)
     return chosen.reshape(count, width)
@@ -71,6 +69,17 @@ def _pairs(rows: np.ndarray, documents: np.ndarray | None = None) -> np.ndarray:
     if documents is not None:
         numbers[:, 1:][documents[:, 1:] != documents[:, :-1]] = NONE
     return numbers
+
+
+def _alike(row: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """(places,): how often the same number stands in the same row."""
+    order = np.lexsort((number, row))
+    row, number = row[order], number[order]
+    begins = np.flatnonzero(np.r_[True, (row[1:] != row[:-1]) | (number[1:] != number[:-1])])
+    lengths = np.diff(np.r_[begins, len(order)])
+    counts = np.empty(len(order), dtype=np.int64)
+    counts[order] = np.repeat(lengths, lengths)
+    return counts
 
 
 def _contexts(documents: np.ndarray) -> np.ndarray:

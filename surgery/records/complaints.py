@@ -28,6 +28,7 @@ def complaint(error: pydantic.ValidationError, root: type[Section]) -> str:
     name = ".".join(map(str, detail["loc"]))
     given = f", not {_short(value)}"
     if words := _words_beside(error, detail):  # a number or a word: pydantic names the kind of number behind the key
+        line = line.replace(name, name.rpartition(".")[0], 1)
         name = name.rpartition(".")[0]
         given = f" or {words}{given}" if kind in TAKES else given
     if kind == "extra_forbidden":

@@ -143,6 +143,8 @@ class Plan(Record):
 def published(plan: Plan) -> Plan:
     """The plan for others to read: base and donor by their names, without paths."""
     changes: dict[str, Any] = {"donor": plan.donor and called(plan.donor)}
+    if plan.growth is not None:  # a probe may read a file
+        changes["growth"] = plan.growth.model_copy(update={"probe": public(plan.growth.probe)})
     if (origin := plan.provenance) is not None:
         changes["provenance"] = origin.model_copy(update={"base": called(origin.base), "recipe": public(origin.recipe)})
     return plan.model_copy(update=changes)

@@ -12,12 +12,11 @@ import heapq
 import math
 import random
 import sys
-from array import array
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +25,16 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.probes import make, without_unseen
+from surgery.probes.hits import PairCounts, hits
 from surgery.probes.knowledge import PARTS, Knowledge
 from surgery.records.recipe import Bench, Data, Lesson, Tune
 from surgery.records.record import read_text
 from surgery.runtime.processes import on_main
+from surgery.tuning.draws import Draws, open_sources
 from surgery.tuning.leaks import check_apart
-from surgery.tuning.sequences import Piece, collate, kv_pieces, padded, probe_pieces
-from surgery.tuning.text_sources import HELD_OUT, Reading, Source, open_source
+from surgery.tuning.rare_pairs import training_pairs
+from surgery.tuning.sequences import IGNORE, Piece, collate, kv_pieces, padded, probe_pieces
+from surgery.tuning.text_sources import HELD_OUT, Reading
 
 BUFFER = 16  # steps whose documents are packed together and sorted by length
 SAMPLE = 256  # documents whose mean length is taken
@@ -42,23 +44,30 @@ FIRST_SEED = 1 << 63  # of the questions in lessons; the seeds of recipes, which
 
 
 def loaders(
-    tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int, start: int
+    tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int, start: int, pairs: PairCounts | None = None
 ) -> tuple[DataLoader, DataLoader]:
     """Batches from step `start` on, of lessons and of text.
 
-    Lessons: (ids, targets), both (b, t). Text: (ids, real, position_ids), all (b, t), or None where `text_batch_size` is 0;
-    real is False on padding, and positions begin again with every document. Raises UserError for data that cannot be used."""
+    Lessons: (ids, targets), both (b, t), without a target where there are none. Text: (ids, real, position_ids), all (b, t), or
+    None where `text_batch_size` is 0; real is False on padding, and positions begin again with every document. Where hits have
+    a weight, also which tokens are recall hits. pairs: those of the training text, if they are counted already. Raises
+    UserError for data that cannot be used."""
     _check_lessons(tokenizer, options, data)
-    steps, size = options.steps, options.batch_size
-    lessons = Lessons(tokenizer, options, seed)
-    lesson_loader = DataLoader(
-        Subset(lessons, range(start * size, steps * size)), batch_size=size, collate_fn=partial(collate, tokenizer)
-    )
+    steps, size = options.most_steps, options.batch_size
+    if options.lessons:
+        lessons: Any = Subset(Lessons(tokenizer, options, seed), range(start * size, steps * size))
+        lesson_loader = DataLoader(lessons, batch_size=size, collate_fn=partial(collate, tokenizer))
+    else:
+        nothing: Any = range(start * size, steps * size)
+        lesson_loader = DataLoader(nothing, batch_size=size, collate_fn=_no_lesson)
     if not (size := options.text_batch_size):
         empty: Any = range(start * options.batch_size, steps * options.batch_size)  # as many batches, divided in the same way
         return lesson_loader, DataLoader(empty, batch_size=options.batch_size, collate_fn=_no_text)
     rows = Rows(tokenizer, options, data, seed)
-    return lesson_loader, DataLoader(Subset(rows, range(start * size, steps * size)), batch_size=size, collate_fn=pad_packed)
+    packing: Any = pad_packed
+    if options.hit_weight:
+        packing = partial(pad_packed_with_hits, training_pairs(tokenizer, data) if pairs is None else pairs, options.rare)
+    return lesson_loader, DataLoader(Subset(rows, range(start * size, steps * size)), batch_size=size, collate_fn=packing)
 
 
 def held_out_windows(
@@ -74,7 +83,6 @@ def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: 
     """Raise UserError, before the work begins, for lessons or text that cannot be read, or that bench measures on.
 
     bench: says how much of the held-out text is measured. seed: the run's, which says how many documents are read."""
-    options = options.counted()
     rows = Rows(tokenizer, options, data, seed)
     sources = rows.sources
     for source in sources:
@@ -102,10 +110,10 @@ class Lessons(Dataset[list[Piece]]):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, seed: int):
         self.tokenizer, self.options, self.seed = tokenizer, options, seed
-        self._chosen = Draws(f"lesson {seed}", [lesson.weight for lesson in options.lessons], options.steps)
+        self._chosen = Draws(f"lesson {seed}", [lesson.weight for lesson in options.lessons], options.most_steps)
 
     def __len__(self) -> int:
-        return self.options.steps * self.options.batch_size
+        return self.options.most_steps * self.options.batch_size
 
     def lesson(self, step: int) -> Lesson:
         """The lesson of a step."""
@@ -141,7 +149,7 @@ class Rows(Dataset[list[list[int]]]):
         self.options = options
         self.sources = open_sources(data, Reading(tokenizer, options.text_tokens, seed))
         # Whole buffers, however many steps there are: a row depends on all rows that it is packed and sorted with.
-        buffers = -(-options.steps // BUFFER)
+        buffers = -(-options.most_steps // BUFFER)
         mixture, weights = f"mixture {seed}", [text.weight for text in data.train_text]
         first = [self._length(*drawn) for drawn in Draws(mixture, weights, SAMPLE)]
         self.per_buffer = math.ceil(BUFFER * options.text_batch_size * options.text_tokens / max(1, sum(first) / SAMPLE))
@@ -149,7 +157,7 @@ class Rows(Dataset[list[list[int]]]):
         self._buffer: tuple[int, list[list[list[int]]]] = (-1, [])
 
     def __len__(self) -> int:
-        return self.options.steps * self.options.text_batch_size
+        return self.options.most_steps * self.options.text_batch_size
 
     def __getitem__(self, index: int) -> list[list[int]]:
         buffer, place = divmod(index, BUFFER * self.options.text_batch_size)
@@ -196,7 +204,7 @@ def pack(lengths: Sequence[int], count: int, most: int) -> list[list[int]]:
 
 def progress(options: Tune, step: int) -> float:
     """How far the curriculum has come at a step, from 0 to 1."""
-    return min(1.0, step / (options.curriculum * options.steps)) if options.curriculum else 1.0
+    return min(1.0, step / (options.curriculum * options.most_steps)) if options.curriculum else 1.0
 
 
 def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -212,6 +220,15 @@ def pad_packed(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[Tensor, Tensor,
     places = [[place for document in row for place in range(len(document))] for row in rows]
     ends = torch.tensor([len(row[-1]) for row in rows]) - real.sum(1)
     return ids, real, torch.where(real, padded(places, 0), torch.arange(ids.shape[1]) + ends[:, None])
+
+
+def pad_packed_with_hits(
+    pairs: PairCounts, rare: float, rows: Sequence[Sequence[Sequence[int]]]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `pad_packed`, and which tokens are recall hits within their document, (rows, longest)."""
+    ids, real, places = pad_packed(rows)
+    found = hits(ids.numpy(), pairs, rare, within=False, documents=(places == 0).cumsum(1).numpy())
+    return ids, real, places, torch.from_numpy(found) & real
 
 
 def padding_share(text: Iterable[tuple[Tensor, ...]]) -> float:
@@ -233,36 +250,9 @@ def _no_text(_: list[int]) -> None:
     return None
 
 
-def open_sources(data: Data, reading: Reading) -> list[Source]:
-    return [open_source(text, reading) for text in data.train_text]
-
-
-class Draws(Sequence[tuple[int, int]]):
-    """`count` random choices among the weights, each with the number of earlier draws of the same choice. A larger count begins
-    with the same draws. Each is drawn when it is first asked for, with those before it: a training that is to take millions of
-    steps begins at once."""
-
-    def __init__(self, key: str, weights: list[float], count: int):
-        self._rng, self._weights, self._count = random.Random(key), weights, count
-        self._choices, self._earlier, self._before = array("l"), array("q"), [0] * len(weights)
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[int, int]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[tuple[int, int]]: ...
-    def __getitem__(self, index: int | slice) -> tuple[int, int] | list[tuple[int, int]]:
-        numbers = range(self._count)[index]
-        if isinstance(numbers, range):
-            return [self[number] for number in numbers]
-        while len(self._choices) <= numbers:
-            (choice,) = self._rng.choices(range(len(self._weights)), self._weights)
-            self._choices.append(choice)
-            self._earlier.append(self._before[choice])
-            self._before[choice] += 1
-        return self._choices[numbers], self._earlier[numbers]
+def _no_lesson(indices: list[int]) -> tuple[Tensor, Tensor]:
+    """A token for each sequence, and nothing to predict."""
+    return torch.zeros(len(indices), 1, dtype=torch.long), torch.full((len(indices), 1), IGNORE)
 
 
 def _lesson_sources(options: Tune, probes: Sequence[str]) -> list[str]:

@@ -28,8 +28,8 @@ from surgery.tuning.chunked_kl import chunked_kl_divergence
 from surgery.tuning.sequences import IGNORE
 
 Pair = tuple[Tensor, Tensor]
-Text = tuple[Tensor, Tensor, Tensor]
-Batch = tuple[Pair, Text | None]  # lessons: ids and targets. text: ids, which of them are no padding, and position_ids
+Text = tuple[Tensor, ...]  # ids, which of them are no padding, position_ids, and perhaps which are recall hits
+Batch = tuple[Pair, Text | None]  # lessons: ids and targets
 
 
 class Distillation(nn.Module):
@@ -46,13 +46,15 @@ class Distillation(nn.Module):
         teacher: PreTrainedModel,
         *,
         kl_weight: float = 1.0,
+        hit_weight: float = 0.0,
         cache_bytes: int = 0,
         bf16: bool = False,
         checkpointing: Checkpointing = False,
     ):
         super().__init__()
         self.recomputing = Recomputing(checkpointing)
-        self.student, self.kl_weight, self.bf16, self.cache = student, kl_weight, bf16, StateCache(cache_bytes)
+        self.student, self.bf16, self.cache = student, bf16, StateCache(cache_bytes)
+        self.kl_weight, self.hit_weight = kl_weight, hit_weight
         ours, theirs = list(student.base_model.layers), _blocks(teacher)
         shared = len(ours) == len(theirs) and all(_coincide(a, b) for a, b in _around_blocks(student, teacher))
         # A teacher that is another model, or whose embeddings or head are trained in the student, is held as a whole.
@@ -76,25 +78,37 @@ class Distillation(nn.Module):
         ids: Tensor,
         targets: Tensor,
         text: Text | None = None,
-        counts: tuple[float, float] | None = None,
+        counts: tuple[float, ...] | None = None,
         key: Any = None,
     ) -> dict[str, Tensor]:
         """The losses in nats. "loss": the weighted sum that is minimised. "retrieval": the cross-entropy per target. "kl":
-        KL(teacher || student) per token of text.
+        KL(teacher || student) per token of text. "hits", where they have a weight: the cross-entropy per recall hit of the
+        text; these tokens are left out of the KL.
 
         ids, targets (b, t): targets[i] is what position i has to predict, or IGNORE. text: ids (b, t), which of them are no
-        padding, and their positions, which begin again with every document of a row; without text the KL is 0. counts: the
-        numbers of targets and of text tokens in the whole batch, where this is only a part of it. key: identifies a batch (or a
+        padding, and their positions, which begin again with every document of a row, and where hits have a weight, which tokens
+        are hits; without text the KL is 0. counts: the numbers of targets, of text tokens and of hits in the whole batch, where
+        this is only a part of it. key: identifies a batch (or a
         part) that comes again.
         """
         with self.autocast(ids.device):
             positions = _positions(targets != IGNORE)
-            hidden = self._above(self._below(ids, (key, "lesson")), positions)
-            target_count, token_count = counts or (len(positions), 1 if text is None else text[1].sum())
-            ce = self._cross_entropy(hidden, at(positions, targets)) / target_count
+            target_count, token_count, *hit_count = counts or _counts(len(positions), text)
+            if target_count or not self.hit_weight:
+                hidden = self._above(self._below(ids, (key, "lesson")), positions)
+                ce = self._cross_entropy(hidden, at(positions, targets)) / target_count
+            else:  # nothing but text, of which a part of a batch may have none; every trained number still gets a gradient
+                trained = [p.float().sum() for p in self.student.parameters() if p.requires_grad]
+                ce = 0 * torch.stack(trained).sum()
             kl = ce.new_zeros(())
+            if self.hit_weight:
+                hits = kl
+                if text is not None:
+                    divergence, entropy = self._text_losses(*text, key=key)
+                    kl, hits = divergence / token_count, entropy / max(1, hit_count[0])
+                return {"loss": ce + self.kl_weight * kl + self.hit_weight * hits, "retrieval": ce, "kl": kl, "hits": hits}
             if text is not None and self.kl_weight:
-                kl = self._divergence(*text, key) / token_count
+                kl = self._text_losses(*text, key=key)[0] / token_count
             return {"loss": ce + self.kl_weight * kl, "retrieval": ce, "kl": kl}
 
     def _cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -175,15 +189,31 @@ class Distillation(nn.Module):
         last = self.run(blocks, norm=True, inputs_embeds=hidden, position_ids=places, positions_to_keep=keep)
         return last.flatten(0, 1) if keep is None else last
 
-    def _divergence(self, ids: Tensor, real: Tensor, places: Tensor, key: Any) -> Tensor:
-        """The sum of KL(teacher || student) over all tokens that are no padding."""
+    def _text_losses(
+        self, ids: Tensor, real: Tensor, places: Tensor, hits: Tensor | None = None, *, key: Any
+    ) -> tuple[Tensor, Tensor]:
+        """(the sum of KL(teacher || student) over all tokens that are no padding and predict no hit, the sum of the negative
+        log-probabilities of the hits)."""
         below, positions = self._below(ids, (key, "text"), places), _positions(real)
-        teacher = self._teacher_logits(ids, below, positions, places, (key, "teacher"))
+        if hits is None:
+            others: Any = slice(None)
+        else:
+            next_hit, next_ids = hits.roll(-1, 1), at(positions, ids.roll(-1, 1))
+            next_hit[:, -1] = False
+            chosen = at(positions, next_hit)
+            others = ~chosen
+        teacher = self._teacher_logits(ids, below, positions[others], places, (key, "teacher")) if self.kl_weight else None
         hidden = self._above(below, positions, places)
+        entropy = hidden.new_zeros((), dtype=torch.float)
+        if hits is not None and chosen.any():
+            entropy = self._cross_entropy(hidden[chosen], next_ids[chosen])
+        if teacher is None:
+            return entropy.new_zeros(()), entropy
+        hidden = hidden[others]
         if not _trained(self.student.lm_head):
-            return chunked_kl_divergence(self._logits, hidden, self.student.config.vocab_size, teacher)
+            return chunked_kl_divergence(self._logits, hidden, self.student.config.vocab_size, teacher), entropy
         student = self._logits(hidden).log_softmax(-1)
-        return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum")
+        return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum"), entropy
 
     @torch.no_grad()
     def _teacher_logits(
@@ -236,6 +266,13 @@ class StateCache:
             self.tensors[key] = tensor
             self.bytes += tensor.nbytes
         return tensor
+
+
+def _counts(targets: int, text: Text | None) -> list[Any]:
+    """How many targets, tokens of text and hits a whole batch has."""
+    if text is None:
+        return [targets, 1, 0]
+    return [targets, text[1].sum(), text[3].sum().item() if len(text) > 3 else 0]
 
 
 def _positions(mask: Tensor) -> Tensor:

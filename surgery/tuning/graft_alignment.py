@@ -46,7 +46,7 @@ def gather_states(distillation: Distillation, batches: Iterable[Batch], most: in
     for (ids, targets), text in batches:
         real = (targets != IGNORE).flip(1).cumsum(1).flip(1) > 0  # up to the last target
         parts: dict[int, list[Part]] = {}
-        for tokens, mask, places in [(ids, real, None)] + ([] if text is None else [text]):
+        for tokens, mask, places in [(ids, real, None)] + ([] if text is None else [text[:3]]):
             for i, entering, leaving in distillation.block_states(tokens, places):
                 parts.setdefault(i, []).append((entering, leaving, mask, places))
         squares = {i: [_square(leaving - entering, real) for entering, leaving, real, _ in parts[i]] for i in parts}

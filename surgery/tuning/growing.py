@@ -3,7 +3,8 @@
 Each round puts candidates, the leading heads of the ranking, one after the other beside those that are in the plan, untrained,
 and measures the hybrid on questions that no head was ranked by and on held-out text. What counts is what tuning will minimise:
 the loss on both. Heads that serve the text as well want a small gate, so that gates are tried, too: in the first round for the
-leading head, in every round for the best one.
+leading head, in every round for the best one. Heads under one gate share the work, and two need a smaller one than one does: so
+candidates are tried under the gate of the plan and under the next smaller one.
 
 The best of many trials looks better than it is. So the interval that has to leave out 0 is corrected for the number of trials
 of the round (Bonferroni).
@@ -205,9 +206,14 @@ class _Growing:
         if not sites:
             attempt([(candidates[0], gate) for gate in self.gates])
             blend = best()[1]
-        attempt([(site, blend) for site in candidates])
+        attempt([(site, gate) for gate in self._near(blend) for site in candidates])
         attempt([(best()[0], gate) for gate in self.gates])
         return tried
+
+    def _near(self, blend: float | None) -> list[float | None]:
+        """The gate, and the next smaller one."""
+        order = sorted(self.gates, key=lambda gate: -(1 if gate is None else gate))
+        return order[order.index(blend) :][:2]
 
     def _plan(self, sites: list[Site], blend: float | None) -> Plan:
         given = self.options.given() | {"heads": 1, "sites": tuple(sites), "blend": blend}
@@ -238,9 +244,8 @@ def gate(value: float) -> float | None:
 
 def most_plans(options: Auto, gates: int, heads: int) -> int:
     """How many plans are measured at most, the base included, in a model of so many heads."""
-    rounds = min(options.max_heads, heads)
-    candidates = min(options.candidates, heads)
-    return 1 + (gates - 1) + rounds * (candidates + gates - 1)
+    rounds, candidates = min(options.max_heads, heads), min(options.candidates, heads)
+    return 1 + gates + rounds * min(candidates * gates, candidates * min(2, gates) + gates)
 
 
 def _line(rounds: list[Round], count: int) -> str:

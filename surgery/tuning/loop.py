@@ -141,7 +141,6 @@ class Run:
     ):
         self.model, self.tokenizer, self.trained = model, tokenizer, trained
         self.until_flat = options.steps == "auto"
-        options = options.counted()
         self.options, self.data, self.seed = options, data, seed
         self.checkpoints, self.state, self.description, self.stages = checkpoints, state, description, stages
         self.descent = Descent(options, checkpoints, state, description, seed)
@@ -155,7 +154,13 @@ class Run:
         if checkpointing == "auto" and self.descent.sharded:  # processes that each hold a part have to do the same
             checkpointing = False
         self.distillation = Distillation(
-            model, teacher, kl_weight=options.kl_weight, cache_bytes=options.cache_bytes, bf16=bf16, checkpointing=checkpointing
+            model,
+            teacher,
+            kl_weight=options.kl_weight,
+            hit_weight=options.hit_weight,
+            cache_bytes=options.cache_bytes,
+            bf16=bf16,
+            checkpointing=checkpointing,
         )
         # With a divided model each process moves its own part later; accelerate's hooks know where offloaded weights belong.
         if not self.descent.sharded and not hooks(model):
@@ -207,7 +212,7 @@ class Run:
         if after_step is None:
             plateau = self._plateau(prepared) if self.until_flat else None
             after_step, span = self._watching(prepared, plateau), plateau[0].span if plateau else None
-        self.descent.descend(prepared, Distillation.__call__, steps, self.options.steps, after_step, span)
+        self.descent.descend(prepared, Distillation.__call__, steps, self.options.most_steps, after_step, span)
 
     def restore_best(self) -> None:
         """After the last stage, put the best weights back, if early stopping has kept any."""
@@ -278,10 +283,13 @@ class Run:
         base = module(guard.measure, True)
 
         def after_step(step: int, is_last: bool = False) -> tuple[dict[str, float], bool]:
-            if step % bounds.eval_steps and step != self.options.steps and not is_last:
+            if step % bounds.eval_steps and step != self.options.most_steps and not is_last:
                 return {}, False
             module.eval()
-            figures, held_out = module(guard.measure), module(losses)["retrieval"]
+            figures, measured = module(guard.measure), module(losses)
+            held_out = measured["retrieval"]
+            if self.options.hit_weight:
+                held_out += self.options.hit_weight * measured["hits"]
             module.train()
             within_bounds = guard.allows(figures, base)
             if within_bounds and (state.best is None or held_out < state.best["retrieval"]):

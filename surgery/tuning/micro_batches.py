@@ -1,6 +1,7 @@
 """Divides batches: among the processes, and each process's share into the micro-batches that go through the model at once."""
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,11 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from surgery.probes.hits import PairCounts
 from surgery.records.recipe import Data, Tune
 from surgery.tuning.batches import loaders
 from surgery.tuning.distil import Batch, Distillation
+from surgery.tuning.rare_pairs import training_pairs
 from surgery.tuning.sequences import IGNORE
 
 
@@ -27,9 +30,9 @@ class MicroBatches:
         if options.repeat is None:
             yield from (self.split(None, batch) for batch in self._batches(options, seed, start))
             return
-        distinct = min(options.repeat, options.steps)
+        distinct = min(options.repeat, options.most_steps)
         batches = list(self._batches(options.model_copy(update={"steps": distinct}), seed, 0))
-        yield from (self.split(step % distinct, batches[step % distinct]) for step in range(start, options.steps))
+        yield from (self.split(step % distinct, batches[step % distinct]) for step in range(start, options.most_steps))
 
     def full_size(self, count: int, seed: int) -> Iterator[Batch]:
         """`count` batches without a curriculum: of full size from the first on."""
@@ -40,6 +43,7 @@ class MicroBatches:
         (ids, targets), text = batch
         n = self.options.gradient_accumulation_steps
         own_counts = [(targets != IGNORE).sum().item(), 1 if text is None else text[1].sum().item()]
+        own_counts += [text[3].sum().item()] if text is not None and len(text) > 3 else []
         counts = tuple(self.accelerator.reduce(torch.tensor(own_counts, device=ids.device, dtype=torch.float), "mean").tolist())
         lessons = zip(ids.tensor_split(n), targets.tensor_split(n), strict=True)
         texts = [None] * n if text is None else list(zip(*(side.tensor_split(n) for side in text), strict=True))
@@ -73,12 +77,17 @@ class MicroBatches:
 
         return losses
 
+    @cached_property
+    def _pairs(self) -> PairCounts | None:
+        return training_pairs(self.tokenizer, self.data) if self.options.hit_weight else None
+
     def _fixed(self, name: str, examples: int, seed: int) -> list[list[tuple]]:
         count = -(-examples // self.options.batch_size)
         return [self.split((name, i), batch) for i, batch in enumerate(self.full_size(count, seed))]
 
     def _batches(self, options: Tune, seed: int, start: int) -> Iterator[Batch]:
         both: list[DataLoader] = [
-            self.accelerator.prepare_data_loader(loader) for loader in loaders(self.tokenizer, options, self.data, seed, start)
+            self.accelerator.prepare_data_loader(loader)
+            for loader in loaders(self.tokenizer, options, self.data, seed, start, self._pairs)
         ]
         return zip(*both, strict=False)

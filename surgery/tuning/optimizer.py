@@ -27,7 +27,7 @@ def cosine_schedule(optimizer: Optimizer, warmup: int, steps: int, decay: float 
     """The learning rate as a share of its maximum: 1 / warmup in the first step, 1 after `warmup` steps, then half a cosine
     that would reach 0 one step after the last of `steps`. (transformers' schedule begins with a step at 0.) decay: the share of
     the steps over which it falls, if that is less than what the warm-up leaves."""
-    return falling_schedule(optimizer, warmup, lambda: (max(warmup, steps - round(decay * steps)), steps))
+    return falling_schedule(optimizer, warmup, lambda: (steps - round(decay * steps), steps))
 
 
 def falling_schedule(optimizer: Optimizer, warmup: int, span: Callable[[], tuple[int, int] | None]) -> LambdaLR:
@@ -40,7 +40,7 @@ def falling_schedule(optimizer: Optimizer, warmup: int, span: Callable[[], tuple
         falling = span()
         if falling is None or step < falling[0]:
             return 1.0
-        first, end = falling
+        first, end = max(warmup, falling[0]), falling[1]
         return (1 + math.cos(math.pi * (step - first) / max(1, end - first))) / 2
 
     return LambdaLR(optimizer, share)

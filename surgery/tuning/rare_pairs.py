@@ -7,16 +7,17 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.probes.hits import PairCounts
 from surgery.records.recipe import Data
-from surgery.tuning.batches import Draws, open_sources
+from surgery.tuning.draws import Draws, open_sources
 from surgery.tuning.text_sources import Reading
 
 TOKENS = 2**17  # that are counted: of 10 in a million, one is seen
 STRETCH = 256  # of an excerpt
 
 
-def training_pairs(tokenizer: PreTrainedTokenizerBase, data: Data, tokens: int = TOKENS) -> PairCounts:
-    """The pairs in `tokens` tokens of the training text, drawn by the weights of its sources: the same for every run, whatever
-    its seed. Raises UserError for text that cannot be read or is too short."""
+def training_pairs(tokenizer: PreTrainedTokenizerBase, data: Data, tokens: int | None = None) -> PairCounts:
+    """The pairs in `tokens` tokens (by default TOKENS) of the training text, drawn by its weights: the same for every run,
+    whatever its seed. Raises UserError for text that cannot be read or is too short."""
+    tokens = TOKENS if tokens is None else tokens
     sources = open_sources(data, Reading(tokenizer, STRETCH, 0, held_out=True))
     drawn = Draws("pairs", [text.weight for text in data.train_text], tokens)
     excerpts: list[np.ndarray] = []

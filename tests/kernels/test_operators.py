@@ -18,7 +18,10 @@ from tests.kernels.inputs import make_scan
 CPU = torch.device("cpu")
 LEARNING = [name for name in OPERATIONS if not name.endswith("step") and name != "kl_divergence"]
 # Beside what serves here: a backend whose gradient computes the forward pass again.
-AGAIN = {"ssd_scan": "chunked", "selective_scan": "chunked", "graft_attention": "reference", "causal_conv": "stock"}
+AGAIN = {
+    "ssd_scan": "chunked", "selective_scan": "chunked", "delta_rule": "stock", "graft_attention": "reference",
+    "causal_conv": "stock",
+}  # fmt: skip
 
 
 def arguments(name, dtype=torch.float32, needed=None):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from surgery.kernels.attention import GRAFT_ATTENTION, graft_attention
 from surgery.kernels.conv import CAUSAL_CONV, causal_conv
+from surgery.kernels.delta import DELTA_RULE, delta_rule
 from surgery.kernels.packing import FEW, PADDING, packed
 from surgery.kernels.selective import SELECTIVE_SCAN, selective_scan
 from surgery.kernels.ssd import SSD_SCAN, ssd_scan
@@ -18,7 +19,7 @@ from tests.kernels.inputs import assert_near
 ROWS = [[(-1, 2), (0, 1), (1, 70), (2, 3), (3, 40), (4, 2)], [(0, 66), (1, 1), (2, 1), (-1, 9), (3, 41)]]
 NUMBERS = torch.tensor([[number for number, length in row for _ in range(length)] for row in ROWS])
 REAL = NUMBERS >= 0
-OPERATIONS = (CAUSAL_CONV, SSD_SCAN, SELECTIVE_SCAN, GRAFT_ATTENTION)
+OPERATIONS = (CAUSAL_CONV, SSD_SCAN, SELECTIVE_SCAN, DELTA_RULE, GRAFT_ATTENTION)
 BACKENDS = [(operation.name, backend) for operation in OPERATIONS for backend in operation.backends]
 
 
@@ -57,6 +58,9 @@ def case(operation, dtype):
         return tensors, lambda x, dt, B, C, packing, backend: selective_scan(
             x, dt, A, B, C, D, packing=packing, backend=backend
         )
+    if operation == "delta_rule":
+        rates = -normal(b, t, 4).exp() / 10, normal(b, t, 4).sigmoid()
+        return (normal(b, t, 2, 5), normal(b, t, 2, 5), normal(b, t, 4, 3), *rates), delta_rule
     tensors = normal(b, t, 2, 5), normal(b, t, 2, 5), normal(b, t, 4, 7)
     return tensors, lambda q, k, v, packing, backend: (
         graft_attention(*(m.transpose(1, 2) for m in (q, k, v)), packing, backend=backend),

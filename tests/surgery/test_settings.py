@@ -139,7 +139,7 @@ def said(*settings, path=None):
         ("tune.lessons=[{pairs: 8}]", "unknown key 'tune.lessons.0.pairs'; did you mean bench.pairs?"),
         ("tune.foo=1", "unknown key 'tune.foo'; `surgery settings tune` lists the keys"),
         ("xyz=1", "unknown key 'xyz'; `surgery settings` lists the keys"),
-        ("tune.steps=many", "tune.steps takes a whole number, not 'many'"),
+        ("tune.steps=many", "tune.steps takes a whole number or 'auto', not 'many'"),
         ("tune.learning_rate=.inf", "tune.learning_rate takes a finite number, not inf"),
         ("tune.lessons=[{weight: -.inf}]", "tune.lessons.0.weight"),
         ("tune.steps=" + "9" * 30, "tune.steps: must be less than or equal to 10000000"),
@@ -255,7 +255,7 @@ def test_every_setting_says_what_it_means():
             assert row.meaning.endswith((".", ")")), row.key
             assert row.type, row.key
     table = {row.key: row for place in known for row in rows(place)}
-    assert table["tune.steps"][1:3] == ("int >= 0", "150")
+    assert table["tune.steps"][1:3] == ("int >= 0 or auto", "150")
     assert table["tune.report_to"][1:3] == ("list of str", "[]")
     assert table["plan.kind"][1:3] == ("head | layer", "head")
     assert table["tune.lessons"][2] == "[{options: {pairs: [4, 64]}}]"
@@ -296,7 +296,7 @@ def test_settings_are_listed(surgery):
     assert status == 0
     assert re.findall(r"^  (tune\.lora\.\w+)  \[", out, flags=re.M) == [row.key for row in rows("tune.lora")]
     assert "tune.lora.r  [int >= 1; default 8]\n      The rank." in out
-    assert surgery("settings", "tune.steps")[1].startswith("  tune.steps  [int >= 0; default 150]\n")
+    assert surgery("settings", "tune.steps")[1].startswith("  tune.steps  [int >= 0 or auto; default 150]\n")
     assert surgery("settings")[1].count("\n  ") > 100
     assert surgery("settings", "tune.stpes")[::2] == (
         2, "surgery: there is no section or key 'tune.stpes'; did you mean tune.steps?\n"

@@ -25,7 +25,7 @@ from surgery.tuning.sequences import IGNORE, collate, kv_pieces, letter_pieces, 
 from surgery.tuning.text_sources import Reading, World
 from surgery.world.text import document
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, random_base
+from tests.conftest import ROOT, float64, random_base
 
 NEOX = ROOT.parent / "shared" / "data" / "gpt-neox-tokenizer" / "20B_tokenizer.json"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -333,10 +333,13 @@ def test_bench_decides_as_the_harness_s_command_does(name, tmp_path, monkeypatch
     (task,) = harness.load(["surgery_kv_4"])["surgery_kv_4"]
     assert harness.evaluate(hybrid, tokenizer, task, 4, 10)[0].tolist() == [s["acc"] for s in said["surgery_kv_4"]]
     encoded = encode(tokenizer, make("kv", pairs=4, keys="lessons").questions(10, suites.bench_seed(0)))
-    with torch.inference_mode():
-        logits = torch.stack([hybrid(torch.tensor([row])).logits[0, -1] for row in encoded.rows])
+    # What the harness adds up in float32, against float64.
+    with float64(), torch.no_grad():
+        hybrid = hybrid.double()
+        exact = encoded.scores(torch.stack([hybrid(torch.tensor([row])).logits[0, -1] for row in encoded.rows]))
+    assert exact.dtype == torch.float64
     scores = [[value for ((value, _),) in sample["resps"]] for sample in said["surgery_kv_4"]]
-    torch.testing.assert_close(encoded.scores(logits), torch.tensor(scores), rtol=0, atol=1e-3)
+    torch.testing.assert_close(torch.tensor(scores, dtype=torch.float64), exact, rtol=0, atol=1e-3)
 
 
 def test_the_harness_gives_no_pad_token_to_the_caller_s_tokenizer():

@@ -154,8 +154,9 @@ class Tune(Section):
     """Where steps is auto, the most that there may be."""
     batch_size: Rows = 16
     """Sequences of a lesson in a step."""
-    lessons: tuple[Lesson, ...] = Field(default=(Lesson(options={"pairs": (4, 64)}),), min_length=1)
-    """What retrieval is learnt from (section tune.lessons): each step draws one, by weight."""
+    lessons: tuple[Lesson, ...] = (Lesson(options={"pairs": (4, 64)}),)
+    """What retrieval is learnt from (section tune.lessons): each step draws one, by weight. []: from recall hits of text alone
+    (hit_weight)."""
     curriculum: float = Field(default=0.0, ge=0, le=1)
     """The share of the steps over which the lessons' ranges and the text grow to their full size."""
     text_batch_size: int = Field(default=4, ge=0, le=ROWS)
@@ -164,6 +165,12 @@ class Tune(Section):
     """Tokens of a row of text. Shorter documents share a row."""
     kl_weight: float = Field(default=1.0, ge=0, le=FACTOR, allow_inf_nan=False)
     """Weight of the KL divergence from the base on text."""
+    hit_weight: float = Field(default=0.0, ge=0, le=FACTOR, allow_inf_nan=False)
+    """Weight of the loss on recall hits of the text: tokens that complete a pair seen before in their document and rare in
+    data.train_text. They are learnt from the text itself, and left out of the KL divergence from the base, which misses them.
+    Hits from far back need long rows (text_tokens)."""
+    rare: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """Where hits have a weight: how often, per million tokens of data.train_text, their pair may stand there."""
     learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR, allow_inf_nan=False)
     """The largest learning rate; after the warm-up it falls to 0 along a cosine."""
     decay: float = Field(default=1.0, gt=0, le=1)
@@ -211,6 +218,10 @@ class Tune(Section):
         if self.early_stopping is not None:
             check_tokens(text_tokens=self.text_tokens, windows=self.early_stopping.windows)
         check_weights(lesson.weight for lesson in self.lessons)
+        if self.hit_weight and not self.text_batch_size:
+            raise ValueError("hit_weight: hits are found in text, and text_batch_size is 0")
+        if not (self.lessons or self.hit_weight):
+            raise ValueError("lessons: is empty, so that nothing teaches retrieval; set hit_weight, or leave lessons out")
         if self.curriculum and self.steps == "auto":
             raise ValueError("curriculum: is a share of the steps, whose number steps: auto does not know; leave out one")
         if self.curriculum and self.repeat is not None:
@@ -221,7 +232,3 @@ class Tune(Section):
     def most_steps(self) -> int:
         """The number of steps, or the most that there may be."""
         return self.max_steps if self.steps == "auto" else self.steps
-
-    def counted(self) -> "Tune":
-        """The same with a number of steps: where it is auto, the most that there may be."""
-        return self.model_copy(update={"steps": self.most_steps})

@@ -1,0 +1,117 @@
+"""A run whose heads and steps are found by measuring: its plan, its report, its estimate, and going on with it."""
+
+import pytest
+
+from surgery import estimate, load
+from surgery.evaluation import html, markdown
+from surgery.evaluation.found import found, rounds
+from surgery.evaluation.report import Report
+from surgery.jobs import run as job
+from surgery.jobs.costs.growing import growing_cost
+from surgery.jobs.costs.models import assumed
+from surgery.jobs.costs.sample import Patient
+from surgery.records.growth import Saved
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe, read_recipe
+from surgery.tuning import growing
+from surgery.tuning.growing import Measuring
+from tests.conftest import ROOT
+
+RECIPE = """
+locate: {options: {pairs: 4}, examples: 8, batch_size: 4, exact: false}
+plan: {heads: auto, auto: {max_heads: 2, candidates: 2, examples: 6, windows: 2, gates: [0.5, 1.0]}}
+tune:
+  steps: auto
+  max_steps: 8
+  batch_size: 2
+  lessons: [{options: {pairs: [2, 4]}, queries: 2}]
+  text_batch_size: 1
+  text_tokens: 24
+  auto: {eval_steps: 2, examples: 4, patience: 2, least_gain: 0.9}
+bench: {suites: [language], windows: 2, window: 16, batch_size: 4, random_sites: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(base, tokenizer, tmp_path_factory) -> Recipe:
+    folder = tmp_path_factory.mktemp("found")
+    base.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    (folder / "auto.yaml").write_text(f"model: {folder / 'base'}\n{RECIPE}")
+    return read_recipe(folder / "auto.yaml")
+
+
+@pytest.fixture
+def every_head_saves(monkeypatch):
+    """A random base gains nothing by any graft."""
+    saved = Saved(value=1.0, ci95=(0.5, 1.5))
+    monkeypatch.setattr(growing._Growing, "_saved", lambda self, before, after, level=0.05: saved)
+
+
+def test_a_run_finds_its_heads_and_steps(recipe, every_head_saves, tmp_path, monkeypatch, capsys):
+    report = job.run(recipe, tmp_path / "out", verify="tensors")
+    said = capsys.readouterr().err
+    plan = Plan.read(tmp_path / "out" / "plan.json")
+    assert len(plan.growth.heads()) == 2
+    assert plan.growth.measured == 1 + (2 + 1) + (2 + 1)
+    assert report.plan.growth == plan.growth
+    assert "plan: head 2, " in said
+    assert {"plan", "locate", "tune tuned"} <= report.timings.keys()
+    steps = report.training["tuned"]["steps"]
+    assert 2 <= steps <= 8
+    assert {training["steps"] for training in report.training.values()} == {steps}  # the controls', too
+    page = markdown.render(report)
+    assert f"tune.steps=auto took {steps:.0f} steps; the controls took as many." in page
+    assert f"plan.heads=auto added 2 heads ({', '.join(plan.growth.heads())})" in page
+    assert "on 6 questions of kv that no head was ranked by and 2 windows of text" in page
+    assert len(rounds(report)[1]) == 3
+    assert "What was found by measuring" in html.render(report)
+    # Nothing of the plan is measured again, and the result is the same.
+    monkeypatch.setattr(Measuring, "_measure", None)
+    again = job.run(recipe, tmp_path / "out", verify="tensors", resume=True)
+    assert again.plan == report.plan
+    assert "nothing has changed, and everything is finished" in capsys.readouterr().err
+
+
+def test_a_report_of_counted_heads_speaks_of_nothing_found():
+    report = Report.read(ROOT / "recipes" / "demo-mamba1.report.json", unsealed="take")
+    assert found(report) == ""
+    assert rounds(report) is None
+    assert "What was found" not in markdown.render(report)
+    assert "What was found" not in html.render(report)
+
+
+def test_what_it_may_cost_is_known_before(recipe):
+    base = load(recipe.model)
+    patient = Patient(base.model, base.tokenizer, base.model.dummy_inputs["input_ids"][:2, :8])
+    count, cost = growing_cost(patient, recipe, assumed(recipe, patient.depth, patient.heads))
+    assert count == 1 + 2 + 2 * 4
+    assert cost.seconds > 0
+
+
+@pytest.mark.slow
+def test_an_estimate_names_the_plan(recipe):
+    cost = estimate(recipe)
+    names = [stage.name for stage in cost.stages]
+    assert names[:4] == ["locate", "plan", "plan and splice", "tune tuned"]
+    stages = {stage.name: stage for stage in cost.stages}
+    assert stages["plan"].at_most
+    assert stages["plan"].work() == "11 plans measured"
+    assert stages["tune tuned"].at_most
+    assert stages["tune tuned"].counts == {"steps": 8}
+    assert any("plan.auto.max_heads" in line for line in cost.assumptions)
+
+
+def test_the_verb_opens_the_ranked_model(recipe, every_head_saves, surgery, tmp_path):
+    folder = recipe.model
+    quick = ("--set", "locate.exact=false", "--set", "locate.examples=8")
+    assert surgery("locate", folder, "--out", tmp_path / "ranked", *quick)[0] == 0
+    few = [f"plan.auto.{setting}" for setting in ("examples=4", "windows=1", "candidates=1", "max_heads=1", "gates=1.0")]
+    settings = [part for setting in ("plan.heads=auto", *few) for part in ("--set", setting)]
+    ranking = tmp_path / "ranked" / "ranking.json"
+    status, _, err = surgery("plan", ranking, *settings)
+    assert (status, err) == (2, "surgery: plan.heads=auto measures the ranked model, and there is no base here; give --base\n")
+    status, out, err = surgery("plan", ranking, *settings, "--base", folder)
+    assert status == 0, err
+    assert "attention at L" in out
+    assert Plan.read(tmp_path / "ranked" / "plan.json").growth.measured == 2
