@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("SURGERY_TEST_THREADS", "1")
 # Before transformers is imported, which reads this one.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the Hub is a mistake
 
+import hypothesis
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,6 +30,12 @@ from transformers import (
 from surgery.hybrids.llamba import LlambaConfig, LlambaForCausalLM
 from surgery.world.tokenizer import build_tokenizer
 from tools.double import float64
+
+# A case that takes long, or is drawn slowly, on a busy machine is no failure; and every run draws the same ones.
+hypothesis.settings.register_profile(
+    "anywhere", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("anywhere")
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "checkpoints" / "tiny-mamba2"

@@ -210,7 +210,7 @@ class Distillation(nn.Module):
         log-probabilities of the hits)."""
         below, positions = self._below(ids, (key, "text"), places), _positions(real)
         if hits is None:
-            others = slice(None)
+            others: Any = slice(None)
         else:
             next_hit, next_ids = hits.roll(-1, 1), at(positions, ids.roll(-1, 1))
             next_hit[:, -1] = False

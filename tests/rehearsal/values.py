@@ -173,7 +173,8 @@ def on_device(dtype: torch.dtype | None = None) -> Iterator[type[Rules]]:
     # A tensor of that mode has no version, which a subclass of Tensor needs; to the rehearsal it is the same as no_grad.
     torch._C._InferenceMode = lambda mode: torch.no_grad() if mode else nullcontext()
     try:
-        with _Mode():
+        # A backward pass in a thread of the device's own would not know the mode, and torch ends the process there.
+        with _Mode(), torch.autograd.set_multithreading_enabled(False):
             yield Rules
     finally:
         torch._C._InferenceMode = inference

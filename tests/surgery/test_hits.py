@@ -266,6 +266,7 @@ def test_parts_of_a_batch_make_the_whole(tokenizer, train_text):
     assert whole[0]["hits"] > 0
 
 
+@pytest.mark.slow
 def test_hits_are_learnt_from_text_alone(tokenizer, train_text):
     model = splice(random_base(vocab_size=VOCABULARY), Plan(sites=("L1.H0,1,2,3",)))
     options = TUNE.model_copy(update={"steps": 25, "kl_weight": 0.0, "learning_rate": 0.02})

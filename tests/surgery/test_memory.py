@@ -5,7 +5,6 @@ import sys
 import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
@@ -81,7 +80,7 @@ def test_the_limit_of_a_control_group_is_obeyed(version, group, tmp_path, monkey
     assert memory.available() == 150 * MIB
     assert memory.capacity() == 300 * MIB
     (folder / f"memory.{names[0]}").write_text("max\n" if version == 2 else "9223372036854771712\n")
-    assert memory.capacity() == psutil.virtual_memory().total
+    assert memory.capacity() > 300 * MIB, "what the machine has, by whichever of the kernel's figures"
     assert 0 < memory.available() <= memory.capacity()
 
 
@@ -93,8 +92,9 @@ def test_processes_on_one_machine_share_its_memory(monkeypatch):
     assert memory.spare("cuda:1") == 100  # each has a GPU of its own
 
 
-def test_free_disk_of_a_folder_that_is_yet_to_be(tmp_path):
-    assert memory.free_disk(tmp_path / "new" / "folder") == pytest.approx(memory.free_disk(tmp_path), rel=0.05)
+def test_free_disk_of_a_folder_that_is_yet_to_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=str(folder)))
+    assert memory.free_disk(tmp_path / "new" / "folder") == memory.free_disk(tmp_path) == str(tmp_path)
 
 
 @pytest.mark.parametrize(
