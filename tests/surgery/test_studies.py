@@ -54,6 +54,32 @@ def test_the_seeds_are_of_the_demos(demo, seeds):
     assert one.seed <= many.seed
 
 
+GAIN = """
+model: checkpoints/tiny-mamba2
+locate: {examples: 8, layers: false, confirm: 0.1, options: {pairs: 8}}
+bench: {limit: 20}
+study: {name: untrained_gain, pairs: [8, 32], tau: [0.01, 1.0], controls: 1}
+"""
+
+
+def test_untrained_gain(surgery, tmp_path):
+    """Of a scale of almost nothing, where a graft can only average, and of one that it can start from."""
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    (tmp_path / "gain.yaml").write_text(GAIN)
+    status, _, error = surgery("run", "gain.yaml", "--set", "plan.sites=L0.H5", "--out", "out")
+    assert status == 0, error
+    findings = Findings.read(tmp_path / "out" / "findings.json")
+    (control,) = findings.about["controls"]
+    assert [row.what for row in findings.rows] == ["base", "L0.H5, tau 0.01", "L0.H5, tau 1", f"{control[0]} at random (1)"]
+    base, blunt, sharp, _ = (row.figures["32"].accuracy for row in findings.rows)
+    assert blunt <= base < sharp
+    assert f"base {base:.3f}" in findings.summary
+    assert control[0][:2] != "L0"
+    status, _, error = surgery("run", "gain.yaml", "--set", "study.pairs=[]", "--out", "other")
+    assert status == 2
+    assert "at least one scale (tau) and one size (pairs)" in error
+
+
 SEEDS = """
 model: checkpoints/tiny-mamba2
 locate: {examples: 8, layers: false, confirm: 0.1, options: {pairs: 8}}
