@@ -41,6 +41,12 @@ def test_a_verb_runs_and_ends(verb):
     check([line for line in quick() if line.get("verb") == verb])
 
 
+@pytest.mark.slow  # a process each
+@pytest.mark.parametrize("verb", ["sweep", "prune", "bench", "tune lora", "tune stages", "tune checkpointing"])
+def test_another_verb_runs_and_ends(verb):
+    check([line for line in rehearse("float32", verb) if "verb" in line])
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
