@@ -42,7 +42,7 @@ def test_a_verb_runs_and_ends(verb):
 
 
 @pytest.mark.slow  # a process each
-@pytest.mark.parametrize("verb", ["sweep", "prune", "bench", "tune lora", "tune stages", "tune checkpointing"])
+@pytest.mark.parametrize("verb", ["sweep", "prune", "bench", "tune lora", "tune stages", "tune checkpointing", "locate exact"])
 def test_another_verb_runs_and_ends(verb):
     check([line for line in rehearse("float32", verb) if "verb" in line])
 
