@@ -13,7 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.exporting.fresh_process import OURS
 from surgery.exporting.verify import Reader
+from surgery.families import family_of
 from surgery.families.dual_start import OWN
+from surgery.families.stock import StockFamily
 from surgery.loading.checkpoint import DISK, brings_tokenizer, fingerprint, load_base
 from surgery.loading.origin import origin
 from surgery.models.answers import described, held, held_names
@@ -36,8 +38,10 @@ BOOKKEEPING = {*OWN, "transformers_version", "dtype", "torch_dtype", "name_or_pa
 
 def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase, plan: Plan, base: str) -> None:
     """The tokenizer goes along where the base does not bring it."""
-    # The hybrid has most of the base's tensors already: they are read from the base's files one after the other.
-    original = load_base(base, device="cpu" if is_quantised(hybrid) else DISK)
+    # The hybrid has most of the base's tensors already: they are read from the base's files one after the other. The files of
+    # some stock models hold them in another form (experts one by one), and are read whole.
+    whole = is_quantised(hybrid) or isinstance(family_of(hybrid.config), StockFamily)
+    original = load_base(base, device="cpu" if whole else DISK)
     if getattr(original.config, "grafts", None):
         raise UserError(f"{base} holds grafts: it is no base that a patch could be made for; say which is (--base)")
     if is_quantised(hybrid) and not is_quantised(original):

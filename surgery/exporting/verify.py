@@ -32,7 +32,7 @@ from surgery.kernels.dispatch import use
 from surgery.models import answers as script
 from surgery.models.answers import LENGTHS, NEW, answers, described, held, named_values, tensors
 from surgery.models.quantised import is_quantised
-from surgery.models.streamed import by_layers, emptied
+from surgery.models.streamed import by_layers, emptied, take_buffers
 from surgery.records.record import Record
 from surgery.runtime.memory import available, size
 from surgery.runtime.progress import say
@@ -234,6 +234,7 @@ def in_float32(hybrid: PreTrainedModel, way: Way = "full") -> PreTrainedModel:
     copied = emptied(hybrid)
     state = {name: tensor.detach().to(*target) for name, tensor in named_values(hybrid, list(hybrid.state_dict()))}
     copied.load_state_dict(state, assign=True, strict=False)  # of weights that are tied and were put away there is one
+    take_buffers(copied, hybrid)
     copied.tie_weights()
     copied.generation_config = hybrid.generation_config
     return copied

@@ -41,6 +41,9 @@ class Family(Protocol):
     def shape(self, config: PreTrainedConfig) -> tuple[int, int]:
         """(layers, heads per layer)."""
 
+    def graftable(self, model: PreTrainedModel) -> Sequence[int]:
+        """The layers whose mixers can hold grafts, of a base or a hybrid."""
+
     def empty(self, config: PreTrainedConfig, plan: Plan | None, layers: Sequence[dict[str, Any]] = ()) -> PreTrainedModel:
         """The hybrid class for a base's configuration and a plan, without values in its tensors (on the meta device). layers:
         the configuration's entries of layer grafts, in place of what the plan says of heads."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from surgery.errors import UserError
 from surgery.families import refuse_unhandled
-from surgery.hybrids.common import HybridCausalLM
+from surgery.hybrids.spliced import Spliced
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 
@@ -37,6 +37,13 @@ class DualFamily:
     def shape(self, config: Any) -> tuple[int, int]:
         raise NotImplementedError
 
+    def graftable(self, model: Any) -> Sequence[int]:
+        return range(model.config.num_hidden_layers)
+
+    def state_size(self, config: Any) -> int:
+        """The dimensions of B and C."""
+        return config.state_size
+
     def graft(self, config: Any, plan: Plan, site: Site) -> dict[str, Any]:
         """The entry of the hybrid configuration's `grafts` for the grafted heads of one layer."""
         raise NotImplementedError
@@ -62,7 +69,7 @@ def _recalled(hybrid: Any) -> Any:
     return recalled(hybrid)
 
 
-HybridCausalLM.recall = _recalled
+Spliced.recall = _recalled
 
 
 def common_spec(plan: Plan, site: Site, state_size: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class ChannelFamily(DualFamily):
         for place, head in enumerate(site.heads):
             pairs.setdefault(plan.start(site.layer, head), []).append(place)
         signs = [start.sign for start in pairs]
-        return {**common_spec(plan, site, config.state_size), "pairs": list(pairs.values()), "signs": signs}
+        return {**common_spec(plan, site, self.state_size(config)), "pairs": list(pairs.values()), "signs": signs}
 
     def initialise(self, mixer: Any, plan: Plan) -> None:
         """The dual start: query = C, key = B (rows of x_proj), and dimensions beyond the state size with random queries and

@@ -3,11 +3,12 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Mamba2ForCausalLM
 
 from surgery.families import COMMON
 from surgery.families.dual_start import DualFamily, common_spec, generator, start_gate, widen
-from surgery.hybrids.mamba2 import Mamba2HybridForCausalLM, Mamba2HybridMixer
+from surgery.hybrids.mamba2 import Mamba2HybridForCausalLM
 from surgery.models.quantised import dense
 from surgery.records.plan import Plan
 from surgery.records.site import Site
@@ -24,9 +25,13 @@ class Mamba2Family(DualFamily):
     def graft(self, config: Any, plan: Plan, site: Site) -> dict[str, Any]:
         signs = [plan.start(site.layer, head).sign for head in site.heads]
         own = {"signs": signs, "shared": plan.shared, "direct": plan.init == "donor"}
-        return {**common_spec(plan, site, config.state_size), **own}
+        return {**common_spec(plan, site, self.state_size(config)), **own}
 
-    def initialise(self, mixer: Mamba2HybridMixer, plan: Plan) -> None:
+    def projection(self, mixer: Any) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of what B and C are projected with."""
+        return dense(mixer.in_proj), mixer.in_proj.bias
+
+    def initialise(self, mixer: Any, plan: Plan) -> None:
         """The dual start: query = C, key = B (rows of in_proj and their conv filters), and dimensions beyond the state size
         with random queries and zero keys, which add exactly nothing to the scores."""
         graft, n, groups = mixer.graft, mixer.ssm_state_size, mixer.n_groups
@@ -36,22 +41,24 @@ class Mamba2Family(DualFamily):
         rows = {"k": slice(inner, inner + state), "q": slice(inner + state, inner + 2 * state)}  # conv channels of B and of C
         first = inner if self.gate_first else 0
         half = len(graft.pair_groups) * graft.width
+        weight, bias = self.projection(mixer)
 
-        def fill(target: torch.Tensor, base: torch.Tensor, extra: float) -> None:
+        def fill(target: Tensor, base: Tensor, extra: float) -> None:
             widen(target, base.view(groups, n, *base.shape[1:]), graft.pair_groups, extra, random)
 
         with torch.no_grad():
             graft.log_tau.copy_(torch.tensor([plan.start(mixer.layer_idx, head).tau for head in graft.heads]).log())
             start_gate(graft, plan)
             for name, part, proj in (("q", slice(0, half), graft.q_proj), ("k", slice(half, 2 * half), graft.k_proj)):
-                base_rows = dense(mixer.in_proj)[first:][rows[name]]
+                base_rows = weight[first:][rows[name]]
                 spread = base_rows.std().item() if name == "q" else 0.0
                 fill(proj.weight, base_rows, spread)
                 assert graft.qk_conv is not None  # the dual start has a convolution
                 taps = mixer.conv1d.weight[rows[name]]
                 fill(graft.qk_conv.weight[part], taps, taps.std().item())
                 if proj.bias is not None:
-                    fill(proj.bias, mixer.in_proj.bias[first:][rows[name]], 0.0)
+                    assert bias is not None  # both have one, or none has
+                    fill(proj.bias, bias[first:][rows[name]], 0.0)
                 if graft.qk_conv.bias is not None:
                     assert mixer.conv1d.bias is not None  # both follow use_conv_bias
                     fill(graft.qk_conv.bias[part], mixer.conv1d.bias[rows[name]], 0.0)

@@ -5,7 +5,6 @@ kernels only. A hybrid is a base whose mixers are ours: each works in three step
 partly be attention. Without grafts it is the base itself: with the stock kernels its logits equal transformers' bit for bit.
 """
 
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -19,9 +18,8 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mam
 from surgery.hybrids.constants import Constant, Index
 from surgery.hybrids.layer_graft import is_layer_graft, make_mixer, whole_block
 from surgery.hybrids.packed import PACKED, packing
-from surgery.hybrids.parts import RMSNorm, as_weight, at, fetched_state, normed
-from surgery.hybrids.sources import write_sources
-from surgery.hybrids.switching import grafts_off
+from surgery.hybrids.parts import RMSNorm, as_weight, at, normed
+from surgery.hybrids.spliced import Spliced
 from surgery.kernels.functions import own_precision, traced
 
 
@@ -108,11 +106,11 @@ class Graft(nn.Module):
             return self.in_order.of(torch.cat([y, attended], dim=2), 2)
 
     @classmethod
-    def of(cls, config: Any, layer: int) -> Any:
-        """The graft of a layer, or None."""
-        spec = next((graft for graft in config.grafts if graft["layer"] == layer), None)
-        family: Any = cls  # whose constructor takes these two
-        return None if spec is None else family(config, spec)
+    def of(cls, config: Any, mixer: Any) -> Any:
+        """The graft of a mixer, which stands in the layer `mixer.layer_idx` and has all its own modules, or None."""
+        spec = next((graft for graft in config.grafts if graft["layer"] == mixer.layer_idx), None)
+        kind: Any = cls  # whose constructor takes these two
+        return None if spec is None else kind(mixer, spec)
 
     @staticmethod
     def scanned(graft: "Graft | None", heads: int) -> list[int]:
@@ -223,12 +221,10 @@ class HybridBackbone:
         return None if looked_at and attention_mask.all() else attention_mask.bool()
 
 
-class HybridCausalLM:
+class HybridCausalLM(Spliced):
     """The language model; stands before a family's stock one."""
 
     backbone_class: ClassVar[type]
-    # Where mamba-surgery is installed: reads what `surgery` is to be for a model that transformers loaded.
-    recall: ClassVar[Any] = None
     _no_split_modules: Any = ["HybridBlock"]
     _supports_sdpa = True
 
@@ -273,65 +269,13 @@ class HybridCausalLM:
         )
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
+    def mixer_at(self: Any, layer: int) -> Any:
+        """The mixer of a layer."""
+        return self.base_model.layers[layer].mixer
+
     def prepare_inputs_for_generation(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> dict:
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
         if inputs.get("attention_mask") is None:
             # The parent drops it after the prompt; attention still needs it.
             inputs["attention_mask"] = kwargs.get("attention_mask")
         return inputs
-
-    @property
-    def device(self: Any) -> torch.device:
-        """Where the inputs belong; also of a model whose weights accelerate keeps elsewhere and fetches."""
-        if (here := next((p.device for p in self.parameters() if not p.is_meta), None)) is not None:
-            return here
-        for module in self.modules():
-            device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-            if device is not None:
-                return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        return torch.device("meta")
-
-    @property
-    def surgery(self: Any) -> Any:
-        """What was done to the base: its plan, and the base's name and fingerprint. None for a model without grafts, and where
-        mamba-surgery is not installed."""
-        if "_surgery" not in vars(self) and self.config.grafts and self.recall is not None:
-            vars(self)["_surgery"] = self.recall()
-        return vars(self).get("_surgery")
-
-    def disable_grafts(self) -> AbstractContextManager[None]:
-        """`with hybrid.disable_grafts(): ...`: meanwhile the hybrid computes what its base computes, bit for bit. Raises
-        UserError for a layer graft that was loaded from a folder, which does not hold what the graft replaced."""
-        return grafts_off(self)
-
-    def print_trainable_parameters(self: Any) -> None:
-        """Say how many parameters have a gradient, as PEFT does."""
-        trainable, total = self.num_parameters(only_trainable=True), self.num_parameters()
-        print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
-
-    def save_pretrained(self: Any, save_directory: Any, *args: Any, tokenizer: Any = None, **kwargs: Any) -> None:
-        """As in transformers, with the modeling code and, where `surgery` knows them, plan.json and base.json. tokenizer: goes
-        into the same folder."""
-        if getattr(self, "is_quantized", False):  # transformers 5.23 cannot save again what it read as integers, otherwise
-            kwargs.setdefault("save_original_format", False)
-        if not hasattr(self, "hf_device_map") and any(p.is_meta for p in self.parameters()):  # else transformers fetches them
-            kwargs.setdefault("state_dict", fetched_state(self))
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
-        write_sources(save_directory, type(self))
-        if self.surgery is not None:
-            self.surgery.write(save_directory)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(save_directory)
-
-    def _push_to_hub(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. base.json then names the base without its place on this machine."""
-        remembered = self.surgery
-        if remembered is not None:
-            vars(self)["_surgery"] = remembered.published()
-        try:
-            return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            if remembered is not None:
-                vars(self)["_surgery"] = remembered
-
-    push_to_hub: Any = _push_to_hub  # mypy would compare it with what transformers puts together when it is imported

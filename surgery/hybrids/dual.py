@@ -30,19 +30,20 @@ READ = ("conv1d", "norm", "graft", "graft.qk_conv")  # modules of a mixer whose 
 class DualGraft(Graft):
     """Queries and keys for the grafted heads of one layer. Its projections are named as in a Transformer, for PEFT."""
 
-    def __init__(self, config: Any, spec: dict):
-        super().__init__(spec, len(spec["heads"]), config.num_heads)
-        per_group = config.num_heads // config.n_groups
+    def __init__(self, mixer: Any, spec: dict):
+        super().__init__(spec, len(spec["heads"]), mixer.num_heads)
+        per_group = mixer.num_heads // mixer.n_groups
         groups = [head // per_group for head in self.heads]
         # The B/C group that each query-key pair starts from, and the pair that each grafted head uses.
         self.pair_groups = sorted(set(groups)) if spec["shared"] else groups
         self.pair_of_head = Index([self.pair_groups.index(g) for g in groups] if spec["shared"] else range(len(groups)))
         self.other_groups = Index([head // per_group for head in self.others.values])
         size = len(self.pair_groups) * self.width
-        self.q_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
-        self.k_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
-        taps = config.conv_kernel
-        conv = partial(nn.Conv1d, 2 * size, 2 * size, taps, groups=2 * size, bias=config.use_conv_bias, padding=taps - 1)
+        (taps,) = mixer.conv1d.kernel_size
+        biases = {"proj": mixer.in_proj.bias is not None, "conv": mixer.conv1d.bias is not None}
+        self.q_proj = nn.Linear(mixer.in_proj.in_features, size, bias=biases["proj"])
+        self.k_proj = nn.Linear(mixer.in_proj.in_features, size, bias=biases["proj"])
+        conv = partial(nn.Conv1d, 2 * size, 2 * size, taps, groups=2 * size, bias=biases["conv"], padding=taps - 1)
         self.qk_conv = None if spec.get("direct") else conv()
 
     def project(self, hidden_states: Tensor) -> Tensor:
@@ -88,9 +89,9 @@ class DualMixer:
 
     graft: DualGraft | None
 
-    def take_grafts(self: Any, config: Any, layer_idx: int) -> None:
+    def take_grafts(self: Any, config: Any) -> None:
         """Make room for what the configuration says of this layer."""
-        self.graft = DualGraft.of(config, layer_idx)
+        self.graft = DualGraft.of(config, self)
         self.ssm_heads = Graft.scanned(self.graft, self.num_heads)
 
     @fetching(*READ)

@@ -147,7 +147,7 @@ class LlambaMixer(DualMixer, nn.Module):
         )
         self.D = nn.Parameter(torch.ones(self.num_heads))
         self.out_proj = nn.Linear(self.intermediate_size, config.hidden_size, bias=config.use_bias)
-        self.take_grafts(config, layer_idx)
+        self.take_grafts(config)
 
     def project(
         self, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None,

@@ -6,6 +6,7 @@ with absolute imports made relative; nothing is written twice by hand.
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 # In the package the files lie in these folders; a hybrid that was loaded from a flat folder can be saved again.
@@ -13,17 +14,31 @@ FOLDERS = (".", "../kernels", "..", "../models", "../records")
 IMPORT = re.compile(r"^from surgery\.(?:\w+\.)?(\w+) import|^from \.(\w+) import", flags=re.M)
 
 
+@dataclass(frozen=True)
+class Generated:
+    """A module that is made for exports. name: of its file. imports: the names here of the modules of ours that it imports."""
+
+    name: str
+    text: str
+    imports: tuple[str, ...]
+
+
 def sources(model_class: type) -> dict[str, str]:
-    """What to write for the module of a class and all that it imports of ours: file name -> text."""
-    here, texts = Path(__file__).parent, {}
-    paths = [Path(str(sys.modules[model_class.__module__].__file__))]
+    """What to write for the module of a class and all that it imports of ours: file name -> text. The class may say what its
+    module is to be instead, as `generated` (stock_hybrid.py)."""
+    here = Path(__file__).parent
+    generated: Generated | None = getattr(model_class, "generated", None)
+    texts = {} if generated is None else {generated.name: generated.text}
+    modules = (model_class.__module__,) if generated is None else generated.imports
+    paths = [Path(str(sys.modules[module].__file__)) for module in modules]
     while paths:
         path = paths.pop()
         if path.name not in texts:
             text = path.read_text()
             texts[path.name] = IMPORT.sub(lambda match: f"from .{match[1] or match[2]} import", text)
             for absolute, relative in IMPORT.findall(text):
-                places = (here / folder / f"{absolute or relative}.py" for folder in FOLDERS)
+                folders = (*(here / folder for folder in FOLDERS), path.parent)
+                places = (folder / f"{absolute or relative}.py" for folder in folders)
                 paths.append(next(place for place in places if place.exists()))
     return texts
 

@@ -20,14 +20,20 @@ def grafts_off(model: Any) -> Iterator[None]:
     graft that does not hold what it replaced: an exported folder does not.
     """
     config, layers = model.config, model.base_model.layers
+    in_stock = hasattr(model, "stock_mixer")  # stock_hybrid.py
     with ExitStack() as after:
-        for name in ("grafts", "layer_types"):
+        for name in ("grafts",) if in_stock else ("grafts", "layer_types"):
             after.callback(setattr, config, name, getattr(config, name))
         grafted = [spec["layer"] for spec in config.grafts]
-        config.grafts, config.layer_types = [], ["linear_attention"] * config.num_hidden_layers
+        config.grafts = []
+        if not in_stock:
+            config.layer_types = ["linear_attention"] * config.num_hidden_layers
         for index in grafted:
-            mixer = layers[index].mixer
-            if isinstance(mixer, LayerGraftMixer):
+            mixer = model.mixer_at(index)
+            if in_stock:
+                after.callback(setattr, mixer, "__class__", type(mixer))
+                mixer.__class__ = model.stock_mixer
+            elif isinstance(mixer, LayerGraftMixer):
                 after.callback(layers.__setitem__, index, layers[index])
                 layers[index] = _base_block(model, index)
             else:

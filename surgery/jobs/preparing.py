@@ -44,7 +44,8 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
     check_trackers(recipe.tune)
     check_tuning(recipe.tune, base.model)
     options = recipe.plan
-    layers, heads = family_of(base.model.config).shape(base.model.config)
+    family = family_of(base.model.config)
+    layers, heads = len(family.graftable(base.model)), family.shape(base.model.config)[1]
     most, leading = (
         (layers * heads, 1 if options.grows else options.counted) if options.kind == "head" else (layers, options.layers)
     )

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.families import families
+from surgery.families.stock import StockFamily
 from surgery.kernels.operations import operations
 from surgery.models.answers import bytes_of, described, named_values, settle
 from surgery.models.quantised import scales
@@ -191,7 +192,8 @@ def _file(tokenizer: Any) -> str | None:
 def function_of(config: Any) -> dict[str, Any]:
     """The fields that the model's function depends on."""
     family = families().get(config.model_type)
-    left = UNRELATED if family is None else UNRELATED_HERE
+    in_stock = isinstance(family, StockFamily)  # of whose fields transformers' own code may read any
+    left = UNRELATED if family is None or in_stock else UNRELATED_HERE
     fields = {name: value for name, value in config.to_dict().items() if name not in left and value is not None}
     if isinstance(quantisation := fields.get("quantization_config"), dict):
         # Which modules are not quantised is seen from their tensors; a hybrid names more of them than its base.
@@ -199,6 +201,8 @@ def function_of(config: Any) -> dict[str, Any]:
     if family is not None:
         fields["model_type"] = family.model_type  # an adopted base has the hybrid's
         fields["grafts"] = sorted(fields.get("grafts", ()), key=lambda spec: spec["layer"])
+        if in_stock and not fields["grafts"]:
+            del fields["grafts"]  # versions up to 0.9 knew no family of such a model
     return fields
 
 

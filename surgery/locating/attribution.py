@@ -42,7 +42,7 @@ STARTS = tuple(Start(sign=sign, tau=tau) for sign in (1, -1) for tau in (0.25, 0
 
 def attribute_starts(gated: Subject, encoded: Encoded, starts: Sequence[Start | None] = STARTS, step: Step = WHOLE) -> Tensor:
     """(starts, questions, layers, heads): for each of the starts, given to all heads, minus the gradient of each question's
-    loss by each head's gate, in nats. The start None leaves every head the one that it has.
+    loss by each head's gate, in nats; NaN for heads of attention. The start None leaves every head the one that it has.
 
     gated: walk.fully_gated. The gradient by the SSM's output is the same for all starts. So the attention is computed on the
     way back only, with each start in turn, and one forward and one backward serve them all. step: what is done at a time, and
@@ -57,11 +57,12 @@ def _attribute(gated: Subject, encoded: Encoded, starts: Sequence[Start | None],
     """The same in one forward and one backward."""
     model = gated.model
     ids, last = padded(encoded.rows, model.device)
-    mixers = [mixer.module for mixer in gated.anatomy.mixers]
+    ssms = gated.anatomy.ssms
+    mixers = [mixer.module for mixer in ssms]
     per_row: list[Tensor] = [torch.empty(0)] * len(mixers)
     handles: list[Any] = []
 
-    def listen(layer: int, mixer: Any, y: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def listen(number: int, mixer: Any, y: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         graft = mixer.graft
         y = y if y.requires_grad else y.detach().requires_grad_()  # at the first layer nothing does
 
@@ -74,7 +75,7 @@ def _attribute(gated: Subject, encoded: Encoded, starts: Sequence[Start | None],
                         graft.log_tau.fill_(math.log(start.tau))
                     change = type(mixer).attend(mixer, *args, **kwargs).view_as(y) - y
                     values.append(-(gradient.float() * change.float()).sum((1, 3)))
-                per_row[layer] = torch.stack(values)
+                per_row[number] = torch.stack(values)
                 graft.signs = own[0]
                 graft.log_tau.copy_(own[1])
             # A hook on y that holds y is a cycle through C++, which the garbage collector does not see. What is read once is
@@ -98,10 +99,17 @@ def _attribute(gated: Subject, encoded: Encoded, starts: Sequence[Start | None],
     finally:
         for handle in handles:
             handle.remove()  # where something failed
-    rows = torch.stack([values.to(per_row[0].device) for values in per_row], 2)  # starts, rows, layers, heads
+    rows = torch.stack([values.to(per_row[0].device) for values in per_row], 2)  # starts, rows, SSMs, heads
     # A question may own several rows (candidates of several tokens); its gradient is their sum.
     totals = rows.new_zeros(len(rows), len(encoded.choices), *rows.shape[2:])
-    return checked(totals.index_add(1, question_of_row(encoded).to(rows.device), rows).cpu(), GRADIENTS)
+    totals = checked(totals.index_add(1, question_of_row(encoded).to(rows.device), rows).cpu(), GRADIENTS)
+    layers = range(len(gated.anatomy.blocks))
+    most = max(gated.anatomy.heads(layer) for layer in layers)
+    if (len(layers), most) == totals.shape[2:]:
+        return totals
+    everywhere = totals.new_full((*totals.shape[:2], len(layers), most), math.nan)
+    everywhere[:, :, [mixer.layer for mixer in ssms], : totals.shape[3]] = totals
+    return everywhere
 
 
 def _checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -119,12 +127,16 @@ def _checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def best_starts(totals: Tensor, channels: bool = False) -> dict[str, Start]:
     """From attributions (starts, layers, heads), every head's best start. channels: heads are channels, and those with the same
-    start share a query-key pair; so each layer has one start for all of them, under which they have most to gain."""
+    start share a query-key pair; so each layer has one start for all of them, under which they have most to gain. Heads that
+    are no SSM's (NaN) have none."""
     best = totals.argmax(0)
     if channels:
-        best = totals.clamp_min(0).sum(-1).argmax(0)[:, None].expand_as(best)
-    numbers = best.tolist()
-    return {f"L{layer}.H{head}": STARTS[start] for layer, row in enumerate(numbers) for head, start in enumerate(row)}
+        best = totals.nan_to_num().clamp_min(0).sum(-1).argmax(0)[:, None].expand_as(best)
+    numbers, lacking = best.tolist(), totals[0].isnan().tolist()
+    return {
+        f"L{layer}.H{head}": STARTS[start]
+        for layer, row in enumerate(numbers) for head, start in enumerate(row) if not lacking[layer][head]
+    }  # fmt: skip
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from surgery.locating.questions import question_of_row
 from surgery.locating.subject import Subject
-from surgery.locating.substitution import replaced
+from surgery.locating.substitution import Shape, replaced, tensor_of
 from surgery.probes.scoring import Encoded
 
 SHARE = 0.4  # of the memory that is free, for activations: scores, and what else runs, need some as well
@@ -74,11 +74,12 @@ def activations(gated: Subject, row: Sequence[int]) -> Activations:
             kept[storage.data_ptr()] = storage
         return tensor
 
-    def measured(forward: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def measured(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal entering
         entering += hidden.nbytes
         with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
-            left = forward(hidden.detach().requires_grad_(), *args, **kwargs).detach()
+            returned = forward(hidden.detach().requires_grad_(), *args, **kwargs)
+        left = Shape.of(returned).around(tensor_of(returned).detach())
         sizes.append(sum(storage.nbytes() for storage in kept.values()))
         kept.clear()
         return left
@@ -87,7 +88,7 @@ def activations(gated: Subject, row: Sequence[int]) -> Activations:
         block: partial(measured, block.forward) for block in gated.anatomy.blocks
     }  # fmt: skip
     ids = torch.tensor([list(row)], device=model.device)
-    with torch.no_grad(), listening([mixer.module for mixer in gated.anatomy.mixers], listen), replaced(blocks):
+    with torch.no_grad(), listening([mixer.module for mixer in gated.anatomy.ssms], listen), replaced(blocks):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
     return Activations(entering / len(row), sum(sizes) / len(row), max(sizes) / len(row))
 

@@ -156,8 +156,8 @@ def _scores(subject: Subject, columns: Mapping[str, Column], starts: Mapping[str
     """The heads in the model's order, without roles."""
     layers, heads = subject.anatomy.places
     sign, tau = np.zeros(len(layers), dtype=np.int8), np.full(len(layers), np.nan)
-    for i, (layer, head) in enumerate(zip(layers.tolist(), heads.tolist(), strict=True) if starts else ()):
-        start = starts[f"L{layer}.H{head}"]
+    for i in np.flatnonzero(subject.anatomy.of_ssms).tolist() if starts else ():
+        start = starts[f"L{layers[i]}.H{heads[i]}"]
         sign[i], tau[i] = start.sign, start.tau
     kinds = np.zeros(len(layers), dtype=np.uint8)
     for mixer in subject.anatomy.mixers:
@@ -227,7 +227,8 @@ def _layer_scores(subject: Subject, measured: Exact, attributions: np.ndarray | 
     sites = [Site(layer) for layer in layers]
     columns = measured.effects(sites)
     if attributions is not None:
-        columns["attribution"] = attributions[:, layers].astype(float).sum(-1)
+        of_layers = attributions[:, layers].astype(float)
+        columns["attribution"] = np.where(np.isnan(of_layers).all(-1), np.nan, np.nansum(of_layers, -1))
     estimates: dict[str, list[Any]] = {
         name: means(column, decisions=name in DECISIONS) for name, column in columns.items()
     }  # fmt: skip

@@ -34,8 +34,8 @@ class Prefilter:
     whole: bool = False
 
     def attributions(self, groups: Groups, known: Mapping[int, Tensor] | None = None) -> np.ndarray:
-        """(examples, layers, heads), in float32. known: by number of the batch, (questions, layers, heads), where they are
-        known."""
+        """(examples, layers, heads), in float32, NaN for heads of attention. known: by number of the batch, (questions, layers,
+        heads), where they are known."""
         of_batch = {number: {"values": values} for number, values in (known or {}).items()}
         rest = [number for number in range(len(groups)) if number not in of_batch]
 
@@ -75,9 +75,10 @@ def prefilter(subject: Subject, groups: Groups, ledger: Ledger, *, whole: bool =
     with ledger.on_disk() as kept_ledger, counting(len(mine), "attribution, all starts") as advance:
         # Of all starts, too much to hold, and to send to others: the sums are small.
         sums = gathered({number: {"sum": kept_ledger.tensors(number, key, measure)["every"].sum(1)} for number in mine})
-        channels = subject.anatomy.mixers[0].width == 1
-        starts = best_starts(torch.stack([tensors["sum"] for tensors in sums.values()]).sum(0), channels)
-        index = torch.tensor(_numbers(list(starts.values()))).view(1, 1, len(subject.anatomy.blocks), subject.anatomy.heads(0))
+        totals = torch.stack([tensors["sum"] for tensors in sums.values()]).sum(0)
+        starts = best_starts(totals, channels=subject.anatomy.ssms[0].width == 1)
+        index = torch.zeros(1, 1, *totals.shape[1:], dtype=torch.long)
+        index[0, 0][~totals[0].isnan()] = torch.tensor(_numbers(list(starts.values())))
         known = gathered({
             number: {"values": kept_ledger.tensors(number, key, measure)["every"].take_along_dim(index, 0)[0]}
             for number in mine

@@ -106,7 +106,8 @@ class Search:
             with_mixer = anatomy.layers()
             costs = measured.effects([Site(layer) for layer in with_mixer])["ablation_loss"].mean(0)
             promise = costs[np.searchsorted(with_mixer, layers)]
-        order = np.argsort(-promise, kind="stable").tolist()
+        order = np.argsort(-promise, kind="stable")
+        order = order[~np.isnan(promise[order])].tolist()  # NaN: the heads of attention, which can only be ablated
         count = math.ceil(share * len(order))
         return [anatomy.site(number) for number in order[:count]], order[count:]
 

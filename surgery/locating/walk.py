@@ -29,12 +29,11 @@ class Variant:
 
 
 def fully_gated(subject: Subject, starts: dict[str, Start] | None = None) -> Subject:
-    """A graftable subject with a dual graft at every head, all blend gates at 0. It computes what the subject computes.
+    """A graftable subject with a dual graft at every head of an SSM, all blend gates at 0. It computes what the subject does.
 
     starts: by head ("L1.H3"); sign 1 and scale 1 where none is named.
     """
-    layers = subject.anatomy.layers()
-    everywhere = tuple(Site(layer, tuple(range(subject.anatomy.heads(layer)))) for layer in layers)
+    everywhere = tuple(Site(mixer.layer, tuple(range(mixer.heads))) for mixer in subject.anatomy.ssms)
     gated = install(subject.model, Plan(sites=everywhere, starts=starts or {}, shared=True, blend=0.0)).eval()
     return replace(subject, model=gated, anatomy=anatomy(gated))
 
@@ -51,7 +50,8 @@ def variants(
 ) -> Iterator[Variant]:
     """First the base itself, then its layers (or none of them) and heads (all, or the given ones) ablated and spliced.
 
-    replay: of a batch. gated: the replay's subject, fully gated; None: nothing is spliced. how: as for Layer.ablation.
+    replay: of a batch. gated: the replay's subject, fully gated; None: nothing is spliced. Heads of attention are only
+    ablated. how: as for Layer.ablation.
     """
     grafted, anatomy = None if gated is None else gated.anatomy, replay.subject.anatomy
     given: dict[int, list[Site]] = defaultdict(list)
@@ -72,16 +72,15 @@ def _changes(
     layer: Layer, sites: list[Site], grafted: Anatomy | None, kinds: Collection[str], how: How
 ) -> Iterator[tuple[str, Site, Change]]:
     """(kind, site, change) for every site, one after the other, so that few tensors are held at a time."""
-    splicing = grafted is not None and "splice" in kinds
-    if sites and splicing:
-        assert grafted is not None
-        (mixer,) = (m.module for m in grafted.at(layer.index))
-        y, attended, gate = (layer.take(part) for part in mixer.halves(layer.entering[0]))  # type: ignore[operator]
+    spliced = grafted.ssm(layer.index) if grafted is not None and "splice" in kinds else None
+    if sites and spliced is not None:
+        mixer, number = spliced.module, layer.mixers.index(next(m for m in layer.mixers if m.kind == "ssm"))
+        y, attended, gate = (layer.take(part) for part in mixer.halves(layer.entering[number]))  # type: ignore[operator]
     for site in sites:
         if "ablate" in kinds:
             yield "ablate", site, layer.ablation(site.heads or None, how)
-        if splicing:
+        if spliced is not None and all(head < spliced.heads for head in site.heads):
             changed = y.clone()
             chosen = list(site.heads) or slice(None)
             changed[..., chosen, :] = attended[..., chosen, :].to(y.dtype)  # in half precision, one may be in float32
-            yield "splice", site, layer.replacement(mixer.finish(changed, gate))  # type: ignore[operator]
+            yield "splice", site, layer.replacement(mixer.finish(changed, gate), number)  # type: ignore[operator]

@@ -46,6 +46,7 @@ SLOTS = (
     Slot("attention", "attention", ("dense",)),  # GPT-NeoX
     Slot("self_attention", "attention", ("dense",)),  # Falcon
 )
+GRAFTED = tuple(slot.path for slot in SLOTS if slot.kind != "attention")  # where grafts are put
 BLOCKS = ("layers", "h", "decoder.layers")  # paths to the blocks, from the model without its language-model head
 WIDTHS: dict[Kind, tuple[str, ...]] = {"ssm": ("head_v_dim", "head_dim"), "attention": ("v_head_dim", "head_dim", "head_size")}
 NO_MIXER = ("down_proj", "experts")  # a module in a slot that has one of these mixes channels only (NemotronH's MLPs and MoEs)
@@ -116,6 +117,24 @@ class Anatomy:
         first = {layer: int(np.searchsorted(layers, layer)) for layer in self.layers()}
         return np.array([first[site.layer] + site.heads[0] for site in sites], dtype=int)
 
+    def ssm(self, layer: int) -> Mixer | None:
+        """The SSM of a layer, whose heads come first in it; None where it has none."""
+        return next((mixer for mixer in self.at(layer) if mixer.kind == "ssm"), None)
+
+    @cached_property
+    def ssms(self) -> tuple[Mixer, ...]:
+        """All SSMs, by layer: what grafts can be put into, where a family has them."""
+        return tuple(mixer for mixer in self.mixers if mixer.kind == "ssm")
+
+    @cached_property
+    def of_ssms(self) -> np.ndarray:
+        """(heads,) bool: which of sites() are heads of an SSM."""
+        layers, heads = self.places
+        count = np.zeros(len(self.blocks), dtype=int)
+        for mixer in self.ssms:
+            count[mixer.layer] = mixer.heads
+        return heads < count[layers]
+
     def layers(self) -> list[int]:
         """The layers that have a mixer."""
         return sorted({mixer.layer for mixer in self.mixers})
@@ -165,6 +184,14 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     if not mixers:
         raise _unknown(model, "no layer has a mixer")
     return Anatomy(blocks, tuple(mixers))
+
+
+def mixer_at(model: PreTrainedModel, layer: int) -> Any:
+    """The module of a layer in which grafts are put, or which stands there instead; None if it has only an attention of its
+    own, or no mixer. Also of a model without values."""
+    block = _blocks(model)[layer]
+    modules = (_descend(block, path) for path in GRAFTED)
+    return next((module for module in modules if module is not None), None)
 
 
 def _blocks(model: PreTrainedModel) -> tuple[nn.Module, ...]:

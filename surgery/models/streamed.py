@@ -23,13 +23,18 @@ def by_layers(hybrid: PreTrainedModel) -> PreTrainedModel:
     they are."""
     streamed = emptied(hybrid).float()
     streamed.generation_config = hybrid.generation_config
-    saved = streamed.state_dict()
-    for name, buffer in hybrid.named_buffers():
+    take_buffers(streamed, hybrid)
+    return cpu_offload(streamed, torch.device("cpu"), state_dict=Live(hybrid))
+
+
+def take_buffers(emptied: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Give a model without values the buffers of its original that no checkpoint holds, on the CPU, and in float32."""
+    saved = emptied.state_dict()
+    for name, buffer in model.named_buffers():
         if name not in saved:  # accelerate wants those here; one without values is used by nobody
             owner, _, leaf = name.rpartition(".")
             values = torch.zeros_like(buffer, device="cpu") if is_away(buffer) else buffer.detach().cpu()
-            streamed.get_submodule(owner)._buffers[leaf] = values.float() if values.is_floating_point() else values
-    return cpu_offload(streamed, torch.device("cpu"), state_dict=Live(hybrid))
+            emptied.get_submodule(owner)._buffers[leaf] = values.float() if values.is_floating_point() else values
 
 
 def emptied(model: PreTrainedModel) -> PreTrainedModel:

@@ -15,6 +15,7 @@ from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.hybrids.parts import is_quantised_weight
 from surgery.loading.digests import fingerprint
 from surgery.loading.opened import Checkpoint, model_of, plan_for
+from surgery.models.anatomy import mixer_at
 from surgery.models.offloaded import device_of, fetched, is_offloaded, placeholder, take_hooks
 from surgery.models.quantised import exact, has_quantised_weight, is_quantised, note
 from surgery.records.plan import Plan
@@ -99,10 +100,13 @@ def empty_hybrid(
 
 def check_sites(base: PreTrainedModel, sites: Iterable[Site]) -> None:
     """Raise UserError for the first site that the model lacks."""
-    layers, heads = family_of(base.config).shape(base.config)
+    family = family_of(base.config)
+    layers, heads = family.shape(base.config)
     for site in sites:
         if site.layer >= layers or max(site.heads, default=0) >= heads:
             raise UserError(f"the model has no site {site}: it has layers 0-{layers - 1} with heads 0-{heads - 1}")
+        if site.layer not in family.graftable(base):
+            raise UserError(f"{site} cannot be grafted: layer {site.layer} holds no SSM, whose heads become attention")
 
 
 def check_base(plan: Plan, fingerprint: str) -> None:
@@ -155,7 +159,7 @@ def stock(hybrid: PreTrainedModel) -> PreTrainedModel:
 
 def grafted_mixer(hybrid: Hybrid, layer: int) -> Any:
     """The mixer of a layer."""
-    return hybrid.backbone.layers[layer].mixer
+    return mixer_at(hybrid, layer)
 
 
 def graft_parameters(hybrid: PreTrainedModel) -> dict[str, nn.Parameter]:

@@ -1,6 +1,6 @@
 """What a dual graft gains before any training, and which scale of its scores that takes.
 
-The leading heads of the ranking are spliced, with the sign that locate chose, at one scale after the other. The controls are as
+The heads of the recipe's plan are spliced, with the sign that locate chose, at one scale after the other. The controls are as
 many heads at random from the other layers, each with the start that locate found best for it.
 """
 
@@ -10,12 +10,12 @@ from typing import ClassVar
 from pydantic import Field
 
 from surgery.errors import UserError
-from surgery.locating.planning import plan, random_plan
+from surgery.jobs.planning_stage import KEPT, planned
+from surgery.locating.planning import random_plan
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import answer
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
-from surgery.records.site import SitesText
 from surgery.splicing.splice import adopt, install
 from surgery.statistics import Proportion, proportion
 from surgery.studies.figures import AT_RANDOM, draw_curves
@@ -23,14 +23,13 @@ from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 
 
 class UntrainedGain(Study):
-    """tau: the scales. pairs: the dictionary sizes. heads: which are spliced, together; by default as many of the ranking's
-    first as plan.heads says. controls: how many draws of random heads. The recipe's bench.limit says how many examples."""
+    """tau: the scales. pairs: the dictionary sizes. controls: how many draws of random heads. The recipe's plan says which
+    heads, and its bench.limit how many examples."""
 
     title: ClassVar[str] = "Dual grafts without training"
 
     tau: tuple[float, ...] = (0.0625, 0.25, 0.5, 1.0, 2.0, 4.0)
     pairs: tuple[int, ...] = (8, 16, 32, 64)
-    heads: SitesText | None = None
     controls: int = Field(default=2, ge=0)
 
     def check(self, recipe: Recipe) -> None:
@@ -42,7 +41,7 @@ class UntrainedGain(Study):
     def measure(self, subjects: Subjects) -> Measurements:
         recipe, base = subjects.recipe, subjects.checkpoint
         ranking = subjects.ranking
-        chosen = plan(ranking, recipe.plan.heads, sites=self.heads)
+        chosen = planned(recipe, base, ranking, subjects.out / KEPT)
         questions = {size: KVRetrieval(size).questions(recipe.bench.limit, recipe.seed) for size in self.pairs}
 
         def accuracy(spliced: Plan | None) -> dict[str, Proportion]:

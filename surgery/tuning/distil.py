@@ -4,6 +4,9 @@ Student and teacher share most of their modules, and shared modules are run once
 trained, or that differs between the two, both compute the same states from the tokens: these are computed without autograd, and
 kept if the same batch comes again. Above it, the teacher is the student with some blocks exchanged. So every block is one
 module in one place, whichever of the two runs it; libraries that divide a model by its modules rely on that.
+
+A student inside a stock model (hybrids/stock_hybrid.py) is run as a whole, and so is its teacher: what the blocks of such a
+model get beside their states (masks by layer, the embeddings once more) is its own affair, and so is what it does to logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from surgery.errors import UserError
 from surgery.families import Hybrid
 from surgery.hybrids.common import HybridCausalLM
 from surgery.hybrids.parts import as_weight, at
 from surgery.kernels.packing import packed
+from surgery.locating.substitution import replaced
 from surgery.models.offloaded import same_tensors
 from surgery.models.pieces import rows_at_once
 from surgery.tuning.backward_memory import Checkpointing, KeepingWeights, Recomputing, casts_fixed_weights, recomputed
@@ -56,7 +61,9 @@ class Distillation(nn.Module):
         self.student, self.bf16, self.cache = student, bf16, StateCache(cache_bytes)
         self.kl_weight, self.hit_weight = kl_weight, hit_weight
         ours, theirs = list(student.base_model.layers), _blocks(teacher)
-        shared = len(ours) == len(theirs) and all(_coincide(a, b) for a, b in _around_blocks(student, teacher))
+        self.in_stock = not isinstance(student, HybridCausalLM)
+        alike = not self.in_stock and len(ours) == len(theirs)
+        shared = alike and all(_coincide(a, b) for a, b in _around_blocks(student, teacher))
         # A teacher that is another model, or whose embeddings or head are trained in the student, is held as a whole.
         self.teacher = None if shared else teacher
         pairs = zip(ours, theirs if shared else ours, strict=True)
@@ -135,6 +142,8 @@ class Distillation(nn.Module):
         """For every block that is trained and differs from the teacher's, in order: (its number, the states that enter it in
         the teacher, the states that leave it). places: position_ids of packed rows. Nothing above the last such block is run.
         Raises UserError if the teacher has other embeddings or another head."""
+        if self.in_stock:
+            raise UserError(f"tune.align needs blocks that run alone, and those of a {self.student.config.model_type} do not")
         if self.teacher is not None:
             raise UserError("tune.align needs the hybrid's own base as teacher; leave out tune.align or the other teacher")
         with self.autocast(ids.device):
@@ -170,7 +179,10 @@ class Distillation(nn.Module):
             return decoder(**inputs, use_cache=False).last_hidden_state
 
     def _below(self, ids: Tensor, key: tuple[Any, str], places: Tensor | None = None) -> Tensor:
-        """The states below the first different block, which student and teacher share, without autograd."""
+        """The states below the first different block, which student and teacher share, without autograd; of a stock model that
+        is run as a whole, the tokens."""
+        if self.in_stock:
+            return ids
         blocks = list(self.student.base_model.layers)[: self.first]
 
         def states() -> Tensor:
@@ -184,6 +196,8 @@ class Distillation(nn.Module):
         return self._last(list(self.student.base_model.layers)[self.first :], hidden, positions, places)
 
     def _last(self, blocks: Sequence[nn.Module], hidden: Tensor, positions: Tensor, places: Tensor | None) -> Tensor:
+        if self.in_stock:
+            return at(positions, self._each_document(self._last_of_whole, hidden, places))
         # Selecting all positions would cost time and gain nothing.
         keep = positions if len(positions) < hidden.shape[:2].numel() else None
         last = self.run(blocks, norm=True, inputs_embeds=hidden, position_ids=places, positions_to_keep=keep)
@@ -239,14 +253,26 @@ class Distillation(nn.Module):
 
         if isinstance(self.teacher, HybridCausalLM):
             return logits(ids, position_ids=places)
-        documents = packed((places == 0).cumsum(-1), alike=False)
-        return documents.apply(logits, ids)
+        return self._each_document(logits, ids, places)
+
+    def _last_of_whole(self, ids: Tensor) -> Tensor:
+        """The last states (b, t, d) of a student inside a stock model."""
+        return self.student.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+    @staticmethod
+    def _each_document(compute: Callable[[Tensor], Tensor], ids: Tensor, places: Tensor | None) -> Tensor:
+        """What is computed of ids (b, t), each document as a row of its own."""
+        return compute(ids) if places is None else packed((places == 0).cumsum(-1), alike=False).apply(compute, ids)
 
     def _all_teacher_blocks(self) -> list[nn.Module]:
         exchanged = dict(zip(self.different, self.teacher_blocks, strict=True))
         return [exchanged.get(i, block) for i, block in enumerate(self.student.base_model.layers)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        if self.in_stock:
+            states = MoeModelOutputWithPast(last_hidden_state=hidden[None])  # type: ignore[arg-type]
+            with replaced({self.student.base_model: lambda **_: states}):
+                return self.student(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
         head = self.student.lm_head
         return head(as_weight(hidden, head.weight)).float()
 

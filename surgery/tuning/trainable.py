@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint, model_of
+from surgery.models.anatomy import GRAFTED
 from surgery.models.quantised import has_quantised_weight
 from surgery.splicing.splice import install
 from surgery.tuning.lora import adapters
@@ -18,7 +19,7 @@ def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.
     """The parameters that tuning changes, by name: those of the grafts, or of the mixers of `layers`, and those of adapters.
     Parameters of quantised modules are left out: integers have no gradient, and bitsandbytes changes the dtype of the biases in
     every forward."""
-    parts = [".graft."] if layers is None else [f".layers.{layer}.mixer." for layer in layers]
+    parts = [".graft."] if layers is None else [f".layers.{layer}.{path}." for layer in layers for path in GRAFTED]
     fixed = {id(p) for module in model.modules() if has_quantised_weight(module) for p in module.parameters(recurse=False)}
     named = {name: p for name, p in model.named_parameters() if any(part in name for part in parts)}
     return {name: p for name, p in named.items() if p.is_floating_point() and id(p) not in fixed} | adapters(model)
@@ -27,7 +28,11 @@ def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.
 def with_own_mixers(base: PreTrainedModel | Checkpoint, layers: list[int]) -> PreTrainedModel:
     """The base adopted, as the control that `tune` trains with these `layers`: what is trained there is a copy, all else the
     base's own. Adapters (tune.lora) need no copies, as they are merged into some of their own."""
-    model = install(model_of(base, "tune"), None)  # adopt() would return an adopted base itself
+    return own_mixers(install(model_of(base, "tune"), None), layers)  # adopt() would return an adopted base itself
+
+
+def own_mixers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
+    """The model itself, with a copy of what it shares with its base in the mixers of `layers`."""
     copies = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in trainable(model, layers).values()}
     for name, p in list(model.named_parameters(remove_duplicate=False)):
         if id(p) in copies:

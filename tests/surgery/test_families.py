@@ -17,11 +17,13 @@ from surgery.splicing.splice import adopt, splice, unsplice
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, SAME, VOCABULARY, random_selective
 from tests.surgery.outside import OutsideConfig, OutsideForCausalLM
+from tests.surgery.test_stock_hybrids import CONFIGURATIONS
 
 
 def test_every_family_has_a_base_in_the_tests():
-    """So that a new family's laws are tested: tests/conftest.py."""
-    assert {base().config.model_type for base in BASES.values()} == {family.model_type for family in families().values()}
+    """So that a new family's laws are tested: tests/conftest.py, or test_stock_hybrids.py."""
+    tested = {base().config.model_type for base in BASES.values()} | {make().model_type for make in CONFIGURATIONS.values()}
+    assert tested == {family.model_type for family in families().values()}
 
 
 def test_an_unknown_type_is_told_which_file_to_write():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import MambaConfig, MambaForCausalLM
 
-from surgery.hybrids import mamba2
+from surgery.hybrids import ssd_mixer
 from surgery.locating.matrices import mixing_matrices
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan, Start
@@ -166,7 +166,7 @@ def test_only_the_heads_that_are_named_are_computed(kind):
 def test_one_head_costs_no_more_than_one_head(monkeypatch):
     """Of 8 heads the matrices of the others are not made on the way."""
     asked = []
-    own = mamba2.ssd_matrix
-    monkeypatch.setattr(mamba2, "ssd_matrix", lambda *args, **kwargs: asked.append(own(*args, **kwargs)) or asked[-1])
+    own = ssd_mixer.ssd_matrix
+    monkeypatch.setattr(ssd_mixer, "ssd_matrix", lambda *args, **kwargs: asked.append(own(*args, **kwargs)) or asked[-1])
     mixing_matrices(subject(adopt(random_base())), IDS[0], sites=[Site(1, (4,))])
     assert [matrix.shape[1] for matrix in asked] == [1]

@@ -10,6 +10,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,7 +169,8 @@ def cut(model: PreTrainedModel, depth: int) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = depth
     if isinstance(getattr(config, "layer_types", None), list):
-        config.layer_types = config.layer_types[:depth]
+        with suppress(AttributeError):  # of some configurations it follows from others
+            config.layer_types = config.layer_types[:depth]
     shallow = family_of(config).empty(config, None)
     share(model, shallow, "the base lacks the tensor '{}'")
     return shallow.eval()

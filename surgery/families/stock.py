@@ -1,0 +1,88 @@
+"""Families whose hybrids are made inside a stock model (surgery/hybrids/stock_hybrid.py).
+
+A family of this kind is one file:
+
+    FAMILY = StockSSDFamily(stock_hybrid(BambaForCausalLM, BambaMixer, SSDMixer))
+
+A mixer of another kind brings a family of its own: StockFamily before a DualFamily with `graft` and `initialise`. Sizes are
+read from a mixer of the stock class, made without values, so no name of a configuration's field is needed. What the model does
+between its mixers stays transformers' own, so no field of its configuration can be refused as unknown.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from surgery.errors import UserError
+from surgery.families.dual_start import DualFamily
+from surgery.families.mamba import ChannelFamily
+from surgery.families.mamba2 import Mamba2Family
+from surgery.hybrids.layer_graft import is_layer_graft
+from surgery.records.plan import Plan
+
+# Fields that only a hybrid's configuration has, or whose values differ from its base's.
+OWN = ("model_type", "architectures", "grafts", "auto_map")
+# What is chosen for a model, and is no field of its configuration's file.
+CHOSEN = ("_attn_implementation_internal", "_experts_implementation_internal")
+
+
+class StockFamily(DualFamily):
+    """hybrid: of stock_hybrid. Stands before a family that says how the graft of a mixer starts."""
+
+    def __init__(self, hybrid: Any):
+        super().__init__(hybrid.stock, hybrid, frozenset())
+
+    def check(self, config: PreTrainedConfig) -> None:
+        """Nothing is refused: whatever a field says, transformers' own code does."""
+
+    def adopted(self, model: Any) -> bool:
+        """The stock model is run as it is."""
+        return isinstance(model, self.base | self.hybrid)
+
+    def mixer(self, config: Any) -> Any:
+        """A stock mixer, without values."""
+        with torch.device("meta"):
+            return self.hybrid.stock_mixer(config, layer_idx=0)
+
+    def shape(self, config: Any) -> tuple[int, int]:
+        """Heads: those that can be grafted, of a layer that has any."""
+        mixer = self.mixer(config)
+        return config.num_hidden_layers, getattr(mixer, "num_heads", None) or mixer.intermediate_size
+
+    def graftable(self, model: Any) -> list[int]:
+        layers = enumerate(model.base_model.layers)
+        return [i for i, block in layers if any(isinstance(m, self.hybrid.stock_mixer) for m in block.modules())]
+
+    def state_size(self, config: Any) -> int:
+        return self.mixer(config).ssm_state_size
+
+    def empty(self, config: PreTrainedConfig, plan: Plan | None, layers: Sequence[dict[str, Any]] = ()) -> Any:
+        if any(map(is_layer_graft, layers)):
+            raise UserError(f"a {self.model_type} model takes no layer grafts, head grafts alone (plan.kind: head)")
+        grafts = list(layers)
+        if plan is not None:
+            grafts += [self.graft(config, plan, site) for site in plan.sites]
+        return self._made(self.hybrid, config, grafts=grafts)
+
+    def empty_base(self, config: PreTrainedConfig) -> Any:
+        return self._made(self.base, config)
+
+    def _made(self, model: Any, config: PreTrainedConfig, **more: Any) -> Any:
+        fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in OWN}
+        other = model.config_class(**fields, **more)
+        for name in CHOSEN:
+            if (value := getattr(config, name, None)) is not None:
+                setattr(other, name, value)
+        with torch.device("meta"):
+            return model(other)
+
+
+class StockSSDFamily(StockFamily, Mamba2Family):
+    """Whose mixers are Mamba-2's."""
+
+
+class StockChannelFamily(StockFamily, ChannelFamily):
+    """Whose mixers are Mamba-1's."""

@@ -1,0 +1,73 @@
+"""What the language models of all hybrids have, whether their mixers stand in a class of ours or in a stock one."""
+
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+
+from surgery.hybrids.parts import fetched_state
+from surgery.hybrids.sources import write_sources
+from surgery.hybrids.switching import grafts_off
+
+
+class Spliced:
+    """Stands before a stock language model."""
+
+    # Where mamba-surgery is installed: reads what `surgery` is to be for a model that transformers loaded.
+    recall: ClassVar[Any] = None
+
+    @property
+    def device(self: Any) -> torch.device:
+        """Where the inputs belong; also of a model whose weights accelerate keeps elsewhere and fetches."""
+        if (here := next((p.device for p in self.parameters() if not p.is_meta), None)) is not None:
+            return here
+        for module in self.modules():
+            device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+            if device is not None:
+                return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        return torch.device("meta")
+
+    @property
+    def surgery(self: Any) -> Any:
+        """What was done to the base: its plan, and the base's name and fingerprint. None for a model without grafts, and where
+        mamba-surgery is not installed."""
+        if "_surgery" not in vars(self) and self.config.grafts and self.recall is not None:
+            vars(self)["_surgery"] = self.recall()
+        return vars(self).get("_surgery")
+
+    def disable_grafts(self) -> AbstractContextManager[None]:
+        """`with hybrid.disable_grafts(): ...`: meanwhile the hybrid computes what its base computes, bit for bit. Raises
+        UserError for a layer graft that was loaded from a folder, which does not hold what the graft replaced."""
+        return grafts_off(self)
+
+    def print_trainable_parameters(self: Any) -> None:
+        """Say how many parameters have a gradient, as PEFT does."""
+        trainable, total = self.num_parameters(only_trainable=True), self.num_parameters()
+        print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
+
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, tokenizer: Any = None, **kwargs: Any) -> None:
+        """As in transformers, with the modeling code and, where `surgery` knows them, plan.json and base.json. tokenizer: goes
+        into the same folder."""
+        if getattr(self, "is_quantized", False):  # transformers 5.23 cannot save again what it read as integers, otherwise
+            kwargs.setdefault("save_original_format", False)
+        if not hasattr(self, "hf_device_map") and any(p.is_meta for p in self.parameters()):  # else transformers fetches them
+            kwargs.setdefault("state_dict", fetched_state(self))
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        write_sources(save_directory, type(self))
+        if self.surgery is not None:
+            self.surgery.write(save_directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(save_directory)
+
+    def _push_to_hub(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. base.json then names the base without its place on this machine."""
+        remembered = self.surgery
+        if remembered is not None:
+            vars(self)["_surgery"] = remembered.published()
+        try:
+            return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if remembered is not None:
+                vars(self)["_surgery"] = remembered
+
+    push_to_hub: Any = _push_to_hub  # mypy would compare it with what transformers puts together when it is imported

@@ -1,0 +1,167 @@
+"""Hybrids made by replacing mixers inside a stock model: attention, MLPs, experts and shared blocks stay transformers' own.
+
+    BambaHybridForCausalLM = stock_hybrid(BambaForCausalLM, BambaMixer, SSDMixer)
+
+is the stock class with another configuration, the stock one and `grafts`. In every layer that `grafts` names, the stock mixer
+becomes one of ours: same object, same parameters under the same names, and a graft beside them. Without grafts, and in every
+other layer, the model is the stock model. Nothing is spliced by editing its forward.
+
+A family says three things: the stock language model, the stock class of its mixers (one a layer at most, found wherever it
+stands in a block), and the class of ours that such a mixer becomes. The latter stands before the stock class, so it reads the
+stock mixer's attributes. It has
+
+    take_grafts(config)   sets `graft` (a Graft, or None) and `ssm_heads` (the heads whose recurrence is computed)
+    forward(hidden_states, cache_params, attention_mask, causal_mask, packing=...)   as DualMixer's and SelectiveMixer's
+    project, scan, attend, mix, finish, halves, matrices   for locate; see DualMixer
+
+Two of the stock model's ways have to be bridged (InStock, GraftCache). It hands a mixer no cache for keys: its layer has none,
+or one for an attention of its own. And it hands it a mask of padding for a prompt alone; attention needs it ever after.
+"""
+
+import sys
+from types import new_class
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, Cache
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from surgery.hybrids.packed import packing
+from surgery.hybrids.sources import Generated
+from surgery.hybrids.spliced import Spliced
+
+
+class GraftCache:
+    """The cache of a model as one of its grafted mixers sees it: states are in the mixer's own layer, keys and values in one
+    behind the model's last layer, and the next one says which keys exist. As layers of the cache they are reordered, cropped
+    and moved as all others are. Static where the cache is."""
+
+    def __init__(self, cache: Cache, place: int):
+        self.cache, self.place = cache, place
+        while len(cache.layers) < place + 2:
+            static = next((layer for layer in cache.layers if isinstance(layer, StaticLayer)), None)
+            cache.layers.append(DynamicLayer() if static is None else StaticLayer(static.max_cache_len))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        return self.cache.update(k, v, self.place)
+
+    def get_seq_length(self, layer: int) -> int:
+        return int(self.cache.get_seq_length(self.place))
+
+    def existing(self, hidden: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Which of the keys of the past and of the tokens `hidden` (b, t, d) exist, (b, s) bool, or None for all of them. mask
+        (b, t): which of these tokens do. To be asked once in each forward, before their keys come."""
+        b, t, _ = hidden.shape
+        past, known = self.get_seq_length(0), int(self.cache.get_seq_length(self.place + 1))
+        if mask is None and not known:
+            return None
+        new = torch.ones(b, 1, past - known + t, 1, dtype=torch.bool, device=hidden.device)
+        if mask is not None:
+            new[:, 0, -t:, 0] = mask
+        exist, _ = self.cache.update(new, new[..., :0], self.place + 1)
+        return exist[:, 0, : past + t, 0]
+
+
+class InStock:
+    """Stands before a mixer of ours and a stock one, and takes what a stock block gives its mixer."""
+
+    stock: ClassVar[type]
+    layer_idx: int
+    cache_place: int
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """attention_mask (b, t): which of these tokens exist; None for all. kwargs: packed.PACKED among them."""
+        documents = packing(hidden_states, attention_mask, None, cache_params, None, kwargs)
+        mask = None if attention_mask is None else attention_mask.bool()
+        cache: Any = None
+        if cache_params is not None:
+            cache = GraftCache(cache_params, self.cache_place)
+            mask = cache.existing(hidden_states, mask)
+        ours: Any = super()
+        return ours.forward(hidden_states, cache, attention_mask, mask, packing=documents)
+
+
+class StockHybrid(Spliced):
+    """Stands before a stock language model."""
+
+    stock: ClassVar[type]
+    stock_mixer: ClassVar[type]
+    mixer_class: ClassVar[type]
+    generated: ClassVar[Generated]  # the module that makes this class in an exported folder
+
+    def __init__(self: Any, config: Any):
+        super().__init__(config)
+        for place, spec in enumerate(config.grafts):
+            mixer = self.mixer_at(spec["layer"])
+            if mixer is None:
+                raise ValueError(f"layer {spec['layer']} holds no {self.stock_mixer.__name__}, and cannot be grafted")
+            mixer.__class__ = self.mixer_class
+            mixer.cache_place = config.num_hidden_layers + 2 * place
+            mixer.take_grafts(config)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Loading gives buffers that no checkpoint holds their values where all modules are transformers' own, and skips some
+        modules of other code. The modules here are its own, and grafts have no such buffers."""
+        return False
+
+    def mixer_at(self: Any, layer: int) -> Any:
+        """The mixer of a layer that grafts can be put into, or None."""
+        modules = self.base_model.layers[layer].modules()
+        return next((module for module in modules if isinstance(module, self.stock_mixer)), None)
+
+
+def stock_hybrid(model: type, stock_mixer: type, mixer: type) -> Any:
+    """The hybrid class of a stock language model; its configuration's class is its `config_class`. stock_mixer: what becomes
+    attention in part. mixer: the class of ours for that. Both are registered with transformers."""
+    name = model.__name__.removesuffix("ForCausalLM") + "Hybrid"
+    stock_config: Any = model.config_class  # type: ignore[attr-defined]
+    caller = sys._getframe(1).f_globals  # of the module in which pickle is to find the classes
+    module = f"{stock_config.model_type}_hybrid"
+
+    def describe(self: Any, **kwargs: Any) -> None:
+        super(config, self).__post_init__(**kwargs)
+        self.grafts = self.grafts or []
+        self.auto_map = {"AutoConfig": f"{module}.{name}Config", "AutoModelForCausalLM": f"{module}.{name}ForCausalLM"}
+
+    def made(kind: str, bases: tuple[type, ...], fields: dict[str, Any]) -> Any:
+        fields = {**fields, "__module__": caller["__name__"]}
+        caller[name + kind] = new_class(name + kind, bases, exec_body=lambda namespace: namespace.update(fields))
+        return caller[name + kind]
+
+    config = made(
+        "Config", (stock_config,),
+        {"model_type": module, "grafts": None, "__annotations__": {"grafts": list | None}, "__post_init__": describe},
+    )  # fmt: skip
+    inside: type[nn.Module] = made("Mixer", (InStock, mixer, stock_mixer), {"stock": stock_mixer})
+    hybrid = made(
+        "ForCausalLM", (StockHybrid, model),
+        {
+            "config_class": config, "stock": model, "stock_mixer": stock_mixer, "mixer_class": inside,
+            "generated": _generated(module, name, model, stock_mixer, mixer),
+            "__annotations__": {"config": config},
+        },
+    )  # fmt: skip
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    AutoModelForCausalLM.register(config, hybrid, exist_ok=True)
+    return hybrid
+
+
+def _generated(module: str, name: str, model: type, stock_mixer: type, mixer: type) -> Generated:
+    """The module of a hybrid's classes, for a folder that holds the modules it imports, those of transformers excepted."""
+    parts = {stock_hybrid.__name__: __name__, **{part.__name__: part.__module__ for part in (model, stock_mixer, mixer)}}
+    ours = tuple(dict.fromkeys(where for where in parts.values() if not where.startswith("transformers.")))
+    places = {what: f".{where.rpartition('.')[2]}" if where in ours else where for what, where in parts.items()}
+    lines = [
+        "# The classes of this hybrid; stock_hybrid.py says what they are.",
+        *(f"from {place} import {what}" for what, place in places.items()),
+        f"{name}ForCausalLM = stock_hybrid({model.__name__}, {stock_mixer.__name__}, {mixer.__name__})",
+        f"{name}Config = {name}ForCausalLM.config_class",
+    ]
+    return Generated(f"{module}.py", "\n".join([*lines, ""]), ours)
