@@ -39,8 +39,11 @@ def test_splicing_runs_and_ends():
     check([line for line in quick() if "verb" in line])
 
 
+ENDED = ("plan", "tune", "sweep", "prune", "bench", "tune lora", "tune stages", "tune checkpointing", "locate exact")
+
+
 @pytest.mark.slow  # a process each
-@pytest.mark.parametrize("verb", ["plan", "tune", "sweep", "prune", "bench", "tune lora", "tune stages", "tune checkpointing", "locate exact"])
+@pytest.mark.parametrize("verb", ENDED)
 def test_another_verb_runs_and_ends(verb):
     check([line for line in rehearse("float32", verb) if "verb" in line])
 
