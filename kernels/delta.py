@@ -177,7 +177,7 @@ def _stock_step(state, k, q, v, log_decay, beta):
 
 
 def _reference_step(state, k, q, v, log_decay, beta):
-    y, new = _reference(*(m[:, None] for m in (k, q, v, log_decay, beta)), state)
+    y, new = _reference(k[:, None], q[:, None], v[:, None], log_decay[:, None], beta[:, None], state)
     state.copy_(new)
     return y[:, 0].to(v.dtype)
 

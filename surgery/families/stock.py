@@ -32,6 +32,9 @@ CHOSEN = ("_attn_implementation_internal", "_experts_implementation_internal")
 class StockFamily(DualFamily):
     """hybrid: of stock_hybrid. Stands before a family that says how the graft of a mixer starts."""
 
+    base: Any
+    hybrid: Any
+
     def __init__(self, hybrid: Any):
         super().__init__(hybrid.stock, hybrid, frozenset())
 

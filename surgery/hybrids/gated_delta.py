@@ -153,7 +153,7 @@ class SplitDeltaMixer(DeltaMixer):
 
     def parts(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         projections = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
-        return tuple(projection(hidden_states) for projection in projections)  # type: ignore[return-value]
+        return tuple(projection(hidden_states) for projection in projections)
 
 
 class SeparateDeltaMixer(DeltaMixer):
@@ -162,7 +162,7 @@ class SeparateDeltaMixer(DeltaMixer):
     in_proj = property(lambda self: self.q_proj)
     norm = property(lambda self: self.o_norm)
     out_proj = property(lambda self: self.o_proj)
-    most_rate = property(lambda self: 2.0 if self.allow_neg_eigval else 1.0)  # type: ignore[assignment]
+    most_rate = property(lambda self: 2.0 if self.allow_neg_eigval else 1.0)
 
     def parts(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         qkv = torch.cat([projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)

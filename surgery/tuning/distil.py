@@ -270,7 +270,7 @@ class Distillation(nn.Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.in_stock:
-            states = MoeModelOutputWithPast(last_hidden_state=hidden[None])  # type: ignore[arg-type]
+            states = MoeModelOutputWithPast(last_hidden_state=hidden[None])
             with replaced({self.student.base_model: lambda **_: states}):
                 return self.student(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
         head = self.student.lm_head
