@@ -31,6 +31,7 @@ DEMO = ROOT / "recipes" / "demo.report.json"
 MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 SEEDS = [ROOT / "recipes" / f"{name}.findings.json" for name in ("seeds", "seeds-mamba1")]
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
+AWARE = ROOT / "recipes" / "retrieval-aware.findings.json"
 SERVING = ROOT / "recipes" / "serving.json"
 GGUF = ROOT / "recipes" / "gguf.json"
 
@@ -181,6 +182,26 @@ def seeds() -> str:
     return "\n\n".join(parts) + "\n\n![Tuned on every seed anew](../../recipes/seeds.png)"
 
 
+def retrieval_aware() -> str:
+    """The study of heads that stay attention."""
+    if not AWARE.exists():
+        return "There is no record yet: `surgery run recipes/retrieval-aware.yaml` makes one."
+    result = Findings.read(AWARE)
+    origin, recipe = result.provenance, result.provenance.recipe or {}
+    about, study = result.about, recipe["study"]
+    return f"""{result.summary}
+
+{markdown.table(*result.table())}
+
+![{studies()[result.study].title}](../../recipes/retrieval-aware.png)
+
+The Transformer's heads that were kept, in this order: {", ".join(about["chosen"])}; at random: {", ".join(about["random"])}; \
+operated on: {", ".join(about["operated"])}. A head of the Transformer is as wide as {about["heads for each"]} of the \
+converted model. Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread, seed {origin.seed}, \
+{recipe["bench"]["limit"]} examples a cell, {study["steps"]} steps of each mixer \
+(`recipes/retrieval-aware.findings.json`)."""
+
+
 def gguf() -> str:
     """What llama.cpp answered."""
     return f"> Also {EngineProof.read(GGUF).line()}."
@@ -188,7 +209,7 @@ def gguf() -> str:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"demo table": short_demo},
-    DOCS / "ideas" / "evidence.md": {"demo": demo, "mamba-1 table": mamba1, "seeds": seeds},
+    DOCS / "ideas" / "evidence.md": {"demo": demo, "mamba-1 table": mamba1, "seeds": seeds, "retrieval-aware": retrieval_aware},
     DOCS / "howto" / "serve.md": {"serving table": serving, "gguf": gguf},
     DOCS / "reference" / "kernels.md": {"kernel table": kernels},
     DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},

@@ -6,7 +6,7 @@ the *teacher's* layer and learns to give what the teacher's attention gives. No 
 student is not aligned end to end. In this state the paper replaces its layers by the teacher's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,20 @@ from surgery.tuning.optimizer import cosine_schedule
 
 
 def align_layers(
-    student: Any, teacher: PreTrainedModel, batches: Iterator[Tensor], *, steps: int, learning_rate: float
-) -> list[dict[str, float]]:
+    student: Any, teacher: PreTrainedModel, batches: Iterator[Tensor], *, steps: int, learning_rate: float,
+    layers: Sequence[int] | None = None,
+) -> list[dict[str, float]]:  # fmt: skip
     """Copy what the two share, train the student's mixers, and return the log: every 50 steps, the relative error of each
     layer.
 
-    student: a family whose blocks are a Transformer's with another mixer (Llamba). teacher: a Transformer of the common decoder
-    layout and of the same sizes. batches: token ids (b, t), padded with 0 on the right. Raises UserError if the two do not fit.
+    student: a family whose blocks are a Transformer's with another mixer (Llamba), whose heads may be grafted. teacher: a
+    Transformer of the common decoder layout and of the same sizes. batches: token ids (b, t), padded with 0 on the right.
+    layers: train the mixers of these alone, all unless given. Raises UserError if the two do not fit.
     """
     copy_shared(student, teacher)
-    mixers = [block.mixer for block in student.base_model.layers]
-    trained = [p for mixer in mixers for p in mixer.parameters()]
+    layers = range(len(student.base_model.layers)) if layers is None else layers
+    mixers = {layer: student.base_model.layers[layer].mixer for layer in layers}
+    trained = [p.requires_grad_() for mixer in mixers.values() for p in mixer.parameters()]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
     schedule = cosine_schedule(optimizer, steps // 20, steps)
     log: list[dict[str, float]] = []
@@ -37,10 +40,8 @@ def align_layers(
     for step in progress:
         ids = next(batches)
         real = (ids != 0).flip(1).cumsum(1).flip(1) > 0  # up to the last token that is no padding
-        errors = [
-            _relative_error(mixer(inputs)[real], outputs[real])
-            for mixer, (inputs, outputs) in zip(mixers, attention_states(teacher, ids), strict=True)
-        ]
+        states = attention_states(teacher, ids)
+        errors = [_relative_error(mixer(states[i][0])[real], states[i][1][real]) for i, mixer in mixers.items()]
         torch.stack(errors).sum().backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -48,7 +49,7 @@ def align_layers(
         optimizer.zero_grad()
         progress.note = "relative errors " + ", ".join(f"{error.item():.3f}" for error in errors)
         if (step + 1) % 50 == 0:
-            log.append({"step": step + 1, **{f"L{i}": round(error.item(), 4) for i, error in enumerate(errors)}})
+            log.append({"step": step + 1, **{f"L{i}": round(error.item(), 4) for i, error in zip(layers, errors, strict=True)}})
     return log
 
 

@@ -28,7 +28,11 @@ def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.
 def with_own_mixers(base: PreTrainedModel | Checkpoint, layers: list[int]) -> PreTrainedModel:
     """The base adopted, as the control that `tune` trains with these `layers`: what is trained there is a copy, all else the
     base's own. Adapters (tune.lora) need no copies, as they are merged into some of their own."""
-    model = install(model_of(base, "tune"), None)  # adopt() would return an adopted base itself
+    return own_mixers(install(model_of(base, "tune"), None), layers)  # adopt() would return an adopted base itself
+
+
+def own_mixers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
+    """The model itself, with a copy of what it shares with its base in the mixers of `layers`."""
     copies = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in trainable(model, layers).values()}
     for name, p in list(model.named_parameters(remove_duplicate=False)):
         if id(p) in copies:

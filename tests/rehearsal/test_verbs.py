@@ -22,19 +22,23 @@ def rehearse(*what: str) -> list[dict]:
 
 
 def quick() -> list[dict]:
-    return rehearse("float32", "bfloat16", "splice")
+    return rehearse("float32", "bfloat16", "splice", "plan", "tune")
 
 
 def check(lines: list[dict]) -> None:
-    """torch's attention has other kernels on a CPU; in 16 bits it is enough that a verb comes to its end."""
+    """torch's attention has other kernels on a CPU, and where a gradient is next to nothing, Adam makes a whole step of
+    rounding (a learning rate's worth, in each of three steps). In 16 bits it is enough that a verb comes to its end."""
     assert lines
     for line in lines:
         assert line["outcome"] == "ok", line
-        assert line["dtype"] != "float32" or line["apart"] < 1e-4, line
+        bound = 1e-2 if line["verb"].startswith("tune") else 1e-4
+        assert line["dtype"] != "float32" or line["apart"] < bound, line
 
 
-def test_splicing_runs_and_ends():
-    check([line for line in quick() if "verb" in line])
+@pytest.mark.parametrize("verb", ["splice", "plan", "tune"])
+def test_a_verb_runs_and_ends(verb):
+    """tune and plan, which locates by attribution, with a backward pass."""
+    check([line for line in quick() if line.get("verb") == verb])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgery.errors import UserError
 from surgery.pretraining.layer_alignment import align_layers, attention_states, copy_shared
+from surgery.records.plan import Plan
+from surgery.splicing.splice import splice
+from surgery.tuning.trainable import own_mixers
 from tests.conftest import SAME, random_llamba
 
 
@@ -22,6 +25,24 @@ def batches():
     generator = torch.Generator().manual_seed(0)
     while True:
         yield torch.randint(1, 99, (4, 24), generator=generator)
+
+
+def test_some_layers_learn_alone_also_where_heads_are_attention():
+    """What a layer learns does not depend on whether others learn beside it; the rest stays as it is."""
+    teach = teacher()
+    base = random_llamba()
+    align_layers(base, teach, batches(), steps=2, learning_rate=3e-3)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    hybrid = own_mixers(splice(base, Plan(sites="L1.H0,3")), [1])
+    log = align_layers(hybrid, teach, batches(), steps=50, learning_rate=3e-3, layers=[1])
+    assert log[0].keys() == {"step", "L1"}
+    after = hybrid.state_dict()
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed
+    assert all(name.startswith("backbone.layers.1.mixer.") for name in changed)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items()), "the base has its own"
+    graft = "backbone.layers.1.mixer.graft.q_proj.weight"
+    assert not torch.equal(after[graft], splice(base, Plan(sites="L1.H0,3")).state_dict()[graft])
 
 
 def test_the_mixers_learn_and_the_rest_is_the_teachers(tokens, request):

@@ -4,8 +4,9 @@ import pytest
 
 from surgery.errors import UserError
 from surgery.evaluation import suites
+from surgery.locating.ranking import Ranking
 from surgery.records.recipe import read_recipe
-from surgery.studies import Findings, make, studies
+from surgery.studies import Findings, make, retrieval_aware, studies
 from surgery.tuning.loop import Run
 from tests.conftest import ROOT
 
@@ -114,6 +115,46 @@ def test_seeds(surgery, tmp_path, monkeypatch):
     }.items():
         status, _, error = surgery("run", "seeds.yaml", "--set", change, "--out", "other")
         assert (status, complaint in error, (tmp_path / "other").exists()) == (2, True, False), error
+
+
+AWARE = """
+model: checkpoints/tiny-llamba
+locate: {examples: 8, layers: false, options: {pairs: 4}}
+tune: {steps: 2, batch_size: 2, text_batch_size: 1, lessons: [{probe: kv, options: {pairs: 4}}]}
+bench: {pairs: [4], limit: 10, windows: 2, contexts: [], unseen_pairs: []}
+study: {name: retrieval_aware, other: checkpoints/tiny-llama, heads: [1, 2], steps: 2}
+"""
+
+
+def test_retrieval_aware_conversion(surgery, tmp_path, monkeypatch):
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    (tmp_path / "aware.yaml").write_text(AWARE)
+    status, _, error = surgery("run", "aware.yaml", "--out", "out")
+    assert status == 0, error
+    findings = Findings.read(tmp_path / "out" / "findings.json")
+    curves = [f"{count} head{'s' * (count > 1)} {curve}" for count in (1, 2) for curve in ("kept", "at random", "operated on")]
+    assert [row.what for row in findings.rows] == ["converted", "the Transformer", "no head kept", *curves]
+    assert findings.rows[1].figures["kv.4"].accuracy == 1.0, "the Transformer is measured as it is"
+    about = findings.about
+    assert about["heads for each"] == 2, "of 16 numbers, beside heads of 32"
+    assert len(about["chosen"]) == 2
+    assert len(about["operated"]) == 4
+    assert not set(about["chosen"]) & set(about["random"])
+    ranked = Ranking.read(tmp_path / "out" / "transformer" / "ranking.json").columns.sorted()
+    assert [str(score.site) for score in ranked[:2]] == about["chosen"]
+    # Each mixer was trained once, also where several hybrids have it, and nothing is trained or measured again.
+    mixers = {path.name for path in (tmp_path / "out" / "mixers").iterdir()}
+    assert {f"L{layer}-0.safetensors" for layer in range(4)} < mixers
+    assert len(mixers) <= 4 + 2 * 2
+    (tmp_path / "out" / "findings.json").unlink()
+    monkeypatch.setattr(retrieval_aware, "align_layers", None)
+    monkeypatch.setattr(Run, "distil", None)
+    monkeypatch.setattr(suites, "answer", None)
+    assert surgery("run", "aware.yaml", "--out", "out", "--resume")[0] == 0
+    again = Findings.read(tmp_path / "out" / "findings.json")
+    assert (again.rows, again.about) == (findings.rows, findings.about)
+    status, _, error = surgery("run", "aware.yaml", "--set", "model=checkpoints/tiny-mamba2", "--out", "other")
+    assert (status, error.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,210 @@
+"""Retrieval-aware conversion (arXiv 2602.11374): of a Transformer's heads, how many have to stay attention?
+
+The recipe's model is a Transformer whose layers were converted into Mamba-2 mixers one by one (surgery/pretraining). The
+Transformer's own heads are ranked by what ablating them costs. In the layers of the first n, the converted mixer gets heads of
+attention, as many numbers wide as those, and every mixer goes on learning what the Transformer's attention does in its layer.
+No layer learns from another's errors. In such a conversion only the layer of a head has a counterpart: a layer's mixer learns
+as a whole, and which of its heads are attention is no matter.
+
+The other way to a hybrid of as many heads is to operate on the converted model: its own ranking by splice attribution, dual
+grafts, and the recipe's tuning, which asks nothing of the Transformer.
+"""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.evaluation.bench import measure
+from surgery.evaluation.report import ModelReport, value
+from surgery.jobs.locating_stage import located
+from surgery.jobs.tuning_stage import tuned
+from surgery.loading.digests import model_digest
+from surgery.locating.planning import plan
+from surgery.locating.ranking import Ranking
+from surgery.pretraining.layer_alignment import align_layers
+from surgery.pretraining.lessons import batches_of_all_kinds
+from surgery.records.plan import Plan
+from surgery.records.pretrain_recipe import PretrainRecipe, read_pretrain_recipe
+from surgery.records.sections.section import FACTOR, Steps
+from surgery.records.site import Site
+from surgery.runtime import plotting
+from surgery.runtime.progress import say
+from surgery.runtime.replacing import written
+from surgery.splicing.splice import adopt, grafted_mixer, splice
+from surgery.statistics import Estimate, Proportion
+from surgery.studies.figures import LINES
+from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
+from surgery.tuning.trainable import own_mixers, with_own_mixers
+
+TRANSFORMER, CONVERTED, NONE = "the Transformer", "converted", "no head kept"
+KEPT, RANDOM, OPERATED = "kept", "at random", "operated on"
+CURVES = {
+    KEPT: "the Transformer's retrieval heads kept",
+    RANDOM: "heads kept in random layers",
+    OPERATED: "grafted by splice attribution, and tuned",
+}
+
+
+class RetrievalAware(Study):
+    """other: the Transformer. heads: how many of its heads stay attention. steps, learning_rate: of each mixer, which goes on
+    from where the conversion ended, on the data of the conversion's recipe (recipe.yaml in the model's folder). The recipe's
+    `locate` ranks both models, its `tune` tunes what is operated on, its `bench` says what is measured."""
+
+    title: ClassVar[str] = "Retrieval against heads that stay attention"
+
+    other: str
+    heads: tuple[int, ...] = Field(default=(1, 2, 3, 4), min_length=1)
+    steps: Steps = 200
+    learning_rate: float = Field(default=1e-3, gt=0, le=FACTOR, allow_inf_nan=False)
+
+    def measure(self, subjects: Subjects) -> Measurements:
+        assert subjects.other is not None
+        base, teacher, recipe, out = subjects.checkpoint, subjects.other, subjects.recipe, subjects.out
+        ranking, own = (
+            located(recipe, one, out / name, resume=subjects.resume, figures=False)
+            for name, one in (("transformer", teacher), ("converted", base))
+        )
+        most, each = max(self.heads), _share(ranking, own)
+        chosen = [score.site for score in ranking.columns.sorted()[:most]]
+        others = sorted({score.site for score in ranking.heads} - {*chosen})
+        drawn = random.Random(f"retrieval-aware {recipe.seed}").sample(others, min(most, len(others)))
+        aligned = Aligned(self, subjects, each)
+        models: dict[str, PreTrainedModel] = {CONVERTED: base.model, TRANSFORMER: teacher.model, NONE: aligned.model([])}
+        for count in self.heads:
+            models[_row(KEPT, count)] = aligned.model(chosen[:count])
+            models[_row(RANDOM, count)] = aligned.model(drawn[:count])
+            hybrid_plan = plan(own, heads=count * each, seed=recipe.seed)
+            hybrid = models[_row(OPERATED, count)] = splice(base.model, hybrid_plan)
+            tuned(
+                hybrid, base, recipe, out / "tuning" / str(count), plan=hybrid_plan, teacher=adopt(base.model),
+                resume=subjects.resume, description=_row(OPERATED, count),
+            )  # fmt: skip
+        reports = measure(models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
+        rows = tuple(Row(what=name, figures=_figures(report)) for name, report in reports.items())
+        return Measurements(
+            about={
+                "chosen": [str(site) for site in chosen], "random": [str(site) for site in drawn],
+                "operated": [str(score.site) for score in own.columns.sorted()[: most * each]], "heads for each": each,
+            },
+            summary=_summary(rows, self.heads),
+            rows=rows,
+        )  # fmt: skip
+
+    def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
+        """A panel for each size of dictionary."""
+        of = {row.what: row.figures for row in findings.rows}
+        sizes = [name for name in of[NONE] if name.startswith("kv.")]
+        with plotting.drawing(path, 1, len(sizes), width=3.4 * len(sizes) + 1, height=4.4) as (figure, axes):
+            for axis, size in zip(axes.flat, sizes, strict=True):
+                for color, (curve, label) in zip(LINES[1:], CURVES.items(), strict=False):
+                    start = CONVERTED if curve == OPERATED else NONE
+                    results = [of[start][size], *(of[_row(curve, count)][size] for count in self.heads)]
+                    plotting.draw_line(
+                        axis, [0, *self.heads], [value(r) for r in results], [r.ci95 for r in results], color=color, label=label
+                    )
+                axis.axhline(value(of[TRANSFORMER][size]), color=LINES[0], lw=1.2, label=TRANSFORMER)
+                plotting.draw_chance(axis, [0, max(self.heads)], [1 / int(size[3:])] * 2)
+                axis.set_title(size.replace("kv.", "KV "))
+                plotting.accuracy_axis(axis, xlabel="heads that are attention", xticks=[0, *self.heads])
+            figure.suptitle(self.title, fontsize=11, fontweight="bold", ha="left", x=0.01)
+            plotting.legend(figure, axes.flat[0], columns=2)
+
+
+class Aligned:
+    """Conversions with some heads of attention, layer by layer. A trained mixer is kept in the study's folder: hybrids that
+    have as many heads in a layer have the same one. each: heads of the converted model for one of the Transformer's."""
+
+    def __init__(self, study: RetrievalAware, subjects: Subjects, each: int):
+        assert subjects.other is not None
+        self.study, self.each = study, each
+        self.base, self.teacher, self.resume = subjects.checkpoint, subjects.other, subjects.resume
+        self.folder = subjects.out / "mixers"
+        self.layers = range(len(subjects.subject.anatomy.blocks))
+        self.recipe = _conversion(subjects.recipe.model, subjects.recipe.seed)
+        digests = [model_digest(one.model) for one in (self.base, self.teacher)]
+        settings = study.model_dump(mode="json", exclude={"heads", "other"})
+        self.key = json.dumps([*digests, settings, self.recipe.model_dump(mode="json")], sort_keys=True)
+
+    def model(self, heads: Sequence[Site]) -> PreTrainedModel:
+        """The converted model with attention for these heads of the Transformer; all its mixers were aligned alike."""
+        counts = Counter(site.layer for site in heads)
+        model = self._empty({layer: counts[layer] for layer in self.layers}, list(self.layers))
+        for layer in self.layers:
+            grafted_mixer(model, layer).load_state_dict(self._mixer(layer, counts[layer]))
+        return model.eval()
+
+    def _empty(self, counts: Mapping[int, int], layers: list[int]) -> PreTrainedModel:
+        """The converted model with so many heads of attention in each layer, and mixers of its own in `layers`."""
+        sites = tuple(Site(layer, tuple(range(count * self.each))) for layer, count in counts.items() if count)
+        if not sites:
+            return with_own_mixers(self.base, layers)
+        return own_mixers(splice(self.base.model, Plan(sites=sites, time_step=False, seed=self.recipe.seed)), layers)
+
+    def _mixer(self, layer: int, count: int) -> dict[str, Tensor]:
+        path = self.folder / f"L{layer}-{count}.safetensors"
+        if path.exists():
+            with safe_open(path, "pt") as file:
+                if (file.metadata() or {}).get("key") == self.key:
+                    return load_file(path)
+        say(f"layer {layer} with {count} of the Transformer's heads as attention")
+        model = self._empty({layer: count}, [layer])
+        align_layers(
+            model.train(), self.teacher.model, batches_of_all_kinds(self.base.tokenizer, self.recipe), steps=self.study.steps,
+            learning_rate=self.study.learning_rate, layers=[layer],
+        )  # fmt: skip
+        state = {name: tensor.detach().contiguous() for name, tensor in grafted_mixer(model, layer).state_dict().items()}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with written(path) as place:
+            save_file(state, place, metadata={"key": self.key})
+        return state
+
+
+def _conversion(name: str, seed: int) -> PretrainRecipe:
+    """The recipe by which a model was converted; its data are drawn anew."""
+    recipe = read_pretrain_recipe(Path(name) / "recipe.yaml")
+    if recipe.teacher is None:
+        raise UserError(f"{name} was not converted from a Transformer: its recipe names no teacher")
+    return recipe.model_copy(update={"seed": seed})
+
+
+def _share(transformer: Ranking, converted: Ranking) -> int:
+    """How many heads of the converted model are as wide together as one of the Transformer's."""
+    theirs, ours = (len(ranking.heads) for ranking in (transformer, converted))
+    if ours % theirs:
+        raise UserError(f"the Transformer has {theirs} heads and the converted model {ours}, which is no multiple of them")
+    return ours // theirs
+
+
+def _row(curve: str, count: int) -> str:
+    return f"{count} head{'s' * (count > 1)} {curve}"
+
+
+def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
+    figures: dict[str, Any] = {f"kv.{size}": accuracy for size, accuracy in report.kv.items()}
+    figures |= {} if report.knowledge is None else {"knowledge": report.knowledge}
+    return figures | ({} if report.perplexity is None else {"loss on text, nats": report.perplexity.loss})
+
+
+def _summary(rows: Sequence[Row], heads: Sequence[int]) -> str:
+    of = {row.what: row.figures for row in rows}
+    sizes = [name for name in of[NONE] if name.startswith("kv.")]
+    size = sizes[len(sizes) // 2]
+    curves = "; ".join(
+        f"{CURVES[curve]}, {', '.join(f'{count}: {value(of[_row(curve, count)][size]):.3f}' for count in heads)}"
+        for curve in CURVES
+    )
+    ends = ", ".join(f"{name} {value(of[name][size]):.3f}" for name in (TRANSFORMER, CONVERTED, NONE))
+    return f"At {size[3:]} pairs: {ends}. By the number of heads that are attention: {curves}."
+
+
+STUDY = RetrievalAware
