@@ -20,7 +20,7 @@ class FalconH1SSDMixer(SSDMixer):
     def read(self, hidden_states: Tensor) -> Tensor:
         return super().read(hidden_states) * self.mup_vector
 
-    def finish(self, y: Tensor, gate: Tensor) -> Tensor:
+    def finish(self: Any, y: Tensor, gate: Tensor) -> Tensor:
         y = y.flatten(-2)
         y = self.norm(y, gate) if self.mamba_rms_norm else y * F.silu(gate)
         return self.out_proj(y.to(gate.dtype))

@@ -2,6 +2,7 @@
 among other layers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ class SSDMixer(DualMixer):
     attention."""
 
     def project(
-        self, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None,
+        self: Any, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None,
         packing: Packing | None = None,
     ) -> tuple:  # fmt: skip
         """u (b, t, d) -> gate z (b, t, h * p), x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h) ready for use, in
@@ -35,24 +36,24 @@ class SSDMixer(DualMixer):
         B, C = (m.reshape(b, t, self.n_groups, self.ssm_state_size) for m in (B, C))
         return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk
 
-    def read(self, hidden_states: Tensor) -> Tensor:
+    def read(self: Any, hidden_states: Tensor) -> Tensor:
         """What all parts are split from, (b, t, d) -> (b, t, rows of in_proj)."""
         return self.in_proj(hidden_states)
 
     def scan(
-        self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None,
+        self: Any, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None,
         packing: Packing | None = None,
     ) -> Tensor:  # fmt: skip
         """The SSM's mixing for `heads`, all or those that are not grafted; x (b, t, len(heads), p)."""
         A = -torch.exp(self.A_log.float())
         D: Tensor = self.D
         if len(heads) < self.num_heads:
-            others = self.graft.others  # type: ignore[union-attr]
+            others = self.graft.others
             A, D = others.of(A, 0), others.of(D, 0)
         return self.run_ssd(x, dt.to(x.dtype), A, B, C, D, heads, cache_params, packing)  # dt as in transformers
 
     @fetching("", *READ)
-    def matrices(self, hidden_states: Tensor, rows: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:
+    def matrices(self: Any, hidden_states: Tensor, rows: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:
         """The mixing matrices of `heads` (of all, unless given) for one sequence (1, t, d): (heads, rows, t). SSM heads: time
         step included, D not. Grafted heads: their attention (where a blend gate is open, the mixture)."""
         _, _, B, C, dt, qk = self.project(hidden_states)
@@ -60,7 +61,7 @@ class SSDMixer(DualMixer):
         return matrix if self.graft is None or qk is None else self.graft.into(matrix, qk, dt, rows, heads)
 
     @fetching("norm")  # locate calls it alone
-    def finish(self, y: Tensor, gate: Tensor) -> Tensor:
+    def finish(self: Any, y: Tensor, gate: Tensor) -> Tensor:
         """Gate, norm and output projection: (..., h, p) -> (..., d)."""
         norm = self.norm
         y = rms_norm(y.flatten(-2), norm.weight, norm.variance_epsilon, gate, norm.group_size)

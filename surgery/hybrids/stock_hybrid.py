@@ -96,7 +96,7 @@ class StockHybrid(Spliced):
     generated: ClassVar[Generated]  # the module that makes this class in an exported folder
 
     def __init__(self: Any, config: Any):
-        super().__init__(config)
+        super().__init__(config)  # type: ignore[call-arg]
         for place, spec in enumerate(config.grafts):
             mixer = self.mixer_at(spec["layer"])
             if mixer is None:

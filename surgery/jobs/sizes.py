@@ -1,6 +1,8 @@
 """Whether the sizes of a recipe fit into memory at all: before anything is allocated, and by the least that they take, the
 states of all tokens that go through the model at once, in one layer. What passes may need more; --dry-run estimates it."""
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
@@ -22,8 +24,8 @@ def check_bench(options: Bench, model: PreTrainedModel) -> None:
 
 def _check(model: PreTrainedModel, names: str, rows: int, tokens: int) -> None:
     """names: the settings that `rows` and `tokens` come from."""
-    width = model.get_input_embeddings().weight.shape[-1]
-    least, most = rows * tokens * width * model.dtype.itemsize, capacity(model.device)
+    embeddings: Any = model.get_input_embeddings()
+    least, most = rows * tokens * embeddings.weight.shape[-1] * model.dtype.itemsize, capacity(model.device)
     if least > most:
         raise UserError(
             f"{names}: {rows:,} x {tokens:,} tokens at once have states of {size(least)} in one layer alone, and "

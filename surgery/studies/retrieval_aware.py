@@ -35,6 +35,7 @@ from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds
 from surgery.records.plan import Plan
 from surgery.records.pretrain_recipe import PretrainRecipe, read_pretrain_recipe
+from surgery.records.recipe import Recipe
 from surgery.records.sections.section import FACTOR, Steps
 from surgery.records.site import Site
 from surgery.runtime import plotting
@@ -66,6 +67,9 @@ class RetrievalAware(Study):
     heads: tuple[int, ...] = Field(default=(1, 2, 3, 4), min_length=1)
     steps: Steps = 200
     learning_rate: float = Field(default=1e-3, gt=0, le=FACTOR, allow_inf_nan=False)
+
+    def check(self, recipe: Recipe) -> None:
+        _conversion(recipe.model, recipe.seed)
 
     def measure(self, subjects: Subjects) -> Measurements:
         assert subjects.other is not None
