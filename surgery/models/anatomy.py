@@ -38,7 +38,7 @@ class Slot:
 SLOTS = (
     Slot("mamba", "ssm", ("out_proj",)),  # Bamba, Falcon-H1, GraniteMoeHybrid, Jamba, Zamba2
     Slot("mamba_decoder.mamba", "ssm", ("out_proj",)),  # Zamba2's hybrid layers: attention, then an SSM that reads it
-    Slot("linear_attn", "ssm", ("out_proj",)),  # Qwen3-Next's gated DeltaNet
+    Slot("linear_attn", "ssm", ("out_proj", "o_proj")),  # Gated DeltaNet: Qwen3-Next, Qwen3.5, OLMo-Hybrid
     Slot("mixer", None, ("out_proj", "o_proj")),  # Mamba-1 and -2, Falcon-Mamba, NemotronH, and this project's classes
     Slot("temporal_block", None, ("linear_out", "o_proj")),  # RecurrentGemma
     Slot("shared_transformer.self_attn", "attention", ("o_proj",), feeds=True),

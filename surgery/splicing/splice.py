@@ -57,7 +57,8 @@ def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | N
     share(base, hybrid, "the base lacks the tensor '{}'")
     for site in plan.sites if plan else ():
         assert plan is not None
-        graft, out_proj = grafted_mixer(hybrid, site.layer).graft, grafted_mixer(base, site.layer).out_proj
+        graft, stock_mixer = grafted_mixer(hybrid, site.layer).graft, grafted_mixer(base, site.layer)
+        out_proj = stock_mixer.out_proj if hasattr(stock_mixer, "out_proj") else stock_mixer.o_proj
         graft.to_empty(device=device_of(out_proj, out_proj.weight))
         graft.to(base.dtype if is_quantised_weight(out_proj.weight) else out_proj.weight.dtype)
     take_hooks(base, hybrid)

@@ -12,7 +12,10 @@ from transformers import (
     GraniteMoeHybridConfig,
     JambaConfig,
     NemotronHConfig,
+    OlmoHybridConfig,
     PreTrainedModel,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
     Zamba2Config,
 )
 
@@ -38,6 +41,10 @@ SIZES = {
 }  # fmt: skip
 SSM = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 EXPERTS = {"num_experts_per_tok": 2}
+DELTA = {
+    "num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+}  # fmt: skip
 
 # Three or four layers each; in all of them L1 has an SSM, and so has the last.
 CONFIGURATIONS = {
@@ -69,11 +76,16 @@ CONFIGURATIONS = {
         **SIZES, num_hidden_layers=3, attn_layer_period=4, attn_layer_offset=0, expert_layer_period=2, expert_layer_offset=1,
         num_experts=4, mamba_d_state=8, mamba_dt_rank=4, **EXPERTS,
     ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **SIZES, **DELTA, head_dim=8, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16, **EXPERTS,
+    ),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(**SIZES, **DELTA, head_dim=8),
+    "olmo_hybrid": lambda: OlmoHybridConfig(**SIZES, **DELTA),
 }  # fmt: skip
 KINDS = [name for name in CONFIGURATIONS if "," not in name]
 STOCK = {
     "ssd_scan": "stock", "ssd_step": "stock", "selective_scan": "stock", "selective_step": "stock", "causal_conv": "stock",
-    "rms_norm": "stock",
+    "rms_norm": "stock", "delta_rule": "stock", "delta_step": "stock",
 }  # fmt: skip
 
 
@@ -87,7 +99,7 @@ def base_of(name: str, **changes) -> PreTrainedModel:
     model.set_experts_implementation("eager")  # the others know no float64
     with torch.no_grad():  # as initialised, mixers do next to nothing, and the norms of Jamba have no weights
         for mixer in anatomy(model).ssms:
-            for part in ("in_proj", "x_proj"):
+            for part in ("in_proj", "x_proj", "in_proj_qkvz", "in_proj_qkv", "q_proj", "k_proj", "v_proj"):
                 if hasattr(mixer.module, part):
                     getattr(mixer.module, part).weight.normal_(std=0.3)
             for part in ("b_layernorm", "c_layernorm"):
@@ -106,7 +118,8 @@ def base(request) -> PreTrainedModel:
 
 
 every_kind = over(CONFIGURATIONS)
-some_kinds = over(but_slow(CONFIGURATIONS, "falcon_h1", "zamba2", "jamba"))
+some_kinds = over(but_slow(CONFIGURATIONS, "falcon_h1", "zamba2", "jamba", "qwen3_next"))
+without_erasing = [name for name in CONFIGURATIONS if name not in ("qwen3_next", "qwen3_5_text", "olmo_hybrid")]
 
 
 def plan_for(base: PreTrainedModel, **fields) -> Plan:
@@ -192,7 +205,7 @@ def test_several_tokens_continue_from_a_cache(tokens):
     torch.testing.assert_close(more.logits, hybrid(tokens).logits[:, 15:], **SAME)
 
 
-@some_kinds
+@over(but_slow(without_erasing, "falcon_h1", "zamba2", "jamba"))
 @pytest.mark.usefixtures("in_float64")
 def test_the_start_is_the_heads_own_query_and_key(base):
     """Without decay the SSM of a head is linear attention with the graft's queries and keys."""
@@ -260,7 +273,7 @@ def test_gradients_reach_the_grafts_alone_also_with_checkpointing(base, tokens):
         torch.testing.assert_close(gradients[1][name], gradient)
 
 
-@pytest.mark.parametrize("name", but_slow(KINDS, "nemotron_h", "falcon_h1", "jamba"))
+@pytest.mark.parametrize("name", but_slow(KINDS, "nemotron_h", "falcon_h1", "jamba", "qwen3_next"))
 def test_located_planned_spliced_saved_and_loaded_again(name, tokenizer, tmp_path):
     """By attribution, and of one model each head exactly."""
     base, exactly = base_of(name, vocab_size=VOCABULARY), name == "falcon_h1"
@@ -300,7 +313,7 @@ def test_a_patch_joined_to_its_base_is_the_hybrid(name, tokenizer, tmp_path):
     assert torch.equal(joined(ids).logits, hybrid(ids).logits)
 
 
-@pytest.mark.parametrize("name", but_slow(KINDS, "falcon_h1"))
+@pytest.mark.parametrize("name", but_slow(KINDS, "falcon_h1", "olmo_hybrid"))
 def test_an_export_is_proved_without_this_package(name, tokenizer, tmp_path, fresh_process):
     """In a fresh process, in float32, from a base in 16 bits."""
     base_of(name, vocab_size=VOCABULARY).bfloat16().save_pretrained(tmp_path / "base")

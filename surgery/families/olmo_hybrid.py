@@ -1,0 +1,12 @@
+"""OLMo-Hybrid: Gated DeltaNet, and attention in every fourth layer; each layer with an MLP."""
+
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridForCausalLM, OlmoHybridGatedDeltaNet
+
+from surgery.families.delta_start import SeparateDeltaFamily
+from surgery.hybrids.gated_delta import SeparateDeltaMixer
+from surgery.hybrids.stock_hybrid import stock_hybrid
+
+OlmoHybridHybridForCausalLM = stock_hybrid(OlmoHybridForCausalLM, OlmoHybridGatedDeltaNet, SeparateDeltaMixer)
+OlmoHybridHybridConfig = OlmoHybridHybridForCausalLM.config_class
+
+FAMILY = SeparateDeltaFamily(OlmoHybridHybridForCausalLM)

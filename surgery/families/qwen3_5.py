@@ -1,0 +1,12 @@
+"""Qwen3.5's language model: Gated DeltaNet, and attention in every fourth layer; each layer with an MLP."""
+
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5GatedDeltaNet
+
+from surgery.families.delta_start import SplitDeltaFamily
+from surgery.hybrids.gated_delta import SplitDeltaMixer
+from surgery.hybrids.stock_hybrid import stock_hybrid
+
+Qwen3_5HybridForCausalLM = stock_hybrid(Qwen3_5ForCausalLM, Qwen3_5GatedDeltaNet, SplitDeltaMixer)
+Qwen3_5HybridConfig = Qwen3_5HybridForCausalLM.config_class
+
+FAMILY = SplitDeltaFamily(Qwen3_5HybridForCausalLM)

@@ -1,0 +1,12 @@
+"""Qwen3-Next: Gated DeltaNet, and attention in every fourth layer; each layer with experts."""
+
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM, Qwen3NextGatedDeltaNet
+
+from surgery.families.delta_start import FusedDeltaFamily
+from surgery.hybrids.gated_delta import FusedDeltaMixer
+from surgery.hybrids.stock_hybrid import stock_hybrid
+
+Qwen3NextHybridForCausalLM = stock_hybrid(Qwen3NextForCausalLM, Qwen3NextGatedDeltaNet, FusedDeltaMixer)
+Qwen3NextHybridConfig = Qwen3NextHybridForCausalLM.config_class
+
+FAMILY = FusedDeltaFamily(Qwen3NextHybridForCausalLM)

@@ -1,0 +1,135 @@
+"""What is Gated DeltaNet's own; the laws of all families inside stock models are in test_stock_hybrids.py."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from surgery.errors import UserError
+from surgery.hybrids.gated_delta import SHARPNESS
+from surgery.kernels.delta import delta_rule, unit
+from surgery.kernels.dispatch import use
+from surgery.records.plan import Plan
+from surgery.splicing.splice import splice
+from tests.kernels.inputs import assert_near
+
+STOCK = {"delta_rule": "stock", "delta_step": "stock", "causal_conv": "stock"}
+FIELDS = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0, "bos_token_id": 0,
+    "eos_token_id": None,
+}  # fmt: skip
+MODELS = {
+    "qwen3_next": {"num_experts": 0, "head_dim": 8},
+    "qwen3_5_text": {"head_dim": 8},
+    "olmo_hybrid": {},
+    "olmo_hybrid, rates up to 1": {"linear_allow_neg_eigval": False},
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def base_of(name):
+    """In float64; its layer 0 is Gated DeltaNet."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name.partition(",")[0], **FIELDS | MODELS[name])
+    return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+def entering(model, ids):
+    """What enters the mixer of layer 0."""
+    seen = []
+    handle = model.mixer_at(0).register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((args or (kwargs["hidden_states"],))[0]), with_kwargs=True
+    )
+    model(ids)
+    handle.remove()
+    return seen[0]
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 50, (1, 30), generator=torch.Generator().manual_seed(0))
+
+
+@every_model
+@torch.no_grad()
+def test_a_dual_graft_is_softmax_of_the_base_s_own_scores(name, ids):
+    """From the stock mixer's parts, step by step, as derivations.md has it."""
+    heads, signs, taus = [0, 3], [1, -1], [1.0, 0.5]
+    starts = {f"L0.H{head}": {"sign": sign, "tau": tau} for head, sign, tau in zip(heads, signs, taus, strict=True)}
+    hybrid = splice(base_of(name), Plan(sites=("L0.H0,3",), starts=starts))
+    mixer, u = hybrid.mixer_at(0), entering(hybrid, ids)
+    gate, v, k, q, rates, qk = mixer.project(u)
+    beta, log_decay = rates.unbind(2)
+    y = mixer.mix(v, k, q, rates, qk)
+    assert_near(y[:, :, [1, 2]], delta_rule(q, k, v, log_decay, beta)[0][:, :, [1, 2]], 1e-12)
+    for head, sign, tau in zip(heads, signs, taus, strict=True):
+        queries, keys = (unit(m[0, :, head // 2]) for m in (q, k))
+        scores = sign * tau * SHARPNESS * queries @ keys.T + beta[0, :, head].log()
+        weights = scores.masked_fill(torch.ones(30, 30).triu(1).bool(), -torch.inf).softmax(-1)
+        assert_near(y[0, :, head], sign * weights @ v[0, :, head], 1e-7)  # the convolution of transformers is in float32
+    again = mixer.finish(y, gate)
+    assert_near(again, mixer(u), 1e-12)
+
+
+@every_model
+@torch.no_grad()
+def test_the_rate_is_between_0_and_its_most(name, ids):
+    hybrid = splice(base_of(name), Plan(sites=("L0.H0",)))
+    beta = hybrid.mixer_at(0).project(50 * torch.randn(1, 30, 32, dtype=torch.double))[4][:, :, 0]
+    most = 2.0 if name == "olmo_hybrid" else 1.0
+    assert 0 < beta.min() < 0.1 * most
+    assert 0.9 * most < beta.max() <= most
+
+
+@every_model
+@torch.no_grad()
+def test_matrices_are_what_the_mixer_does(name, ids):
+    hybrid = splice(base_of(name), Plan(sites=("L0.H1,2",), blend=0.3))
+    mixer, u = hybrid.mixer_at(0), entering(hybrid, ids)
+    _, v, k, q, rates, qk = mixer.project(u)
+    matrices = mixer.matrices(u)
+    assert_near(torch.einsum("hij,jhp->ihp", matrices, v[0]), mixer.mix(v, k, q, rates, qk)[0], 1e-7)
+    rows = torch.tensor([29, 3])
+    assert_near(mixer.matrices(u, rows=rows, heads=[2, 0]), matrices[[2, 0]][:, rows], 1e-12)
+
+
+@every_model
+@torch.no_grad()
+def test_a_closed_gate_is_the_base_bit_for_bit(name, ids):
+    """With the stock kernels, in float32 as the stock mixer computes."""
+    base = base_of(name).float()
+    logits = base(ids).logits
+    hybrid = splice(base, Plan(sites=("L0.H0,1",), blend=0.0))
+    with use(**STOCK):
+        assert torch.equal(hybrid(ids).logits, logits)
+        prompt = hybrid(ids[:, :20], use_cache=True)
+        cache, step = prompt.past_key_values, []
+        for t in range(20, 30):
+            step.append(hybrid(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(step, 1), logits[:, 20:], atol=1e-4, rtol=0)
+
+
+def test_a_width_other_than_the_base_s_is_refused():
+    with pytest.raises(UserError, match="as wide as the base's, 8, not 16"):
+        splice(base_of("qwen3_next"), Plan(sites=("L0.H0",), width=16))
+
+
+@torch.no_grad()
+def test_pairs_of_a_group_can_be_shared(ids):
+    """Four heads, two groups: two pairs; the same function."""
+    base = base_of("qwen3_next")
+    own, shared = (splice(base, Plan(sites=("L0.H0,1,2,3",), shared=share)) for share in (False, True))
+    assert shared.mixer_at(0).graft.q_proj.weight.shape == (16, 32)
+    assert own.mixer_at(0).graft.q_proj.weight.shape == (32, 32)
+    assert_near(shared(ids).logits, own(ids).logits, 1e-12)
+
+
+@every_model
+def test_a_graft_learns(name, ids):
+    hybrid = splice(base_of(name), Plan(sites=("L0.H1",))).train()
+    F.cross_entropy(hybrid(ids).logits[0, :-1], ids[0, 1:]).backward()
+    learning = {name: p.grad for name, p in hybrid.named_parameters() if p.requires_grad}
+    assert all(".graft." in name for name in learning)
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in learning.values())
