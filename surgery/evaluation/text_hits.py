@@ -91,8 +91,10 @@ def hit_texts(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, se
     """By the name of the task, what is measured. Lengths that the model does not read are left out. Raises UserError where the
     text is too short for a length."""
     result: dict[str, ChosenTokens] = {}
+    if "hits" not in options.suites:
+        return result
     lengths = [length for length in options.contexts if length <= tokenizer.model_max_length]
-    if "hits" not in options.suites or not lengths:
+    if not lengths:
         return result
     windows = max(options.windows, -(-max(lengths) // options.window))
     ids = np.array(Perplexity(data.held_out_text, windows, options.window).token_ids(tokenizer, seed))

@@ -2,7 +2,6 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import pydantic
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from surgery.records.growth import Growth
@@ -59,16 +58,10 @@ class Plan(Record):
     base exactly). For kind head."""
     seed: int = Field(default=0, ge=0, lt=2**52)
     """Of what starts at random."""
-    growth: Growth | None = None
+    growth: Growth | None = Field(default=None, exclude_if=lambda growth: growth is None)
     """How its heads were found, where plan.heads is auto."""
     provenance: Provenance | None = None
     """Where the plan comes from."""
-
-    @pydantic.model_serializer(mode="wrap")
-    def _without_absent(self, fields: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A plan whose heads were counted does not speak of growth."""
-        content = fields(self)
-        return {name: value for name, value in content.items() if name != "growth" or value is not None}
 
     @model_validator(mode="before")
     @classmethod
