@@ -5,6 +5,7 @@ The converter makes the file of it, whose tensors are compared with the folder's
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def why_not(config: Any) -> str | None:
         reason = nemotron_h.why_not(config)
         if reason is None and config.vocab_size % 8:
             reason = f"there are {config.vocab_size} embeddings, and its converter wants a multiple of 8"
-        return reason.replace("nemotron_h", "llama.cpp's Nemotron-H") if reason else _unlike(config)
+        return re.sub(r"\bnemotron_h\b", "llama.cpp's Nemotron-H", reason) if reason else _unlike(config)
     if config.model_type not in BASES:
         return f"bases are {', '.join(BASES)}, and this one is a {config.model_type}; llama.cpp's own converter may know it"
     return _unlike(config) or _unlike_base(config)

@@ -67,7 +67,7 @@ def why_not(config: Any) -> str | None:
     """Why mamba_ssm cannot compute a hybrid of this configuration; None if it can."""
     if config.model_type not in LAYERS:
         what = "normalises B, C and dt" if config.model_type == "falcon_mamba_hybrid" else f"is a {config.model_type}"
-        return f"its SSM layers are Mamba-1 and Mamba-2, and this one {what}"
+        return f"only hybrids of mamba and mamba2 are written so, and this one {what}"
     if config.model_type == "mamba2_hybrid" and tuple(config.time_step_limit) != (0.0, math.inf):
         return f"the time step is bounded, time_step_limit = {tuple(config.time_step_limit)}, which decoding there ignores"
     for spec in config.grafts:

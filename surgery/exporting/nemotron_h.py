@@ -77,7 +77,7 @@ def why_not(config: Any) -> str | None:
     """Why a hybrid of this configuration is no Nemotron-H; None if it is one."""
     reason = None
     if config.model_type != "mamba2_hybrid":
-        return f"its SSM layers are Mamba-2, and a {config.model_type} is none"
+        return f"only hybrids of mamba2 are written so, and this is a {config.model_type}"
     if not config.grafts:
         reason = "without any attention layer it cannot generate from a cache"
     elif reasons := [why for spec in config.grafts if (why := _unlike(spec, config.grafts[0]))]:

@@ -322,9 +322,9 @@ ROPE = {"dim": 8, "theta": 10000.0}
 MLP = {"intermediate_size": 32, "hidden_act": "silu", "norm_eps": 1e-5}
 REFUSED = {
     "nemotron_h": [
-        (lambda: hybrid_of("mamba"), "a mamba_hybrid is none"),
-        (lambda: splice(BASES["falcon mamba"](), LAYER), "a falcon_mamba_hybrid is none"),
-        (lambda: splice(BASES["llamba"](), LAYER), "a llamba is none"),
+        (lambda: hybrid_of("mamba"), "this is a mamba_hybrid"),
+        (lambda: splice(BASES["falcon mamba"](), LAYER), "this is a falcon_mamba_hybrid"),
+        (lambda: splice(BASES["llamba"](), LAYER), "this is a llamba"),
         (lambda: hybrid_of("mamba2, nothing spliced"), "without any attention layer"),
         (lambda: splice(random_base(), HEAD), "in L1 heads are grafted"),
         (lambda: with_spec(rope=ROPE), "in L1 the attention has positions"),
