@@ -101,7 +101,9 @@ def random_plan(ranking: Ranking, chosen: Plan, seed: int, *, same_layers: bool 
         heads = ranking.columns
         numbers = np.lexsort((heads.head, heads.layer))
         numbers = numbers[np.isin(heads.layer[numbers], list(layers)) == same_layers]
-        numbers = numbers[~np.isin(numbers, [i for i in heads.find(taken) if i is not None])]
+        known = [i for i in heads.find(taken) if i is not None]
+        alike = np.isin(heads.kind[numbers], heads.kind[known])  # attention takes no graft
+        numbers = numbers[alike & ~np.isin(numbers, known)]
         few = len(numbers) < len(taken)
         drawn = None if few else [heads.site(i) for i in generator.sample(numbers.tolist(), len(taken))]
     if drawn is None:

@@ -1,6 +1,6 @@
 """Hybrids made inside stock models: the laws of splicing, for every family whose mixers stand among other layers."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from surgery.families.stock import StockFamily
 from surgery.kernels.dispatch import use
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan as plan_from
+from surgery.locating.planning import random_plan
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
@@ -288,6 +289,9 @@ def test_located_planned_spliced_saved_and_loaded_again(name, tokenizer, tmp_pat
     assert ranking.heads[0].splice_loss is not None
     assert all((score.attribution is None) == (score.kind == "attention") for score in ranking.heads)
     chosen = plan_from(ranking, heads=2)
+    for seed, beside in product(range(5), (False, True)):
+        if (control := random_plan(ranking, chosen, seed, same_layers=beside)) is not None:
+            splice(base, control)  # attention takes no graft, and none is drawn
     hybrid = splice(base, chosen)
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
