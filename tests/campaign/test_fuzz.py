@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from tests.campaign.mutations import Mutator, arbitrary, dumped
-from tests.campaign.trial import LONGEST, MEMORY, Outcome, attempt, complaints, listing
+from tests.campaign.trial import LONGEST, MEMORY, Outcome, attempt, complaints, kept_measurements, listing
 
 TREE = {"a": [1, 2.5, None], "b": {"c": "text", "d": True}}
 
@@ -51,6 +51,13 @@ def test_what_must_not_be_is_seen(outcome, hung, says):
 def test_a_refusal_and_a_good_end_are_well():
     assert not [*complaints(Outcome(status=2, said="opening\nsurgery: no such folder: x"), "", (0, 2))]
     assert not [*complaints(Outcome(status=0, said="advice: tune it"), "", (0, 2))]
+
+
+def test_what_was_measured_before_a_number_that_is_not_finite_may_stay():
+    said, measured = "locating\nsurgery: the gradients are not finite\n", ["out", "out/locate", "out/locate/a.safetensors"]
+    assert kept_measurements(said, [*measured, "out/recipe.yaml", "out/run.json"])
+    assert not kept_measurements(said, [*measured, "out/ranking.json"])
+    assert not kept_measurements("surgery: no such file: x\n", measured)
 
 
 def test_a_trial_sees_what_a_refused_command_has_written(tmp_path, monkeypatch):

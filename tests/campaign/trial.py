@@ -24,6 +24,9 @@ LONGEST = 2000  # characters of what is said
 NOISE = re.compile(r"Traceback|Warning:|Exception ignored|Segmentation|core dumped|\.py:\d+")
 
 
+KEPT = re.compile(r"out(/(recipe\.yaml|run\.json|(locate|cells)(/.*)?))?")
+
+
 @dataclass
 class Outcome:
     """How a trial ended. seconds: of the processor. wrong: what must not be, in words; empty if all is well."""
@@ -58,8 +61,15 @@ def attempt(arguments: Sequence[str], folder: Path, statuses: Sequence[int] = (0
     outcome.wrong = list(complaints(outcome, hung, statuses))
     if outcome.status not in (0, 1) and (after := listing(folder)) != before:
         changed = sorted({name for name, _ in before ^ after})
-        outcome.wrong.append(f"wrote: {', '.join(changed[:3])}")
+        if not kept_measurements(outcome.said, changed):
+            outcome.wrong.append(f"wrote: {', '.join(changed[:3])}")
     return outcome
+
+
+def kept_measurements(said: str, changed: Sequence[str]) -> bool:
+    """Whether a command kept what it had measured before it met a number that is not finite, and nothing else: that shows in
+    no file, only in the work itself, and what was measured is for --resume."""
+    return "not finite" in said.strip().rpartition("\n")[2] and all(KEPT.fullmatch(name) for name in changed)
 
 
 def listing(folder: Path) -> set[tuple[str, str]]:
