@@ -108,21 +108,20 @@ def _judged(report: Report, name: str) -> Judgement:
         )  # fmt: skip
     elif chance:
         answer = f"No: {compared}. The base is at chance {chance}; choose a probe that it can do in part."
-    elif direction == "better" and clear:
-        verdict, answer = "yes", f"Yes: {compared}."
-    elif direction == "better":
-        verdict, answer = "unclear", f"Unclear: {compared}, but a control does about as well."
-    elif direction == "perhaps better":
-        verdict, answer = "perhaps", (
-            f"Perhaps: {compared}, which may be chance among so many comparisons; ask more examples (bench.limit)."
-        )  # fmt: skip
-    elif direction == "no difference seen":
-        answer = f"No difference seen: {compared}."
-        if accuracy.accuracy >= CEILING:
-            answer += " The base leaves next to nothing to gain on this probe; a gain could not show. Ask for more pairs."
     else:
-        answer = f"No, {direction}: {compared}."
+        verdict, answer = _answer(direction, compared, clear, "ask more examples (bench.limit)")
+        if direction == "no difference seen" and accuracy.accuracy >= CEILING:
+            answer += " The base leaves next to nothing to gain on this probe; a gain could not show. Ask for more pairs."
     return Judgement(name, verdict, answer, tuple(filter(None, (control, _text(base, model), _cost(base, model)))))
+
+
+def _answer(direction: str, compared: str, clear: bool, advice: str) -> tuple[Verdict, str]:
+    """What a comparison with the base says. clear: whether no control does about as well. advice: how to see more."""
+    if direction == "better":
+        return ("yes", f"Yes: {compared}.") if clear else ("unclear", f"Unclear: {compared}, but a control does about as well.")
+    if direction == "perhaps better":
+        return "perhaps", f"Perhaps: {compared}, which may be chance among so many comparisons; {advice}."
+    return "no", f"No difference seen: {compared}." if direction == "no difference seen" else f"No, {direction}: {compared}."
 
 
 def _judged_by_hits(report: Report, name: str) -> Judgement | None:
@@ -132,20 +131,8 @@ def _judged_by_hits(report: Report, name: str) -> Judgement | None:
     if task is None or task not in model.change:
         return None
     direction, (control, clear) = _direction(task, model.change[task], model.evidence.get(task)), _controls(report, name, task)
-    verdict: Verdict = "no"
     compared = f"on {_said_of_hits(base, model, task)}"
-    if direction == "better" and clear:
-        verdict, answer = "yes", f"Yes: {compared}."
-    elif direction == "better":
-        verdict, answer = "unclear", f"Unclear: {compared}, but a control does about as well."
-    elif direction == "perhaps better":
-        verdict, answer = "perhaps", (
-            f"Perhaps: {compared}, which may be chance among so many comparisons; take more text (bench.windows)."
-        )  # fmt: skip
-    elif direction == "no difference seen":
-        answer = f"No difference seen: {compared}."
-    else:
-        answer = f"No, {direction}: {compared}."
+    verdict, answer = _answer(direction, compared, clear, "take more text (bench.windows)")
     others = f"{OTHERS}{task.removeprefix(HITS)}"
     rest = (
         f"Other tokens of the same text: {model.change[others]} nats{_said(model, others)}." if others in model.change else ""
