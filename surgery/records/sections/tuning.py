@@ -95,6 +95,16 @@ class EarlyStopping(Section):
     """Windows of text for each measurement."""
 
 
+class Hints(Section):
+    """Where the grafts are to look, as far as the lessons know: from the place where an answer is due at the span of the prompt
+    that holds it. The loss on an answer moves attention only as far as attention is near it already."""
+
+    section = "tune.hints"
+
+    weight: float = Field(default=0.3, gt=0, le=FACTOR, allow_inf_nan=False)
+    """Weight of the hints in the loss: of minus the logarithm of the attention that grafted heads pay to the answer's span."""
+
+
 class Lora(Section):
     """Adapters on the base that learn beside the grafts, by peft."""
 
@@ -187,6 +197,8 @@ class Tune(Section):
     """A stage before the steps, or instead of them (section tune.calibrate). {} for its defaults."""
     auto: AutoSteps = AutoSteps()
     """How steps: auto finds the number of steps (section tune.auto)."""
+    hints: Hints | None = None
+    """What tells the grafts where the answers of lessons stand (section tune.hints). {} for its defaults."""
     early_stopping: EarlyStopping | None = None
     """What ends the steps early (section tune.early_stopping). {} for its defaults."""
     lora: Lora | None = None
