@@ -108,7 +108,12 @@ def read_pretrain_recipe(path: str | Path) -> PretrainRecipe:
     old: dict[str, str] = {}
     tree = current(tree, PretrainRecipe.section, old)
     advise(old)
+    return parsed_pretrain_recipe(tree, f"recipe {path}")
+
+
+def parsed_pretrain_recipe(tree: dict[str, Any], source: str) -> PretrainRecipe:
+    """Raises UserError in one line, which begins with `source`."""
     try:
         return PretrainRecipe.model_validate(tree)
     except pydantic.ValidationError as error:
-        raise UserError(f"recipe {path}: {complaint(error, PretrainRecipe)}") from error
+        raise UserError(f"{source}: {complaint(error, PretrainRecipe)}") from error
