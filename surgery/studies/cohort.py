@@ -55,16 +55,17 @@ class Cohort(Study):
             raise UserError("the study 'cohort' needs the suite quick: bench.suites: [quick]")
         if not recipe.locate.exact:
             raise UserError("the study 'cohort' scans all heads: set locate.exact=true")
-        self._recipes(recipe.model)
+        self.pretrain_recipes(recipe.model)
 
-    def _recipes(self, model: str) -> dict[str, PretrainRecipe]:
+    def pretrain_recipes(self, model: str) -> dict[str, PretrainRecipe]:
+        """How the bases are trained, where the recipe's model is `model`."""
         chosen = self.bases if self.only is None else {name: self.bases[name] for name in self.only}
         return {name: _recipe(name, changes, model) for name, changes in chosen.items()}
 
     def measure(self, subjects: Subjects) -> Measurements:
         rows: list[Row] = []
         about: dict[str, Any] = {}
-        for name, recipe in self._recipes(subjects.recipe.model).items():
+        for name, recipe in self.pretrain_recipes(subjects.recipe.model).items():
             folder = _made(name, recipe, subjects.out / "bases" / name)
             out = subjects.out / "jobs" / name
             job = subjects.recipe.model_copy(update={"model": str(folder), "tokenizer": None, "study": None})
