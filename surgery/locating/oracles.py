@@ -11,7 +11,8 @@ picks out the right summary and carries what it holds to where the answer is due
   else has blurred them. If that changes nothing, the summaries are as good as this model makes them.
 """
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.locating.attribution import frozen
 from surgery.locating.attribution_memory import listening
+from surgery.locating.ledger import Ledger, Tensors
 from surgery.locating.questions import question_of_row
 from surgery.locating.recording import picked
 from surgery.locating.subject import Subject
@@ -34,7 +37,8 @@ from surgery.probes.question import Question
 from surgery.probes.scoring import Encoded, batches, padded
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
-from surgery.runtime.progress import Track
+from surgery.runtime import processes
+from surgery.runtime.progress import counting
 
 PLACES = 4  # tokens of a span at which a head may look, counted from the one behind it: of kv, the value and its neighbours
 
@@ -81,14 +85,18 @@ class Batch:
 
 
 class Oracles:
-    """Asks questions of a probe that says where its answers stand. gated: the model fully gated (walk.fully_gated).
+    """Asks questions of a probe that says where its answers stand. gated: the model fully gated (walk.fully_gated). ledger:
+    where outcomes are kept; it has to know the weights.
 
     Raises UserError for questions that do not say it."""
 
-    def __init__(self, gated: Subject, questions: Sequence[Question], batch_size: int = 64):
+    def __init__(
+        self, gated: Subject, questions: Sequence[Question], batch_size: int = 64, *, ledger: Ledger | None = None
+    ):  # fmt: skip
         if not all(question.spans and question.evidence is not None for question in questions):
             raise UserError("oracles need a probe that says where its answers stand: kv, mqar or phonebook")
         self.gated, self.questions = gated, questions
+        self.ledger = (ledger or Ledger()).extended("oracles", hashlib.sha256(repr(list(questions)).encode()).hexdigest())
         self.mixers = [mixer.module for mixer in gated.anatomy.ssms]
         self.layers = [mixer.layer for mixer in gated.anatomy.ssms]
         self.batches = [self._batch(*part) for part in batches(gated.tokenizer, questions, batch_size)]
@@ -114,13 +122,17 @@ class Oracles:
                 stack.enter_context(listening(self.mixers, self._carrying(batch, carriers), always=True))
                 if alone:
                     stack.enter_context(replaced(self._read_alone(batch, self._states[number])))
-                keep, where = batch.last.unique(return_inverse=True)
-                logits = self.gated.model(input_ids=batch.ids, use_cache=False, logits_to_keep=keep).logits
-            logits = logits[torch.arange(len(batch.ids), device=logits.device), where]
+                logits = self._logits(batch)
             with explained(self.gated.model, batch.encoded.rows):
                 loss[batch.chosen] = batch.encoded.losses(logits).cpu().numpy()
                 correct[batch.chosen] = batch.encoded.correct(logits).cpu().numpy()
         return Outcome(loss, correct)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """(rows, vocabulary)"""
+        keep, where = batch.last.unique(return_inverse=True)
+        logits = self.gated.model(input_ids=batch.ids, use_cache=False, logits_to_keep=keep).logits
+        return logits[torch.arange(len(batch.ids), device=logits.device), where]
 
     def _carrying(self, batch: Batch, carriers: Sequence[Carrier]) -> Any:
         """For `listening`: the SSM's output, but for the carriers at the last token."""
@@ -131,13 +143,11 @@ class Oracles:
             if not here:
                 return y
             y, x = y.clone(), args[0].view_as(y)
-            skip = getattr(mixer, "D", None)
+            passed = _skipped(mixer, x[rows, batch.last])
             for carrier in here:
-                heads = list(carrier.site.heads)
-                value = carrier.sign * x[rows, (batch.behind - carrier.back).clamp_min(0)][:, heads]
-                if skip is not None:
-                    value = value + skip[heads][:, None] * x[rows, batch.last][:, heads]
-                y[rows[:, None], batch.last[:, None], torch.tensor(heads, device=y.device)] = value.to(y.dtype)
+                (head,) = carrier.site.heads
+                value = carrier.sign * x[rows, (batch.behind - carrier.back).clamp_min(0), head] + passed[:, head]
+                y[rows, batch.last, head] = value.to(y.dtype)
             return y
 
         return listen
@@ -194,33 +204,83 @@ class Oracles:
         # Behind the last block nothing reads these tokens; it may hand on the last ones alone.
         return {block: changed(block.forward, state) for block, state in zip(blocks[:-1], states[:-1], strict=True)}
 
-    def carriers(self, most: int = 4, *, candidates: int = 8, worth: float = 0.02) -> Iterator[tuple[Carrier, Outcome]]:
+    def slopes(self) -> dict[Carrier, float]:
+        """To first order, the loss in nats that a perfect choice at one head saves: for every head at all places and with both
+        signs, from one forward and one backward."""
+        sums = [torch.zeros(2, PLACES, mixer.heads) for mixer in self.gated.anatomy.ssms]
+        for batch in self.batches:
+            rows = torch.arange(len(batch.ids), device=batch.ids.device)
+
+            def listen(
+                number: int, mixer: Any, y: Tensor, args: Any, _: Any, batch: Batch = batch, rows: Tensor = rows
+            ) -> Tensor:
+                y, x = y if y.requires_grad else y.detach().requires_grad_(), args[0].detach().view_as(y)
+                own = y.detach()[rows, batch.last] - _skipped(mixer, x[rows, batch.last])
+
+                def read(gradient: Tensor) -> None:
+                    slope = gradient[rows, batch.last]
+                    values = [x[rows, (batch.behind - back).clamp_min(0)] for back in range(PLACES)]
+                    for i, sign in enumerate((1, -1)):
+                        saved = torch.stack([-(slope * (sign * value - own)).float().sum((0, 2)) for value in values])
+                        sums[number][i] += saved.cpu()
+                    handle.remove()  # a hook on y that holds y is a cycle that nobody collects
+
+                handle = y.register_hook(read)
+                return y
+
+            with frozen(self.gated.model), listening(self.mixers, listen), torch.enable_grad():
+                batch.encoded.losses(self._logits(batch)).sum().backward()
+        return {
+            Carrier(Site(mixer.layer, (head,)), back, sign): sums[number][i, back, head].item() / len(self.questions)
+            for number, mixer in enumerate(self.gated.anatomy.ssms)
+            for i, sign in enumerate((1, -1)) for back in range(PLACES) for head in range(mixer.heads)
+        }  # fmt: skip
+
+    def carriers(self, most: int = 4, *, candidates: int = 8, worth: float = 0.02) -> list[tuple[Carrier, Outcome]]:
         """Heads with which a perfect choice saves most loss, one added to the others after the other, at most `most`, each with
-        what the model answers then. It ends where no further head saves `worth` nats. Every head is tried alone at all places
-        and with both signs; of the leading `candidates` the next ones are drawn."""
-        tried = [
-            Carrier(site, back, sign)
-            for site in (Site(mixer.layer, (head,)) for mixer in self.gated.anatomy.ssms for head in range(mixer.heads))
-            for back in range(PLACES)
-            for sign in (1, -1)
-        ]
-        alone = {carrier: self.outcome([carrier]) for carrier in Track(tried, "perfect choice")}
+        what the model answers then. It ends where no further head saves `worth` nats. The `candidates` heads that lead to first
+        order are tried at all places and with both signs."""
+        slopes = self.slopes()
+        leading = dict.fromkeys(carrier.site for carrier in sorted(slopes, key=slopes.__getitem__, reverse=True))
+        sites = list(leading)[:candidates]
+        tried = [carrier for carrier in slopes if carrier.site in sites]
+        alone = dict(zip(tried, self.outcomes([[carrier] for carrier in tried], "perfect choice"), strict=True))
         best: dict[Site, Carrier] = {}
         for carrier in sorted(alone, key=lambda carrier: alone[carrier].loss.mean()):
             best.setdefault(carrier.site, carrier)
-        left = list(best.values())[:candidates]
-        self.singles = {carrier: alone[carrier] for carrier in best.values()}
-        chosen: list[Carrier] = []
-        lowest = self.outcome().loss.mean()
+        self.alone = {carrier: alone[carrier] for carrier in best.values()}
+        left, chosen = list(self.alone), list[tuple[Carrier, Outcome]]()
+        (before,) = self.outcomes([[]], "as it is")
         while left and len(chosen) < most:
-            outcomes = {carrier: self.outcome([*chosen, carrier]) if chosen else alone[carrier] for carrier in left}
-            leading = min(outcomes, key=lambda carrier: outcomes[carrier].loss.mean())
-            if lowest - outcomes[leading].loss.mean() < worth:
-                return
-            lowest = outcomes[leading].loss.mean()
-            chosen.append(leading)
-            left.remove(leading)
-            yield leading, outcomes[leading]
+            here = [carrier for carrier, _ in chosen]
+            outcomes = self.outcomes([[*here, carrier] for carrier in left], f"perfect choice, head {len(chosen) + 1}")
+            number = min(range(len(left)), key=lambda i: outcomes[i].loss.mean())
+            if before.loss.mean() - outcomes[number].loss.mean() < worth:
+                break
+            before = outcomes[number]
+            chosen.append((left.pop(number), before))
+        return chosen
+
+    def outcomes(self, trials: Sequence[Sequence[Carrier]], description: str) -> list[Outcome]:
+        """As `outcome`, of several sets of carriers. Several processes share them."""
+
+        def key(number: int) -> Any:
+            return [[str(carrier.site), carrier.back, carrier.sign] for carrier in trials[number]]
+
+        def tensors(number: int) -> Tensors:
+            found = self.outcome(trials[number])
+            advance()
+            return {"loss": torch.as_tensor(found.loss), "correct": torch.as_tensor(found.correct)}
+
+        with counting(len(processes.share(range(len(trials)))), description) as advance:
+            gathered = self.ledger.gather(range(len(trials)), key, tensors)
+        return [Outcome(each["loss"].numpy(), each["correct"].numpy()) for each in gathered.values()]
+
+
+def _skipped(mixer: Any, x: Tensor) -> Tensor:
+    """What a mixer's D passes on of x (rows, heads, p); 0 where it has none."""
+    skip = getattr(mixer, "D", None)
+    return torch.zeros_like(x) if skip is None else skip.to(x.dtype)[:, None] * x
 
 
 def only_span(

@@ -60,9 +60,7 @@ class AnswerPaths(Study):
         return Measurements(
             about={
                 "carriers": [str(carrier) for carrier in chosen],
-                "alone": {
-                    str(c): float(outcome.correct.mean()) for c, outcome in list(first.singles.items())[: self.candidates]
-                },
+                "alone": {str(carrier): float(outcome.correct.mean()) for carrier, outcome in first.alone.items()},
                 "travels": _travels(travelled),
             },
             summary=_summary(rows, chosen),

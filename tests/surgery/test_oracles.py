@@ -8,7 +8,8 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from surgery.errors import UserError
-from surgery.locating.oracles import Carrier, Oracles, only_span, plan_at
+from surgery.locating.attribution_memory import listening
+from surgery.locating.oracles import PLACES, Carrier, Oracles, only_span, plan_at
 from surgery.locating.paths import PARTS, exchanged, travel
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
@@ -107,18 +108,40 @@ def test_carriers_are_added_while_they_save_loss(tiny, monkeypatch):
     monkeypatch.setattr("surgery.locating.oracles.PLACES", 1)
     subject = fully_gated(Subject.of(tiny))
     oracles = Oracles(subject, make("kv", pairs=16, keys="lessons").questions(8, 1))
-    found = list(oracles.carriers(3, candidates=3, worth=0.0))
+    found = oracles.carriers(3, candidates=3, worth=0.0)
     assert 1 <= len(found) <= 3
     losses = [oracles.outcome().loss.mean(), *(outcome.loss.mean() for _, outcome in found)]
     assert losses == sorted(losses, reverse=True)
     carriers = [carrier for carrier, _ in found]
     assert len({carrier.site for carrier in carriers}) == len(carriers)
-    assert found[0][1].loss.mean() == min(outcome.loss.mean() for outcome in oracles.singles.values())
+    assert found[0][1].loss.mean() == min(outcome.loss.mean() for outcome in oracles.alone.values())
     chosen = plan_at(carriers)
     assert {(head, chosen.start(site.layer, head).sign) for site in chosen.sites for head in site.heads} == {
         (carrier.site.heads[0], carrier.sign) for carrier in carriers
     }
-    assert not list(oracles.carriers(3, candidates=1, worth=100.0))
+    assert oracles.carriers(3, candidates=1, worth=100.0) == []
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_slopes_are_those_of_the_loss(made, tokenizer):
+    """Against a small step towards a perfect choice, at every place of a few heads."""
+    base, questions = made(vocab_size=VOCABULARY).double(), kv(4, 5)
+    subject = gated(base, tokenizer)
+    oracles = Oracles(subject, questions, batch_size=3)
+    slopes = oracles.slopes()
+    assert len(slopes) == len(subject.anatomy.sites()) * PLACES * 2
+    step, whole = 1e-6, oracles.outcome().loss.mean()
+    for carrier in (Carrier(Site(0, (1,)), 2), Carrier(Site(1, (3,)), 0, -1), Carrier(Site(2, (5,)), 3)):
+        near = np.zeros(len(questions))
+        for batch in oracles.batches:
+            one = oracles._carrying(batch, [carrier])
+
+            def towards(number, mixer, y, args, kwargs, one=one):
+                return y + step * (one(number, mixer, y, args, kwargs) - y)
+
+            with torch.no_grad(), listening(oracles.mixers, towards, always=True):
+                near[batch.chosen] = batch.encoded.losses(oracles._logits(batch)).numpy()
+        assert slopes[carrier] == pytest.approx((whole - near.mean()) / step, rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.usefixtures("in_float64")

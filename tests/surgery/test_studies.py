@@ -189,7 +189,7 @@ def test_cohort(surgery, tmp_path, monkeypatch, cohort_files):
     monkeypatch.setattr(cohort, "pretrain", pretrain)
     assert surgery("run", "cohort.yaml", "--out", "out")[0] == 130
     done = (tmp_path / "out" / "jobs" / "one" / "report.json").stat().st_mtime_ns
-    status, printed, error = surgery("run", "cohort.yaml", "--out", "out", "--resume")
+    status, _, error = surgery("run", "cohort.yaml", "--out", "out", "--resume")
     assert status == 0, error
     assert made == ["one", "two", "two"]
     assert (tmp_path / "out" / "jobs" / "one" / "report.json").stat().st_mtime_ns == done
