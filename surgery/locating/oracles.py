@@ -72,8 +72,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Batch:
-    """Questions as rows for the model. spans: of every row, the token positions of all its spans; behind: (rows,) the position
-    behind the span that holds the answer."""
+    """Questions as rows for the model. owners: (rows,) the question of a row. spans: of every question, the token positions of
+    all its spans. behind: (rows,) the position behind the span that holds the answer."""
 
     chosen: list[int]
     encoded: Encoded
@@ -158,12 +158,11 @@ class Oracles:
         return [self._alone(batch) for batch in self.batches]
 
     def _alone(self, batch: Batch) -> list[Tensor]:
-        rows, lengths, places = [], [], []
+        rows, places = [], []
         for number, i in enumerate(batch.chosen):
             prompts = only_span(self.gated.tokenizer, self.questions[i], batch.spans[number])
             rows += [ids for ids, _ in prompts]
             places += [here for _, here in prompts]
-            lengths.append(len(prompts))
         ids, _ = padded(rows, self.gated.model.device)
         at = torch.tensor([(row, place) for row, here in enumerate(places) for place in here], device=ids.device).unbind(1)
         states: list[Tensor] = []

@@ -75,28 +75,34 @@ def travel(subject: Subject, questions: Sequence[Question], *, batch_size: int =
 
 def exchanged(tokenizer: PreTrainedTokenizerBase, question: Question, rng: random.Random) -> Question:
     """The question with the right answer's text and another's in each other's places. Raises UserError where that cannot be:
-    the answer has to stand in its span, and another one of as many tokens in another span."""
+    the answer has to end its span, and another one of as many tokens another span."""
     if question.evidence is None or not question.spans:
         raise UserError("an answer's way needs a probe that says where its answers stand: kv, mqar or phonebook")
-    right = question.choices[question.answer]
     spans = [question.prompt[begin:stop] for begin, stop in question.spans]
+    texts = [_ending(span, question.choices) for span in spans]
+    right, own = question.choices[question.answer].strip(), question.evidence
     (ids,) = opening(tokenizer, [question.prompt])
-    numbers = [number for number in range(len(spans)) if number != question.evidence]
-    for other in rng.sample(numbers, len(numbers)):
-        for wrong in question.choices:
-            if wrong == right or wrong.strip() not in spans[other] or right.strip() not in spans[question.evidence]:
-                continue
-            texts = list(spans)
-            texts[question.evidence] = _last_replaced(spans[question.evidence], right.strip(), wrong.strip())
-            texts[other] = _last_replaced(spans[other], wrong.strip(), right.strip())
-            prompt, places = _joined(question, texts)
-            if len(opening(tokenizer, [prompt])[0]) == len(ids):
-                return replace(question, prompt=prompt, spans=places)
-    raise UserError("no other answer of as many tokens stands in the prompt: the right one has nothing to change places with")
+    others = [(number, text) for number, text in enumerate(texts) if text and text != right and texts[own] == right]
+    for other, wrong in rng.sample(others, len(others)):
+        changed = list(spans)
+        changed[own], changed[other] = _ended(spans[own], right, wrong), _ended(spans[other], wrong, right)
+        prompt, places = _joined(question, changed)
+        if len(opening(tokenizer, [prompt])[0]) == len(ids):
+            return replace(question, prompt=prompt, spans=places)
+    raise UserError(
+        "an answer's way needs an answer that ends its span, and another one of as many tokens that ends another span"
+    )
 
 
-def _last_replaced(text: str, old: str, new: str) -> str:
-    before, _, after = text.rpartition(old)
+def _ending(span: str, choices: Sequence[str]) -> str | None:
+    """The longest of the choices with which a span ends, white space aside."""
+    ends = [choice.strip() for choice in choices if span.rstrip().endswith(choice.strip())]
+    return max(ends, key=len, default=None)
+
+
+def _ended(span: str, old: str, new: str) -> str:
+    """A span that ends in another text."""
+    before, _, after = span.rpartition(old)
     return before + new + after
 
 
