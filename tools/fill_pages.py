@@ -12,6 +12,7 @@ runs/NAME).
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from surgery.doctor.benchmark import Benchmark
@@ -32,6 +33,8 @@ MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 SEEDS = [ROOT / "recipes" / f"{name}.findings.json" for name in ("seeds", "seeds-mamba1")]
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
 AWARE = ROOT / "recipes" / "retrieval-aware.findings.json"
+COHORT = ROOT / "recipes" / "cohort.findings.json"
+SEED2 = ROOT / "recipes" / "seed2.findings.json"
 SERVING = ROOT / "recipes" / "serving.json"
 GGUF = ROOT / "recipes" / "gguf.json"
 
@@ -202,6 +205,24 @@ converted model. Measured {origin.created[:10]} on {origin.machine}, {origin.thr
 (`recipes/retrieval-aware.findings.json`)."""
 
 
+def cohort(path: Path = COHORT) -> str:
+    """The main job on bases that nobody prepared."""
+    name = path.name.partition(".")[0]
+    if not path.exists():
+        return f"There is no record yet: `surgery run recipes/{name}.yaml` makes one."
+    result = Findings.read(path)
+    origin, recipe = result.provenance, result.provenance.recipe or {}
+    lines = "\n".join(f"- {line}" for line in result.summary.split("\n"))
+    return f"""{lines}
+
+{markdown.table(*result.table())}
+
+![{studies()[result.study].title}](../../recipes/{name}.png)
+
+Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread{"s" * (origin.threads > 1)}, seed {origin.seed}, \
+{current(recipe)["bench"]["limit"]} examples a cell (`recipes/{path.name}`)."""
+
+
 def gguf() -> str:
     """What llama.cpp answered."""
     return f"> Also {EngineProof.read(GGUF).line()}."
@@ -209,7 +230,14 @@ def gguf() -> str:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"demo table": short_demo},
-    DOCS / "ideas" / "evidence.md": {"demo": demo, "mamba-1 table": mamba1, "seeds": seeds, "retrieval-aware": retrieval_aware},
+    DOCS / "ideas" / "evidence.md": {
+        "demo": demo,
+        "mamba-1 table": mamba1,
+        "seeds": seeds,
+        "retrieval-aware": retrieval_aware,
+        "cohort": cohort,
+        "seed-2": partial(cohort, SEED2),
+    },  # fmt: skip
     DOCS / "howto" / "serve.md": {"serving table": serving, "gguf": gguf},
     DOCS / "reference" / "kernels.md": {"kernel table": kernels},
     DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},
