@@ -237,7 +237,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "retrieval-aware": retrieval_aware,
         "cohort": cohort,
         "seed-2": partial(cohort, SEED2),
-    },  # fmt: skip
+    },
     DOCS / "howto" / "serve.md": {"serving table": serving, "gguf": gguf},
     DOCS / "reference" / "kernels.md": {"kernel table": kernels},
     DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},
