@@ -55,7 +55,7 @@ def _missed(q: Tensor, k: Tensor, evidence: Tensor) -> Tensor:
     """(heads,): the same for each head."""
     known = evidence[..., 1] > evidence[..., 0]  # b t
     most = int(known.sum(1).max())
-    at = known.int().argsort(1, descending=True, stable=True)[:, :most]  # of each row the targets, and others after them
+    at = known.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # of each row the targets, and others after them
     real = known.gather(1, at)
     first, behind = (side.gather(1, at)[..., None] for side in evidence.unbind(-1))
     places = torch.arange(k.shape[2], device=k.device)

@@ -48,9 +48,9 @@ def test_as_a_setting(surgery, tmp_path, ranking):
     assert chosen.blend == 0.5
     assert str(chosen.sites[0]) in out
     for settings, complaint in {
-        "plan={by: choice, heads: auto}": "plan: by: choice finds so many heads",
-        "plan={by: choice, sites: L0.H1}": "plan: by: choice finds so many heads",
-        "plan={by: choice, kind: layer}": "plan: by: choice finds so many heads",
+        "plan={by: choice, heads: auto}": "plan.by: choice finds so many heads",
+        "plan={by: choice, sites: L0.H1}": "plan.by: choice finds so many heads",
+        "plan={by: choice, kind: layer}": "plan.by: choice finds so many heads",
     }.items():
         status, _, error = surgery("plan", "ranking.json", "--set", settings, "--base", TINY)
         assert (status, complaint in " ".join(error.split())) == (2, True), error
