@@ -164,7 +164,8 @@ class Oracles:
             rows += [ids for ids, _ in prompts]
             places += [here for _, here in prompts]
         ids, _ = padded(rows, self.gated.model.device)
-        at = torch.tensor([(row, place) for row, here in enumerate(places) for place in here], device=ids.device).unbind(1)
+        tokens = torch.tensor([(row, place) for row, here in enumerate(places) for place in here], device=ids.device)
+        at = tokens[:, 0], tokens[:, 1]
         states: list[Tensor] = []
         handles = [
             block.register_forward_hook(lambda _, __, returned: states.append(picked(tensor_of(returned), at)))

@@ -166,7 +166,7 @@ model: checkpoints/tiny-mamba2
 locate: {{examples: 4, exact: true, layers: false, options: {{pairs: 4}}}}
 plan: {{sites: L0.H1}}
 tune: {{steps: 1, batch_size: 2, text_batch_size: 1, lessons: [{{probe: kv, options: {{pairs: 4}}}}]}}
-bench: {{pairs: [4], unseen_pairs: [], limit: 6, windows: 2, contexts: [], random_sites: 1}}
+bench: {{pairs: [4], unseen_pairs: [], limit: 6, windows: 2, contexts: [], controls: false}}
 study: {{name: cohort, bases: {{one: {{{SMALL}, seed: 1}}, two: {{{SMALL}, seed: 2, curriculum: {{last: 3}}}}}}}}
 """
 
@@ -195,11 +195,11 @@ def test_cohort(surgery, tmp_path, monkeypatch, cohort_files):
     assert made == ["one", "two", "two"]
     assert (tmp_path / "out" / "jobs" / "one" / "report.json").stat().st_mtime_ns == done
     findings = Findings.read(tmp_path / "out" / "findings.json")
-    models = ("base", "spliced", "tuned", "control_tuned", "control_same_layer", "control_same_layer_tuned")
+    models = ("base", "spliced", "tuned")
     assert [row.what for row in findings.rows] == [f"{name}: {model}" for name in ("one", "two") for model in models]
     assert all(row.figures["kv.4"].n == 6 for row in findings.rows)
     report = Report.read(tmp_path / "out" / "jobs" / "two" / "report.json")
-    assert findings.rows[8].figures["kv.4"] == report["tuned"].kv["4"]
+    assert findings.rows[5].figures["kv.4"] == report["tuned"].kv["4"]
     for name, last in (("one", 10), ("two", 3)):
         about = findings.about[name]
         assert about["plan"] == ["L0.H1"]
