@@ -58,6 +58,7 @@ def test_as_a_setting(surgery, tmp_path, ranking):
     assert (status, "plan.by=choice measures the ranked model, and there is no nowhere here" in error) == (2, True), error
 
 
+@pytest.mark.slow
 def test_what_it_would_cost_is_estimated(surgery, tmp_path):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     few = [

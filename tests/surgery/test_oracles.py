@@ -166,7 +166,8 @@ def test_an_exchanged_answer(tokenizer):
 def test_travelling(made, tokenizer):
     """What is exchanged behind the last mixing of tokens matters at the last token alone; what is exchanged nowhere does not
     matter; and exchanged answers are what the other prompt answers."""
-    base = made(vocab_size=VOCABULARY, num_hidden_layers=2, hidden_size=16, **({"num_heads": 2} if made is random_base else {}))
+    sizes = {"hidden_size": 16, "num_heads": 2} if made is random_base else {"hidden_size": 4}
+    base = made(vocab_size=VOCABULARY, num_hidden_layers=2, **sizes)
     questions = kv(3, 4)
     found = travel(Subject.of(base.double(), tokenizer), questions, batch_size=3, seed=5)
     np.testing.assert_allclose(found.clean, answer(base, tokenizer, questions).loss, rtol=1e-9)

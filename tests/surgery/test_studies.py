@@ -177,6 +177,7 @@ def cohort_files(tmp_path, blank):
     (tmp_path / "cohort.yaml").write_text(COHORT)
 
 
+@pytest.mark.slow
 def test_cohort(surgery, tmp_path, monkeypatch, cohort_files):
     """Interrupted before the second base is trained, it goes on there, and repeats nothing."""
     made, own = [], cohort.pretrain
