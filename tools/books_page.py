@@ -21,10 +21,12 @@ def base() -> str:
     recipe = read_pretrain_recipe(RECIPE)
     fields, corpus = recipe.architecture, recipe.corpus
     assert corpus is not None
-    return f"""The checkpoint is still being trained. It is going to be a {fields["model_type"]} of \
-{fields["num_hidden_layers"]} layers, hidden size {fields["hidden_size"]}, {fields["num_heads"]} heads of {fields["head_dim"]} and a state of \
-{fields["state_size"]}, with a byte-level BPE of {corpus.vocabulary:,} tokens, trained in windows of {corpus.tokens} tokens, \
-{corpus.batch_size} in a step."""
+    return (
+        f"The checkpoint is still being trained. It is going to be a {fields['model_type']} of {fields['num_hidden_layers']} "
+        f"layers, hidden size {fields['hidden_size']}, {fields['num_heads']} heads of {fields['head_dim']} and a state of "
+        f"{fields['state_size']}, with a byte-level BPE of {corpus.vocabulary:,} tokens, trained in windows of {corpus.tokens} "
+        f"tokens, {corpus.batch_size} in a step."
+    )
 
 
 def operation() -> str:

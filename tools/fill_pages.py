@@ -4,11 +4,10 @@ What was measured comes from the records that the commands wrote, what the code 
 (tools/reference_parts.py). In a page, such a part stands between <!-- NAME --> and <!-- /NAME -->.
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
-`surgery run recipes/demo-mamba1.yaml`), recipes/books.report.json (likewise),
-recipes/serving.json (`python -m tools.serving_record`), recipes/gguf.json (`python -m tools.gguf_record`), recipes/full-size.json
-(`python -m tools.full_size`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and
-NAME.findings.json in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to
-runs/NAME).
+`surgery run recipes/demo-mamba1.yaml`), recipes/books.report.json (likewise), recipes/serving.json (`python -m
+tools.serving_record`), recipes/gguf.json (`python -m tools.gguf_record`), recipes/full-size.json (`python -m tools.full_size`),
+recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and NAME.findings.json in recipes and
+recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
 """
 
 from collections.abc import Callable
