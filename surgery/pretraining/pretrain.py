@@ -17,6 +17,7 @@ import torch
 import yaml
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from surgery.errors import UserError
@@ -36,6 +37,7 @@ from surgery.pretraining.measuring import measure
 from surgery.pretraining.training import train
 from surgery.records.plan import Plan
 from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe
+from surgery.records.reading import shown
 from surgery.runtime.replacing import building, reason, replace
 from surgery.splicing.splice import adopt, install, unsplice
 from surgery.world.tokenizer import build_tokenizer
@@ -141,10 +143,13 @@ def _without_code(folder: Path) -> None:
 
 def _fresh(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     fields = dict(recipe.architecture)
+    kind = fields.pop("model_type", None)
+    if not (isinstance(kind, str) and kind in CONFIG_MAPPING):
+        raise UserError(f"architecture: transformers knows no model_type {shown(kind)}; mamba2 is one")
     vocabulary = -(-len(tokenizer) // 16) * 16
     special = {f"{name}_token_id": tokenizer.eos_token_id for name in ("pad", "bos", "eos")}
     try:
-        config = AutoConfig.for_model(fields.pop("model_type", "none"), vocab_size=vocabulary, **special, **fields)
+        config = AutoConfig.for_model(kind, vocab_size=vocabulary, **special, **fields)
         model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever a model's own code makes of sizes that do not fit
         raise UserError(f"architecture: no model can be made of this: {one_line(error)}") from error

@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,11 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from surgery.cli.app import main
 from surgery.errors import UserError
 from surgery.loading.checkpoint import load
 from surgery.pretraining import corpus_training, pretrain
 from surgery.pretraining.chunked_entropy import mean_cross_entropy
 from surgery.pretraining.corpus import RECORD, Windows, files, prepared, spread
-from surgery.pretraining.corpus_training import train_on_corpus
 from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe, read_pretrain_recipe
 from surgery.runtime.deferring import deferred
 from surgery.tuning.state import Checkpoints
@@ -166,8 +165,9 @@ class Stopped(Exception):
     """What a signal's handler raised."""
 
 
-def interrupted(step, work, raised=Stopped):
-    """Do some work, in a step of which SIGTERM comes; what it ends with."""
+@contextmanager
+def signalled(step):
+    """Meanwhile SIGTERM comes within a step of training."""
     own, taken = corpus_training._loss, iter(range(10**6))
 
     def loss(model, rows):
@@ -177,9 +177,12 @@ def interrupted(step, work, raised=Stopped):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(corpus_training, "_loss", loss)
-        with pytest.raises(raised) as stop:
-            work()
-    return stop.value
+        yield
+
+
+def interrupted(step, work):
+    with signalled(step), pytest.raises(Stopped):
+        work()
 
 
 @pytest.fixture
@@ -329,9 +332,14 @@ def test_recipes_that_mean_nothing_are_refused_in_one_line(lines, words, tmp_pat
 
 
 def test_models_that_cannot_be_made_are_refused_in_one_line(recipe, tmp_path):
-    for architecture in ({}, {"model_type": "mambo"}, SMALL | {"num_heads": 3}):
-        with pytest.raises(UserError, match="architecture: no model can be made of this"):
+    for architecture, words in (
+        ({}, "architecture: transformers knows no model_type None"),
+        ({"model_type": "mambo"}, "architecture: transformers knows no model_type mambo"),
+        (SMALL | {"num_heads": 3}, "architecture: no model can be made of this: "),
+    ):
+        with pytest.raises(UserError, match=words) as refusal:
             run(recipe.model_copy(update={"architecture": architecture}), tmp_path / "base")
+        assert len(str(refusal.value).splitlines()) == 1
 
 
 def test_the_small_world_knows_no_finish(tmp_path):
@@ -369,15 +377,18 @@ def test_a_signal_waits_for_the_end_of_the_work():
         signal.raise_signal(signal.SIGTERM)  # what listened before does so again
 
 
-def test_interrupted_the_command_line_names_the_same_command(recipe, tmp_path, monkeypatch, capsys):
-    path, out = tmp_path / "recipe.yaml", tmp_path / "base"
-    path.write_text(yaml.safe_dump(recipe.written()))
-    monkeypatch.setattr("sys.argv", ["surgery", "pretrain", str(path), "--out", str(out)])
-    assert interrupted(1, main, SystemExit).code == 128 + signal.SIGTERM
-    assert f"pretrain {path} --out {out}\n" in capsys.readouterr().err
+def test_interrupted_the_command_line_names_the_same_command(recipe, surgery, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.written()))
+    with signalled(1):
+        status, _, err = surgery("pretrain", "recipe.yaml", "--out", "base")
+    assert status == 128 + signal.SIGTERM
+    assert err.splitlines()[-1].endswith("pretrain recipe.yaml --out base")
     assert (tmp_path / "base-pretraining" / "checkpoint-2").exists()
-    main()
-    assert "nats_per_token" in capsys.readouterr().out
+    assert not (tmp_path / "base").exists()
+    status, out, err = surgery("pretrain", "recipe.yaml", "--out", "base")
+    assert status == 0
+    assert "pretrain: goes on from step 2" in err
+    assert "nats_per_token" in out
     (corpus,) = (tmp_path / "base-pretraining").glob("corpus-*")
     assert (corpus / RECORD).exists()
 
@@ -388,4 +399,3 @@ def test_nothing_but_numbers_of_steps_is_free(recipe, tmp_path):
     fixed = corpus_training._settings(recipe, corpus)
     assert set(PretrainRecipe.model_fields) == set(fixed) | corpus_training.FREE
     assert set(CorpusOptions.model_fields) == (set(fixed["corpus"]) - {"text"}) | corpus_training.FREE_OF_CORPUS
-    assert train_on_corpus.__doc__
