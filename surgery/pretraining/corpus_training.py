@@ -93,6 +93,8 @@ def train_on_corpus(model: PreTrainedModel, corpus: Corpus, recipe: PretrainReci
                 checkpoints.save(state, optimizer, schedule)
             if last:
                 break
+    if state.step < steps:  # the signal's own handler has raised nothing
+        raise UserError(f"pretrain: a signal ended it after step {state.step:,}; the same command goes on")
     return state
 
 

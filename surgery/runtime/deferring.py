@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @contextmanager
 def deferred() -> Iterator[Callable[[], bool]]:
     """Meanwhile the first of SIGNALS does nothing but to be remembered; a second one ends the process at once. Yields what says
-    whether one has come. At the end it goes to whatever listened before."""
+    whether one has come. At the end it goes to whatever listened before. Signals that are ignored stay so."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # which alone gets signals
         yield lambda: False
@@ -20,10 +20,11 @@ def deferred() -> Iterator[Callable[[], bool]]:
 
     def remember(number: int, _: FrameType | None) -> None:
         came.append(number)
-        for each in SIGNALS:
+        for each in before:
             signal.signal(each, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, remember) for number in SIGNALS}
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, remember) for number in heard}
     try:
         yield lambda: bool(came)
     finally:

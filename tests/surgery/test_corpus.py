@@ -185,14 +185,14 @@ def interrupted(step, work):
         work()
 
 
+def stopping(number, _):
+    raise Stopped
+
+
 @pytest.fixture
 def raising():
     """SIGTERM raises, as it does in the command line."""
-
-    def stop(number, _):
-        raise Stopped
-
-    before = signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, stopping)
     yield
     signal.signal(signal.SIGTERM, before)
 
@@ -210,6 +210,16 @@ def test_interrupted_it_ends_where_an_uninterrupted_training_does(step, recipe, 
     assert equal(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
     for name in ("log.jsonl", "measured.json", "recipe.yaml"):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_signal_whose_handler_raises_nothing_leaves_no_checkpoint_behind(recipe, tmp_path):
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with signalled(1), pytest.raises(UserError, match="a signal ended it after step 2; the same command goes on"):
+            run(recipe, tmp_path / "base")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not (tmp_path / "base").exists()
 
 
 def test_killed_it_goes_on_from_what_it_kept(recipe, tmp_path, monkeypatch):
@@ -373,6 +383,11 @@ def test_a_signal_waits_for_the_end_of_the_work():
     assert reached == [False, True]
     with deferred():
         pass
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with deferred() as came:
+        signal.raise_signal(signal.SIGTERM)
+        assert not came()
+    signal.signal(signal.SIGTERM, stopping)
     with pytest.raises(Stopped):
         signal.raise_signal(signal.SIGTERM)  # what listened before does so again
 
