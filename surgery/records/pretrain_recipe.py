@@ -16,13 +16,13 @@ from surgery.records.sections.section import (
     MOST,
     ROWS,
     STEPS,
+    TOKENS,
     Count,
     Examples,
     Name,
     Rows,
     Section,
     Steps,
-    Tokens,
     check_tokens,
     none_for_no,
 )
@@ -79,7 +79,7 @@ class CorpusOptions(Section):
     """An existing tokenizer, an id of the Hub or a folder; by default a byte-level BPE is trained on the text to learn."""
     vocabulary: int = Field(default=4096, ge=257, le=MOST)
     """How many tokens the tokenizer has that is trained: 256 bytes, one that ends a text, and merges."""
-    tokens: Annotated[Tokens, Field(ge=2)] = 512
+    tokens: int = Field(default=512, ge=2, le=TOKENS)
     """Tokens of a window."""
     batch_size: Rows = 16
     """Windows of a step."""
