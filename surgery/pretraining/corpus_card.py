@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.corpus import Corpus
 from surgery.pretraining.corpus_measuring import PAIRS, RARE
+from surgery.records.names import called
 from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe
 from surgery.records.record import provenance
 
@@ -23,7 +24,7 @@ def corpus_card(
     learnt, held_out = corpus.about["train"], corpus.about["held_out"]
     packages = ", ".join(f"{package} {version}" for package, version in source.packages.items())
     about = f"\n{options.about.strip()}\n" if options.about.strip() else ""
-    words = "its own byte-level BPE" if options.tokenizer is None else f"the tokenizer of {options.tokenizer}"
+    words = "its own byte-level BPE" if options.tokenizer is None else f"the tokenizer of {called(options.tokenizer)}"
     return f"""---
 library_name: transformers
 tags: [{model.config.model_type}]

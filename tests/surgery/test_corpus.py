@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import yaml
 
 from surgery.errors import UserError
+from surgery.evaluation.report import Report
 from surgery.loading.checkpoint import load
 from surgery.pretraining import corpus_training, pretrain
 from surgery.pretraining.chunked_entropy import mean_cross_entropy
@@ -288,6 +289,29 @@ def test_a_base_is_stored_in_bfloat16_and_trained_with_an_existing_tokenizer(rec
     loaded = load(str(tmp_path / "base"))
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
     assert loaded.tokenizer.get_vocab() == load(fields["tokenizer"]).tokenizer.get_vocab()
+
+
+OPERATION = """
+model: base
+data: {{train_text: "{books}/train/more", held_out_text: "{books}/held out.txt"}}
+locate: {{probe: recall, options: {{source: "{books}/train/b.txt", words: 64, rare: 5000}}, examples: 4, exact: false}}
+plan: {{heads: 1}}
+tune: {{steps: 2, lessons: [], hit_weight: 1.0, rare: 5000, batch_size: 1, text_batch_size: 1, text_tokens: 64}}
+bench: {{suites: [hits], contexts: [32, 64], windows: 8, window: 32, rare: 5000, random_sites: 1}}
+"""
+
+
+@pytest.mark.slow  # the parts have quick tests of their own
+def test_a_base_is_operated_on_with_nothing_but_text(recipe, books, surgery, tmp_path):
+    """A tokenizer of its own, a folder of texts, recall hits: as recipes/books.yaml does it."""
+    run(recipe, tmp_path / "base")
+    (tmp_path / "operation.yaml").write_text(OPERATION.format(books=books))
+    status, _, err = surgery("run", "operation.yaml", "--out", "done")
+    assert status == 0, err
+    report = Report.read(tmp_path / "done" / "report.json")
+    assert {"base", "spliced", "tuned", "control_tuned", "control_random_site_tuned"} <= set(report.models)
+    for model in report.models.values():
+        assert {"recall_hits.32", "other_tokens.32", "recall_hits.64", "other_tokens.64"} == set(model.tasks)
 
 
 def test_a_loss_that_is_not_finite_ends_it(recipe, tmp_path, monkeypatch):
