@@ -341,7 +341,7 @@ def test_text_that_cannot_be_learnt_is_refused_in_one_line(recipe, books, tmp_pa
         ({"held_out": str(tmp_path / "copy.txt")}, "% of this text is also in corpus.train; at most 5% may be"),
         ({"train": str(tmp_path / "short.txt")}, "windows of 16 (corpus.tokens) need 33"),
         ({"held_out": str(tmp_path / "short.txt")}, "and a window needs 17 (corpus.tokens)"),
-        ({"tokenizer": str(tmp_path / "empty")}, "empty holds no tokenizer"),
+        ({"tokenizer": str(tmp_path / "empty")}, "empty is not a model folder"),
     ):
         assert words in refused(recipe, tmp_path, **changes)
 
