@@ -11,6 +11,7 @@ from surgery.pretraining.corpus_measuring import PAIRS, RARE
 from surgery.records.names import called
 from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe
 from surgery.records.record import provenance
+from surgery.runtime.progress import duration
 
 
 def corpus_card(
@@ -35,9 +36,9 @@ A {model.config.model_type} language model of {model.num_parameters():,} paramet
 {structure.heads(0)} heads), trained from scratch on running text with {words} of {len(corpus.tokenizer):,} tokens. Nothing \
 was done for retrieval: whatever it retrieves, it learnt from that text.
 {about}
-It learnt from {learnt["files"]} files, {learnt["bytes"] / 1e6:.1f} MB, {learnt["tokens"]:,} tokens, of which it saw \
-{seen:,} ({seen / learnt["tokens"]:.2f} times the text) in windows of {options.tokens}. It was measured on {held_out["files"]} \
-other files of {held_out["bytes"] / 1e6:.1f} MB.
+It learnt from {_files(learnt["files"])}, {learnt["bytes"] / 1e6:.1f} MB, {learnt["tokens"]:,} tokens, of which it saw \
+{seen:,} ({seen / learnt["tokens"]:.2f} times the text) in windows of {options.tokens}. It was measured on \
+{_files(held_out["files"], "other ")} of {held_out["bytes"] / 1e6:.1f} MB.
 
 Held-out loss, with 95% intervals over {measured["windows"]:,} windows: {_figure(measured["nats_per_token"])} nats per token, \
 {_figure(measured["nats_per_byte"])} nats per byte.
@@ -55,9 +56,13 @@ Key-value retrieval (a dictionary in the prompt of arXiv 2504.18574), of which i
 |---|---|---|
 {_retrieval(measured)}
 
-Trained until {datetime.now(UTC).date()}, in {seconds / 3600:.1f} hours on {source.machine}, {source.threads} threads; seed \
+Trained until {datetime.now(UTC).date()}, in {duration(seconds)} on {source.machine}, {source.threads} threads; seed \
 {recipe.seed}; {packages}. The recipe is `recipe.yaml`, the losses `log.jsonl`, the figures above `measured.json`.
 """
+
+
+def _files(count: int, which: str = "") -> str:
+    return f"{count} {which}file{'s' * (count != 1)}"
 
 
 def _figure(estimate: dict[str, Any]) -> str:

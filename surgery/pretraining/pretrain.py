@@ -88,7 +88,8 @@ def _pretrain_on_corpus(recipe: PretrainRecipe, options: CorpusOptions, out: Pat
     work = out.parent / f"{out.name}-pretraining"
     corpus = prepared(options, work)
     torch.manual_seed(recipe.seed)
-    model = adopt(_fresh(recipe, corpus.tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")).train()
+    fresh: Any = _fresh(recipe, corpus.tokenizer)
+    model: Any = adopt(fresh.to("cuda" if torch.cuda.is_available() else "cpu"))
     state = train_on_corpus(model, corpus, recipe, work, finish=finish)
     model = model.eval().to(getattr(torch, options.dtype))
     base = unsplice(model) if model.config.model_type in families() and not recipe.attention else model
