@@ -4,11 +4,10 @@ What was measured comes from the records that the commands wrote, what the code 
 (tools/reference_parts.py). In a page, such a part stands between <!-- NAME --> and <!-- /NAME -->.
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
-`surgery run recipes/demo-mamba1.yaml`), recipes/serving.json (`python -m tools.serving_record`),
-recipes/gguf.json (`python -m tools.gguf_record`), recipes/full-size.json
-(`python -m tools.full_size`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and
-NAME.findings.json in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to
-runs/NAME).
+`surgery run recipes/demo-mamba1.yaml`), recipes/books.report.json (likewise), recipes/serving.json (`python -m
+tools.serving_record`), recipes/gguf.json (`python -m tools.gguf_record`), recipes/full-size.json (`python -m tools.full_size`),
+recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and NAME.findings.json in recipes and
+recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from surgery.evaluation.report import ModelReport, Report
 from surgery.exporting.engines import EngineProof
 from surgery.records.renamed import current
 from surgery.studies import Findings, studies
-from tools import costs_page, reference_parts
+from tools import books_page, costs_page, reference_parts
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -244,6 +243,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "cohort": cohort,
         "seed-2": partial(cohort, SEED2),
     },
+    DOCS / "ideas" / "tiny-books.md": {"tiny-books": books_page.base, "books": books_page.operation},
     DOCS / "howto" / "serve.md": {"serving table": serving, "gguf": gguf},
     DOCS / "reference" / "kernels.md": {"kernel table": kernels},
     DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},

@@ -19,6 +19,7 @@ from surgery.records.sections.section import (
     Width,
     check_tokens,
     check_weights,
+    none_for_no,
 )
 
 
@@ -146,11 +147,6 @@ class AutoSteps(Section):
     """The curve is flat after so many measurements without progress."""
 
 
-def _none_for_no(value: Any) -> Any:
-    """accelerate's `no`, which YAML reads as false."""
-    return None if value is False or value == "no" else value
-
-
 class Tune(Section):
     """How the grafts are trained. Each step sees a batch of one of the lessons, and a batch of text on which the hybrid is held
     to its base by a KL term. Several processes divide every batch."""
@@ -212,7 +208,7 @@ class Tune(Section):
     not fit into memory; with divided models (FSDP, ZeRO 3) only true does so."""
     gradient_accumulation_steps: Count = 1
     """Divide a batch into this many parts that go through the model one after the other: less memory, the same result."""
-    mixed_precision: Annotated[Literal["bf16"] | None, pydantic.BeforeValidator(_none_for_no)] = None
+    mixed_precision: Annotated[Literal["bf16"] | None, pydantic.BeforeValidator(none_for_no)] = None
     """bf16: compute in bfloat16, keep what is trained in float32. A model stored in bfloat16 or float16 is always tuned so."""
     report_to: tuple[str, ...] = ()
     """Trackers that the log also goes to, by accelerate (tensorboard, wandb, ...)."""
