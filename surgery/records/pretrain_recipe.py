@@ -78,8 +78,10 @@ class PretrainRecipe(Section):
     curriculum: Curriculum = Curriculum()
     """How dictionaries grow (section pretrain.curriculum)."""
     first_layer_steps: int = Field(default=1500, ge=0, le=STEPS)
-    """At most this many steps of the first layer alone; the stage ends when the curriculum does. 0 for a model that needs two
-    layers to retrieve."""
+    """At most this many steps of the first layers alone; the stage ends when the curriculum does."""
+    first_layers: Count = 1
+    """How many layers are the first ones: 2 for a mixer without a convolution, which needs a layer to gather and another one to
+    aggregate."""
     hints: Hints | None = None
     """For a Transformer (section pretrain.hints)."""
     queries: Count = 16
