@@ -45,7 +45,7 @@ from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, write_text
 from surgery.runtime.memory import measured as measured_memory
-from surgery.runtime.memory import size
+from surgery.runtime.memory import size, trim
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, duration, say
 from surgery.splicing.splice import adopt
@@ -118,6 +118,7 @@ class _Job:
         if announcement is not None:
             say(announcement)
         start = time.monotonic()
+        trim()  # what the stage before has freed is no part of this one's memory
         with measured_memory() as peak:
             yield
         self.timings[name] = round(time.monotonic() - start, 2)
@@ -132,8 +133,11 @@ class _Job:
 
     def plan(self, ranking: Ranking) -> Plan:
         options = self.recipe.plan
-        if options.grows:
-            with self.stage("plan", f"adding heads to the plan while they save {options.auto.least_gain:g} nats or more"):
+        if options.measures:
+            what = f"adding heads to the plan while they save {options.auto.least_gain:g} nats or more"
+            if options.by == "choice":
+                what = f"looking for the {options.heads} heads that a perfect choice would help most"
+            with self.stage("plan", what):
                 chosen = planned(self.recipe, self.base, ranking, self.out / KEPT)
         else:
             chosen = planned(self.recipe, self.base, ranking)

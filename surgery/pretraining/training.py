@@ -14,7 +14,7 @@ from surgery.pretraining.measuring import measured_probes
 from surgery.probes.scoring import answer
 from surgery.records.pretrain_recipe import Hints, PretrainRecipe
 from surgery.runtime.progress import Track, say
-from surgery.tuning.optimizer import parameter_groups
+from surgery.tuning.optimizer import parameter_groups, steady_schedule
 from surgery.tuning.sequences import IGNORE, collate
 
 
@@ -23,10 +23,6 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
     optimizer = torch.optim.AdamW(
         parameter_groups(model.named_parameters(), recipe.weight_decay), lr=recipe.learning_rate, betas=(0.9, 0.95)
     )
-
-    def rate(step: int) -> float:
-        left = (recipe.steps - step) / (recipe.steps * (1 - recipe.decay_from))
-        return min(1.0, (step + 1) / recipe.warmup_steps) * min(1.0, max(0.05, left))
 
     rng, curriculum = random.Random(recipe.seed), Progress(recipe.curriculum)
     log: list[dict[str, float]] = []
@@ -61,7 +57,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
     if hints is not None:
         model.set_attn_implementation("sdpa")
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    schedule = steady_schedule(optimizer, recipe.warmup_steps, recipe.steps, recipe.decay_from)
     progress = Track(range(recipe.steps), "pretrain")
     for number in progress:
         batches = lesson(tokenizer, recipe, rng, curriculum.most)
