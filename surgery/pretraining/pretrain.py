@@ -3,8 +3,8 @@
 In the small world the loss covers three kinds of sequence: dictionaries of a growing number of pairs, documents (facts among
 narrative), and lettered questions. Retrieval appears only if the curriculum starts with two pairs and adds more when these are
 learnt. It is learnt before there is any text, which decides where in the model it is located; otherwise that is left to chance.
-A Mamba learns it with its first layer alone, before the others exist, which is several times cheaper. A Transformer needs two
-layers for it, and hints (hints.py).
+A Mamba learns it with its first layer alone, before the others exist, which is several times cheaper. A mixer without
+a convolution needs two layers for it (first_layers), and a Transformer hints as well (hints.py).
 """
 
 import json
@@ -30,10 +30,10 @@ from surgery.pretraining.corpus import prepared
 from surgery.pretraining.corpus_card import corpus_card
 from surgery.pretraining.corpus_measuring import measure_on_corpus
 from surgery.pretraining.corpus_training import train_on_corpus
-from surgery.pretraining.delta_start import start_delta_mixers
 from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds
 from surgery.pretraining.measuring import measure
+from surgery.pretraining.mixer_starts import start_mixers
 from surgery.pretraining.training import train
 from surgery.records.plan import Plan
 from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe
@@ -162,7 +162,7 @@ def _fresh(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTra
             mixer.out_proj.weight /= math.sqrt(config.num_hidden_layers)
             if isinstance(mixer, Mamba2Mixer):  # transformers' own start is 1, 2, 3, ... by head
                 mixer.A_log.uniform_(1, 16).log_()
-        start_delta_mixers(model)
+        start_mixers(model)
     if recipe.attention:
         return install(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
     return model

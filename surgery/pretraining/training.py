@@ -46,7 +46,11 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min(1.0, (number + 1) / recipe.warmup_steps)
         batch = collate(tokenizer, dictionaries(recipe, rng, curriculum.most))
-        step(_hinted(model, *batch, hints) if hints else {"kv": _loss(model, *batch, layers=1)}, progress, number + 1)
+        step(
+            _hinted(model, *batch, hints) if hints else {"kv": _loss(model, *batch, layers=recipe.first_layers)},
+            progress,
+            number + 1,
+        )
         if curriculum.done:
             break
     say(f"retrieval alone: {number + 1} steps, {curriculum.most} pairs")

@@ -105,7 +105,7 @@ class CorpusOptions(Section):
 
 # Settings of the small world's lessons, which mean nothing for other text.
 OF_THE_WORLD = (
-    "teacher", "curriculum", "first_layer_steps", "hints", "queries", "kv_targets", "text_sequences", "text_sentences",
+    "teacher", "curriculum", "first_layer_steps", "first_layers", "hints", "queries", "kv_targets", "text_sequences", "text_sentences",
     "letter_sequences", "letter_questions",
 )  # fmt: skip
 
@@ -140,8 +140,10 @@ class PretrainRecipe(Section):
     curriculum: Curriculum = Curriculum()
     """How dictionaries grow (section pretrain.curriculum)."""
     first_layer_steps: int = Field(default=1500, ge=0, le=STEPS)
-    """At most this many steps of the first layer alone; the stage ends when the curriculum does. 0 for a model that needs two
-    layers to retrieve."""
+    """At most this many steps of the first layers alone; the stage ends when the curriculum does."""
+    first_layers: Count = 1
+    """How many layers are the first ones: 2 for a mixer without a convolution, which needs a layer to gather and another one to
+    aggregate."""
     hints: Hints | None = None
     """For a Transformer (section pretrain.hints)."""
     queries: Count = 16
