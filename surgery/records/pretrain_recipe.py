@@ -105,8 +105,8 @@ class CorpusOptions(Section):
 
 # Settings of the small world's lessons, which mean nothing for other text.
 OF_THE_WORLD = (
-    "teacher", "curriculum", "first_layer_steps", "first_layers", "hints", "queries", "kv_targets", "text_sequences", "text_sentences",
-    "letter_sequences", "letter_questions",
+    "teacher", "curriculum", "first_layer_steps", "first_layers", "hints", "queries", "kv_targets", "text_sequences",
+    "text_sentences", "letter_sequences", "letter_questions",
 )  # fmt: skip
 
 
