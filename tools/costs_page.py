@@ -76,12 +76,15 @@ def estimates() -> str:
     for name, case in record.cases.items():
         whole = case.whole
         seconds, memory = map(duration, whole.seconds), map(_gib, whole.memory)
-        body.append([name, *seconds, f"{whole.seconds_ratio:.2f}", *memory, f"{whole.memory_ratio:.2f}", duration(case.took)])
-    header = ["run", "time, estimated", "then", "ratio", "peak memory, estimated", "then", "ratio", "the estimate took"]
+        day = (case.environment or record.environment).created[:10]
+        body.append(
+            [name, *seconds, f"{whole.seconds_ratio:.2f}", *memory, f"{whole.memory_ratio:.2f}", duration(case.took), day]
+        )
+    header = ["run", "time, estimated", "then", "ratio", "peak memory, estimated", "then", "ratio", "the estimate took", "on"]
     where = record.environment
     return f"""{markdown.table(header, body)}
 
-Each is to be within {TIME:.0%} in time and {MEMORY:.0%} in memory. Measured {where.created[:10]}, {where.machine}, \
+Each is to be within {TIME:.0%} in time and {MEMORY:.0%} in memory. Measured on {where.machine}, \
 {where.threads} threads (`recipes/estimates.json`, with every stage)."""
 
 

@@ -55,13 +55,15 @@ class Compared(Record):
 
 
 class Case(Record):
-    """stages: by name. whole: the sum of their times and the most of their memory. took: seconds of the estimate itself."""
+    """stages: by name. whole: the sum of their times and the most of their memory. took: seconds of the estimate itself.
+    environment: what it was measured with, if that is not what the whole record says."""
 
     recipe: dict[str, Any]
     tried: str
     stages: dict[str, Compared]
     whole: Compared
     took: float
+    environment: Environment | None = None
 
     def holds(self) -> bool:
         """Whether the whole is within the bounds."""
@@ -91,15 +93,20 @@ def check(names: list[str], clock: str, quick: bool) -> Check:
 
 
 def _with_earlier(result: Check, out: Path) -> Check:
-    """With the other cases that are on record, if they were measured by the same version, in the same way and place."""
+    """With the other cases that are on record, if they were measured in the same way, on the same machine and packages. Each
+    keeps the version that it was measured with."""
     if not out.exists():
         return result
     earlier = Check.read(out)
-    here, there = ({**each.environment.model_dump(), "created": ""} for each in (result, earlier))
+    here, there = (each.environment.model_dump(include={"packages", "machine", "threads"}) for each in (result, earlier))
     if here != there or (earlier.clock, earlier.quick) != (result.clock, result.quick):
         return result
-    cases = earlier.cases | result.cases
+    cases = {name: _dated(case, of.environment) for of in (earlier, result) for name, case in of.cases.items()}
     return result.model_copy(update={"cases": {name: cases[name] for name in CASES if name in cases}})
+
+
+def _dated(case: Case, here: Environment) -> Case:
+    return case if case.environment is not None else case.model_copy(update={"environment": here})
 
 
 def _case(recipe: dict[str, Any], estimated: dict[str, Any], happened: dict[str, Any]) -> Case:
