@@ -7,7 +7,7 @@ from surgery.evaluation import suites
 from surgery.locating.ranking import Ranking
 from surgery.records.recipe import read_recipe
 from surgery.studies import Findings, make, retrieval_aware, studies
-from surgery.tuning.loop import Run
+from surgery.tuning.stages import Run
 from tests.conftest import ROOT
 
 RECIPES = sorted((ROOT / "recipes" / "paper").glob("*.yaml"))
