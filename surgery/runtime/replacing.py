@@ -63,16 +63,32 @@ def building(path: Path) -> Iterator[Path]:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Put the folder `source` at `target`, in one step if the system can. What was there is gone afterwards."""
+    """Put the folder `source` at `target`, in one step if the system can. What was there is gone afterwards; where the system
+    refuses that (a disk that is read-only by now), it stays under a hidden name, which is said: `target` is complete, and the
+    next writer of it, or `sweep`, removes what stayed."""
     aside = _aside(target)
     if not target.exists():
         os.rename(source, target)
     elif _exchange(source, target):
-        shutil.rmtree(source, ignore_errors=True)
+        _discard(source, target)
     else:
         os.rename(target, aside)
         os.rename(source, target)
-    shutil.rmtree(aside, ignore_errors=True)
+    _discard(aside, target)
+
+
+def _discard(earlier: Path, target: Path) -> None:
+    """Remove what was at `target` before, if anything was."""
+    try:
+        shutil.rmtree(earlier)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        shutil.rmtree(earlier, ignore_errors=True)  # what else there is of it
+        if earlier.exists():
+            from surgery.runtime.progress import say  # which brings a library for terminals
+
+            say(f"{target} is complete; what was there before stays in {earlier} until the next call ({reason(error)})")
 
 
 def remove(path: Path) -> None:

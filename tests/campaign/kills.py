@@ -6,8 +6,9 @@ has to end with the same files as if nothing had happened.
 
 In a trial one call of the command line meets one or two faults (faults.py) at calls that change files, or at random moments.
 After each, an export is the old folder or the new; a signal or a disk gives one line and no traceback, and what the line of a
-signal names goes on. In the end the files are those of an uninterrupted call, bit for bit but for times, and nothing else lies
-there. Results are appended to a file, one a line; the record is made from it.
+signal names goes on. What a disk that became read-only keeps of an earlier folder, after its call was done, is named, and gone
+after the next. In the end the files are those of an uninterrupted call, bit for bit but for times, and nothing else lies there.
+Results are appended to a file, one a line; the record is made from it.
 """
 
 import argparse
@@ -242,6 +243,9 @@ def one(trial: Trial, case: Any, expected: Reference, inputs: Path, folder: Path
         ended = faults.surgery(arguments, folder, met)
         failures += complaints(fault, ended)
         if ended.status == 0:
+            if fault.kind == "read-only" and (left := hidden(folder)):  # done, but for what it could not remove any more
+                failures += [f"{name} stays, and nothing says so" for name in left if name not in ended.said]
+                arguments, ended = case.goes_on, None
             break
         struck.append(fault.kind)
         if case.out is not None:
@@ -271,6 +275,14 @@ def one(trial: Trial, case: Any, expected: Reference, inputs: Path, folder: Path
 def part(files: dict[str, str], folder: str) -> dict[str, str]:
     """Of a tree's files, those below a folder."""
     return {name.removeprefix(f"{folder}/"): digest for name, digest in files.items() if name.startswith(f"{folder}/")}
+
+
+def hidden(folder: Path) -> list[str]:
+    """The names of what lies there as what is being written does, or what was there before."""
+    from surgery.runtime.replacing import is_hidden
+
+    found = [path for path in sorted(folder.rglob(".*")) if is_hidden(path) or path.name.endswith("-old")]
+    return [path.name for path in found]
 
 
 def complaints(fault: Fault, ended: Ended) -> list[str]:
