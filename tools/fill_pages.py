@@ -4,11 +4,10 @@ What was measured comes from the records that the commands wrote, what the code 
 (tools/reference_parts.py). In a page, such a part stands between <!-- NAME --> and <!-- /NAME -->.
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
-`surgery run recipes/demo-mamba1.yaml`), recipes/serving.json (`python -m tools.serving_record`),
-recipes/gguf.json (`python -m tools.gguf_record`), recipes/full-size.json
-(`python -m tools.full_size`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and
-NAME.findings.json in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to
-runs/NAME).
+`surgery run recipes/demo-mamba1.yaml`), recipes/kills.json and recipes/fuzz.json (`make campaign`), recipes/serving.json
+(`python -m tools.serving_record`), recipes/gguf.json (`python -m tools.gguf_record`), recipes/full-size.json (`python -m
+tools.full_size`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and NAME.findings.json
+in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from surgery.evaluation.report import ModelReport, Report
 from surgery.exporting.engines import EngineProof
 from surgery.records.renamed import current
 from surgery.studies import Findings, studies
-from tools import costs_page, reference_parts
+from tools import campaign_page, costs_page, reference_parts
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -209,7 +208,10 @@ def gguf() -> str:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"demo table": short_demo},
-    DOCS / "ideas" / "evidence.md": {"demo": demo, "mamba-1 table": mamba1, "seeds": seeds, "retrieval-aware": retrieval_aware},
+    DOCS / "ideas" / "evidence.md": {
+        "demo": demo, "mamba-1 table": mamba1, "seeds": seeds, "retrieval-aware": retrieval_aware,
+        "kills": campaign_page.kills, "fuzz": campaign_page.fuzz,
+    },
     DOCS / "howto" / "serve.md": {"serving table": serving, "gguf": gguf},
     DOCS / "reference" / "kernels.md": {"kernel table": kernels},
     DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},
@@ -218,7 +220,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "reference" / "costs.md": {"recipes": costs_page.recipes, "stages": costs_page.stages},
     DOCS / "reference" / "probes.md": {"probes": reference_parts.probes_and_suites},
     PAPER / "README.md": {"findings": findings},
-}
+}  # fmt: skip
 
 
 def filled(page: Path) -> str:
