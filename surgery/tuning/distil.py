@@ -23,8 +23,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from surgery.errors import UserError
 from surgery.families import Hybrid
 from surgery.hybrids.common import HybridCausalLM
+from surgery.hybrids.packed import packing
 from surgery.hybrids.parts import as_weight, at
-from surgery.kernels.packing import packed
+from surgery.kernels.packing import Packing, packed
 from surgery.locating.substitution import replaced
 from surgery.models.pieces import rows_at_once
 from surgery.tuning.backward_memory import Checkpointing, KeepingWeights, Recomputing, casts_fixed_weights, recomputed
@@ -60,6 +61,7 @@ class Distillation(nn.Module):
         self.recomputing = Recomputing(checkpointing)
         self.student, self.bf16, self.cache = student, bf16, StateCache(cache_bytes)
         self.kl_weight, self.hit_weight = kl_weight, hit_weight
+        self._documents: tuple[Tensor, Packing | None] | None = None  # of the last position_ids
         ours, theirs = list(student.base_model.layers), blocks_of(teacher)
         self.in_stock = not isinstance(student, HybridCausalLM)
         alike = not self.in_stock and len(ours) == len(theirs)
@@ -167,6 +169,8 @@ class Distillation(nn.Module):
     def run(self, blocks: Sequence[nn.Module], *, norm: bool, **inputs: Tensor | None) -> Tensor:
         """The hidden states after some blocks, and after the model's last norm if `norm` is True."""
         decoder = self.student.base_model
+        places = inputs.get("position_ids")
+        known = {} if places is None else {"packing": self._packing(places)}
 
         def first_alone(hidden: Tensor) -> None:
             with arranged(decoder, blocks[:1], norm=False):
@@ -176,7 +180,14 @@ class Distillation(nn.Module):
             self.recomputing.deciding(blocks, inputs.get("inputs_embeds"), first_alone),
             arranged(decoder, blocks, norm),
         ):
-            return decoder(**inputs, use_cache=False).last_hidden_state
+            return decoder(**inputs, **known, use_cache=False).last_hidden_state
+
+    def _packing(self, places: Tensor) -> Packing | None:
+        """Which tokens of a batch with these position_ids (b, t) are which documents. Who finds out waits for a GPU, so it is
+        done once for student and teacher."""
+        if self._documents is None or self._documents[0] is not places:
+            self._documents = places, packing(places, None, places, None, None, {})
+        return self._documents[1]
 
     def _below(self, ids: Tensor, key: tuple[Any, str], places: Tensor | None = None) -> Tensor:
         """The states below the first different block, which student and teacher share, without autograd; of a stock model that
