@@ -303,12 +303,11 @@ def test_a_step_looks_once_where_documents_begin(ids, monkeypatch):
     for module in ("surgery.tuning.distil", "surgery.hybrids.common"):
         monkeypatch.setattr(f"{module}.packing", look)
     hybrid = splice(random_base(), PLANS["one head"])
-    nothing = torch.full_like(ids, IGNORE)
     with training(hybrid, trainable(hybrid, None)):
         distillation = Distillation(hybrid, adopt(random_base()))
         assert distillation.first > 0
         for steps in (1, 2):
-            distillation(ids, nothing, in_rows(ids)[0])
+            distillation(ids, ids, in_rows(ids)[0])
             assert seen.count(True) == steps
 
 
