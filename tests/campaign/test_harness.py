@@ -10,11 +10,13 @@ import sys
 
 import pytest
 
+from surgery.runtime.replacing import aside_of
 from tests.campaign import kills
 from tests.campaign.calls import Case
 from tests.campaign.faults import NUMBERS, SIGNALS, SOURCE, Ended, Fault
-from tests.campaign.kills import Reference, Trial, complaints, draw
+from tests.campaign.kills import Reference, Trial, draw
 from tests.campaign.sameness import content, differences
+from tests.campaign.verdicts import complaints, standing
 
 # Calls below the folder: open, write, rename of each file; two writes of the second. Outside of it nothing counts.
 WRITES = """
@@ -141,6 +143,19 @@ def test_what_a_read_only_disk_keeps_has_to_be_named_and_to_go(tmp_path, monkeyp
     expected = Reference({"out/file": content(folder)["file"]}, 3, 1.0)
     assert kills.one(trial, case, expected, tmp_path / "inputs", folder)["failures"] == failures
     assert calls == [case.arguments, case.goes_on]
+
+
+def test_a_folder_that_was_moved_aside_stands(tmp_path):
+    """Where a file system cannot exchange two folders, and a process is killed in between."""
+    out = tmp_path / "out"
+    assert standing(out) == {}
+    aside_of(out).mkdir()
+    (aside_of(out) / "file").write_text("old")
+    old = standing(out)
+    assert list(old) == ["file"]
+    out.mkdir()
+    (out / "file").write_text("new")
+    assert standing(out) != old
 
 
 def test_a_line_that_was_cut_off_is_done_again(tmp_path):
