@@ -1,14 +1,17 @@
-"""The tables of docs/reference/costs.md, from recipes/full-size.json (tools/full_size.py) and the published configurations."""
+"""The tables of docs/reference/costs.md, from recipes/full-size.json (tools/full_size.py), recipes/estimates.json
+(tools/estimate_check.py) and the published configurations."""
 
 from collections.abc import Callable, Iterator
 
 from surgery.evaluation import markdown
 from surgery.records.recipe import read_recipe
 from surgery.runtime.progress import duration
-from tools.full_size import RECORD, recipe_of
+from tools.estimate_check import MEMORY, TIME, Check
+from tools.full_size import RECORD, ROOT, recipe_of
 from tools.full_size_record import GIB, FullSize, Stage
 from tools.published import Published, names, published
 
+ESTIMATES = ROOT / "recipes" / "estimates.json"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 UNKNOWN = "unknown"
 # What the page is about -> whether a stage was measured on such a machine, and the memory of its GPU in GB.
@@ -64,6 +67,22 @@ def stages(record: FullSize | None = None) -> str:
     first = record.stages[0].environment
     where = f"Measured from {first.created[:10]} on, {first.machine}, {first.threads} threads (`recipes/full-size.json`)."
     return f"{markdown.table(header, body)}\n\n{where}"
+
+
+def estimates() -> str:
+    """How near `--dry-run` came to what then happened: a row for every run."""
+    record = Check.read(ESTIMATES)
+    body = []
+    for name, case in record.cases.items():
+        whole = case.whole
+        seconds, memory = map(duration, whole.seconds), map(_gib, whole.memory)
+        body.append([name, *seconds, f"{whole.seconds_ratio:.2f}", *memory, f"{whole.memory_ratio:.2f}", duration(case.took)])
+    header = ["run", "time, estimated", "then", "ratio", "peak memory, estimated", "then", "ratio", "the estimate took"]
+    where = record.environment
+    return f"""{markdown.table(header, body)}
+
+Each is to be within {TIME:.0%} in time and {MEMORY:.0%} in memory. Measured {where.created[:10]}, {where.machine}, \
+{where.threads} threads (`recipes/estimates.json`, with every stage)."""
 
 
 def _whole(stage: Stage, model: Published) -> bool:

@@ -30,6 +30,7 @@ DEMO = ROOT / "recipes" / "demo.report.json"
 MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 SEEDS = [ROOT / "recipes" / f"{name}.findings.json" for name in ("seeds", "seeds-mamba1")]
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
+KERNELS_BEFORE = ROOT / "recipes" / "kernels.before.json"  # an earlier version's, measured in the same way
 AWARE = ROOT / "recipes" / "retrieval-aware.findings.json"
 SERVING = ROOT / "recipes" / "serving.json"
 GGUF = ROOT / "recipes" / "gguf.json"
@@ -126,8 +127,13 @@ Grafted: {markdown.places(chosen)}, behind a gate of {chosen.blend}; {recipe["tu
 
 
 def kernels() -> str:
-    benchmark = Benchmark.read(KERNELS)
-    return f"{markdown.table(*cell_rows(benchmark))}\n\n{describe(benchmark.environment)} (`recipes/kernels.bench.json`)."
+    benchmark, before = Benchmark.read(KERNELS), Benchmark.read(KERNELS_BEFORE)
+    return f"""{markdown.table(*cell_rows(benchmark, before))}
+
+{describe(benchmark.environment)} (`recipes/kernels.bench.json`).
+
+The last column is the same ratio in version {before.environment.toolkit}: {describe(before.environment)} \
+(`recipes/kernels.before.json`)."""
 
 
 def serving() -> str:
@@ -217,7 +223,11 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},
     DOCS / "reference" / "settings.md": {"settings": reference_parts.settings},
     DOCS / "reference" / "report.md": {"report": reference_parts.report},
-    DOCS / "reference" / "costs.md": {"recipes": costs_page.recipes, "stages": costs_page.stages},
+    DOCS / "reference" / "costs.md": {
+        "recipes": costs_page.recipes,
+        "stages": costs_page.stages,
+        "estimates": costs_page.estimates,
+    },
     DOCS / "reference" / "probes.md": {"probes": reference_parts.probes_and_suites},
     PAPER / "README.md": {"findings": findings},
 }  # fmt: skip

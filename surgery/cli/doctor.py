@@ -25,7 +25,9 @@ def doctor(
     bench: Annotated[
         bool, typer.Option("--bench", help="Also measure the kernels against what they replace (minutes).")
     ] = False,
-    only: Annotated[list[str] | None, typer.Option("--only", help=f"Measure only this: {', '.join(GROUPS)}.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help=f"Measure only this (again for more): {', '.join(GROUPS)}.")
+    ] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Time for each measurement, at least.")] = 6.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     out: Annotated[

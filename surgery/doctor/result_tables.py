@@ -7,7 +7,7 @@ from surgery.doctor.groups import GROUPS
 from surgery.records.record import Environment
 
 if TYPE_CHECKING:  # it imports whole models
-    from surgery.doctor.benchmark import Benchmark
+    from surgery.doctor.benchmark import Benchmark, Cell
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -30,8 +30,9 @@ def verdict_rows(diagnosis: Diagnosis) -> Table:
     return ["operation", "device", "dtype", "served by", "not by"], body
 
 
-def cell_rows(benchmark: "Benchmark") -> Table:
-    """One row for each measurement."""
+def cell_rows(benchmark: "Benchmark", before: "Benchmark | None" = None) -> Table:
+    """One row for each measurement. before: an earlier version's, whose ratios of the same cells make a column of their own."""
+    earlier = {} if before is None else {_of(group, cell): cell.ratio for group in GROUPS for cell in getattr(before, group)}
     body = []
     for group in GROUPS:
         for cell in getattr(benchmark, group):
@@ -47,5 +48,14 @@ def cell_rows(benchmark: "Benchmark") -> Table:
                 f"{cell.ratio:.2f}",
                 memory,
             ]
+            if before is not None:
+                ratio = earlier.get(_of(group, cell))
+                row.append("" if ratio is None else f"{ratio:.2f}")
             body.append(row)
-    return ["measured", "shape", "tokens", "threads", "median time", "times as fast", "memory, share"], body
+    header = ["measured", "shape", "tokens", "threads", "median time", "times as fast", "memory, share"]
+    return header if before is None else [*header, f"in {before.environment.toolkit}"], body
+
+
+def _of(group: str, cell: "Cell") -> tuple[str, str, int, int]:
+    """What two measurements have in common that may be compared."""
+    return group, cell.shape, cell.tokens, cell.threads

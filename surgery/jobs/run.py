@@ -45,7 +45,7 @@ from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, write_text
 from surgery.runtime.memory import measured as measured_memory
-from surgery.runtime.memory import size
+from surgery.runtime.memory import size, trim
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, duration, say
 from surgery.splicing.splice import adopt
@@ -118,6 +118,7 @@ class _Job:
         if announcement is not None:
             say(announcement)
         start = time.monotonic()
+        trim()  # what the stage before has freed is no part of this one's memory
         with measured_memory() as peak:
             yield
         self.timings[name] = round(time.monotonic() - start, 2)

@@ -1,7 +1,9 @@
 """Seeds: the main job repeated with other seeds and other ways of tuning, which a claim that surgery helps has to survive.
 
-For every seed the heads are ranked, the model is tuned and both are measured on examples of that seed's own. The control is the
-base with its own mixers of the same layers tuned, on the same data and for as many steps.
+For every seed the heads are ranked, the model is tuned and both are measured on examples of that seed's own, and so is the
+model with the grafts before any tuning. The controls are tuned on the same data and for as many steps: the base with its own
+mixers of the same layers, and the base with the same grafts at as many heads at random of the other layers, where it has so
+many.
 """
 
 import json
@@ -21,6 +23,7 @@ from surgery.evaluation.report import ModelReport, value
 from surgery.jobs.locating_stage import located
 from surgery.jobs.planning_stage import KEPT, planned
 from surgery.jobs.tuning_stage import SECONDS, tuned
+from surgery.locating.planning import random_plan
 from surgery.probes.knowledge import part_for_bench
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
@@ -36,13 +39,13 @@ from surgery.tuning.trainable import with_own_mixers
 KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
 CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
 LABELS = {KNOWLEDGE: "change of accuracy\n(higher is better)", TEXT: "change of loss, nats per token\n(lower is better)"}
-BASE, CONTROL = "base", "no graft"
+BASE, UNTRAINED, CONTROL, ELSEWHERE = "base", "untrained", "no graft", "random heads"
 SEED = ", seed "  # between a model and its seed, in the name of a row
 
 
 class Seeds(Study):
     """seeds: how many, beginning with the recipe's. ways: name -> the settings of the recipe's `tune` that it changes. The
-    recipe's `bench` says what is measured. The control is tuned in the first way."""
+    recipe's `bench` says what is measured. The controls are tuned in the first way."""
 
     title: ClassVar[str] = "Tuned on every seed anew"
 
@@ -51,7 +54,7 @@ class Seeds(Study):
 
     def check(self, recipe: Recipe) -> None:
         self._recipes(recipe, recipe.seed)
-        if reserved := {BASE, CONTROL} & {*self.ways}:
+        if reserved := {BASE, UNTRAINED, CONTROL, ELSEWHERE} & {*self.ways}:
             raise UserError(f"study.ways: '{reserved.pop()}' is the name of what the ways are compared with; choose another")
         if "quick" not in recipe.bench.suites:
             raise UserError("the study 'seeds' needs the suite quick: bench.suites: [quick]")
@@ -72,21 +75,27 @@ class Seeds(Study):
                 seconds.setdefault(way, []).append(duration)
         return Measurements(
             about={"sites": sites, "seconds": seconds},
-            summary="\n".join(self._summarise(way, rows, seconds) for way in (*self.ways, CONTROL)),
+            summary="\n".join(self._summarise(name, rows, seconds) for name in (UNTRAINED, *seconds)),
             rows=tuple(rows),
         )
 
-    def _summarise(self, way: str, rows: list[Row], seconds: Mapping[str, list[float]]) -> str:
-        """The worst result of all seeds, and the smallest lead over the control of the same seed."""
-        results, controls = _of_model(rows, way), _of_model(rows, CONTROL)
+    def _summarise(self, model: str, rows: list[Row], seconds: Mapping[str, list[float]]) -> str:
+        """The worst result of all seeds, and the smallest lead over what it is compared with, of the same seed: what is not
+        tuned with the base, what is with the control that has no graft."""
+        against = None if model in (CONTROL, ELSEWHERE) else BASE if model == UNTRAINED else CONTROL
+        results, others = _of_model(rows, model), _of_model(rows, against or CONTROL)
         retrieval = []
         for name in (name for name in results[0] if name.startswith("kv.")):
-            worst = f"KV {name[3:]} at least {min(value(result[name]) for result in results):.3f}"
-            lead = min(value(result[name]) - value(control[name]) for result, control in zip(results, controls, strict=True))
-            retrieval.append(worst if way == CONTROL else f"{worst} ({lead:+.3f} to {CONTROL})")
+            figures = [value(result[name]) for result in results]
+            if against is None:  # of a control, the best tells most
+                retrieval.append(f"KV {name[3:]} {min(figures):.3f} to {max(figures):.3f}")
+                continue
+            lead = min(figure - value(other[name]) for figure, other in zip(figures, others, strict=True))
+            retrieval.append(f"KV {name[3:]} at least {min(figures):.3f} ({lead:+.3f} to {against})")
         knowledge, loss = min(value(r[KNOWLEDGE]) for r in results), max(value(r[TEXT]) for r in results)
         cost = f"knowledge {knowledge:+.3f} and loss on text {loss:+.4f} nats at worst"
-        return f"{way}: {', '.join(retrieval)}; {cost}; {median(seconds[way]):.0f} s of tuning."
+        took = f"; {median(seconds[model]):.0f} s of tuning" if model in seconds else ""
+        return f"{model}: {', '.join(retrieval)}; {cost}{took}."
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
         columns = [name for name in findings.rows[0].figures if name.startswith("kv.")][-2:]
@@ -102,16 +111,20 @@ def _run_seed(
     base, recipe = subjects.checkpoint, next(iter(recipes.values()))
     ranking = located(recipe, base, out, resume=subjects.resume, figures=False)
     chosen = planned(recipe, base, ranking, out / KEPT)
-    models: dict[str, PreTrainedModel] = {BASE: base.model}
+    models: dict[str, PreTrainedModel] = {BASE: base.model, UNTRAINED: splice(base.model, chosen)}
+    plans: dict[str, Plan | None] = {**dict.fromkeys(recipes, chosen), CONTROL: None}
+    if (elsewhere := random_plan(ranking, chosen, recipe.seed)) is not None:
+        plans[ELSEWHERE] = elsewhere
     seconds: dict[str, float] = {}
-    for name, way in {**recipes, CONTROL: recipe}.items():
-        layers = [site.layer for site in chosen.sites] if name == CONTROL else None
-        model = splice(base.model, chosen) if layers is None else with_own_mixers(base, layers)
+    for name, grafted in plans.items():
+        way = recipes.get(name, recipe)
+        layers = None if grafted is not None else [site.layer for site in chosen.sites]
+        model = with_own_mixers(base, layers) if layers is not None else splice(base.model, grafted or chosen)
         folder, start = out / "tuning" / name, time.monotonic()
         # An interrupted tuning starts again, or only a part of it would be timed.
         resume = subjects.resume and on_main((folder / SECONDS).exists)
         tuned(
-            model, base, way, folder, plan=chosen if layers is None else None, layers=layers, teacher=adopt(base.model),
+            model, base, way, folder, plan=grafted, layers=layers, teacher=adopt(base.model),
             resume=resume, description=f"seed {recipe.seed}, {name}",
         )  # fmt: skip
         models[name] = model

@@ -94,13 +94,14 @@ def test_seeds(surgery, tmp_path, monkeypatch):
     (tmp_path / "seeds.yaml").write_text(SEEDS)
     assert surgery("run", "seeds.yaml", "--out", "out")[0] == 0
     findings = Findings.read(tmp_path / "out" / "findings.json")
-    names = ("base", "distil", "calibrate", "no graft")
+    names = ("base", "untrained", "distil", "calibrate", "no graft", "random heads")
     assert [row.what for row in findings.rows] == [f"{name}, seed {seed}" for seed in (0, 1) for name in names]
     assert all(row.figures["knowledge, change"].n == 10 for row in findings.rows if not row.what.startswith("base"))
     worst = min(row.figures["kv.8"].accuracy for row in findings.rows if row.what.startswith("distil"))
     assert "distil: KV 4 at least" in findings.summary
     assert f"KV 8 at least {worst:.3f} (" in findings.summary
-    assert {*findings.about["seconds"]} == {*names} - {"base"}
+    assert {*findings.about["seconds"]} == {*names} - {"base", "untrained"}
+    assert "untrained: KV 4 at least" in findings.summary
     # Interrupted after the last seed was measured: nothing is measured or trained again.
     (tmp_path / "out" / "findings.json").unlink()
     monkeypatch.setattr(Run, "distil", None)

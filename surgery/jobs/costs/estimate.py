@@ -90,7 +90,7 @@ class Costs:
         _import_what_a_run_needs()
         self.before = self._held_now()
         self.available = self.before + memory.available(device)
-        self.patient = Patient(base.model, base.tokenizer, ids)
+        self.patient = Patient(base.model, base.tokenizer, ids, quick)
         self.settings: dict[str, tuple[dict[str, int], str]] = {}
         self.held = self.before
         self._models_at: dict[tuple[int, int], Models] = {}

@@ -25,8 +25,9 @@ from surgery.records.site import Site
 from surgery.runtime.memory import device_held, measured, resident, trim
 from surgery.splicing.splice import adopt, share
 
-WHOLE = 0.5  # seconds: a model whose forward of a full batch takes no longer is tried whole
-CUT = (2, 4)  # layers of what is tried of a larger one
+WHOLE = 4.0  # seconds: a model whose forward of a full batch takes no longer is tried whole
+WHOLE_QUICKLY = 0.5  # the same where a run looks at its own cost before it begins
+CUT = (2, 4)  # layers of what is tried of a larger one, at least
 LONGEST = 1.5  # seconds that a forward of the larger cut may take; else it gets fewer rows
 ROWS = 64  # that are tried of a larger batch, unless locating's own is as large: it may be one that no machine can hold
 TWICE = 0.3  # seconds: what takes no longer is measured twice, as the first call finds nothing ready
@@ -105,15 +106,15 @@ class Patient:
     had more. step: about the seconds of a forward of the batch, by one row.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor, quick: bool = False):
         self.model, self.tokenizer = adopt(model).eval(), tokenizer
         self.depth, self.heads = family_of(model.config).shape(model.config)
         self._cuts: dict[int, PreTrainedModel] = {self.depth: self.model}
         self.most = max(ROWS, len(ids))
         self.left_out = False
-        self.depths, self.share = self._sizes(ids)
+        self.depths, self.share = self._sizes(ids, quick)
 
-    def _sizes(self, ids: torch.Tensor) -> tuple[tuple[int, ...], float]:
+    def _sizes(self, ids: torch.Tensor, quick: bool) -> tuple[tuple[int, ...], float]:
         small, large = CUT
         if self.depth <= large:
             one_row = sampled(lambda: self._forward(self.model, ids[:1])).seconds
@@ -121,9 +122,12 @@ class Patient:
             return (self.depth,), min(1.0, LONGEST / max(one_row * len(ids), 1e-9))
         one_row = sampled(lambda: self._forward(self.at(small), ids[:1])).seconds
         self.step = one_row / small * self.depth * len(ids)
-        if self.step <= WHOLE:
+        if self.step <= (WHOLE_QUICKLY if quick else WHOLE):
             return (self.depth,), 1.0
-        return CUT, min(1.0, LONGEST / max(one_row / small * large * len(ids), 1e-9))
+        layer = max(one_row / small * len(ids), 1e-9)
+        # What lies between the two is extended to all layers, with its noise: the further apart they are, the better.
+        large = large if quick else max(large, min(self.depth // 2, int(LONGEST / layer)))
+        return (small, large), min(1.0, LONGEST / (layer * large))
 
     @torch.inference_mode()
     def _forward(self, model: PreTrainedModel, ids: torch.Tensor) -> None:

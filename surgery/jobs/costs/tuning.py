@@ -125,7 +125,11 @@ def _stages(
         sample = sampled(work, repeat=False)
         numbers = numbers_of[0]
         held = max(0.0, sample.bytes - STATES * 4 * numbers)
-        return Sample((times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else sample.seconds, held)
+        if len(times) < 2:
+            return Sample(sample.seconds, held)
+        each = (times[-1] - times[0]) / (len(times) - 1)
+        # What comes once, before the first step and in it, is spread over the recipe's steps.
+        return Sample(each + max(0.0, sample.seconds - each * len(times)) / recipe.tune.most_steps, held)
 
     most_steps = recipe.tune.most_steps
     if "distil" in steps:
