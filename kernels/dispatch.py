@@ -27,8 +27,8 @@ from surgery.kernels.operators import Operator, Passes, Signature
 from surgery.kernels.probing import probe
 
 OPERATIONS = (
-    *("causal_conv", "ssd_scan", "ssd_step", "selective_scan", "selective_step", "delta_rule", "delta_step", "graft_attention"),
-    "rms_norm",
+    *("causal_conv", "ssd_scan", "ssd_step", "selective_scan", "selective_step", "delta_rule", "delta_step", "mlstm_scan"),
+    *("lightning_scan", "graft_attention", "rms_norm"),
     "kl_divergence",  # of tuning
 )
 _own: ContextVar[dict[str, str] | None] = ContextVar("surgery_kernels", default=None)  # of this thread's `use` blocks

@@ -1,7 +1,7 @@
 """All operations of the project. A module registers its operation when it is imported, and an export carries only those that
 its model needs: whoever asks about all of them asks here."""
 
-from surgery.kernels import attention, conv, delta, divergence, norm, selective, ssd  # noqa: F401
+from surgery.kernels import attention, conv, delta, divergence, lightning, mlstm, norm, selective, ssd  # noqa: F401
 from surgery.kernels.dispatch import OPERATIONS, Operation
 
 

@@ -4,13 +4,15 @@ What was measured comes from the records that the commands wrote, what the code 
 (tools/reference_parts.py). In a page, such a part stands between <!-- NAME --> and <!-- /NAME -->.
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
-`surgery run recipes/demo-mamba1.yaml`), recipes/kills.json and recipes/fuzz.json (`make campaign`), recipes/serving.json
-(`python -m tools.serving_record`), recipes/gguf.json (`python -m tools.gguf_record`), recipes/full-size.json (`python -m
-tools.full_size`), recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and NAME.findings.json
-in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
+`surgery run recipes/demo-mamba1.yaml`), recipes/books.report.json (likewise), recipes/kills.json and recipes/fuzz.json (`make
+campaign`), recipes/serving.json (`python -m tools.serving_record`), recipes/gguf.json (`python -m tools.gguf_record`),
+recipes/full-size.json (`python -m tools.full_size`), recipes/kernels.bench.json (`surgery doctor --bench --out
+recipes/kernels.bench.json`) and NAME.findings.json in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes
+findings.json and figure.png to runs/NAME).
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from surgery.doctor.benchmark import Benchmark
@@ -20,7 +22,7 @@ from surgery.evaluation.report import ModelReport, Report
 from surgery.exporting.engines import EngineProof
 from surgery.records.renamed import current
 from surgery.studies import Findings, studies
-from tools import campaign_page, costs_page, reference_parts
+from tools import books_page, campaign_page, costs_page, reference_parts
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -32,6 +34,8 @@ SEEDS = [ROOT / "recipes" / f"{name}.findings.json" for name in ("seeds", "seeds
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
 KERNELS_BEFORE = ROOT / "recipes" / "kernels.before.json"  # an earlier version's, measured in the same way
 AWARE = ROOT / "recipes" / "retrieval-aware.findings.json"
+COHORT = ROOT / "recipes" / "cohort.findings.json"
+SEED2 = ROOT / "recipes" / "seed2.findings.json"
 SERVING = ROOT / "recipes" / "serving.json"
 GGUF = ROOT / "recipes" / "gguf.json"
 
@@ -207,6 +211,24 @@ converted model. Measured {origin.created[:10]} on {origin.machine}, {origin.thr
 (`recipes/retrieval-aware.findings.json`)."""
 
 
+def cohort(path: Path = COHORT) -> str:
+    """The main job on bases that nobody prepared."""
+    name = path.name.partition(".")[0]
+    if not path.exists():
+        return f"There is no record yet: `surgery run recipes/{name}.yaml` makes one."
+    result = Findings.read(path)
+    origin, recipe = result.provenance, result.provenance.recipe or {}
+    lines = "\n".join(f"- {line}" for line in result.summary.split("\n"))
+    return f"""{lines}
+
+{markdown.table(*result.table())}
+
+![{studies()[result.study].title}](../../recipes/{name}.png)
+
+Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread{"s" * (origin.threads > 1)}, seed {origin.seed}, \
+{current(recipe)["bench"]["limit"]} examples a cell (`recipes/{path.name}`)."""
+
+
 def gguf() -> str:
     """What llama.cpp answered."""
     return f"> Also {EngineProof.read(GGUF).line()}."
@@ -215,9 +237,16 @@ def gguf() -> str:
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"demo table": short_demo},
     DOCS / "ideas" / "evidence.md": {
-        "demo": demo, "mamba-1 table": mamba1, "seeds": seeds, "retrieval-aware": retrieval_aware,
-        "kills": campaign_page.kills, "fuzz": campaign_page.fuzz,
+        "demo": demo,
+        "mamba-1 table": mamba1,
+        "seeds": seeds,
+        "retrieval-aware": retrieval_aware,
+        "cohort": cohort,
+        "seed-2": partial(cohort, SEED2),
+        "kills": campaign_page.kills,
+        "fuzz": campaign_page.fuzz,
     },
+    DOCS / "ideas" / "tiny-books.md": {"tiny-books": books_page.base, "books": books_page.operation},
     DOCS / "howto" / "serve.md": {"serving table": serving, "gguf": gguf},
     DOCS / "reference" / "kernels.md": {"kernel table": kernels},
     DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},

@@ -20,13 +20,14 @@ def plan(
     ranking: PlaceArgument, recipe: RecipeOption = None, out: Out = None, settings: Settings = None,
     base: Annotated[
         str | None,
-        typer.Option("--base", help="The ranked model, for plan.heads=auto, if not where it was.", callback=check_name),
+        typer.Option("--base", help="The ranked model, if it is measured and is not where it was.", callback=check_name),
     ] = None,
 ) -> None:  # fmt: skip
     """Decide which heads become attention.
 
     Writes plan.json beside the ranking. The seed is the ranking's, unless it is set. With plan.heads=auto the ranked model is
-    opened, and heads are added until the next one is not worth its cache.
+    opened, and heads are added until the next one is not worth its cache; with plan.by=choice, those that a perfect choice
+    would help most.
 
     Examples:
       surgery plan runs/located/ranking.json --out plan.json
@@ -39,16 +40,17 @@ def plan(
     ranked = Ranking.read(ranking)
     options = recipe_of("plan", recipe, settings, model=base or ranked.provenance.base)
     seed = options.seed if "seed" in options.model_fields_set else None  # the ranking's
-    if base is not None and not options.plan.grows:
-        raise UserError("--base is for plan.heads=auto, which measures the ranked model; leave it out")
-    chosen = _grown(options, ranked, seed) if options.plan.grows else planning.plan(ranked, **options.plan.given(), seed=seed)
+    measures = options.plan.measures
+    if base is not None and not measures:
+        raise UserError("--base is for plan.heads=auto and plan.by=choice, which measure the ranked model; leave it out")
+    chosen = _measured(options, ranked, seed) if measures else planning.plan(ranked, **options.plan.given(), seed=seed)
     out = out or ranking.with_name(PLAN)
     chosen.write(out)
     show(f"attention at {', '.join(map(str, chosen.sites))}: {out}")
 
 
-def _grown(options: "Recipe", ranked: "Ranking", seed: int | None) -> "Plan":
-    """The plan that heads are added to, by measuring the ranked model."""
+def _measured(options: "Recipe", ranked: "Ranking", seed: int | None) -> "Plan":
+    """The plan whose heads are found by measuring the ranked model."""
     with starting():
         from surgery.jobs.opening import open_base
         from surgery.jobs.planning_stage import planned
@@ -57,7 +59,8 @@ def _grown(options: "Recipe", ranked: "Ranking", seed: int | None) -> "Plan":
         from surgery.runtime.progress import busy
 
     if not (Path(options.model).exists() or on_hub(options.model)):
-        raise UserError(f"plan.heads=auto measures the ranked model, and there is no {options.model} here; give --base")
+        setting = "plan.heads=auto" if options.plan.grows else "plan.by=choice"
+        raise UserError(f"{setting} measures the ranked model, and there is no {options.model} here; give --base")
     with use(**options.kernels):
         with busy("opening the model"):
             base = open_base(options)

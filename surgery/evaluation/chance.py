@@ -2,6 +2,7 @@
 
 from functools import cache
 
+from surgery.evaluation.report import NEEDLES
 from surgery.evaluation.suites import WRITTEN, sized_options
 from surgery.probes import make, probes
 from surgery.probes.needle import CHOICES
@@ -14,7 +15,7 @@ def chance(task: str) -> float | None:
     known from its name (facts of a file, the harness's tasks). task: as a report names it, kv.32 say."""
     name, _, size = task.partition(".")
     name = "kv" if name == "kv_unseen" else name
-    if name == "needle":
+    if name == "needle" or name in NEEDLES:
         return 1 / CHOICES
     if name in WRITTEN:
         return 0.0

@@ -2,7 +2,7 @@
 
 from surgery.evaluation.found import found, rounds
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
-from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, value
+from surgery.evaluation.report import HITS, NEEDLES, OTHERS, ModelReport, Report, value
 from surgery.records.names import is_dose
 from surgery.records.plan import Plan
 from surgery.runtime.memory import size
@@ -129,7 +129,9 @@ def _swept(report: Report) -> list[str]:
             continue  # it has its column in the main table
         body = [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
         sizes = [task.removeprefix(f"{family}.").replace(".", " at ") for task in tasks]
-        header = ["tokens at depth", *(f"{size}%" for size in sizes)] if family == "needle" else ["size", *sizes]
+        header = ["tokens" if family in NEEDLES else "size", *sizes]
+        if family == "needle":
+            header = ["tokens at depth", *(f"{size}%" for size in sizes)]
         title = family.replace("_", " ")
         if family in (HITS, OTHERS):
             header, title = ["tokens of a row", *sizes], f"Loss on {title} of held-out text, nats per token"

@@ -7,7 +7,7 @@ from surgery.evaluation.chance import chance
 from surgery.evaluation.charts import Chart, Look, Point, Series, chart, looks
 from surgery.evaluation.comparisons import count, result_text
 from surgery.evaluation.judgement import UNSEEN
-from surgery.evaluation.report import HITS, OTHERS, ModelReport, Perplexity, Report, is_loss, value
+from surgery.evaluation.report import HITS, NEEDLES, OTHERS, ModelReport, Perplexity, Report, is_loss, value
 from surgery.records.names import is_control
 from surgery.runtime import plotting
 from surgery.statistics import Estimate, Proportion
@@ -94,7 +94,7 @@ def _labels(family: str, depth: str) -> tuple[str, str, str]:
         return f"Key-value retrieval{unseen}", "pairs", "pairs in the dictionary"
     if family in (HITS, OTHERS):
         return f"Loss on {family.replace('_', ' ')} of text", "tokens", "tokens of a row"
-    unit = "tokens" if family == "needle" else "size"
+    unit = "tokens" if family in ("needle", *NEEDLES) else "size"
     return family.replace("_", " ") + (f" at depth {depth}%" if depth else ""), unit, unit
 
 

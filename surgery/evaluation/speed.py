@@ -12,12 +12,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from surgery.evaluation.cells import Kept
 from surgery.evaluation.report import Cost, Speed
 from surgery.runtime.timing import peak_bytes
 
+CACHES = ("cache_params", "past_key_values")  # as state-space models call them, and as Transformers do
 ROUNDS, TOKENS = 3, 8
 
 
@@ -79,15 +80,15 @@ def cache_bytes(cache: Cache) -> int:
         for tensor in (*states, getattr(layer, "keys", None), getattr(layer, "values", None)):
             if tensor is not None:
                 total += tensor.numel() * tensor.element_size()
-    return total
+    beside = [tensor for tensor in getattr(cache, "linear_cache", ()) if isinstance(tensor, torch.Tensor)]  # MiniMax's
+    return total + sum(tensor.numel() * tensor.element_size() for tensor in beside)
 
 
 @torch.inference_mode()
 def _prefilled(model: PreTrainedModel, context: int, batch: int) -> Cache:
     ids = (torch.arange(context, device=model.device)[None] % model.config.vocab_size).expand(batch, -1)
-    cache = DynamicCache(config=model.config)
-    model(input_ids=ids, use_cache=True, logits_to_keep=1, **_cached(model, cache))
-    return cache
+    output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    return next(output[name] for name in CACHES if output.get(name) is not None)
 
 
 @torch.inference_mode()
@@ -107,9 +108,8 @@ def _decoding(models: Mapping[str, PreTrainedModel], caches: dict[str, Cache], b
 
 
 def _cached(model: PreTrainedModel, cache: Cache) -> dict[str, Any]:
-    """The cache as a keyword argument: state-space models call it by another name than Transformers do."""
-    name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-    return {name: cache}
+    """The cache as a keyword argument."""
+    return {next(name for name in CACHES if name in inspect.signature(model.forward).parameters): cache}
 
 
 def _wait(model: PreTrainedModel) -> None:

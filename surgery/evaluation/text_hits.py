@@ -19,7 +19,7 @@ from surgery.errors import UserError
 from surgery.evaluation.cells import watched
 from surgery.evaluation.report import HITS, OTHERS
 from surgery.models.finite import checked, explained
-from surgery.probes.hits import PairCounts, hits
+from surgery.probes.hits import PairCounts, by_stretch, hits
 from surgery.probes.perplexity import Perplexity, token_losses
 from surgery.records.recipe import Bench, Data
 from surgery.tuning.rare_pairs import training_pairs
@@ -61,11 +61,11 @@ class ChosenTokens:
         """(of every stretch of every row, its share of the mean loss (nats) of the chosen tokens, (examples,); a digest of what
         entered the model)."""
         losses, inputs = self.rows.losses(model, rows_at_once, self)
-        return self._sums(losses * self.chosen[:, 1:]) / (self.counts().mean() or 1.0), inputs
+        return by_stretch(losses * self.chosen[:, 1:], self.stretch) / (self.counts().mean() or 1.0), inputs
 
     def counts(self) -> np.ndarray:
         """(examples,): chosen tokens of every stretch."""
-        return self._sums(self.chosen[:, 1:].astype(float))
+        return by_stretch(self.chosen[:, 1:].astype(float), self.stretch)
 
     def texts(self) -> list[str]:
         """Of every example, what identifies it: all tokens of its row, and which of its own are chosen."""
@@ -74,11 +74,6 @@ class ChosenTokens:
             for ids, chosen in zip(self.rows.ids.tolist(), self.chosen, strict=True)
             for begin in range(0, len(ids), self.stretch)
         ]
-
-    def _sums(self, values: np.ndarray) -> np.ndarray:
-        """values (n, t - 1), of the second and all further tokens -> of every stretch, in order."""
-        whole = np.concatenate((np.zeros((len(values), 1)), values), 1)
-        return np.add.reduceat(whole, np.arange(0, whole.shape[1], self.stretch), axis=1).ravel()
 
 
 def hit_names(options: Bench) -> list[str]:

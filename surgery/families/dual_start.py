@@ -22,6 +22,7 @@ class DualFamily:
     """A family whose hybrid is a class of surgery/hybrids/. Subclasses say where heads are and how a graft starts."""
 
     donor_heads = False
+    own: tuple[str, ...] = OWN
 
     def __init__(self, base: type, hybrid: type, handled: frozenset[str]):
         self.base, self.hybrid, self.handled = base, hybrid, handled | {"grafts", "auto_map", "quantization_config"}
@@ -55,12 +56,21 @@ class DualFamily:
         grafts = list(layers)
         if plan is not None and plan.kind == "head":
             grafts += [self.graft(config, plan, site) for site in plan.sites]
-        with torch.device("meta"):
-            return self.hybrid(self.hybrid_config(**_fields(config), grafts=grafts))
+        return self.made(self.hybrid, config, grafts=grafts)
 
     def empty_base(self, config: PreTrainedConfig) -> Any:
+        return self.made(self.base, config)
+
+    def made(self, model: Any, config: PreTrainedConfig, **more: Any) -> Any:
+        """The model of a class for the fields that a base and its hybrid have in common, on the meta device."""
+        fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in self.own}
+        other = model.config_class(**fields, **more)
+        self.choose(config, other)
         with torch.device("meta"):
-            return self.base(self.base_config(**_fields(config)))
+            return model(other)
+
+    def choose(self, config: PreTrainedConfig, other: PreTrainedConfig) -> None:
+        """Take over what was chosen for a model and is no field of its configuration's file."""
 
 
 def _recalled(hybrid: Any) -> Any:
@@ -104,7 +114,3 @@ def start_gate(graft: Any, plan: Plan) -> None:
 def generator(plan: Plan, layer: int) -> torch.Generator:
     """Of the random numbers that a layer's graft starts with."""
     return torch.Generator().manual_seed(plan.seed * 1009 + layer)
-
-
-def _fields(config: PreTrainedConfig) -> dict[str, Any]:
-    return {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in OWN}

@@ -9,7 +9,7 @@ read from a mixer of the stock class, made without values, so no name of a confi
 between its mixers stays transformers' own, so no field of its configuration can be refused as unknown.
 """
 
-import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,14 +17,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from surgery.errors import UserError
-from surgery.families.dual_start import DualFamily
+from surgery.families.dual_start import OWN, DualFamily
 from surgery.families.mamba import ChannelFamily
 from surgery.families.mamba2 import Mamba2Family
 from surgery.hybrids.layer_graft import is_layer_graft
+from surgery.models.anatomy import blocks_of
 from surgery.records.plan import Plan
 
-# Fields that only a hybrid's configuration has, or whose values differ from its base's.
-OWN = ("model_type", "architectures", "grafts", "auto_map")
 # What is chosen for a model, and is no field of its configuration's file.
 CHOSEN = ("_attn_implementation_internal", "_experts_implementation_internal")
 
@@ -34,6 +33,7 @@ class StockFamily(DualFamily):
 
     base: Any
     hybrid: Any
+    own = tuple(name for name in OWN if name != "layer_types")  # which are the base's
 
     def __init__(self, hybrid: Any):
         super().__init__(hybrid.stock, hybrid, frozenset())
@@ -47,8 +47,9 @@ class StockFamily(DualFamily):
 
     def mixer(self, config: Any) -> Any:
         """A stock mixer, without values."""
+        places = {"layer_idx": 0} if "layer_idx" in inspect.signature(self.hybrid.stock_mixer).parameters else {}
         with torch.device("meta"):
-            return self.hybrid.stock_mixer(config, layer_idx=0)
+            return self.hybrid.stock_mixer(config, **places)
 
     def shape(self, config: Any) -> tuple[int, int]:
         """Heads: those that can be grafted, of a layer that has any."""
@@ -56,7 +57,7 @@ class StockFamily(DualFamily):
         return config.num_hidden_layers, getattr(mixer, "num_heads", None) or mixer.intermediate_size
 
     def graftable(self, model: Any) -> list[int]:
-        layers = enumerate(model.base_model.layers)
+        layers = enumerate(blocks_of(model))
         return [i for i, block in layers if any(isinstance(m, self.hybrid.stock_mixer) for m in block.modules())]
 
     def state_size(self, config: Any) -> int:
@@ -65,22 +66,12 @@ class StockFamily(DualFamily):
     def empty(self, config: PreTrainedConfig, plan: Plan | None, layers: Sequence[dict[str, Any]] = ()) -> Any:
         if any(map(is_layer_graft, layers)):
             raise UserError(f"a {self.model_type} model takes no layer grafts, head grafts alone (plan.kind: head)")
-        grafts = list(layers)
-        if plan is not None:
-            grafts += [self.graft(config, plan, site) for site in plan.sites]
-        return self._made(self.hybrid, config, grafts=grafts)
+        return super().empty(config, plan, layers)
 
-    def empty_base(self, config: PreTrainedConfig) -> Any:
-        return self._made(self.base, config)
-
-    def _made(self, model: Any, config: PreTrainedConfig, **more: Any) -> Any:
-        fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in OWN}
-        other = model.config_class(**fields, **more)
+    def choose(self, config: PreTrainedConfig, other: PreTrainedConfig) -> None:
         for name in CHOSEN:
             if (value := getattr(config, name, None)) is not None:
                 setattr(other, name, value)
-        with torch.device("meta"):
-            return model(other)
 
 
 class StockSSDFamily(StockFamily, Mamba2Family):

@@ -4,8 +4,7 @@ What they compute is in mamba2.py.
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from surgery.kernels.native import learns
 from surgery.kernels.packing import Packing
 from surgery.kernels.ssd import ssd_scan, ssd_step
 
+SMALLEST = 1e-30  # write strength, of which there is a logarithm
 READ = ("conv1d", "norm", "graft", "graft.qk_conv")  # modules of a mixer whose tensors are read without calling them
 
 
@@ -39,12 +39,16 @@ class DualGraft(Graft):
         self.pair_of_head = Index([self.pair_groups.index(g) for g in groups] if spec["shared"] else range(len(groups)))
         self.other_groups = Index([head // per_group for head in self.others.values])
         size = len(self.pair_groups) * self.width
-        (taps,) = mixer.conv1d.kernel_size
-        biases = {"proj": mixer.in_proj.bias is not None, "conv": mixer.conv1d.bias is not None}
-        self.q_proj = nn.Linear(mixer.in_proj.in_features, size, bias=biases["proj"])
-        self.k_proj = nn.Linear(mixer.in_proj.in_features, size, bias=biases["proj"])
-        conv = partial(nn.Conv1d, 2 * size, 2 * size, taps, groups=2 * size, bias=biases["conv"], padding=taps - 1)
-        self.qk_conv = None if spec.get("direct") else conv()
+        self.direct: bool = spec.get(
+            "direct", False
+        )  # a donor's, which knows nothing of what the base does to queries and keys
+        bias = mixer.in_proj.bias is not None
+        self.q_proj = nn.Linear(mixer.in_proj.in_features, size, bias=bias)
+        self.k_proj = nn.Linear(mixer.in_proj.in_features, size, bias=bias)
+        conv, self.qk_conv = getattr(mixer, "conv1d", None), None
+        if conv is not None and not self.direct:
+            (taps,), bias = conv.kernel_size, conv.bias is not None
+            self.qk_conv = nn.Conv1d(2 * size, 2 * size, taps, groups=2 * size, bias=bias, padding=taps - 1)
 
     def project(self, hidden_states: Tensor) -> Tensor:
         """Queries and keys before the convolution, if there is one: (b, t, 2 * pairs * width)."""
@@ -58,9 +62,13 @@ class DualGraft(Graft):
         q, k = self.pair_of_head.of(q, 1), self.pair_of_head.of(k, 1)
         q = self.sharpen(q)
         if self.time_step:  # one more dimension: 1 in the query, log dt in the key
-            write = self.grafted.of(dt, -1).clamp_min(1e-30).log().to(k.dtype)
+            write = self.log_write(self.grafted.of(dt, -1)).to(k.dtype)
             q, k = F.pad(q, (0, 1), value=1.0), torch.cat([k, write.transpose(1, 2)[..., None]], dim=-1)
         return q, k
+
+    def log_write(self, dt: Tensor) -> Tensor:
+        """The logarithm of what the base writes with."""
+        return dt.clamp_min(SMALLEST).log()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Packing | None) -> Tensor:
         """v (b, heads, s, p) -> (b, t, heads, p)."""
@@ -75,10 +83,15 @@ class DualGraft(Graft):
             return matrix
         q, k = (m[:, places] for m in self.split(qk, dt))
         attention = self.sign(matrix)[places] * attention_matrix(q, k, rows=rows)[0].to(matrix.dtype)
+        attention = self.weighed(attention, dt[0][..., [self.heads[place] for place in places]], rows)
         share = 1.0 if self.gate is None else self.gate[places, None, None]
         at = [row_of[self.heads[place]] for place in places]
         matrix[at] = (1 - share) * matrix[at] + share * attention
         return matrix
+
+    def weighed(self, attention: Tensor, dt: Tensor, rows: Tensor | None) -> Tensor:
+        """The matrices (heads, rows, t) of attention as the mixer weighs them; dt (t, heads), or as the mixer has it."""
+        return attention
 
 
 class DualMixer:
@@ -88,10 +101,12 @@ class DualMixer:
     """
 
     graft: DualGraft | None
+    graft_class: ClassVar[type[DualGraft]] = DualGraft
+    returns_pair: ClassVar[bool] = False  # whether a stock block wants a second thing of its mixer
 
     def take_grafts(self: Any, config: Any) -> None:
         """Make room for what the configuration says of this layer."""
-        self.graft = DualGraft.of(config, self)
+        self.graft = self.graft_class.of(config, self)
         self.ssm_heads = Graft.scanned(self.graft, self.num_heads)
 
     @fetching(*READ)
@@ -206,7 +221,8 @@ class DualMixer:
         v = x.transpose(1, 2)
         if cache_params is not None:
             k, v = seen_keys(cache_params, self.layer_idx, k, v)
-        return self.graft.attend(q, k, v, causal_mask) + self.graft.grafted.of(self.D, 0)[:, None] * x
+        y, D = self.graft.attend(q, k, v, causal_mask), self.D
+        return y if D is None else y + self.graft.grafted.of(D, 0)[:, None] * x
 
     @fetching("", *READ)
     def halves(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,7 +35,7 @@ from transformers import Cache
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
 from surgery.hybrids.dual import READ, DualGraft, DualMixer
-from surgery.hybrids.parts import fetching, seen_keys, time_step
+from surgery.hybrids.parts import fetching, time_step
 from surgery.kernels.delta import delta_matrix, delta_rule, delta_step, unit
 from surgery.kernels.packing import Packing
 
@@ -47,7 +47,7 @@ class DeltaGraft(DualGraft):
 
     def split(self, qk: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
         """As DualGraft's; dt (b, t, 2, h): the rates, and the logarithms of the decay, which is left out."""
-        if self.qk_conv is not None:
+        if not self.direct:
             lengths = math.sqrt(SHARPNESS)
             qk = (unit(qk.unflatten(-1, (-1, self.width))) * lengths).to(qk.dtype).flatten(-2)
         return super().split(qk, dt[:, :, 0])
@@ -60,16 +60,13 @@ class DeltaMixer(DualMixer):
     logarithms of the decay alpha.
     """
 
+    graft_class = DeltaGraft
+    D = None
     most_rate = 1.0  # of beta
 
     num_heads = property(lambda self: self.num_v_heads)
     n_groups = property(lambda self: self.num_k_heads)  # of queries and keys
     ssm_state_size = property(lambda self: self.head_k_dim)
-
-    def take_grafts(self: Any, config: Any) -> None:
-        """Make room for what the configuration says of this layer."""
-        self.graft = DeltaGraft.of(config, self)
-        self.ssm_heads = DeltaGraft.scanned(self.graft, self.num_heads)
 
     def parts(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u (b, t, d) -> q, k and v side by side (b, t, channels of the convolution), z (b, t, h * p), and what beta and alpha
@@ -109,17 +106,6 @@ class DeltaMixer(DualMixer):
         if cache_params is not None:
             cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
         return y
-
-    def attend(
-        self: Any, x: Tensor, dt: Tensor, qk: Tensor, cache_params: Cache | None = None,
-        causal_mask: Tensor | Packing | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The grafts' mixing: (b, t, grafted heads, p)."""
-        q, k = self.graft.split(qk, dt)
-        v = self.graft.grafted.of(x, 2).transpose(1, 2)
-        if cache_params is not None:
-            k, v = seen_keys(cache_params, self.layer_idx, k, v)
-        return self.graft.attend(q, k, v, causal_mask)
 
     @fetching("", *READ)
     def matrices(self: Any, hidden_states: Tensor, rows: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:

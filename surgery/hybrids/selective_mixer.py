@@ -75,6 +75,8 @@ class SelectiveMixer:
     """Stands before a stock mixer of the kind of MambaMixer: three steps (project, mix, finish), the middle one partly
     attention."""
 
+    returns_pair = False  # see DualMixer
+
     def take_grafts(self: Any, config: Any) -> None:
         """Make room for what the configuration says of this layer."""
         self.graft = ChannelGraft.of(config, self)

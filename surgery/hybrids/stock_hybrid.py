@@ -16,20 +16,27 @@ stock mixer's attributes. It has
 
 Two of the stock model's ways have to be bridged (InStock, GraftCache). It hands a mixer no cache for keys: its layer has none,
 or one for an attention of its own. And it hands it a mask of padding for a prompt alone; attention needs it ever after.
+
+What else a stock model's own code lacks stands in a class before all, `around`: XLSTMLanguageModel (xlstm.py) replaces a
+forward that takes no mask, LightningLanguageModel (lightning_mixer.py) brings a cache whose layers can be added to.
 """
 
+import inspect
 import sys
+from collections.abc import Callable
+from functools import wraps
 from types import new_class
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, Cache
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from surgery.hybrids.packed import packing
 from surgery.hybrids.sources import Generated
 from surgery.hybrids.spliced import Spliced
+from surgery.hybrids.states import Handed
 
 
 class GraftCache:
@@ -39,7 +46,12 @@ class GraftCache:
 
     def __init__(self, cache: Cache, place: int):
         self.cache, self.place = cache, place
-        while len(cache.layers) < place + 2:
+        self.make_room(cache, place + 2)
+
+    @staticmethod
+    def make_room(cache: Cache, layers: int) -> None:
+        """Let a cache have so many layers."""
+        while len(cache.layers) < layers:
             static = next((layer for layer in cache.layers if isinstance(layer, StaticLayer)), None)
             cache.layers.append(DynamicLayer() if static is None else StaticLayer(static.max_cache_len))
 
@@ -70,21 +82,32 @@ class InStock:
     """Stands before a mixer of ours and a stock one, and takes what a stock block gives its mixer."""
 
     stock: ClassVar[type]
+    returns_pair: bool
+    graft: Any
     layer_idx: int
     cache_place: int
 
     def forward(
-        self, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
-        """attention_mask (b, t): which of these tokens exist; None for all. kwargs: packed.PACKED among them."""
-        documents = packing(hidden_states, attention_mask, None, cache_params, None, kwargs)
+        self,
+        hidden_states: Tensor,
+        cache_params: Cache | Handed | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """attention_mask (b, t): which of these tokens exist; None for all. past_key_values: another name of cache_params.
+        kwargs: packed.PACKED among them."""
+        if isinstance(cache_params, Handed):
+            cache_params, attention_mask = cache_params
+        cache: Any = past_key_values if cache_params is None else cache_params
+        documents = packing(hidden_states, attention_mask, None, cache, None, kwargs)
         mask = None if attention_mask is None else attention_mask.bool()
-        cache: Any = None
-        if cache_params is not None:
-            cache = GraftCache(cache_params, self.cache_place)
+        if cache is not None and self.graft is not None:
+            cache = GraftCache(cache, self.cache_place)
             mask = cache.existing(hidden_states, mask)
         ours: Any = super()
-        return ours.forward(hidden_states, cache, attention_mask, mask, packing=documents)
+        mixed = ours.forward(hidden_states, cache, attention_mask, mask, packing=documents)
+        return (mixed, None) if self.returns_pair else mixed
 
 
 class StockHybrid(Spliced):
@@ -94,16 +117,48 @@ class StockHybrid(Spliced):
     stock_mixer: ClassVar[type]
     mixer_class: ClassVar[type]
     generated: ClassVar[Generated]  # the module that makes this class in an exported folder
+    all_mixers: ClassVar[bool] = False  # whether the mixers without a graft become ours as well
+    backbone_class: ClassVar[type | None] = None  # what the stock backbone becomes
 
     def __init__(self: Any, config: Any):
         super().__init__(config)  # type: ignore[call-arg]
-        for place, spec in enumerate(config.grafts):
-            mixer = self.mixer_at(spec["layer"])
+        if self.backbone_class is not None:
+            self.base_model.__class__ = self.backbone_class
+        places = {spec["layer"]: place for place, spec in enumerate(config.grafts)}
+        for layer in range(config.num_hidden_layers) if self.all_mixers else places:
+            mixer = self.mixer_at(layer)
             if mixer is None:
-                raise ValueError(f"layer {spec['layer']} holds no {self.stock_mixer.__name__}, and cannot be grafted")
+                raise ValueError(f"layer {layer} holds no {self.stock_mixer.__name__}, and cannot be grafted")
             mixer.__class__ = self.mixer_class
-            mixer.cache_place = config.num_hidden_layers + 2 * place
+            if not hasattr(mixer, "layer_idx"):
+                mixer.layer_idx = layer
+            if layer in places:
+                mixer.cache_place = config.num_hidden_layers + 2 * places[layer]
             mixer.take_grafts(config)
+
+    def new_cache(self: Any) -> Cache:
+        """What the stock model would make for its layers."""
+        return DynamicCache(config=self.config)
+
+    def with_room(self: Any, cache: Any) -> Any:
+        """The cache, with layers for all grafts. A cache that has them from the beginning can say how long it is, also where
+        the model has no attention of its own."""
+        if isinstance(cache, Cache) and self.config.grafts:
+            GraftCache.make_room(cache, self.config.num_hidden_layers + 2 * len(self.config.grafts))
+        return cache
+
+    def cached(self: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a forward, with a cache of ours where the stock model would make one of its own."""
+        cache, use_cache = arguments.get("past_key_values"), arguments.get("use_cache")
+        use_cache = getattr(self.config, "use_cache", False) if use_cache is None else use_cache
+        if cache is None and (not use_cache or (self.training and self.is_activation_checkpointing)):
+            return arguments
+        return arguments | {"past_key_values": self.with_room(self.new_cache() if cache is None else cache)}
+
+    def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+        made = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        self.with_room(model_kwargs.get("past_key_values"))
+        return made
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -117,9 +172,10 @@ class StockHybrid(Spliced):
         return next((module for module in modules if isinstance(module, self.stock_mixer)), None)
 
 
-def stock_hybrid(model: type, stock_mixer: type, mixer: type) -> Any:
+def stock_hybrid(model: type, stock_mixer: type, mixer: type, around: type | None = None) -> Any:
     """The hybrid class of a stock language model; its configuration's class is its `config_class`. stock_mixer: what becomes
-    attention in part. mixer: the class of ours for that. Both are registered with transformers."""
+    attention in part. mixer: the class of ours for that. around: what StockHybrid is to do otherwise, and a forward where the
+    stock one will not do. Both are registered with transformers."""
     name = model.__name__.removesuffix("ForCausalLM") + "Hybrid"
     stock_config: Any = model.config_class  # type: ignore[attr-defined]
     caller = sys._getframe(1).f_globals  # of the module in which pickle is to find the classes
@@ -140,11 +196,13 @@ def stock_hybrid(model: type, stock_mixer: type, mixer: type) -> Any:
         {"model_type": module, "grafts": None, "__annotations__": {"grafts": list | None}, "__post_init__": describe},
     )  # fmt: skip
     inside: type[nn.Module] = made("Mixer", (InStock, mixer, stock_mixer), {"stock": stock_mixer})
+    before = () if around is None else (around,)
     hybrid = made(
-        "ForCausalLM", (StockHybrid, model),
+        "ForCausalLM", (*before, StockHybrid, model),
         {
             "config_class": config, "stock": model, "stock_mixer": stock_mixer, "mixer_class": inside,
-            "generated": _generated(module, name, model, stock_mixer, mixer),
+            "generated": _generated(module, name, (model, stock_mixer, mixer, *before)),
+            "forward": _caching(getattr(around, "forward", model.forward)),  # type: ignore[attr-defined]
             "__annotations__": {"config": config},
         },
     )  # fmt: skip
@@ -153,15 +211,27 @@ def stock_hybrid(model: type, stock_mixer: type, mixer: type) -> Any:
     return hybrid
 
 
-def _generated(module: str, name: str, model: type, stock_mixer: type, mixer: type) -> Generated:
+def _caching(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A language model's forward, of the same arguments, with StockHybrid.cached."""
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @wraps(forward)
+    def caching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(names, args, strict=False)) | kwargs
+        return forward(self, **self.cached(named))
+
+    return caching
+
+
+def _generated(module: str, name: str, classes: tuple[type, ...]) -> Generated:
     """The module of a hybrid's classes, for a folder that holds the modules it imports, those of transformers excepted."""
-    parts = {stock_hybrid.__name__: __name__, **{part.__name__: part.__module__ for part in (model, stock_mixer, mixer)}}
+    parts = {stock_hybrid.__name__: __name__, **{part.__name__: part.__module__ for part in classes}}
     ours = tuple(dict.fromkeys(where for where in parts.values() if not where.startswith("transformers.")))
     places = {what: f".{where.rpartition('.')[2]}" if where in ours else where for what, where in parts.items()}
     lines = [
         "# The classes of this hybrid; stock_hybrid.py says what they are.",
         *(f"from {place} import {what}" for what, place in places.items()),
-        f"{name}ForCausalLM = stock_hybrid({model.__name__}, {stock_mixer.__name__}, {mixer.__name__})",
+        f"{name}ForCausalLM = stock_hybrid({', '.join(part.__name__ for part in classes)})",
         f"{name}Config = {name}ForCausalLM.config_class",
     ]
     return Generated(f"{module}.py", "\n".join([*lines, ""]), ours)

@@ -30,7 +30,7 @@ def grafts_off(model: Any) -> Iterator[None]:
             config.layer_types = ["linear_attention"] * config.num_hidden_layers
         for index in grafted:
             mixer = model.mixer_at(index)
-            if in_stock:
+            if in_stock and not model.all_mixers:
                 after.callback(setattr, mixer, "__class__", type(mixer))
                 mixer.__class__ = model.stock_mixer
             elif isinstance(mixer, LayerGraftMixer):

@@ -33,7 +33,7 @@ LEFT = {
     "bench": BENCH,
     "prune": ("pruning.json",),
     "tune": ("checkpoint-*", ".checkpoint-*", "tuning.json", "adapter", "lora.txt"),
-    "run": (*LOCATE, *BENCH, PLAN, "planning", "tuning", "hybrid", "findings.json", "figure.png", "seed-*"),
+    "run": (*LOCATE, *BENCH, PLAN, "planning", "tuning", "hybrid", "findings.json", "figure.png", "seed-*", "bases", "jobs"),
 }
 P = ParamSpec("P")
 T = TypeVar("T")

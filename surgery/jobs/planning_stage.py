@@ -1,4 +1,5 @@
-"""Plans as a recipe says: the leading heads of a ranking, or as many as are worth their cache."""
+"""Plans as a recipe says: the leading heads of a ranking, those that a perfect choice would help most, or as many as are worth
+their cache."""
 
 from pathlib import Path
 
@@ -7,15 +8,18 @@ from surgery.locating.planning import plan
 from surgery.locating.ranking import Ranking
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
+from surgery.tuning.choosing import by_choice
 from surgery.tuning.growing import grow
 
 KEPT = "planning"  # the folder in which a run keeps what plan.heads=auto measures
 
 
 def planned(recipe: Recipe, base: Checkpoint, ranking: Ranking, kept: Path | None = None, seed: int | None = None) -> Plan:
-    """base: what was ranked; it is measured where plan.heads is auto. kept: a folder for what is measured. seed: the recipe's,
-    unless given."""
+    """base: what was ranked; it is measured where plan.heads is auto or plan.by is choice. kept: a folder for what is measured.
+    seed: the recipe's, unless given."""
     options, seed = recipe.plan, recipe.seed if seed is None else seed
+    if options.by == "choice":
+        return by_choice(base, ranking, options, batch_size=recipe.locate.batch_size, seed=seed, kept=kept)
     if not options.grows:
         return plan(ranking, **options.given(), seed=seed)
     return grow(

@@ -63,7 +63,7 @@ def _check_donor(recipe: Recipe, base: Checkpoint) -> None:
     """Whether the grafts can start from the donor, by its configuration: where the sites are not yet known, at the first."""
     options = recipe.plan
     donor = load_empty(options.donor or "")
-    trial = Plan(sites=options.sites_named(), **options.model_dump(exclude={"heads", "layers", "sites", "auto"}))
+    trial = Plan(sites=options.sites_named(), **options.model_dump(exclude={"heads", "by", "layers", "sites", "auto"}))
     check_donor(base.model, trial, donor)
     if trial.kind == "layer":
         for site in trial.sites:

@@ -133,8 +133,11 @@ class _Job:
 
     def plan(self, ranking: Ranking) -> Plan:
         options = self.recipe.plan
-        if options.grows:
-            with self.stage("plan", f"adding heads to the plan while they save {options.auto.least_gain:g} nats or more"):
+        if options.measures:
+            what = f"adding heads to the plan while they save {options.auto.least_gain:g} nats or more"
+            if options.by == "choice":
+                what = f"looking for the {options.heads} heads that a perfect choice would help most"
+            with self.stage("plan", what):
                 chosen = planned(self.recipe, self.base, ranking, self.out / KEPT)
         else:
             chosen = planned(self.recipe, self.base, ranking)

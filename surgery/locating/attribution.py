@@ -87,7 +87,7 @@ def _attribute(gated: Subject, encoded: Encoded, starts: Sequence[Start | None],
         return y
 
     try:
-        with _frozen(model), listening(mixers, listen), torch.enable_grad():
+        with frozen(model), listening(mixers, listen), torch.enable_grad():
             blocks = {block: _checkpointed(block.forward) for block in gated.anatomy.blocks} if checkpointed else {}
             keep, where = last.unique(return_inverse=True)
             with replaced(blocks):
@@ -140,7 +140,7 @@ def best_starts(totals: Tensor, channels: bool = False) -> dict[str, Start]:
 
 
 @contextmanager
-def _frozen(model: PreTrainedModel) -> Iterator[None]:
+def frozen(model: PreTrainedModel) -> Iterator[None]:
     """No gradient of a weight is computed or stored."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     for p in trainable:

@@ -94,10 +94,10 @@ def activations(gated: Subject, row: Sequence[int]) -> Activations:
 
 
 @contextmanager
-def listening(mixers: Sequence[Any], listen: Listen) -> Iterator[None]:
+def listening(mixers: Sequence[Any], listen: Listen, *, always: bool = False) -> Iterator[None]:
     """Mixers that compute no attention: where a mixer would blend the SSM's output y with it, listen(its number, the mixer, y,
     what attend takes) says what comes instead of y. Without gradients, as when a block is computed for the first of two times,
-    y passes, and nothing is kept."""
+    y passes, and nothing is kept, unless `always`."""
 
     def others(number: int, mixer: Any) -> dict[tuple[Any, str], Any]:
         waiting: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -108,7 +108,7 @@ def listening(mixers: Sequence[Any], listen: Listen) -> Iterator[None]:
 
         def blend(y: Tensor, _: Tensor) -> Tensor:
             args, kwargs = waiting.pop()
-            return listen(number, mixer, y, args, kwargs) if torch.is_grad_enabled() else y
+            return listen(number, mixer, y, args, kwargs) if always or torch.is_grad_enabled() else y
 
         return {(mixer, "attend"): put_off, (mixer.graft, "blend"): blend}
 

@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.locating.matrices import mixing_matrices
 from surgery.locating.questions import choice_probe
-from surgery.locating.roles import token_spans
 from surgery.locating.subject import Subject
-from surgery.models.tokens import opening
+from surgery.models.tokens import opening, token_spans
 from surgery.probes.question import Question
 from surgery.records.site import Site
 
@@ -50,7 +49,7 @@ def example_tokens(
 ) -> tuple[list[int], list[str], list[tuple[int, ...]], tuple[int, ...]]:
     """Of a question: token ids, their texts, the positions of every span's tokens, and of those that hold the answer."""
     if question.spans:
-        ids, spans = token_spans(tokenizer, question)
+        ids, spans = token_spans(tokenizer, question.prompt, question.spans)
     else:
         (ids,), spans = opening(tokenizer, [question.prompt]), []
     labels = [str(tokenizer.decode([token])).replace("\n", "\\n").strip(" ") for token in ids]

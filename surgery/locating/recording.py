@@ -127,7 +127,7 @@ class _Recorder:
         return Recorded(self.entering, columns, returned, Shape.of(self.returned), project)
 
 
-def _scale(out: nn.Linear, projected: Tensor, returned: Tensor) -> Tensor | None:
+def _scale(out: nn.Module, projected: Tensor, returned: Tensor) -> Tensor | None:
     """The power of two by which a mixer multiplied each token's output projection, (..., 1); None if it did anything else."""
     if projected.shape != returned.shape:
         return None

@@ -8,7 +8,7 @@ pair_mass: of the weight with which a span's end mixes the past, the share that 
 gather head condenses a segment into its end, so it draws most of its weight from within. (Of a dictionary, a span is a pair.)
 
 Causal models often finish a segment's summary on the token after it (the next line's key). So that token counts as the span's
-end, and the summary may sit anywhere from the span's second token to this end.
+end, and the summary may sit anywhere from the span's second token to this end (models/tokens.py).
 
 Weight is the absolute value of the head's mixing matrix (of an SSM head, time step included, D not; see matrices.py).
 """
@@ -17,28 +17,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from surgery.locating.heads import Role, Score
 from surgery.locating.matrices import mixing_matrices
 from surgery.locating.subject import Subject
-from surgery.models.tokens import opening
+from surgery.models.tokens import summary, token_spans
 from surgery.probes.question import Question
 from surgery.records.site import Site
 from surgery.runtime import processes
 
 COST = 0.001  # nats; less means nothing, though it can be beyond chance where a base is almost certain of its answers
-
-
-def token_spans(tokenizer: PreTrainedTokenizerBase, question: Question) -> tuple[list[int], list[list[int]]]:
-    """The prompt's token ids, and for every span of the question the positions of its tokens."""
-    (ids,) = opening(tokenizer, [question.prompt])
-    offsets = tokenizer(question.prompt, return_offsets_mapping=True)["offset_mapping"][: len(ids)]
-    spans = [
-        [i for i, (start, end) in enumerate(offsets) if start < stop and end > begin and end > start]
-        for begin, stop in question.spans
-    ]
-    return ids, spans
 
 
 def masses(
@@ -60,8 +48,8 @@ def masses(
         question = questions[q]
         if question.evidence is None or not question.spans:
             continue
-        tokens, spans = token_spans(subject.tokenizer, question)
-        summaries = [[*span[1:], span[-1] + 1] for span in spans]
+        tokens, spans = token_spans(subject.tokenizer, question.prompt, question.spans)
+        summaries = [summary(span) for span in spans]
         # Row 0: the query position; then the end of every span.
         rows = torch.tensor([len(tokens) - 1, *(summary[-1] for summary in summaries)], device=device)
         matrices = mixing_matrices(subject, torch.tensor(tokens, device=device), rows, sites)

@@ -90,14 +90,13 @@ def without(subject: Subject, layers: Collection[int]) -> Iterator[None]:
 def silenced(anatomy: Anatomy, sites: Collection[Site], at: tuple[Tensor, Tensor] | None = None) -> Iterator[None]:
     """The model with the heads of `sites` at zero: the columns that their mixers' output projections read from them, at all
     positions or only `at` the given ones (rows, positions). Assumes, as in transformers, that no two mixers share a module."""
-    dead: dict[nn.Linear, list[slice]] = {}
+    dead: dict[nn.Module, list[slice]] = {}
     for site in sites:
         for head in site.each():
             mixer = anatomy.mixer_of(head)
             dead.setdefault(mixer.out, []).append(mixer.columns(head.heads[0]))
 
     def silence(out: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        assert isinstance(out, nn.Linear)
         columns = args[0].clone()
         for head in dead[out]:
             if at is None:

@@ -12,8 +12,9 @@ from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from surgery.errors import UserError
 from surgery.records.site import Site
@@ -38,17 +39,23 @@ class Slot:
 SLOTS = (
     Slot("mamba", "ssm", ("out_proj",)),  # Bamba, Falcon-H1, GraniteMoeHybrid, Jamba, Zamba2
     Slot("mamba_decoder.mamba", "ssm", ("out_proj",)),  # Zamba2's hybrid layers: attention, then an SSM that reads it
+    Slot("mlstm_layer", "ssm", ("out_proj",)),  # xLSTM
     Slot("linear_attn", "ssm", ("out_proj", "o_proj")),  # Gated DeltaNet: Qwen3-Next, Qwen3.5, OLMo-Hybrid
     Slot("mixer", None, ("out_proj", "o_proj")),  # Mamba-1 and -2, Falcon-Mamba, NemotronH, and this project's classes
     Slot("temporal_block", None, ("linear_out", "o_proj")),  # RecurrentGemma
     Slot("shared_transformer.self_attn", "attention", ("o_proj",), feeds=True),
     Slot("self_attn", "attention", ("o_proj", "dense", "out_proj")),  # Llama and all that have its layout, Phi, OPT
+    Slot("attention", "ssm", ("output",)),  # RWKV, whose recurrence is one per channel
     Slot("attention", "attention", ("dense",)),  # GPT-NeoX
-    Slot("self_attention", "attention", ("dense",)),  # Falcon
+    Slot("self_attention", "attention", ("dense",)),  # Falcon, BLOOM
+    Slot("attn", "attention", ("out_proj", "c_proj")),  # GPT-2, MPT, GPT-J
+    Slot("attn.attention", "attention", ("out_proj",)),  # GPT-Neo
 )
-GRAFTED = tuple(slot.path for slot in SLOTS if slot.kind != "attention")  # where grafts are put
-BLOCKS = ("layers", "h", "decoder.layers")  # paths to the blocks, from the model without its language-model head
-WIDTHS: dict[Kind, tuple[str, ...]] = {"ssm": ("head_v_dim", "head_dim"), "attention": ("v_head_dim", "head_dim", "head_size")}
+# Paths to the blocks, from the model without its language-model head.
+BLOCKS = ("layers", "h", "decoder.layers", "blocks", "language_model.layers")
+WIDTHS: dict[Kind, tuple[str, ...]] = {
+    "ssm": ("head_v_dim", "head_dim", "multihead_norm.head_dim"), "attention": ("v_head_dim", "head_dim", "head_size"),
+}  # fmt: skip
 NO_MIXER = ("down_proj", "experts")  # a module in a slot that has one of these mixes channels only (NemotronH's MLPs and MoEs)
 
 
@@ -57,18 +64,24 @@ class Mixer:
     """A layer's sequence-mixing module. `out`: its output projection, which reads heads * width columns. `first`: the number of
     its first head within the layer. `feeds`: as in Slot.
 
-    A head of width 1 is a channel (Mamba-1, Falcon-Mamba, Jamba, and RecurrentGemma, whose recurrence is one per channel: the
-    blocks of its gates share weights, not a mixing matrix).
+    A head of width 1 is a channel (Mamba-1, Falcon-Mamba, Jamba, RWKV, and RecurrentGemma, whose recurrence is one per channel:
+    the blocks of its gates share weights, not a mixing matrix).
     """
 
     layer: int
     kind: Kind
     module: nn.Module
-    out: nn.Linear
+    out: nn.Module
     heads: int
     width: int
     first: int = 0
     feeds: bool = False
+
+    @property
+    def weight(self) -> Tensor:
+        """Of the output projection, (d, heads * width)."""
+        weight: Any = self.out.weight
+        return weight.T if isinstance(self.out, Conv1D) else weight
 
     def columns(self, head: int) -> slice:
         """What a head, numbered within the layer, owns of the output projection's input."""
@@ -168,13 +181,20 @@ class Anatomy:
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
     """Find a model's blocks, mixers and heads. Raises UserError if its layout is not one of SLOTS'."""
-    blocks = _blocks(model)
+    blocks = blocks_of(model)
     mixers: list[Mixer] = []
     for layer, block in enumerate(blocks):
-        filled = [(slot, module) for slot in SLOTS if (module := _descend(block, slot.path)) is not None]
+        paths = [(slot, module) for slot in SLOTS if (module := _descend(block, slot.path)) is not None]
+        filled = [(slot, module) for slot, module in paths if any(hasattr(module, name) for name in (*slot.outs, *NO_MIXER))]
+        if paths and not filled:
+            slot, module = paths[0]
+            outs = " or ".join(slot.outs)
+            raise _unknown(model, f"layer {layer}'s {type(module).__name__} has no linear output projection named {outs}")
         if not filled:
-            names = ", ".join(slot.path for slot in SLOTS)
-            raise _unknown(model, f"layer {layer} ({type(block).__name__}) holds no mixer under any of {names}")
+            names = ", ".join(dict.fromkeys(slot.path for slot in SLOTS))
+            parts = ", ".join(f"{name} ({type(part).__name__})" for name, part in block.named_children())
+            block_class = f"layer {layer} ({type(block).__name__})"
+            raise _unknown(model, f"{block_class} holds no mixer under any of {names}; it holds {parts or 'no modules'}")
         first = 0
         for slot, module in filled:
             mixer = _mixer(model, layer, slot, module, first)
@@ -189,36 +209,49 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 def mixer_at(model: PreTrainedModel, layer: int) -> Any:
     """The module of a layer in which grafts are put, or which stands there instead; None if it has only an attention of its
     own, or no mixer. Also of a model without values."""
-    block = _blocks(model)[layer]
-    modules = (_descend(block, path) for path in GRAFTED)
-    return next((module for module in modules if module is not None), None)
+    block = blocks_of(model)[layer]
+    slots = [slot for slot in SLOTS if slot.kind != "attention" or _is_linear(model, layer)]  # where grafts are put
+    found = ((slot, _descend(block, slot.path)) for slot in slots)
+    return next((module for slot, module in found if any(hasattr(module, name) for name in slot.outs)), None)
 
 
-def _blocks(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+def _is_linear(model: PreTrainedModel, layer: int) -> bool:
+    """Whether a layer's mixer is linear attention, whatever it is called (MiniMax, Kimi Linear)."""
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    return bool(types) and types[layer] == "linear_attention"
+
+
+def blocks_of(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+    """A model's blocks. Raises UserError if they are under none of BLOCKS."""
     check_decoder(model.config)
     for path in BLOCKS:
         blocks = _descend(model.base_model, path)
         if isinstance(blocks, nn.ModuleList) and len(blocks):
             return tuple(blocks)
-    raise _unknown(model, f"its blocks are under none of {', '.join(BLOCKS)}")
+    held = ", ".join(
+        f"{name} ({len(part)} x {type(part[0]).__name__})" for name, part in model.base_model.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) and not any(map(str.isdigit, name.split(".")))
+    )  # fmt: skip
+    raise _unknown(model, f"its blocks are under none of {', '.join(BLOCKS)}; it has {held or 'no list of modules'}")
 
 
 def _mixer(model: PreTrainedModel, layer: int, slot: Slot, module: nn.Module, first: int) -> Mixer | None:
-    out = next((projection for name in slot.outs if (projection := getattr(module, name, None)) is not None), None)
-    if out is None and any(hasattr(module, name) for name in NO_MIXER):
-        return None
+    out: Any = next((projection for name in slot.outs if (projection := getattr(module, name, None)) is not None), None)
+    if out is None:
+        return None  # one of NO_MIXER
     where = f"layer {layer}'s {type(module).__name__}"
-    if not isinstance(out, nn.Linear):
+    if not isinstance(out, nn.Linear | Conv1D):
         raise _unknown(model, f"{where} has no linear output projection named {' or '.join(slot.outs)}")
+    columns = out.nx if isinstance(out, Conv1D) else out.in_features
     kind: Kind = slot.kind or ("attention" if hasattr(module, "q_proj") else "ssm")
-    width = next((int(size) for name in WIDTHS[kind] if (size := getattr(module, name, None))), None)
+    width = next((int(size) for name in WIDTHS[kind] if (size := _descend(module, name))), None)
     if width is None:
-        width = 1 if kind == "ssm" else out.in_features // model.config.num_attention_heads
-    if out.in_features % width:
-        raise _unknown(model, f"{where} has heads of {width} columns, but its projection reads {out.in_features}")
-    if (getattr(model.config, "layer_types", None) or {layer: None})[layer] == "linear_attention":
-        kind = "ssm"  # linear attention under attention's name (MiniMax, Kimi Linear)
-    return Mixer(layer, kind, module, out, out.in_features // width, width, first, slot.feeds)
+        width = 1 if kind == "ssm" else columns // model.config.get_text_config(decoder=True).num_attention_heads
+    if columns % width:
+        raise _unknown(model, f"{where} has heads of {width} columns, but its projection reads {columns}")
+    if _is_linear(model, layer):
+        kind = "ssm"
+    return Mixer(layer, kind, module, out, columns // width, width, first, slot.feeds)
 
 
 def _descend(module: nn.Module, path: str) -> Any:

@@ -18,6 +18,7 @@ words in the same way whether or not the text before it is there, which is tried
 any other tokenizer the whole text is tokenised.
 """
 
+import bisect
 import copy
 import json
 import re
@@ -72,6 +73,27 @@ def following(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str
     distinct = sorted({tail for tail, _ in short} | {tail + text for tail, text in short})
     ids = dict(zip(distinct, tokenizer(distinct, add_special_tokens=False)["input_ids"], strict=True))
     return [ids[tail + text][len(ids[tail]) :] for tail, text in short]
+
+
+def token_spans(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, spans: Sequence[tuple[int, int]]
+) -> tuple[list[int], list[list[int]]]:
+    """The token ids of a prompt, and for every span of its characters the positions of its tokens."""
+    (ids,) = opening(tokenizer, [prompt])
+    offsets = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"][: len(ids)]
+    begins, stops = [begin for begin, _ in offsets], [stop for _, stop in offsets]
+    places = []
+    for begin, stop in spans:
+        # The ends of tokens do not fall, and those of special tokens are at 0.
+        first, last = bisect.bisect_right(stops, begin), bisect.bisect_left(begins, stop)
+        places.append([i for i in range(first, last) if stops[i] > begins[i]])
+    return ids, places
+
+
+def summary(span: Sequence[int]) -> list[int]:
+    """Where a causal model may hold what it has read in a span of tokens: from its second token, as the first cannot know the
+    rest, to the one behind it (the next line's key), on which summaries are often finished."""
+    return [*span[1:], span[-1] + 1] if span else []
 
 
 def prompting(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -1,10 +1,10 @@
-"""Trains the built-in reference models on the small world, from scratch, on a CPU.
+"""Trains a model from scratch: the built-in reference models on the small world, or a base on text of one's own (corpus.py).
 
-The loss covers three kinds of sequence: dictionaries of a growing number of pairs, documents (facts among narrative), and
-lettered questions. Retrieval appears only if the curriculum starts with two pairs and adds more when these are learnt. It is
-learnt before there is any text, which decides where in the model it is located; otherwise that is left to chance. A Mamba
-learns it with its first layer alone, before the others exist, which is several times cheaper. A Transformer needs two layers
-for it, and hints (hints.py).
+In the small world the loss covers three kinds of sequence: dictionaries of a growing number of pairs, documents (facts among
+narrative), and lettered questions. Retrieval appears only if the curriculum starts with two pairs and adds more when these are
+learnt. It is learnt before there is any text, which decides where in the model it is located; otherwise that is left to chance.
+A Mamba learns it with its first layer alone, before the others exist, which is several times cheaper. A mixer without
+a convolution needs two layers for it (first_layers), and a Transformer hints as well (hints.py).
 """
 
 import json
@@ -17,20 +17,27 @@ import torch
 import yaml
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from surgery.errors import UserError
 from surgery.families import families
 from surgery.loading.checkpoint import load
+from surgery.loading.hub import one_line
 from surgery.models.tokens import tokenizers_errors
 from surgery.pretraining.checkpoint_card import card
-from surgery.pretraining.delta_start import start_delta_mixers
+from surgery.pretraining.corpus import prepared
+from surgery.pretraining.corpus_card import corpus_card
+from surgery.pretraining.corpus_measuring import measure_on_corpus
+from surgery.pretraining.corpus_training import train_on_corpus
 from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds
 from surgery.pretraining.measuring import measure
+from surgery.pretraining.mixer_starts import start_mixers
 from surgery.pretraining.training import train
 from surgery.records.plan import Plan
-from surgery.records.pretrain_recipe import PretrainRecipe
+from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe
+from surgery.records.reading import shown
 from surgery.runtime.replacing import building, reason, replace
 from surgery.splicing.splice import adopt, install, unsplice
 from surgery.world.tokenizer import build_tokenizer
@@ -39,14 +46,21 @@ from surgery.world.tokenizer import build_tokenizer
 WRITTEN = {"recipe.yaml", "log.jsonl", "measured.json", "README.md"}
 MODEL = {
     "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt", "spiece.model", "tokenizer.model",
+    "vocab.json", "vocab.txt",
 }  # fmt: skip
 
 
-def pretrain(recipe: PretrainRecipe, out: Path) -> dict[str, Any]:
+def pretrain(recipe: PretrainRecipe, out: Path, *, finish: bool = False) -> dict[str, Any]:
     """Train, measure on held-out examples, and write the checkpoint folder `out`, whole or not at all. Returns the
-    measurements. Raises UserError for a folder of something else than an earlier pretraining, which is replaced."""
+    measurements. Raises UserError for a folder of something else than an earlier pretraining, which is replaced.
+
+    finish: of a training on text of one's own, let the learning rate fall from where it has come to, and end."""
     check_place(out)
+    if recipe.corpus is not None:
+        return _pretrain_on_corpus(recipe, recipe.corpus, out, finish=finish)
+    if finish:
+        raise UserError("--finish is for text of one's own (corpus); lessons of the small world take as many steps as they do")
     torch.manual_seed(recipe.seed)
     tokenizer = build_tokenizer()
     model = adopt(_fresh(recipe, tokenizer)).train()
@@ -65,21 +79,47 @@ def pretrain(recipe: PretrainRecipe, out: Path) -> dict[str, Any]:
     seconds = time.monotonic() - start
     base = unsplice(model.eval()) if model.config.model_type in families() and not recipe.attention else model.eval()
     measured = measure(base, tokenizer, recipe.examples, recipe.seed)
+    _write(out, base, tokenizer, recipe, log, measured, card(recipe, base, measured, seconds, out.name))
+    return measured
+
+
+def _pretrain_on_corpus(recipe: PretrainRecipe, options: CorpusOptions, out: Path, *, finish: bool) -> dict[str, Any]:
+    """As pretrain. What it goes on with is in the folder <out>-pretraining, and stays there."""
+    work = out.parent / f"{out.name}-pretraining"
+    corpus = prepared(options, work)
+    torch.manual_seed(recipe.seed)
+    fresh: Any = _fresh(recipe, corpus.tokenizer)
+    model: Any = adopt(fresh.to("cuda" if torch.cuda.is_available() else "cpu"))
+    state = train_on_corpus(model, corpus, recipe, work, finish=finish)
+    model = model.eval().to(getattr(torch, options.dtype))
+    base = unsplice(model) if model.config.model_type in families() and not recipe.attention else model
+    measured = measure_on_corpus(base, corpus, options, recipe.examples, recipe.seed)
+    # As many steps as it took, so that the recipe makes this checkpoint again.
+    taken = recipe.model_copy(update={"steps": state.more["steps"]})
+    text = corpus_card(taken, options, base, corpus, measured, state.more["seconds"], out.name)
+    _write(out, base, corpus.tokenizer, taken, state.log, measured, text)
+    return measured
+
+
+def _write(
+    out: Path, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe, log: list[dict[str, Any]],
+    measured: dict[str, Any], text: str,
+) -> None:  # fmt: skip
+    """text: of the card."""
     try:
         with building(out) as folder:
             with tokenizers_errors():
                 base.save_pretrained(folder)
                 _without_code(folder)
                 tokenizer.save_pretrained(folder)
-            (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+            (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.written(), sort_keys=False))
             (folder / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
             (folder / "measured.json").write_text(json.dumps(measured, indent=2) + "\n")
-            (folder / "README.md").write_text(card(recipe, base, measured, seconds, out.name))
+            (folder / "README.md").write_text(text)
             folder.chmod(0o755)
             replace(folder, out)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {out}: {reason(error)}") from error
-    return measured
 
 
 def check_place(out: Path) -> None:
@@ -104,10 +144,16 @@ def _without_code(folder: Path) -> None:
 
 def _fresh(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     fields = dict(recipe.architecture)
+    kind = fields.pop("model_type", None)
+    if not (isinstance(kind, str) and kind in CONFIG_MAPPING):
+        raise UserError(f"architecture: transformers knows no model_type {shown(kind)}; mamba2 is one")
     vocabulary = -(-len(tokenizer) // 16) * 16
     special = {f"{name}_token_id": tokenizer.eos_token_id for name in ("pad", "bos", "eos")}
-    config = AutoConfig.for_model(fields.pop("model_type"), vocab_size=vocabulary, **special, **fields)
-    model = AutoModelForCausalLM.from_config(config)
+    try:
+        config = AutoConfig.for_model(kind, vocab_size=vocabulary, **special, **fields)
+        model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever a model's own code makes of sizes that do not fit
+        raise UserError(f"architecture: no model can be made of this: {one_line(error)}") from error
     with torch.no_grad():
         model.get_input_embeddings().weight.normal_(std=recipe.embedding_std)
         for mixer in (part for part in model.modules() if hasattr(part, "in_proj") and hasattr(part, "out_proj")):
@@ -116,7 +162,7 @@ def _fresh(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTra
             mixer.out_proj.weight /= math.sqrt(config.num_hidden_layers)
             if isinstance(mixer, Mamba2Mixer):  # transformers' own start is 1, 2, 3, ... by head
                 mixer.A_log.uniform_(1, 16).log_()
-        start_delta_mixers(model)
+        start_mixers(model)
     if recipe.attention:
         return install(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
     return model

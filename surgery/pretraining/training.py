@@ -14,7 +14,7 @@ from surgery.pretraining.measuring import measured_probes
 from surgery.probes.scoring import answer
 from surgery.records.pretrain_recipe import Hints, PretrainRecipe
 from surgery.runtime.progress import Track, say
-from surgery.tuning.optimizer import parameter_groups
+from surgery.tuning.optimizer import parameter_groups, steady_schedule
 from surgery.tuning.sequences import IGNORE, collate
 
 
@@ -23,10 +23,6 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
     optimizer = torch.optim.AdamW(
         parameter_groups(model.named_parameters(), recipe.weight_decay), lr=recipe.learning_rate, betas=(0.9, 0.95)
     )
-
-    def rate(step: int) -> float:
-        left = (recipe.steps - step) / (recipe.steps * (1 - recipe.decay_from))
-        return min(1.0, (step + 1) / recipe.warmup_steps) * min(1.0, max(0.05, left))
 
     rng, curriculum = random.Random(recipe.seed), Progress(recipe.curriculum)
     log: list[dict[str, float]] = []
@@ -50,14 +46,18 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min(1.0, (number + 1) / recipe.warmup_steps)
         batch = collate(tokenizer, dictionaries(recipe, rng, curriculum.most))
-        step(_hinted(model, *batch, hints) if hints else {"kv": _loss(model, *batch, layers=1)}, progress, number + 1)
+        step(
+            _hinted(model, *batch, hints) if hints else {"kv": _loss(model, *batch, layers=recipe.first_layers)},
+            progress,
+            number + 1,
+        )
         if curriculum.done:
             break
     say(f"retrieval alone: {number + 1} steps, {curriculum.most} pairs")
     if hints is not None:
         model.set_attn_implementation("sdpa")
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    schedule = steady_schedule(optimizer, recipe.warmup_steps, recipe.steps, recipe.decay_from)
     progress = Track(range(recipe.steps), "pretrain")
     for number in progress:
         batches = lesson(tokenizer, recipe, rng, curriculum.most)

@@ -62,6 +62,13 @@ def hits(
     return chosen.reshape(count, width)
 
 
+def by_stretch(values: np.ndarray, stretch: int) -> np.ndarray:
+    """values (rows, t - 1), of the second and all further tokens of rows of t -> their sum in every stretch of `stretch`
+    tokens of every row, in order, (stretches,)."""
+    whole = np.concatenate((np.zeros((len(values), 1)), values), 1)
+    return np.add.reduceat(whole, np.arange(0, whole.shape[1], stretch), axis=1).ravel()
+
+
 def _pairs(rows: np.ndarray, documents: np.ndarray | None = None) -> np.ndarray:
     """(rows, t): the number of the pair that each token ends; NONE where a text begins."""
     numbers = np.full(rows.shape, NONE, dtype=np.int64)

@@ -1,9 +1,12 @@
-"""A needle in a haystack: one sentence, told somewhere in a long text, asked for at its end.
+"""A needle in a haystack: one sentence, told somewhere in a long text, asked for at its end; or one of several.
 
 The haystack is running text, cut so that the whole prompt, special tokens included, has exactly `length` tokens. The needle,
 "The secret number of anchor is 42.", stands after the sentence that ends nearest to `depth`. The model's answer is the number,
 among the needle's and nine others from 10 to 99, whose tokens have the largest summed log-probability. Chance is 1 / 10. The
 nine stand in no needle: a model that merely prefers the numbers it has read is above chance.
+
+Several needles are key-value pairs with text between them. They stand evenly spread, and their numbers are among the
+candidates. Where several are asked for, one after the other, the earlier questions stand with their right answers.
 """
 
 import random
@@ -19,7 +22,8 @@ from surgery.records.record import read_text
 from surgery.world.text import document
 from surgery.world.words import Keys, key_words
 
-CHOICES = 10
+CHOICES = 10  # at least: where there are more needles, as many
+MOST = 32  # needles
 SPARE = 64  # words beyond the cut, from which the haystack's last ones are chosen
 BACK = 24  # words before the cut that may be replaced by others; with 8, one prompt in a thousand was a token short
 
@@ -30,7 +34,9 @@ class Needle:
 
     length: tokens of the prompt, by `tokenizer`. depth: where the needle is in the haystack (0: before it, 1: after it).
     source: "world" (held-out documents of the small world) or a text file, of which random stretches are read, with single
-    spaces for white space. keys: which words may name the number, as for `kv`.
+    spaces for white space. keys: which words may name the number, as for `kv`. needles: how many there are, at most 32; several
+    are evenly spread, whatever the depth. queries: how many of them are asked for; the last one is the question, the earlier
+    ones stand with their answers.
     """
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
@@ -38,12 +44,18 @@ class Needle:
     depth: float = 0.5
     source: str = "world"
     keys: Keys = "all"
+    needles: int = 1
+    queries: int = 1
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise UserError(f"needle takes a length of at least 1 token, not {self.length}")
         if not 0 <= self.depth <= 1:
             raise UserError(f"needle takes a depth from 0 to 1, not {self.depth}")
+        if not 1 <= self.needles <= MOST:
+            raise UserError(f"needle takes 1 to {MOST} needles, not {self.needles}")
+        if not 1 <= self.queries <= self.needles:
+            raise UserError(f"{self.needles} needles take 1 to {self.needles} queries, not {self.queries}")
 
     def questions(self, n: int, seed: int) -> list[Question]:
         """Raises UserError where the text cannot be read, or is too short for the length, or the length for the question."""
@@ -63,26 +75,36 @@ class Needle:
         return text[start : start + count]
 
     def _question(self, rng: random.Random, haystack: list[str]) -> Question:
-        question = f"The secret number of {rng.choice(key_words(self.keys, 1))} is"
-        numbers = rng.sample(range(10, 100), CHOICES)
-        answer = rng.randrange(CHOICES)
-        needle = f"{question} {numbers[answer]}."
+        named = key_words(self.keys, self.needles)
+        words_of = [rng.choice(named)] if self.needles == 1 else rng.sample(named, self.needles)
+        numbers = rng.sample(range(10, 100), max(CHOICES, self.needles))
+        told = [rng.randrange(CHOICES)] if self.needles == 1 else rng.sample(range(len(numbers)), self.needles)
+        questions = [f"The secret number of {word} is" for word in words_of]
+        needles = [f"{question} {numbers[place]}." for question, place in zip(questions, told, strict=True)]
+        *before, last = [0] if self.needles == 1 else rng.sample(range(self.needles), self.queries)
+        asked = "".join(f"\n{needles[i]}" for i in before) + f"\n{questions[last]}"
 
         def prompt(words: list[str]) -> str:
-            place = self._place(words)
-            return " ".join([*words[:place], needle, *words[place:]]) + f"\n{question}"
+            parts, place = list[str](), 0
+            for i, needle in enumerate(needles):
+                depth = self.depth if self.needles == 1 else (i + 0.5) / self.needles
+                end = self._place(words, depth)
+                parts += [*words[place:end], needle]
+                place = end
+            return " ".join([*parts, *words[place:]]) + asked
 
         text = prompt(self._fitting(haystack, lambda words: self._tokens(prompt(words))))
-        begin = text.index(needle)
-        return Question(text, tuple(f" {number}" for number in numbers), answer, ((begin, begin + len(needle)),), 0)
+        spans = [(text.index(needle), text.index(needle) + len(needle)) for needle in needles]
+        return Question(text, tuple(f" {number}" for number in numbers), told[last], tuple(spans), last)
 
     def _tokens(self, text: str) -> int:
         return len(opening(self.tokenizer, [text])[0])
 
-    def _place(self, words: list[str]) -> int:
-        """How many words stand before the needle: a number of whole sentences, or all."""
+    @staticmethod
+    def _place(words: list[str], depth: float) -> int:
+        """How many words stand before a needle: a number of whole sentences, or all."""
         ends = [0, *(i for i, word in enumerate(words, 1) if word.endswith((".", "!", "?"))), len(words)]
-        return min(ends, key=lambda end: abs(end - self.depth * len(words)))
+        return min(ends, key=lambda end: abs(end - depth * len(words)))
 
     def _fitting(self, words: list[str], tokens: Callable[[list[str]], int]) -> list[str]:
         """The haystack's first words, as many as fit, and then some of the following ones, chosen to fill the rest exactly.

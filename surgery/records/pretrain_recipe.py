@@ -1,7 +1,7 @@
 """The recipe of a built-in reference model: what `surgery pretrain` reads. See surgery/pretraining/pretrain.py."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -10,7 +10,22 @@ from surgery.errors import UserError
 from surgery.records.complaints import complaint
 from surgery.records.record import read_text
 from surgery.records.renamed import advise, current
-from surgery.records.sections.section import EXAMPLES, FACTOR, ROWS, STEPS, Count, Rows, Section, Steps
+from surgery.records.sections.section import (
+    EXAMPLES,
+    FACTOR,
+    MOST,
+    ROWS,
+    STEPS,
+    TOKENS,
+    Count,
+    Examples,
+    Name,
+    Rows,
+    Section,
+    Steps,
+    check_tokens,
+    none_for_no,
+)
 from surgery.records.site import Site, SitesText, SiteText
 from surgery.records.yaml_text import parse_yaml
 
@@ -50,13 +65,60 @@ class Hints(Section):
         return site
 
 
+class CorpusOptions(Section):
+    """Plain text of one's own to learn from, in place of the small world (surgery/pretraining/corpus.py). What training has
+    reached is kept in <out>-pretraining, where the same command goes on."""
+
+    section = "pretrain.corpus"
+
+    train: Annotated[tuple[Name, ...], Field(min_length=1)]
+    """What is learnt: plain text files, each a document, or folders, of which all .txt and .md files are taken."""
+    held_out: Annotated[tuple[Name, ...], Field(min_length=1)]
+    """Other text, given likewise, on which the loss is measured."""
+    tokenizer: Name | None = None
+    """An existing tokenizer, an id of the Hub or a folder; by default a byte-level BPE is trained on the text to learn."""
+    vocabulary: int = Field(default=4096, ge=257, le=MOST)
+    """How many tokens the tokenizer has that is trained: 256 bytes, one that ends a text, and merges."""
+    tokens: int = Field(default=512, ge=2, le=TOKENS)
+    """Tokens of a window."""
+    batch_size: Rows = 16
+    """Windows of a step."""
+    mixed_precision: Annotated[Literal["bf16"] | None, pydantic.BeforeValidator(none_for_no)] = None
+    """bf16: compute in bfloat16, keep the weights in float32."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the checkpoint is stored in, and measured."""
+    eval_steps: Count = 500
+    """Measure the held-out loss after every so many steps."""
+    eval_windows: Examples = 64
+    """Windows of held-out text that are measured then; when training ends, sixteen times as many."""
+    save_steps: Count = 100
+    """Keep what was reached after every so many steps, and where a signal ends the work."""
+    about: str = ""
+    """For the model card: where the text comes from, and its licence."""
+
+    @pydantic.model_validator(mode="after")
+    def _possible(self) -> Self:
+        check_tokens(batch_size=self.batch_size, tokens=self.tokens)
+        check_tokens(eval_windows=self.eval_windows, tokens=self.tokens)
+        return self
+
+
+# Settings of the small world's lessons, which mean nothing for other text.
+OF_THE_WORLD = (
+    "teacher", "curriculum", "first_layer_steps", "first_layers", "hints", "queries", "kv_targets", "text_sequences",
+    "text_sentences", "letter_sequences", "letter_questions",
+)  # fmt: skip
+
+
 class PretrainRecipe(Section):
-    """How a built-in reference model is trained from scratch on the small world."""
+    """How a model is trained from scratch: a built-in reference model on the small world, or a base on one's own text."""
 
     section = "pretrain"
 
     architecture: dict[str, Any]
     """Fields of the Hugging Face configuration. The size of the vocabulary follows from the tokenizer."""
+    corpus: CorpusOptions | None = None
+    """Text of one's own, in place of the small world (section pretrain.corpus)."""
     attention: SitesText = ()
     """Layers that are attention from the start: a hybrid, trained as one."""
     teacher: str | None = None
@@ -78,8 +140,10 @@ class PretrainRecipe(Section):
     curriculum: Curriculum = Curriculum()
     """How dictionaries grow (section pretrain.curriculum)."""
     first_layer_steps: int = Field(default=1500, ge=0, le=STEPS)
-    """At most this many steps of the first layer alone; the stage ends when the curriculum does. 0 for a model that needs two
-    layers to retrieve."""
+    """At most this many steps of the first layers alone; the stage ends when the curriculum does."""
+    first_layers: Count = 1
+    """How many layers are the first ones: 2 for a mixer without a convolution, which needs a layer to gather and another one to
+    aggregate."""
     hints: Hints | None = None
     """For a Transformer (section pretrain.hints)."""
     queries: Count = 16
@@ -97,6 +161,19 @@ class PretrainRecipe(Section):
     examples: int = Field(default=1000, ge=2, le=EXAMPLES)
     """Examples of each measurement on the card."""
 
+    @pydantic.model_validator(mode="after")
+    def _of_one_world(self) -> Self:
+        """Refuse lessons of the small world beside other text."""
+        if self.corpus is not None:
+            for name in OF_THE_WORLD:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name}: belongs to the small world, and corpus names other text; leave out one")
+        return self
+
+    def written(self) -> dict[str, Any]:
+        """What a checkpoint's recipe.yaml holds: all settings, defaults included, but for those that mean nothing here."""
+        return self.model_dump(mode="json", exclude={"corpus"} if self.corpus is None else set(OF_THE_WORLD))
+
 
 def read_pretrain_recipe(path: str | Path) -> PretrainRecipe:
     """Raises UserError in one line."""
@@ -108,7 +185,12 @@ def read_pretrain_recipe(path: str | Path) -> PretrainRecipe:
     old: dict[str, str] = {}
     tree = current(tree, PretrainRecipe.section, old)
     advise(old)
+    return parsed_pretrain_recipe(tree, f"recipe {path}")
+
+
+def parsed_pretrain_recipe(tree: dict[str, Any], source: str) -> PretrainRecipe:
+    """Raises UserError in one line, which begins with `source`."""
     try:
         return PretrainRecipe.model_validate(tree)
     except pydantic.ValidationError as error:
-        raise UserError(f"recipe {path}: {complaint(error, PretrainRecipe)}") from error
+        raise UserError(f"{source}: {complaint(error, PretrainRecipe)}") from error

@@ -6,9 +6,11 @@ no nesting that no recursion reaches the end of, no number of thousands of digit
 """
 
 import json
+import os
 import re
 import stat
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ LARGEST = 2**1024  # beyond it, numbers are no floats any more
 LONGEST_NAME = 240  # bytes; 255 is what file systems take, and some is added for temporary files
 LONGEST_PATH = 3500
 SHARE = 8  # of the memory of the machine, a file that is read whole may take one part in so many
+MOST_FILES = 100_000  # of a folder of texts or of a data set: to look for one in a whole disk takes hours
+PLAIN_TEXT = (".txt", ".md")  # what text files of a folder end with
 UNUSABLE = re.compile("[\0\ud800-\udfff]")  # in JSON written as \\u0000 and \\ud800
 HALF = re.compile("[\ud800-\udfff]")
 
@@ -68,6 +72,15 @@ def read_content(path: str | Path, what: str = "", most: int | None = None) -> b
         return Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {f'{what} {shown(Path(path))}'.strip()}: {error.strerror}") from error
+
+
+def files_below(folder: str | Path, what: str) -> list[Path]:
+    """The files of a folder and of those in it, by their names. Raises UserError, in one line that begins with `what`, for more
+    than anybody means."""
+    files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    if len(found := list(islice(files, MOST_FILES + 1))) > MOST_FILES:
+        raise UserError(f"{what}: {folder} holds more than {MOST_FILES:,} files; name the texts' own folder")
+    return sorted(found)
 
 
 def parse_json(text: str, what: str, *, any_text: bool = False) -> Any:

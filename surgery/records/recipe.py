@@ -16,12 +16,12 @@ from surgery.records.sections.benching import Bench, Suite
 from surgery.records.sections.data import Data, Text
 from surgery.records.sections.locating import Auto, Locate, PlanOptions, ProbeChoice
 from surgery.records.sections.section import Name, Section
-from surgery.records.sections.tuning import Align, AutoSteps, Calibrate, EarlyStopping, Lesson, Lora, Tune
+from surgery.records.sections.tuning import Align, AutoSteps, Calibrate, EarlyStopping, Hints, Lesson, Lora, Tune
 from surgery.records.yaml_text import parse_yaml
 
 __all__ = [
-    "Align", "Auto", "AutoSteps", "Bench", "Calibrate", "Data", "EarlyStopping", "Lesson", "Locate", "Lora", "PlanOptions",
-    "ProbeChoice", "Recipe", "Suite", "Text", "Tune", "changed", "present_key", "read_back", "read_recipe",
+    "Align", "Auto", "AutoSteps", "Bench", "Calibrate", "Data", "EarlyStopping", "Hints", "Lesson", "Locate", "Lora",
+    "PlanOptions", "ProbeChoice", "Recipe", "Suite", "Text", "Tune", "changed", "present_key", "read_back", "read_recipe",
 ]  # fmt: skip
 
 

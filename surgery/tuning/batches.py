@@ -33,7 +33,7 @@ from surgery.runtime.processes import on_main
 from surgery.tuning.draws import Draws, open_sources
 from surgery.tuning.leaks import check_apart
 from surgery.tuning.rare_pairs import training_pairs
-from surgery.tuning.sequences import IGNORE, Piece, collate, kv_pieces, padded, probe_pieces
+from surgery.tuning.sequences import IGNORE, Evidence, Piece, collate, collate_with_evidence, kv_pieces, padded, probe_pieces
 from surgery.tuning.text_sources import HELD_OUT, Reading
 
 BUFFER = 16  # steps whose documents are packed together and sorted by length
@@ -48,7 +48,8 @@ def loaders(
 ) -> tuple[DataLoader, DataLoader]:
     """Batches from step `start` on, of lessons and of text.
 
-    Lessons: (ids, targets), both (b, t), without a target where there are none. Text: (ids, real, position_ids), all (b, t), or
+    Lessons: (ids, targets), both (b, t), without a target where there are none; with hints also what the targets are read from,
+    as collate_with_evidence gives it. Text: (ids, real, position_ids), all (b, t), or
     None where `text_batch_size` is 0; real is False on padding, and positions begin again with every document. Where hits have
     a weight, also which tokens are recall hits. pairs: those of the training text, if they are counted already. Raises
     UserError for data that cannot be used."""
@@ -56,7 +57,8 @@ def loaders(
     steps, size = options.most_steps, options.batch_size
     if options.lessons:
         lessons: Any = Subset(Lessons(tokenizer, options, seed), range(start * size, steps * size))
-        lesson_loader = DataLoader(lessons, batch_size=size, collate_fn=partial(collate, tokenizer))
+        collating: Any = collate if options.hints is None else collate_with_evidence
+        lesson_loader = DataLoader(lessons, batch_size=size, collate_fn=partial(collating, tokenizer))
     else:
         nothing: Any = range(start * size, steps * size)
         lesson_loader = DataLoader(nothing, batch_size=size, collate_fn=_no_lesson)
@@ -269,6 +271,7 @@ def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data
     """Raise UserError for lessons that cannot be made, at all combinations of the ends of their ranges, or that ask about what
     is measured."""
     measured = {Path(getattr(data, key)).resolve(): f"data.{key}" for key in ("held_out_text", "facts")}
+    known = options.hints is None
     for lesson in options.lessons:
         if lesson.queries is not None and lesson.probe != "kv":
             raise UserError(f"tune.lessons: queries are for kv; the probe '{lesson.probe}' asks one question")
@@ -282,4 +285,6 @@ def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data
             if source and (key := measured.get(Path(source).resolve())):
                 where = f"'{source}', which is measured on ({key})"
                 raise UserError(f"tune.lessons: '{lesson.probe}' reads {where}; give it another options.source")
-            probe_pieces(probe, FIRST_SEED)
+            known |= any(isinstance(flag, Evidence) for _, flag in probe_pieces(probe, FIRST_SEED))
+    if not known:
+        raise UserError("tune.hints: of none of tune.lessons it is known where the answers stand; kv and mqar say so")

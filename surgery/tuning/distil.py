@@ -30,12 +30,13 @@ from surgery.locating.substitution import replaced
 from surgery.models.pieces import rows_at_once
 from surgery.tuning.backward_memory import Checkpointing, KeepingWeights, Recomputing, casts_fixed_weights, recomputed
 from surgery.tuning.chunked_kl import chunked_kl_divergence
+from surgery.tuning.hinting import missed, watching
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.shared_parts import StateCache, around_blocks, arranged, blocks_of, coincide, is_trained
 
-Pair = tuple[Tensor, Tensor]
+Lesson = tuple[Tensor, ...]  # ids and targets, and with hints what the targets are read from
 Text = tuple[Tensor, ...]  # ids, which of them are no padding, position_ids, and perhaps which are recall hits
-Batch = tuple[Pair, Text | None]  # lessons: ids and targets
+Batch = tuple[Lesson, Text | None]
 
 
 class Distillation(nn.Module):
@@ -53,6 +54,7 @@ class Distillation(nn.Module):
         *,
         kl_weight: float = 1.0,
         hit_weight: float = 0.0,
+        hint_weight: float = 0.0,
         cache_bytes: int = 0,
         bf16: bool = False,
         checkpointing: Checkpointing = False,
@@ -60,7 +62,7 @@ class Distillation(nn.Module):
         super().__init__()
         self.recomputing = Recomputing(checkpointing)
         self.student, self.bf16, self.cache = student, bf16, StateCache(cache_bytes)
-        self.kl_weight, self.hit_weight = kl_weight, hit_weight
+        self.kl_weight, self.hit_weight, self.hint_weight = kl_weight, hit_weight, hint_weight
         self._documents: tuple[Tensor, Packing | None] | None = None  # of the last position_ids
         ours, theirs = list(student.base_model.layers), blocks_of(teacher)
         self.in_stock = not isinstance(student, HybridCausalLM)
@@ -89,36 +91,45 @@ class Distillation(nn.Module):
         text: Text | None = None,
         counts: tuple[float, ...] | None = None,
         key: Any = None,
+        evidence: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The losses in nats. "loss": the weighted sum that is minimised. "retrieval": the cross-entropy per target. "kl":
         KL(teacher || student) per token of text. "hits", where they have a weight: the cross-entropy per recall hit of the
-        text; these tokens are left out of the KL.
+        text; these tokens are left out of the KL. "hints", where they have a weight: minus the logarithm of the attention that
+        the grafts pay to what an answer is read from, per target.
 
         ids, targets (b, t): targets[i] is what position i has to predict, or IGNORE. text: ids (b, t), which of them are no
         padding, and their positions, which begin again with every document of a row, and where hits have a weight, which tokens
         are hits; without text the KL is 0. counts: the numbers of targets, of text tokens and of hits in the whole batch, where
         this is only a part of it. key: identifies a batch (or a
-        part) that comes again.
+        part) that comes again. evidence: what the targets are read from, as sequences.collate_with_evidence gives it.
         """
         with self.autocast(ids.device):
             positions = _positions(targets != IGNORE)
             target_count, token_count, *hit_count = counts or _counts(len(positions), text)
+            more: dict[str, Tensor] = {}
             if target_count or not self.hit_weight:
-                hidden = self._above(self._below(ids, (key, "lesson")), positions)
+                below = self._below(ids, (key, "lesson"))
+                with watching(self.student if self.hint_weight and evidence is not None else None) as seen:
+                    hidden = self._above(below, positions)
                 ce = self._cross_entropy(hidden, at(positions, targets)) / target_count
+                if seen and evidence is not None:
+                    more["hints"] = missed(seen, evidence) / target_count
             else:  # nothing but text, of which a part of a batch may have none; every trained number still gets a gradient
                 trained = [p.float().sum() for p in self.student.parameters() if p.requires_grad]
                 ce = 0 * torch.stack(trained).sum()
             kl = ce.new_zeros(())
             if self.hit_weight:
-                hits = kl
+                more["hits"] = kl
                 if text is not None:
                     divergence, entropy = self._text_losses(*text, key=key)
-                    kl, hits = divergence / token_count, entropy / max(1, hit_count[0])
-                return {"loss": ce + self.kl_weight * kl + self.hit_weight * hits, "retrieval": ce, "kl": kl, "hits": hits}
-            if text is not None and self.kl_weight:
+                    kl, more["hits"] = divergence / token_count, entropy / max(1, hit_count[0])
+            elif text is not None and self.kl_weight:
                 kl = self._text_losses(*text, key=key)[0] / token_count
-            return {"loss": ce + self.kl_weight * kl, "retrieval": ce, "kl": kl}
+            loss = ce + self.kl_weight * kl
+            for name, weight in (("hits", self.hit_weight), ("hints", self.hint_weight)):
+                loss = loss + weight * more[name] if name in more else loss
+            return {"loss": loss, "retrieval": ce, "kl": kl, **more}
 
     def _cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The sum over targets (n,) of their negative log-probability after the states (n, d). Logits of a piece of them exist

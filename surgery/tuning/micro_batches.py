@@ -40,16 +40,17 @@ class MicroBatches:
 
     def split(self, key: Any, batch: Batch) -> list[tuple]:
         """A batch in `gradient_accumulation_steps` parts, each the arguments of Distillation.forward."""
-        (ids, targets), text = batch
+        lesson, text = batch
+        ids, targets = lesson[:2]
         n = self.options.gradient_accumulation_steps
         own_counts = [(targets != IGNORE).sum().item(), 1 if text is None else text[1].sum().item()]
         own_counts += [text[3].sum().item()] if text is not None and len(text) > 3 else []
         counts = tuple(self.accelerator.reduce(torch.tensor(own_counts, device=ids.device, dtype=torch.float), "mean").tolist())
-        lessons = zip(ids.tensor_split(n), targets.tensor_split(n), strict=True)
+        lessons = zip(*(side.tensor_split(n) for side in lesson), strict=True)
         texts = [None] * n if text is None else list(zip(*(side.tensor_split(n) for side in text), strict=True))
         return [
-            (*lesson, part if part and len(part[0]) else None, counts, None if key is None else (key, i))
-            for i, (lesson, part) in enumerate(zip(lessons, texts, strict=True))
+            (ids, targets, part if part and len(part[0]) else None, counts, None if key is None else (key, i), *evidence)
+            for i, ((ids, targets, *evidence), part) in enumerate(zip(lessons, texts, strict=True))
         ]
 
     def losses(self, name: str, examples: int, seed: int) -> Callable[[Distillation], dict[str, float]]:

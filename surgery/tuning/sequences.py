@@ -2,18 +2,19 @@
 
 A sequence is a list of pieces, each with a flag that says whether its tokens are targets. A piece is tokenised as the
 continuation of those before it (models/tokens.py). The probes do the same, so a value has the same tokens in training and in
-the probe.
+the probe. Where it is known what an answer is read from, the flag of the answer says so (Evidence).
 """
 
 import random
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from surgery.models.tokens import divided, following, opening
+from surgery.models.tokens import divided, following, opening, summary, token_spans
 from surgery.probes.kv import OPENING, ask, dictionary
 from surgery.probes.letters import lettered
 from surgery.probes.question import CompletionProbe, Probe
@@ -21,7 +22,15 @@ from surgery.world.facts import facts
 from surgery.world.text import document
 from surgery.world.words import Keys
 
-Piece = tuple[str, bool]
+
+class Evidence(NamedTuple):
+    """The characters of a sequence's first piece, from `begin` to before `stop`, that hold the answer. As a flag it is true."""
+
+    begin: int
+    stop: int
+
+
+Piece = tuple[str, bool | Evidence]
 IGNORE = -100
 
 
@@ -31,10 +40,14 @@ def kv_pieces(rng: random.Random, pairs: int, queries: int, keys: Keys = "lesson
     No key is asked for twice: the second answer could be copied from the first, which is not what the probe measures.
     """
     entries = dictionary(rng, pairs, keys)
-    head = OPENING + "".join(f"{key}:{value}\n" for key, value in entries.items())
+    lines = {key: f"{key}:{value}\n" for key, value in entries.items()}
+    begins = dict(zip(lines, accumulate(map(len, lines.values()), initial=0), strict=False))
+    head = OPENING + "".join(lines.values())
     pieces: list[Piece] = []
     for i, key in enumerate(rng.sample(list(entries), min(queries, pairs))):
-        pieces += [((head if i == 0 else "\n") + ask(key), False), (entries[key], True)]
+        begin = len(OPENING) + begins[key]
+        evidence = Evidence(begin, begin + len(lines[key]))
+        pieces += [((head if i == 0 else "\n") + ask(key), False), (entries[key], evidence)]
     return pieces
 
 
@@ -44,7 +57,9 @@ def probe_pieces(probe: Probe | CompletionProbe, seed: int) -> list[Piece]:
         completion = probe.completions(1, seed)[0]
         return [(completion.prompt, False), (completion.answer, True)]
     question = probe.questions(1, seed)[0]
-    return [(question.prompt, False), (question.choices[question.answer], True)]
+    known = question.evidence is not None and question.spans
+    evidence = Evidence(*question.spans[question.evidence]) if known else True  # type: ignore[index]
+    return [(question.prompt, False), (question.choices[question.answer], evidence)]
 
 
 def letter_pieces(rng: random.Random, questions: int) -> list[Piece]:
@@ -67,20 +82,50 @@ def collate(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[list[Piece]]
     As in the probes, the first piece of a sequence is tokenised with the special tokens that begin a text, and white space at
     the end of a piece that is no target goes to the next piece.
     """
+    return _collated(tokenizer, sequences)[:2]
+
+
+def collate_with_evidence(
+    tokenizer: PreTrainedTokenizerBase, sequences: Sequence[list[Piece]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `collate`, and where the summary (models/tokens.py) of what each answer is read from stands, (batch, longest, 2): its
+    first token and the one behind its last; twice the same where there is no target, or it is not known."""
+    ids, targets, flags = _collated(tokenizer, sequences)
+    evidence = torch.zeros(*ids.shape, 2, dtype=torch.long)
+    for row, (pieces, answers) in enumerate(zip(sequences, flags, strict=True)):
+        known = sorted({flag for flag in answers.values() if isinstance(flag, Evidence)})
+        if not known:
+            continue
+        _, spans = token_spans(tokenizer, pieces[0][0], known)
+        summaries = dict(zip(known, map(summary, spans), strict=True))
+        for place, flag in answers.items():
+            if isinstance(flag, Evidence) and (places := summaries[flag]):
+                evidence[row, place] = torch.tensor([places[0], places[-1] + 1])
+    return ids, targets, evidence
+
+
+def _collated(
+    tokenizer: PreTrainedTokenizerBase, sequences: Sequence[list[Piece]]
+) -> tuple[Tensor, Tensor, list[dict[int, bool | Evidence]]]:
+    """Ids and targets, and for every sequence the flags of the positions that have a target."""
     moved = [_moved(pieces) for pieces in sequences]
     openings = iter(opening(tokenizer, [pieces[0][0] for pieces in moved]))
     others = iter(following(tokenizer, [pair for pieces in moved for pair in _pairs(pieces)]))
-    ids, targets = [], []
+    ids, targets, flags = [], [], []
     for pieces in moved:
         row: list[int] = []
         labels: list[int] = []
+        answers: dict[int, bool | Evidence] = {}
         for i, (_, is_target) in enumerate(pieces):
             tokens = next(others if i else openings)
+            if is_target:
+                answers |= dict.fromkeys(range(len(row) - 1, len(row) + len(tokens) - 1), is_target)
             row += tokens
             labels += tokens if is_target else [IGNORE] * len(tokens)
         ids.append(row)
         targets.append([*labels[1:], IGNORE])
-    return padded(ids, 0), padded(targets, IGNORE)
+        flags.append({place: flag for place, flag in answers.items() if place >= 0})
+    return padded(ids, 0), padded(targets, IGNORE), flags
 
 
 def _moved(pieces: Sequence[Piece]) -> list[Piece]:

@@ -67,6 +67,7 @@ class Run:
             teacher,
             kl_weight=options.kl_weight,
             hit_weight=options.hit_weight,
+            hint_weight=options.hints.weight if options.hints else 0.0,
             cache_bytes=options.cache_bytes,
             bf16=bf16,
             checkpointing=checkpointing,

@@ -1,4 +1,5 @@
-"""Checkpoints of tuning: the state of a run, and all that it needs to end as if it had not been interrupted.
+"""Checkpoints of tuning, and of pretraining on text: the state of a run, and all that it needs to end as if it had not been
+interrupted.
 
 A checkpoint is a folder: `trained.safetensors` (and `best.safetensors`), `optimizer.pt` (optimizer and schedule), `state.json`
 (stage, step, log, and the settings of the run). It holds no random states, since every step seeds its own (descent.py). A
@@ -37,23 +38,29 @@ Log = list[dict[str, Any]]
 @dataclass
 class State:
     """The state of a run: `step` steps of `stage` are done. best: the best step so far, and its figures. curve: what
-    tune.steps=auto knows so far."""
+    tune.steps=auto knows so far. more: what pretraining knows beside."""
 
     stage: str
     step: int = 0
     log: Log = field(default_factory=list)
     best: dict[str, Any] | None = None
     curve: dict[str, Any] | None = None
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 class Checkpoints:
     """The checkpoints of one run, in `out`; without a folder nothing is written.
 
     trained: the parameters that are saved, and restored in place. settings: JSON values that must be the same in a resumed run.
+    anew, left: how to begin anew, and what goes on from what is left, for messages.
     """
 
-    def __init__(self, out: Path | None, trained: Mapping[str, nn.Parameter], settings: dict[str, Any]):
+    def __init__(
+        self, out: Path | None, trained: Mapping[str, nn.Parameter], settings: dict[str, Any], *,
+        anew: str = "begin anew with --overwrite", left: str = "--resume goes on",
+    ):  # fmt: skip
         self.out, self.trained, self.settings = out, trained, json.loads(json.dumps(settings))
+        self.anew, self.left = anew, left
         self.best: dict[str, Tensor] = {}
         self._optimizer: dict[str, Any] | None = None
 
@@ -76,7 +83,7 @@ class Checkpoints:
         return newest
 
     def save(self, state: State, optimizer: Any = None, schedule: Any = None) -> None:
-        """Write checkpoint-<records in the log> and remove the older ones. Raises UserError, the older ones untouched, if it
+        """Write checkpoint-<steps of all stages> and remove the older ones. Raises UserError, the older ones untouched, if it
         cannot be written."""
         if self.out is None:
             return
@@ -88,7 +95,7 @@ class Checkpoints:
 
     def _write(self, state: State, training: dict[str, Any]) -> None:
         assert self.out is not None
-        target = self.out / f"checkpoint-{len(state.log)}"
+        target = self.out / f"checkpoint-{max(state.step, len(state.log))}"  # tuning logs all steps, pretraining some
         buffer = io.BytesIO()
         torch.save(training, buffer)
         try:
@@ -132,21 +139,21 @@ class Checkpoints:
         except UserError:
             raise
         except Exception as error:  # a damaged file raises whatever its bytes lead to
-            advice = "delete it, and --resume goes on from what is left"
+            advice = f"delete it, and {self.left} from what is left"
             raise UserError(f"the checkpoint {folder} is damaged ({one_line(error)}): {advice}") from error
 
     def _contents(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any], State]:
         tensors = load_file(folder / "trained.safetensors")
         if {name: t.shape for name, t in tensors.items()} != {name: p.shape for name, p in self.trained.items()}:
-            raise UserError(f"{folder} was made by another plan; begin anew with --overwrite, or choose another --out")
+            raise UserError(f"{folder} was made by another plan; {self.anew}, or choose another --out")
         record = parse_json(read_text(folder / "state.json"), str(folder / "state.json"))
-        record["settings"].get("tune", {}).pop("gradient_checkpointing", None)  # in those of 0.7; it changes no result
-        settings = record["settings"]
-        settings["tune"] = Tune().model_dump(mode="json") | settings.get("tune", {})  # what older versions did not have
-        for name in Tune.model_fields.keys() - self.settings["tune"].keys():
-            settings["tune"].pop(name, None)
+        if "tune" in self.settings:
+            settings = record["settings"]
+            settings["tune"] = Tune().model_dump(mode="json") | settings.get("tune", {})  # what older versions did not have
+            for name in Tune.model_fields.keys() - self.settings["tune"].keys():  # such as gradient_checkpointing in 0.7
+                settings["tune"].pop(name, None)
         if differing := _first_difference(self.settings, record["settings"]):
-            raise UserError(f"{folder} was made with another {differing}; begin anew with --overwrite, or choose another --out")
+            raise UserError(f"{folder} was made with another {differing}; {self.anew}, or choose another --out")
         best = {} if record["state"]["best"] is None else load_file(folder / "best.safetensors")
         training = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
         return tensors, best, training, State(**record["state"])

@@ -1,14 +1,11 @@
 """What is looked at before the package datasets reads a file or a folder, which some of them would end or occupy for hours."""
 
-import os
-from itertools import islice
 from pathlib import Path
 
 from surgery.errors import UserError
-from surgery.records.reading import check_plain, parse_json, shown
+from surgery.records.reading import PLAIN_TEXT, check_plain, files_below, parse_json, shown
 from surgery.records.record import read_text
 
-MOST_FILES = 100_000  # of a folder that is a data set
 FORMATS = {".jsonl", ".json", ".csv", ".parquet", ".txt", ".arrow", ".zip", ".tar", ".gz", ".zst"}
 LONGEST = 2**28  # bytes of a document
 
@@ -48,10 +45,13 @@ def _check_json(path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError for a folder that is no data set: to look for one in a whole disk takes hours."""
-    files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
-    looked_at = list(islice(files, MOST_FILES + 1))
-    if len(looked_at) > MOST_FILES:
-        raise UserError(f"data.train_text: {folder} holds more than {MOST_FILES:,} files; name the data set's own folder")
-    if not any({*path.suffixes} & FORMATS for path in looked_at):
+    """Raise UserError for a folder that is no data set."""
+    if not any({*path.suffixes} & FORMATS for path in files_below(folder, "data.train_text")):
         raise UserError(f"data.train_text: the folder {folder} holds no file of {', '.join(sorted(FORMATS))}")
+
+
+def plain_texts(folder: Path) -> list[Path]:
+    """The text files of a folder that holds documents in no other form; of another folder, none."""
+    files = files_below(folder, "data.train_text")
+    others = FORMATS - {*PLAIN_TEXT}
+    return [] if any({*path.suffixes} & others for path in files) else [path for path in files if path.suffix in PLAIN_TEXT]

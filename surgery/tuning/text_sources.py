@@ -1,5 +1,5 @@
-"""Sources of the text that tuning trains on: the small world, a text file, the documents of a JSON-lines file or of a dataset
-(loaded or streamed).
+"""Sources of the text that tuning trains on: the small world, a text file, a folder of text files, the documents of a
+JSON-lines file or of a dataset (loaded or streamed).
 
 A source gives excerpts: token ids of one document, or of a random window of a document that is too long. The world's generated
 documents and a plain text file, which is one document, give windows of full length; batches.py packs what is shorter.
@@ -9,7 +9,7 @@ uninterrupted one would have seen. For the same reason a stream is read in order
 passed over without being tokenised.
 
 A sixteenth of every source is held out for measurements during training. Documents are held out by a hash of their text, so
-that copies of a document are on the same side; of a text file, the end is held out.
+that copies of a document are on the same side; of a text file, also of each in a folder, the end is held out.
 """
 
 import random
@@ -19,17 +19,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count, islice
+from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.records.reading import parse_json_lines
+from surgery.records.reading import check_plain, parse_json_lines
 from surgery.records.recipe import Text
 from surgery.records.record import read_text
-from surgery.tuning.text_checks import check_documents, check_folder
+from surgery.tuning.text_checks import check_documents, check_folder, plain_texts
 from surgery.world.text import document
 
 HELD_OUT = 16  # one document in 16
@@ -134,6 +134,38 @@ class File:
 
 
 @dataclass(frozen=True)
+class Folder:
+    """Random windows of the text files of a folder, each drawn as often as it is long."""
+
+    full_length: ClassVar[bool] = False
+    name: str
+    paths: list[Path]
+    reading: Reading
+
+    def excerpt(self, index: int) -> list[int]:
+        rng = self.reading.rng("window", index)
+        for _ in range(TRIES):
+            (path,) = rng.choices(self.paths, cum_weights=self._sizes)
+            text = self._text(path)
+            border = len(text) - len(text) // HELD_OUT
+            part = text[border:] if self.reading.held_out else text[:border]
+            if part and not part.isspace():
+                return self.reading.window(part, rng)
+        raise UserError(f"{self.name} holds no text {self.reading.side}: a sixteenth of each file is held out")
+
+    def texts(self, documents: int) -> Iterable[str]:
+        return map(self._text, self.paths)
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return list(accumulate(max(1, check_plain(path, "the text in")) for path in self.paths))
+
+    @staticmethod
+    def _text(path: Path) -> str:
+        return read_text(path, "the text in")
+
+
+@dataclass(frozen=True)
 class Documents:
     """Documents that can be reached by their number. They are drawn at random."""
 
@@ -205,6 +237,9 @@ def open_source(text: Text, reading: Reading) -> Source:
     if path.suffix not in BUILDERS and (path.is_file() or path.suffix == ".txt"):
         _has_no(text, "column", "subset", "split", "streaming")
         return File(text.source, reading)
+    if path.is_dir() and (texts := plain_texts(path)):
+        _has_no(text, "column", "subset", "split", "streaming")
+        return Folder(text.source, texts, reading)
     if path.suffix == ".jsonl" and not text.streaming:
         _has_no(text, "subset", "split")
         return Documents(text.source, _json_lines(text), reading)

@@ -5,6 +5,7 @@ large models, so that key-value retrieval can be scored in one forward.
 """
 
 import random
+from collections.abc import Iterable
 from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -21,26 +22,35 @@ END = "<|endoftext|>"
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A new one. The same in every process: the corpus is generated from fixed seeds."""
+    return wrapped(_trained(), model_max_length=2048)
+
+
+def wrapped(text: str, **options: int) -> PreTrainedTokenizerFast:
+    """What byte_level_bpe has made, as transformers takes it."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_trained()), bos_token=END, eos_token=END, pad_token=END, padding_side="left",
-        model_max_length=2048,
-    )  # fmt: skip
+        tokenizer_object=Tokenizer.from_str(text), bos_token=END, eos_token=END, pad_token=END, padding_side="left", **options
+    )
 
 
 @cache
 def _trained() -> str:
-    """Trained once in a process: it takes .4 s."""
+    """Trained once in a process: it takes .4 s. The vocabulary is larger than needed, so training ends when there is nothing
+    left to merge: whole words."""
+    return byte_level_bpe(_corpus(), 8192)
+
+
+def byte_level_bpe(texts: Iterable[str], vocabulary: int) -> str:
+    """A byte-level BPE of at most `vocabulary` tokens, trained on some texts, as the package tokenizers writes it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # The vocabulary is larger than needed, so training ends when there is nothing left to merge: whole words.
     trainer = trainers.BpeTrainer(
-        vocab_size=8192,
+        vocab_size=vocabulary,
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer.to_str()
 
 

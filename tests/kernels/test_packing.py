@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from surgery.kernels.attention import GRAFT_ATTENTION, graft_attention
 from surgery.kernels.conv import CAUSAL_CONV, causal_conv
 from surgery.kernels.delta import DELTA_RULE, delta_rule
+from surgery.kernels.lightning import LIGHTNING_SCAN, lightning_scan
+from surgery.kernels.mlstm import MLSTM_SCAN, mlstm_scan
 from surgery.kernels.packing import FEW, PADDING, packed
 from surgery.kernels.selective import SELECTIVE_SCAN, selective_scan
 from surgery.kernels.ssd import SSD_SCAN, ssd_scan
@@ -19,7 +21,7 @@ from tests.kernels.inputs import assert_near
 ROWS = [[(-1, 2), (0, 1), (1, 70), (2, 3), (3, 40), (4, 2)], [(0, 66), (1, 1), (2, 1), (-1, 9), (3, 41)]]
 NUMBERS = torch.tensor([[number for number, length in row for _ in range(length)] for row in ROWS])
 REAL = NUMBERS >= 0
-OPERATIONS = (CAUSAL_CONV, SSD_SCAN, SELECTIVE_SCAN, DELTA_RULE, GRAFT_ATTENTION)
+OPERATIONS = (CAUSAL_CONV, SSD_SCAN, SELECTIVE_SCAN, DELTA_RULE, MLSTM_SCAN, LIGHTNING_SCAN, GRAFT_ATTENTION)
 BACKENDS = [(operation.name, backend) for operation in OPERATIONS for backend in operation.backends]
 
 
@@ -61,11 +63,30 @@ def case(operation, dtype):
     if operation == "delta_rule":
         rates = -normal(b, t, 4).exp() / 10, normal(b, t, 4).sigmoid()
         return (normal(b, t, 2, 5), normal(b, t, 2, 5), normal(b, t, 4, 3), *rates), delta_rule
+    if operation in ("mlstm_scan", "lightning_scan"):
+        return linear_case(operation, normal)
     tensors = normal(b, t, 2, 5), normal(b, t, 2, 5), normal(b, t, 4, 7)
     return tensors, lambda q, k, v, packing, backend: (
         graft_attention(*(m.transpose(1, 2) for m in (q, k, v)), packing, backend=backend),
         q.new_zeros(len(q), 1) if packing is None else q.new_zeros(9, 1),
     )
+
+
+def linear_case(operation, normal):
+    """The same for scans with a query and a key to every head."""
+    b, t = NUMBERS.shape
+    if operation == "lightning_scan":
+        slope = normal(4).exp() / 10
+        return tuple(normal(b, t, 4, 5) for _ in range(3)), lambda q, k, v, packing, backend: lightning_scan(
+            q, k, v, slope, block_size=16, packing=packing, backend=backend
+        )
+
+    def one_state(*given, packing, backend):
+        y, (memory, largest) = mlstm_scan(*given, chunk_size=16, packing=packing, backend=backend)
+        return y, torch.cat([memory.flatten(2), largest[..., None]], -1)
+
+    gates = normal(b, t, 4), 3 + normal(b, t, 4)
+    return (normal(b, t, 4, 5), normal(b, t, 4, 5), normal(b, t, 4, 3), *gates), one_state
 
 
 def serving(operation, backend, dtype):

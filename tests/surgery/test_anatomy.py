@@ -56,6 +56,15 @@ ARCHITECTURES: dict[str, dict] = {
         "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
     },
+    "xlstm": {"num_heads": 4, "num_hidden_layers": 3, "ffn_round_up_to_multiple_of": 16, "qk_dim_factor": 1.0},
+    "minimax": LLAMA | {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 8, "num_local_experts": 2,
+        "block_size": 8,
+    },
+    "gpt2": {"n_head": 4, "n_layer": 3},
+    "mpt": {"n_heads": 4, "n_layers": 3},
+    "gpt_neo": {"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "rwkv": {"num_hidden_layers": 3},
 }  # fmt: skip
 
 
@@ -79,8 +88,11 @@ KINDS = {
     "bamba": "0 ssm, 1 attention, 2 ssm", "jamba": "0 ssm, 1 attention, 2 ssm",
     "granitemoehybrid": "0 ssm, 1 attention, 2 ssm", "falcon_h1": "0-1 ssm and attention",
     "recurrent_gemma": "0-1 ssm, 2 attention", "qwen3_next": "0 ssm, 1 attention, 2 ssm",
+    "xlstm": "0-2 ssm", "minimax": "0 ssm, 1 attention, 2 ssm", "gpt2": "0-2 attention", "mpt": "0-2 attention",
+    "gpt_neo": "0-1 attention", "rwkv": "0-2 ssm",
 }  # fmt: skip
-HEADS = {"mamba": 32, "falcon_mamba": 32, "jamba": 64, "falcon_h1": 8, "recurrent_gemma": 32, "zamba2": 8}  # in layer 0; else 4
+# In layer 0; else 4.
+HEADS = {"mamba": 32, "falcon_mamba": 32, "jamba": 64, "falcon_h1": 8, "recurrent_gemma": 32, "zamba2": 8, "rwkv": 32}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -89,7 +101,7 @@ def test_the_layers_and_heads_of_every_architecture_are_found(name):
     assert found.kinds() == KINDS[name]
     assert found.heads(0) == HEADS.get(name, 4)
     for mixer in found.mixers:
-        assert mixer.heads * mixer.width == mixer.out.in_features
+        assert mixer.heads * mixer.width == mixer.weight.shape[1]
         assert mixer.columns(mixer.first) == slice(0, mixer.width)
     for layer in found.layers():  # heads of a layer are numbered through, SSM heads first
         mixers = found.at(layer)

@@ -194,6 +194,20 @@ def test_a_planted_improvement_is_refused(pair, tokenizer, monkeypatch, tmp_path
         measure(pair, tokenizer, options, cells=tmp_path)
 
 
+def test_retrieval_against_the_length_of_the_prompt(pair, tokenizer):
+    options = Bench(suites=("length",), contexts=(300, 600), limit=3)
+    models = measure(pair, tokenizer, options)
+    families = ("needle.300.50", "needle.600.50", "needles.300", "needles.600", "needles_asked.300", "needles_asked.600")
+    assert list(models["base"].tasks) == suites.names(options) == list(families)
+    assert all(result.n == 3 for result in models["base"].tasks.values())
+    asked = {task.name: task.shapes() for task in suites.tasks(options, tokenizer, Data(), 0)}
+    assert all(max(tokens for _, tokens in asked[name]) >= int(name.split(".")[1]) for name in families)
+    made = Report.read(ROOT / "recipes" / "demo.report.json").provenance
+    report = Report(provenance=made, plan=None, models=models, timings={}, training={}, settings={})
+    text = markdown.render(report)
+    assert "## needles asked\n\n| tokens | 300 | 600 |" in text
+
+
 def test_the_report_in_words(finished, pair):
     made = Report.read(ROOT / "recipes" / "demo.report.json").provenance
     report = Report(provenance=made, plan=None, models=finished[0], timings={}, training={}, settings={})

@@ -5,12 +5,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import surgery
 from surgery.errors import UserError
 from surgery.hybrids.gated_delta import SHARPNESS
 from surgery.kernels.delta import delta_rule, unit
 from surgery.kernels.dispatch import use
 from surgery.records.plan import Plan
 from surgery.splicing.splice import splice
+from tests.conftest import SAME, VOCABULARY
 from tests.kernels.inputs import assert_near
 
 STOCK = {"delta_rule": "stock", "delta_step": "stock", "causal_conv": "stock"}
@@ -133,3 +135,40 @@ def test_a_graft_learns(name, ids):
     learning = {name: p.grad for name, p in hybrid.named_parameters() if p.requires_grad}
     assert all(".graft." in name for name in learning)
     assert all(grad is not None and grad.abs().sum() > 0 for grad in learning.values())
+
+
+def alone(vocabulary: int = 50):
+    """A model of Gated DeltaNet mixers alone, with a graft."""
+    torch.manual_seed(0)
+    fields = FIELDS | MODELS["qwen3_next"] | {"layer_types": ["linear_attention"] * 2, "vocab_size": vocabulary}
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next", **fields)).eval()
+    with torch.no_grad():
+        for mixer in (block.linear_attn for block in base.model.layers):
+            mixer.in_proj_qkvz.weight.normal_(std=0.3)
+    return base
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("in_float64")
+def test_a_hybrid_without_attention_of_its_own_uses_a_cache(ids):
+    """transformers 5.23 cannot say how long the cache of its base is."""
+    base = alone().double()
+    with pytest.raises(ValueError, match="only contain LinearAttention layers"):
+        base(ids, use_cache=True)
+    hybrid = splice(base, Plan(sites=("L1.H1",)))
+    prompt = hybrid(ids[:, :20], use_cache=True)
+    steps = [hybrid(ids[:, t : t + 1], past_key_values=prompt.past_key_values, use_cache=True).logits for t in range(20, 30)]
+    torch.testing.assert_close(torch.cat([prompt.logits, *steps], 1), hybrid(ids, use_cache=False).logits, **SAME)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[0, :7] = 0
+    options = {"max_new_tokens": 6, "do_sample": False}
+    batch = hybrid.generate(ids.expand(2, -1) * mask, attention_mask=mask, **options)[:, 30:]
+    assert torch.equal(batch[0], hybrid.generate(ids[:, 7:], **options)[0, 23:])
+    assert torch.equal(batch[1], hybrid.generate(ids, use_cache=False, **options)[0, 30:])
+
+
+def test_it_is_exported_and_proved(tokenizer, tmp_path):
+    base = alone(VOCABULARY)
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    assert surgery.export(splice(surgery.load(tmp_path / "base"), Plan(sites=("L1.H1",))), tmp_path / "hf").holds()

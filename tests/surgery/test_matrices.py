@@ -19,7 +19,8 @@ from tests.surgery.test_replay import draw, untouched, wide
 
 IDS = draw(1, 11, seed=4)
 SSD = ("mamba2", "zamba2", "nemotron_h", "bamba", "granitemoehybrid", "falcon_h1")
-WITHOUT = ("mamba", "mamba2", "falcon_mamba", "gpt_neox")  # attention, or a value projection of its own
+# Attention, or a value projection of its own.
+WITHOUT = ("mamba", "mamba2", "falcon_mamba", "gpt_neox", "xlstm", "rwkv", "gpt2", "mpt")
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 

@@ -113,6 +113,8 @@ def test_what_is_asked_follows_from_the_seed(name, characters):
         ("selective_copying", {"count": 8, "length": 7}, "at least its count 8, not 7"),
         ("needle", {"length": 0}, "at least 1 token, not 0"),
         ("needle", {"length": 99, "depth": 1.5}, "from 0 to 1, not 1.5"),
+        ("needle", {"length": 99, "needles": 33}, "1 to 32 needles, not 33"),
+        ("needle", {"length": 99, "needles": 3, "queries": 4}, "3 needles take 1 to 3 queries, not 4"),
         ("needle", {"length": 99, "depth": math.nan}, "from 0 to 1, not nan"),
     ],
 )
@@ -245,6 +247,30 @@ def test_a_needles_prompt_has_the_tokens_asked_for(length, depth, tokenizer):
 def test_a_needles_prompt_is_exact_at_any_length(length, depth, seed, characters):
     question = make("needle", tokenizer=characters, length=length, depth=depth).questions(1, seed)[0]
     assert len(characters(question.prompt)["input_ids"]) == length
+
+
+@pytest.mark.parametrize(("needles", "queries"), [(2, 2), (8, 1), (8, 4), (32, 3)])
+def test_one_of_several_needles_is_asked_for(needles, queries, tokenizer):
+    length = 4000 if tokenizer.vocab_size < 200 else 1200  # characters
+    told = r"The secret number of (\w+) is (\d\d)\."
+    for question in make("needle", tokenizer=tokenizer, length=length, needles=needles, queries=queries).questions(3, seed=1):
+        assert len(tokenizer(question.prompt)["input_ids"]) == length
+        haystack, *before, last = question.prompt.split("\n")
+        pairs = dict(re.findall(told, haystack))
+        assert len(pairs) == len(set(pairs.values())) == needles
+        asked = [re.fullmatch(told, line).groups() for line in before]
+        assert len({word for word, _ in asked}) == queries - 1
+        assert all(pairs[word] == number for word, number in asked)
+        word = re.fullmatch(r"The secret number of (\w+) is", last)[1]
+        assert word not in dict(asked)
+        assert question.choices[question.answer] == f" {pairs[word]}"
+        assert {f" {number}" for number in pairs.values()} <= set(question.choices)
+        assert len(set(question.choices)) == max(10, needles)
+        assert [haystack[begin:end] for begin, end in question.spans] == [m[0] for m in re.finditer(told, haystack)]
+        begin, end = question.spans[question.evidence]
+        assert question.prompt[begin:end] == f"The secret number of {word} is {pairs[word]}."
+        middles = [(begin + end) / 2 / len(haystack) for begin, end in question.spans]
+        assert all(abs(middle - (i + 0.5) / needles) < 0.1 for i, middle in enumerate(middles))
 
 
 def test_a_needle_in_a_file(tokenizer, tmp_path):

@@ -87,6 +87,7 @@ def test_the_page_draws_the_same_band():
 
 def test_chance_is_known_of_the_projects_probes():
     assert [chance(task) for task in ("kv.32", "kv_unseen.64", "mqar.8", "needle.256.50")] == [1 / 32, 1 / 64, 1 / 8, 1 / 10]
+    assert [chance(task) for task in ("needles.512", "needles_asked.512")] == [1 / 10, 1 / 10]
     assert [chance(task) for task in ("phonebook.8", "copying.8")] == [0, 0]
     assert [chance(task) for task in ("knowledge", "perplexity", "arc_easy", "kv.100000")] == [None] * 4
 

@@ -81,7 +81,7 @@ def test_provenance_names_versions_and_seed():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid(path):
-    if "architecture:" in path.read_text():
+    if "\narchitecture:" in path.read_text():
         from surgery.records.pretrain_recipe import read_pretrain_recipe
 
         read_pretrain_recipe(path)

@@ -11,12 +11,15 @@ from transformers import (
     FalconH1Config,
     GraniteMoeHybridConfig,
     JambaConfig,
+    MiniMaxConfig,
     NemotronHConfig,
     OlmoHybridConfig,
     PreTrainedModel,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Zamba2Config,
+    xLSTMConfig,
 )
 
 import surgery
@@ -81,13 +84,34 @@ CONFIGURATIONS = {
         **SIZES, **DELTA, head_dim=8, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16, **EXPERTS,
     ),
     "qwen3_5_text": lambda: Qwen3_5TextConfig(**SIZES, **DELTA, head_dim=8),
+    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(
+        **SIZES, **DELTA, head_dim=8, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16, **EXPERTS,
+    ),
     "olmo_hybrid": lambda: OlmoHybridConfig(**SIZES, **DELTA),
+    "xlstm": lambda: xLSTMConfig(  # of other widths than multiples of 64 transformers 5.23 cannot make the cache
+        **SIZES | {"hidden_size": 64}, num_hidden_layers=3, num_heads=4, qk_dim_factor=1.0, chunk_size=8,
+    ),
+    "minimax": lambda: MiniMaxConfig(
+        **SIZES, num_hidden_layers=3, layer_types=["full_attention", "linear_attention", "linear_attention"], head_dim=8,
+        num_local_experts=4, block_size=16, **EXPERTS,
+    ),
 }  # fmt: skip
 KINDS = [name for name in CONFIGURATIONS if "," not in name]
 STOCK = {
-    "ssd_scan": "stock", "ssd_step": "stock", "selective_scan": "stock", "selective_step": "stock", "causal_conv": "stock",
-    "rms_norm": "stock", "delta_rule": "stock", "delta_step": "stock",
-}  # fmt: skip
+    "ssd_scan": "stock",
+    "ssd_step": "stock",
+    "selective_scan": "stock",
+    "selective_step": "stock",
+    "causal_conv": "stock",
+    "rms_norm": "stock",
+    "delta_rule": "stock",
+    "delta_step": "stock",
+    "mlstm_scan": "stock",
+    "lightning_scan": "stock",
+}
+ADOPTED = ("xlstm",)  # whose own class takes no mask of padding  # fmt: skip
+
+PROJECTIONS = "in_proj x_proj in_proj_qkvz in_proj_qkv q_proj k_proj v_proj q k v igate_preact fgate_preact qkv_proj"
 
 
 def base_of(name: str, **changes) -> PreTrainedModel:
@@ -100,9 +124,11 @@ def base_of(name: str, **changes) -> PreTrainedModel:
     model.set_experts_implementation("eager")  # the others know no float64
     with torch.no_grad():  # as initialised, mixers do next to nothing, and the norms of Jamba have no weights
         for mixer in anatomy(model).ssms:
-            for part in ("in_proj", "x_proj", "in_proj_qkvz", "in_proj_qkv", "q_proj", "k_proj", "v_proj"):
+            for part in PROJECTIONS.split():
                 if hasattr(mixer.module, part):
                     getattr(mixer.module, part).weight.normal_(std=0.3)
+            if hasattr(mixer.module, "igate_preact"):
+                mixer.module.igate_preact.bias.zero_()
             for part in ("b_layernorm", "c_layernorm"):
                 if hasattr(mixer.module, part):
                     getattr(mixer.module, part).weight.uniform_(0.5, 2)
@@ -120,7 +146,8 @@ def base(request) -> PreTrainedModel:
 
 every_kind = over(CONFIGURATIONS)
 some_kinds = over(but_slow(CONFIGURATIONS, "falcon_h1", "zamba2", "jamba", "qwen3_next"))
-without_erasing = [name for name in CONFIGURATIONS if name not in ("qwen3_next", "qwen3_5_text", "olmo_hybrid")]
+OWN_TESTS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "xlstm", "minimax")  # of how their grafts start
+mambas = [name for name in CONFIGURATIONS if name not in OWN_TESTS]
 
 
 def plan_for(base: PreTrainedModel, **fields) -> Plan:
@@ -151,12 +178,14 @@ def test_every_stock_family_is_here():
 @torch.no_grad()
 def test_nothing_is_changed_by_a_graft_that_does_nothing(base, tokens):
     """Bit for bit, with stock kernels: nothing spliced, gates at 0, grafts off, grafts taken out."""
-    assert adopt(base) is base
-    stock = base(tokens).logits
-    hybrid = splice(base, plan_for(base))
+    stock, adopted = base(tokens).logits, adopt(base)
+    assert (adopted is base) == (base.config.model_type not in ADOPTED)
+    with use(**STOCK):
+        assert torch.equal(adopted(tokens).logits, stock)
+    hybrid, plain = splice(base, plan_for(base)), adopted(tokens).logits
     assert (hybrid(tokens).logits - stock).abs().max() > 1e-3
     with hybrid.disable_grafts():
-        assert torch.equal(hybrid(tokens).logits, stock)
+        assert torch.equal(hybrid(tokens).logits, plain)
     taken_out = unsplice(hybrid)
     assert type(taken_out) is type(base)
     assert torch.equal(taken_out(tokens).logits, stock)
@@ -206,7 +235,7 @@ def test_several_tokens_continue_from_a_cache(tokens):
     torch.testing.assert_close(more.logits, hybrid(tokens).logits[:, 15:], **SAME)
 
 
-@over(but_slow(without_erasing, "falcon_h1", "zamba2", "jamba"))
+@over(but_slow(mambas, "falcon_h1", "zamba2", "jamba"))
 @pytest.mark.usefixtures("in_float64")
 def test_the_start_is_the_heads_own_query_and_key(base):
     """Without decay the SSM of a head is linear attention with the graft's queries and keys."""

@@ -4,9 +4,11 @@ import pytest
 
 from surgery.errors import UserError
 from surgery.evaluation import suites
+from surgery.evaluation.report import Report
 from surgery.locating.ranking import Ranking
+from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.recipe import read_recipe
-from surgery.studies import Findings, make, retrieval_aware, studies
+from surgery.studies import Findings, cohort, make, retrieval_aware, studies
 from surgery.tuning.stages import Run
 from tests.conftest import ROOT
 
@@ -156,6 +158,105 @@ def test_retrieval_aware_conversion(surgery, tmp_path, monkeypatch):
     assert (again.rows, again.about) == (findings.rows, findings.about)
     status, _, error = surgery("run", "aware.yaml", "--set", "model=checkpoints/tiny-mamba2", "--out", "other")
     assert (status, error.count("\n")) == (2, 1)
+
+
+SMALL = "architecture: {num_hidden_layers: 1, hidden_size: 32, num_heads: 2}, steps: 2, examples: 4, kv_targets: 4"
+COHORT = f"""
+model: checkpoints/tiny-mamba2
+locate: {{examples: 4, exact: true, layers: false, options: {{pairs: 4}}}}
+plan: {{sites: L0.H1}}
+tune: {{steps: 1, batch_size: 2, text_batch_size: 1, lessons: [{{probe: kv, options: {{pairs: 4}}}}]}}
+bench: {{pairs: [4], unseen_pairs: [], limit: 6, windows: 2, contexts: [], controls: false}}
+study: {{name: cohort, bases: {{one: {{{SMALL}, seed: 1}}, two: {{{SMALL}, seed: 2, curriculum: {{last: 3}}}}}}}}
+"""
+
+
+@pytest.fixture
+def cohort_files(tmp_path, blank):
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    (tmp_path / "cohort.yaml").write_text(COHORT)
+
+
+@pytest.mark.slow
+def test_cohort(surgery, tmp_path, monkeypatch, cohort_files):
+    """Interrupted before the second base is trained, it goes on there, and repeats nothing."""
+    made, own = [], cohort.pretrain
+
+    def pretrain(recipe, out):
+        made.append(out.name)
+        if made == ["one", "two"]:
+            raise KeyboardInterrupt
+        return own(recipe, out)
+
+    monkeypatch.setattr(cohort, "pretrain", pretrain)
+    assert surgery("run", "cohort.yaml", "--out", "out")[0] == 130
+    done = (tmp_path / "out" / "jobs" / "one" / "report.json").stat().st_mtime_ns
+    status, _, error = surgery("run", "cohort.yaml", "--out", "out", "--resume")
+    assert status == 0, error
+    assert made == ["one", "two", "two"]
+    assert (tmp_path / "out" / "jobs" / "one" / "report.json").stat().st_mtime_ns == done
+    findings = Findings.read(tmp_path / "out" / "findings.json")
+    models = ("base", "spliced", "tuned")
+    assert [row.what for row in findings.rows] == [f"{name}: {model}" for name in ("one", "two") for model in models]
+    assert all(row.figures["kv.4"].n == 6 for row in findings.rows)
+    report = Report.read(tmp_path / "out" / "jobs" / "two" / "report.json")
+    assert findings.rows[5].figures["kv.4"] == report["tuned"].kv["4"]
+    for name, last in (("one", 10), ("two", 3)):
+        about = findings.about[name]
+        assert about["plan"] == ["L0.H1"]
+        heads = Ranking.read(tmp_path / "out" / "jobs" / name / "ranking.json").columns
+        gains = dict(zip(("L0.H0", "L0.H1"), heads.values("splice_loss")[heads.head.argsort()].tolist(), strict=True))
+        assert gains[about["best"]] == about["gain of the best"] == max(gains.values())
+        assert gains[about["predicted"]] == about["gain of the predicted"]
+        recipe = read_pretrain_recipe(tmp_path / "out" / "bases" / name / "recipe.yaml")
+        assert (recipe.first_layer_steps, recipe.curriculum.last, recipe.architecture["state_size"]) == (0, last, 16)
+    assert findings.summary.startswith("In ")
+    assert "two (L0.H1), KV 4: base" in findings.summary
+
+
+def test_a_base_that_cannot_be_operated_on_is_a_finding(surgery, tmp_path, cohort_files):
+    more = ("--set", "study.only=[two]", "--set", "plan={heads: auto, auto: {least_gain: 100, max_heads: 1, candidates: 1}}")
+    status, _, error = surgery("run", "cohort.yaml", *more, "--out", "out")
+    assert status == 0, error
+    findings = Findings.read(tmp_path / "out" / "findings.json")
+    assert [row.what for row in findings.rows] == ["two: base"]
+    assert {"kv.4", "kv.64"} < {*findings.rows[0].figures}
+    assert "no head is worth its cache" in findings.about["two"]["stopped"]
+    assert "predicted" in findings.about["two"]
+    assert "stopped: " in findings.summary
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("study.only=[three]", "study.only: there is no base 'three'; there are one, two"),
+        ("study.bases.one.stepping=3", "study.bases.one: unknown key 'stepping'"),
+        ("locate.exact=false", "scans all heads: set locate.exact=true"),
+        ("bench.suites=[language]", "needs the suite quick"),
+    ],
+)
+def test_a_cohort_that_cannot_be_made_is_refused(surgery, tmp_path, cohort_files, change, complaint):
+    status, _, error = surgery("run", "cohort.yaml", "--set", change, "--out", "out")
+    assert (status, complaint in error, (tmp_path / "out").exists()) == (2, True, False), error
+
+
+def test_the_shipped_cohort():
+    """At least twelve bases of many kinds, none of them prepared."""
+    recipe = read_recipe(ROOT / "recipes" / "cohort.yaml")
+    study = dict(recipe.study)
+    made = make(study.pop("name"), **study)
+    made.check(recipe)
+    recipes = list(made.pretrain_recipes(str(ROOT / recipe.model)).values())
+    assert len(recipes) >= 12
+    assert all(one.first_layer_steps == 0 and one.hints is None and one.teacher is None for one in recipes)
+    assert len({one.seed for one in recipes}) == len(recipes)
+    kinds = {one.architecture["model_type"] for one in recipes}
+    assert kinds == {"mamba", "mamba2"}
+    assert {bool(one.text_sequences) for one in recipes} == {True, False}
+    assert {one.architecture["num_hidden_layers"] for one in recipes} >= {2, 4, 8}
+    assert {one.architecture.get("conv_kernel", 4) for one in recipes} == {2, 4}
+    assert len({one.architecture["state_size"] for one in recipes}) >= 3
+    assert len({one.architecture["hidden_size"] for one in recipes}) >= 3
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase,
 from surgery.errors import UserError
 from surgery.evaluation import suites
 from surgery.exporting.export import export
-from surgery.locating.roles import token_spans
 from surgery.models import tokens
 from surgery.probes import make
 from surgery.probes.perplexity import Perplexity
@@ -274,7 +273,8 @@ def test_prompts_do_not_end_with_what_a_tokenizer_appends():
     appends, plain = kit("llama with bos and eos"), kit("llama with bos")
     question = make("kv", pairs=3).questions(1, seed=0)[0]
     assert tokens.opening(appends, [question.prompt]) == plain([question.prompt])["input_ids"]
-    assert token_spans(appends, question) == token_spans(plain, question)
+    asked = question.prompt, question.spans
+    assert tokens.token_spans(appends, *asked) == tokens.token_spans(plain, *asked)
     needles = [make("needle", tokenizer=one, length=150) for one in (appends, plain)]
     prompts = [needle.questions(3, seed=0) for needle in needles]
     assert prompts[0] == prompts[1]

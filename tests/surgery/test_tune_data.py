@@ -240,6 +240,29 @@ def test_held_out_text_of_a_file_is_its_end(words, folder):
     assert ids.shape == (20, 16)
 
 
+def test_of_a_folder_of_text_files_the_end_of_each_is_held_out(words, tmp_path):
+    """A longer file is drawn more often, and other files are no text."""
+    (tmp_path / "more").mkdir()
+    (tmp_path / "a.txt").write_text(" ".join(f"w{i}" for i in range(320)))
+    (tmp_path / "more" / "b.md").write_text(" ".join(f"w{i}" for i in range(320, 400)))
+    (tmp_path / "picture.png").write_bytes(b"\xff")
+    text = Text(source=str(tmp_path))
+    trained, held_out = (open_source(text, Reading(words, 8, 0, held_out=side)) for side in (False, True))
+    seen, kept = ([source.excerpt(i) for i in range(300)] for source in (trained, held_out))
+    assert not {t for ids in seen for t in ids} & {t for ids in kept for t in ids} - {0, 1}  # <s>, and words that were cut
+    of_b = [ids for ids in seen if min(set(ids) - {0, 1}) >= 322]
+    assert 0.1 < len(of_b) / len(seen) < 0.35
+    assert any(min(set(ids) - {0, 1}) >= 322 for ids in kept)
+    assert all(ids == list(range(ids[0], ids[0] + len(ids))) for ids in seen if not {0, 1} & {*ids})
+    assert seen[7] == open_source(text, Reading(words, 8, 0)).excerpt(7)
+    options, data = Tune(steps=3, text_batch_size=2, text_tokens=16), Data(train_text=(text,))
+    assert same(batches(words, options, data, start=1), batches(words, options, data)[1:])
+    with pytest.raises(UserError, match=r"has no column, but 'body' is given"):
+        check(words, options, Data(train_text=(Text(source=str(tmp_path), column="body"),)))
+    with pytest.raises(UserError, match=r"100.0% of \S*a.txt is also in"):
+        check(words, options, Data(train_text=(text,), held_out_text=str(tmp_path / "a.txt")))
+
+
 def test_held_out_documents_of_the_world_are_neither_trained_on_nor_measured_on(tiny):
     """They are whole documents of its training text that training passes over."""
 

@@ -119,7 +119,7 @@ class Costs:
         but the models are made, which are held from then on."""
         chosen = assumed(self.recipe, self.patient.depth, self.patient.heads)
         stages: list[Stage] = [self.locate()] if first == "locate" else []
-        stages += [self.grow(chosen)] if self.recipe.plan.grows and first in ("locate", "plan") else []
+        stages += [self.grow(chosen)] if self.recipe.plan.measures and first in ("locate", "plan") else []
         made = self.splice(chosen)
         stages += [made] if first in ("locate", "plan", made.name) else []
         stages += self.tune(chosen, first) if first not in ("bench", "export") else []
@@ -153,7 +153,7 @@ class Costs:
         return self._stage("locate", cost.sample, counts=counts, at_most=counted.at_most)
 
     def grow(self, chosen: Plan) -> Stage:
-        """plan, where heads are added by measuring."""
+        """plan, where heads are found by measuring."""
         count, sample = growing_cost(self.patient, self.recipe, bare(chosen))
         self.settings["plan"] = {"locate.batch_size": self.recipe.locate.batch_size}, SMALLER
         return self._stage("plan", sample, counts={"plans measured": count}, at_most=True)

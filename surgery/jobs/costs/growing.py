@@ -1,4 +1,4 @@
-"""What plan.heads=auto costs: the time of measuring one plan, and how many there are at most."""
+"""What plan.heads=auto and plan.by=choice cost: the time of measuring one plan, and how many there are at most."""
 
 import math
 from functools import partial
@@ -8,6 +8,7 @@ from surgery.locating.questions import choice_probe
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.tuning.batches import held_out_windows
+from surgery.tuning.choosing import most_measured
 from surgery.tuning.growing import Measuring, most_plans
 
 
@@ -27,6 +28,8 @@ def growing_cost(patient: Patient, recipe: Recipe, chosen: Plan) -> tuple[int, S
 
     gates = len(auto.gates) if recipe.plan.blend is None else 1
     count = most_plans(auto, gates, patient.depth * patient.heads)
+    if recipe.plan.by == "choice":
+        count = most_measured(recipe.plan)
     each = patient.along(one)
     whole = Sample(each.seconds * auto.examples / tried, each.bytes * recipe.locate.batch_size / rows)
     return count, whole * count

@@ -171,7 +171,9 @@ class Patient:
 def cut(model: PreTrainedModel, depth: int) -> PreTrainedModel:
     """The first layers of a model without grafts, with its embeddings and its head; all tensors are the model's own."""
     config = copy.deepcopy(model.config)
-    config.num_hidden_layers = depth
+    for name in ("num_hidden_layers", "num_blocks"):  # as xLSTM has it as well
+        if hasattr(config, name):
+            setattr(config, name, depth)
     if isinstance(getattr(config, "layer_types", None), list):
         with suppress(AttributeError):  # of some configurations it follows from others
             config.layer_types = config.layer_types[:depth]

@@ -18,13 +18,17 @@ from surgery.records.sections.section import (
     check_tokens,
 )
 
-Suite = Literal["quick", "retrieval", "language", "hits", "knowledge", "paper", "speed", "serving"]
+Suite = Literal["quick", "retrieval", "length", "language", "hits", "knowledge", "paper", "speed", "serving"]
 SUITES: dict[Suite, str] = {
     "quick": (
         "Key-value retrieval (bench.pairs, and bench.unseen_pairs with keys that no lesson holds), knowledge and letters, "
         "perplexity, cost."
     ),
     "retrieval": "Every probe of the project over its sizes, the needle over lengths and depths.",
+    "length": (
+        "Retrieval against the length of the prompt (bench.contexts), hidden in held-out text: a needle in its middle, one of "
+        "eight needles (key-value pairs with text between them), and the same after three of them were asked for."
+    ),
     "language": "Perplexity by a sliding window.",
     "hits": (
         "Loss on recall hits of the held-out text (tokens that complete a pair seen before in the context and rare elsewhere), "
@@ -68,7 +72,8 @@ class Bench(Section):
     window: int = Field(default=256, ge=2, le=TOKENS)
     """Tokens of a window."""
     contexts: tuple[Tokens, ...] = (256, 1024, 4096)
-    """Lengths in tokens at which decoding is timed, needles are hidden, and hits are looked for."""
+    """Lengths in tokens at which decoding is timed, needles are hidden, and hits are looked for: for a question of length, one
+    to sixteen times what the base was trained on, say."""
     rare: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """Of the suite hits: how often, per million tokens, a pair may stand in the text outside the row. Counted in
     data.train_text; if none is named, in the rest of data.held_out_text."""

@@ -9,13 +9,13 @@ from surgery.records.sections.section import Name, Section, check_weights
 
 
 class Text(Section):
-    """A source of text, one of a mixture. All but plain text files hold documents, in `column`."""
+    """A source of text, one of a mixture. All but plain text files, and folders of such, hold documents, in `column`."""
 
     section = "data.train_text"
 
     source: Name
-    """`world` (the small world of the built-in models), a text file, a .jsonl, .json, .csv or .parquet file, a folder of such
-    files, or the id of a dataset on the Hub."""
+    """`world` (the small world of the built-in models), a text file or a folder of them (.txt, .md), a .jsonl, .json, .csv or
+    .parquet file or a folder of those, or the id of a dataset on the Hub."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Its share of the mixture, relative to the other weights."""
     column: str = "text"

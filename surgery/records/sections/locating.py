@@ -82,6 +82,10 @@ class PlanOptions(Section):
     heads: Annotated[Count | Literal["auto"], Field(union_mode="left_to_right")] = 1
     """How many of the leading heads are grafted. auto: head after head is added by what it is measured to save, until the next
     one is not worth its cache (section plan.auto). For kind head."""
+    by: Literal["gain", "choice"] = "gain"
+    """`gain`: the leading heads of the ranking. `choice`: the heads with which a perfect choice among the summaries, as hints
+    teach it (tune.hints), would save most loss, one added to the others after the other, as measured on the model (plan.auto
+    says on how many questions, and how many are tried). Also finds heads that gain nothing untrained. For kind head."""
     layers: Count = 1
     """How many of the leading layers are grafted. For kind layer."""
     sites: SitesText | None = None
@@ -113,10 +117,15 @@ class PlanOptions(Section):
             raise ValueError("heads: counts heads, and kind is layer; set plan.layers")
         if not layer and self.layers != 1:
             raise ValueError("layers: counts layers, and kind is head; set plan.heads, or plan.kind=layer")
+        if self.by == "choice" and (layer or self.grows or self.sites is not None or self.donor is not None):
+            raise ValueError(
+                "by: choice finds so many heads (plan.heads) of kind head, which start from their own weights; leave out kind, "
+                "sites, donor and auto"
+            )
         if self.sites is not None and not self.sites:
             raise ValueError("sites: is empty; leave it out to plan the leading ones")
         try:
-            Plan(sites=self.sites_named(), **self.model_dump(exclude={"heads", "layers", "sites", "auto"}))
+            Plan(sites=self.sites_named(), **self.model_dump(exclude={"heads", "by", "layers", "sites", "auto"}))
         except pydantic.ValidationError as error:
             raise ValueError(first_line(error)) from error
         if self.grows and self.sites is not None:
@@ -133,13 +142,18 @@ class PlanOptions(Section):
         return self.heads == "auto"
 
     @property
+    def measures(self) -> bool:
+        """Whether the heads are found by measuring plans of the model."""
+        return self.grows or self.by == "choice"
+
+    @property
     def counted(self) -> int:
         """The number of heads, or the most that there can be."""
         return self.auto.max_heads if self.heads == "auto" else self.heads
 
     def given(self) -> dict[str, Any]:
         """The settings as planning takes them."""
-        return self.model_dump(exclude={"auto"})
+        return self.model_dump(exclude={"auto", "by"})
 
     def sites_named(self) -> tuple[Site, ...]:
         """The sites, or while it is not known which ones lead, others in their place: those that donor_heads or donor_layers

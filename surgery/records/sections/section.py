@@ -49,6 +49,11 @@ def check_tokens(**factors: int) -> None:
         )
 
 
+def none_for_no(value: Any) -> Any:
+    """accelerate's `no`, which YAML reads as false."""
+    return None if value is False or value == "no" else value
+
+
 class Section(Record):
     """Part of a recipe. The text below a field says what the setting means: `surgery settings` and the documentation print it.
 

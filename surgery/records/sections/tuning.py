@@ -19,6 +19,7 @@ from surgery.records.sections.section import (
     Width,
     check_tokens,
     check_weights,
+    none_for_no,
 )
 
 
@@ -95,6 +96,16 @@ class EarlyStopping(Section):
     """Windows of text for each measurement."""
 
 
+class Hints(Section):
+    """Where the grafts are to look, as far as the lessons know: from the place where an answer is due at the span of the prompt
+    that holds it. The loss on an answer moves attention only as far as attention is near it already."""
+
+    section = "tune.hints"
+
+    weight: float = Field(default=0.3, gt=0, le=FACTOR, allow_inf_nan=False)
+    """Weight of the hints in the loss: of minus the logarithm of the attention that grafted heads pay to the answer's span."""
+
+
 class Lora(Section):
     """Adapters on the base that learn beside the grafts, by peft."""
 
@@ -134,11 +145,6 @@ class AutoSteps(Section):
     over batches leaves out 0."""
     patience: Count = 2
     """The curve is flat after so many measurements without progress."""
-
-
-def _none_for_no(value: Any) -> Any:
-    """accelerate's `no`, which YAML reads as false."""
-    return None if value is False or value == "no" else value
 
 
 class Tune(Section):
@@ -187,6 +193,8 @@ class Tune(Section):
     """A stage before the steps, or instead of them (section tune.calibrate). {} for its defaults."""
     auto: AutoSteps = AutoSteps()
     """How steps: auto finds the number of steps (section tune.auto)."""
+    hints: Hints | None = None
+    """What tells the grafts where the answers of lessons stand (section tune.hints). {} for its defaults."""
     early_stopping: EarlyStopping | None = None
     """What ends the steps early (section tune.early_stopping). {} for its defaults."""
     lora: Lora | None = None
@@ -200,7 +208,7 @@ class Tune(Section):
     not fit into memory; with divided models (FSDP, ZeRO 3) only true does so."""
     gradient_accumulation_steps: Count = 1
     """Divide a batch into this many parts that go through the model one after the other: less memory, the same result."""
-    mixed_precision: Annotated[Literal["bf16"] | None, pydantic.BeforeValidator(_none_for_no)] = None
+    mixed_precision: Annotated[Literal["bf16"] | None, pydantic.BeforeValidator(none_for_no)] = None
     """bf16: compute in bfloat16, keep what is trained in float32. A model stored in bfloat16 or float16 is always tuned so."""
     report_to: tuple[str, ...] = ()
     """Trackers that the log also goes to, by accelerate (tensorboard, wandb, ...)."""

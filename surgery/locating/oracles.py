@@ -1,0 +1,300 @@
+"""Oracles: what a model would answer if one part of retrieval were perfect.
+
+Retrieval has two parts (gather and aggregate): something reads a span of the prompt, a pair say, into a summary; later a head
+picks out the right summary and carries what it holds to where the answer is due. If answers are wrong, either may be to blame:
+
+- perfect choice: at the last token, chosen heads attend to one place of the span that holds the answer, and to nothing else.
+  This is what the best possible attention would do there, grafted into these heads with all else as it is. If the answer comes
+  out, what was lost is the choice, and these heads are where a graft, once trained, can give it back. If not, nothing that is
+  done to their queries and keys alone can help: what they carry does not hold the answer, or nothing above reads it.
+- perfect summaries: the states of each span are, in all layers, those of a prompt that holds this span alone, so that nothing
+  else has blurred them. If that changes nothing, the summaries are as good as this model makes them.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.locating.attribution import frozen
+from surgery.locating.attribution_memory import listening
+from surgery.locating.ledger import Ledger, Tensors
+from surgery.locating.questions import question_of_row
+from surgery.locating.recording import picked
+from surgery.locating.subject import Subject
+from surgery.locating.substitution import Shape, replaced, tensor_of
+from surgery.models.finite import explained
+from surgery.models.tokens import opening, token_spans
+from surgery.probes.question import Question
+from surgery.probes.scoring import Encoded, batches, padded
+from surgery.records.plan import Plan, Start
+from surgery.records.site import Site
+from surgery.runtime import processes
+from surgery.runtime.progress import counting
+
+PLACES = 4  # tokens of a span at which a head may look, counted from the one behind it: of kv, the value and its neighbours
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A head that attends to one place alone: `back` tokens before the one behind the span that holds the answer. sign: of what
+    it puts out."""
+
+    site: Site
+    back: int
+    sign: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.site} ({self.back} back{', negative' if self.sign < 0 else ''})"
+
+
+def plan_at(carriers: Sequence[Carrier]) -> Plan:
+    """Dual grafts at these heads, with the signs with which they carry the answer."""
+    starts = {str(carrier.site): Start(sign=1 if carrier.sign > 0 else -1) for carrier in carriers}
+    return Plan(sites=tuple(carrier.site for carrier in carriers), starts=starts)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of every question: the loss in nats, and whether the answer was right."""
+
+    loss: np.ndarray
+    correct: np.ndarray
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Questions as rows for the model. owners: (rows,) the question of a row. spans: of every question, the token positions of
+    all its spans. behind: (rows,) the position behind the span that holds the answer."""
+
+    chosen: list[int]
+    encoded: Encoded
+    ids: Tensor
+    last: Tensor
+    owners: Tensor
+    spans: list[list[list[int]]]
+    behind: Tensor
+
+
+class Oracles:
+    """Asks questions of a probe that says where its answers stand. gated: the model fully gated (walk.fully_gated). ledger:
+    where outcomes are kept; it has to know the weights.
+
+    Raises UserError for questions that do not say it."""
+
+    def __init__(
+        self, gated: Subject, questions: Sequence[Question], batch_size: int = 64, *, ledger: Ledger | None = None
+    ):  # fmt: skip
+        if not all(question.spans and question.evidence is not None for question in questions):
+            raise UserError("oracles need a probe that says where its answers stand: kv, mqar or phonebook")
+        self.gated, self.questions = gated, questions
+        self.ledger = (ledger or Ledger()).extended("oracles", hashlib.sha256(repr(list(questions)).encode()).hexdigest())
+        self.mixers = [mixer.module for mixer in gated.anatomy.ssms]
+        self.layers = [mixer.layer for mixer in gated.anatomy.ssms]
+        self.batches = [self._batch(*part) for part in batches(gated.tokenizer, questions, batch_size)]
+
+    def _batch(self, chosen: list[int], encoded: Encoded) -> Batch:
+        tokenizer, device = self.gated.tokenizer, self.gated.model.device
+        ids, last = padded(encoded.rows, device)
+        spans, behind = [], []
+        for question in (self.questions[i] for i in chosen):
+            _, places = token_spans(tokenizer, question.prompt, question.spans)
+            spans.append(places)
+            behind.append(places[question.evidence or 0][-1] + 1)
+        owners = question_of_row(encoded)
+        return Batch(chosen, encoded, ids, last, owners, spans, torch.tensor(behind, device=device)[owners.to(device)])
+
+    @torch.inference_mode()
+    def outcome(self, carriers: Sequence[Carrier] = (), *, alone: bool = False) -> Outcome:
+        """What the model answers with a perfect choice at the heads of `carriers`, and, if `alone`, with each span read as if
+        it were the only one."""
+        loss, correct = np.zeros(len(self.questions)), np.zeros(len(self.questions), dtype=bool)
+        for number, batch in enumerate(self.batches):
+            with ExitStack() as stack:
+                stack.enter_context(listening(self.mixers, self._carrying(batch, carriers), always=True))
+                if alone:
+                    stack.enter_context(replaced(self._read_alone(batch, self._states[number])))
+                logits = self._logits(batch)
+            with explained(self.gated.model, batch.encoded.rows):
+                loss[batch.chosen] = batch.encoded.losses(logits).cpu().numpy()
+                correct[batch.chosen] = batch.encoded.correct(logits).cpu().numpy()
+        return Outcome(loss, correct)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """(rows, vocabulary)"""
+        keep, where = batch.last.unique(return_inverse=True)
+        logits = self.gated.model(input_ids=batch.ids, use_cache=False, logits_to_keep=keep).logits
+        return logits[torch.arange(len(batch.ids), device=logits.device), where]
+
+    def _carrying(self, batch: Batch, carriers: Sequence[Carrier]) -> Any:
+        """For `listening`: the SSM's output, but for the carriers at the last token."""
+        rows = torch.arange(len(batch.ids), device=batch.ids.device)
+
+        def listen(number: int, mixer: Any, y: Tensor, args: tuple[Any, ...], _: dict[str, Any]) -> Tensor:
+            here = [carrier for carrier in carriers if carrier.site.layer == self.layers[number]]
+            if not here:
+                return y
+            y, x = y.clone(), args[0].view_as(y)
+            passed = _skipped(mixer, x[rows, batch.last])
+            for carrier in here:
+                (head,) = carrier.site.heads
+                value = carrier.sign * x[rows, (batch.behind - carrier.back).clamp_min(0), head] + passed[:, head]
+                y[rows, batch.last, head] = value.to(y.dtype)
+            return y
+
+        return listen
+
+    @cached_property
+    def _states(self) -> list[list[Tensor]]:
+        """Of each batch, what leaves every block at the tokens of all spans, each read alone: (tokens, d) by block."""
+        return [self._alone(batch) for batch in self.batches]
+
+    def _alone(self, batch: Batch) -> list[Tensor]:
+        rows, places = [], []
+        for number, i in enumerate(batch.chosen):
+            prompts = only_span(self.gated.tokenizer, self.questions[i], batch.spans[number])
+            rows += [ids for ids, _ in prompts]
+            places += [here for _, here in prompts]
+        ids, _ = padded(rows, self.gated.model.device)
+        tokens = torch.tensor([(row, place) for row, here in enumerate(places) for place in here], device=ids.device)
+        at = tokens[:, 0], tokens[:, 1]
+        states: list[Tensor] = []
+        handles = [
+            block.register_forward_hook(lambda _, __, returned: states.append(picked(tensor_of(returned), at)))
+            for block in self.gated.anatomy.blocks
+        ]
+        try:
+            with listening(self.mixers, self._carrying(batch, ()), always=True):
+                self.gated.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return states
+
+    def _read_alone(self, batch: Batch, states: list[Tensor]) -> dict[nn.Module, Any]:
+        """The blocks, with other states at the tokens of all spans."""
+        tokens = [[place for span in spans for place in span] for spans in batch.spans]
+        starts = np.cumsum([0, *map(len, tokens)]).tolist()
+        owners = batch.owners.tolist()
+        rows = [row for row, question in enumerate(owners) for _ in tokens[question]]
+        where = [place for question in owners for place in tokens[question]]
+        source = [starts[question] + i for question in owners for i in range(len(tokens[question]))]
+        device = batch.ids.device
+        at = torch.tensor(rows, device=device), torch.tensor(where, device=device)
+        of = torch.tensor(source, device=device)
+
+        def changed(forward: Any, state: Tensor) -> Any:
+            def block(*args: Any, **kwargs: Any) -> Any:
+                returned = forward(*args, **kwargs)
+                hidden = tensor_of(returned).clone()
+                hidden[at] = state[of].to(hidden.dtype)
+                return Shape.of(returned).around(hidden)
+
+            return block
+
+        blocks = self.gated.anatomy.blocks
+        # Behind the last block nothing reads these tokens; it may hand on the last ones alone.
+        return {block: changed(block.forward, state) for block, state in zip(blocks[:-1], states[:-1], strict=True)}
+
+    def slopes(self) -> dict[Carrier, float]:
+        """To first order, the loss in nats that a perfect choice at one head saves: for every head at all places and with both
+        signs, from one forward and one backward."""
+        sums = [torch.zeros(2, PLACES, mixer.heads) for mixer in self.gated.anatomy.ssms]
+        for batch in self.batches:
+            rows = torch.arange(len(batch.ids), device=batch.ids.device)
+
+            def listen(
+                number: int, mixer: Any, y: Tensor, args: Any, _: Any, batch: Batch = batch, rows: Tensor = rows
+            ) -> Tensor:
+                y, x = y if y.requires_grad else y.detach().requires_grad_(), args[0].detach().view_as(y)
+                own = y.detach()[rows, batch.last] - _skipped(mixer, x[rows, batch.last])
+
+                def read(gradient: Tensor) -> None:
+                    slope = gradient[rows, batch.last]
+                    values = [x[rows, (batch.behind - back).clamp_min(0)] for back in range(PLACES)]
+                    for i, sign in enumerate((1, -1)):
+                        saved = torch.stack([-(slope * (sign * value - own)).float().sum((0, 2)) for value in values])
+                        sums[number][i] += saved.cpu()
+                    handle.remove()  # a hook on y that holds y is a cycle that nobody collects
+
+                handle = y.register_hook(read)
+                return y
+
+            with frozen(self.gated.model), listening(self.mixers, listen), torch.enable_grad():
+                batch.encoded.losses(self._logits(batch)).sum().backward()
+        return {
+            Carrier(Site(mixer.layer, (head,)), back, sign): sums[number][i, back, head].item() / len(self.questions)
+            for number, mixer in enumerate(self.gated.anatomy.ssms)
+            for i, sign in enumerate((1, -1)) for back in range(PLACES) for head in range(mixer.heads)
+        }  # fmt: skip
+
+    def carriers(self, most: int = 4, *, candidates: int = 8, worth: float = 0.02) -> list[tuple[Carrier, Outcome]]:
+        """Heads with which a perfect choice saves most loss, one added to the others after the other, at most `most`, each with
+        what the model answers then. It ends where no further head saves `worth` nats. The `candidates` heads that lead to first
+        order are tried at all places and with both signs."""
+        slopes = self.slopes()
+        leading = dict.fromkeys(carrier.site for carrier in sorted(slopes, key=slopes.__getitem__, reverse=True))
+        sites = list(leading)[:candidates]
+        tried = [carrier for carrier in slopes if carrier.site in sites]
+        alone = dict(zip(tried, self.outcomes([[carrier] for carrier in tried], "perfect choice"), strict=True))
+        best: dict[Site, Carrier] = {}
+        for carrier in sorted(alone, key=lambda carrier: alone[carrier].loss.mean()):
+            best.setdefault(carrier.site, carrier)
+        self.alone = {carrier: alone[carrier] for carrier in best.values()}
+        left, chosen = list(self.alone), list[tuple[Carrier, Outcome]]()
+        (before,) = self.outcomes([[]], "as it is")
+        while left and len(chosen) < most:
+            here = [carrier for carrier, _ in chosen]
+            outcomes = self.outcomes([[*here, carrier] for carrier in left], f"perfect choice, head {len(chosen) + 1}")
+            number = min(range(len(left)), key=lambda i: outcomes[i].loss.mean())
+            if before.loss.mean() - outcomes[number].loss.mean() < worth:
+                break
+            before = outcomes[number]
+            chosen.append((left.pop(number), before))
+        return chosen
+
+    def outcomes(self, trials: Sequence[Sequence[Carrier]], description: str) -> list[Outcome]:
+        """As `outcome`, of several sets of carriers. Several processes share them."""
+
+        def key(number: int) -> Any:
+            return [[str(carrier.site), carrier.back, carrier.sign] for carrier in trials[number]]
+
+        def tensors(number: int) -> Tensors:
+            found = self.outcome(trials[number])
+            advance()
+            return {"loss": torch.as_tensor(found.loss), "correct": torch.as_tensor(found.correct)}
+
+        with counting(len(processes.share(range(len(trials)))), description) as advance:
+            gathered = self.ledger.gather(range(len(trials)), key, tensors)
+        return [Outcome(each["loss"].numpy(), each["correct"].numpy()) for each in gathered.values()]
+
+
+def _skipped(mixer: Any, x: Tensor) -> Tensor:
+    """What a mixer's D passes on of x (rows, heads, p); 0 where it has none."""
+    skip = getattr(mixer, "D", None)
+    return torch.zeros_like(x) if skip is None else skip.to(x.dtype)[:, None] * x
+
+
+def only_span(
+    tokenizer: PreTrainedTokenizerBase, question: Question, spans: Sequence[Sequence[int]]
+) -> list[tuple[list[int], list[int]]]:
+    """For every span of a question: the token ids of the prompt's beginning with this span alone, and where in them its tokens
+    stand. spans: where they stand in the whole prompt. Raises UserError where they are other tokens then."""
+    head = question.prompt[: question.spans[0][0]]
+    texts = [head + question.prompt[begin:stop] for begin, stop in question.spans]
+    (whole,) = opening(tokenizer, [question.prompt])
+    alone = []
+    for text, ids, span in zip(texts, opening(tokenizer, texts), spans, strict=True):
+        _, (here,) = token_spans(tokenizer, text, [(len(head), len(text))])
+        if [ids[i] for i in here] != [whole[i] for i in span]:
+            raise UserError(f"read alone, '{text[len(head) :].strip()}' is other tokens than among the others")
+        alone.append((ids, here))
+    return alone

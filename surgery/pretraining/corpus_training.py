@@ -1,0 +1,161 @@
+"""Trains a model on text of one's own, from scratch, for as long as it takes.
+
+The learning rate rises, stays, and falls at the end. As long as it stays, nothing depends on the number of steps: it can be
+changed, and `finish` lets the rate fall from where the training has come to. What was reached is kept every few steps, and when
+a signal asks the process to end, after the step in which it comes; the same call goes on from there, and ends where an
+uninterrupted one would have, bit for bit (with as many threads).
+"""
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.pretraining.chunked_entropy import mean_cross_entropy
+from surgery.pretraining.corpus import Corpus, Windows, spread
+from surgery.records.pretrain_recipe import OF_THE_WORLD, PretrainRecipe
+from surgery.runtime.deferring import deferred
+from surgery.runtime.progress import Track, say
+from surgery.tuning.optimizer import parameter_groups, steady_schedule
+from surgery.tuning.state import Checkpoints, State
+
+STAGE = "pretrain"
+CLIP = 1.0  # the largest norm of the gradient
+LOG_STEPS = 50  # between two records of the log
+PACE = 20  # steps over which the speed is taken
+# What may change while a training goes on: the number of steps within bounds (_most_steps), and what it is no part of.
+FREE = {"steps", "examples", "corpus", *OF_THE_WORLD}
+FREE_OF_CORPUS = {"train", "held_out", "tokenizer", "vocabulary", "save_steps", "about", "dtype"}
+
+
+def train_on_corpus(model: PreTrainedModel, corpus: Corpus, recipe: PretrainRecipe, work: Path, *, finish: bool) -> State:
+    """Train in place, from the newest checkpoint in `work` on, and return the state: the log has a record for every 50th step
+    and for every measurement, `more` the seconds that it took and the number of steps. finish: let the learning rate fall from
+    here. Raises UserError for checkpoints that were made with other settings, and for a loss that is not finite."""
+    options = recipe.corpus
+    assert options is not None
+    windows = Windows(corpus.train, options.tokens, recipe.seed)
+    held_out = spread(corpus.held_out, options.tokens + 1, options.eval_windows)
+    trained = dict(model.named_parameters())
+    anew = f"remove the folder {work} to begin anew"
+    checkpoints = Checkpoints(work, trained, _settings(recipe, corpus), anew=anew, left="the same command goes on")
+    state = checkpoints.begin(State(STAGE, more={"seconds": 0.0}), resume=True)
+    steps = _most_steps(recipe, state, work, finish=finish)
+    state.more["steps"] = steps
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model.named_parameters(), recipe.weight_decay),
+        lr=recipe.learning_rate,
+        betas=(0.9, 0.95),
+        fused=model.device.type in ("cpu", "cuda"),
+    )
+    schedule = steady_schedule(optimizer, recipe.warmup_steps, steps, recipe.decay_from)
+    checkpoints.restore(optimizer, schedule)
+    if state.step:
+        say(f"pretrain: goes on from step {state.step:,}")
+    autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=options.mixed_precision == "bf16")
+    progress = Track(range(state.step, steps), "pretrain", steps, before=state.step)
+    pace = _pace(options.batch_size * options.tokens)
+    figures = dict[str, float]()
+    model.train()
+    with deferred() as stopped:
+        begun = time.monotonic() - state.more["seconds"]
+        next(pace)
+        for _ in progress:
+            _seed(recipe.seed, state.step)
+            with autocast:
+                loss = _loss(model, windows.batch(state.step, options.batch_size))
+            figures["loss"] = _checked(loss.item(), state.step + 1)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            state.step += 1
+            speed = next(pace)
+            measured = state.step % options.eval_steps == 0 or state.step == steps
+            if measured:
+                with autocast:
+                    figures["held out"] = _held_out_loss(model, held_out, options.batch_size)
+            if measured or state.step % LOG_STEPS == 0 or state.step == 1:
+                now = {"held_out": round(figures["held out"], 4)} if measured else {}
+                state.log.append({"step": state.step, "loss": round(figures["loss"], 4), **now})
+            progress.note = ", ".join(f"{name} {value:.3f}" for name, value in figures.items()) + f", {speed:,.0f} tokens/s"
+            last = stopped()
+            if state.step % options.save_steps == 0 or state.step == steps or last:
+                state.more["seconds"] = time.monotonic() - begun
+                checkpoints.save(state, optimizer, schedule)
+            if last:
+                break
+    if state.step < steps:  # the signal's own handler has raised nothing
+        raise UserError(f"pretrain: a signal ended it after step {state.step:,}; the same command goes on")
+    return state
+
+
+def _settings(recipe: PretrainRecipe, corpus: Corpus) -> dict[str, Any]:
+    """What a training that goes on has to have in common with what it goes on from."""
+    assert recipe.corpus is not None
+    fixed, options = recipe.model_dump(mode="json", exclude=FREE), recipe.corpus.model_dump(mode="json", exclude=FREE_OF_CORPUS)
+    return {**fixed, "corpus": {**options, "text": corpus.about["digest"]}}
+
+
+def _most_steps(recipe: PretrainRecipe, state: State, work: Path, *, finish: bool) -> int:
+    """The number of steps, all in all. Raises UserError where it would change the course of a learning rate that falls."""
+    before = state.more.get("steps", recipe.steps)
+    if state.more.get("finishing"):
+        return before
+    if state.step > recipe.decay_from * min(before, recipe.steps):
+        if before != recipe.steps:
+            raise UserError(
+                f"at step {state.step:,} of {before:,} the learning rate falls already, or would with steps: {recipe.steps}; "
+                f"set steps: {before}, or remove the folder {work} to begin anew"
+            )
+        return before
+    if not finish:
+        return recipe.steps
+    if not state.step or not recipe.decay_from:
+        why = "no step was taken yet" if not state.step else "with decay_from: 0 the learning rate falls from the first step on"
+        raise UserError(f"--finish lets the learning rate fall from where the training has come to, and {why}")
+    state.more["finishing"] = True
+    return math.floor(state.step / recipe.decay_from) + 1
+
+
+def _seed(seed: int, step: int) -> None:
+    """Seed torch by the step alone, so that a resumed training draws the same random numbers."""
+    torch.manual_seed(random.Random(f"{STAGE} {seed} {step}").getrandbits(63))
+
+
+def _loss(model: Any, rows: Tensor) -> Tensor:
+    """The mean cross-entropy, in nats, of rows (b, t + 1) behind their first tokens."""
+    rows = rows.to(model.device)
+    hidden = model.base_model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
+    return mean_cross_entropy(hidden.flatten(0, 1), model.lm_head.weight, rows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def _held_out_loss(model: PreTrainedModel, windows: Tensor, rows: int) -> float:
+    model.eval()
+    total = sum(_loss(model, part).item() * len(part) for part in windows.split(rows))
+    model.train()
+    return total / len(windows)
+
+
+def _checked(loss: float, step: int) -> float:
+    if not math.isfinite(loss):
+        raise UserError(f"pretrain: the loss is {loss} at step {step:,}; lower learning_rate, or raise warmup_steps")
+    return loss
+
+
+def _pace(tokens: int) -> Iterator[float]:
+    """Asked before the first step and after every one, of so many tokens: tokens a second over the last steps."""
+    times: list[float] = []
+    while True:
+        times = [*times[-PACE:], time.monotonic()]
+        span = times[-1] - times[0]
+        yield tokens * (len(times) - 1) / span if span else 0.0

@@ -1,0 +1,201 @@
+"""A cohort: the main job on bases that nobody prepared, each trained from scratch with nothing said about where to retrieve.
+
+For every base: is the site that splice attribution predicts the best of an exact scan of all heads? What does the graft gain
+untrained and tuned, beside the controls of `surgery run`, and what does it cost? The recipe is that of the job; its model says,
+by the recipe in its folder, how the bases are trained, as far as a base says nothing else. Bases are not kept but in the
+study's folder, where each is a job of its own: a study that was interrupted goes on with the base at which it was.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from surgery.errors import UserError
+from surgery.evaluation.report import ModelReport, Report, value
+from surgery.jobs.locating_stage import RANKING
+from surgery.jobs.run import run
+from surgery.locating.ranking import Ranking
+from surgery.pretraining.pretrain import pretrain
+from surgery.records.names import is_control
+from surgery.records.pretrain_recipe import PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
+from surgery.records.recipe import Recipe
+from surgery.runtime import plotting
+from surgery.runtime.processes import on_main
+from surgery.runtime.progress import say
+from surgery.statistics import Estimate, Proportion
+from surgery.studies.figures import LINES
+from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
+
+KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
+BASE, SPLICED, TUNED = "base", "spliced", "tuned"
+LIKE = "like"  # the key of a base that names a folder or a recipe other than the model's
+OF = ": "  # between a base and a model of it, in the name of a row
+MARKS = {BASE: ("o", LINES[0]), SPLICED: ("D", "#E69F00"), TUNED: ("o", LINES[2])}
+
+
+class Cohort(Study):
+    """bases: name -> what its recipe for `surgery pretrain` changes; its key `like` names another folder or recipe than the
+    model's to start from, and the sections architecture and curriculum are changed key by key. Unless it says otherwise, no
+    layer is taught retrieval before the others (first_layer_steps: 0). only: these bases alone."""
+
+    title: ClassVar[str] = "Bases that nobody prepared"
+
+    bases: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], dict[str, Any]] = Field(min_length=1)
+    only: tuple[str, ...] | None = None
+
+    def check(self, recipe: Recipe) -> None:
+        if strays := [name for name in self.only or () if name not in self.bases]:
+            raise UserError(f"study.only: there is no base '{strays[0]}'; there are {', '.join(self.bases)}")
+        if "quick" not in recipe.bench.suites:
+            raise UserError("the study 'cohort' needs the suite quick: bench.suites: [quick]")
+        if not recipe.locate.exact:
+            raise UserError("the study 'cohort' scans all heads: set locate.exact=true")
+        self.pretrain_recipes(recipe.model)
+
+    def pretrain_recipes(self, model: str) -> dict[str, PretrainRecipe]:
+        """How the bases are trained, where the recipe's model is `model`."""
+        chosen = self.bases if self.only is None else {name: self.bases[name] for name in self.only}
+        return {name: _recipe(name, changes, model) for name, changes in chosen.items()}
+
+    def measure(self, subjects: Subjects) -> Measurements:
+        rows: list[Row] = []
+        about: dict[str, Any] = {}
+        for name, recipe in self.pretrain_recipes(subjects.recipe.model).items():
+            folder = _made(name, recipe, subjects.out / "bases" / name)
+            out = subjects.out / "jobs" / name
+            job = subjects.recipe.model_copy(update={"model": str(folder), "tokenizer": None, "study": None})
+            try:
+                report: Report | None = run(job, out, resume=True)
+                stopped = ""
+            except UserError as error:  # no head may be worth its cache, say; that is a finding
+                report, stopped = None, str(error)
+                say(f"{name}: {stopped}")
+            about[name] = _about(out, report, stopped)
+            measured = _measured(folder) if report is None else {m: _figures(of) for m, of in report.models.items()}
+            rows += [Row(what=f"{name}{OF}{model}", figures=figures) for model, figures in measured.items()]
+        return Measurements(about=about, summary=_summary(about, rows), rows=tuple(rows))
+
+    def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
+        """For every base a line: itself, its hybrid untrained and tuned, and the controls, at the largest size."""
+        names, size = list(findings.about), _largest(findings.rows)
+        with plotting.drawing(path, height=1.4 + 0.36 * len(names), width=7) as (figure, axes):
+            axis = axes[0, 0]
+            for place, name in enumerate(names):
+                models = _of_base(findings.rows, name)
+                controls = [value(figures[size]) for model, figures in models.items() if is_control(model)]
+                if controls:
+                    label = "controls" if place == 0 else ""
+                    axis.plot(controls, [place] * len(controls), "|", ms=11, color=plotting.CHANCE, label=label)
+                for model, (mark, color) in MARKS.items():
+                    if model in models:
+                        result = models[model][size]
+                        errors = [[value(result) - result.ci95[0]], [result.ci95[1] - value(result)]]
+                        axis.errorbar(
+                            value(result), place, xerr=errors, fmt=mark, color=color, capsize=2.5, elinewidth=1.2,
+                            label=model if place == 0 else "",
+                        )  # fmt: skip
+            axis.axvline(1 / int(size[3:]), color=plotting.CHANCE, lw=1.2, ls=(0, (1, 2)))
+            axis.set_yticks(range(len(names)), names)
+            axis.invert_yaxis()
+            axis.set(xlabel=f"{size.replace('kv.', 'KV ')}: {plotting.ACCURACY}", xlim=(0, 1.02))
+            figure.suptitle(self.title, fontsize=11, fontweight="bold", ha="left", x=0.01)
+            plotting.legend(figure, axis, columns=4)
+
+
+def _recipe(name: str, changes: Mapping[str, Any], model: str) -> PretrainRecipe:
+    """The recipe of a base."""
+    like = Path(str(changes.get(LIKE, model)))
+    tree = read_pretrain_recipe(like if like.is_file() else like / "recipe.yaml").model_dump(mode="json")
+    tree |= {"first_layer_steps": 0, "hints": None}
+    for key, change in changes.items():
+        if key == "architecture" and isinstance(change, Mapping) and "model_type" in change:
+            tree[key] = dict(change)
+        elif key in ("architecture", "curriculum") and isinstance(change, Mapping):
+            tree[key] = tree[key] | change
+        elif key != LIKE:
+            tree[key] = change
+    return parsed_pretrain_recipe(tree, f"study.bases.{name}")
+
+
+def _made(name: str, recipe: PretrainRecipe, folder: Path) -> Path:
+    """The folder of a base, which is trained unless it is there already."""
+    kept = folder / "recipe.yaml"
+    if not on_main(lambda: kept.exists() and read_pretrain_recipe(kept) == recipe):
+        say(f"training the base {name}")
+        on_main(partial(pretrain, recipe, folder))
+    return folder
+
+
+def _measured(folder: Path) -> dict[str, dict[str, Proportion | Estimate]]:
+    """What the base alone can do, as it was measured when it was trained."""
+    figures = json.loads((folder / "measured.json").read_text())
+    return {BASE: {name: Proportion.model_validate(one) for name, one in figures.items() if name.startswith("kv.")}}
+
+
+def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
+    figures: dict[str, Proportion | Estimate] = {f"kv.{size}": accuracy for size, accuracy in report.kv.items()}
+    for column, name in ((KNOWLEDGE, "knowledge"), (TEXT, "perplexity")):
+        if name in report.change:
+            figures[column] = report.change[name]
+    return figures
+
+
+def _about(out: Path, report: Report | None, stopped: str) -> dict[str, Any]:
+    """The predicted site and the best one of all, and the plan."""
+    about: dict[str, Any] = {"stopped": stopped} if stopped else {}
+    if (out / RANKING).exists():
+        heads = Ranking.read(out / RANKING).columns
+        gains, predicted = heads.values("splice_loss"), int(np.nanargmax(heads.values("attribution")))
+        best = int(np.nanargmax(gains))
+        estimate = heads[best].splice_loss
+        assert estimate is not None
+        about |= {
+            "predicted": str(heads.site(predicted)), "best": str(heads.site(best)),
+            "gain of the predicted": float(gains[predicted]), "gain of the best": float(gains[best]),
+            # Within the interval of the best, the predicted one may be as good.
+            "agree": bool(predicted == best or gains[predicted] >= estimate.ci95[0]),
+        }  # fmt: skip
+    if report is not None and report.plan is not None:
+        about["plan"] = list(map(str, report.plan.sites))
+        about["training"] = report.training
+    return about
+
+
+def _largest(rows: Sequence[Row]) -> str:
+    return max((name for row in rows for name in row.figures if name.startswith("kv.")), key=lambda name: int(name[3:]))
+
+
+def _of_base(rows: Sequence[Row], name: str) -> dict[str, dict[str, Proportion | Estimate]]:
+    """Model of a base -> its figures."""
+    return {row.what.partition(OF)[2]: row.figures for row in rows if row.what.partition(OF)[0] == name}
+
+
+def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Over all bases, and a line for each."""
+    size = _largest(rows)
+    ranked = [each for each in about.values() if "agree" in each]
+    lines = [
+        f"In {sum(each['agree'] for each in ranked)} of {len(about)} bases the predicted site is the best or within the "
+        "interval of the best."
+    ]
+    for name, each in about.items():
+        models = _of_base(rows, name)
+        told = [f"base {value(models[BASE][size]):.3f}"] if size in models[BASE] else []
+        if "stopped" in each:
+            lines.append(f"{name}: {', '.join(told)}; stopped: {each['stopped']}")
+            continue
+        controls = [value(figures[size]) for model, figures in models.items() if is_control(model)]
+        told += [f"{model} {value(models[model][size]):.3f}" for model in (SPLICED, TUNED)]
+        told += [f"best control {max(controls):.3f}"] if controls else []
+        change = models[TUNED].get(KNOWLEDGE)
+        told += [f"knowledge {value(change):+.3f}"] if change is not None else []
+        lines.append(f"{name} ({', '.join(each['plan'])}), KV {size[3:]}: {', '.join(told)}.")
+    return "\n".join(lines)
+
+
+STUDY = Cohort

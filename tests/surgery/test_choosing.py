@@ -1,0 +1,78 @@
+"""plan.by: choice. The heads of a plan are those that a perfect choice would help most."""
+
+import json
+
+import pytest
+
+from surgery.errors import UserError
+from surgery.locating.locate import locate
+from surgery.locating.oracles import Oracles
+from surgery.records.plan import Plan
+from surgery.records.recipe import Auto, PlanOptions
+from surgery.tuning.choosing import by_choice, most_measured
+from tests.conftest import ROOT, TINY
+
+FEW = PlanOptions(heads=2, by="choice", auto=Auto(examples=8, candidates=2))
+
+
+@pytest.fixture(scope="module")
+def ranking(tiny):
+    return locate(tiny, options={"pairs": 16}, examples=8, exact=False, seed=1)
+
+
+def test_a_plan_by_choice(tiny, ranking, tmp_path, monkeypatch):
+    """As many heads as are wanted, where the built-in model retrieves; measured once, and no more often than was said."""
+    measured, own = [], Oracles.outcome
+
+    def outcome(self, carriers=(), **options):
+        measured.append(carriers)
+        return own(self, carriers, **options)
+
+    monkeypatch.setattr(Oracles, "outcome", outcome)
+    chosen = by_choice(tiny, ranking, FEW, kept=tmp_path)
+    assert 1 < len(measured) <= most_measured(FEW)
+    assert 1 <= sum(len(site.heads) for site in chosen.sites) <= 2
+    assert {site.layer for site in chosen.sites} == {0}
+    assert {head for site in chosen.sites for head in map(str, site.each())} == {*chosen.starts}
+    assert chosen.provenance == ranking.provenance
+    monkeypatch.setattr(Oracles, "outcome", None)
+    assert by_choice(tiny, ranking, FEW, kept=tmp_path) == chosen
+
+
+def test_as_a_setting(surgery, tmp_path, ranking):
+    ranking.write(tmp_path / "ranking.json")
+    few = ("--set", "plan.auto={examples: 4, candidates: 1}", "--set", "plan.blend=0.5")
+    status, out, error = surgery("plan", "ranking.json", "--set", "plan.by=choice", *few, "--base", TINY)
+    assert status == 0, error
+    chosen = Plan.read(tmp_path / "plan.json")
+    assert chosen.blend == 0.5
+    assert str(chosen.sites[0]) in out
+    for settings, complaint in {
+        "plan={by: choice, heads: auto}": "plan.by: choice finds so many heads",
+        "plan={by: choice, sites: L0.H1}": "plan.by: choice finds so many heads",
+        "plan={by: choice, kind: layer}": "plan.by: choice finds so many heads",
+    }.items():
+        status, _, error = surgery("plan", "ranking.json", "--set", settings, "--base", TINY)
+        assert (status, complaint in " ".join(error.split())) == (2, True), error
+    status, _, error = surgery("plan", "ranking.json", "--set", "plan.by=choice", "--base", "nowhere")
+    assert (status, "plan.by=choice measures the ranked model, and there is no nowhere here" in error) == (2, True), error
+
+
+@pytest.mark.slow
+def test_what_it_would_cost_is_estimated(surgery, tmp_path):
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    few = [
+        "plan.by=choice", "plan.auto={examples: 4, candidates: 1}", "locate.examples=4", "locate.exact=false", "tune.steps=1",
+        "bench.limit=2", "bench.pairs=[4]", "bench.windows=1", "bench.contexts=[16]", "bench.controls=false",
+    ]  # fmt: skip
+    settings = [part for setting in few for part in ("--set", setting)]
+    status, out, error = surgery("run", ROOT / "recipes" / "demo.yaml", *settings, "--dry-run", "--out", "out")
+    assert status == 0, error
+    options = PlanOptions(heads=2, by="choice", auto=Auto(examples=4, candidates=1))
+    assert f"{most_measured(options)}" in out
+
+
+def test_a_probe_without_spans_is_refused(tiny, ranking):
+    letters = ranking.model_copy(update={"probe": json.loads(json.dumps(ranking.probe)) | {"name": "knowledge", "options": {}}})
+    with pytest.raises(UserError, match="says where its answers stand"):
+        by_choice(tiny, letters, FEW)

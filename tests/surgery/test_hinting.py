@@ -1,0 +1,159 @@
+"""Hints in tuning: where the answers of lessons stand, and what it costs a graft to look elsewhere."""
+
+import random
+
+import pytest
+import torch
+from transformers import MambaConfig, MambaForCausalLM
+
+from surgery.errors import UserError
+from surgery.hybrids.common import Graft
+from surgery.hybrids.layer_graft import LayerGraft
+from surgery.probes import make
+from surgery.records.plan import Plan
+from surgery.records.recipe import Hints, Lesson, Tune
+from surgery.splicing.splice import adopt, splice, stock
+from surgery.tuning.distil import Distillation
+from surgery.tuning.hinting import missed, watching
+from surgery.tuning.loop import tune
+from surgery.tuning.sequences import IGNORE, collate, collate_with_evidence, kv_pieces, letter_pieces, probe_pieces
+from surgery.tuning.trainable import trainable, training, with_own_mixers
+from tests.conftest import SAME, VOCABULARY, random_base, random_llamba, random_selective
+
+LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
+SHORT = Tune(steps=3, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=24, warmup_steps=1)
+GRAFTED = {
+    "mamba2": (random_base, {"sites": ("L1.H2,5", "L2.H0")}),
+    "shared pairs": (random_base, {"sites": ("L1.H2,5",), "shared": True, "blend": 0.3}),
+    "llamba": (random_llamba, {"sites": ("L2.H1",)}),
+    "mamba": (lambda **f: random_selective(MambaConfig, MambaForCausalLM, **f), {"sites": ("L1.H2,5,7",)}),
+    "a layer": (random_base, {"kind": "layer", "sites": ("L1",)}),
+}
+
+
+@pytest.mark.parametrize("name", ["kv", "mqar", "phonebook"])
+def test_evidence_is_the_line_that_holds_the_answer(tokenizer, name):
+    """From behind the key to the token behind the line, also where several questions follow, and beside lessons that do not
+    say what their answers are read from."""
+    if name == "kv":
+        lessons = [kv_pieces(random.Random(i), 5, 3) for i in range(3)]
+    else:
+        lessons = [probe_pieces(make(name, **({"pairs": 5} if name == "mqar" else {"entries": 5})), seed) for seed in range(3)]
+    lessons.append(letter_pieces(random.Random(0), 2))
+    ids, targets, evidence = collate_with_evidence(tokenizer, lessons)
+    plain = collate(tokenizer, lessons)
+    assert torch.equal(ids, plain[0])
+    assert torch.equal(targets, plain[1])
+    known = evidence[..., 1] > evidence[..., 0]
+    assert torch.equal(known[:3], targets[:3] != IGNORE)
+    for row, pieces in enumerate(lessons[:3]):
+        answers, earlier, answer = iter(text for text, flag in pieces if flag), -2, ""
+        for place in known[row].nonzero()[:, 0].tolist():
+            answer = answer if place == earlier + 1 else next(answers)  # whose tokens follow one another
+            earlier = place
+            first, behind = evidence[row, place].tolist()
+            line, _, rest = tokenizer.decode(ids[row, first:behind]).rpartition("\n")
+            assert line.endswith(answer.strip())
+            assert "\n" not in line
+            assert rest, "the token behind the line"
+
+
+def watched(name, **fields):
+    """(hybrid, its grafts' queries and keys) after a forward in float64."""
+    made, plan = GRAFTED[name]
+    hybrid = splice(made(**fields).double(), Plan.model_validate(plan)).double().eval()
+    return hybrid
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", [name for name in GRAFTED if name != "mamba"])
+def test_what_is_missed_is_attention(name):
+    """Minus the logarithm of what a graft's mixing matrix holds at the evidence, written out."""
+    hybrid = watched(name)
+    ids = torch.randint(1, 99, (2, 20), generator=torch.Generator().manual_seed(0))
+    evidence = torch.zeros(2, 20, 2, dtype=torch.long)
+    for row, place, first, behind in ((0, 9, 2, 5), (0, 19, 7, 8), (1, 12, 0, 13)):
+        evidence[row, place] = torch.tensor([first, behind])
+    entering = {}
+    mixers = [block.mixer for block in hybrid.base_model.layers if getattr(block.mixer, "graft", None) is not None]
+    hooks = [m.register_forward_hook(lambda m, args, kw, _: entering.update({m: args[0]}), with_kwargs=True) for m in mixers]
+    with torch.no_grad(), watching(hybrid) as seen:
+        hybrid(ids)
+    for hook in hooks:
+        hook.remove()
+    expected = []
+    for mixer in mixers:
+        gate, mixer.graft.gate = getattr(mixer.graft, "gate", None), None  # attention alone, without the SSM beside it
+        heads = getattr(mixer.graft, "heads", None)
+        matrices = torch.stack([mixer.matrices(entering[mixer][row : row + 1], heads=heads).abs() for row in range(2)])
+        mixer.graft.gate = gate
+        parts = (matrices[0, :, 9, 2:5], matrices[0, :, 19, 7:8], matrices[1, :, 12, 0:13])
+        expected.append(-sum(part.sum(-1).log() for part in parts))
+    torch.testing.assert_close(missed(seen, evidence), torch.cat(expected).mean().detach(), **SAME)
+    assert missed(seen, torch.zeros_like(evidence)) == 0
+    assert not any("attend" in vars(m) for m in hybrid.modules() if isinstance(m, Graft | LayerGraft))
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", GRAFTED)
+def test_the_loss_of_hints_reaches_queries_and_keys(name, tokenizer):
+    hybrid = watched(name, vocab_size=VOCABULARY)
+    teacher = adopt(stock(hybrid)) if name != "a layer" else adopt(GRAFTED[name][0](vocab_size=VOCABULARY).double())
+    ids, targets, evidence = collate_with_evidence(tokenizer, [kv_pieces(random.Random(i), 4, 2) for i in range(2)])
+    losses, gradients = {}, {}
+    with training(hybrid, trainable(hybrid, None), teacher) as trained:
+        chosen = {n: p for n, p in trained.items() if "q_proj" in n or "k_proj" in n}
+        for weight in (0.0, 0.5):
+            distillation = Distillation(hybrid, teacher, hint_weight=weight).train()
+            losses[weight] = distillation(ids, targets, None, None, None, evidence)
+            gradients[weight] = torch.autograd.grad(losses[weight]["loss"], list(chosen.values()))
+    assert "hints" not in losses[0.0]
+    assert losses[0.5]["hints"] > 0.1
+    torch.testing.assert_close(losses[0.5]["loss"], losses[0.0]["loss"] + 0.5 * losses[0.5]["hints"], **SAME)
+    assert all((a - b).abs().max() > 1e-9 for a, b in zip(*gradients.values(), strict=True)), [*chosen]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "mamba"])
+def test_blocks_that_are_computed_again_give_the_same_gradients(name, tokenizer):
+    made, plan = GRAFTED[name]
+    hybrid = splice(made(vocab_size=VOCABULARY), Plan.model_validate(plan))
+    teacher, gradients = adopt(stock(hybrid)), []
+    ids, targets, evidence = collate_with_evidence(tokenizer, [kv_pieces(random.Random(i), 4, 2) for i in range(2)])
+    with training(hybrid, trainable(hybrid, None), teacher) as trained:
+        for checkpointing in (False, True):
+            distillation = Distillation(hybrid, teacher, hint_weight=0.5, checkpointing=checkpointing).train()
+            loss = distillation(ids, targets, None, None, None, evidence)["loss"]
+            gradients.append(torch.autograd.grad(loss, list(trained.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_tuning_with_hints(tiny):
+    """They are in the log, the parts of a batch add up to it, and a few steps move attention where it is told."""
+    logs = []
+    for changes in ({}, {"gradient_accumulation_steps": 2}):
+        hybrid = splice(tiny.model, Plan(sites=("L2.H1",)))
+        logs.append(tune(hybrid, tiny.tokenizer, SHORT.model_copy(update={"hints": Hints(weight=1.0), **changes})))
+    for whole, parts in zip(*logs, strict=True):
+        assert {"retrieval", "kl", "hints"} < whole.keys()
+        for name in ("retrieval", "kl", "hints"):
+            assert whole[name] == pytest.approx(parts[name], rel=1e-3)
+        assert whole["loss"] == pytest.approx(whole["retrieval"] + whole["kl"] + whole["hints"], rel=1e-5)
+    again = SHORT.model_copy(update={"steps": 12, "repeat": 1, "text_batch_size": 0, "hints": Hints(weight=1.0)})
+    log = tune(splice(tiny.model, Plan(sites=("L2.H1",))), tiny.tokenizer, again)
+    assert log[-1]["hints"] < 0.7 * log[0]["hints"], [record["hints"] for record in log]
+
+
+def test_a_control_without_grafts_has_no_hints(tokenizer):
+    base = random_base(vocab_size=VOCABULARY)
+    options = SHORT.model_copy(update={"steps": 1, "hints": Hints()})
+    log = tune(with_own_mixers(base, [1]), tokenizer, options, layers=[1], teacher=adopt(base))
+    assert "hints" not in log[0]
+    assert log == tune(
+        with_own_mixers(base, [1]), tokenizer, SHORT.model_copy(update={"steps": 1}), layers=[1], teacher=adopt(base)
+    )
+
+
+def test_lessons_that_do_not_say_where_answers_stand_are_refused(tokenizer):
+    options = SHORT.model_copy(update={"lessons": (Lesson(probe="copying", options={"length": 4}),), "hints": Hints()})
+    with pytest.raises(UserError, match=r"tune\.hints: of none of tune\.lessons it is known where the answers stand"):
+        tune(splice(random_base(vocab_size=VOCABULARY), Plan(sites=("L1.H3",))), tokenizer, options)
