@@ -59,7 +59,8 @@ def _stock(v, q, k, slope, state, block_size):
     def same(x: Tensor) -> Tensor:
         return x
 
-    (_, _, heads, width), kept = v.shape, {}
+    _, _, heads, width = v.shape
+    kept: dict[int, Tensor] = {}
     module: Any = SimpleNamespace(  # no projection, no norm, and an open gate
         num_attention_heads=heads, head_dim=width, block_size=block_size, layer_idx=0, slope_rate=slope.view(-1, 1, 1),
         act_fn=same, qkv_proj=same, norm=same, out_proj=same, output_gate=lambda u: u.new_full((), torch.inf),
@@ -68,7 +69,8 @@ def _stock(v, q, k, slope, state, block_size):
     cache: Any = SimpleNamespace(
         get_linear_cache=lambda _: None if state is None else state.transpose(-1, -2), set_linear_cache=kept.__setitem__
     )
-    y, _ = Stock.forward(module, torch.cat([q, k, v], -1).flatten(2), None, None, cache)  # type: ignore[arg-type]
+    forward: Any = Stock.forward  # of another module
+    y, _ = forward(module, torch.cat([q, k, v], -1).flatten(2), None, None, cache)
     return y.unflatten(-1, (heads, width)), kept[0].transpose(-1, -2)
 
 

@@ -63,7 +63,9 @@ def mlstm_scan(
     memory, largest = empty_state(k, v) if state is None else state
     if not v.numel():
         return v.to(result_dtype(v)), (memory, largest)
-    y, memory, largest = MLSTM_SCAN(v, q, k, write, forget, memory, largest, eps, chunk_size, backend=backend)
+    y, memory, largest = MLSTM_SCAN(
+        write, q, k, v, forget, memory, largest, eps, chunk_size, backend=backend
+    )  # all depend on it
     return y, (memory, largest)
 
 
@@ -92,19 +94,20 @@ def _ready(q: Tensor, k: Tensor, v: Tensor, write: Tensor, forget: Tensor) -> tu
     return q * k.shape[-1] ** -0.5, k, F.pad(v, (0, 1), value=1.0), write, F.softplus(-forget)
 
 
-def _ssd(v, q, k, write, forget, memory, largest, eps, chunk_size):
+def _ssd(write, q, k, v, forget, memory, largest, eps, chunk_size):
     dtype = result_dtype(v)
     q, k, v, write, decay = _ready(q, k, v, write, forget)
     step = decay.clamp_min(SMALLEST)
     x = v * (write.exp() / step)[..., None]
     sums, memory = ssd_scan(x, step, -step.new_ones(step.shape[-1]), k, q, None, memory)
-    every = _largest(write, decay, largest)
-    return _quotient(sums, every, eps).to(dtype), memory, every[:, -1]
+    reached = _largest(write, decay, largest)
+    return _quotient(sums, reached, eps).to(dtype), memory, reached[:, -1].clone()
 
 
-def _stock(v, q, k, write, forget, memory, largest, eps, chunk_size):
-    from transformers.models.xlstm import modeling_xlstm as stock
+def _stock(write, q, k, v, forget, memory, largest, eps, chunk_size):
+    from transformers.models.xlstm import modeling_xlstm
 
+    stock: Any = modeling_xlstm
     in_float32 = {"dtype_state": torch.float32}
     scale = (-largest).exp()
     y, (matrix, keys, new) = stock.wrap_chunkwise_arbitrary_sequence_length(
@@ -118,7 +121,7 @@ def _stock(v, q, k, write, forget, memory, largest, eps, chunk_size):
     return y.transpose(1, 2), memory, new[..., 0]
 
 
-def _reference(v, q, k, write, forget, memory, largest, eps, chunk_size):
+def _reference(write, q, k, v, forget, memory, largest, eps, chunk_size):
     q, k, v, write, decay = _ready(q, k, v, write, forget)
     out = []
     for t in range(v.shape[1]):
@@ -133,7 +136,7 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
     options = seeded()
     v, q, k = (torch.randn(1, 40, 4, size, **options).to(device, dtype) for size in (16, 8, 8))
     write, forget = (torch.randn(1, 40, 4, **options).to(device, dtype) for _ in range(2))
-    return v, q, k, write, 3 + forget, *empty_state(k, v), 1e-6, 16
+    return write, q, k, v, 3 + forget, *empty_state(k, v), 1e-6, 16
 
 
 MLSTM_SCAN = Operation(
@@ -144,11 +147,11 @@ MLSTM_SCAN = Operation(
     example=_example,
     signature=Signature(
         (
-            *("Tensor v", "Tensor q", "Tensor k", "Tensor write", "Tensor forget", "Tensor memory", "Tensor largest"),
+            *("Tensor write", "Tensor q", "Tensor k", "Tensor v", "Tensor forget", "Tensor memory", "Tensor largest"),
             *("float eps", "SymInt chunk_size"),
         ),
         3,
-        lambda v, q, k, write, forget, memory, largest, *rest: [
+        lambda write, q, k, v, forget, memory, largest, *rest: [
             (v.shape, result_dtype(v)),
             *((m.shape, torch.promote_types(v.dtype, torch.float32)) for m in (memory, largest)),
         ],

@@ -87,12 +87,12 @@ class LightningMixer(DualMixer):
         """r of the grafted heads, zero of the others, (b, t, h)."""
         grafted, layer = self.graft.grafted, self.layer_idx
         q, k, A = grafted.of(q, 2), grafted.of(k, 2), -grafted.of(self.slope, 0)
-        one = torch.ones_like(k[..., :1])
+        ones = torch.ones_like(k[..., :1])
         state = None if cache_params is None else cache_params.get_recurrent_state(layer, SIZES)
         if state is not None and q.shape[1] == 1:
-            r = ssd_step(state, one[:, 0], one[:, 0, :, 0], A, k[:, 0], q[:, 0])[:, None]
+            r = ssd_step(state, ones[:, 0], ones[:, 0, :, 0], A, k[:, 0], q[:, 0])[:, None]
         else:
-            r, state = ssd_scan(one, one[..., 0], A, k, q, None, state, packing=packing)
+            r, state = ssd_scan(ones, ones[..., 0], A, k, q, None, state, packing=packing)
             if cache_params is not None:
                 cache_params.update_recurrent_state(state, layer, SIZES)
         all_heads = r.new_zeros(*r.shape[:2], self.num_heads)
@@ -110,8 +110,8 @@ class LightningMixer(DualMixer):
             B, C, slope = others.of(B, 2), others.of(C, 2), others.of(slope, 0)
         state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
         if state is not None and x.shape[1] == 1:
-            one = torch.ones_like(x[:, 0, :, 0])
-            return ssd_step(state, x[:, 0], one, -slope, B[:, 0], C[:, 0])[:, None]
+            ones = torch.ones_like(x[:, 0, :, 0])
+            return ssd_step(state, x[:, 0], ones, -slope, B[:, 0], C[:, 0])[:, None]
         y, state = lightning_scan(C, B, x, slope, state, block_size=self.block_size, packing=packing)
         if cache_params is not None:
             cache_params.update_recurrent_state(state, self.layer_idx)

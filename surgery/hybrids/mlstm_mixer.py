@@ -99,7 +99,8 @@ class MLSTMMixer(DualMixer):
         if len(heads) < self.num_heads:
             B, C = (self.graft.others.of(m, 2) for m in (B, C))
         write, forget = dt.unbind(2)
-        layer, eps, state = self.layer_idx, self.config.eps, None
+        layer, eps = self.layer_idx, self.config.eps
+        state: Any = None
         if cache_params is not None and (memory := cache_params.get_recurrent_state(layer)) is not None:
             state = memory, cache_params.get_recurrent_state(layer, 1)
         if state is not None and x.shape[1] == 1:

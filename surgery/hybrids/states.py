@@ -13,7 +13,8 @@ class StateLayer(LinearAttentionLayer):
     is_compileable = False  # by itself: a cache with keys of grafts cannot be compiled
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        self.device, self.has_previous_state[state_idx] = recurrent_states.device, True
+        self.device: Any = recurrent_states.device
+        self.has_previous_state[state_idx] = True
         return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
 

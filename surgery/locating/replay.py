@@ -136,7 +136,7 @@ class Layer:
                 change[i] = Edit(columns, after).applied(self._recorded[i].project)(self._columns[i])
             else:
                 with fetched(mixer.out):
-                    weight = mixer.weight[:, columns].to(before.dtype)
+                    weight = mixer.out.weight[:, columns].to(before.dtype)
                 change[i] = self._outputs[i] + F.linear(after - before, weight)
         return change
 

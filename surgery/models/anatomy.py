@@ -12,9 +12,8 @@ from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from surgery.errors import UserError
 from surgery.records.site import Site
@@ -45,11 +44,9 @@ SLOTS = (
     Slot("temporal_block", None, ("linear_out", "o_proj")),  # RecurrentGemma
     Slot("shared_transformer.self_attn", "attention", ("o_proj",), feeds=True),
     Slot("self_attn", "attention", ("o_proj", "dense", "out_proj")),  # Llama and all that have its layout, Phi, OPT
-    Slot("attention", "ssm", ("output",)),  # RWKV, whose recurrence is one per channel
     Slot("attention", "attention", ("dense",)),  # GPT-NeoX
     Slot("self_attention", "attention", ("dense",)),  # Falcon, BLOOM
-    Slot("attn", "attention", ("out_proj", "c_proj")),  # GPT-2, MPT, GPT-J
-    Slot("attn.attention", "attention", ("out_proj",)),  # GPT-Neo
+    Slot("attn", "attention", ("out_proj",)),  # MPT
 )
 # Paths to the blocks, from the model without its language-model head.
 BLOCKS = ("layers", "h", "decoder.layers", "blocks", "language_model.layers")
@@ -64,24 +61,18 @@ class Mixer:
     """A layer's sequence-mixing module. `out`: its output projection, which reads heads * width columns. `first`: the number of
     its first head within the layer. `feeds`: as in Slot.
 
-    A head of width 1 is a channel (Mamba-1, Falcon-Mamba, Jamba, RWKV, and RecurrentGemma, whose recurrence is one per channel:
-    the blocks of its gates share weights, not a mixing matrix).
+    A head of width 1 is a channel (Mamba-1, Falcon-Mamba, Jamba, and RecurrentGemma, whose recurrence is one per channel: the
+    blocks of its gates share weights, not a mixing matrix).
     """
 
     layer: int
     kind: Kind
     module: nn.Module
-    out: nn.Module
+    out: nn.Linear
     heads: int
     width: int
     first: int = 0
     feeds: bool = False
-
-    @property
-    def weight(self) -> Tensor:
-        """Of the output projection, (d, heads * width)."""
-        weight: Any = self.out.weight
-        return weight.T if isinstance(self.out, Conv1D) else weight
 
     def columns(self, head: int) -> slice:
         """What a head, numbered within the layer, owns of the output projection's input."""
@@ -217,8 +208,8 @@ def mixer_at(model: PreTrainedModel, layer: int) -> Any:
 
 def _is_linear(model: PreTrainedModel, layer: int) -> bool:
     """Whether a layer's mixer is linear attention, whatever it is called (MiniMax, Kimi Linear)."""
-    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
-    return bool(types) and types[layer] == "linear_attention"
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or {layer: None}
+    return types[layer] == "linear_attention"
 
 
 def blocks_of(model: PreTrainedModel) -> tuple[nn.Module, ...]:
@@ -240,9 +231,9 @@ def _mixer(model: PreTrainedModel, layer: int, slot: Slot, module: nn.Module, fi
     if out is None:
         return None  # one of NO_MIXER
     where = f"layer {layer}'s {type(module).__name__}"
-    if not isinstance(out, nn.Linear | Conv1D):
+    if not isinstance(out, nn.Linear):
         raise _unknown(model, f"{where} has no linear output projection named {' or '.join(slot.outs)}")
-    columns = out.nx if isinstance(out, Conv1D) else out.in_features
+    columns = out.in_features
     kind: Kind = slot.kind or ("attention" if hasattr(module, "q_proj") else "ssm")
     width = next((int(size) for name in WIDTHS[kind] if (size := _descend(module, name))), None)
     if width is None:

@@ -28,13 +28,13 @@ def by_layers(hybrid: PreTrainedModel) -> PreTrainedModel:
 
 
 def take_buffers(emptied: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Give a model without values the buffers of its original that no checkpoint holds, on the CPU, and in float32."""
-    saved = emptied.state_dict()
+    """Give a model without values the buffers of its original, on the CPU, and in float32: accelerate wants them here, also
+    those that a checkpoint holds (MiniMax's decays)."""
     for name, buffer in model.named_buffers():
-        if name not in saved:  # accelerate wants those here; one without values is used by nobody
-            owner, _, leaf = name.rpartition(".")
-            values = torch.zeros_like(buffer, device="cpu") if is_away(buffer) else buffer.detach().cpu()
-            emptied.get_submodule(owner)._buffers[leaf] = values.float() if values.is_floating_point() else values
+        owner, _, leaf = name.rpartition(".")
+        # One without values is used by nobody.
+        values = torch.zeros_like(buffer, device="cpu") if is_away(buffer) else buffer.detach().cpu()
+        emptied.get_submodule(owner)._buffers[leaf] = values.float() if values.is_floating_point() else values
 
 
 def emptied(model: PreTrainedModel) -> PreTrainedModel:

@@ -28,7 +28,8 @@ PLAIN = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers"
 REFUSED = {
     "t5": "it has an encoder", "whisper": "it has an encoder", "bert": "encoder.layer (5 x BertLayer)",
     "vit": "no causal language model of the type vit", "clip": "no causal language model",
-    "wav2vec2": "no causal language model",
+    "wav2vec2": "no causal language model", "gpt2": "layer 0's GPT2Attention has no",
+    "rwkv": "layer 0's RwkvSelfAttention has no",
 }  # fmt: skip
 KINDS = {
     "minimax": {"ssm", "attention"}, "kimi_linear": {"ssm", "attention"}, "qwen3_5_text": {"ssm", "attention"},

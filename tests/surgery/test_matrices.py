@@ -20,7 +20,7 @@ from tests.surgery.test_replay import draw, untouched, wide
 IDS = draw(1, 11, seed=4)
 SSD = ("mamba2", "zamba2", "nemotron_h", "bamba", "granitemoehybrid", "falcon_h1")
 # Attention, or a value projection of its own.
-WITHOUT = ("mamba", "mamba2", "falcon_mamba", "gpt_neox", "xlstm", "rwkv", "gpt2", "mpt")
+WITHOUT = ("mamba", "mamba2", "falcon_mamba", "gpt_neox", "xlstm", "mpt")
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 
