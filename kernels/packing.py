@@ -77,13 +77,13 @@ def packed(numbers: Tensor, device: torch.device | None = None, *, alike: bool =
     shape, numbers = numbers.shape, numbers.cpu()
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    bounds = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([numbers.numel()])])
+    bounds = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([numbers.numel()], device="cpu")])
     inside = numbers.flatten()[bounds[:-1]] >= 0
     starts, lengths = bounds[:-1][inside], bounds.diff()[inside]
     order = lengths.argsort(descending=True, stable=True)
-    places, groups, offset = torch.zeros(numbers.numel(), dtype=torch.long), [], 0
+    places, groups, offset = torch.zeros(numbers.numel(), dtype=torch.long, device="cpu"), [], 0
     for members in order.split(_sizes(lengths[order].tolist()) if alike else [len(order)]):
-        across = torch.arange(int(lengths[members[0]]))
+        across = torch.arange(int(lengths[members[0]]), device="cpu")
         pads = across >= lengths[members, None]
         index = starts[members, None] + across.minimum(lengths[members, None] - 1)
         places[index[~pads]] = offset + (~pads).flatten().nonzero()[:, 0]

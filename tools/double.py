@@ -16,6 +16,8 @@ class Double(TorchFunctionMode):
             function = torch.Tensor.double
         if function is torch.Tensor.view:  # which reads the same bytes as another dtype, as files are read
             return function(*args, **(kwargs or {}))
+        if function is torch.empty and args == ((0,),):  # which a tensor that is unpickled puts its bytes into
+            return function(*args, **(kwargs or {}))
 
         def wide(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value

@@ -4,10 +4,11 @@ What was measured comes from the records that the commands wrote, what the code 
 (tools/reference_parts.py). In a page, such a part stands between <!-- NAME --> and <!-- /NAME -->.
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
-`surgery run recipes/demo-mamba1.yaml`), recipes/books.report.json (likewise), recipes/serving.json (`python -m
-tools.serving_record`), recipes/gguf.json (`python -m tools.gguf_record`), recipes/full-size.json (`python -m tools.full_size`),
-recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and NAME.findings.json in recipes and
-recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
+`surgery run recipes/demo-mamba1.yaml`), recipes/books.report.json (likewise), recipes/kills.json and recipes/fuzz.json (`make
+campaign`), recipes/serving.json (`python -m tools.serving_record`), recipes/gguf.json (`python -m tools.gguf_record`),
+recipes/full-size.json (`python -m tools.full_size`), recipes/kernels.bench.json (`surgery doctor --bench --out
+recipes/kernels.bench.json`) and NAME.findings.json in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes
+findings.json and figure.png to runs/NAME).
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from surgery.evaluation.report import ModelReport, Report
 from surgery.exporting.engines import EngineProof
 from surgery.records.renamed import current
 from surgery.studies import Findings, studies
-from tools import books_page, costs_page, reference_parts
+from tools import books_page, campaign_page, costs_page, reference_parts
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -242,6 +243,8 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "retrieval-aware": retrieval_aware,
         "cohort": cohort,
         "seed-2": partial(cohort, SEED2),
+        "kills": campaign_page.kills,
+        "fuzz": campaign_page.fuzz,
     },
     DOCS / "ideas" / "tiny-books.md": {"tiny-books": books_page.base, "books": books_page.operation},
     DOCS / "howto" / "serve.md": {"serving table": serving, "gguf": gguf},
@@ -256,7 +259,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     },
     DOCS / "reference" / "probes.md": {"probes": reference_parts.probes_and_suites},
     PAPER / "README.md": {"findings": findings},
-}
+}  # fmt: skip
 
 
 def filled(page: Path) -> str:

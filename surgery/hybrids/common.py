@@ -175,12 +175,16 @@ class HybridBackbone:
     ) -> Any:
         """As in transformers. positions_to_keep: which of the b * t positions' last states are wanted, by number; they are then
         (positions, hidden), and the last block does no more than mix at the others. Documents that share a row (packed.py says
-        how that is told) are computed as if each stood alone, and nothing is cached."""
+        how that is told) are computed as if each stood alone, and nothing is cached. packing: what packed.packing says of the
+        same batch, where that is known."""
         config = self.config
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-        documents = packing(hidden, attention_mask, position_ids, cache_params, use_cache, kwargs)
+        if "packing" in kwargs:
+            documents = kwargs["packing"]
+        else:
+            documents = packing(hidden, attention_mask, position_ids, cache_params, use_cache, kwargs)
         use_cache = (config.use_cache and not self.training and documents is None) if use_cache is None else use_cache
         use_cache = use_cache and not (self.gradient_checkpointing and self.training)
         if use_cache and cache_params is None:

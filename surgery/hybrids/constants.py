@@ -7,6 +7,7 @@ trace, which may not keep tensors, it is made of slices and fills, for which not
 
 from collections.abc import Sequence
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from surgery.kernels.functions import traced, transformed
 
 
 class Constant:
-    """Numbers as a vector."""
+    """Numbers as a vector. Raises ValueError for anything else, which a configuration may hold."""
 
     def __init__(self, values: Sequence[float]):
         self.values = list(values)
+        if odd := [value for value in self.values if not isinstance(value, Real)]:
+            raise ValueError(f"a graft's heads and signs are numbers, not {str(odd[0])[:40]}")
         self._placed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def on(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

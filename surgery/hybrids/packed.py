@@ -27,32 +27,31 @@ def packing(
     use_cache: bool | None,
     given: dict[str, Any],
 ) -> Packing | None:
-    """The documents of hidden (b, t, d), or None where every row is one. given: more keyword arguments, PACKED among them.
+    """The documents of hidden (b, t, ...), or None where every row is one. given: more keyword arguments, PACKED among them.
 
     attention_mask: the user's; padding (b, t) belongs to no document, and positions on it mean nothing. Raises ValueError for
     bounds that are none, for padding within a document, and for documents with a cache.
     """
     b, t = hidden.shape[:2]
-    told = {name: torch.as_tensor(given[name]) for name in PACKED if given.get(name) is not None}
+    told = [name for name in PACKED if given.get(name) is not None]
     if t < 2 or not b or (position_ids is None and not told):
         return None
+    # All of this is decided on the host, which waits for a GPU once, to get the numbers, and not for each decision.
     mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-    real = torch.ones(b, t, dtype=torch.bool) if mask is None else mask[:, -t:].bool()
-    device = real.device if mask is not None or position_ids is None else position_ids.device
-    real = real.to(device)
+    real = torch.ones(b, t, dtype=torch.bool, device="cpu") if mask is None else mask[:, -t:].bool().cpu()
     # Every token's distance from the real one before it, and where that is, or itself for the first one of a row.
-    at = torch.arange(t, device=device).expand(b, t)
+    at = torch.arange(t, device="cpu").expand(b, t)
     before = torch.where(real, at, -1).cummax(-1).values.roll(1, -1)
     before[:, 0] = -1
     first = before < 0
     before = torch.where(first, at, before)
     begins = torch.zeros_like(real)
     if position_ids is not None and position_ids.shape[-1] == t:
-        position_ids = position_ids.to(device).expand(b, t)
+        position_ids = position_ids.cpu().expand(b, t)
         step = position_ids - position_ids.gather(-1, before)
         begins = (step != 1) & (step != at - before)  # positions may count padding between two tokens, or not
-    for name, value in told.items():
-        numbers = _numbers(name, value.to(device), b, t)
+    for name in told:
+        numbers = _numbers(name, torch.as_tensor(given[name], device="cpu"), b, t)
         begins = begins | (numbers != numbers.gather(-1, before))
     begins = begins & real & ~first
     if not begins.any():

@@ -63,16 +63,32 @@ def building(path: Path) -> Iterator[Path]:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Put the folder `source` at `target`, in one step if the system can. What was there is gone afterwards."""
-    aside = _aside(target)
+    """Put the folder `source` at `target`, in one step if the system can. What was there is gone afterwards; where the system
+    refuses that (a disk that is read-only by now), it stays under a hidden name, which is said: `target` is complete, and the
+    next writer of it, or `sweep`, removes what stayed."""
+    aside = aside_of(target)
     if not target.exists():
         os.rename(source, target)
     elif _exchange(source, target):
-        shutil.rmtree(source, ignore_errors=True)
+        _discard(source, target)
     else:
         os.rename(target, aside)
         os.rename(source, target)
-    shutil.rmtree(aside, ignore_errors=True)
+    _discard(aside, target)
+
+
+def _discard(earlier: Path, target: Path) -> None:
+    """Remove what was at `target` before, if anything was."""
+    try:
+        shutil.rmtree(earlier)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        shutil.rmtree(earlier, ignore_errors=True)  # what else there is of it
+        if earlier.exists():
+            from surgery.runtime.progress import say  # which brings a library for terminals
+
+            say(f"{target} is complete; what was there before stays in {earlier} until the next call ({reason(error)})")
 
 
 def remove(path: Path) -> None:
@@ -87,7 +103,7 @@ def remove(path: Path) -> None:
 
 def recover(path: Path) -> None:
     """Clear up after writers of the folder `path` that were killed, and put back what one of them had moved aside."""
-    aside = _aside(path)
+    aside = aside_of(path)
     if aside.is_dir() and not aside.is_symlink():
         if not path.exists():
             os.rename(aside, path)
@@ -121,7 +137,8 @@ def is_hidden(path: Path) -> bool:
     return HIDDEN.fullmatch(path.name) is not None
 
 
-def _aside(path: Path) -> Path:
+def aside_of(path: Path) -> Path:
+    """Where a folder is for a moment while another takes its place, if the two cannot be exchanged."""
     return path.with_name(f".{path.name}-old")
 
 

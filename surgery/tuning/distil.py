@@ -23,15 +23,16 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from surgery.errors import UserError
 from surgery.families import Hybrid
 from surgery.hybrids.common import HybridCausalLM
+from surgery.hybrids.packed import packing
 from surgery.hybrids.parts import as_weight, at
-from surgery.kernels.packing import packed
+from surgery.kernels.packing import Packing, packed
 from surgery.locating.substitution import replaced
-from surgery.models.offloaded import same_tensors
 from surgery.models.pieces import rows_at_once
 from surgery.tuning.backward_memory import Checkpointing, KeepingWeights, Recomputing, casts_fixed_weights, recomputed
 from surgery.tuning.chunked_kl import chunked_kl_divergence
 from surgery.tuning.hinting import missed, watching
 from surgery.tuning.sequences import IGNORE
+from surgery.tuning.shared_parts import StateCache, around_blocks, arranged, blocks_of, coincide, is_trained
 
 Lesson = tuple[Tensor, ...]  # ids and targets, and with hints what the targets are read from
 Text = tuple[Tensor, ...]  # ids, which of them are no padding, position_ids, and perhaps which are recall hits
@@ -62,14 +63,15 @@ class Distillation(nn.Module):
         self.recomputing = Recomputing(checkpointing)
         self.student, self.bf16, self.cache = student, bf16, StateCache(cache_bytes)
         self.kl_weight, self.hit_weight, self.hint_weight = kl_weight, hit_weight, hint_weight
-        ours, theirs = list(student.base_model.layers), _blocks(teacher)
+        self._documents: tuple[Tensor, Packing | None] | None = None  # of the last position_ids
+        ours, theirs = list(student.base_model.layers), blocks_of(teacher)
         self.in_stock = not isinstance(student, HybridCausalLM)
         alike = not self.in_stock and len(ours) == len(theirs)
-        shared = alike and all(_coincide(a, b) for a, b in _around_blocks(student, teacher))
+        shared = alike and all(coincide(a, b) for a, b in around_blocks(student, teacher))
         # A teacher that is another model, or whose embeddings or head are trained in the student, is held as a whole.
         self.teacher = None if shared else teacher
         pairs = zip(ours, theirs if shared else ours, strict=True)
-        self.different = [i for i, (a, b) in enumerate(pairs) if _trained(a) or (shared and not _coincide(a, b))]
+        self.different = [i for i, (a, b) in enumerate(pairs) if is_trained(a) or (shared and not coincide(a, b))]
         self.teacher_blocks = nn.ModuleList([theirs[i] for i in self.different] if shared else [])
         self.casts_fixed_weights = casts_fixed_weights(student)
         self.first = min(self.different, default=len(ours) - 1)  # below, student and teacher are the same and have no gradient
@@ -159,7 +161,7 @@ class Distillation(nn.Module):
             raise UserError("tune.align needs the hybrid's own base as teacher; leave out tune.align or the other teacher")
         with self.autocast(ids.device):
             hidden = self._below(ids, (None, ""), places)
-            trained = [i for i in self.different if _trained(self.student.base_model.layers[i])]
+            trained = [i for i in self.different if is_trained(self.student.base_model.layers[i])]
             for i in range(self.first, max(trained) + 1):
                 entering, block = hidden, self._all_teacher_blocks()[i]
                 hidden = self.run([block], norm=False, inputs_embeds=entering, position_ids=places)
@@ -172,22 +174,31 @@ class Distillation(nn.Module):
         if self.teacher is not None:
             yield self.teacher
             return
-        with _arranged(self.student.base_model, self._all_teacher_blocks(), norm=True):
+        with arranged(self.student.base_model, self._all_teacher_blocks(), norm=True):
             yield self.student
 
     def run(self, blocks: Sequence[nn.Module], *, norm: bool, **inputs: Tensor | None) -> Tensor:
         """The hidden states after some blocks, and after the model's last norm if `norm` is True."""
         decoder = self.student.base_model
+        places = inputs.get("position_ids")
+        known = {} if places is None else {"packing": self._packing(places)}
 
         def first_alone(hidden: Tensor) -> None:
-            with _arranged(decoder, blocks[:1], norm=False):
+            with arranged(decoder, blocks[:1], norm=False):
                 decoder(inputs_embeds=hidden, use_cache=False)
 
         with (
             self.recomputing.deciding(blocks, inputs.get("inputs_embeds"), first_alone),
-            _arranged(decoder, blocks, norm),
+            arranged(decoder, blocks, norm),
         ):
-            return decoder(**inputs, use_cache=False).last_hidden_state
+            return decoder(**inputs, **known, use_cache=False).last_hidden_state
+
+    def _packing(self, places: Tensor) -> Packing | None:
+        """Which tokens of a batch with these position_ids (b, t) are which documents. Who finds out waits for a GPU, so it is
+        done once for student and teacher."""
+        if self._documents is None or self._documents[0] is not places:
+            self._documents = places, packing(places, None, places, None, None, {})
+        return self._documents[1]
 
     def _below(self, ids: Tensor, key: tuple[Any, str], places: Tensor | None = None) -> Tensor:
         """The states below the first different block, which student and teacher share, without autograd; of a stock model that
@@ -235,7 +246,7 @@ class Distillation(nn.Module):
         if teacher is None:
             return entropy.new_zeros(()), entropy
         hidden = hidden[others]
-        if not _trained(self.student.lm_head):
+        if not is_trained(self.student.lm_head):
             return chunked_kl_divergence(self._logits, hidden, self.student.config.vocab_size, teacher), entropy
         student = self._logits(hidden).log_softmax(-1)
         return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum"), entropy
@@ -288,23 +299,6 @@ class Distillation(nn.Module):
         return head(as_weight(hidden, head.weight)).float()
 
 
-class StateCache:
-    """Tensors by key, of `limit` bytes together at most. What does not fit is computed again whenever it is needed."""
-
-    def __init__(self, limit: int):
-        self.limit, self.bytes, self.tensors = limit, 0, dict[Any, Tensor]()
-
-    def get(self, key: tuple[Any, str], compute: Callable[[], Tensor]) -> Tensor:
-        """key: (the batch, or None if it does not come again; which of its tensors)."""
-        if key in self.tensors:
-            return self.tensors[key]
-        tensor = compute()
-        if key[0] is not None and self.bytes + tensor.nbytes <= self.limit:
-            self.tensors[key] = tensor
-            self.bytes += tensor.nbytes
-        return tensor
-
-
 def _counts(targets: int, text: Text | None) -> list[Any]:
     """How many targets, tokens of text and hits a whole batch has."""
     if text is None:
@@ -315,45 +309,3 @@ def _counts(targets: int, text: Text | None) -> list[Any]:
 def _positions(mask: Tensor) -> Tensor:
     """The indices of the positions that are set in a mask (b, t), out of b * t."""
     return mask.flatten().nonzero()[:, 0]
-
-
-def _blocks(model: Any) -> list[nn.Module]:
-    return list(getattr(model.base_model, "layers", ()))
-
-
-def _around_blocks(student: Any, teacher: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """The pairs of embeddings, last norms and heads."""
-    ours, theirs = (
-        (
-            m.get_input_embeddings(),
-            getattr(m.base_model, getattr(m.base_model, "last_norm", ""), None),
-            m.get_output_embeddings(),
-        )
-        for m in (student, teacher)
-    )
-    return list(zip(ours, theirs, strict=True))
-
-
-def _trained(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
-
-
-def _coincide(ours: nn.Module, theirs: nn.Module | None) -> bool:
-    """Whether a module of the student and one of the teacher compute the same, now and after training."""
-    if type(ours) is not type(theirs) or theirs is None or _trained(ours):
-        return False
-    return same_tensors(ours, theirs)
-
-
-@contextmanager
-def _arranged(decoder: Any, blocks: Sequence[nn.Module], norm: bool) -> Iterator[None]:
-    """Put other blocks into a backbone for a while; its last norm is left out unless `norm` is True."""
-    layers, last = decoder.layers, getattr(decoder, decoder.last_norm)
-    try:
-        decoder.layers = nn.ModuleList(blocks)
-        if not norm:
-            setattr(decoder, decoder.last_norm, nn.Identity())
-        yield
-    finally:
-        decoder.layers = layers
-        setattr(decoder, decoder.last_norm, last)

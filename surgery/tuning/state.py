@@ -77,10 +77,10 @@ class Checkpoints:
         assert self.out is not None
         sweep(self.out)
         complete = self._complete()
-        if not resume:
-            for folder in complete:
-                remove(folder)
-        return self._load(complete[-1]) if resume and complete else None
+        newest = self._load(complete[-1]) if resume and complete else None
+        for folder in complete[:-1] if resume else complete:  # a process may have been killed before it removed the older ones
+            remove(folder)
+        return newest
 
     def save(self, state: State, optimizer: Any = None, schedule: Any = None) -> None:
         """Write checkpoint-<steps of all stages> and remove the older ones. Raises UserError, the older ones untouched, if it

@@ -22,6 +22,10 @@ STAGES = [
     "tune.align={steps: 2, batches: 1}", "tune.calibrate={examples: 1, tau: [1.0], gate: [0.5], evaluations: 1}",
     "tune.early_stopping={eval_steps: 1, examples: 2, windows: 1, knowledge: 1.0, perplexity: 9.0}",
 ]  # fmt: skip
+AUTO = [
+    "plan.heads=auto", "plan.auto={examples: 2, windows: 1, candidates: 1, max_heads: 2, gates: [1.0]}",
+    "tune.steps=auto", "tune.max_steps=6", "tune.auto={eval_steps: 2, examples: 2, patience: 1, least_gain: 0.9}",
+]  # fmt: skip
 LORA = ["tune.lora={target_modules: [in_proj], r: 2}"]
 BENCH = ["bench.pairs=[2]", "bench.limit=4", "bench.windows=1", "bench.window=16", "bench.contexts=[]"]
 
@@ -59,6 +63,7 @@ def cases(inputs: Path) -> list[Case]:
     made = [
         Case("run", run, out="out/hybrid"),
         Case("run, controls and LoRA", ["run", str(inputs / "whole.yaml"), "--out", "out"], out="out/hybrid"),
+        Case("run, heads and steps auto", ["run", str(inputs / "auto.yaml"), "--out", "out"], out="out/hybrid"),
         Case("run over an earlier", [*run, "--overwrite"], {"run": "out"}, "out/hybrid"),
         Case("study, seeds", ["run", str(inputs / "seeds.yaml"), "--out", "out"]),
         Case("study, KV sweep", ["run", str(inputs / "sweep.yaml"), "--out", "out"]),
@@ -100,6 +105,7 @@ def prepare(inputs: Path, call: Callable[..., None]) -> None:
         "run": plain,
         "earlier": section(["seed=7"], base=plain),
         "whole": section(["bench.controls=true", "bench.random_sites=1", "bench.doses=[1]", *LORA], base=plain),
+        "auto": section(AUTO, base=plain),
         "seeds": section(["study={name: seeds, seeds: 1, ways: {tuned: {}}}"], base=plain),
         "sweep": section(["study={name: kv_sweep, layers: 2, pairs: [2], gather: L0.H1, aggregate: L1.H1}"], base=plain),
         "pretrain": {

@@ -55,6 +55,7 @@ def preloaded(work: Path) -> None:
     compiler = shlex.split(os.environ.get("CC") or "cc")
     subprocess.run([*compiler, "-O1", "-shared", "-fPIC", str(SOURCE), "-o", str(library), "-ldl"], check=True)
     quiet = {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    quiet["MKL_CBWR"] = "COMPATIBLE"  # a product's last bit depends on nothing, not on where a matrix lies in memory either
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | quiet)
 

@@ -1,4 +1,5 @@
-"""What every trial would pay for and none is about: a fresh process for each proof, and the painting of figures.
+"""What every trial would pay for and none is about: a fresh process for each proof, and the painting of figures. And a base
+that gains by a graft: one with random weights gains by none, and `plan.heads: auto` would add none.
 
 An export is read back by the same lines in this process, as in the tests, and compared in the same way. A figure is laid out
 and written by the same code; instead of its pixels the file holds a digest of what would be painted.
@@ -13,6 +14,8 @@ from matplotlib.figure import Figure
 from surgery.exporting import verify
 from surgery.kernels.dispatch import use
 from surgery.models.answers import load_and_answer
+from surgery.records.growth import Saved
+from surgery.tuning.growing import _Growing
 
 TOKENS = 2  # greedy ones, of a proof
 
@@ -21,11 +24,16 @@ def stand_in() -> None:
     """For this process and those that it forks."""
     verify.ask = _ask
     Figure.savefig = _write  # type: ignore[method-assign, assignment]
+    _Growing._saved = _saves  # type: ignore[method-assign]
 
 
 def _ask(_: str, folders: dict[Path, str], new: int) -> list:
     with use(**verify.KERNELS):
         return [load_and_answer(lines, min(new, TOKENS)) for lines in folders.values()]
+
+
+def _saves(*_: Any, **__: Any) -> Saved:
+    return Saved(value=1.0, ci95=(0.5, 1.5))
 
 
 def _write(self: Figure, file: Any, **_: Any) -> None:

@@ -4,15 +4,19 @@ import errno
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from surgery.runtime.replacing import aside_of
 from tests.campaign import kills
+from tests.campaign.calls import Case
 from tests.campaign.faults import NUMBERS, SIGNALS, SOURCE, Ended, Fault
-from tests.campaign.kills import Reference, complaints, draw
+from tests.campaign.kills import Reference, Trial, draw
 from tests.campaign.sameness import content, differences
+from tests.campaign.verdicts import complaints, standing
 
 # Calls below the folder: open, write, rename of each file; two writes of the second. Outside of it nothing counts.
 WRITES = """
@@ -105,6 +109,53 @@ def test_what_an_interrupted_call_may_say():
     assert wrong("full", 2, "surgery: one\nsurgery: two\n")
     assert wrong("read-only", 1, "Traceback (most recent call last):\n  ...\nOSError") == 2
     assert wrong("int", -2, "")
+
+
+@pytest.mark.parametrize(
+    ("said", "swept", "failures"),
+    [
+        ("out is complete; what was there before stays in .out-new-abcdefgh", True, []),
+        ("", True, [".out-new-abcdefgh stays, and nothing says so"]),
+        ("out is complete; what was there before stays in .out-new-abcdefgh", False, [".out-new-abcdefgh/file was left over"]),
+    ],
+)
+def test_what_a_read_only_disk_keeps_has_to_be_named_and_to_go(tmp_path, monkeypatch, said, swept, failures):
+    """The call was done when its disk became read-only: the new folder stands, the old one could not be removed."""
+    (tmp_path / "inputs" / "old").mkdir(parents=True)
+    (tmp_path / "inputs" / "old" / "file").write_text("old")
+    folder, calls = tmp_path / "trial", []
+
+    def surgery(arguments, where, fault=None):
+        calls.append(arguments)
+        if fault is not None:
+            (where / "out").rename(where / ".out-new-abcdefgh")
+            (where / "out").mkdir()
+            (where / "out" / "file").write_text("new")
+        elif swept:
+            shutil.rmtree(where / ".out-new-abcdefgh")
+        return Ended(0, said, 0.0)
+
+    monkeypatch.setattr(kills.faults, "surgery", surgery)
+    trial = Trial(0, "export", [Fault("read-only", 3)])
+    case = Case("export", ["export", "--overwrite"], {"old": "out"}, "out")
+    folder.mkdir()
+    (folder / "file").write_text("new")
+    expected = Reference({"out/file": content(folder)["file"]}, 3, 1.0)
+    assert kills.one(trial, case, expected, tmp_path / "inputs", folder)["failures"] == failures
+    assert calls == [case.arguments, case.goes_on]
+
+
+def test_a_folder_that_was_moved_aside_stands(tmp_path):
+    """Where a file system cannot exchange two folders, and a process is killed in between."""
+    out = tmp_path / "out"
+    assert standing(out) == {}
+    aside_of(out).mkdir()
+    (aside_of(out) / "file").write_text("old")
+    old = standing(out)
+    assert list(old) == ["file"]
+    out.mkdir()
+    (out / "file").write_text("new")
+    assert standing(out) != old
 
 
 def test_a_line_that_was_cut_off_is_done_again(tmp_path):

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ MEMORY = 1 << 30  # bytes that a trial may hold beyond what the process held whe
 ADDRESSES = 4 << 30  # bytes of addresses that it may take beyond: what asks for more at once is told so by the system
 LONGEST = 2000  # characters of what is said
 NOISE = re.compile(r"Traceback|Warning:|Exception ignored|Segmentation|core dumped|\.py:\d+")
-
-
+# What a command may keep that met a number which is not finite: what it had measured, for --resume.
 KEPT = re.compile(r"out(/(recipe\.yaml|run\.json|(locate|cells)(/.*)?))?")
 
 
@@ -55,7 +55,7 @@ def attempt(arguments: Sequence[str], folder: Path, statuses: Sequence[int] = (0
     code, usage = ended
     outcome = Outcome(
         status=os.waitstatus_to_exitcode(code), seconds=usage.ru_utime + usage.ru_stime,
-        memory=max(0, usage.ru_maxrss * 1024 - held),
+        memory=max(0, usage.ru_maxrss * 1024 - max(held, _at_rest())),
         said=(logs / "err").read_text(errors="replace"), printed=(logs / "out").read_text(errors="replace")[-LONGEST:],
     )  # fmt: skip
     outcome.wrong = list(complaints(outcome, hung, statuses))
@@ -158,6 +158,15 @@ def _status(of: int | str, name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+@cache
+def _at_rest() -> int:
+    """Bytes that a fork of this process held at most, as the system counts shared pages, if it does nothing."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    return os.wait4(child, 0)[2].ru_maxrss * 1024
 
 
 def _resident(of: int | str = "self") -> int:

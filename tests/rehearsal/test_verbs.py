@@ -10,6 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+DTYPES = ["float32", "float16", "bfloat16"]
+STEPS = 3  # of tuning
+ENDED = (
+    "locate exact", "locate attribution", "locate mean, layers", "plan", "tune", "tune stages", "tune checkpointing",
+    "tune bf16", "tune lora", "bench", "export", "prune", "sweep",
+)  # fmt: skip
 
 
 @cache
@@ -22,7 +28,7 @@ def rehearse(*what: str) -> list[dict]:
 
 
 def quick() -> list[dict]:
-    return rehearse("float32", "bfloat16", "splice")
+    return rehearse("float32", "bfloat16", "splice", "packed rows")
 
 
 def check(lines: list[dict]) -> None:
@@ -35,17 +41,27 @@ def check(lines: list[dict]) -> None:
         assert line["dtype"] != "float32" or line["apart"] < bound, line
 
 
+def looks(line: dict) -> int:
+    """How often the host waited to learn where documents begin."""
+    return sum(number for what, number in line["counted"].items() if what.startswith("sync surgery/hybrids/packed.py"))
+
+
 def test_splicing_runs_and_ends():
     check([line for line in quick() if "verb" in line])
 
 
-ENDED = ("plan", "tune", "sweep", "prune", "bench", "tune lora", "tune stages", "tune checkpointing", "locate exact")
+def test_the_host_waits_once_to_learn_where_documents_begin():
+    assert [looks(line) for line in quick() if line.get("verb") == "packed rows"] == [1, 1]
 
 
 @pytest.mark.slow  # a process each
 @pytest.mark.parametrize("verb", ENDED)
 def test_another_verb_runs_and_ends(verb):
-    check([line for line in rehearse("float32", verb) if "verb" in line])
+    lines = [line for line in rehearse(*DTYPES, verb) if "verb" in line]
+    assert [line["dtype"] for line in lines] == DTYPES
+    check(lines)
+    if verb == "tune":
+        assert [looks(line) for line in lines] == [STEPS] * len(lines)
 
 
 @pytest.mark.parametrize(

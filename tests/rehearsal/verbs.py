@@ -77,6 +77,13 @@ def splicing(place: Place) -> Any:
     return logits, unsplice(hybrid)(input_ids=ids, use_cache=False).logits
 
 
+def packing(place: Place) -> Any:
+    """Rows that hold documents, told by their positions alone."""
+    ids = torch.arange(20, device=place.device).view(2, 10)
+    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 2], [*range(6), *range(4)]], device=place.device)
+    return place.hybrid()(input_ids=ids, position_ids=places, use_cache=False).logits
+
+
 def tuning(place: Place, steps: int = STEPS, **options: Any) -> Any:
     hybrid = place.hybrid()
     lessons = ({"probe": "kv", "options": {"pairs": 4}},)
@@ -131,6 +138,7 @@ VERBS: dict[str, Callable[[Place], Any]] = {
     "locate mean, layers": lambda place: locating(place, exact=True, ablation="mean", layers=True),
     "plan": planning,
     "splice": splicing,
+    "packed rows": packing,
     "tune": tuning,
     "tune stages": lambda place: tuning(
         place, align={"steps": 2, "batches": 1}, calibrate={"examples": 4}, early_stopping={"eval_steps": 2, "examples": 4}

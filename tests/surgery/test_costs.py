@@ -124,7 +124,7 @@ def test_the_steps_of_tuning_are_those_that_it_takes(base, tokenizer, monkeypatc
     counted = Counted(monkeypatch)
     counted.watch(Descent, "_step")
     measured = []
-    monkeypatch.setattr("surgery.tuning.loop.calibrate", lambda *args: measured.extend(log := calibrate(*args)) or log)
+    monkeypatch.setattr("surgery.tuning.stages.calibrate", lambda *args: measured.extend(log := calibrate(*args)) or log)
     if control:
         tune(adopt(random_base(vocab_size=base.config.vocab_size)), tokenizer, options, layers=[1], teacher=adopt(base))
     else:

@@ -36,7 +36,7 @@ from surgery.probes.scoring import encode
 from surgery.records.plan import Plan
 from surgery.records.recipe import Align, Calibrate, EarlyStopping, Lesson, Lora, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice
-from surgery.tuning import loop
+from surgery.tuning import descent
 from surgery.tuning.loop import tune
 from surgery.tuning.trainable import trainable, training
 from tests.conftest import BASES, VOCABULARY, but_slow, random_base, random_selective, subject
@@ -265,7 +265,7 @@ def test_resumed_it_ends_bit_for_bit(bases, tokenizer, tmp_path, monkeypatch):
     keep = EarlyStopping(eval_steps=2, knowledge=1.0, perplexity=10.0, examples=2, windows=1)
     options = STAGES.model_copy(update={"lora": None, "steps": 4, "early_stopping": keep})
     log = tune(whole, tokenizer, options)
-    step, taken = loop.Descent._step, []
+    step, taken = descent.Descent._step, []
 
     def failing(*args, **named):
         taken.append(1)
@@ -274,7 +274,7 @@ def test_resumed_it_ends_bit_for_bit(bases, tokenizer, tmp_path, monkeypatch):
         return step(*args, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Descent, "_step", failing)
+        patch.setattr(descent.Descent, "_step", failing)
         with pytest.raises(KeyboardInterrupt):
             tune(hybrid, tokenizer, options, out=tmp_path)
     assert tune(again, tokenizer, options, out=tmp_path, resume=True) == log

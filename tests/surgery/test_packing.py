@@ -292,6 +292,36 @@ def test_tuning_on_packed_text_is_tuning_on_its_documents(kind, ids):
     assert abs(shared["kl"] - found[0]["kl"]) > 1e-3 * found[0]["kl"]
 
 
+def test_a_step_looks_once_where_documents_begin(ids, monkeypatch):
+    """For student and teacher, below the first graft and above it: on a GPU, to look is to wait."""
+    seen = []
+
+    def look(hidden, mask, places, *more):
+        seen.append(places is not None)
+        return packing(hidden, mask, places, *more)
+
+    for module in ("surgery.tuning.distil", "surgery.hybrids.common"):
+        monkeypatch.setattr(f"{module}.packing", look)
+    hybrid = splice(random_base(), PLANS["one head"])
+    with training(hybrid, trainable(hybrid, None)):
+        distillation = Distillation(hybrid, adopt(random_base()))
+        assert distillation.first > 0
+        for steps in (1, 2):
+            distillation(ids, ids, in_rows(ids)[0])
+            assert seen.count(True) == steps
+
+
+def test_where_documents_begin_is_looked_up_on_the_host_whatever_device_is_the_default(ids):
+    hidden, bounds = ids[..., None], [0, 1, 18, 21, 51, 60, 88, 120]
+    for given in ({"position_ids": positions()}, {"cu_seq_lens_q": torch.tensor(bounds)}, {"cu_seq_lens_q": bounds}):
+        places = given.get("position_ids")
+        plain = packing(hidden, torch.ones_like(ids), places, None, None, given)
+        with torch.device("meta"):
+            other = packing(hidden, torch.ones_like(ids, device="cpu"), places, None, None, given)
+        assert torch.equal(plain.places, other.places)
+        assert torch.equal(plain.starts, other.starts)
+
+
 @pytest.mark.usefixtures("in_float64")
 def test_grafts_are_aligned_on_the_same_states_packed(ids):
     hybrid = splice(random_base(), PLANS["shared pairs, two layers, one complete"]).double()

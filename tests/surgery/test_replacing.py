@@ -118,6 +118,45 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path, way):
     assert names(tmp_path) == []
 
 
+def filled(path, text):
+    path.mkdir()
+    (path / "file").write_text(text)
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_what_cannot_be_removed_any_more_is_named_and_goes_with_the_next_writer(tmp_path, monkeypatch, capsys, exchanges):
+    """A disk that turns read-only after the new folder stands."""
+
+    def exchange(first, second):
+        aside = tmp_path / "aside"
+        for source, target in ((first, aside), (second, first), (aside, second)):
+            os.rename(source, target)
+        return True
+
+    monkeypatch.setattr(replacing, "_exchange", exchange if exchanges else lambda *_: False)
+    target = tmp_path / "out"
+    filled(target, "old")
+
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as disk:
+        for name in ("unlink", "rmdir"):
+            disk.setattr(os, name, read_only)
+        with building(target) as place:
+            (place / "file").write_text("new")
+            replace(place, target)
+    (left,) = [path for path in tmp_path.iterdir() if path != target]
+    assert ((target / "file").read_text(), (left / "file").read_text()) == ("new", "old")
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"stays in {left} until the next call ({os.strerror(errno.EROFS)})" in said
+    with building(target) as place:
+        (place / "file").write_text("newer")
+        replace(place, target)
+    assert names(tmp_path) == ["out", "out/file"]
+    assert capsys.readouterr().err == ""
+
+
 def test_a_folder_is_never_seen_in_part_while_it_is_removed(tmp_path, monkeypatch):
     (tmp_path / "hybrid").mkdir()
     (tmp_path / "hybrid" / "config.json").touch()

@@ -9,7 +9,7 @@ from surgery.locating.ranking import Ranking
 from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.recipe import read_recipe
 from surgery.studies import Findings, cohort, make, retrieval_aware, studies
-from surgery.tuning.loop import Run
+from surgery.tuning.stages import Run
 from tests.conftest import ROOT
 
 RECIPES = sorted((ROOT / "recipes" / "paper").glob("*.yaml"))

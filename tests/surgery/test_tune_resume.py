@@ -16,7 +16,7 @@ from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.records.recipe import Align, Calibrate, Data, EarlyStopping, Lesson, Lora, Tune
 from surgery.splicing.splice import graft_parameters, splice
-from surgery.tuning import early_stopping, loop, state
+from surgery.tuning import early_stopping, stages, state
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
 
@@ -77,7 +77,7 @@ def dying(after, writing):
 
     if not writing:
         fatal(Distillation, "forward")
-        fatal(loop, "alignment_error")
+        fatal(stages, "alignment_error")
     fatal(state, "_write", half)
     fatal(os, "rename")
     fatal(shutil, "rmtree", lambda folder, **_: folder.exists() and next(folder.iterdir()).unlink())
@@ -156,8 +156,8 @@ def interrupted(patch, after):
         patch.setattr(owner, name, function)
 
     fatal(Distillation, "forward")
-    fatal(loop, "alignment_error")
-    fatal(loop, "gather_states")
+    fatal(stages, "alignment_error")
+    fatal(stages, "gather_states")
     fatal(early_stopping.Guard, "measure")
     fatal(state.Checkpoints, "save")
     return kinds
@@ -296,3 +296,20 @@ def test_a_run_that_begins_anew_does_not_meet_the_old_one(hybrid, tokenizer, tmp
     tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 2}), out=tmp_path)
     tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 1}), out=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_an_older_checkpoint_that_a_killed_run_could_not_remove_goes_when_it_is_resumed(hybrid, tokenizer, tmp_path):
+    """The newest one is read first: where it is damaged, the older one is what there is to go on with."""
+    options = SHORT.model_copy(update={"steps": 2})
+    tune(hybrid, tokenizer, options, out=tmp_path)
+    older, newest = tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"
+    shutil.copytree(newest, older)
+    damaged = newest / "state.json"
+    content = damaged.read_text()
+    damaged.write_text(content[:-9])
+    with pytest.raises(UserError, match="is not JSON"):
+        tune(hybrid, tokenizer, options, out=tmp_path, resume=True)
+    assert older.exists()
+    damaged.write_text(content)
+    tune(hybrid, tokenizer, options, out=tmp_path, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == [newest.name]

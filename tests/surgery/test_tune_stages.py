@@ -19,11 +19,12 @@ from surgery.records.recipe import Align, Bench, Calibrate, Data, EarlyStopping,
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.batches import check, loaders
 from surgery.tuning.calibrate import calibrate
-from surgery.tuning.distil import Distillation, StateCache
+from surgery.tuning.distil import Distillation
 from surgery.tuning.early_stopping import Guard, questions
 from surgery.tuning.loop import tune
 from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.sequences import IGNORE
+from surgery.tuning.shared_parts import StateCache
 from surgery.tuning.trainable import trainable, training
 from surgery.world.facts import facts
 from tests.conftest import SAME, VOCABULARY, random_base, random_llamba, random_selective

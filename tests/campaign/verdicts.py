@@ -1,0 +1,39 @@
+"""What is wrong with how an interrupted call ended, and with what it left."""
+
+import re
+from pathlib import Path
+
+from surgery.runtime.replacing import aside_of, is_hidden
+from tests.campaign.faults import Ended, Fault
+from tests.campaign.sameness import content
+
+STRUCK = {"kill": -9, "tear": -9, "moment": -9, "term": 143, "int": 130, "full": 2, "read-only": 2}  # the exit status
+
+
+def part(files: dict[str, str], folder: str) -> dict[str, str]:
+    """Of a tree's files, those below a folder."""
+    return {name.removeprefix(f"{folder}/"): digest for name, digest in files.items() if name.startswith(f"{folder}/")}
+
+
+def standing(out: Path) -> dict[str, str]:
+    """The files of the folder `out`. Where no two folders can be exchanged in one step, it may have been moved aside, and the
+    next call takes it back from there."""
+    place = next((path for path in (out, aside_of(out)) if path.exists()), None)
+    return content(place) if place else {}
+
+
+def hidden(folder: Path) -> list[str]:
+    """The names of what lies there as what is being written does, or what was there before."""
+    found = [path for path in sorted(folder.rglob(".*")) if is_hidden(path) or path.name.endswith("-old")]
+    return [path.name for path in found]
+
+
+def complaints(fault: Fault, ended: Ended) -> list[str]:
+    """What is wrong with how an interrupted call ended. It may have been done before the fault."""
+    where = f"{fault.kind} at {fault.at:g}"
+    wrong = [f"{where}: a traceback: {ended.said[-2500:]}"] if ended.traceback else []
+    if ended.status not in (0, STRUCK[fault.kind]):
+        wrong.append(f"{where}: status {ended.status}: {ended.said[-600:]}")
+    elif ended.status > 0 and len(re.findall(r"^surgery: .", ended.said, re.MULTILINE)) != 1:
+        wrong.append(f"{where}: not one line of complaint: {ended.said[-600:]}")
+    return wrong
