@@ -328,7 +328,7 @@ def test_every_probe_can_be_a_lesson(tiny, probe, options):
     for step in range(12):
         for index in range(3 * step, 3 * step + 3):
             pieces = lessons[index]
-            assert [wanted for _, wanted in pieces] == [False, True] * (len(pieces) // 2)
+            assert [bool(wanted) for _, wanted in pieces] == [False, True] * (len(pieces) // 2)
             if probe == "kv":
                 assert pieces[0][0].count(":") == drawn[step]["pairs"] + 1
                 assert len(pieces) == 4
