@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.pretraining.hints import hint_loss
+from surgery.pretraining.hints import hint_loss, looks
 from surgery.pretraining.lessons import Progress, dictionaries, lesson
 from surgery.pretraining.measuring import measured_probes
 from surgery.probes.scoring import answer
@@ -39,6 +39,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
             log.append({"step": number, "pairs": curriculum.most, **rounded})
 
     hints = recipe.hints
+    implementation = model.config._attn_implementation
     if hints is not None:
         model.set_attn_implementation("eager")  # the only one that returns attention weights
     progress, number = Track(range(hints.steps if hints else recipe.first_layer_steps), "pretrain retrieval"), -1
@@ -54,8 +55,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
         if curriculum.done:
             break
     say(f"retrieval alone: {number + 1} steps, {curriculum.most} pairs")
-    if hints is not None:
-        model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(implementation)
 
     schedule = steady_schedule(optimizer, recipe.warmup_steps, recipe.steps, recipe.decay_from)
     progress = Track(range(recipe.steps), "pretrain")
@@ -83,10 +83,10 @@ def _loss(model: Any, ids: Tensor, targets: Tensor, layers: int | None = None) -
 
 def _hinted(model: Any, ids: Tensor, targets: Tensor, hints: Hints) -> dict[str, Tensor]:
     """The loss of dictionaries, and that of the hints."""
-    output, is_target = model.base_model(input_ids=ids, use_cache=False, output_attentions=True), targets != IGNORE
+    (hidden, looking), is_target = looks(model, ids, (hints.gather, hints.aggregate)), targets != IGNORE
     return {
-        "kv": F.cross_entropy(model.lm_head(output.last_hidden_state[is_target]), targets[is_target]),
-        "hints": hints.weight * hint_loss(output.attentions, ids, targets, hints.gather, hints.aggregate),
+        "kv": F.cross_entropy(model.lm_head(hidden[is_target]), targets[is_target]),
+        "hints": hints.weight * hint_loss(*looking, ids, targets),
     }
 
 

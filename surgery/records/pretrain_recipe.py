@@ -44,7 +44,7 @@ class Curriculum(Section):
 
 
 class Hints(Section):
-    """Which heads of a Transformer are to gather and to aggregate (surgery/pretraining/hints.py)."""
+    """Which heads of a model without convolutions are to gather and to aggregate (surgery/pretraining/hints.py)."""
 
     section = "pretrain.hints"
 
@@ -145,7 +145,7 @@ class PretrainRecipe(Section):
     """How many layers are the first ones: 2 for a mixer without a convolution, which needs a layer to gather and another one to
     aggregate."""
     hints: Hints | None = None
-    """For a Transformer (section pretrain.hints)."""
+    """For a model without convolutions (section pretrain.hints)."""
     queries: Count = 16
     """At most this many questions follow one dictionary."""
     kv_targets: Rows = 256

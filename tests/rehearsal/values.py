@@ -53,6 +53,16 @@ class OnDevice(Tensor):
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError(f"can't convert {NAME} device type tensor to numpy. Use Tensor.cpu() first")
 
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, other: "OnDevice") -> None:
+        """torch puts the other's shape and dtype into this tensor; its values have to follow."""
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.held = other.held
+
     def __deepcopy__(self, memo: Any) -> Tensor:
         copied = OnDevice(self.held.clone()).requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
@@ -91,8 +101,10 @@ WORDS = {
 
 
 def where() -> str:
-    """The line of the library that runs now."""
+    """The line of the library that runs now, whatever mode torch calls on its way."""
     for frame in reversed(traceback.extract_stack()):
+        if frame.name == "__torch_function__":
+            continue
         if f"{ROOT}/surgery/" in frame.filename or f"{ROOT}/kernels/" in frame.filename:
             return f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}"
     return "elsewhere"
