@@ -29,6 +29,7 @@ from surgery.loading.original import original_names
 from surgery.loading.original_config import original_config
 from surgery.models.streamed import Live
 from surgery.records.plan import Plan
+from surgery.runtime.replacing import reason
 
 USE = """\
 from mamba_ssm import MambaLMHeadModel
@@ -51,13 +52,16 @@ FREE = frozenset(
 def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase, plan: Plan, base: str) -> None:
     """As Format.write says."""
     config = hybrid.config
-    if reason := why_not(config):
-        raise UserError(f"the hybrid cannot be exported as mamba_ssm: {reason}")
+    if why := why_not(config):
+        raise UserError(f"the hybrid cannot be exported as mamba_ssm: {why}")
     held = Live(hybrid)
     state = {name: _whole([held[part] for part in parts]) for name, parts in original_names(hybrid).items()}
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["backbone.embedding.weight"]
-    torch.save(state, folder / "pytorch_model.bin")
+    try:
+        torch.save(state, folder / "pytorch_model.bin")
+    except RuntimeError as error:  # which is what torch makes of a disk that is full or read-only
+        raise OSError(reason(error)) from error
     (folder / "config.json").write_text(json.dumps(fields(config), indent=2) + "\n")
     tokenizer.save_pretrained(folder)
     hybrid.generation_config.save_pretrained(folder)

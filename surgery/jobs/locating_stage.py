@@ -42,7 +42,7 @@ def located(
         if (other := _outdated(earlier, recipe, subject)) is not None:
             say(f"{path} is of another {other}: locating again")
             return None
-        shutil.rmtree(kept, ignore_errors=True)
+        _discard(kept, path)
         return earlier
 
     if (ranking := on_main(earlier_ranking)) is not None:
@@ -57,10 +57,17 @@ def located(
             with busy("drawing the atlas"):
                 draw_atlas(base.model, base.tokenizer, ranking, out)
         ranking.write(path)
-        shutil.rmtree(kept, ignore_errors=True)
+        _discard(kept, path)
 
     on_main(write)
     return ranking
+
+
+def _discard(kept: Path, ranking: Path) -> None:
+    """Remove what was kept until the ranking was there, or say that the system refuses it."""
+    shutil.rmtree(kept, ignore_errors=True)
+    if kept.exists():
+        say(f"{ranking} is complete; {kept} cannot be removed, and stays until the next call")
 
 
 def _outdated(ranking: Ranking, recipe: Recipe, subject: Subject) -> str | None:

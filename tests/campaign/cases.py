@@ -72,7 +72,7 @@ class Bench:
             at = self.rng.randrange(len(lines))
             try:
                 tree = json.loads(lines[at])
-            except ValueError:  # it is spoilt already
+            except (ValueError, RecursionError):  # it is spoilt already
                 continue
             changed = self.mutator.tree(tree) if self.rng.random() < 0.8 else self.mutator.value()
             lines[at] = dumped(changed).decode().replace("\n", "")

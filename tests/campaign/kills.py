@@ -30,7 +30,7 @@ from typing import Any
 
 from tests.campaign import faults
 from tests.campaign.faults import Fault
-from tests.campaign.verdicts import complaints, hidden, part, standing
+from tests.campaign.verdicts import complaints, left_over, part, standing
 
 ROOT = Path(__file__).parents[2]
 WORK, RECORD = ROOT / "runs" / "campaign" / "kills", ROOT / "recipes" / "kills.json"
@@ -242,7 +242,7 @@ def one(trial: Trial, case: Any, expected: Reference, inputs: Path, folder: Path
         ended = faults.surgery(arguments, folder, met)
         failures += complaints(fault, ended)
         if ended.status == 0:
-            if fault.kind == "read-only" and (left := hidden(folder)):  # done, but for what it could not remove any more
+            if fault.kind == "read-only" and (left := left_over(folder, expected.files)):  # it could not be removed any more
                 failures += [f"{name} stays, and nothing says so" for name in left if name not in ended.said]
                 arguments, ended = case.goes_on, None
             break

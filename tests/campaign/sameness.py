@@ -22,7 +22,7 @@ TIMED = re.compile(r".*\.(json|html|md)|cost\.png")
 # A stage that was done before the interruption is not among those that a report names with their time and memory.
 DURATION = re.compile(
     r"(?m)^(Time|Peak memory): .*$|&#34;seconds&#34;: [\d.e-]+|<dt>(time|memory|peak memory)</dt><dd>[^<]*|"
-    r"\b\d[\d.,]*( |&nbsp;)?(s|ms|min|h|KiB|MiB|GiB|tokens/s)\b|at most [\d.e-]+|\b\d{4}-\d\d-\d\d[T ][\d:+]+(Z|\b)"
+    r"\b\d[\d.,]*( |&nbsp;)?(s|ms|min|h|KiB|MiB|GiB|tokens/s)\b|at most [\d.e-]+|\b\d{4}-\d\d-\d\d([T ][\d:+]+(Z|\b))?"
 )
 
 

@@ -16,7 +16,7 @@ from tests.campaign.calls import Case
 from tests.campaign.faults import NUMBERS, SIGNALS, SOURCE, Ended, Fault
 from tests.campaign.kills import Reference, Trial, draw
 from tests.campaign.sameness import content, differences
-from tests.campaign.verdicts import complaints, standing
+from tests.campaign.verdicts import complaints, left_over, standing
 
 # Calls below the folder: open, write, rename of each file; two writes of the second. Outside of it nothing counts.
 WRITES = """
@@ -161,3 +161,19 @@ def test_a_folder_that_was_moved_aside_stands(tmp_path):
 def test_a_line_that_was_cut_off_is_done_again(tmp_path):
     (tmp_path / "results").write_text('{"number": 0}\n{"numb')
     assert kills.read(tmp_path / "results") == [{"number": 0}]
+
+
+def test_what_is_left_over_is_named_once(tmp_path):
+    for path in ("out/a.json", "out/empty/b", ".out-old/more/c", "out/kept/deep/d"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("x")
+    (tmp_path / "out" / "empty" / "b").unlink()
+    assert left_over(tmp_path, {"out/a.json": "", "out/empty/": ""}) == [".out-old", "out/kept"]
+    assert left_over(tmp_path, content(tmp_path)) == []
+
+
+def test_a_day_is_no_difference(tmp_path):
+    for folder, day in (("a", "2026-11-22"), ("b", "2026-11-23")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "README.md").write_text(f"Trained {day} in 3 minutes; of 2504.18574, at {day}T10:00:00+00:00.")
+    assert content(tmp_path / "a") == content(tmp_path / "b")

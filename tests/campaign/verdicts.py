@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from surgery.runtime.replacing import aside_of, is_hidden
+from surgery.runtime.replacing import aside_of
 from tests.campaign.faults import Ended, Fault
 from tests.campaign.sameness import content
 
@@ -22,10 +22,11 @@ def standing(out: Path) -> dict[str, str]:
     return content(place) if place else {}
 
 
-def hidden(folder: Path) -> list[str]:
-    """The names of what lies there as what is being written does, or what was there before."""
-    found = [path for path in sorted(folder.rglob(".*")) if is_hidden(path) or path.name.endswith("-old")]
-    return [path.name for path in found]
+def left_over(folder: Path, expected: dict[str, str]) -> list[str]:
+    """What lies below a folder and not among the expected files (content), the outermost names alone."""
+    known = {str(above) for name in expected for above in (Path(name), *Path(name).parents)}
+    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*"))]
+    return [str(path) for path in paths if str(path) not in known and str(path.parent) in known]
 
 
 def complaints(fault: Fault, ended: Ended) -> list[str]:

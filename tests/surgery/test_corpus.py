@@ -298,7 +298,7 @@ data: {{train_text: "{books}/train/more", held_out_text: "{books}/held out.txt"}
 locate: {{probe: recall, options: {{source: "{books}/train/b.txt", words: 64, rare: 5000}}, examples: 4, exact: false}}
 plan: {{heads: 1}}
 tune: {{steps: 2, lessons: [], hit_weight: 1.0, rare: 5000, batch_size: 1, text_batch_size: 1, text_tokens: 64}}
-bench: {{suites: [hits], contexts: [32, 64], windows: 8, window: 32, rare: 5000, random_sites: 1}}
+bench: {{suites: [hits], contexts: [64, 128], windows: 8, window: 32, rare: 5000, random_sites: 1}}
 """
 
 
@@ -312,7 +312,7 @@ def test_a_base_is_operated_on_with_nothing_but_text(recipe, books, surgery, tmp
     report = Report.read(tmp_path / "done" / "report.json")
     assert {"base", "spliced", "tuned", "control_tuned", "control_random_site_tuned"} <= set(report.models)
     for model in report.models.values():
-        assert {"recall_hits.32", "other_tokens.32", "recall_hits.64", "other_tokens.64"} == set(model.tasks)
+        assert {"recall_hits.64", "other_tokens.64", "recall_hits.128", "other_tokens.128"} == set(model.tasks)
 
 
 def test_a_loss_that_is_not_finite_ends_it(recipe, tmp_path, monkeypatch):
