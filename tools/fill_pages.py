@@ -22,7 +22,7 @@ from surgery.evaluation.report import ModelReport, Report
 from surgery.exporting.engines import EngineProof
 from surgery.records.renamed import current
 from surgery.studies import Findings, studies
-from tools import books_page, campaign_page, costs_page, reference_parts
+from tools import books_page, campaign_page, costs_page, mixers_page, reference_parts
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -30,7 +30,6 @@ DOCS = ROOT / "docs"
 PAPER = ROOT / "recipes" / "paper"
 DEMO = ROOT / "recipes" / "demo.report.json"
 MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
-SEEDS = [ROOT / "recipes" / f"{name}.findings.json" for name in ("seeds", "seeds-mamba1")]
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
 KERNELS_BEFORE = ROOT / "recipes" / "kernels.before.json"  # an earlier version's, measured in the same way
 AWARE = ROOT / "recipes" / "retrieval-aware.findings.json"
@@ -178,7 +177,7 @@ Measured {origin.created[:10]} on {origin.machine}, seed {origin.seed}, {example
 def seeds() -> str:
     """What the study of seeds says of each built-in base, the worst of all seeds."""
     parts = []
-    for path in SEEDS:
+    for path in mixers_page.files():
         result = Findings.read(path)
         origin, rows = result.provenance, "\n".join(f"- {line}" for line in result.summary.splitlines())
         recipe = origin.recipe or {}
@@ -235,7 +234,7 @@ def gguf() -> str:
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    README: {"demo table": short_demo},
+    README: {"demo table": short_demo, "mixers table": mixers_page.table},
     DOCS / "ideas" / "evidence.md": {
         "demo": demo,
         "mamba-1 table": mamba1,

@@ -1,0 +1,60 @@
+"""What README.md says of every kind of mixer: from the findings of the study of seeds, a base for each kind."""
+
+from pathlib import Path
+from statistics import fmean
+
+from surgery.evaluation import markdown
+from surgery.statistics import Proportion
+from surgery.studies import Findings
+from surgery.studies.seeds import BASE, CONTROL, ELSEWHERE, SEED, UNTRAINED
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+RECORDS = {
+    "Mamba-2": "seeds",
+    "Mamba-1": "seeds-mamba1",
+    "Gated DeltaNet": "seeds-deltanet",
+    "mLSTM": "seeds-mlstm",
+    "Lightning": "seeds-lightning",
+}
+COLUMNS = {
+    "base": BASE,
+    "grafted, not trained": UNTRAINED,
+    "tuned": None,  # in the first way
+    "control: tuned without a graft": CONTROL,
+    "control: grafts at random heads, tuned": ELSEWHERE,
+}
+
+
+def files() -> list[Path]:
+    """The findings that are there."""
+    return [path for name in RECORDS.values() if (path := RECIPES / f"{name}.findings.json").exists()]
+
+
+def table() -> str:
+    """A row for every kind of mixer: retrieval at the largest size, of base, grafts and controls, over all seeds."""
+    body, limits, seeds = [], set(), set()
+    for kind, name in RECORDS.items():
+        path = RECIPES / f"{name}.findings.json"
+        if not path.exists():
+            continue
+        result = Findings.read(path)
+        size = max(int(figure[3:]) for figure in result.rows[0].figures if figure.startswith("kv."))
+        accuracies: dict[str, list[float]] = {}
+        for row in result.rows:
+            accuracy = row.figures[f"kv.{size}"]
+            assert isinstance(accuracy, Proportion)
+            model, _, seed = row.what.rpartition(SEED)
+            accuracies.setdefault(model, []).append(accuracy.accuracy)
+            limits.add(accuracy.n)
+            seeds.add(seed)
+        first = next(iter((result.provenance.recipe or {})["study"].get("ways", {"tuned": {}})))
+        models = (model or first for model in COLUMNS.values())
+        body.append([kind, f"`{Path(result.provenance.base).name}`", str(size), *(_spread(accuracies[model]) for model in models)])
+    return f"""{markdown.table(["mixer", "base", "pairs", *COLUMNS], body)}
+
+Accuracy of retrieval: the mean of {len(seeds)} seeds of locating, tuning and measuring (the lowest to the highest); {min(limits):,}
+examples a cell."""
+
+
+def _spread(values: list[float]) -> str:
+    return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
