@@ -48,12 +48,12 @@ def table() -> str:
             limits.add(accuracy.n)
             seeds.add(seed)
         first = next(iter((result.provenance.recipe or {})["study"].get("ways", {"tuned": {}})))
-        models = (model or first for model in COLUMNS.values())
-        body.append([kind, f"`{Path(result.provenance.base).name}`", str(size), *(_spread(accuracies[model]) for model in models)])
+        figures = [_spread(accuracies[model or first]) for model in COLUMNS.values()]
+        body.append([kind, f"`{Path(result.provenance.base).name}`", str(size), *figures])
     return f"""{markdown.table(["mixer", "base", "pairs", *COLUMNS], body)}
 
-Accuracy of retrieval: the mean of {len(seeds)} seeds of locating, tuning and measuring (the lowest to the highest); {min(limits):,}
-examples a cell."""
+Accuracy of retrieval: the mean of {len(seeds)} seeds of locating, tuning and measuring (the lowest to the highest);
+{min(limits):,} examples a cell."""
 
 
 def _spread(values: list[float]) -> str:

@@ -32,7 +32,7 @@ tags: [{model.config.model_type}]
 ---
 # {name}
 
-A {model.config.model_type} language model of {model.num_parameters():,} parameters ({len(structure.blocks)} layers of \
+A language model of the class {model.config.model_type} with {model.num_parameters():,} parameters ({len(structure.blocks)} layers of \
 {structure.heads(0)} heads), trained from scratch on running text with {words} of {len(corpus.tokenizer):,} tokens. Nothing \
 was done for retrieval: whatever it retrieves, it learnt from that text.
 {about}

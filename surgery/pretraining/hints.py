@@ -20,15 +20,15 @@ from surgery.tuning.sequences import IGNORE
 KEY = 2  # tokens back from a value to its key ("key:value"), and from the end of a question to its key ("'key' is")
 
 
-def looks(model: Any, ids: Tensor, heads: Sequence[Site]) -> tuple[Tensor, list[Tensor]]:
-    """The last hidden states (b, t, d) for ids (b, t), and how much each of `heads` looks from where to where: (b, t, t),
-    between 0 and 1.
+def looks(model: Any, ids: Tensor, gather: Site, aggregate: Site) -> tuple[Tensor, Tensor, Tensor]:
+    """The last hidden states (b, t, d) for ids (b, t), and how much either head looks from where to where: (b, t, t), between
+    0 and 1.
 
     Of attention these are the weights; transformers' eager implementation returns them. The weights of linear attention may be
     negative, and have any size: (1 + w / sum |w|) / 2, with the sum over a row, is a half where a position has no weight, and
     1 where it has all. Raises UserError for a head that the model does not have.
     """
-    layers = model.base_model.layers
+    layers, heads = model.base_model.layers, (gather, aggregate)
     for head in heads:
         if head.layer >= len(layers):
             raise UserError(f"hints: {head} is in none of the model's {len(layers)} layers")
@@ -44,21 +44,31 @@ def looks(model: Any, ids: Tensor, heads: Sequence[Site]) -> tuple[Tensor, list[
     finally:
         for hook in hooks:
             hook.remove()
-    of_heads = []
-    for head, mixer in zip(heads, mixers, strict=True):
-        count = output.attentions[head.layer].shape[1] if mixer is None else mixer.num_heads
-        if head.heads[0] >= count:
-            raise UserError(f"hints: {head} is not a head of a layer that has {count}")
-        of_heads.append(
-            output.attentions[head.layer][:, head.heads[0]] if mixer is None else _shares(mixer, entering[mixer], head)
-        )
-    return output.last_hidden_state, of_heads
+    gathered, aggregated = (
+        _weights(output.attentions, head, ids.shape[1]) if mixer is None else _shares(mixer, entering[mixer], head)
+        for head, mixer in zip(heads, mixers, strict=True)
+    )
+    return output.last_hidden_state, gathered, aggregated
+
+
+def _weights(attentions: Sequence[Tensor | None], head: Site, tokens: int) -> Tensor:
+    weights = attentions[head.layer] if head.layer < len(attentions) else None
+    if weights is None or weights.shape[-2:] != (tokens, tokens):
+        raise UserError(f"hints: L{head.layer} shows no weights of its heads; attention does, and xLSTM")
+    _check_head(head, weights.shape[1])
+    return weights[:, head.heads[0]]
 
 
 def _shares(mixer: Any, entering: Tensor, head: Site) -> Tensor:
+    _check_head(head, mixer.num_heads)
     matrices = torch.cat([mixer.matrices(sequence[None], heads=head.heads) for sequence in entering])
     whole = matrices.abs().sum(-1, keepdim=True)
     return (1 + matrices / whole.clamp_min(torch.finfo(whole.dtype).tiny)) / 2
+
+
+def _check_head(head: Site, heads: int) -> None:
+    if head.heads[0] >= heads:
+        raise UserError(f"hints: {head} is not a head of a layer that has {heads}")
 
 
 def hint_loss(gathered: Tensor, aggregated: Tensor, ids: Tensor, targets: Tensor) -> Tensor:

@@ -83,10 +83,10 @@ def _loss(model: Any, ids: Tensor, targets: Tensor, layers: int | None = None) -
 
 def _hinted(model: Any, ids: Tensor, targets: Tensor, hints: Hints) -> dict[str, Tensor]:
     """The loss of dictionaries, and that of the hints."""
-    (hidden, looking), is_target = looks(model, ids, (hints.gather, hints.aggregate)), targets != IGNORE
+    (hidden, gathered, aggregated), is_target = looks(model, ids, hints.gather, hints.aggregate), targets != IGNORE
     return {
         "kv": F.cross_entropy(model.lm_head(hidden[is_target]), targets[is_target]),
-        "hints": hints.weight * hint_loss(*looking, ids, targets),
+        "hints": hints.weight * hint_loss(gathered, aggregated, ids, targets),
     }
 
 

@@ -63,6 +63,8 @@ def fresh(kind: str):
         "eos_token_id": 0,
     }
     own = {"num_heads": 2} if kind == "xlstm" else {"num_attention_heads": 2, "intermediate_size": 16}
+    if kind == "minimax":
+        own |= {"layer_types": ["linear_attention"] * 2, "num_local_experts": 1, "num_experts_per_tok": 1}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **own), attn_implementation="eager")
     start_mixers(model)
     return adopt(model)
@@ -72,7 +74,7 @@ def fresh(kind: str):
 def test_a_mixer_looks_where_its_matrix_has_weight():
     model = fresh("xlstm")
     ids = torch.randint(1, 99, (2, 12), generator=torch.Generator().manual_seed(0))
-    hidden, (gather, aggregate) = looks(model, ids, [Site(0, (1,)), Site(1, (0,))])
+    hidden, gather, aggregate = looks(model, ids, Site(0, (1,)), Site(1, (0,)))
     torch.testing.assert_close(hidden, model.base_model(ids, use_cache=False).last_hidden_state)
     first = model.base_model.layers[0]
     entering = first.norm_mlstm(model.get_input_embeddings()(ids))
@@ -92,4 +94,9 @@ def test_a_mixer_looks_where_its_matrix_has_weight():
 def test_a_head_that_is_not_there_is_refused(kind, site):
     model = fresh(kind)
     with pytest.raises(UserError, match=f"hints: {site} is"):
-        looks(model, torch.ones(1, 4, dtype=torch.long), [Site.parse(site)])
+        looks(model, torch.ones(1, 4, dtype=torch.long), Site(0, (0,)), Site.parse(site))
+
+
+def test_a_layer_that_shows_no_weights_is_refused():
+    with pytest.raises(UserError, match="hints: L1 shows no weights of its heads; attention does, and xLSTM"):
+        looks(fresh("minimax"), torch.ones(1, 4, dtype=torch.long), Site(1, (0,)), Site(1, (1,)))
