@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, Protocol
 
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import UserError
@@ -50,6 +51,10 @@ class Family(Protocol):
 
     def initialise(self, mixer: Any, plan: Plan) -> None:
         """Give the mixer's graft, which has storage but no values, its first weights."""
+
+    def cut(self, mixer: Any, kept: Tensor) -> dict[str, Tensor]:
+        """The tensors of a mixer, by name, whose state keeps the dimensions kept (groups, size) alone. Raises UserError where
+        that cannot be done."""
 
     def empty_base(self, config: PreTrainedConfig) -> PreTrainedModel:
         """The stock class for a hybrid's configuration, on the meta device."""

@@ -45,6 +45,11 @@ class DualFamily:
         """The dimensions of B and C."""
         return config.state_size
 
+    def cut(self, mixer: Any, kept: Tensor) -> dict[str, Tensor]:
+        """The tensors of a mixer, by name, whose state keeps the dimensions kept (groups, size) alone. Raises UserError where
+        that cannot be done."""
+        raise UserError(f"the state of a {self.model_type} stays as large as it is; that of mamba and mamba2 can be cut")
+
     def graft(self, config: Any, plan: Plan, site: Site) -> dict[str, Any]:
         """The entry of the hybrid configuration's `grafts` for the grafted heads of one layer."""
         raise NotImplementedError

@@ -7,8 +7,11 @@ The dual graft of a head: with no time step to scale what is written,
 
 from typing import Any
 
+from torch import Tensor
+
 from surgery.errors import UserError
 from surgery.families import COMMON
+from surgery.families.dual_start import DualFamily
 from surgery.families.mamba2 import Mamba2Family
 from surgery.hybrids.llamba import LlambaForCausalLM
 from surgery.records.plan import Plan
@@ -24,6 +27,9 @@ class LlambaFamily(Mamba2Family):
         if config.norm_epsilon != 1e-5:  # the published code has 1e-5 within blocks, whatever it says
             name, value = "norm_epsilon", config.norm_epsilon
             raise UserError(f"the configuration's field '{name}' ({value!r}) is not handled by the llamba family, only 1e-5 is")
+
+    def cut(self, mixer: Any, kept: Tensor) -> dict[str, Tensor]:
+        return DualFamily.cut(self, mixer, kept)
 
     def graft(self, config: Any, plan: Plan, site: Site) -> dict[str, Any]:
         return {**super().graft(config, plan, site), "time_step": False}

@@ -3,11 +3,14 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import MambaForCausalLM
 
+from surgery.errors import UserError
 from surgery.families import COMMON
 from surgery.families.dual_start import DualFamily, common_spec, generator, start_gate, widen
 from surgery.hybrids.mamba import MambaHybridForCausalLM
+from surgery.hybrids.selective_mixer import SelectiveMixer
 from surgery.models.quantised import dense
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
@@ -28,6 +31,14 @@ class ChannelFamily(DualFamily):
             pairs.setdefault(plan.start(site.layer, head), []).append(place)
         signs = [start.sign for start in pairs]
         return {**common_spec(plan, site, self.state_size(config)), "pairs": list(pairs.values()), "signs": signs}
+
+    def cut(self, mixer: Any, kept: Tensor) -> dict[str, Tensor]:
+        """Rows of B and C leave x_proj, and columns leave A."""
+        if type(mixer).normalise is not SelectiveMixer.normalise:
+            raise UserError(f"the state of a {self.model_type} stays as large as it is: B and C are normalised over all of it")
+        rank, n, kept = mixer.time_step_rank, mixer.ssm_state_size, kept[0]
+        rows = torch.cat([torch.arange(rank), rank + kept, rank + n + kept])
+        return {"x_proj.weight": mixer.x_proj.weight[rows], "A_log": mixer.A_log[:, kept]}
 
     def initialise(self, mixer: Any, plan: Plan) -> None:
         """The dual start: query = C, key = B (rows of x_proj), and dimensions beyond the state size with random queries and

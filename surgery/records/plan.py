@@ -56,6 +56,11 @@ class Plan(Record):
     blend: float | None = Field(default=None, ge=0, le=1)
     """None: attention in place of the SSM. A number: both, under a learned gate that starts there (at 0 the hybrid equals the
     base exactly). For kind head."""
+    kept_state: dict[str, tuple[tuple[Annotated[int, Field(ge=0, lt=2**14)], ...], ...]] = Field(
+        default={}, exclude_if=lambda kept: not kept
+    )
+    """Layer ("L3") -> for each of its B/C groups the dimensions that the state of its SSM keeps, as many everywhere; {}: all of
+    them. For kind head."""
     seed: int = Field(default=0, ge=0, lt=2**52)
     """Of what starts at random."""
     growth: Growth | None = Field(default=None, exclude_if=lambda growth: growth is None)
@@ -97,7 +102,7 @@ class Plan(Record):
         for name, allowed in {
             "donor": donor, "donor_heads": donor and not layer, "donor_layers": donor and layer, "mlp": donor and layer,
             "starts": not layer, "blend": not layer, "shared": not layer and not donor, "time_step": not layer,
-            "width": not (layer and donor),
+            "width": not (layer and donor), "kept_state": not layer,
         }.items():  # fmt: skip
             value = getattr(self, name)
             if not (allowed or value is None or value is False or value == {}):
@@ -106,6 +111,9 @@ class Plan(Record):
             planned = {str(head) for site in self.sites for head in (site.each() or (site,))} if named else set()
             if strays := sorted(set(named) - planned):
                 raise ValueError(f"{name}: {strays[0]} is not among the sites")
+        groups = [group for groups in self.kept_state.values() for group in groups]
+        if any(list(group) != sorted(set(group)) for group in groups) or len({len(group) for group in groups}) > 1 or () in groups:
+            raise ValueError("kept_state: every group keeps as many dimensions, one at least, in ascending order")
         heads = {str(head) for site in self.sites for head in site.each()} if self.starts else set()
         if strays := sorted(set(self.starts) - heads):  # also L01.H3, which nobody would find
             raise ValueError(f"starts: {strays[0]} is not among the sites")

@@ -106,7 +106,9 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     check_tensors(patch, base)
     check_config(patch, base)
     hybrid = empty_joined(base.config, patch, folder)
-    share(converted(base, getattr(torch, patch.dtype), patch.base.name), hybrid, "the base lacks the tensor '{}'")
+    shapes = {name: tensor.shape for name, tensor in base.state_dict().items()}
+    resized = {name: tensor for name, tensor in weights.items() if tensor.shape != shapes.get(name, tensor.shape)}
+    share(converted(base, getattr(torch, patch.dtype), patch.base.name), hybrid, "the base lacks the tensor '{}'", resized)
     state, away = hybrid.state_dict(), set(base.state_dict()) if is_offloaded(base) else set()
     lacking = [name for name, tensor in state.items() if tensor.is_meta and name not in weights and name not in away]
     for name in (*lacking, *sorted(set(weights) - set(state))):

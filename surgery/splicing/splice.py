@@ -3,7 +3,7 @@
 The base's tensors are shared, never copied and never written: a hybrid costs the memory of its grafts, and unsplice is exact.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ from surgery.records.site import Site
 from surgery.splicing.donor import DonorHead, DonorLayer
 from surgery.splicing.remembered import Surgery, opened, remember
 from surgery.splicing.start import check_donor, fill_heads, fill_layer, head_starts, layer_start
+from surgery.splicing.state import with_less_state
 
+UNCUT = "uncut"  # of a hybrid with less state: the one with all of it, which shares its other tensors
 LEARNED = "learned_before"  # whether a parameter of a base had a gradient before its hybrid was made
 
 
@@ -73,6 +75,15 @@ def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | N
                 fill_heads(mixer, plan, heads)
             else:
                 family.initialise(mixer, plan)
+    if plan is not None and plan.kept_state:
+        smaller, cut = with_less_state(hybrid, plan.kept_state)
+        whole = _tensors(hybrid)
+        for name, tensor in cut.items():
+            if LEARNED in vars(whole[name]):
+                vars(tensor)[LEARNED] = vars(whole[name])[LEARNED]
+        share(hybrid, smaller, "the hybrid lacks the tensor '{}'", cut)
+        vars(smaller)[UNCUT] = hybrid
+        return smaller
     return hybrid
 
 
@@ -128,7 +139,8 @@ def adopt(base: PreTrainedModel) -> PreTrainedModel:
 def unsplice(hybrid: PreTrainedModel) -> PreTrainedModel:
     """The stock model that the hybrid was made from, with the same parameters, which learn again as they did before.
 
-    Raises UserError if a layer graft replaced some of them and the hybrid was loaded from a folder, which does not hold them.
+    Raises UserError if a layer graft replaced some of them, or the plan cut their state, and the hybrid was loaded from a
+    folder, which does not hold them.
     """
     hybrid = model_of(hybrid, "unsplice")
     base, learned = stock(hybrid), vars(hybrid).get(LEARNED, {})
@@ -152,6 +164,10 @@ def freeze(hybrid: PreTrainedModel) -> None:
 
 def stock(hybrid: PreTrainedModel) -> PreTrainedModel:
     """As unsplice, with the parameters frozen as they are in the hybrid, which goes on with them."""
+    if (uncut := vars(hybrid).get(UNCUT)) is not None:
+        return stock(uncut)
+    if (known := getattr(hybrid, "surgery", None)) is not None and known.plan.kept_state:
+        raise UserError("the folder of a hybrid does not hold what its state was cut from; load the base instead")
     base = family_of(hybrid.config).empty_base(hybrid.config)
     share(hybrid, base, "the folder of a hybrid does not hold what a layer graft replaced ('{}'); load the base instead")
     take_hooks(hybrid, base)
@@ -196,9 +212,12 @@ def remove(base: PreTrainedModel, hybrid: PreTrainedModel, layer: int) -> None:
     mixer.removed_modules = {n: module for n, module in _quantised(base).items() if here in n and n not in names}
 
 
-def share(source: PreTrainedModel, target: PreTrainedModel, lacking: str) -> None:
+def share(
+    source: PreTrainedModel, target: PreTrainedModel, lacking: str, instead: Mapping[str, Tensor] | None = None
+) -> None:
     """Let `target` use the parameters of `source`, wherever both have them, and its quantised modules; what accelerate has put
-    away comes with its hooks (take_hooks). lacking: what to say of a parameter that only `target` has."""
+    away comes with its hooks (take_hooks). lacking: what to say of a parameter that only `target` has. instead: tensors, by
+    name, that it has in the place of the source's."""
     if is_quantised(source) and is_offloaded(source):
         raise UserError(
             "accelerate has offloaded quantised weights of this model to the CPU or the disk, which only their own modules can "
@@ -210,6 +229,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel, lacking: str) -> Non
         if name in names:
             target.set_submodule(name, module)
     tensors = {name: placeholder(tensor) if tensor.is_meta else tensor for name, tensor in _tensors(source).items()}
+    tensors |= instead or {}
     trainable = {name: tensor.requires_grad for name, tensor in tensors.items()}
     shared = {name: tensors[name] for name in target.state_dict() if name in tensors}
     missing, _ = target.load_state_dict(shared, strict=False, assign=True)

@@ -1,0 +1,110 @@
+"""plan.state_size: which dimensions of the state stay.
+
+Where attention retrieves, the state is left with what text needs, which is less. How much a dimension n of B and C counts is
+measured by a gate on C_n, at 1, in the base with its grafts: the square of the loss's derivative by the gate, on average over
+windows of text. It is what the loss would change by, to first order, without the dimension, squared so that windows do not
+cancel out (Taylor importance, arXiv 1906.10771, equation 8). One backward pass a window tells it of all layers. Of each B/C
+group of each layer the leading dimensions stay.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.families import family_of
+from surgery.loading.opened import Checkpoint
+from surgery.locating.subject import Subject
+from surgery.models.anatomy import mixer_at
+from surgery.records.plan import Plan
+from surgery.records.recipe import Data, Tune
+from surgery.runtime.progress import Track
+from surgery.splicing.splice import install
+from surgery.splicing.state import state_size
+from surgery.tuning.batches import held_out_windows
+
+C = 3  # its place in what a mixer's `project` returns
+WINDOWS = 32
+
+
+def with_state_size(
+    base: PreTrainedModel | Checkpoint, plan: Plan, size: int, *, data: Data | None = None, text_tokens: int = 256,
+    windows: int = WINDOWS, seed: int = 0,
+) -> Plan:  # fmt: skip
+    """The plan with kept_state: of each B/C group the `size` dimensions that count most. data: where the text comes from.
+    text_tokens, windows: how long its windows are, and how many. Raises UserError for a size that is not below the base's, and
+    for a base whose state cannot be cut."""
+    subject = Subject.of(base, verb="plan")
+    whole = plan.model_copy(update={"kept_state": {}})
+    if not 1 <= size < (size_now := state_size(subject.model)):
+        raise UserError(f"plan.state_size: the state of {subject.name} has {size_now} dimensions; {size} is not 1 to {size_now - 1}")
+    hybrid = install(subject.model, whole)
+    check_cuttable(hybrid)
+    text = held_out_windows(subject.tokenizer, data or Data(), Tune(text_tokens=text_tokens), windows, seed)
+    scores = state_scores(hybrid, *text)
+    kept = {
+        f"L{layer}": tuple(tuple(sorted(group.topk(size).indices.tolist())) for group in groups)
+        for layer, groups in scores.items()
+    }
+    return plan.model_copy(update={"kept_state": kept})
+
+
+def check_cuttable(hybrid: PreTrainedModel) -> None:
+    """Raise UserError for a hybrid whose state cannot be cut, or not be measured."""
+    family: Any = family_of(hybrid.config)
+    mixer: Any = mixer_at(hybrid, family.graftable(hybrid)[0])
+    family.cut(mixer, torch.zeros(getattr(mixer, "n_groups", 1), 1, dtype=torch.long))
+    if not all(hasattr(mixer_at(hybrid, layer), "project") for layer in family.graftable(hybrid)):
+        raise UserError(f"plan.state_size: which dimensions count is not measured in a {family.model_type}; in mamba and mamba2 it is")
+
+
+def state_scores(hybrid: PreTrainedModel, ids: Tensor, real: Tensor) -> dict[int, Tensor]:
+    """Layer -> how much each dimension counts, (groups, n). ids, real: windows of text, (rows, t)."""
+    device = hybrid.get_input_embeddings().weight.device
+    totals: dict[int, Tensor] = {}
+    frozen = [parameter for parameter in hybrid.parameters() if parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        with _gated(hybrid) as gates:
+            for row, mask in Track(list(zip(ids.to(device), real.to(device), strict=True)), "measuring the state"):
+                logits = hybrid(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+                F.cross_entropy(logits[mask[1:]], row[1:][mask[1:]]).backward()
+                for layer, gate in gates.items():
+                    assert gate.grad is not None
+                    totals[layer] = totals.get(layer, 0) + gate.grad.double() ** 2
+                    gate.grad = None
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+    return {layer: total.view(-1, total.shape[-1]).cpu() / len(ids) for layer, total in totals.items()}
+
+
+@contextmanager
+def _gated(hybrid: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
+    """While this lasts, C of every layer is multiplied by a gate of ones, by layer: (groups, n), or (n,) in Mamba-1."""
+    gates: dict[int, Tensor] = {}
+    mixers = {layer: mixer_at(hybrid, layer) for layer in family_of(hybrid.config).graftable(hybrid)}
+
+    def gated(layer: int, own: Any) -> Any:
+        def project(*args: Any, **kwargs: Any) -> tuple:
+            parts = list(own(*args, **kwargs))
+            if layer not in gates:
+                gates[layer] = torch.ones(parts[C].shape[2:], dtype=parts[C].dtype, device=parts[C].device, requires_grad=True)
+            parts[C] = parts[C] * gates[layer]
+            return tuple(parts)
+
+        return project
+
+    try:
+        for layer, mixer in mixers.items():
+            vars(mixer)["project"] = gated(layer, mixer.project)
+        yield gates
+    finally:
+        for mixer in mixers.values():
+            vars(mixer).pop("project", None)
