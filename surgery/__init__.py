@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from surgery.splicing.splice import adopt, splice, unsplice
     from surgery.tuning.growing import grow
     from surgery.tuning.loop import tune
+    from surgery.tuning.state_sizes import shrink_state
 
 __all__ = [
     "Checkpoint",
@@ -56,6 +57,7 @@ __all__ = [
     "plan",
     "read_recipe",
     "run",
+    "shrink_state",
     "splice",
     "tune",
     "unsplice",
@@ -80,6 +82,7 @@ _MODULES = {
     "plan": "locating.planning",
     "read_recipe": "records.recipe",
     "run": "jobs.run",
+    "shrink_state": "tuning.state_sizes",
     "splice": "splicing.splice",
     "tune": "tuning.loop",
     "unsplice": "splicing.splice",

@@ -27,7 +27,7 @@ def plan(
 
     Writes plan.json beside the ranking. The seed is the ranking's, unless it is set. With plan.heads=auto the ranked model is
     opened, and heads are added until the next one is not worth its cache; with plan.by=choice, those that a perfect choice
-    would help most.
+    would help most; with plan.state_size, to see which dimensions of the state text needs.
 
     Examples:
       surgery plan runs/located/ranking.json --out plan.json
@@ -40,9 +40,11 @@ def plan(
     ranked = Ranking.read(ranking)
     options = recipe_of("plan", recipe, settings, model=base or ranked.provenance.base)
     seed = options.seed if "seed" in options.model_fields_set else None  # the ranking's
-    measures = options.plan.measures
+    measures = options.plan.opens
     if base is not None and not measures:
-        raise UserError("--base is for plan.heads=auto and plan.by=choice, which measure the ranked model; leave it out")
+        raise UserError(
+            "--base is for plan.heads=auto, plan.by=choice and plan.state_size, which measure the ranked model; leave it out"
+        )
     chosen = _measured(options, ranked, seed) if measures else planning.plan(ranked, **options.plan.given(), seed=seed)
     out = out or ranking.with_name(PLAN)
     chosen.write(out)
@@ -59,7 +61,7 @@ def _measured(options: "Recipe", ranked: "Ranking", seed: int | None) -> "Plan":
         from surgery.runtime.progress import busy
 
     if not (Path(options.model).exists() or on_hub(options.model)):
-        setting = "plan.heads=auto" if options.plan.grows else "plan.by=choice"
+        setting = "plan.heads=auto" if options.plan.grows else "plan.by=choice" if options.plan.measures else "plan.state_size"
         raise UserError(f"{setting} measures the ranked model, and there is no {options.model} here; give --base")
     with use(**options.kernels):
         with busy("opening the model"):

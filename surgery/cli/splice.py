@@ -1,5 +1,9 @@
 """surgery splice"""
 
+from typing import Annotated
+
+import typer
+
 from surgery.cli.console import show
 from surgery.cli.options import (
     ModelArgument,
@@ -23,14 +27,19 @@ def splice(
     settings: Settings = None,
     verify: Verify = "auto",
     overwrite: ReplaceExport = False,
+    shrink_state: Annotated[
+        int | None, typer.Option("--shrink-state", help="Keep so many dimensions of the state, those that text needs most.")
+    ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Put a plan's grafts into a model.
 
-    Writes a hybrid folder, untrained.
+    Writes a hybrid folder, untrained. With --shrink-state, which plan.state_size does while planning, the heads that stay an
+    SSM keep a part of their state; tune the hybrid afterwards.
 
     Examples:
       surgery splice checkpoints/tiny-mamba2 plan.json --out spliced
+      surgery splice checkpoints/tiny-mamba2 plan.json --out s --shrink-state 4
     """
     from surgery.exporting.earlier import check_replaceable
     from surgery.exporting.export import export
@@ -42,8 +51,14 @@ def splice(
     check_way(verify)
     check_replaceable(out, overwrite)
     chosen = Plan.read(plan)
-    base = open_base(in_dtype_of(chosen, recipe_of("splice", recipe, settings, model=model)), trust_remote_code)
+    options = recipe_of("splice", recipe, settings, model=model)
+    base = open_base(in_dtype_of(chosen, options), trust_remote_code)
     splicing.check_base(chosen, base.fingerprint)
+    if shrink_state is not None:
+        from surgery.tuning import state_sizes
+
+        tokens = options.tune.text_tokens
+        chosen = state_sizes.shrink_state(base, chosen, shrink_state, data=options.data, text_tokens=tokens, seed=options.seed)
     hybrid = splicing.splice(base.model, chosen, open_donor(chosen, trust_remote_code))
     export(hybrid, out, tokenizer=base.tokenizer, plan=chosen, base=base.name, verify=verify)
     show(f"hybrid: {out}")

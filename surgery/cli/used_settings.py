@@ -12,7 +12,7 @@ USED: dict[str, tuple[str, ...]] = {
         *OPENING, "seed", "locate.probe", "locate.options", "locate.examples", "locate.batch_size", "data.facts",
     ),
     "plan": (*OPENING, "plan", "seed", "data.train_text", "tune.text_tokens", "locate.batch_size"),
-    "splice": OPENING,
+    "splice": (*OPENING, "seed", "data.train_text", "tune.text_tokens"),  # the text by which --shrink-state measures
     "tune": (*OPENING, "seed", "data", "tune", "bench.windows", "bench.window"),
     "export": OPENING,
     # locate: the question whose mixing matrices are drawn. early_stopping: which facts tuning left for bench.

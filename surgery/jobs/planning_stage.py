@@ -10,14 +10,23 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.tuning.choosing import by_choice
 from surgery.tuning.growing import grow
+from surgery.tuning.state_sizes import shrink_state
 
 KEPT = "planning"  # the folder in which a run keeps what plan.heads=auto measures
 
 
 def planned(recipe: Recipe, base: Checkpoint, ranking: Ranking, kept: Path | None = None, seed: int | None = None) -> Plan:
-    """base: what was ranked; it is measured where plan.heads is auto or plan.by is choice. kept: a folder for what is measured.
-    seed: the recipe's, unless given."""
-    options, seed = recipe.plan, recipe.seed if seed is None else seed
+    """base: what was ranked; it is measured where plan.heads is auto, plan.by is choice or plan.state_size is given. kept: a
+    folder for what is measured. seed: the recipe's, unless given."""
+    seed = recipe.seed if seed is None else seed
+    chosen = _heads(recipe, base, ranking, kept, seed)
+    if (size := recipe.plan.state_size) is None:
+        return chosen
+    return shrink_state(base, chosen, size, data=recipe.data, text_tokens=recipe.tune.text_tokens, seed=seed)
+
+
+def _heads(recipe: Recipe, base: Checkpoint, ranking: Ranking, kept: Path | None, seed: int) -> Plan:
+    options = recipe.plan
     if options.by == "choice":
         return by_choice(base, ranking, options, batch_size=recipe.locate.batch_size, seed=seed, kept=kept)
     if not options.grows:

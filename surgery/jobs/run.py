@@ -133,16 +133,18 @@ class _Job:
 
     def plan(self, ranking: Ranking) -> Plan:
         options = self.recipe.plan
-        if options.measures:
+        if options.opens:
             what = f"adding heads to the plan while they save {options.auto.least_gain:g} nats or more"
-            if options.by == "choice":
+            if not options.measures:
+                what = f"measuring which {options.state_size} dimensions of the state text needs most"
+            elif options.by == "choice":
                 what = f"looking for the {options.heads} heads that a perfect choice would help most"
             with self.stage("plan", what):
                 chosen = planned(self.recipe, self.base, ranking, self.out / KEPT)
         else:
             chosen = planned(self.recipe, self.base, ranking)
         on_main(partial(chosen.write, self.out / PLAN))
-        say(f"plan: attention at {markdown.places(chosen)}")
+        say(f"plan: attention at {markdown.places(chosen)}{', and less state' if chosen.kept_state else ''}")
         return chosen
 
     def finished(self, chosen: Plan) -> Report | None:

@@ -108,7 +108,8 @@ def random_plan(ranking: Ranking, chosen: Plan, seed: int, *, same_layers: bool 
         drawn = None if few else [heads.site(i) for i in generator.sample(numbers.tolist(), len(taken))]
     if drawn is None:
         return None
-    return plan(
+    other = plan(
         ranking, kind=chosen.kind, sites=tuple(drawn), donor=chosen.donor, mlp=chosen.mlp, width=chosen.width,
         shared=chosen.shared, blend=chosen.blend, seed=chosen.seed,
     )  # fmt: skip
+    return other.model_copy(update={"kept_state": chosen.kept_state})

@@ -33,7 +33,8 @@ tags: [{model.config.model_type}, toy, retrieval]
 ---
 # {name}
 
-A language model of the class {model.config.model_type} with {model.num_parameters():,} parameters ({layers} layers of {heads} heads),
+A language model of the class {model.config.model_type} with {model.num_parameters():,} parameters
+({layers} layers of {heads} heads),
 {_origin(recipe)} a generated *small world*: narrative sentences, 500 facts about a hundred invented people,
 key-value dictionaries in the prompt of arXiv 2504.18574, and lettered questions. It exists to show, on a laptop, what its
 architecture is good and bad at, retrieval above all. It is good for nothing else.

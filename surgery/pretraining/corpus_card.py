@@ -32,9 +32,9 @@ tags: [{model.config.model_type}]
 ---
 # {name}
 
-A language model of the class {model.config.model_type} with {model.num_parameters():,} parameters ({len(structure.blocks)} layers of \
-{structure.heads(0)} heads), trained from scratch on running text with {words} of {len(corpus.tokenizer):,} tokens. Nothing \
-was done for retrieval: whatever it retrieves, it learnt from that text.
+A language model of the class {model.config.model_type} with {model.num_parameters():,} parameters \
+({len(structure.blocks)} layers of {structure.heads(0)} heads), trained from scratch on running text with {words} of \
+{len(corpus.tokenizer):,} tokens. Nothing was done for retrieval: whatever it retrieves, it learnt from that text.
 {about}
 It learnt from {_files(learnt["files"])}, {learnt["bytes"] / 1e6:.1f} MB, {learnt["tokens"]:,} tokens, of which it saw \
 {seen:,} ({seen / learnt["tokens"]:.2f} times the text) in windows of {options.tokens}. It was measured on \

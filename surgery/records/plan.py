@@ -112,7 +112,11 @@ class Plan(Record):
             if strays := sorted(set(named) - planned):
                 raise ValueError(f"{name}: {strays[0]} is not among the sites")
         groups = [group for groups in self.kept_state.values() for group in groups]
-        if any(list(group) != sorted(set(group)) for group in groups) or len({len(group) for group in groups}) > 1 or () in groups:
+        if (
+            any(list(group) != sorted(set(group)) for group in groups)
+            or len({len(group) for group in groups}) > 1
+            or () in groups
+        ):
             raise ValueError("kept_state: every group keeps as many dimensions, one at least, in ascending order")
         heads = {str(head) for site in self.sites for head in site.each()} if self.starts else set()
         if strays := sorted(set(self.starts) - heads):  # also L01.H3, which nobody would find

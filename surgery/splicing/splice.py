@@ -79,8 +79,7 @@ def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | N
         smaller, cut = with_less_state(hybrid, plan.kept_state)
         whole = _tensors(hybrid)
         for name, tensor in cut.items():
-            if LEARNED in vars(whole[name]):
-                vars(tensor)[LEARNED] = vars(whole[name])[LEARNED]
+            setattr(tensor, LEARNED, getattr(whole[name], LEARNED, whole[name].requires_grad))
         share(hybrid, smaller, "the hybrid lacks the tensor '{}'", cut)
         vars(smaller)[UNCUT] = hybrid
         return smaller
@@ -212,9 +211,7 @@ def remove(base: PreTrainedModel, hybrid: PreTrainedModel, layer: int) -> None:
     mixer.removed_modules = {n: module for n, module in _quantised(base).items() if here in n and n not in names}
 
 
-def share(
-    source: PreTrainedModel, target: PreTrainedModel, lacking: str, instead: Mapping[str, Tensor] | None = None
-) -> None:
+def share(source: PreTrainedModel, target: PreTrainedModel, lacking: str, instead: Mapping[str, Tensor] | None = None) -> None:
     """Let `target` use the parameters of `source`, wherever both have them, and its quantised modules; what accelerate has put
     away comes with its hooks (take_hooks). lacking: what to say of a parameter that only `target` has. instead: tensors, by
     name, that it has in the place of the source's."""

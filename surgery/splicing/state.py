@@ -6,13 +6,14 @@ once attention retrieves: of B and C some rows go, everywhere as many, and with 
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.families import Hybrid, family_of
+from surgery.families import family_of
 from surgery.models.anatomy import mixer_at
 from surgery.models.offloaded import is_offloaded
 from surgery.models.quantised import is_quantised
@@ -31,22 +32,24 @@ def check_kept(model: PreTrainedModel, kept: Kept) -> None:
     for name, groups in kept.items():
         n_groups = getattr(mixer_at(model, int(name[1:])), "n_groups", 1)
         if len(groups) != n_groups or any(max(group) >= size for group in groups):
-            raise UserError(f"kept_state: {name} has {n_groups} B/C groups, each with the dimensions 0 to {size - 1} of its state")
+            raise UserError(
+                f"kept_state: {name} has {n_groups} B/C groups, each with the dimensions 0 to {size - 1} of its state"
+            )
 
 
 def state_size(model: PreTrainedModel) -> int:
     """The dimensions of the state of every head."""
-    return getattr(model.config, _field(model))
+    family: Any = family_of(model.config)
+    return family.state_size(model.config)
 
 
-def with_less_state(hybrid: Hybrid, kept: Kept) -> tuple[Hybrid, dict[str, Tensor]]:
+def with_less_state(hybrid: PreTrainedModel, kept: Kept) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """The hybrid whose state has the dimensions `kept` alone, without values, and those of its tensors that became smaller, by
     name. Raises UserError where a state cannot be cut, or has no such dimensions."""
     if is_quantised(hybrid) or is_offloaded(hybrid):
         raise UserError("kept_state: a state is cut in a model that is whole in memory, and not quantised")
     check_kept(hybrid, kept)
-    family, config = family_of(hybrid.config), copy.deepcopy(hybrid.config)
-    setattr(config, _field(hybrid), len(next(iter(kept.values()))[0]))
+    family = family_of(hybrid.config)
     names, cut = {module: name for name, module in hybrid.named_modules()}, {}
     for layer in family.graftable(hybrid):
         mixer = mixer_at(hybrid, layer)
@@ -55,9 +58,6 @@ def with_less_state(hybrid: Hybrid, kept: Kept) -> tuple[Hybrid, dict[str, Tenso
             for name, tensor in family.cut(mixer, torch.tensor(kept[f"L{layer}"])).items():
                 full = f"{names[mixer]}.{name}"
                 cut[full] = nn.Parameter(tensor, parameters[name].requires_grad) if name in parameters else tensor
+    config = copy.deepcopy(hybrid.config)
+    setattr(config, next(name for name in FIELDS if hasattr(config, name)), len(next(iter(kept.values()))[0]))
     return family.empty(config, None, hybrid.config.grafts), cut
-
-
-def _field(model: PreTrainedModel) -> str:
-    fields = model.config.to_dict()
-    return next((name for name in FIELDS if name in fields), FIELDS[0])

@@ -72,9 +72,9 @@ class Bench:
             at = self.rng.randrange(len(lines))
             try:
                 tree = json.loads(lines[at])
-            except (ValueError, RecursionError):  # it is spoilt already
+                changed = self.mutator.tree(tree) if self.rng.random() < 0.8 else self.mutator.value()
+            except (ValueError, RecursionError):  # it is spoilt already, or too deep to be spoilt more
                 continue
-            changed = self.mutator.tree(tree) if self.rng.random() < 0.8 else self.mutator.value()
             lines[at] = dumped(changed).decode().replace("\n", "")
         replace(path, "\n".join(lines).encode())
 

@@ -106,6 +106,9 @@ class PlanOptions(Section):
     blend: float | None = Field(default=None, ge=0, le=1)
     """Keep SSM and attention both, under a learned gate that starts here (at 0 the hybrid equals the base exactly). By default
     attention replaces the SSM. For kind head."""
+    state_size: Count | None = None
+    """The heads that stay an SSM keep so many dimensions of their state, those that text needs most; by default all. In mamba
+    and mamba2, for kind head."""
     auto: Auto = Auto()
     """How heads: auto adds heads (section plan.auto)."""
 
@@ -122,10 +125,14 @@ class PlanOptions(Section):
                 "by: choice finds so many heads (plan.heads) of kind head, which start from their own weights; leave out kind, "
                 "sites, donor and auto"
             )
+        if self.state_size is not None and (layer or self.blend is not None):
+            raise ValueError(
+                "state_size: is for kind head without a gate, whose SSM would need the state; leave out kind and blend"
+            )
         if self.sites is not None and not self.sites:
             raise ValueError("sites: is empty; leave it out to plan the leading ones")
         try:
-            Plan(sites=self.sites_named(), **self.model_dump(exclude={"heads", "by", "layers", "sites", "auto"}))
+            Plan(sites=self.sites_named(), **self.model_dump(exclude={"heads", "by", "layers", "sites", "state_size", "auto"}))
         except pydantic.ValidationError as error:
             raise ValueError(first_line(error)) from error
         if self.grows and self.sites is not None:
@@ -147,13 +154,18 @@ class PlanOptions(Section):
         return self.grows or self.by == "choice"
 
     @property
+    def opens(self) -> bool:
+        """Whether planning takes the model, beside its ranking."""
+        return self.measures or self.state_size is not None
+
+    @property
     def counted(self) -> int:
         """The number of heads, or the most that there can be."""
         return self.auto.max_heads if self.heads == "auto" else self.heads
 
     def given(self) -> dict[str, Any]:
         """The settings as planning takes them."""
-        return self.model_dump(exclude={"auto", "by"})
+        return self.model_dump(exclude={"auto", "by", "state_size"})
 
     def sites_named(self) -> tuple[Site, ...]:
         """The sites, or while it is not known which ones lead, others in their place: those that donor_heads or donor_layers

@@ -32,7 +32,7 @@ C = 3  # its place in what a mixer's `project` returns
 WINDOWS = 32
 
 
-def with_state_size(
+def shrink_state(
     base: PreTrainedModel | Checkpoint, plan: Plan, size: int, *, data: Data | None = None, text_tokens: int = 256,
     windows: int = WINDOWS, seed: int = 0,
 ) -> Plan:  # fmt: skip
@@ -41,8 +41,9 @@ def with_state_size(
     for a base whose state cannot be cut."""
     subject = Subject.of(base, verb="plan")
     whole = plan.model_copy(update={"kept_state": {}})
-    if not 1 <= size < (size_now := state_size(subject.model)):
-        raise UserError(f"plan.state_size: the state of {subject.name} has {size_now} dimensions; {size} is not 1 to {size_now - 1}")
+    if not 1 <= size < state_size(subject.model):
+        now = state_size(subject.model)
+        raise UserError(f"plan.state_size: the state of {subject.name} has {now} dimensions; {size} is not 1 to {now - 1}")
     hybrid = install(subject.model, whole)
     check_cuttable(hybrid)
     text = held_out_windows(subject.tokenizer, data or Data(), Tune(text_tokens=text_tokens), windows, seed)
@@ -60,12 +61,14 @@ def check_cuttable(hybrid: PreTrainedModel) -> None:
     mixer: Any = mixer_at(hybrid, family.graftable(hybrid)[0])
     family.cut(mixer, torch.zeros(getattr(mixer, "n_groups", 1), 1, dtype=torch.long))
     if not all(hasattr(mixer_at(hybrid, layer), "project") for layer in family.graftable(hybrid)):
-        raise UserError(f"plan.state_size: which dimensions count is not measured in a {family.model_type}; in mamba and mamba2 it is")
+        known = "it is measured in mamba and mamba2"
+        raise UserError(f"plan.state_size: which dimensions count is not measured in a {family.model_type}; {known}")
 
 
 def state_scores(hybrid: PreTrainedModel, ids: Tensor, real: Tensor) -> dict[int, Tensor]:
     """Layer -> how much each dimension counts, (groups, n). ids, real: windows of text, (rows, t)."""
-    device = hybrid.get_input_embeddings().weight.device
+    embeddings: Any = hybrid.get_input_embeddings()
+    device = embeddings.weight.device
     totals: dict[int, Tensor] = {}
     frozen = [parameter for parameter in hybrid.parameters() if parameter.requires_grad]
     try:

@@ -1,0 +1,210 @@
+"""A smaller state: what a plan keeps of it, what is shared, and how much each dimension counts."""
+
+import pytest
+import torch
+from transformers import BambaConfig, BambaForCausalLM, FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM
+
+from surgery.errors import UserError
+from surgery.exporting.export import export
+from surgery.loading.checkpoint import load
+from surgery.records.plan import Plan
+from surgery.splicing.splice import graft_parameters, splice, unsplice
+from surgery.splicing.state import state_size
+from surgery.tuning.state_sizes import shrink_state, state_scores
+from tests.conftest import ROOT, random_base, random_llamba, random_selective
+
+IDS = torch.randint(1, 99, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+def grouped():
+    return random_base(n_groups=2)
+
+
+def selective():
+    return random_selective(MambaConfig, MambaForCausalLM)
+
+
+def falcon():
+    return random_selective(FalconMambaConfig, FalconMambaForCausalLM)
+
+
+def among_others():
+    """Mamba-2 mixers in a stock model."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "attn_layer_indices": [1]}
+    mixer = {"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return BambaForCausalLM(BambaConfig(**sizes, **mixer, **heads)).eval()
+
+
+# What makes a base, its layers with an SSM, and its B/C groups.
+BASES = {"mamba2": (random_base, (0, 1, 2), 1), "groups": (grouped, (0, 1, 2), 2), "mamba": (selective, (0, 1, 2), 1),
+         "bamba": (among_others, (0, 2), 1)}  # fmt: skip
+
+
+def keeping(layers, groups, kept=(0, 2, 5), **more):
+    return Plan(sites=(f"L{layers[-1]}.H1",), kept_state={f"L{layer}": (kept,) * groups for layer in layers}, **more)
+
+
+def without(model, layers, groups, kept):
+    """The model with nothing read from the other dimensions of the state."""
+    dead = [n for n in range(8) if n not in kept]
+    for layer in layers:
+        mixer = next(m for m in model.base_model.layers[layer].modules() if hasattr(m, "A_log"))
+        rows = torch.tensor(dead)
+        with torch.no_grad():
+            if hasattr(mixer, "x_proj"):
+                mixer.x_proj.weight[mixer.time_step_rank + 8 + rows] = 0
+                continue
+            rows = (rows + 8 * torch.arange(groups)[:, None]).flatten()
+            first = mixer.intermediate_size + groups * 8  # of C, among what the convolution takes
+            mixer.conv1d.weight[first + rows] = 0
+            if mixer.conv1d.bias is not None:
+                mixer.conv1d.bias[first + rows] = 0
+    return model
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("blend", [None, 0.5])
+def test_what_nothing_is_read_from_can_go(name, blend):
+    """Without the dimensions a hybrid computes what it computes where they are never read. Its graft has all of them."""
+    make, layers, groups = BASES[name]
+    plan = keeping(layers, groups, blend=blend)
+    cut = splice(make(), plan)
+    whole = splice(make(), plan.model_copy(update={"kept_state": {}}))
+    assert state_size(cut) == 3
+    assert {n: p.shape for n, p in graft_parameters(cut).items()} == {n: p.shape for n, p in graft_parameters(whole).items()}
+    expected = without(whole, layers, groups, (0, 2, 5))(IDS, use_cache=False).logits
+    torch.testing.assert_close(cut(IDS, use_cache=False).logits, expected, atol=1e-10, rtol=0)
+    assert not torch.allclose(splice(make(), plan.model_copy(update={"kept_state": {}}))(IDS, use_cache=False).logits, expected)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", BASES)
+def test_the_cache_holds_less_and_gives_the_same(name):
+    make, layers, groups = BASES[name]
+    cut = splice(make(), keeping(layers, groups))
+    whole, places = cut(IDS, use_cache=False).logits, torch.arange(20).expand(2, 20)
+    read = cut(IDS[:, :17], position_ids=places[:, :17], use_cache=True)
+    kept = "cache_params" if name in ("mamba2", "groups", "mamba") else "past_key_values"
+    cache = getattr(read, kept)
+    assert {cache.layers[layer].recurrent_states[0].shape[-1] for layer in layers} == {3}
+    parts = [read.logits]
+    for t in range(17, 20):
+        at = slice(t, t + 1)
+        parts.append(cut(IDS[:, at], position_ids=places[:, at], use_cache=True, **{kept: cache}).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_unsplice_gives_the_base_back(name):
+    make, layers, groups = BASES[name]
+    base = make()
+    expected = base(IDS, use_cache=False).logits
+    learned = {n: p.requires_grad for n, p in base.named_parameters()}
+    cut = splice(base, keeping(layers, groups))
+    assert [n for n, p in cut.named_parameters() if p.requires_grad] == list(graft_parameters(cut))
+    back = unsplice(cut)
+    assert all(p is q for p, q in zip(back.parameters(), base.parameters(), strict=True))
+    assert {n: p.requires_grad for n, p in base.named_parameters()} == learned
+    assert torch.equal(back(IDS, use_cache=False).logits, expected)
+    shared = {p.data_ptr() for p in base.parameters()}
+    own = [n for n, p in cut.named_parameters() if p.data_ptr() not in shared and ".graft." not in n]
+    assert all(
+        n.endswith(("in_proj.weight", "in_proj.bias", "conv1d.weight", "conv1d.bias", "x_proj.weight", "A_log")) for n in own
+    )
+
+
+@pytest.mark.parametrize("format", ["hf", "patch"])
+def test_it_is_exported_and_tuned_on_like_any_hybrid(tmp_path, format):
+    base = load(ROOT / "checkpoints" / "tiny-mamba2")
+    plan = shrink_state(base, Plan(sites=("L0.H2,7",)), 4, text_tokens=32, windows=2)
+    hybrid = splice(base, plan)
+    export(hybrid, tmp_path / "cut", format=format, verify="tensors")
+    loaded = load(tmp_path / "cut").model
+    assert state_size(loaded) == 4
+    ids = torch.arange(40).view(2, 20)
+    torch.testing.assert_close(loaded(ids).logits, hybrid(ids).logits, atol=1e-5, rtol=0)
+    assert loaded.surgery.plan.kept_state == plan.kept_state
+    with pytest.raises(UserError, match="does not hold what its state was cut from; load the base instead"):
+        unsplice(loaded)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", ["mamba2", "groups", "mamba"])
+def test_a_dimension_counts_by_the_derivative_of_its_gate(name):
+    """And one from which nothing is read does not."""
+    make, layers, groups = BASES[name]
+    hybrid = splice(
+        without(make(), layers, groups, (0, 1, 2, 4, 6)), keeping(layers, groups).model_copy(update={"kept_state": {}})
+    )
+    real = torch.ones_like(IDS, dtype=torch.bool)
+    real[1, 12:] = False
+    scores = state_scores(hybrid, IDS, real)
+    assert {layer: score.shape for layer, score in scores.items()} == dict.fromkeys(layers, (groups, 8))
+    for score in scores.values():
+        assert (score[:, [3, 5, 7]] == 0).all()
+        assert (score[:, [0, 1, 2, 4, 6]] > 0).all()
+    assert [n for n, p in hybrid.named_parameters() if p.requires_grad] == list(graft_parameters(hybrid))
+
+    def loss(row, end, gate):
+        mixer = hybrid.base_model.layers[layers[0]].mixer
+        own = mixer.project
+
+        def project(*args, **kwargs):
+            parts = list(own(*args, **kwargs))
+            scale = torch.ones_like(parts[3][0, 0])
+            scale.view(-1, 8)[0, 4] = gate
+            parts[3] = parts[3] * scale
+            return tuple(parts)
+
+        vars(mixer)["project"] = project
+        try:
+            logits = hybrid(row[None, :end], use_cache=False).logits[0, :-1]
+        finally:
+            vars(mixer).pop("project")
+        return torch.nn.functional.cross_entropy(logits, row[1:end]).item()
+
+    slopes = [(loss(row, end, 1 + 1e-4) - loss(row, end, 1 - 1e-4)) / 2e-4 for row, end in ((IDS[0], 20), (IDS[1], 12))]
+    assert scores[layers[0]][0, 4].item() == pytest.approx(sum(slope**2 for slope in slopes) / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "groups", "message"),
+    [
+        (random_llamba, 8, "the state of a llamba stays as large as it is; that of mamba and mamba2 can be cut"),
+        (falcon, 1, "the state of a falcon_mamba stays as large as it is: B and C are normalised over all of it"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(make, groups, message):
+    base = make()
+    plan = keeping(range(len(base.base_model.layers)), groups, (0,))
+    with pytest.raises(UserError, match=message):
+        splice(base, plan)
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ({"L0": ((0,),), "L1": ((0,),)}, "L2 is missing"),
+        ({f"L{i}": ((0,),) for i in range(4)}, "L3 is no layer with an SSM"),
+        ({f"L{i}": ((8,),) for i in range(3)}, "L0 has 1 B/C groups, each with the dimensions 0 to 7"),
+        ({f"L{i}": ((0,), (1,)) for i in range(3)}, "L0 has 1 B/C groups"),
+    ],
+)
+def test_dimensions_that_are_not_there_are_refused(kept, message):
+    with pytest.raises(UserError, match=message):
+        splice(random_base(), Plan(sites=("L1.H1",), kept_state=kept))
+
+
+@pytest.mark.parametrize("kept", [{"L0": ((1, 0),)}, {"L0": ((0, 0),)}, {"L0": ((0,), (1, 2))}, {"L0": ((),)}])
+def test_a_plan_keeps_as_many_everywhere_in_order(kept):
+    with pytest.raises(ValueError, match="every group keeps as many dimensions, one at least, in ascending order"):
+        Plan(sites=("L1.H1",), kept_state=kept)
+
+
+@pytest.mark.parametrize("size", [0, 16, 17])
+def test_a_size_that_is_none_is_refused(size):
+    with pytest.raises(UserError, match=f"has 16 dimensions; {size} is not 1 to 15"):
+        shrink_state(load(ROOT / "checkpoints" / "tiny-mamba2"), Plan(sites=("L0.H2",)), size)
