@@ -1,0 +1,134 @@
+"""State given back: how small the state of the SSMs can be once attention retrieves (arXiv 2602.11374: 8 times smaller at equal
+quality).
+
+For each size the plan's hybrid keeps the dimensions that text needs most (tuning/state_sizes.py), as it is and tuned by the
+recipe, its teacher being the whole base. Beside it the base with the same dimensions and no attention shows what retrieval
+loses where nothing takes its place.
+"""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.evaluation.bench import measure
+from surgery.evaluation.report import ModelReport, value
+from surgery.jobs.locating_stage import located
+from surgery.jobs.planning_stage import KEPT, planned
+from surgery.jobs.tuning_stage import tuned
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe
+from surgery.records.sections.section import Count
+from surgery.runtime import plotting
+from surgery.splicing.splice import adopt, install, splice
+from surgery.splicing.state import state_size
+from surgery.statistics import Estimate, Proportion
+from surgery.studies.figures import LINES
+from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
+from surgery.tuning.state_sizes import shrink_state
+
+BASE, UNTRAINED, TUNED = "base", "grafted, not trained", "tuned"
+KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
+CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
+
+
+class StateSize(Study):
+    """sizes: how many dimensions are kept, beside all. The recipe's `plan` says where attention goes, its `tune` how it is
+    tuned, its `bench` what is measured; of bench.contexts the last one is that of the cache."""
+
+    title: ClassVar[str] = "Retrieval, text and cache against the size of the state"
+
+    sizes: tuple[Count, ...] = Field(default=(8, 4, 2), min_length=1)
+
+    def check(self, recipe: Recipe) -> None:
+        if recipe.plan.state_size is not None or recipe.plan.blend is not None or recipe.plan.kind == "layer":
+            raise UserError(
+                "the study 'state_size' is of heads without a gate: leave out plan.state_size, plan.blend and plan.kind"
+            )
+        if "quick" not in recipe.bench.suites or not recipe.bench.contexts:
+            raise UserError("the study 'state_size' needs bench.suites: [quick], and a length of bench.contexts")
+
+    def measure(self, subjects: Subjects) -> Measurements:
+        base, recipe, out = subjects.checkpoint, subjects.recipe, subjects.out
+        whole = state_size(base.model)
+        chosen = planned(recipe, base, located(recipe, base, out, resume=subjects.resume, figures=False), out / KEPT)
+        models: dict[str, PreTrainedModel] = {}
+        for size in (whole, *self.sizes):
+            kept = chosen if size == whole else shrink_state(
+                base, chosen, size, data=recipe.data, text_tokens=recipe.tune.text_tokens, seed=recipe.seed
+            )  # fmt: skip
+            models[_row(BASE, size)] = base.model if size == whole else _without_attention(base.model, kept)
+            models[_row(UNTRAINED, size)] = splice(base.model, kept)
+            hybrid = models[_row(TUNED, size)] = splice(base.model, kept)
+            tuned(
+                hybrid, base, recipe, out / "tuning" / str(size), plan=kept, teacher=adopt(base.model), resume=subjects.resume,
+                description=_row(TUNED, size),
+            )  # fmt: skip
+        reports = measure(models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
+        rows = tuple(Row(what=name, figures=_figures(report)) for name, report in reports.items())
+        cache = {name: report.cost[-1].cache_bytes for name, report in reports.items()}
+        sizes = {"sizes": [whole, *self.sizes], "context": recipe.bench.contexts[-1], "cache bytes": cache}
+        return Measurements(
+            about={"sites": [str(site) for site in chosen.sites], **sizes},
+            summary="\n".join(_summarise(size, {row.what: row.figures for row in rows}, cache, whole) for size in self.sizes),
+            rows=rows,
+        )
+
+    def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
+        """Retrieval from the largest dictionary, text, and cache, against the size."""
+        of, sizes = {row.what: row.figures for row in findings.rows}, sorted(findings.about["sizes"])
+        largest = [name for name in of[_row(BASE, sizes[-1])] if name.startswith("kv.")][-1]
+        columns = {largest: f"{plotting.ACCURACY}", TEXT: plotting.lower("nats per token")}
+        with plotting.drawing(path, 1, 3, width=11.4, height=4.4) as (figure, axes):
+            for color, model in zip(LINES, (BASE, UNTRAINED, TUNED), strict=False):
+                for axis, column in zip(axes.flat, columns, strict=False):
+                    known = [size for size in sizes if column in of[_row(model, size)]]  # the base has no change
+                    cells = [of[_row(model, size)][column] for size in known]
+                    plotting.draw_line(axis, known, [value(cell) for cell in cells], [cell.ci95 for cell in cells],
+                                       color=color, label=model)  # fmt: skip
+                held = [findings.about["cache bytes"][_row(model, size)] / 2**10 for size in sizes]
+                axes.flat[2].plot(sizes, held, color=color, marker="o", ms=4)
+            plotting.draw_chance(axes.flat[0], [sizes[0], sizes[-1]], [1 / int(largest[3:])] * 2)
+            labels = (*columns.values(), f"cache in KiB, {findings.about['context']:,} tokens")
+            titles = (largest.replace("kv.", "KV "), "Loss on text, change", "Cache")
+            for axis, label, title in zip(axes.flat, labels, titles, strict=True):
+                axis.set(xlabel="dimensions of the state", ylabel=label, title=title, xscale="log")
+                axis.set_xticks(sizes, [str(size) for size in sizes], minor=False)
+                axis.set_xticks([], minor=True)
+            axes.flat[0].set_ylim(0, 1.02)
+            axes.flat[2].set_ylim(bottom=0)
+            figure.suptitle(self.title, fontsize=11, fontweight="bold", ha="left", x=0.01)
+            plotting.legend(figure, axes.flat[0], columns=3)
+
+
+def _row(model: str, size: int) -> str:
+    return f"{model}, state of {size}"
+
+
+def _without_attention(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
+    """The base with what the plan keeps of the state: a hybrid whose gates are shut."""
+    return install(base, plan.model_copy(update={"blend": 0.0}))
+
+
+def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
+    changes = {column: report.change[name] for column, name in CHANGES.items() if name in report.change}
+    return {f"kv.{size}": accuracy for size, accuracy in report.kv.items()} | changes
+
+
+def _summarise(size: int, of: dict[str, dict[str, Any]], cache: dict[str, int], whole: int) -> str:
+    """A size in a sentence, beside the whole state's."""
+    hybrid, before = of[_row(TUNED, size)], of[_row(TUNED, whole)]
+    largest = [name for name in hybrid if name.startswith("kv.")][-1]
+    bare = of[_row(BASE, size)]
+    return (
+        f"A state of {size} of {whole}: {largest.replace('kv.', 'KV ')} {value(hybrid[largest]):.3f} tuned (whole state "
+        f"{value(before[largest]):.3f}), base {value(bare[largest]):.3f} (whole {value(of[_row(BASE, whole)][largest]):.3f}); "
+        f"knowledge {value(hybrid[KNOWLEDGE]):+.3f} (whole {value(before[KNOWLEDGE]):+.3f}), loss on text "
+        f"{value(hybrid[TEXT]):+.4f} nats (whole {value(before[TEXT]):+.4f}); cache "
+        f"{cache[_row(TUNED, size)] / cache[_row(TUNED, whole)]:.2f} of the whole one's."
+    )
+
+
+STUDY = StateSize
