@@ -33,6 +33,7 @@ MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
 KERNELS_BEFORE = ROOT / "recipes" / "kernels.before.json"  # an earlier version's, measured in the same way
 AWARE = ROOT / "recipes" / "retrieval-aware.findings.json"
+STATE = ROOT / "recipes" / "state-size.findings.json"
 COHORT = ROOT / "recipes" / "cohort.findings.json"
 SEED2 = ROOT / "recipes" / "seed2.findings.json"
 SERVING = ROOT / "recipes" / "serving.json"
@@ -210,6 +211,21 @@ converted model. Measured {origin.created[:10]} on {origin.machine}, {origin.thr
 (`recipes/retrieval-aware.findings.json`)."""
 
 
+def state_size() -> str:
+    """The study of the size of the state."""
+    if not STATE.exists():
+        return "There is no record yet: `surgery run recipes/state-size.yaml` makes one."
+    result = Findings.read(STATE)
+    origin, recipe, lines = result.provenance, result.provenance.recipe or {}, result.summary.splitlines()
+    return f"""{chr(10).join(f"- {line}" for line in lines)}
+
+![{studies()[result.study].title}](../../recipes/state-size.png)
+
+`{origin.base}`, grafted at {", ".join(result.about["sites"])}, {recipe["tune"]["steps"]} steps of tuning; the cache is \
+that of {result.about["context"]:,} tokens. Measured {origin.created[:10]} on {origin.machine}, seed {origin.seed}, \
+{recipe["bench"]["limit"]} examples a cell (`recipes/state-size.findings.json`)."""
+
+
 def cohort(path: Path = COHORT) -> str:
     """The main job on bases that nobody prepared."""
     name = path.name.partition(".")[0]
@@ -240,6 +256,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "mamba-1 table": mamba1,
         "seeds": seeds,
         "retrieval-aware": retrieval_aware,
+        "state-size": state_size,
         "cohort": cohort,
         "seed-2": partial(cohort, SEED2),
         "kills": campaign_page.kills,

@@ -49,6 +49,13 @@ def arbitrary(campaign: int, count: int = 400) -> list[Any]:
     return values
 
 
+def _said(value: Any) -> str:
+    try:
+        return str(value)
+    except RecursionError:
+        return "deep"
+
+
 class Mutator:
     """pool: arbitrary values, of which some are drawn."""
 
@@ -99,7 +106,7 @@ class Mutator:
             at = self.rng.randrange(len(value) + 1)
             return self.rng.choice((value[:at], value + value, value[:at] + "\x00" + value[at:], value.swapcase(), [value]))
         if isinstance(value, list):
-            return self.rng.choice((value * 2, value[:-1], [*value, None], dict(enumerate(map(str, value))), [value]))
+            return self.rng.choice((value * 2, value[:-1], [*value, None], dict(enumerate(map(_said, value))), [value]))
         return self.rng.choice(([value], list(value), {**value, "extra": 1}))
 
     def text(self, text: str) -> str:

@@ -10,6 +10,7 @@ from surgery.loading.checkpoint import load
 from surgery.records.plan import Plan
 from surgery.splicing.splice import graft_parameters, splice, unsplice
 from surgery.splicing.state import state_size
+from surgery.studies import Findings
 from surgery.tuning.state_sizes import shrink_state, state_scores
 from tests.conftest import ROOT, random_base, random_llamba, random_selective
 
@@ -208,3 +209,69 @@ def test_a_plan_keeps_as_many_everywhere_in_order(kept):
 def test_a_size_that_is_none_is_refused(size):
     with pytest.raises(UserError, match=f"has 16 dimensions; {size} is not 1 to 15"):
         shrink_state(load(ROOT / "checkpoints" / "tiny-mamba2"), Plan(sites=("L0.H2",)), size)
+
+
+def test_a_gate_wants_its_state():
+    with pytest.raises(UserError, match=r"a gate keeps the SSM beside attention, which needs its state; leave out plan\.blend"):
+        shrink_state(load(ROOT / "checkpoints" / "tiny-mamba2"), Plan(sites=("L0.H2",), blend=0.1), 4)
+
+
+RECIPE = """
+model: checkpoints/tiny-mamba2
+seed: 3
+locate: {options: {pairs: 4}, examples: 8, exact: false, layers: false}
+plan: {sites: "L0.H3,5"}
+tune: {steps: 1, batch_size: 2, text_batch_size: 2, text_tokens: 32, lessons: [{probe: kv, options: {pairs: 4}}]}
+bench: {pairs: [4], unseen_pairs: [], limit: 10, windows: 2, contexts: [64]}
+"""
+
+
+def test_the_verbs_cut_alike(surgery, tmp_path):
+    """plan.state_size while planning, and --shrink-state of a plan that is there."""
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    for arguments in (
+        ("locate", "checkpoints/tiny-mamba2", "--recipe", "recipe.yaml", "--out", "ranked"),
+        ("plan", "ranked/ranking.json", "--recipe", "recipe.yaml", "--out", "whole.json"),
+        ("plan", "ranked/ranking.json", "--recipe", "recipe.yaml", "--set", "plan.state_size=4", "--base",
+         "checkpoints/tiny-mamba2", "--out", "cut.json"),
+        ("splice", "checkpoints/tiny-mamba2", "whole.json", "--recipe", "recipe.yaml", "--shrink-state", "4", "--verify",
+         "tensors", "--out", "spliced"),
+    ):  # fmt: skip
+        status, _, error = surgery(*arguments)
+        assert status == 0, error
+    cut, whole = (Plan.read(tmp_path / name) for name in ("cut.json", "whole.json"))
+    assert Plan.read(tmp_path / "spliced" / "plan.json").kept_state == cut.kept_state
+    assert {name: [len(group) for group in groups] for name, groups in cut.kept_state.items()} == {
+        f"L{i}": [4] for i in range(4)
+    }
+    assert cut.sites == whole.sites
+    assert not whole.kept_state
+    for refused, complaint in (
+        (("--shrink-state", "0"), "0 is not 1 to 15"),
+        (("--shrink-state", "16"), "16 is not 1 to 15"),
+        (("--set", "plan.heads=2"), "has no use for plan.heads"),
+    ):
+        status, _, error = surgery("splice", "checkpoints/tiny-mamba2", "whole.json", *refused, "--out", "refused")
+        assert (status, complaint in error, (tmp_path / "refused").exists()) == (2, True, False), error
+
+
+def test_the_study_measures_every_size(surgery, tmp_path):
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    (tmp_path / "recipe.yaml").write_text(RECIPE + "study: {name: state_size, sizes: [4, 2]}\n")
+    status, printed, error = surgery("run", "recipe.yaml", "--out", "out")
+    assert status == 0, error
+    findings = Findings.read(tmp_path / "out" / "findings.json")
+    kinds = ("base", "grafted, not trained", "tuned")
+    assert [row.what for row in findings.rows] == [f"{kind}, state of {size}" for size in (16, 4, 2) for kind in kinds]
+    assert all("kv.4" in row.figures for row in findings.rows)
+    cache = findings.about["cache bytes"]
+    for kind in kinds:
+        sizes = [cache[f"{kind}, state of {size}"] for size in (16, 4, 2)]
+        assert sizes == sorted(sizes, reverse=True)
+        assert len(set(sizes)) == 3
+    assert "A state of 4 of 16: KV 4" in " ".join(printed.split())
+    assert (tmp_path / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
+    for refused in ("plan.state_size=4", "plan.blend=0.1", "bench.contexts=[]"):
+        status, _, error = surgery("run", "recipe.yaml", "--set", refused, "--out", "refused")
+        assert (status, "the study 'state_size'" in error, (tmp_path / "refused").exists()) == (2, True, False), error
