@@ -221,8 +221,8 @@ def state_size() -> str:
 
 ![{studies()[result.study].title}](../../recipes/state-size.png)
 
-`{origin.base}`, grafted at {", ".join(result.about["sites"])}, {recipe["tune"]["steps"]} steps of tuning; the cache is \
-that of {result.about["context"]:,} tokens. Measured {origin.created[:10]} on {origin.machine}, seed {origin.seed}, \
+`{origin.base}`, grafted at {", ".join(result.about["sites"])}, {recipe["tune"]["steps"]} steps of tuning. \
+Measured {origin.created[:10]} on {origin.machine}, seed {origin.seed}, \
 {recipe["bench"]["limit"]} examples a cell (`recipes/state-size.findings.json`)."""
 
 

@@ -48,7 +48,7 @@ def table() -> str:
             limits.add(accuracy.n)
             seeds.add(seed)
         first = next(iter((result.provenance.recipe or {})["study"].get("ways", {"tuned": {}})))
-        figures = [_spread(accuracies[model or first]) for model in COLUMNS.values()]
+        figures = [_spread(accuracies.get(model or first, [])) for model in COLUMNS.values()]
         body.append([kind, f"`{Path(result.provenance.base).name}`", str(size), *figures])
     return f"""{markdown.table(["mixer", "base", "pairs", *COLUMNS], body)}
 
@@ -57,4 +57,4 @@ Accuracy of retrieval: the mean of {len(seeds)} seeds of locating, tuning and me
 
 
 def _spread(values: list[float]) -> str:
-    return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+    return "not measured" if not values else f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"

@@ -23,7 +23,7 @@ from surgery.records.site import Site
 from surgery.splicing.donor import DonorHead, DonorLayer
 from surgery.splicing.remembered import Surgery, opened, remember
 from surgery.splicing.start import check_donor, fill_heads, fill_layer, head_starts, layer_start
-from surgery.splicing.state import with_less_state
+from surgery.splicing.state import Kept, with_less_state
 
 UNCUT = "uncut"  # of a hybrid with less state: the one with all of it, which shares its other tensors
 LEARNED = "learned_before"  # whether a parameter of a base had a gradient before its hybrid was made
@@ -75,15 +75,19 @@ def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | N
                 fill_heads(mixer, plan, heads)
             else:
                 family.initialise(mixer, plan)
-    if plan is not None and plan.kept_state:
-        smaller, cut = with_less_state(hybrid, plan.kept_state)
-        whole = _tensors(hybrid)
-        for name, tensor in cut.items():
-            setattr(tensor, LEARNED, getattr(whole[name], LEARNED, whole[name].requires_grad))
-        share(hybrid, smaller, "the hybrid lacks the tensor '{}'", cut)
-        vars(smaller)[UNCUT] = hybrid
-        return smaller
-    return hybrid
+    return cut_state(hybrid, plan.kept_state) if plan is not None and plan.kept_state else hybrid
+
+
+def cut_state(hybrid: PreTrainedModel, kept: Kept) -> PreTrainedModel:
+    """The hybrid, or the adopted base, with the dimensions `kept` of its state alone (Plan.kept_state). It shares all tensors
+    but those that become smaller. Raises UserError where a state cannot be cut, or has no such dimensions."""
+    smaller, cut = with_less_state(hybrid, kept)
+    whole = _tensors(hybrid)
+    for name, tensor in cut.items():
+        setattr(tensor, LEARNED, getattr(whole[name], LEARNED, whole[name].requires_grad))
+    share(hybrid, smaller, "the hybrid lacks the tensor '{}'", cut)
+    vars(smaller)[UNCUT] = hybrid
+    return smaller
 
 
 def empty_hybrid(

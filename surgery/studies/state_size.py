@@ -18,11 +18,10 @@ from surgery.evaluation.report import ModelReport, value
 from surgery.jobs.locating_stage import located
 from surgery.jobs.planning_stage import KEPT, planned
 from surgery.jobs.tuning_stage import tuned
-from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.sections.section import Count
 from surgery.runtime import plotting
-from surgery.splicing.splice import adopt, install, splice
+from surgery.splicing.splice import adopt, cut_state, splice
 from surgery.splicing.state import state_size
 from surgery.statistics import Estimate, Proportion
 from surgery.studies.figures import LINES
@@ -36,7 +35,7 @@ CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
 
 class StateSize(Study):
     """sizes: how many dimensions are kept, beside all. The recipe's `plan` says where attention goes, its `tune` how it is
-    tuned, its `bench` what is measured; of bench.contexts the last one is that of the cache."""
+    tuned, its `bench` what is measured, and at how many tokens (bench.contexts) the cache."""
 
     title: ClassVar[str] = "Retrieval, text and cache against the size of the state"
 
@@ -59,7 +58,7 @@ class StateSize(Study):
             kept = chosen if size == whole else shrink_state(
                 base, chosen, size, data=recipe.data, text_tokens=recipe.tune.text_tokens, seed=recipe.seed
             )  # fmt: skip
-            models[_row(BASE, size)] = base.model if size == whole else _without_attention(base.model, kept)
+            models[_row(BASE, size)] = base.model if size == whole else cut_state(adopt(base.model), kept.kept_state)
             models[_row(UNTRAINED, size)] = splice(base.model, kept)
             hybrid = models[_row(TUNED, size)] = splice(base.model, kept)
             tuned(
@@ -68,8 +67,8 @@ class StateSize(Study):
             )  # fmt: skip
         reports = measure(models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
         rows = tuple(Row(what=name, figures=_figures(report)) for name, report in reports.items())
-        cache = {name: report.cost[-1].cache_bytes for name, report in reports.items()}
-        sizes = {"sizes": [whole, *self.sizes], "context": recipe.bench.contexts[-1], "cache bytes": cache}
+        cache = {name: {str(cost.context): cost.cache_bytes for cost in report.cost} for name, report in reports.items()}
+        sizes = {"sizes": [whole, *self.sizes], "cache bytes": cache}
         return Measurements(
             about={"sites": [str(site) for site in chosen.sites], **sizes},
             summary="\n".join(_summarise(size, {row.what: row.figures for row in rows}, cache, whole) for size in self.sizes),
@@ -88,11 +87,13 @@ class StateSize(Study):
                     cells = [of[_row(model, size)][column] for size in known]
                     plotting.draw_line(axis, known, [value(cell) for cell in cells], [cell.ci95 for cell in cells],
                                        color=color, label=model)  # fmt: skip
-                held = [findings.about["cache bytes"][_row(model, size)] / 2**10 for size in sizes]
-                axes.flat[2].plot(sizes, held, color=color, marker="o", ms=4)
+            for color, model in zip(LINES, (BASE, UNTRAINED, TUNED), strict=False):
+                cache = [findings.about["cache bytes"][_row(model, size)] for size in sizes]
+                for style, context in zip(("-", "--", ":"), cache[0] if model != UNTRAINED else (), strict=False):
+                    axes.flat[2].plot(sizes, [held[context] / 2**10 for held in cache], color=color, ls=style, marker="o", ms=4)
             plotting.draw_chance(axes.flat[0], [sizes[0], sizes[-1]], [1 / int(largest[3:])] * 2)
-            labels = (*columns.values(), f"cache in KiB, {findings.about['context']:,} tokens")
-            titles = (largest.replace("kv.", "KV "), "Loss on text, change", "Cache")
+            labels = (*columns.values(), plotting.lower("KiB"))
+            titles = (largest.replace("kv.", "KV "), "Loss on text, change", f"Cache, {_tokens(findings)} tokens")
             for axis, label, title in zip(axes.flat, labels, titles, strict=True):
                 axis.set(xlabel="dimensions of the state", ylabel=label, title=title, xscale="log")
                 axis.set_xticks(sizes, [str(size) for size in sizes], minor=False)
@@ -107,9 +108,12 @@ def _row(model: str, size: int) -> str:
     return f"{model}, state of {size}"
 
 
-def _without_attention(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
-    """The base with what the plan keeps of the state: a hybrid whose gates are shut."""
-    return install(base, plan.model_copy(update={"blend": 0.0}))
+def _tokens(findings: Findings) -> str:
+    """The lengths at which the cache was measured, as the lines are drawn: solid, dashed, dotted."""
+    contexts = next(iter(findings.about["cache bytes"].values()))
+    return ", ".join(
+        f"{int(context):,} ({style})" for context, style in zip(contexts, ("solid", "dashed", "dotted"), strict=False)
+    )
 
 
 def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
@@ -117,17 +121,18 @@ def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
     return {f"kv.{size}": accuracy for size, accuracy in report.kv.items()} | changes
 
 
-def _summarise(size: int, of: dict[str, dict[str, Any]], cache: dict[str, int], whole: int) -> str:
+def _summarise(size: int, of: dict[str, dict[str, Any]], cache: dict[str, dict[str, int]], whole: int) -> str:
     """A size in a sentence, beside the whole state's."""
     hybrid, before = of[_row(TUNED, size)], of[_row(TUNED, whole)]
     largest = [name for name in hybrid if name.startswith("kv.")][-1]
     bare = of[_row(BASE, size)]
+    held = (f"{cut / cache[_row(TUNED, whole)][at]:.2f} at {int(at):,}" for at, cut in cache[_row(TUNED, size)].items())
     return (
         f"A state of {size} of {whole}: {largest.replace('kv.', 'KV ')} {value(hybrid[largest]):.3f} tuned (whole state "
         f"{value(before[largest]):.3f}), base {value(bare[largest]):.3f} (whole {value(of[_row(BASE, whole)][largest]):.3f}); "
         f"knowledge {value(hybrid[KNOWLEDGE]):+.3f} (whole {value(before[KNOWLEDGE]):+.3f}), loss on text "
-        f"{value(hybrid[TEXT]):+.4f} nats (whole {value(before[TEXT]):+.4f}); cache "
-        f"{cache[_row(TUNED, size)] / cache[_row(TUNED, whole)]:.2f} of the whole one's."
+        f"{value(hybrid[TEXT]):+.4f} nats (whole {value(before[TEXT]):+.4f}); of the cache with all of the state "
+        f"{' and '.join(held)} tokens."
     )
 
 

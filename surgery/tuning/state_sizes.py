@@ -37,10 +37,8 @@ def shrink_state(
     windows: int = WINDOWS, seed: int = 0,
 ) -> Plan:  # fmt: skip
     """The plan with kept_state: of each B/C group the `size` dimensions that count most. data: where the text comes from.
-    text_tokens, windows: how long its windows are, and how many. Raises UserError for a plan with a gate, a size that is not
-    below the base's, and a base whose state cannot be cut."""
-    if plan.blend is not None:
-        raise UserError("plan.state_size: a gate keeps the SSM beside attention, which needs its state; leave out plan.blend")
+    text_tokens, windows: how long its windows are, and how many. Raises UserError for a size that is not below the base's, and
+    for a base whose state cannot be cut."""
     subject = Subject.of(base, verb="plan")
     whole = plan.model_copy(update={"kept_state": {}})
     if not 1 <= size < state_size(subject.model):

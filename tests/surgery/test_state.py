@@ -211,11 +211,6 @@ def test_a_size_that_is_none_is_refused(size):
         shrink_state(load(ROOT / "checkpoints" / "tiny-mamba2"), Plan(sites=("L0.H2",)), size)
 
 
-def test_a_gate_wants_its_state():
-    with pytest.raises(UserError, match=r"a gate keeps the SSM beside attention, which needs its state; leave out plan\.blend"):
-        shrink_state(load(ROOT / "checkpoints" / "tiny-mamba2"), Plan(sites=("L0.H2",), blend=0.1), 4)
-
-
 RECIPE = """
 model: checkpoints/tiny-mamba2
 seed: 3
@@ -267,11 +262,11 @@ def test_the_study_measures_every_size(surgery, tmp_path):
     assert all("kv.4" in row.figures for row in findings.rows)
     cache = findings.about["cache bytes"]
     for kind in kinds:
-        sizes = [cache[f"{kind}, state of {size}"] for size in (16, 4, 2)]
+        sizes = [cache[f"{kind}, state of {size}"]["64"] for size in (16, 4, 2)]
         assert sizes == sorted(sizes, reverse=True)
         assert len(set(sizes)) == 3
     assert "A state of 4 of 16: KV 4" in " ".join(printed.split())
     assert (tmp_path / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
-    for refused in ("plan.state_size=4", "plan.blend=0.1", "bench.contexts=[]"):
+    for refused in ("plan.state_size=4", "bench.contexts=[]"):
         status, _, error = surgery("run", "recipe.yaml", "--set", refused, "--out", "refused")
         assert (status, "the study 'state_size'" in error, (tmp_path / "refused").exists()) == (2, True, False), error
