@@ -4,9 +4,10 @@ from pathlib import Path
 from statistics import fmean
 
 from surgery.evaluation import markdown
+from surgery.evaluation.report import value
 from surgery.statistics import Proportion
 from surgery.studies import Findings
-from surgery.studies.seeds import BASE, CONTROL, ELSEWHERE, SEED, UNTRAINED
+from surgery.studies.seeds import BASE, CONTROL, ELSEWHERE, SEED, TEXT, UNTRAINED
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 RECORDS = {
@@ -31,7 +32,7 @@ def files() -> list[Path]:
 
 
 def table() -> str:
-    """A row for every kind of mixer: retrieval at the largest size, of base, grafts and controls, over all seeds."""
+    """A row for every kind of mixer: retrieval at the largest size, of base, grafts and controls, over all seeds, and the cost."""
     body, limits, seeds = [], set(), set()
     for kind, name in RECORDS.items():
         path = RECIPES / f"{name}.findings.json"
@@ -48,12 +49,13 @@ def table() -> str:
             limits.add(accuracy.n)
             seeds.add(seed)
         first = next(iter((result.provenance.recipe or {})["study"].get("ways", {"tuned": {}})))
+        cost = max(value(row.figures[TEXT]) for row in result.rows if row.what.startswith(f"{first}{SEED}"))
         figures = [_spread(accuracies.get(model or first, [])) for model in COLUMNS.values()]
-        body.append([kind, f"`{Path(result.provenance.base).name}`", str(size), *figures])
-    return f"""{markdown.table(["mixer", "base", "pairs", *COLUMNS], body)}
+        body.append([kind, f"`{Path(result.provenance.base).name}`", str(size), *figures, f"{cost:+.3f}"])
+    return f"""{markdown.table(["mixer", "base", "pairs", *COLUMNS, "cost: loss on text"], body)}
 
 Accuracy of retrieval: the mean of {len(seeds)} seeds of locating, tuning and measuring (the lowest to the highest);
-{min(limits):,} examples a cell."""
+{min(limits):,} examples a cell. Cost: how much the loss on text rises in the tuned hybrid, in nats per token, on the worst seed."""
 
 
 def _spread(values: list[float]) -> str:

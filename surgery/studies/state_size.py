@@ -42,9 +42,9 @@ class StateSize(Study):
     sizes: tuple[Count, ...] = Field(default=(8, 4, 2), min_length=1)
 
     def check(self, recipe: Recipe) -> None:
-        if recipe.plan.state_size is not None or recipe.plan.blend is not None or recipe.plan.kind == "layer":
+        if recipe.plan.state_size is not None or recipe.plan.kind == "layer":
             raise UserError(
-                "the study 'state_size' is of heads without a gate: leave out plan.state_size, plan.blend and plan.kind"
+                "the study 'state_size' says what is kept beside head grafts: leave out plan.state_size and plan.kind"
             )
         if "quick" not in recipe.bench.suites or not recipe.bench.contexts:
             raise UserError("the study 'state_size' needs bench.suites: [quick], and a length of bench.contexts")
