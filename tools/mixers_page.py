@@ -32,7 +32,8 @@ def files() -> list[Path]:
 
 
 def table() -> str:
-    """A row for every kind of mixer: retrieval at the largest size, of base, grafts and controls, over all seeds, and the cost."""
+    """A row for every kind of mixer, over all seeds: retrieval at the largest size, of base, grafts and controls, and the
+    cost."""
     body, limits, seeds = [], set(), set()
     for kind, name in RECORDS.items():
         path = RECIPES / f"{name}.findings.json"
@@ -55,7 +56,8 @@ def table() -> str:
     return f"""{markdown.table(["mixer", "base", "pairs", *COLUMNS, "cost: loss on text"], body)}
 
 Accuracy of retrieval: the mean of {len(seeds)} seeds of locating, tuning and measuring (the lowest to the highest);
-{min(limits):,} examples a cell. Cost: how much the loss on text rises in the tuned hybrid, in nats per token, on the worst seed."""
+{min(limits):,} examples a cell. Cost: how much the loss on text rises in the tuned hybrid, in nats per token, on the worst \
+seed."""
 
 
 def _spread(values: list[float]) -> str:
