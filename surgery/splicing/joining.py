@@ -9,7 +9,7 @@ import copy
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import load_file
@@ -32,6 +32,7 @@ from surgery.splicing.remembered import Surgery, remember
 from surgery.splicing.splice import grafted_mixer, remove, share
 
 RECORD, WEIGHTS = "patch.json", "patch.safetensors"
+LONGEST_HEADER = 10**8  # bytes; safetensors reads no longer one
 
 
 class Patch(Environment):
@@ -139,8 +140,23 @@ def _weights(folder: Path, digest: str) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     try:
         with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            # A file that is longer than it says, perhaps by a terabyte of nothing, is not read to its end.
+            if _ends(file) != path.stat().st_size or hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise UserError(f"{path} is damaged: it is not the file that {RECORD} describes")
         return load_file(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _ends(file: BinaryIO) -> int | None:
+    """Where a safetensors file ends by its own header; None if there is none. The file is at its beginning afterwards."""
+    try:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length)) if length <= LONGEST_HEADER else {}
+        return (
+            8 + length + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        )
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return None
+    finally:
+        file.seek(0)

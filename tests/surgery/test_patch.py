@@ -243,6 +243,17 @@ def test_a_damaged_patch_is_refused(place, changed):
         package.load(folder)
 
 
+def test_a_patch_that_is_longer_than_it_says_is_not_read(place, changed, monkeypatch):
+    folder = changed()
+    os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size + 1)
+    monkeypatch.setattr("surgery.splicing.joining.hashlib.file_digest", None)
+    with pytest.raises(UserError, match="is damaged"):
+        package.load(folder)
+    for content in (b"", b"12345678", b"\x05" + bytes(7) + b"[1,2]", b"\x02" + bytes(7) + b"{}x", b"\xff" * 30):
+        with pytest.raises(UserError, match="is damaged"):
+            package.load(changed(content))
+
+
 class Bomb:
     """Unpickling it makes a file."""
 
