@@ -6,10 +6,9 @@ in another precision is another base.
 """
 
 import copy
-import hashlib
 import json
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -20,7 +19,7 @@ from surgery.errors import UserError
 from surgery.families import family_of
 from surgery.families.dual_start import OWN
 from surgery.hybrids.layer_graft import LayerGraftMixer
-from surgery.loading.digests import fingerprint, function_of
+from surgery.loading.digests import file_digest, fingerprint, function_of
 from surgery.loading.origin import Origin
 from surgery.models.answers import described, held
 from surgery.models.offloaded import is_offloaded, keep, take_hooks
@@ -32,7 +31,6 @@ from surgery.splicing.remembered import Surgery, remember
 from surgery.splicing.splice import grafted_mixer, remove, share
 
 RECORD, WEIGHTS = "patch.json", "patch.safetensors"
-LONGEST_HEADER = 10**8  # bytes; safetensors reads no longer one
 
 
 class Patch(Environment):
@@ -139,24 +137,8 @@ def empty_joined(base: PreTrainedConfig, patch: Patch, folder: Path) -> PreTrain
 def _weights(folder: Path, digest: str) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     try:
-        with path.open("rb") as file:
-            # A file that is longer than it says, perhaps by a terabyte of nothing, is not read to its end.
-            if _ends(file) != path.stat().st_size or hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise UserError(f"{path} is damaged: it is not the file that {RECORD} describes")
+        if file_digest(path) != digest:
+            raise UserError(f"{path} is damaged: it is not the file that {RECORD} describes")
         return load_file(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _ends(file: BinaryIO) -> int | None:
-    """Where a safetensors file ends by its own header; None if there is none. The file is at its beginning afterwards."""
-    try:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length)) if length <= LONGEST_HEADER else {}
-        return (
-            8 + length + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-        )
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        return None
-    finally:
-        file.seek(0)

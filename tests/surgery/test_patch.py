@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import surgery as package
 from surgery.errors import UserError
 from surgery.exporting import patch
 from surgery.loading.checkpoint import load_base
+from surgery.loading.digests import file_digest
 from surgery.models.answers import tensors
 from surgery.records.plan import Plan
 from surgery.records.recipe import Lora
@@ -246,12 +248,18 @@ def test_a_damaged_patch_is_refused(place, changed):
 def test_a_patch_that_is_longer_than_it_says_is_not_read(place, changed, monkeypatch):
     folder = changed()
     os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size + 1)
-    monkeypatch.setattr("surgery.splicing.joining.hashlib.file_digest", None)
+    monkeypatch.setattr("surgery.loading.digests.hashlib.file_digest", None)
     with pytest.raises(UserError, match="is damaged"):
         package.load(folder)
     for content in (b"", b"12345678", b"\x05" + bytes(7) + b"[1,2]", b"\x02" + bytes(7) + b"{}x", b"\xff" * 30):
         with pytest.raises(UserError, match="is damaged"):
             package.load(changed(content))
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path, tmp_path / "loop", tmp_path / "none", Path("/dev/zero")):
+        assert file_digest(path) == ""
 
 
 class Bomb:
