@@ -140,7 +140,7 @@ def digests(folder: Path) -> dict[str, str]:
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
         if name not in (RECORD, CARD) and not file.is_dir():
-            present[name] = file_digest(file)
+            present[name] = file_digest(file) if file.exists() else ""
     return present
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, FalconMambaConfig, FalconMambaFor
 import surgery as package
 from surgery.errors import UserError
 from surgery.exporting import patch
+from surgery.exporting.folder import digests
 from surgery.loading.checkpoint import load_base
 from surgery.loading.digests import file_digest
 from surgery.models.answers import tensors
@@ -257,9 +258,12 @@ def test_a_patch_that_is_longer_than_it_says_is_not_read(place, changed, monkeyp
 
 
 def test_what_is_no_file_is_not_read(tmp_path):
+    assert file_digest(Path("/dev/zero")) == file_digest(tmp_path) == ""
     (tmp_path / "loop").symlink_to("loop")
-    for path in (tmp_path, tmp_path / "loop", tmp_path / "none", Path("/dev/zero")):
-        assert file_digest(path) == ""
+    (tmp_path / "file").write_bytes(b"")
+    assert digests(tmp_path) == {"loop": "", "file": hashlib.sha256().hexdigest()}
+    with pytest.raises(OSError, match="No such file"):
+        file_digest(tmp_path / "none")
 
 
 class Bomb:
