@@ -223,8 +223,8 @@ def _device(model: PreTrainedModel) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """sha256 of a file; "" for a device or the like, and for a safetensors file that is not as long as its header says: one with a
-    terabyte of nothing behind it is not read to its end. Raises OSError."""
+    """sha256 of a file; "" for a device or the like, and for a safetensors file that is not as long as its header says: one
+    with a terabyte of nothing behind it is not read to its end. Raises OSError."""
     if path.exists() and not path.is_file():
         return ""
     with path.open("rb") as file:
