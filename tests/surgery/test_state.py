@@ -6,6 +6,8 @@ from transformers import BambaConfig, BambaForCausalLM, FalconMambaConfig, Falco
 
 from surgery.errors import UserError
 from surgery.exporting.export import export
+from surgery.exporting.patch import write
+from surgery.exporting.source import holds_base
 from surgery.jobs.costs.growing import shrinking_cost
 from surgery.jobs.costs.models import assumed, level
 from surgery.jobs.costs.sample import Patient
@@ -13,6 +15,7 @@ from surgery.jobs.entries import entries_of
 from surgery.loading.checkpoint import load
 from surgery.records.plan import Plan
 from surgery.records.recipe import read_recipe
+from surgery.splicing.joining import Patch, join
 from surgery.splicing.splice import graft_parameters, splice, unsplice
 from surgery.splicing.state import state_size
 from surgery.studies import Findings
@@ -128,10 +131,19 @@ def test_a_hybrid_that_was_converted_gives_the_base_back_converted(blend):
     assert {p.dtype for p in unsplice(cut).parameters()} == {torch.float64}
 
 
+def test_a_patch_that_speaks_of_another_size_is_refused(tmp_path):
+    base, plan = load(ROOT / "checkpoints" / "tiny-mamba2"), keeping(range(4), 1)
+    write(splice(base, plan), tmp_path, tokenizer=base.tokenizer, plan=plan, base=base.name)
+    Patch.read(tmp_path / "patch.json").model_copy(update={"config": {"state_size": 5}}).write(tmp_path / "patch.json")
+    with pytest.raises(UserError, match=r"does not fit patch\.json: the tensor '.*' has another shape"):
+        join(base.model, tmp_path)
+
+
 def test_a_hybrid_with_less_state_is_never_its_base(tmp_path):
     """Neither with its grafts off, nor loaded again."""
     cut = splice(random_base(), keeping((0, 1, 2), 1))
     cut.save_pretrained(tmp_path)
+    assert not holds_base(str(tmp_path))  # so that tuning opens the base for a teacher
     for hybrid in (cut, type(cut).from_pretrained(tmp_path)):
         with pytest.raises(UserError, match="the state of this hybrid is smaller than its base's"), hybrid.disable_grafts():
             pass
