@@ -5,7 +5,6 @@ Killed at any moment it leaves, under the name that was asked for, the previous 
 Against a power cut, which may lose what the system had not yet put on the disk, nothing is done.
 """
 
-import hashlib
 import math
 import shutil
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from surgery.exporting import card
 from surgery.exporting.earlier import CARD, RECORD, check_replaceable
 from surgery.exporting.engines import EngineProof, prove_in_engine
 from surgery.exporting.verify import Proof, Reader, chosen, prove
-from surgery.loading.digests import Identity, dtypes, identify
+from surgery.loading.digests import Identity, dtypes, file_digest, identify
 from surgery.loading.origin import Origin, origin
 from surgery.models.tokens import tokenizers_errors
 from surgery.records.names import public
@@ -136,13 +135,12 @@ def save(
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """sha256 of every file of an export but its record and its card, by name."""
+    """sha256 of every file of an export but its record and its card, by name; "" of what is no file, and of a damaged one."""
     present = {}
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
         if name not in (RECORD, CARD) and not file.is_dir():
-            with file.open("rb") as opened:
-                present[name] = hashlib.file_digest(opened, "sha256").hexdigest()
+            present[name] = file_digest(file) if file.exists() else ""
     return present
 
 

@@ -100,6 +100,8 @@ def locate_model(
     advise_base(base)
     check_locatable(base.model, recipe.locate.exact)
     check_questions(base.tokenizer, recipe.locate, recipe.seed)
+    if resume and (out / RANKING).exists():
+        on_main(partial(Ranking.read, out / RANKING, unsealed="refuse"))  # a damaged one is refused before anything is written
     earlier = on_main(partial(begin, out, "locate", recipe, resume=resume, overwrite=overwrite))
     if earlier and (change := first_change(earlier, recipe, ("locate",))) is not None:
         say(str(change))

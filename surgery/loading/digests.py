@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from surgery.models.answers import bytes_of, described, named_values, settle
 from surgery.models.quantised import scales
 from surgery.records.record import OPTIONAL, Record, code_digest, environment
 
+LONGEST_HEADER = 10**8  # bytes of a safetensors file; the library reads no longer one
 # Fields of a configuration about files, generation, or the classes around the model; its function does not depend on them.
 UNRELATED = frozenset(
     """
@@ -219,3 +220,27 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def _device(model: PreTrainedModel) -> str:
     kinds = {p.device for p in model.parameters() if not p.is_meta} or {model.device}
     return ", ".join(sorted({torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type for kind in kinds}))
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file; "" for a device or the like, and for a safetensors file that is not as long as its header says: one
+    with a terabyte of nothing behind it is not read to its end. Raises OSError."""
+    if path.exists() and not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors" and _declared_size(file) != path.stat().st_size:
+            return ""
+        file.seek(0)
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _declared_size(file: BinaryIO) -> int | None:
+    """Where a safetensors file ends by its own header; None if it has none."""
+    try:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length)) if length <= LONGEST_HEADER else {}
+        return (
+            8 + length + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        )
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return None

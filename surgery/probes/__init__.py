@@ -39,7 +39,7 @@ def without_unseen(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return ({"keys": "lessons"} if has_keys else {}) | dict(options)
 
 
-def make(name: str, *, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> Probe | CompletionProbe:
+def make(name: str, /, *, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> Probe | CompletionProbe:
     """The probe of that name. Raises UserError for a name or an option that does not exist, and for a value that does not fit.
 
     tokenizer: of the model that will be asked. Only a probe that measures its prompts in tokens needs it; others ignore it.

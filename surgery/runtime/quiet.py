@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import warnings
 
 
 def hush_bitsandbytes() -> None:
@@ -18,6 +19,7 @@ def hush_transformers() -> None:
     that cannot be reached, and no bars beside ours. transformers is not imported for that: where it is not yet, it reads the
     environment when it is."""
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # of a size of 0, which is refused in a line
     if "transformers.utils.logging" in sys.modules:
         from huggingface_hub.utils import logging as hub_logging
         from transformers.utils import logging as transformers_logging

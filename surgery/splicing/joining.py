@@ -6,7 +6,6 @@ in another precision is another base.
 """
 
 import copy
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from surgery.errors import UserError
 from surgery.families import family_of
 from surgery.families.dual_start import OWN
 from surgery.hybrids.layer_graft import LayerGraftMixer
-from surgery.loading.digests import fingerprint, function_of
+from surgery.loading.digests import file_digest, fingerprint, function_of
 from surgery.loading.origin import Origin
 from surgery.models.answers import described, held
 from surgery.models.offloaded import is_offloaded, keep, take_hooks
@@ -141,9 +140,8 @@ def empty_joined(base: PreTrainedConfig, patch: Patch, folder: Path) -> PreTrain
 def _weights(folder: Path, digest: str) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     try:
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise UserError(f"{path} is damaged: it is not the file that {RECORD} describes")
+        if file_digest(path) != digest:
+            raise UserError(f"{path} is damaged: it is not the file that {RECORD} describes")
         return load_file(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error

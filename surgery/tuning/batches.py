@@ -10,12 +10,12 @@ fills a row, each has its own row and the order does not change.
 import bisect
 import heapq
 import math
+import os
 import random
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -270,7 +270,7 @@ def _prompts(facts: str) -> set[str]:
 def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data) -> None:
     """Raise UserError for lessons that cannot be made, at all combinations of the ends of their ranges, or that ask about what
     is measured."""
-    measured = {Path(getattr(data, key)).resolve(): f"data.{key}" for key in ("held_out_text", "facts")}
+    measured = {os.path.realpath(getattr(data, key)): f"data.{key}" for key in ("held_out_text", "facts")}
     known = options.hints is None
     for lesson in options.lessons:
         if lesson.queries is not None and lesson.probe != "kv":
@@ -282,7 +282,7 @@ def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data
         for values in product(*ends):
             probe: Any = make(lesson.probe, tokenizer=tokenizer, **dict(zip(lesson_options, values, strict=True)))
             source = getattr(probe, "source", None)
-            if source and (key := measured.get(Path(source).resolve())):
+            if source and (key := measured.get(os.path.realpath(source))):
                 where = f"'{source}', which is measured on ({key})"
                 raise UserError(f"tune.lessons: '{lesson.probe}' reads {where}; give it another options.source")
             known |= any(isinstance(flag, Evidence) for _, flag in probe_pieces(probe, FIRST_SEED))

@@ -23,8 +23,11 @@ MEMORY = 1 << 30  # bytes that a trial may hold beyond what the process held whe
 ADDRESSES = 4 << 30  # bytes of addresses that it may take beyond: what asks for more at once is told so by the system
 LONGEST = 2000  # characters of what is said
 NOISE = re.compile(r"Traceback|Warning:|Exception ignored|Segmentation|core dumped|\.py:\d+")
-# What a command may keep that met a number which is not finite: what it had measured, for --resume.
-KEPT = re.compile(r"out(/(recipe\.yaml|run\.json|(locate|cells)(/.*)?))?")
+# What a command may keep whose refusal is a finding: what it had measured, for --resume.
+FINDINGS = ("not finite", "no head is worth its cache")
+KEPT = re.compile(
+    r"out(/(recipe\.yaml|run\.json|ranking\.(json|safetensors)|(atlas|mixing)\.png|(locate|cells|planning)(/.*)?))?"
+)
 
 
 @dataclass
@@ -67,9 +70,10 @@ def attempt(arguments: Sequence[str], folder: Path, statuses: Sequence[int] = (0
 
 
 def kept_measurements(said: str, changed: Sequence[str]) -> bool:
-    """Whether a command kept what it had measured before it met a number that is not finite, and nothing else: that shows in
-    no file, only in the work itself, and what was measured is for --resume."""
-    return "not finite" in said.strip().rpartition("\n")[2] and all(KEPT.fullmatch(name) for name in changed)
+    """Whether a command kept what it had measured before it met a number that is not finite, or no head that is worth a graft,
+    and nothing else: that shows in no file, only in the work itself, and what was measured is for --resume."""
+    last = said.strip().rpartition("\n")[2]
+    return any(finding in last for finding in FINDINGS) and all(KEPT.fullmatch(name) for name in changed)
 
 
 def listing(folder: Path) -> set[tuple[str, str]]:

@@ -8,7 +8,7 @@ import surgery
 from surgery.evaluation.report import Report
 from surgery.studies import Findings
 from tests.conftest import ROOT
-from tools import fill_pages
+from tools import fill_pages, mixers_page
 
 
 @pytest.mark.parametrize("page", fill_pages.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -19,7 +19,7 @@ def test_the_filled_parts_are_up_to_date(page):
 RECORDS = [
     (Report, fill_pages.DEMO, "demo"),
     (Report, fill_pages.MAMBA1, "demo-mamba1"),
-    *((Findings, path, path.name.partition(".")[0]) for path in fill_pages.SEEDS),
+    *((Findings, path, path.name.partition(".")[0]) for path in (*mixers_page.files(), fill_pages.STATE)),
 ]
 
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from transformers import AutoModelForCausalLM, FalconMambaConfig, FalconMambaFor
 import surgery as package
 from surgery.errors import UserError
 from surgery.exporting import patch
+from surgery.exporting.folder import digests
 from surgery.loading.checkpoint import load_base
+from surgery.loading.digests import file_digest
 from surgery.models.answers import tensors
 from surgery.records.plan import Plan
 from surgery.records.recipe import Lora
@@ -241,6 +244,26 @@ def test_a_damaged_patch_is_refused(place, changed):
     (folder / WEIGHTS).unlink()
     with pytest.raises(UserError, match="No such file"):
         package.load(folder)
+
+
+def test_a_patch_that_is_longer_than_it_says_is_not_read(place, changed, monkeypatch):
+    folder = changed()
+    os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size + 1)
+    monkeypatch.setattr("surgery.loading.digests.hashlib.file_digest", None)
+    with pytest.raises(UserError, match="is damaged"):
+        package.load(folder)
+    for content in (b"", b"12345678", b"\x05" + bytes(7) + b"[1,2]", b"\x02" + bytes(7) + b"{}x", b"\xff" * 30):
+        with pytest.raises(UserError, match="is damaged"):
+            package.load(changed(content))
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    assert file_digest(Path("/dev/zero")) == file_digest(tmp_path) == ""
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_bytes(b"")
+    assert digests(tmp_path) == {"loop": "", "file": hashlib.sha256().hexdigest()}
+    with pytest.raises(OSError, match="No such file"):
+        file_digest(tmp_path / "none")
 
 
 class Bomb:

@@ -371,6 +371,11 @@ def test_lessons_that_cannot_be_given_are_refused(tiny, lesson, complaint):
         loaders(tiny.tokenizer, options, data, 0, 0)
 
 
+def test_a_loop_of_links_is_no_file_that_is_measured(tiny, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    check(tiny.tokenizer, Tune(lessons=(Lesson(options={"pairs": 3}),)), Data(facts=str(tmp_path / "loop")))
+
+
 def write(folder, name, content):
     (folder / name).write_bytes(content)
     return str(folder / name)
