@@ -54,12 +54,15 @@ def splice(
     options = recipe_of("splice", recipe, settings, model=model)
     base = open_base(in_dtype_of(chosen, options), trust_remote_code)
     splicing.check_base(chosen, base.fingerprint)
+    donor = open_donor(chosen, trust_remote_code)
     if shrink_state is not None:
         from surgery.tuning import state_sizes
 
         tokens = options.tune.text_tokens
-        chosen = state_sizes.shrink_state(base, chosen, shrink_state, data=options.data, text_tokens=tokens, seed=options.seed)
-    hybrid = splicing.splice(base.model, chosen, open_donor(chosen, trust_remote_code))
+        chosen = state_sizes.shrink_state(
+            base, chosen, shrink_state, donor=donor, data=options.data, text_tokens=tokens, seed=options.seed
+        )
+    hybrid = splicing.splice(base.model, chosen, donor)
     export(hybrid, out, tokenizer=base.tokenizer, plan=chosen, base=base.name, verify=verify)
     show(f"hybrid: {out}")
     advise_tuning(str(out))

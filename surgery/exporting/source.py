@@ -41,10 +41,12 @@ def present(base: str, hybrid: str) -> str:
 
 
 def holds_base(name: str) -> bool:
-    """Whether the base's tensors are all in a hybrid's folder, as they were: not where a layer graft replaced some of them, or
-    where adapters were merged into them. Where it does not say, it is one without adapters."""
+    """Whether the base's tensors are all in a hybrid's folder, as they were: not where a layer graft replaced some of them, the
+    plan cut their state, or adapters were merged into them. Where it does not say, it is one without adapters."""
     folder = Path(name)
     plan = plan_of(folder)
+    if plan.kept_state:
+        return False
     if plan.kind == "layer" or plan.provenance is None or not (folder / RECORD).exists():
         return plan.kind != "layer"
     return Exported.read(folder / RECORD, unsealed="take").base_unchanged

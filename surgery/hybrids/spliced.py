@@ -37,7 +37,8 @@ class Spliced:
 
     def disable_grafts(self) -> AbstractContextManager[None]:
         """`with hybrid.disable_grafts(): ...`: meanwhile the hybrid computes what its base computes, bit for bit. Raises
-        UserError for a layer graft that was loaded from a folder, which does not hold what the graft replaced."""
+        UserError for a layer graft that was loaded from a folder, which does not hold what the graft replaced, and for a hybrid
+        with a smaller state than its base's."""
         return grafts_off(self)
 
     def print_trainable_parameters(self: Any) -> None:

@@ -17,8 +17,10 @@ def grafts_off(model: Any) -> Iterator[None]:
     """While this lasts, `model` (a hybrid's language model) is its base: its grafts and its merged adapters do nothing.
 
     A cache that was filled meanwhile holds no keys of the grafts, so it ends with the context. Raises UserError for a layer
-    graft that does not hold what it replaced: an exported folder does not.
+    graft that does not hold what it replaced: an exported folder does not. Nor is a hybrid whose state was cut its base.
     """
+    if any("whole_state" in spec for spec in model.config.grafts):
+        raise UserError("the state of this hybrid is smaller than its base's, also with the grafts switched off; load the base")
     config, layers = model.config, model.base_model.layers
     in_stock = hasattr(model, "stock_mixer")  # stock_hybrid.py
     with ExitStack() as after:

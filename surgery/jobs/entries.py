@@ -83,6 +83,7 @@ def _elsewhere(recipe: Recipe, ranking: Ranking, chosen: Plan) -> dict[str, tupl
             plans[f"{name}_tuned"] = "the same, its grafts tuned", beside
     for dose in recipe.bench.doses:
         leading = plan(ranking, **recipe.plan.given() | {"heads": dose, "sites": None, "blend": chosen.blend}, seed=recipe.seed)
+        leading = leading.model_copy(update={"kept_state": chosen.kept_state})
         plans[f"dose_{dose}"] = f"the leading heads spliced, {dose} of them, no training", leading
     return plans
 

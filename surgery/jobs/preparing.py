@@ -12,12 +12,12 @@ from surgery.loading.empty import load_empty
 from surgery.locating.questions import check_questions
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.perplexity import Perplexity
-from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.runtime.progress import busy
-from surgery.splicing.splice import check_sites
+from surgery.splicing.splice import check_sites, install
 from surgery.splicing.start import check_donor, head_starts, layer_start
 from surgery.tuning import batches
+from surgery.tuning.state_sizes import check_size
 from surgery.tuning.trackers import check_trackers
 
 
@@ -55,6 +55,8 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
         if count > most:
             raise UserError(f"{name}: the model has {most} {options.kind}s, and {count} are to be grafted")
     check_sites(base.model, options.sites or ())
+    if options.state_size is not None:
+        check_size(install(base.model, options.trial() if options.sites else None), options.state_size, base.name)
     if options.donor is not None:
         _check_donor(recipe, base)
 
@@ -63,7 +65,7 @@ def _check_donor(recipe: Recipe, base: Checkpoint) -> None:
     """Whether the grafts can start from the donor, by its configuration: where the sites are not yet known, at the first."""
     options = recipe.plan
     donor = load_empty(options.donor or "")
-    trial = Plan(sites=options.sites_named(), **options.model_dump(exclude={"heads", "by", "layers", "sites", "auto"}))
+    trial = options.trial()
     check_donor(base.model, trial, donor)
     if trial.kind == "layer":
         for site in trial.sites:

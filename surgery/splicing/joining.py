@@ -106,6 +106,9 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     check_config(patch, base)
     hybrid = empty_joined(base.config, patch, folder)
     shapes = {name: tensor.shape for name, tensor in base.state_dict().items()}
+    for name, tensor in hybrid.state_dict().items():
+        if name in weights and weights[name].shape != tensor.shape:
+            raise UserError(f"{folder / WEIGHTS} does not fit {RECORD}: the tensor '{name}' has another shape than that says")
     resized = {name: tensor for name, tensor in weights.items() if tensor.shape != shapes.get(name, tensor.shape)}
     share(converted(base, getattr(torch, patch.dtype), patch.base.name), hybrid, "the base lacks the tensor '{}'", resized)
     state, away = hybrid.state_dict(), set(base.state_dict()) if is_offloaded(base) else set()

@@ -25,7 +25,7 @@ from surgery.splicing.remembered import Surgery, opened, remember
 from surgery.splicing.start import check_donor, fill_heads, fill_layer, head_starts, layer_start
 from surgery.splicing.state import Kept, with_less_state
 
-UNCUT = "uncut"  # of a hybrid with less state: the one with all of it, which shares its other tensors
+UNCUT = "uncut"  # of a hybrid with less state: the configuration of the one with all of it, and what its tensors were cut from
 LEARNED = "learned_before"  # whether a parameter of a base had a gradient before its hybrid was made
 
 
@@ -86,7 +86,7 @@ def cut_state(hybrid: PreTrainedModel, kept: Kept) -> PreTrainedModel:
     for name, tensor in cut.items():
         setattr(tensor, LEARNED, getattr(whole[name], LEARNED, whole[name].requires_grad))
     share(hybrid, smaller, "the hybrid lacks the tensor '{}'", cut)
-    vars(smaller)[UNCUT] = hybrid
+    vars(smaller)[UNCUT] = hybrid.config, {name: whole[name] for name in cut}
     return smaller
 
 
@@ -167,14 +167,23 @@ def freeze(hybrid: PreTrainedModel) -> None:
 
 def stock(hybrid: PreTrainedModel) -> PreTrainedModel:
     """As unsplice, with the parameters frozen as they are in the hybrid, which goes on with them."""
-    if (uncut := vars(hybrid).get(UNCUT)) is not None:
-        return stock(uncut)
-    if (known := getattr(hybrid, "surgery", None)) is not None and known.plan.kept_state:
+    config, whole = vars(hybrid).get(UNCUT, (hybrid.config, {}))
+    if not whole and (known := getattr(hybrid, "surgery", None)) is not None and known.plan.kept_state:
         raise UserError("the folder of a hybrid does not hold what its state was cut from; load the base instead")
-    base = family_of(hybrid.config).empty_base(hybrid.config)
-    share(hybrid, base, "the folder of a hybrid does not hold what a layer graft replaced ('{}'); load the base instead")
+    base = family_of(config).empty_base(config)
+    now = _tensors(hybrid)  # a hybrid that was moved, or converted, has them there
+    uncut = {name: _like(tensor, now[name]) for name, tensor in whole.items()}
+    share(hybrid, base, "the folder of a hybrid does not hold what a layer graft replaced ('{}'); load the base instead", uncut)
     take_hooks(hybrid, base)
     return base
+
+
+def _like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The tensor itself, or where the other one has another device or dtype, a copy there."""
+    if (tensor.device, tensor.dtype) == (other.device, other.dtype):
+        return tensor
+    moved = tensor.detach().to(other.device, other.dtype)
+    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
 def grafted_mixer(hybrid: Hybrid, layer: int) -> Any:

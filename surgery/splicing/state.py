@@ -43,11 +43,19 @@ def state_size(model: PreTrainedModel) -> int:
     return family.state_size(model.config)
 
 
+def check_cuttable(hybrid: PreTrainedModel) -> None:
+    """Raise UserError for a hybrid, or an adopted base, whose state cannot be cut."""
+    if is_quantised(hybrid) or is_offloaded(hybrid):
+        raise UserError("kept_state: a state is cut in a model that is whole in memory, and not quantised")
+    family: Any = family_of(hybrid.config)
+    mixer: Any = mixer_at(hybrid, family.graftable(hybrid)[0])
+    family.cut(mixer, torch.zeros(getattr(mixer, "n_groups", 1), 1, dtype=torch.long))
+
+
 def with_less_state(hybrid: PreTrainedModel, kept: Kept) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """The hybrid whose state has the dimensions `kept` alone, without values, and those of its tensors that became smaller, by
     name. Raises UserError where a state cannot be cut, or has no such dimensions."""
-    if is_quantised(hybrid) or is_offloaded(hybrid):
-        raise UserError("kept_state: a state is cut in a model that is whole in memory, and not quantised")
+    check_cuttable(hybrid)
     check_kept(hybrid, kept)
     family = family_of(hybrid.config)
     names, cut = {module: name for name, module in hybrid.named_modules()}, {}
@@ -60,4 +68,5 @@ def with_less_state(hybrid: PreTrainedModel, kept: Kept) -> tuple[PreTrainedMode
                 cut[full] = nn.Parameter(tensor, parameters[name].requires_grad) if name in parameters else tensor
     config = copy.deepcopy(hybrid.config)
     setattr(config, next(name for name in FIELDS if hasattr(config, name)), len(next(iter(kept.values()))[0]))
-    return family.empty(config, None, hybrid.config.grafts), cut
+    grafts = [graft | {"whole_state": state_size(hybrid)} for graft in hybrid.config.grafts]
+    return family.empty(config, None, grafts), cut

@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.families import family_of
-from surgery.loading.opened import Checkpoint
+from surgery.loading.opened import Checkpoint, model_of, plan_for
 from surgery.locating.subject import Subject
 from surgery.models.anatomy import mixer_at
 from surgery.records.plan import Plan
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.progress import Track
 from surgery.splicing.splice import install
-from surgery.splicing.state import state_size
+from surgery.splicing.state import check_cuttable, state_size
 from surgery.tuning.batches import held_out_windows
 
 C = 3  # its place in what a mixer's `project` returns
@@ -33,19 +33,21 @@ WINDOWS = 32
 
 
 def shrink_state(
-    base: PreTrainedModel | Checkpoint, plan: Plan, size: int, *, data: Data | None = None, text_tokens: int = 256,
-    windows: int = WINDOWS, seed: int = 0,
+    base: PreTrainedModel | Checkpoint, plan: Plan, size: int, *, donor: PreTrainedModel | Checkpoint | None = None,
+    data: Data | None = None, text_tokens: int = 256, windows: int = WINDOWS, seed: int = 0,
 ) -> Plan:  # fmt: skip
-    """The plan with kept_state: of each B/C group the `size` dimensions that count most. data: where the text comes from.
-    text_tokens, windows: how long its windows are, and how many. Raises UserError for a size that is not below the base's, and
-    for a base whose state cannot be cut."""
-    subject = Subject.of(base, verb="plan")
+    """The plan with kept_state: of each B/C group the `size` dimensions that count most. donor: as splice takes it. data: where
+    the text comes from. text_tokens, windows: how long its windows are (2 at least), and how many. Raises UserError for a size
+    that is not below the base's, and for a base or a plan whose state cannot be cut."""
+    subject, plan = Subject.of(base, verb="shrink_state"), plan_for(plan, "shrink_state")
+    if plan.kind == "layer":
+        raise UserError("plan.state_size: is for head grafts, beside whose attention an SSM is left; this plan grafts layers")
+    for name, count, least in (("text_tokens", text_tokens, 2), ("windows", windows, 1)):
+        if not isinstance(count, int) or count < least:
+            raise UserError(f"surgery.shrink_state: {name} is a whole number from {least}, not {count!r}")
     whole = plan.model_copy(update={"kept_state": {}})
-    if not 1 <= size < state_size(subject.model):
-        now = state_size(subject.model)
-        raise UserError(f"plan.state_size: the state of {subject.name} has {now} dimensions; {size} is not 1 to {now - 1}")
-    hybrid = install(subject.model, whole)
-    check_cuttable(hybrid)
+    hybrid = install(subject.model, whole, None if donor is None else model_of(donor, "shrink_state"))
+    check_size(hybrid, size, subject.name)
     text = held_out_windows(subject.tokenizer, data or Data(), Tune(text_tokens=text_tokens), windows, seed)
     scores = state_scores(hybrid, *text)
     kept = {
@@ -55,11 +57,14 @@ def shrink_state(
     return plan.model_copy(update={"kept_state": kept})
 
 
-def check_cuttable(hybrid: PreTrainedModel) -> None:
-    """Raise UserError for a hybrid whose state cannot be cut, or not be measured."""
+def check_size(hybrid: PreTrainedModel, size: int, name: str) -> None:
+    """Raise UserError for a hybrid, or an adopted base, whose state cannot be cut, or not be measured, and for a size that is
+    not below its own. name: what the message calls it."""
+    check_cuttable(hybrid)
     family: Any = family_of(hybrid.config)
-    mixer: Any = mixer_at(hybrid, family.graftable(hybrid)[0])
-    family.cut(mixer, torch.zeros(getattr(mixer, "n_groups", 1), 1, dtype=torch.long))
+    now = state_size(hybrid)
+    if not isinstance(size, int) or not 1 <= size < now:
+        raise UserError(f"plan.state_size: the state of {name} has {now} dimensions; {size!r} is not 1 to {now - 1}")
     if not all(hasattr(mixer_at(hybrid, layer), "project") for layer in family.graftable(hybrid)):
         known = "it is measured in mamba and mamba2"
         raise UserError(f"plan.state_size: which dimensions count is not measured in a {family.model_type}; {known}")
@@ -70,11 +75,11 @@ def state_scores(hybrid: PreTrainedModel, ids: Tensor, real: Tensor) -> dict[int
     embeddings: Any = hybrid.get_input_embeddings()
     device = embeddings.weight.device
     totals: dict[int, Tensor] = {}
-    frozen = [parameter for parameter in hybrid.parameters() if parameter.requires_grad]
+    learning = [parameter for parameter in hybrid.parameters() if parameter.requires_grad]
     try:
-        for parameter in frozen:
+        for parameter in learning:
             parameter.requires_grad_(False)
-        with _gated(hybrid) as gates:
+        with torch.enable_grad(), _gated(hybrid) as gates:
             for row, mask in Track(list(zip(ids.to(device), real.to(device), strict=True)), "measuring the state"):
                 logits = hybrid(input_ids=row[None], use_cache=False).logits[0, :-1].float()
                 F.cross_entropy(logits[mask[1:]], row[1:][mask[1:]]).backward()
@@ -83,7 +88,7 @@ def state_scores(hybrid: PreTrainedModel, ids: Tensor, real: Tensor) -> dict[int
                     totals[layer] = totals.get(layer, 0) + gate.grad.double() ** 2
                     gate.grad = None
     finally:
-        for parameter in frozen:
+        for parameter in learning:
             parameter.requires_grad_(True)
     return {layer: total.view(-1, total.shape[-1]).cpu() / len(ids) for layer, total in totals.items()}
 

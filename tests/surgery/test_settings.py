@@ -348,6 +348,8 @@ def test_what_a_verb_uses_exists():
         (["plan={kind: layer, donor: checkpoints/tiny-mamba}"], "a mamba model cannot be a donor"),
         (["plan={kind: layer, donor: checkpoints/tiny-llama, donor_layers: {L1: 9}}"], "the donor has no layer 9"),
         (["plan={donor: checkpoints/tiny-llama}"], "turn with the position"),
+        (["plan.state_size=16"], "has 16 dimensions; 16 is not 1 to 15"),
+        (["model=checkpoints/tiny-llamba", "plan.state_size=2"], "the state of a llamba stays as large as it is"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_before_locating(settings, line, monkeypatch):
@@ -357,7 +359,10 @@ def test_a_plan_that_cannot_be_is_refused_before_locating(settings, line, monkey
         check_run(recipe, opened(recipe.model))
 
 
-@pytest.mark.parametrize("plan", ["{heads: 32}", "{kind: layer, layers: 4}", "{kind: layer, donor: checkpoints/tiny-llama}"])
+@pytest.mark.parametrize(
+    "plan",
+    ["{heads: 32}", "{state_size: 4, blend: 0.1}", "{kind: layer, layers: 4}", "{kind: layer, donor: checkpoints/tiny-llama}"],
+)
 def test_a_plan_that_can_be_passes(plan, monkeypatch):
     monkeypatch.chdir(ROOT)
     recipe = read_recipe(None, ["model=checkpoints/tiny-mamba2", f"plan={plan}"])

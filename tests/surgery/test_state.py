@@ -6,8 +6,16 @@ from transformers import BambaConfig, BambaForCausalLM, FalconMambaConfig, Falco
 
 from surgery.errors import UserError
 from surgery.exporting.export import export
+from surgery.exporting.patch import write
+from surgery.exporting.source import holds_base
+from surgery.jobs.costs.growing import shrinking_cost
+from surgery.jobs.costs.models import assumed, level
+from surgery.jobs.costs.sample import Patient
+from surgery.jobs.entries import entries_of
 from surgery.loading.checkpoint import load
 from surgery.records.plan import Plan
+from surgery.records.recipe import read_recipe
+from surgery.splicing.joining import Patch, join
 from surgery.splicing.splice import graft_parameters, splice, unsplice
 from surgery.splicing.state import state_size
 from surgery.studies import Findings
@@ -117,6 +125,51 @@ def test_unsplice_gives_the_base_back(name):
     )
 
 
+@pytest.mark.parametrize("blend", [None, 0.5])
+def test_a_hybrid_that_was_converted_gives_the_base_back_converted(blend):
+    cut = splice(random_base(), keeping((0, 1, 2), 1, blend=blend)).double()
+    assert {p.dtype for p in unsplice(cut).parameters()} == {torch.float64}
+
+
+def test_a_patch_that_speaks_of_another_size_is_refused(tmp_path):
+    base, plan = load(ROOT / "checkpoints" / "tiny-mamba2"), keeping(range(4), 1)
+    write(splice(base, plan), tmp_path, tokenizer=base.tokenizer, plan=plan, base=base.name)
+    Patch.read(tmp_path / "patch.json").model_copy(update={"config": {"state_size": 5}}).write(tmp_path / "patch.json")
+    with pytest.raises(UserError, match=r"does not fit patch\.json: the tensor '.*' has another shape"):
+        join(base.model, tmp_path)
+
+
+def test_a_hybrid_with_less_state_is_never_its_base(tmp_path):
+    """Neither with its grafts off, nor loaded again."""
+    cut = splice(random_base(), keeping((0, 1, 2), 1))
+    cut.save_pretrained(tmp_path)
+    assert not holds_base(str(tmp_path))  # so that tuning opens the base for a teacher
+    for hybrid in (cut, type(cut).from_pretrained(tmp_path)):
+        with pytest.raises(UserError, match="the state of this hybrid is smaller than its base's"), hybrid.disable_grafts():
+            pass
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "message"),
+    [
+        (Plan(kind="layer", sites=("L0",)), {}, "is for head grafts"),
+        ("plan.json", {}, "surgery.shrink_state takes a plan, not its name"),
+        (Plan(sites=("L0.H2",)), {"windows": 0}, "windows is a whole number from 1, not 0"),
+        (Plan(sites=("L0.H2",)), {"text_tokens": 1}, "text_tokens is a whole number from 2, not 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(plan, options, message):
+    with pytest.raises(UserError, match=message):
+        shrink_state(load(ROOT / "checkpoints" / "tiny-mamba2"), plan, 4, **options)
+
+
+def test_a_state_is_measured_where_nothing_records_gradients():
+    base, plan = load(ROOT / "checkpoints" / "tiny-mamba2"), Plan(sites=("L0.H2",))
+    expected = shrink_state(base, plan, 4, text_tokens=16, windows=1)
+    with torch.no_grad():
+        assert shrink_state(base, plan, 4, text_tokens=16, windows=1) == expected
+
+
 @pytest.mark.parametrize("format", ["hf", "patch"])
 def test_it_is_exported_and_tuned_on_like_any_hybrid(tmp_path, format):
     base = load(ROOT / "checkpoints" / "tiny-mamba2")
@@ -219,6 +272,22 @@ plan: {sites: "L0.H3,5"}
 tune: {steps: 1, batch_size: 2, text_batch_size: 2, text_tokens: 32, lessons: [{probe: kv, options: {pairs: 4}}]}
 bench: {pairs: [4], unseen_pairs: [], limit: 10, windows: 2, contexts: [64]}
 """
+
+
+def test_what_it_costs_is_known_before_and_every_hybrid_of_a_run_is_cut():
+    base = load(ROOT / "checkpoints" / "tiny-mamba2")
+    settings = [f"model={ROOT}/checkpoints/tiny-mamba2", "plan={sites: L0.H3, state_size: 4}", "tune.text_tokens=16"]
+    recipe = read_recipe(None, [*settings, "bench.doses=[1]"])
+    patient = Patient(base.model, base.tokenizer, base.model.dummy_inputs["input_ids"][:2, :8])
+    windows, cost = shrinking_cost(patient, recipe, assumed(recipe, patient.depth, patient.heads))
+    assert windows == 32
+    assert cost.seconds > 0
+    cut = keeping(range(4), 1)
+    entries = entries_of(base.model, recipe, level(4, 8), cut, None, lambda name, model, *_: model)
+    sizes = {name: state_size(entry.model) for name, entry in entries.items()}
+    whole = {"base", "control_tuned"}
+    assert sizes == {name: 16 if name in whole else 3 for name in sizes}
+    assert {"dose_1", "control_random_site_tuned", "control_same_layer"} < set(sizes)
 
 
 def test_the_verbs_cut_alike(surgery, tmp_path):

@@ -15,11 +15,11 @@ from surgery.exporting.formats import check_way
 from surgery.families import family_of
 from surgery.jobs.costs.benching import BenchCost, bench_cost
 from surgery.jobs.costs.exporting import export_cost, started, weights_of
-from surgery.jobs.costs.growing import growing_cost
+from surgery.jobs.costs.growing import growing_cost, shrinking_cost
 from surgery.jobs.costs.locating import locating_cost
 from surgery.jobs.costs.models import Models, Trained, all_names, assumed, bare, models_of
 from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
-from surgery.jobs.costs.sample import Patient, Sample, sampled
+from surgery.jobs.costs.sample import Patient, Sample, sampled, total
 from surgery.jobs.costs.tuning import STATES, StageCost, Tuned, held_beyond, tuning_cost
 from surgery.jobs.opening import open_base
 from surgery.jobs.preparing import check, check_run
@@ -119,7 +119,7 @@ class Costs:
         but the models are made, which are held from then on."""
         chosen = assumed(self.recipe, self.patient.depth, self.patient.heads)
         stages: list[Stage] = [self.locate()] if first == "locate" else []
-        stages += [self.grow(chosen)] if self.recipe.plan.measures and first in ("locate", "plan") else []
+        stages += [self.grow(chosen)] if self.recipe.plan.opens and first in ("locate", "plan") else []
         made = self.splice(chosen)
         stages += [made] if first in ("locate", "plan", made.name) else []
         stages += self.tune(chosen, first) if first not in ("bench", "export") else []
@@ -134,6 +134,8 @@ class Costs:
                           "tuning costs most.")  # fmt: skip
         if self.recipe.plan.grows:
             result.append("plan.heads=auto is taken to add as many heads as it may (plan.auto.max_heads).")
+        if self.recipe.plan.state_size is not None:
+            result.append("plan.state_size is not counted: the models are taken to have the whole state.")
         if self.recipe.tune.steps == "auto":
             result.append("tune.steps=auto is taken to need as many steps as it may (tune.max_steps).")
         if self.recipe.tune.early_stopping is not None:
@@ -153,10 +155,18 @@ class Costs:
         return self._stage("locate", cost.sample, counts=counts, at_most=counted.at_most)
 
     def grow(self, chosen: Plan) -> Stage:
-        """plan, where heads are found by measuring."""
-        count, sample = growing_cost(self.patient, self.recipe, bare(chosen))
-        self.settings["plan"] = {"locate.batch_size": self.recipe.locate.batch_size}, SMALLER
-        return self._stage("plan", sample, counts={"plans measured": count}, at_most=True)
+        """plan, where heads are found by measuring, or dimensions of the state are."""
+        counts: dict[str, int] = {}
+        parts: list[Sample] = []
+        self.settings["plan"] = {}, SMALLER
+        if self.recipe.plan.measures:
+            counts["plans measured"], sample = growing_cost(self.patient, self.recipe, bare(chosen))
+            parts.append(sample)
+            self.settings["plan"] = {"locate.batch_size": self.recipe.locate.batch_size}, SMALLER
+        if self.recipe.plan.state_size is not None:
+            counts["forwards and backwards"], sample = shrinking_cost(self.patient, self.recipe, bare(chosen))
+            parts.append(sample)
+        return self._stage("plan", total(parts), counts=counts, at_most=self.recipe.plan.measures)
 
     def splice(self, chosen: Plan) -> Stage:
         """plan and splice: the models of the run are made. From here on they are held."""

@@ -1,4 +1,5 @@
-"""What plan.heads=auto and plan.by=choice cost: the time of measuring one plan, and how many there are at most."""
+"""What plan.heads=auto and plan.by=choice cost: the time of measuring one plan, and how many there are at most. What
+plan.state_size costs: the time of a window of text, and how many there are."""
 
 import math
 from functools import partial
@@ -7,9 +8,11 @@ from surgery.jobs.costs.sample import Patient, Sample, moved, sampled
 from surgery.locating.questions import choice_probe
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
+from surgery.splicing.splice import install
 from surgery.tuning.batches import held_out_windows
 from surgery.tuning.choosing import most_measured
 from surgery.tuning.growing import Measuring, most_plans
+from surgery.tuning.state_sizes import WINDOWS, state_scores
 
 
 def growing_cost(patient: Patient, recipe: Recipe, chosen: Plan) -> tuple[int, Sample]:
@@ -33,3 +36,14 @@ def growing_cost(patient: Patient, recipe: Recipe, chosen: Plan) -> tuple[int, S
     each = patient.along(one)
     whole = Sample(each.seconds * auto.examples / tried, each.bytes * recipe.locate.batch_size / rows)
     return count, whole * count
+
+
+def shrinking_cost(patient: Patient, recipe: Recipe, chosen: Plan) -> tuple[int, Sample]:
+    """(how many windows of text the state is measured on, what that costs). Tried on one of them. chosen: where grafts are."""
+    text = held_out_windows(patient.tokenizer, recipe.data, recipe.tune, 1, recipe.seed)
+
+    def one(depth: int) -> Sample:
+        hybrid = install(patient.subject(depth).model, chosen if depth == patient.depth else moved(chosen, depth))
+        return sampled(lambda: state_scores(hybrid, *text))
+
+    return WINDOWS, patient.along(one) * WINDOWS

@@ -125,14 +125,17 @@ class PlanOptions(Section):
                 "by: choice finds so many heads (plan.heads) of kind head, which start from their own weights; leave out kind, "
                 "sites, donor and auto"
             )
-        if self.state_size is not None and (layer or self.blend is not None):
+        if self.state_size is not None and layer:
+            raise ValueError("state_size: is for kind head, beside whose attention an SSM is left; leave out kind")
+        if self.state_size is not None and self.donor is not None:
             raise ValueError(
-                "state_size: is for kind head without a gate, whose SSM would need the state; leave out kind and blend"
+                "state_size: measures heads as they start from their own weights; leave out donor, and give `surgery splice` "
+                "--shrink-state"
             )
         if self.sites is not None and not self.sites:
             raise ValueError("sites: is empty; leave it out to plan the leading ones")
         try:
-            Plan(sites=self.sites_named(), **self.model_dump(exclude={"heads", "by", "layers", "sites", "state_size", "auto"}))
+            self.trial()
         except pydantic.ValidationError as error:
             raise ValueError(first_line(error)) from error
         if self.grows and self.sites is not None:
@@ -166,6 +169,12 @@ class PlanOptions(Section):
     def given(self) -> dict[str, Any]:
         """The settings as planning takes them."""
         return self.model_dump(exclude={"auto", "by", "state_size"})
+
+    def trial(self) -> Plan:
+        """A plan with these settings, at the sites that are named, or others in their place. Raises ValidationError."""
+        return Plan(
+            sites=self.sites_named(), **self.model_dump(exclude={"heads", "by", "layers", "sites", "state_size", "auto"})
+        )
 
     def sites_named(self) -> tuple[Site, ...]:
         """The sites, or while it is not known which ones lead, others in their place: those that donor_heads or donor_layers
