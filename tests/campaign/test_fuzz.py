@@ -58,6 +58,12 @@ def test_what_was_measured_before_a_number_that_is_not_finite_may_stay():
     assert kept_measurements(said, [*measured, "out/recipe.yaml", "out/run.json"])
     assert not kept_measurements(said, [*measured, "out/ranking.json"])
     assert not kept_measurements("surgery: no such file: x\n", measured)
+    worthless, ranked = (
+        "surgery: no head is worth its cache: of the 8 leading ones none\n",
+        ["out/ranking.json", "out/atlas.png"],
+    )
+    assert kept_measurements(worthless, [*measured, *ranked, "out/planning/b"])
+    assert not kept_measurements(worthless, [*measured, "out/plan.json"])
 
 
 def test_a_trial_sees_what_a_refused_command_has_written(tmp_path, monkeypatch):

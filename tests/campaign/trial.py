@@ -23,11 +23,12 @@ MEMORY = 1 << 30  # bytes that a trial may hold beyond what the process held whe
 ADDRESSES = 4 << 30  # bytes of addresses that it may take beyond: what asks for more at once is told so by the system
 LONGEST = 2000  # characters of what is said
 NOISE = re.compile(r"Traceback|Warning:|Exception ignored|Segmentation|core dumped|\.py:\d+")
-# What a command may keep whose refusal is a finding: what it had measured, for --resume.
-FINDINGS = ("not finite", "no head is worth its cache")
-KEPT = re.compile(
-    r"out(/(recipe\.yaml|run\.json|ranking\.(json|safetensors)|(atlas|mixing)\.png|(locate|cells|planning)(/.*)?))?"
-)
+# What a command may keep whose refusal is a finding, by what it says: what it had measured, for --resume.
+MEASURING = r"out(/(recipe\.yaml|run\.json|(locate|cells|planning)(/.*)?))?"
+KEPT = {
+    "not finite": re.compile(MEASURING),
+    "no head is worth its cache": re.compile(rf"{MEASURING}|out/(ranking\.(json|safetensors)|(atlas|mixing)\.png)"),
+}
 
 
 @dataclass
@@ -73,7 +74,7 @@ def kept_measurements(said: str, changed: Sequence[str]) -> bool:
     """Whether a command kept what it had measured before it met a number that is not finite, or no head that is worth a graft,
     and nothing else: that shows in no file, only in the work itself, and what was measured is for --resume."""
     last = said.strip().rpartition("\n")[2]
-    return any(finding in last for finding in FINDINGS) and all(KEPT.fullmatch(name) for name in changed)
+    return any(all(kept.fullmatch(name) for name in changed) for finding, kept in KEPT.items() if finding in last)
 
 
 def listing(folder: Path) -> set[tuple[str, str]]:

@@ -280,7 +280,7 @@ def test_a_patch_cannot_run_code(changed, tmp_path):
     """Neither by a pickle in the place of its weights nor by what its record says of the configuration."""
     torch.save({"x": Bomb(tmp_path / "ran")}, tmp_path / "x.bin")
     for content in (pickle.dumps(Bomb(tmp_path / "ran")), (tmp_path / "x.bin").read_bytes()):
-        with pytest.raises(UserError, match=r"cannot load .*SafetensorError"):
+        with pytest.raises(UserError, match="is damaged: it is not the file that"):
             package.load(changed(content, weights=hashlib.sha256(content).hexdigest()))
     for field in ("auto_map", "_attn_implementation", "architectures"):
         with pytest.raises(UserError, match=f"changes '{field}' of the configuration"):
