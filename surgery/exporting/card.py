@@ -127,7 +127,11 @@ def _how(plan: Plan, base_unchanged: bool) -> str:
         return f"There the SSM's whole mixer gave way to attention {source}{mlp}."
     start = f"heads of `{plan.donor}`" if plan.init == "donor" else "the heads' own C and B (the dual graft)"
     kept = ", and every weight of the base is unchanged" if base_unchanged else ""
-    return f"It takes the place of the SSM's mixing alone; queries and keys start as {start}{kept}."
+    done = f"It takes the place of the SSM's mixing alone; queries and keys start as {start}{kept}."
+    if not plan.kept_state:
+        return done
+    size = len(next(iter(plan.kept_state.values()))[0])
+    return f"{done} What stays an SSM keeps {size} dimensions of its state, those that text needed most (`kept_state`)."
 
 
 def _measured(report: Report, record: Any) -> str:
