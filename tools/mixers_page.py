@@ -26,19 +26,16 @@ COLUMNS = {
 }
 
 
-def files() -> list[Path]:
-    """The findings that are there."""
-    return [path for name in RECORDS.values() if (path := RECIPES / f"{name}.findings.json").exists()]
+def files() -> dict[Path, str]:
+    """The findings that are there, and of which kind of mixer each is."""
+    return {path: kind for kind, name in RECORDS.items() if (path := RECIPES / f"{name}.findings.json").exists()}
 
 
 def table() -> str:
     """A row for every kind of mixer, over all seeds: retrieval at the largest size, of base, grafts and controls, and the
     cost."""
     body, limits, seeds = [], set(), set()
-    for kind, name in RECORDS.items():
-        path = RECIPES / f"{name}.findings.json"
-        if not path.exists():
-            continue
+    for path, kind in files().items():
         result = Findings.read(path)
         size = max(int(figure[3:]) for figure in result.rows[0].figures if figure.startswith("kv."))
         accuracies: dict[str, list[float]] = {}

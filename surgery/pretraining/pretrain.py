@@ -4,7 +4,7 @@ In the small world the loss covers three kinds of sequence: dictionaries of a gr
 narrative), and lettered questions. Retrieval appears only if the curriculum starts with two pairs and adds more when these are
 learnt. It is learnt before there is any text, which decides where in the model it is located; otherwise that is left to chance.
 A Mamba learns it with its first layer alone, before the others exist, which is several times cheaper. A mixer without
-a convolution needs two layers for it (first_layers), and a Transformer hints as well (hints.py).
+a convolution needs two layers for it (first_layers), and in xLSTM, as in a Transformer, hints as well (hints.py).
 """
 
 import json

@@ -55,7 +55,8 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
         if curriculum.done:
             break
     say(f"retrieval alone: {number + 1} steps, {curriculum.most} pairs")
-    model.set_attn_implementation(implementation)
+    if hints is not None:
+        model.set_attn_implementation(implementation)
 
     schedule = steady_schedule(optimizer, recipe.warmup_steps, recipe.steps, recipe.decay_from)
     progress = Track(range(recipe.steps), "pretrain")

@@ -1,6 +1,6 @@
 """Random inputs of an SSD scan, and the error that the kernels are held to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,3 +101,19 @@ def assert_near(actual: Tensor, truth: Tensor, tolerance: float = 1e-5, floor: f
     assert actual.isfinite().all()
     error, size = (actual.double() - truth.double()).norm().item(), truth.double().norm().item()
     assert error <= tolerance * max(size, floor), f"relative error {error / (size + 1e-30):.1e} of a tensor of norm {size:.1e}"
+
+
+def assert_backends_agree(
+    run: Callable[[list[Tensor], str], Sequence[Tensor]], given: Sequence[Tensor], backends: tuple[str, str], tolerance: float
+) -> None:
+    """Results of run(leaves, backend) in float64, and the gradients of their random sum by all leaves, are those of the second
+    backend."""
+    outcomes = []
+    for backend in backends:
+        leaves = [m.clone().requires_grad_() for m in given]
+        results = tuple(run(leaves, backend))
+        g = torch.Generator().manual_seed(1)
+        loss = sum((m * torch.randn(m.shape, generator=g, dtype=m.dtype)).sum() for m in results)
+        outcomes.append(results + torch.autograd.grad(loss, leaves))
+    for actual, exact in zip(*outcomes, strict=True):
+        assert_near(actual, exact, tolerance, floor=1)

@@ -7,7 +7,7 @@ from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from surgery.kernels.delta import CHUNK, DELTA_RULE, DELTA_STEP, delta_matrix, delta_rule, delta_step, unit
-from tests.kernels.inputs import assert_near
+from tests.kernels.inputs import assert_backends_agree, assert_near
 
 BORDERS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
 RULES, STEPS = tuple(DELTA_RULE.backends), tuple(DELTA_STEP.backends)
@@ -47,16 +47,12 @@ def test_the_rule_equals_the_recurrence(backend, t, state):
 @pytest.mark.parametrize("t", BORDERS)
 def test_the_chunked_rule_in_float64(t):
     """As one value head to a pair and as several, forward and backward."""
+
+    def rule(leaves, backend):
+        return delta_rule(*leaves, backend=backend)
+
     for per_pair in (1, 3):
-        results, gradients = [], []
-        for backend in ("chunked", "reference"):
-            arguments = [m.requires_grad_() for m in double(make(t, per_pair=per_pair))]
-            results.append(delta_rule(*arguments, backend=backend))
-            g = torch.Generator().manual_seed(1)
-            loss = sum((m * torch.randn(m.shape, generator=g, dtype=m.dtype)).sum() for m in results[-1])
-            gradients.append(torch.autograd.grad(loss, arguments))
-        for actual, exact in zip(results[0] + gradients[0], results[1] + gradients[1], strict=True):
-            assert_near(actual, exact, 1e-11, floor=1)
+        assert_backends_agree(rule, double(make(t, per_pair=per_pair)), ("chunked", "reference"), 1e-11)
 
 
 def test_the_rule_in_bfloat16_and_float16():
