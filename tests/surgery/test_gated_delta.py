@@ -9,11 +9,15 @@ import surgery
 from surgery.errors import UserError
 from surgery.hybrids.gated_delta import SHARPNESS
 from surgery.kernels.delta import delta_rule, unit
-from surgery.kernels.dispatch import use
 from surgery.records.plan import Plan
 from surgery.splicing.splice import splice
 from tests.conftest import SAME, VOCABULARY
 from tests.kernels.inputs import assert_near
+from tests.surgery.mixer_checks import (
+    assert_a_closed_gate_is_the_base,
+    assert_matrices_are_what_the_mixer_does,
+    entering,
+)
 
 STOCK = {"delta_rule": "stock", "delta_step": "stock", "causal_conv": "stock"}
 FIELDS = {
@@ -36,17 +40,6 @@ def base_of(name):
     torch.manual_seed(0)
     config = AutoConfig.for_model(name.partition(",")[0], **FIELDS | MODELS[name])
     return AutoModelForCausalLM.from_config(config).double().eval()
-
-
-def entering(model, ids):
-    """What enters the mixer of layer 0."""
-    seen = []
-    handle = model.mixer_at(0).register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append((args or (kwargs["hidden_states"],))[0]), with_kwargs=True
-    )
-    model(ids)
-    handle.remove()
-    return seen[0]
 
 
 @pytest.fixture
@@ -88,29 +81,13 @@ def test_the_rate_is_between_0_and_its_most(name, ids):
 @every_model
 @torch.no_grad()
 def test_matrices_are_what_the_mixer_does(name, ids):
-    hybrid = splice(base_of(name), Plan(sites=("L0.H1,2",), blend=0.3))
-    mixer, u = hybrid.mixer_at(0), entering(hybrid, ids)
-    _, v, k, q, rates, qk = mixer.project(u)
-    matrices = mixer.matrices(u)
-    assert_near(torch.einsum("hij,jhp->ihp", matrices, v[0]), mixer.mix(v, k, q, rates, qk)[0], 1e-7)
-    rows = torch.tensor([29, 3])
-    assert_near(mixer.matrices(u, rows=rows, heads=[2, 0]), matrices[[2, 0]][:, rows], 1e-12)
+    assert_matrices_are_what_the_mixer_does(base_of(name), ids, 1e-7)
 
 
 @every_model
 @torch.no_grad()
 def test_a_closed_gate_is_the_base_bit_for_bit(name, ids):
-    """With the stock kernels, in float32 as the stock mixer computes."""
-    base = base_of(name).float()
-    logits = base(ids).logits
-    hybrid = splice(base, Plan(sites=("L0.H0,1",), blend=0.0))
-    with use(**STOCK):
-        assert torch.equal(hybrid(ids).logits, logits)
-        prompt = hybrid(ids[:, :20], use_cache=True)
-        cache, step = prompt.past_key_values, []
-        for t in range(20, 30):
-            step.append(hybrid(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits)
-    torch.testing.assert_close(torch.cat(step, 1), logits[:, 20:], atol=1e-4, rtol=0)
+    assert_a_closed_gate_is_the_base(base_of(name).float(), ids, STOCK)
 
 
 def test_a_width_other_than_the_base_s_is_refused():

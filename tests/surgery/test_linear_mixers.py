@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM, MiniMaxConfig, SmolLM3Config, xLS
 from transformers.initialization import no_init_weights
 
 from surgery.errors import UserError
-from surgery.kernels.dispatch import use
 from surgery.kernels.lightning import lightning_scan
 from surgery.kernels.mlstm import mlstm_scan
 from surgery.pretraining.mixer_starts import start_mixers
@@ -15,6 +14,11 @@ from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice, unsplice
 from tests.conftest import SAME
 from tests.kernels.inputs import assert_near
+from tests.surgery.mixer_checks import (
+    assert_a_closed_gate_is_the_base,
+    assert_matrices_are_what_the_mixer_does,
+    entering,
+)
 
 COMMON = {
     "vocab_size": 50,
@@ -49,17 +53,6 @@ def base_of(name, **more):
                 p.copy_(torch.randn(p.shape, generator=g) * (p.shape[-1] ** -0.5 if p.dim() > 1 else 0.3))
     base.set_experts_implementation("eager")
     return base
-
-
-def entering(model, ids):
-    """What enters the mixer of layer 0."""
-    seen = []
-    handle = model.mixer_at(0).register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append((args or (kwargs["hidden_states"],))[0]), with_kwargs=True
-    )
-    model(ids)
-    handle.remove()
-    return seen[0]
 
 
 @pytest.fixture
@@ -114,29 +107,13 @@ def test_a_dual_graft_of_lightning_is_softmax_of_the_size_of_the_sum(ids):
 @every_model
 @torch.no_grad()
 def test_matrices_are_what_the_mixer_does(name, ids):
-    hybrid = splice(base_of(name), Plan(sites=("L0.H1,2",), blend=0.3))
-    mixer, u = hybrid.mixer_at(0), entering(hybrid, ids)
-    _, v, k, q, dt, qk = mixer.project(u)
-    matrices = mixer.matrices(u)
-    assert_near(torch.einsum("hij,jhp->ihp", matrices, v[0]), mixer.mix(v, k, q, dt, qk)[0], 1e-9)
-    rows = torch.tensor([29, 3])
-    assert_near(mixer.matrices(u, rows=rows, heads=[2, 0]), matrices[[2, 0]][:, rows], 1e-12)
+    assert_matrices_are_what_the_mixer_does(base_of(name), ids, 1e-9)
 
 
 @every_model
 @torch.no_grad()
 def test_a_closed_gate_is_the_base_bit_for_bit(name, ids):
-    """With the stock kernels, in float32 as the stock mixer computes; and in steps."""
-    base = base_of(name).float()
-    logits = base(ids).logits
-    hybrid = splice(base, Plan(sites=("L0.H0,1",), blend=0.0))
-    with use(**STOCK):
-        assert torch.equal(hybrid(ids).logits, logits)
-        prompt = hybrid(ids[:, :20], use_cache=True)
-        cache, step = prompt.past_key_values, []
-        for t in range(20, 30):
-            step.append(hybrid(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits)
-    torch.testing.assert_close(torch.cat(step, 1), logits[:, 20:], atol=1e-4, rtol=0)
+    assert_a_closed_gate_is_the_base(base_of(name).float(), ids, STOCK)
 
 
 @every_model
