@@ -39,6 +39,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
             log.append({"step": number, "pairs": curriculum.most, **rounded})
 
     hints = recipe.hints
+    autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=recipe.mixed_precision == "bf16")
     implementation = model.config._attn_implementation
     if hints is not None:
         model.set_attn_implementation("eager")  # the only one that returns attention weights
@@ -47,11 +48,9 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min(1.0, (number + 1) / recipe.warmup_steps)
         batch = collate(tokenizer, dictionaries(recipe, rng, curriculum.most))
-        step(
-            _hinted(model, *batch, hints) if hints else {"kv": _loss(model, *batch, layers=recipe.first_layers)},
-            progress,
-            number + 1,
-        )
+        with autocast:
+            losses = _hinted(model, *batch, hints) if hints else {"kv": _loss(model, *batch, layers=recipe.first_layers)}
+        step(losses, progress, number + 1)
         if curriculum.done:
             break
     say(f"retrieval alone: {number + 1} steps, {curriculum.most} pairs")
@@ -62,7 +61,8 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
     progress = Track(range(recipe.steps), "pretrain")
     for number in progress:
         batches = lesson(tokenizer, recipe, rng, curriculum.most)
-        losses = {name: _loss(model, *collate(tokenizer, batch)) for name, batch in batches.items() if batch}
+        with autocast:
+            losses = {name: _loss(model, *collate(tokenizer, batch)) for name, batch in batches.items() if batch}
         step(losses, progress, number + 1)
         schedule.step()
         if (number + 1) % 500 == 0:

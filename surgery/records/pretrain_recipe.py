@@ -83,8 +83,6 @@ class CorpusOptions(Section):
     """Tokens of a window."""
     batch_size: Rows = 16
     """Windows of a step."""
-    mixed_precision: Annotated[Literal["bf16"] | None, pydantic.BeforeValidator(none_for_no)] = None
-    """bf16: compute in bfloat16, keep the weights in float32."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the checkpoint is stored in, and measured."""
     eval_steps: Count = 500
@@ -133,6 +131,8 @@ class PretrainRecipe(Section):
     """The largest learning rate."""
     weight_decay: float = Field(default=0.01, ge=0, le=FACTOR, allow_inf_nan=False)
     """Weight decay of matrices and convolution filters; nothing else decays."""
+    mixed_precision: Annotated[Literal["bf16"] | None, pydantic.BeforeValidator(none_for_no)] = None
+    """bf16: compute in bfloat16, keep the weights in float32."""
     warmup_steps: Count = 100
     """Steps over which the learning rate rises."""
     decay_from: float = Field(default=0.6, ge=0, lt=1)
@@ -160,6 +160,18 @@ class PretrainRecipe(Section):
     """Questions of such a sequence."""
     examples: int = Field(default=1000, ge=2, le=EXAMPLES)
     """Examples of each measurement on the card."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _earlier(cls, tree: Any) -> Any:
+        """Versions up to 0.11 had mixed_precision in the section corpus."""
+        corpus = tree.get("corpus") if isinstance(tree, dict) else None
+        if not (isinstance(corpus, dict) and "mixed_precision" in corpus):
+            return tree
+        if "mixed_precision" in tree:
+            raise ValueError("corpus.mixed_precision is mixed_precision now; leave the former out")
+        rest = {name: value for name, value in corpus.items() if name != "mixed_precision"}
+        return tree | {"corpus": rest, "mixed_precision": corpus["mixed_precision"]}
 
     @pydantic.model_validator(mode="after")
     def _of_one_world(self) -> Self:

@@ -41,11 +41,13 @@ MARKS = {BASE: ("o", LINES[0]), SPLICED: ("D", "#E69F00"), TUNED: ("o", LINES[2]
 class Cohort(Study):
     """bases: name -> what its recipe for `surgery pretrain` changes; its key `like` names another folder or recipe than the
     model's to start from, and the sections architecture and curriculum are changed key by key. Unless it says otherwise, no
-    layer is taught retrieval before the others (first_layer_steps: 0). only: these bases alone."""
+    layer is taught retrieval before the others (first_layer_steps: 0). common: what the recipes of all bases change, unless a
+    base says otherwise. only: these bases alone."""
 
     title: ClassVar[str] = "Bases that nobody prepared"
 
     bases: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], dict[str, Any]] = Field(min_length=1)
+    common: dict[str, Any] = {}
     only: tuple[str, ...] | None = None
 
     def check(self, recipe: Recipe) -> None:
@@ -60,7 +62,7 @@ class Cohort(Study):
     def pretrain_recipes(self, model: str) -> dict[str, PretrainRecipe]:
         """How the bases are trained, where the recipe's model is `model`."""
         chosen = self.bases if self.only is None else {name: self.bases[name] for name in self.only}
-        return {name: _recipe(name, changes, model) for name, changes in chosen.items()}
+        return {name: _recipe(name, self.common | changes, model) for name, changes in chosen.items()}
 
     def measure(self, subjects: Subjects) -> Measurements:
         rows: list[Row] = []

@@ -284,9 +284,9 @@ def test_other_settings_or_text_are_not_gone_on_with(recipe, books, tmp_path):
 
 
 def test_a_base_is_stored_in_bfloat16_and_trained_with_an_existing_tokenizer(recipe, tmp_path):
-    fields = {"dtype": "bfloat16", "mixed_precision": "bf16", "tokenizer": str(ROOT / "checkpoints" / "tiny-mamba2")}
+    fields = {"dtype": "bfloat16", "tokenizer": str(ROOT / "checkpoints" / "tiny-mamba2")}
     corpus = CorpusOptions(**recipe.corpus.model_dump() | fields)
-    run(recipe.model_copy(update={"corpus": corpus, "steps": 2}), tmp_path / "base")
+    run(recipe.model_copy(update={"corpus": corpus, "mixed_precision": "bf16", "steps": 2}), tmp_path / "base")
     loaded = load(str(tmp_path / "base"))
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
     assert loaded.tokenizer.get_vocab() == load(fields["tokenizer"]).tokenizer.get_vocab()
