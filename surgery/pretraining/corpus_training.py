@@ -31,7 +31,7 @@ CLIP = 1.0  # the largest norm of the gradient
 LOG_STEPS = 50  # between two records of the log
 PACE = 20  # steps over which the speed is taken
 # What may change while a training goes on: the number of steps within bounds (_most_steps), and what it is no part of.
-FREE = {"steps", "examples", "corpus", "mixed_precision", *OF_THE_WORLD}
+FREE = {"steps", "examples", "corpus", *OF_THE_WORLD}
 FREE_OF_CORPUS = {"train", "held_out", "tokenizer", "vocabulary", "save_steps", "about", "dtype"}
 
 
@@ -101,7 +101,8 @@ def train_on_corpus(model: PreTrainedModel, corpus: Corpus, recipe: PretrainReci
 def _settings(recipe: PretrainRecipe, corpus: Corpus) -> dict[str, Any]:
     """What a training that goes on has to have in common with what it goes on from."""
     assert recipe.corpus is not None
-    fixed, options = recipe.model_dump(mode="json", exclude=FREE), recipe.corpus.model_dump(mode="json", exclude=FREE_OF_CORPUS)
+    fixed = recipe.model_dump(mode="json", exclude=FREE | {"mixed_precision"})
+    options = recipe.corpus.model_dump(mode="json", exclude=FREE_OF_CORPUS)
     # mixed_precision is where versions up to 0.11 had it, whose trainings go on.
     return {**fixed, "corpus": {**options, "mixed_precision": recipe.mixed_precision, "text": corpus.about["digest"]}}
 

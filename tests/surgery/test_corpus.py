@@ -18,7 +18,7 @@ from surgery.loading.checkpoint import load
 from surgery.pretraining import corpus_training, pretrain
 from surgery.pretraining.chunked_entropy import mean_cross_entropy
 from surgery.pretraining.corpus import RECORD, Windows, files, prepared, spread
-from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe, read_pretrain_recipe
+from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
 from surgery.records.renamed import current
 from surgery.runtime.deferring import deferred
 from surgery.tuning.state import Checkpoints
@@ -437,5 +437,15 @@ def test_nothing_but_numbers_of_steps_is_free(recipe, tmp_path):
     """Every setting is either compared when a training goes on, or said to be free."""
     corpus = prepared(recipe.corpus, tmp_path)
     fixed = corpus_training._settings(recipe, corpus)
-    assert set(PretrainRecipe.model_fields) == set(fixed) | corpus_training.FREE
-    assert set(CorpusOptions.model_fields) == (set(fixed["corpus"]) - {"text"}) | corpus_training.FREE_OF_CORPUS
+    assert set(PretrainRecipe.model_fields) == set(fixed) | corpus_training.FREE | {"mixed_precision"}
+    compared = set(fixed["corpus"]) - {"text", "mixed_precision"}  # the latter stands where version 0.11 had it
+    assert set(CorpusOptions.model_fields) == compared | corpus_training.FREE_OF_CORPUS
+    assert "mixed_precision" in fixed["corpus"]
+
+
+def test_mixed_precision_is_read_where_earlier_versions_had_it(recipe):
+    tree = recipe.model_dump(mode="json", exclude={"mixed_precision"})
+    tree["corpus"]["mixed_precision"] = "bf16"
+    assert parsed_pretrain_recipe(tree, "recipe") == recipe.model_copy(update={"mixed_precision": "bf16"})
+    with pytest.raises(UserError, match=r"corpus\.mixed_precision is mixed_precision now"):
+        parsed_pretrain_recipe(tree | {"mixed_precision": None}, "recipe")
