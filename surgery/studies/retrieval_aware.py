@@ -3,16 +3,16 @@
 The recipe's model is a Transformer whose layers were converted into Mamba-2 mixers one by one (surgery/pretraining). The
 Transformer's own heads are ranked by what ablating them costs. In the layers of the first n, the converted mixer gets heads of
 attention, as many numbers wide as those, and every mixer goes on learning what the Transformer's attention does in its layer.
-No layer learns from another's errors. In such a conversion only the layer of a head has a counterpart: a layer's mixer learns
-as a whole, and which of its heads are attention is no matter.
+No layer learns from another's errors until then. In the end all mixers are distilled from the Transformer together, by the
+recipe's `tune`. In such a conversion only the layer of a head has a counterpart: a layer's mixer learns as a whole, and which
+of its heads are attention is no matter.
 
-The other way to a hybrid of as many heads is to operate on the converted model: its own ranking by splice attribution, dual
-grafts, and the recipe's tuning, which asks nothing of the Transformer.
+The other way to a hybrid of as many heads is to operate on the conversion that keeps none: its own ranking by splice
+attribution, dual grafts, and the same tuning, which asks nothing of the Transformer.
 """
 
 import json
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,9 +28,9 @@ from surgery.evaluation.bench import measure
 from surgery.evaluation.report import ModelReport, value
 from surgery.jobs.locating_stage import located
 from surgery.jobs.tuning_stage import tuned
+from surgery.loading.checkpoint import Checkpoint, fingerprint
 from surgery.loading.digests import model_digest
 from surgery.locating.planning import plan
-from surgery.locating.ranking import Ranking
 from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds
 from surgery.records.plan import Plan
@@ -41,7 +41,7 @@ from surgery.records.site import Site
 from surgery.runtime import plotting
 from surgery.runtime.progress import say
 from surgery.runtime.replacing import written
-from surgery.splicing.splice import adopt, grafted_mixer, splice
+from surgery.splicing.splice import adopt, grafted_mixer, splice, unsplice
 from surgery.statistics import Estimate, Proportion
 from surgery.studies.figures import LINES
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
@@ -59,7 +59,8 @@ CURVES = {
 class RetrievalAware(Study):
     """other: the Transformer. heads: how many of its heads stay attention. steps, learning_rate: of each mixer, which goes on
     from where the conversion ended, on the data of the conversion's recipe (recipe.yaml in the model's folder). The recipe's
-    `locate` ranks both models, its `tune` tunes what is operated on, its `bench` says what is measured."""
+    `locate` ranks both models, its `tune` distils the mixers of what is converted and tunes the grafts of what is operated on,
+    its `bench` says what is measured."""
 
     title: ClassVar[str] = "Retrieval against heads that stay attention"
 
@@ -74,24 +75,24 @@ class RetrievalAware(Study):
     def measure(self, subjects: Subjects) -> Measurements:
         assert subjects.other is not None
         base, teacher, recipe, out = subjects.checkpoint, subjects.other, subjects.recipe, subjects.out
-        ranking, own = (
-            located(recipe, one, out / name, resume=subjects.resume, figures=False)
-            for name, one in (("transformer", teacher), ("converted", base))
-        )
-        most, each = max(self.heads), _share(ranking, own)
+        ranking = located(recipe, teacher, out / "transformer", resume=subjects.resume, figures=False)
+        aligned = Aligned(self, subjects, _share(len(ranking.heads), len(subjects.subject.anatomy.places[0])))
+        none = aligned.distilled([], NONE)
+        operable = _checkpoint(none, base)
+        own = located(recipe, operable, out / "converted", resume=subjects.resume, figures=False)
+        most, each = max(self.heads), aligned.each
         chosen = [score.site for score in ranking.columns.sorted()[:most]]
         others = sorted({score.site for score in ranking.heads} - {*chosen})
         drawn = random.Random(f"retrieval-aware {recipe.seed}").sample(others, min(most, len(others)))
-        aligned = Aligned(self, subjects, each)
-        models: dict[str, PreTrainedModel] = {CONVERTED: base.model, TRANSFORMER: teacher.model, NONE: aligned.model([])}
+        models: dict[str, PreTrainedModel] = {CONVERTED: base.model, TRANSFORMER: teacher.model, NONE: operable.model}
         for count in self.heads:
-            models[_row(KEPT, count)] = aligned.model(chosen[:count])
-            models[_row(RANDOM, count)] = aligned.model(drawn[:count])
+            for curve, heads in ((KEPT, chosen), (RANDOM, drawn)):
+                models[_row(curve, count)] = aligned.distilled(heads[:count], _row(curve, count))
             hybrid_plan = plan(own, heads=count * each, seed=recipe.seed)
-            hybrid = models[_row(OPERATED, count)] = splice(base.model, hybrid_plan)
+            hybrid = models[_row(OPERATED, count)] = splice(operable.model, hybrid_plan)
             tuned(
-                hybrid, base, recipe, out / "tuning" / str(count), plan=hybrid_plan, teacher=adopt(base.model),
-                resume=subjects.resume, description=_row(OPERATED, count),
+                hybrid, operable, recipe, out / "tuning" / _file(_row(OPERATED, count)), plan=hybrid_plan,
+                teacher=adopt(operable.model), resume=subjects.resume, description=_row(OPERATED, count),
             )  # fmt: skip
         reports = measure(models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
         rows = tuple(Row(what=name, figures=_figures(report)) for name, report in reports.items())
@@ -132,27 +133,37 @@ class Aligned:
         assert subjects.other is not None
         self.study, self.each = study, each
         self.base, self.teacher, self.resume = subjects.checkpoint, subjects.other, subjects.resume
-        self.folder = subjects.out / "mixers"
+        self.folder, self.tuning, self.whole = subjects.out / "mixers", subjects.out / "tuning", subjects.recipe
         self.layers = range(len(subjects.subject.anatomy.blocks))
         self.recipe = _conversion(subjects.recipe.model, subjects.recipe.seed)
         digests = [model_digest(one.model) for one in (self.base, self.teacher)]
         settings = study.model_dump(mode="json", exclude={"heads", "other"})
         self.key = json.dumps([*digests, settings, self.recipe.model_dump(mode="json")], sort_keys=True)
 
-    def model(self, heads: Sequence[Site]) -> PreTrainedModel:
-        """The converted model with attention for these heads of the Transformer; all its mixers were aligned alike."""
-        counts = Counter(site.layer for site in heads)
-        model = self._empty({layer: counts[layer] for layer in self.layers}, list(self.layers))
+    def distilled(self, heads: Sequence[Site], name: str) -> PreTrainedModel:
+        """The converted model with attention for these heads of the Transformer: its mixers were aligned one by one, and then
+        distilled together. name: of its row."""
+        counts = {layer: sum(site.layer == layer for site in heads) for layer in self.layers}
+        model = self._empty(counts, list(self.layers))
         for layer in self.layers:
             grafted_mixer(model, layer).load_state_dict(self._mixer(layer, counts[layer]))
+        tuned(
+            model, self.base, self.whole, self.tuning / _file(name), plan=self._plan(counts), layers=list(self.layers),
+            teacher=self.teacher.model, resume=self.resume, description=name, digest=model_digest(model),
+        )  # fmt: skip
         return model.eval()
+
+    def _plan(self, counts: Mapping[int, int]) -> Plan | None:
+        """Attention that is as wide as so many of the Transformer's heads in each layer."""
+        sites = tuple(Site(layer, tuple(range(count * self.each))) for layer, count in counts.items() if count)
+        return Plan(sites=sites, time_step=False, seed=self.recipe.seed) if sites else None
 
     def _empty(self, counts: Mapping[int, int], layers: list[int]) -> PreTrainedModel:
         """The converted model with so many heads of attention in each layer, and mixers of its own in `layers`."""
-        sites = tuple(Site(layer, tuple(range(count * self.each))) for layer, count in counts.items() if count)
-        if not sites:
+        attention = self._plan(counts)
+        if attention is None:
             return with_own_mixers(self.base, layers)
-        return own_mixers(splice(self.base.model, Plan(sites=sites, time_step=False, seed=self.recipe.seed)), layers)
+        return own_mixers(splice(self.base.model, attention), layers)
 
     def _mixer(self, layer: int, count: int) -> dict[str, Tensor]:
         path = self.folder / f"L{layer}-{count}.safetensors"
@@ -181,12 +192,21 @@ def _conversion(name: str, seed: int) -> PretrainRecipe:
     return recipe.model_copy(update={"seed": seed})
 
 
-def _share(transformer: Ranking, converted: Ranking) -> int:
-    """How many heads of the converted model are as wide together as one of the Transformer's."""
-    theirs, ours = (len(ranking.heads) for ranking in (transformer, converted))
+def _checkpoint(conversion: PreTrainedModel, base: Checkpoint) -> Checkpoint:
+    """A conversion without attention, as a base to operate on."""
+    model = unsplice(conversion)
+    return Checkpoint(f"{base.name}, {NONE}", model, base.tokenizer, fingerprint(model))
+
+
+def _share(theirs: int, ours: int) -> int:
+    """How many heads of the converted model are as wide together as one of the Transformer's, where they have so many."""
     if ours % theirs:
         raise UserError(f"the Transformer has {theirs} heads and the converted model {ours}, which is no multiple of them")
     return ours // theirs
+
+
+def _file(row: str) -> str:
+    return row.replace(" ", "-")
 
 
 def _row(curve: str, count: int) -> str:
