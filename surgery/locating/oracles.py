@@ -40,26 +40,31 @@ from surgery.records.site import Site
 from surgery.runtime import processes
 from surgery.runtime.progress import counting
 
-PLACES = 4  # tokens of a span at which a head may look, counted from the one behind it: of kv, the value and its neighbours
+# Where a head may read what a span holds, in tokens before the one behind the span: in its last ones, or behind it, where other
+# heads may have gathered it. Of kv, the pair and the next one.
+PLACES = range(-4, 4)
+TRIED = 8  # places and signs of a head that are tried, those that lead to first order
 
 
 @dataclass(frozen=True)
 class Carrier:
-    """A head that attends to one place alone: `back` tokens before the one behind the span that holds the answer. sign: of what
-    it puts out."""
+    """A head that attends to one place alone: `back` tokens before the one behind the span that holds the answer; negative:
+    after it. sign: of what it puts out."""
 
     site: Site
     back: int
     sign: int = 1
 
     def __str__(self) -> str:
-        return f"{self.site} ({self.back} back{', negative' if self.sign < 0 else ''})"
+        where = f"{self.back} back" if self.back >= 0 else f"{-self.back} ahead"
+        return f"{self.site} ({where}{', negative' if self.sign < 0 else ''})"
 
 
 def plan_at(carriers: Sequence[Carrier]) -> Plan:
-    """Dual grafts at these heads, with the signs with which they carry the answer."""
+    """Dual grafts at these heads, with the signs with which they carry the answer, and the places at which they read it."""
     starts = {str(carrier.site): Start(sign=1 if carrier.sign > 0 else -1) for carrier in carriers}
-    return Plan(sites=tuple(carrier.site for carrier in carriers), starts=starts)
+    places = {str(carrier.site): carrier.back for carrier in carriers}
+    return Plan(sites=tuple(carrier.site for carrier in carriers), starts=starts, places=places)
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,10 @@ class Batch:
     owners: Tensor
     spans: list[list[list[int]]]
     behind: Tensor
+
+    def at(self, back: int) -> Tensor:
+        """(rows,): the positions so many tokens before the one behind the span that holds the answer; none after the prompt."""
+        return (self.behind - back).clamp_min(0).minimum(self.last)
 
 
 class Oracles:
@@ -146,7 +155,7 @@ class Oracles:
             passed = _skipped(mixer, x[rows, batch.last])
             for carrier in here:
                 (head,) = carrier.site.heads
-                value = carrier.sign * x[rows, (batch.behind - carrier.back).clamp_min(0), head] + passed[:, head]
+                value = carrier.sign * x[rows, batch.at(carrier.back), head] + passed[:, head]
                 y[rows, batch.last, head] = value.to(y.dtype)
             return y
 
@@ -207,7 +216,7 @@ class Oracles:
     def slopes(self) -> dict[Carrier, float]:
         """To first order, the loss in nats that a perfect choice at one head saves: for every head at all places and with both
         signs, from one forward and one backward."""
-        sums = [torch.zeros(2, PLACES, mixer.heads) for mixer in self.gated.anatomy.ssms]
+        sums = [torch.zeros(2, len(PLACES), mixer.heads) for mixer in self.gated.anatomy.ssms]
         for batch in self.batches:
             rows = torch.arange(len(batch.ids), device=batch.ids.device)
 
@@ -219,7 +228,7 @@ class Oracles:
 
                 def read(gradient: Tensor) -> None:
                     slope = gradient[rows, batch.last]
-                    values = [x[rows, (batch.behind - back).clamp_min(0)] for back in range(PLACES)]
+                    values = [x[rows, batch.at(back)] for back in PLACES]
                     for i, sign in enumerate((1, -1)):
                         saved = torch.stack([-(slope * (sign * value - own)).float().sum((0, 2)) for value in values])
                         sums[number][i] += saved.cpu()
@@ -231,19 +240,20 @@ class Oracles:
             with frozen(self.gated.model), listening(self.mixers, listen), torch.enable_grad():
                 batch.encoded.losses(self._logits(batch)).sum().backward()
         return {
-            Carrier(Site(mixer.layer, (head,)), back, sign): sums[number][i, back, head].item() / len(self.questions)
+            Carrier(Site(mixer.layer, (head,)), back, sign): sums[number][i, place, head].item() / len(self.questions)
             for number, mixer in enumerate(self.gated.anatomy.ssms)
-            for i, sign in enumerate((1, -1)) for back in range(PLACES) for head in range(mixer.heads)
+            for i, sign in enumerate((1, -1)) for place, back in enumerate(PLACES) for head in range(mixer.heads)
         }  # fmt: skip
 
     def carriers(self, most: int = 4, *, candidates: int = 8, worth: float = 0.02) -> list[tuple[Carrier, Outcome]]:
         """Heads with which a perfect choice saves most loss, one added to the others after the other, at most `most`, each with
         what the model answers then. It ends where no further head saves `worth` nats. The `candidates` heads that lead to first
-        order are tried at all places and with both signs."""
+        order are tried at those places, and with those signs, that lead to first order."""
         slopes = self.slopes()
-        leading = dict.fromkeys(carrier.site for carrier in sorted(slopes, key=slopes.__getitem__, reverse=True))
-        sites = list(leading)[:candidates]
-        tried = [carrier for carrier in slopes if carrier.site in sites]
+        ways: dict[Site, list[Carrier]] = {}
+        for carrier in sorted(slopes, key=slopes.__getitem__, reverse=True):
+            ways.setdefault(carrier.site, []).append(carrier)
+        tried = [carrier for site in list(ways)[:candidates] for carrier in ways[site][:TRIED]]
         alone = dict(zip(tried, self.outcomes([[carrier] for carrier in tried], "perfect choice"), strict=True))
         best: dict[Site, Carrier] = {}
         for carrier in sorted(alone, key=lambda carrier: alone[carrier].loss.mean()):

@@ -112,4 +112,6 @@ def random_plan(ranking: Ranking, chosen: Plan, seed: int, *, same_layers: bool 
         ranking, kind=chosen.kind, sites=tuple(drawn), donor=chosen.donor, mlp=chosen.mlp, width=chosen.width,
         shared=chosen.shared, blend=chosen.blend, seed=chosen.seed,
     )  # fmt: skip
-    return other.model_copy(update={"kept_state": chosen.kept_state})
+    # The same hints as the chosen heads, so that these are not what makes the difference.
+    places = dict(zip((str(head) for site in other.sites for head in site.each()), chosen.places.values(), strict=False))
+    return other.model_copy(update={"kept_state": chosen.kept_state, "places": places})

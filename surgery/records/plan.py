@@ -61,6 +61,9 @@ class Plan(Record):
     )
     """Layer ("L3") -> for each of its B/C groups the dimensions that the state of its SSM keeps, as many everywhere; {}: all of
     them. For kind head."""
+    places: dict[str, Annotated[int, Field(gt=-(2**14), lt=2**14)]] = Field(default={}, exclude_if=lambda places: not places)
+    """Head ("L1.H3") -> where it reads an answer, in tokens before the one behind the span that holds it; negative: after it.
+    For the hints of tuning (tune.hints); {}: anywhere in the span. For kind head."""
     seed: int = Field(default=0, ge=0, lt=2**52)
     """Of what starts at random."""
     growth: Growth | None = Field(default=None, exclude_if=lambda growth: growth is None)
@@ -102,7 +105,7 @@ class Plan(Record):
         for name, allowed in {
             "donor": donor, "donor_heads": donor and not layer, "donor_layers": donor and layer, "mlp": donor and layer,
             "starts": not layer, "blend": not layer, "shared": not layer and not donor, "time_step": not layer,
-            "width": not (layer and donor), "kept_state": not layer,
+            "width": not (layer and donor), "kept_state": not layer, "places": not layer,
         }.items():  # fmt: skip
             value = getattr(self, name)
             if not (allowed or value is None or value is False or value == {}):
@@ -118,9 +121,10 @@ class Plan(Record):
             or () in groups
         ):
             raise ValueError("kept_state: every group keeps as many dimensions, one at least, in ascending order")
-        heads = {str(head) for site in self.sites for head in site.each()} if self.starts else set()
-        if strays := sorted(set(self.starts) - heads):  # also L01.H3, which nobody would find
-            raise ValueError(f"starts: {strays[0]} is not among the sites")
+        heads = {str(head) for site in self.sites for head in site.each()} if self.starts or self.places else set()
+        for name in ("starts", "places"):
+            if strays := sorted(set(getattr(self, name)) - heads):  # also L01.H3, which nobody would find
+                raise ValueError(f"{name}: {strays[0]} is not among the sites")
         if wide := [site for site in self.donor_heads.values() if len(site.heads) != 1]:
             raise ValueError(f"donor_heads: {wide[0]} is not one head")
         return self

@@ -112,8 +112,7 @@ class RetrievalAware(Study):
         with plotting.drawing(path, 1, len(sizes), width=3.4 * len(sizes) + 1, height=4.4) as (figure, axes):
             for axis, size in zip(axes.flat, sizes, strict=True):
                 for color, (curve, label) in zip(LINES[1:], CURVES.items(), strict=False):
-                    start = CONVERTED if curve == OPERATED else NONE
-                    results = [of[start][size], *(of[_row(curve, count)][size] for count in self.heads)]
+                    results = [of[NONE][size], *(of[_row(curve, count)][size] for count in self.heads)]
                     plotting.draw_line(
                         axis, [0, *self.heads], [value(r) for r in results], [r.ci95 for r in results], color=color, label=label
                     )

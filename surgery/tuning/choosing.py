@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
 from surgery.locating.ledger import Ledger
-from surgery.locating.oracles import PLACES, Oracles, plan_at
+from surgery.locating.oracles import TRIED, Oracles, plan_at
 from surgery.locating.planning import plan
 from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
@@ -24,13 +24,13 @@ from surgery.tuning.growing import fresh_questions
 
 
 def tried(options: PlanOptions) -> int:
-    """How many heads are tried at all places."""
+    """How many heads are tried by themselves."""
     return options.counted + options.auto.candidates
 
 
 def most_measured(options: PlanOptions) -> int:
     """How many sets of heads are measured at most, the base included."""
-    return 1 + 2 * PLACES * tried(options) + sum(tried(options) - number for number in range(options.counted))
+    return 1 + TRIED * tried(options) + sum(tried(options) - number for number in range(options.counted))
 
 
 def by_choice(
@@ -38,23 +38,28 @@ def by_choice(
     seed: int | None = None, kept: Path | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of `options.heads` heads with which a perfect choice saves most loss, each with the sign with which it carries
-    the answer. base: what was ranked. batch_size: questions in a forward. seed: the ranking's, unless given. kept: a folder for
-    what is measured; what is there already is not measured again. Raises UserError where no head saves anything."""
+    the answer and the place at which it reads it. Where heads is auto, they are added while one saves
+    `options.auto.least_gain` nats.
+
+    base: what was ranked. batch_size: questions in a forward. seed: the ranking's, unless given. kept: a folder for what is
+    measured; what is there already is not measured again. Raises UserError where no head saves anything."""
     subject = Subject.of(base, verb="plan")
     seed = ranking.provenance.seed if seed is None else seed
     questions = fresh_questions(subject.tokenizer, ranking, options.auto.examples, seed)
     ledger = Ledger(kept, "choice", subject.conditions.model_dump() if kept is not None else None, batch_size)
     oracles = Oracles(fully_gated(subject), questions, batch_size, ledger=ledger)
-    found = oracles.carriers(options.counted, candidates=tried(options), worth=0.0)
+    worth = options.auto.least_gain if options.grows else 0.0
+    found = oracles.carriers(options.counted, candidates=tried(options), worth=worth)
     if not found:
-        nowhere = "at no head does a perfect choice save anything"
+        nowhere = f"at no head does a perfect choice save {f'{worth:g} nats' if worth else 'anything'}"
         raise UserError(f"plan.by=choice: {nowhere}; leave it out, or locate with another probe")
     for number, (carrier, outcome) in enumerate(found, 1):
         right = f"{outcome.correct.mean():.3f} right, {outcome.loss.mean():.3f} nats"
         say(f"plan: head {number}, a perfect choice at {carrier} too: {right}")
     carriers = [carrier for carrier, _ in found]
-    chosen = plan(ranking, **options.given() | {"sites": tuple(carrier.site for carrier in carriers)}, seed=seed)
-    own = plan_at(carriers).starts
+    chosen = plan(ranking, **options.given() | {"heads": 1, "sites": tuple(carrier.site for carrier in carriers)}, seed=seed)
+    perfect = plan_at(carriers)
+    own = perfect.starts
     # Sharpness that was found for the other sign says nothing.
     starts = {head: start if start.sign == own[head].sign else own[head] for head, start in chosen.starts.items()}
-    return chosen.model_copy(update={"starts": own | starts})
+    return chosen.model_copy(update={"starts": own | starts, "places": perfect.places})

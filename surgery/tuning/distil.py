@@ -9,7 +9,7 @@ A student inside a stock model (hybrids/stock_hybrid.py) is run as a whole, and 
 model get beside their states (masks by layer, the embeddings once more) is its own affair, and so is what it does to logits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -43,8 +43,9 @@ class Distillation(nn.Module):
     """A student, and the modules in which its teacher differs from it. `forward` gives the losses of a batch.
 
     The parameters of the student that have a gradient now are those that will be trained. cache_bytes: how much memory may hold
-    states that fixed weights have computed, for batches that have a key. bf16: compute in bfloat16, whatever dtype the weights
-    have. checkpointing: whether states within blocks are computed again in the backward pass (backward_memory.py).
+    states that fixed weights have computed, for batches that have a key. places: where hinted heads read (Plan.places). bf16:
+    compute in bfloat16, whatever dtype the weights have. checkpointing: whether states within blocks are computed again in the
+    backward pass (backward_memory.py).
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Distillation(nn.Module):
         kl_weight: float = 1.0,
         hit_weight: float = 0.0,
         hint_weight: float = 0.0,
+        places: Mapping[str, int] | None = None,
         cache_bytes: int = 0,
         bf16: bool = False,
         checkpointing: Checkpointing = False,
@@ -62,7 +64,7 @@ class Distillation(nn.Module):
         super().__init__()
         self.recomputing = Recomputing(checkpointing)
         self.student, self.bf16, self.cache = student, bf16, StateCache(cache_bytes)
-        self.kl_weight, self.hit_weight, self.hint_weight = kl_weight, hit_weight, hint_weight
+        self.kl_weight, self.hit_weight, self.hint_weight, self.places = kl_weight, hit_weight, hint_weight, places or {}
         self._documents: tuple[Tensor, Packing | None] | None = None  # of the last position_ids
         ours, theirs = list(student.base_model.layers), blocks_of(teacher)
         self.in_stock = not isinstance(student, HybridCausalLM)
@@ -110,7 +112,7 @@ class Distillation(nn.Module):
             more: dict[str, Tensor] = {}
             if target_count or not self.hit_weight:
                 below = self._below(ids, (key, "lesson"))
-                with watching(self.student if self.hint_weight and evidence is not None else None) as seen:
+                with watching(self.student if self.hint_weight and evidence is not None else None, self.places) as seen:
                     hidden = self._above(below, positions)
                 ce = self._cross_entropy(hidden, at(positions, targets)) / target_count
                 if seen and evidence is not None:

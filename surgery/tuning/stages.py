@@ -68,6 +68,7 @@ class Run:
             kl_weight=options.kl_weight,
             hit_weight=options.hit_weight,
             hint_weight=options.hints.weight if options.hints else 0.0,
+            places=surgery.plan.places if (surgery := getattr(model, "surgery", None)) is not None else {},
             cache_bytes=options.cache_bytes,
             bf16=bf16,
             checkpointing=checkpointing,

@@ -13,6 +13,7 @@ from surgery.tuning.choosing import by_choice, most_measured
 from tests.conftest import ROOT, TINY
 
 FEW = PlanOptions(heads=2, by="choice", auto=Auto(examples=8, candidates=2))
+NO_GAIN = "auto: {least_gain: 99, examples: 4, candidates: 1, max_heads: 1}"
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +34,23 @@ def test_a_plan_by_choice(tiny, ranking, tmp_path, monkeypatch):
     assert 1 < len(measured) <= most_measured(FEW)
     assert 1 <= sum(len(site.heads) for site in chosen.sites) <= 2
     assert {site.layer for site in chosen.sites} == {0}
-    assert {head for site in chosen.sites for head in map(str, site.each())} == {*chosen.starts}
+    assert {head for site in chosen.sites for head in map(str, site.each())} == {*chosen.starts} == {*chosen.places}
     assert chosen.provenance == ranking.provenance
     monkeypatch.setattr(Oracles, "outcome", None)
     assert by_choice(tiny, ranking, FEW, kept=tmp_path) == chosen
+
+
+def test_auto_adds_heads_while_they_are_worth_it(tiny, ranking):
+    """A perfect choice at the best head leaves no hundredth of a nat to save."""
+
+    def chosen(heads, **auto):
+        auto = FEW.auto.model_copy(update={"max_heads": 3, **auto})
+        return {*by_choice(tiny, ranking, FEW.model_copy(update={"heads": heads, "auto": auto})).places}
+
+    best = chosen(1)
+    assert len(best) == 1
+    assert chosen("auto", least_gain=0.01) == best
+    assert best <= chosen("auto", least_gain=0.0)
 
 
 def test_as_a_setting(surgery, tmp_path, ranking):
@@ -48,9 +62,9 @@ def test_as_a_setting(surgery, tmp_path, ranking):
     assert chosen.blend == 0.5
     assert str(chosen.sites[0]) in out
     for settings, complaint in {
-        "plan={by: choice, heads: auto}": "plan.by: choice finds so many heads",
-        "plan={by: choice, sites: L0.H1}": "plan.by: choice finds so many heads",
-        "plan={by: choice, kind: layer}": "plan.by: choice finds so many heads",
+        "plan={by: choice, sites: L0.H1}": "plan.by: choice finds heads (plan.heads) of kind head",
+        "plan={by: choice, kind: layer}": "plan.by: choice finds heads (plan.heads) of kind head",
+        f"plan={{by: choice, heads: auto, {NO_GAIN}}}": "plan.by=choice: at no head does a perfect choice save 99 nats",
     }.items():
         status, _, error = surgery("plan", "ranking.json", "--set", settings, "--base", TINY)
         assert (status, complaint in " ".join(error.split())) == (2, True), error

@@ -79,9 +79,12 @@ def test_what_is_missed_is_attention(name):
     hooks = [m.register_forward_hook(lambda m, args, kw, _: entering.update({m: args[0]}), with_kwargs=True) for m in mixers]
     with torch.no_grad(), watching(hybrid) as seen:
         hybrid(ids)
+    known = {"L1.H2": 1, "L2.H1": -1} if name in ("mamba2", "llamba") else {"L1.H2": 1, "L1.H5": 1}
+    with torch.no_grad(), watching(hybrid, known) as placed:
+        hybrid(ids)
     for hook in hooks:
         hook.remove()
-    expected = []
+    expected, at_places = [], []
     for mixer in mixers:
         gate, mixer.graft.gate = getattr(mixer.graft, "gate", None), None  # attention alone, without the SSM beside it
         heads = getattr(mixer.graft, "heads", None)
@@ -89,8 +92,16 @@ def test_what_is_missed_is_attention(name):
         mixer.graft.gate = gate
         parts = (matrices[0, :, 9, 2:5], matrices[0, :, 19, 7:8], matrices[1, :, 12, 0:13])
         expected.append(-sum(part.sum(-1).log() for part in parts))
+        at_places.append(expected[-1].clone())
+        for number, head in enumerate(heads or []):
+            if (place := known.get(f"L{mixer.layer_idx}.H{head}")) is not None:
+                # A summary ends with the token behind the span; none lies after the one that asks.
+                at = [(0, 9, 4 - place), (0, 19, 7 - place), (1, 12, min(12, 12 - place))]
+                at_places[-1][number] = -sum(matrices[row, number, last, where].log() for row, last, where in at)
     torch.testing.assert_close(missed(seen, evidence), torch.cat(expected).mean().detach(), **SAME)
-    assert missed(seen, torch.zeros_like(evidence)) == 0
+    torch.testing.assert_close(missed(placed, evidence), torch.cat(at_places).mean().detach(), **SAME)
+    assert (missed(placed, evidence) == missed(seen, evidence)) == (name == "a layer")
+    assert missed(seen, torch.zeros_like(evidence)) == missed(placed, torch.zeros_like(evidence)) == 0
     assert not any("attend" in vars(m) for m in hybrid.modules() if isinstance(m, Graft | LayerGraft))
 
 

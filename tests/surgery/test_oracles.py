@@ -105,7 +105,7 @@ def test_carriers_are_where_the_built_in_model_retrieves(tiny):
 
 def test_carriers_are_added_while_they_save_loss(tiny, monkeypatch):
     """One after the other, the best first, and a plan has their signs."""
-    monkeypatch.setattr("surgery.locating.oracles.PLACES", 1)
+    monkeypatch.setattr("surgery.locating.oracles.TRIED", 2)
     subject = fully_gated(Subject.of(tiny))
     oracles = Oracles(subject, make("kv", pairs=16, keys="lessons").questions(8, 1))
     found = oracles.carriers(3, candidates=3, worth=0.0)
@@ -119,6 +119,7 @@ def test_carriers_are_added_while_they_save_loss(tiny, monkeypatch):
     assert {(head, chosen.start(site.layer, head).sign) for site in chosen.sites for head in site.heads} == {
         (carrier.site.heads[0], carrier.sign) for carrier in carriers
     }
+    assert chosen.places == {str(carrier.site): carrier.back for carrier in carriers}
     assert oracles.carriers(3, candidates=1, worth=100.0) == []
 
 
@@ -129,9 +130,14 @@ def test_slopes_are_those_of_the_loss(made, tokenizer):
     subject = gated(base, tokenizer)
     oracles = Oracles(subject, questions, batch_size=3)
     slopes = oracles.slopes()
-    assert len(slopes) == len(subject.anatomy.sites()) * PLACES * 2
+    assert len(slopes) == len(subject.anatomy.sites()) * len(PLACES) * 2
     step, whole = 1e-6, oracles.outcome().loss.mean()
-    for carrier in (Carrier(Site(0, (1,)), 2), Carrier(Site(1, (3,)), 0, -1), Carrier(Site(2, (5,)), 3)):
+    for carrier in (
+        Carrier(Site(0, (1,)), 2),
+        Carrier(Site(1, (3,)), 0, -1),
+        Carrier(Site(2, (5,)), 3),
+        Carrier(Site(1, (0,)), -4),
+    ):
         near = np.zeros(len(questions))
         for batch in oracles.batches:
             one = oracles._carrying(batch, [carrier])

@@ -80,8 +80,8 @@ class PlanOptions(Section):
     kind: Literal["head", "layer"] = "head"
     """`head`: attention inside the SSM's mixer, at chosen heads. `layer`: attention instead of the whole mixer."""
     heads: Annotated[Count | Literal["auto"], Field(union_mode="left_to_right")] = 1
-    """How many of the leading heads are grafted. auto: head after head is added by what it is measured to save, until the next
-    one is not worth its cache (section plan.auto). For kind head."""
+    """How many of the leading heads are grafted. auto: head after head is added by what it (or, by: choice, a perfect choice
+    there) is measured to save, until the next one is not worth its cache (section plan.auto). For kind head."""
     by: Literal["gain", "choice"] = "gain"
     """`gain`: the leading heads of the ranking. `choice`: the heads with which a perfect choice among the summaries, as hints
     teach it (tune.hints), would save most loss, one added to the others after the other, as measured on the model (plan.auto
@@ -120,10 +120,10 @@ class PlanOptions(Section):
             raise ValueError("heads: counts heads, and kind is layer; set plan.layers")
         if not layer and self.layers != 1:
             raise ValueError("layers: counts layers, and kind is head; set plan.heads, or plan.kind=layer")
-        if self.by == "choice" and (layer or self.grows or self.sites is not None or self.donor is not None):
+        if self.by == "choice" and (layer or self.sites is not None or self.donor is not None):
             raise ValueError(
-                "by: choice finds so many heads (plan.heads) of kind head, which start from their own weights; leave out kind, "
-                "sites, donor and auto"
+                "by: choice finds heads (plan.heads) of kind head, which start from their own weights; leave out kind, sites "
+                "and donor"
             )
         if self.state_size is not None and layer:
             raise ValueError("state_size: is for kind head, beside whose attention an SSM is left; leave out kind")
