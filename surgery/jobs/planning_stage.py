@@ -28,10 +28,12 @@ def planned(recipe: Recipe, base: Checkpoint, ranking: Ranking, kept: Path | Non
 def _heads(recipe: Recipe, base: Checkpoint, ranking: Ranking, kept: Path | None, seed: int) -> Plan:
     options = recipe.plan
     if options.by == "choice":
-        return by_choice(base, ranking, options, batch_size=recipe.locate.batch_size, seed=seed, kept=kept)
-    if not options.grows:
+        measuring = by_choice
+    elif options.grows:
+        measuring = grow
+    else:
         return plan(ranking, **options.given(), seed=seed)
-    return grow(
+    return measuring(
         base, ranking, options, data=recipe.data, text_tokens=recipe.tune.text_tokens, batch_size=recipe.locate.batch_size,
         seed=seed, kept=kept,
     )  # fmt: skip

@@ -152,9 +152,10 @@ def _about(out: Path, report: Report | None, stopped: str) -> dict[str, Any]:
     about: dict[str, Any] = {"stopped": stopped} if stopped else {}
     if (out / RANKING).exists():
         heads = Ranking.read(out / RANKING).columns
-        gains, predicted = heads.values("splice_loss"), int(np.nanargmax(heads.values("attribution")))
+        # Accuracy: by loss, a head that chooses right more often but is sure of what is wrong would be worse.
+        gains, predicted = heads.values("splice_gain"), int(np.nanargmax(heads.values("attribution")))
         best = int(np.nanargmax(gains))
-        estimate = heads[best].splice_loss
+        estimate = heads[best].splice_gain
         assert estimate is not None
         about |= {
             "predicted": str(heads.site(predicted)), "best": str(heads.site(best)),
