@@ -48,8 +48,8 @@ def by_choice(
     the answer and the place at which it reads it. Where heads is auto, they are added while one saves
     `options.auto.least_gain` nats.
 
-    base: what was ranked. data, text_tokens: as grow takes them. batch_size: questions in a forward. seed: the ranking's, unless given. kept: a folder for what is
-    measured; what is there already is not measured again. Raises UserError where no head saves anything."""
+    base: what was ranked. data, text_tokens: as grow takes them. batch_size: questions in a forward. seed: the ranking's,
+    unless given. kept: a folder for what is measured; what is there already is not measured again. Raises UserError where no head saves anything."""
     subject = Subject.of(base, verb="plan")
     seed = ranking.provenance.seed if seed is None else seed
     questions = fresh_questions(subject.tokenizer, ranking, options.auto.examples, seed)
@@ -86,7 +86,6 @@ def _sharpened(chosen: Plan, measuring: Measuring, text_weight: float) -> Plan:
     costs = [float(each.loss.mean() + text_weight * each.text.mean()) for each in measured]
     best = int(np.argmin(costs))
     scales = ", ".join(sorted({f"{start.tau:g}" for start in plans[best].starts.values()}))
-    say(
-        f"plan: scores at scale {scales}: {measured[best].correct.mean():.3f} right untrained, {measured[best].loss.mean():.3f} nats"
-    )
+    right = f"{measured[best].correct.mean():.3f} right untrained, {measured[best].loss.mean():.3f} nats"
+    say(f"plan: scores at scale {scales}: {right}")
     return plans[best]
