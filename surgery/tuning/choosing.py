@@ -49,7 +49,8 @@ def by_choice(
     `options.auto.least_gain` nats.
 
     base: what was ranked. data, text_tokens: as grow takes them. batch_size: questions in a forward. seed: the ranking's,
-    unless given. kept: a folder for what is measured; what is there already is not measured again. Raises UserError where no head saves anything."""
+    unless given. kept: a folder for what is measured; what is there already is not measured again. Raises UserError where no
+    head saves anything."""
     subject = Subject.of(base, verb="plan")
     seed = ranking.provenance.seed if seed is None else seed
     questions = fresh_questions(subject.tokenizer, ranking, options.auto.examples, seed)
