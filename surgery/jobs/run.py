@@ -138,7 +138,8 @@ class _Job:
             if not options.measures:
                 what = f"measuring which {options.state_size} dimensions of the state text needs most"
             elif options.by == "choice":
-                what = f"looking for the {options.heads} heads that a perfect choice would help most"
+                count = f"at most {options.counted}" if options.grows else f"the {options.heads}"
+                what = f"looking for {count} heads that a perfect choice would help most"
             with self.stage("plan", what):
                 chosen = planned(self.recipe, self.base, ranking, self.out / KEPT)
         else:
