@@ -23,7 +23,7 @@ from surgery.locating.ranking import Ranking
 from surgery.pretraining.pretrain import pretrain
 from surgery.records.names import is_control
 from surgery.records.pretrain_recipe import PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
-from surgery.records.recipe import Recipe
+from surgery.records.recipe import Recipe, changed
 from surgery.runtime import plotting
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
@@ -34,14 +34,16 @@ from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
 BASE, SPLICED, TUNED = "base", "spliced", "tuned"
 LIKE = "like"  # the key of a base that names a folder or a recipe other than the model's
+JOB = "job"  # the key of a base that changes the job's recipe
 OF = ": "  # between a base and a model of it, in the name of a row
 MARKS = {BASE: ("o", LINES[0]), SPLICED: ("D", "#E69F00"), TUNED: ("o", LINES[2])}
 
 
 class Cohort(Study):
     """bases: name -> what its recipe for `surgery pretrain` changes; its key `like` names another folder or recipe than the
-    model's to start from, and the sections architecture and curriculum are changed key by key. Unless it says otherwise, no
-    layer is taught retrieval before the others (first_layer_steps: 0). common: what the recipes of all bases change, unless a
+    model's to start from, and the sections architecture and curriculum are changed key by key. Its key `job` changes the job's
+    own recipe, whose sections are changed key by key. Unless it says otherwise, no layer is taught retrieval before the
+    others (first_layer_steps: 0). common: what the recipes of all bases change, unless a
     base says otherwise. only: these bases alone."""
 
     title: ClassVar[str] = "Bases that nobody prepared"
@@ -57,12 +59,23 @@ class Cohort(Study):
             raise UserError("the study 'cohort' needs the suite quick: bench.suites: [quick]")
         if not recipe.locate.exact:
             raise UserError("the study 'cohort' scans all heads: set locate.exact=true")
-        self.pretrain_recipes(recipe.model)
+        for name in self.pretrain_recipes(recipe.model):
+            self.job(recipe, name)
 
     def pretrain_recipes(self, model: str) -> dict[str, PretrainRecipe]:
         """How the bases are trained, where the recipe's model is `model`."""
         chosen = self.bases if self.only is None else {name: self.bases[name] for name in self.only}
         return {name: _recipe(name, self.common | changes, model) for name, changes in chosen.items()}
+
+    def job(self, recipe: Recipe, name: str) -> Recipe:
+        """What is done to a base, but for the folder in which it is."""
+        changes = self.bases[name].get(JOB, {})
+        if not isinstance(changes, Mapping) or {"model", "study"} & set(changes):
+            raise UserError(f"study.bases.{name}.job: sections of a recipe and their settings, such as {{plan: {{heads: 2}}}}")
+        try:
+            return changed(recipe, **{**changes, "study": None, "tokenizer": None})
+        except UserError as error:
+            raise UserError(f"study.bases.{name}.job: {error}") from error
 
     def measure(self, subjects: Subjects) -> Measurements:
         rows: list[Row] = []
@@ -70,7 +83,7 @@ class Cohort(Study):
         for name, recipe in self.pretrain_recipes(subjects.recipe.model).items():
             folder = _made(name, recipe, subjects.out / "bases" / name)
             out = subjects.out / "jobs" / name
-            job = subjects.recipe.model_copy(update={"model": str(folder), "tokenizer": None, "study": None})
+            job = self.job(subjects.recipe, name).model_copy(update={"model": str(folder)})
             try:
                 report: Report | None = run(job, out, resume=True)
                 stopped = ""
@@ -119,7 +132,7 @@ def _recipe(name: str, changes: Mapping[str, Any], model: str) -> PretrainRecipe
             tree[key] = dict(change)
         elif key in ("architecture", "curriculum") and isinstance(change, Mapping):
             tree[key] = tree[key] | change
-        elif key != LIKE:
+        elif key not in (LIKE, JOB):
             tree[key] = change
     return parsed_pretrain_recipe(tree, f"study.bases.{name}")
 

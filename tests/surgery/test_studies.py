@@ -205,7 +205,7 @@ def test_cohort(surgery, tmp_path, monkeypatch, cohort_files):
         about = findings.about[name]
         assert about["plan"] == ["L0.H1"]
         heads = Ranking.read(tmp_path / "out" / "jobs" / name / "ranking.json").columns
-        gains = dict(zip(("L0.H0", "L0.H1"), heads.values("splice_loss")[heads.head.argsort()].tolist(), strict=True))
+        gains = dict(zip(("L0.H0", "L0.H1"), heads.values("splice_gain")[heads.head.argsort()].tolist(), strict=True))
         assert gains[about["best"]] == about["gain of the best"] == max(gains.values())
         assert gains[about["predicted"]] == about["gain of the predicted"]
         recipe = read_pretrain_recipe(tmp_path / "out" / "bases" / name / "recipe.yaml")
@@ -215,7 +215,8 @@ def test_cohort(surgery, tmp_path, monkeypatch, cohort_files):
 
 
 def test_a_base_that_cannot_be_operated_on_is_a_finding(surgery, tmp_path, cohort_files):
-    more = ("--set", "study.only=[two]", "--set", "plan={heads: auto, auto: {least_gain: 100, max_heads: 1, candidates: 1}}")
+    job = "{plan: {sites: null, heads: auto, auto: {least_gain: 100, max_heads: 1, candidates: 1}}}"
+    more = ("--set", "study.only=[two]", "--set", f"study.bases.two.job={job}")
     status, _, error = surgery("run", "cohort.yaml", *more, "--out", "out")
     assert status == 0, error
     findings = Findings.read(tmp_path / "out" / "findings.json")
@@ -231,6 +232,9 @@ def test_a_base_that_cannot_be_operated_on_is_a_finding(surgery, tmp_path, cohor
     [
         ("study.only=[three]", "study.only: there is no base 'three'; there are one, two"),
         ("study.bases.one.stepping=3", "study.bases.one: unknown key 'stepping'"),
+        ("study.bases.two.job={plan: {headds: 2}}", "study.bases.two.job: recipe, changed: "),
+        ("study.bases.two.job={model: checkpoints/tiny-mamba}", "study.bases.two.job: sections of a recipe and their settings"),
+        ("study.bases.two.job=2", "study.bases.two.job: sections of a recipe and their settings"),
         ("locate.exact=false", "scans all heads: set locate.exact=true"),
         ("bench.suites=[language]", "needs the suite quick"),
     ],
