@@ -28,12 +28,10 @@ def planned(recipe: Recipe, base: Checkpoint, ranking: Ranking, kept: Path | Non
 def _heads(recipe: Recipe, base: Checkpoint, ranking: Ranking, kept: Path | None, seed: int) -> Plan:
     options = recipe.plan
     if options.by == "choice":
-        measuring = by_choice
-    elif options.grows:
-        measuring = grow
-    else:
+        return by_choice(base, ranking, options, batch_size=recipe.locate.batch_size, seed=seed, kept=kept)
+    if not options.grows:
         return plan(ranking, **options.given(), seed=seed)
-    return measuring(
+    return grow(
         base, ranking, options, data=recipe.data, text_tokens=recipe.tune.text_tokens, batch_size=recipe.locate.batch_size,
         seed=seed, kept=kept,
     )  # fmt: skip

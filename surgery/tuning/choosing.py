@@ -3,15 +3,10 @@
 A ranking tells what a graft gains before it is trained. A head whose scores do not choose yet gains nothing then, though it may
 carry the answer as soon as it is told where to look, as hints do. So here heads are found by what a perfect choice would save,
 on questions that no head was ranked by.
-
-How sharp the scores are at the start is measured as well, with all chosen heads in place. Attribution, which chooses it for a
-ranking, is of the first order and of one head at a time. Where heads choose wrongly at times, it likes them sharper than is
-good: they are sure of what is wrong.
 """
 
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
@@ -23,11 +18,9 @@ from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
 from surgery.records.plan import Plan
-from surgery.records.recipe import Data, PlanOptions
+from surgery.records.recipe import PlanOptions
 from surgery.runtime.progress import say
-from surgery.tuning.growing import Measuring, fresh_questions, untrained_text
-
-TAUS = (0.25, 0.5, 1.0, 2.0)  # of the heads' scores at the start, beside those of the ranking
+from surgery.tuning.growing import fresh_questions
 
 
 def tried(options: PlanOptions) -> int:
@@ -37,20 +30,19 @@ def tried(options: PlanOptions) -> int:
 
 def most_measured(options: PlanOptions) -> int:
     """How many sets of heads are measured at most, the base included."""
-    return 1 + TRIED * tried(options) + sum(tried(options) - number for number in range(options.counted)) + 1 + len(TAUS)
+    return 1 + TRIED * tried(options) + sum(tried(options) - number for number in range(options.counted))
 
 
 def by_choice(
-    base: PreTrainedModel | Checkpoint, ranking: Ranking, options: PlanOptions, *, data: Data | None = None,
-    text_tokens: int | None = None, batch_size: int = 32, seed: int | None = None, kept: Path | None = None,
+    base: PreTrainedModel | Checkpoint, ranking: Ranking, options: PlanOptions, *, batch_size: int = 32,
+    seed: int | None = None, kept: Path | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of `options.heads` heads with which a perfect choice saves most loss, each with the sign with which it carries
     the answer and the place at which it reads it. Where heads is auto, they are added while one saves
     `options.auto.least_gain` nats.
 
-    base: what was ranked. data, text_tokens: as grow takes them. batch_size: questions in a forward. seed: the ranking's,
-    unless given. kept: a folder for what is measured; what is there already is not measured again. Raises UserError where no
-    head saves anything."""
+    base: what was ranked. batch_size: questions in a forward. seed: the ranking's, unless given. kept: a folder for what is
+    measured; what is there already is not measured again. Raises UserError where no head saves anything."""
     subject = Subject.of(base, verb="plan")
     seed = ranking.provenance.seed if seed is None else seed
     questions = fresh_questions(subject.tokenizer, ranking, options.auto.examples, seed)
@@ -70,23 +62,4 @@ def by_choice(
     own = perfect.starts
     # Sharpness that was found for the other sign says nothing.
     starts = {head: start if start.sign == own[head].sign else own[head] for head, start in chosen.starts.items()}
-    chosen = chosen.model_copy(update={"starts": own | starts, "places": perfect.places})
-    text = untrained_text(subject.tokenizer, data, text_tokens, options.auto.windows, seed)
-    return _sharpened(chosen, Measuring(subject, questions, text, batch_size, kept), options.auto.text_weight)
-
-
-def _sharpened(chosen: Plan, measuring: Measuring, text_weight: float) -> Plan:
-    """The plan with the scale of scores under which the untrained hybrid has the least loss, on questions and text."""
-
-    def scaled(tau: float) -> Plan:
-        starts = {head: start.model_copy(update={"tau": tau}) for head, start in chosen.starts.items()}
-        return chosen.model_copy(update={"starts": starts})
-
-    plans = [chosen, *map(scaled, TAUS)]
-    measured = measuring.measure(plans, "plan, the scale of scores")
-    costs = [float(each.loss.mean() + text_weight * each.text.mean()) for each in measured]
-    best = int(np.argmin(costs))
-    scales = ", ".join(sorted({f"{start.tau:g}" for start in plans[best].starts.values()}))
-    right = f"{measured[best].correct.mean():.3f} right untrained, {measured[best].loss.mean():.3f} nats"
-    say(f"plan: scores at scale {scales}: {right}")
-    return plans[best]
+    return chosen.model_copy(update={"starts": own | starts, "places": perfect.places})

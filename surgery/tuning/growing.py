@@ -78,7 +78,8 @@ def grow(
     heads = {part for site in leading for part in site.each()}
     order = [site for site in (ranking.columns.site(i) for i in range(len(ranking.heads))) if site in heads]
     questions = fresh_questions(subject.tokenizer, ranking, options.auto.examples, seed)
-    text = untrained_text(subject.tokenizer, data, text_tokens, options.auto.windows, seed)
+    tokens = Tune().text_tokens if text_tokens is None else text_tokens
+    text = held_out_windows(subject.tokenizer, data or Data(), Tune(text_tokens=tokens), options.auto.windows, seed + SEED)
     measuring = Measuring(subject, questions, text, batch_size, kept)
     return _Growing(measuring, ranking, options, order, seed).grown()
 
@@ -94,14 +95,6 @@ def fresh_questions(tokenizer: PreTrainedTokenizerBase, ranking: Ranking, n: int
             "them; lower locate.examples, or set plan.heads to a number"
         )
     return fresh
-
-
-def untrained_text(
-    tokenizer: PreTrainedTokenizerBase, data: Data | None, tokens: int | None, windows: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Windows of text on which plans are measured, held out from tuning: (ids, real)."""
-    options = Tune() if tokens is None else Tune(text_tokens=tokens)
-    return held_out_windows(tokenizer, data or Data(), options, windows, seed + SEED)
 
 
 class Measuring:
