@@ -32,6 +32,7 @@ from surgery.studies.figures import LINES
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 
 KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
+UNSEEN = "unseen keys, kv."  # what lessons teach of their own words need not hold for others
 BASE, SPLICED, TUNED = "base", "spliced", "tuned"
 LIKE = "like"  # the key of a base that names a folder or a recipe other than the model's
 JOB = "job"  # the key of a base that changes the job's recipe
@@ -154,6 +155,11 @@ def _measured(folder: Path) -> dict[str, dict[str, Proportion | Estimate]]:
 
 def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
     figures: dict[str, Proportion | Estimate] = {f"kv.{size}": accuracy for size, accuracy in report.kv.items()}
+    figures |= {
+        UNSEEN + name.partition(".")[2]: of
+        for name, of in report.tasks.items()
+        if isinstance(of, Proportion) and name.startswith("kv_unseen.")
+    }
     for column, name in ((KNOWLEDGE, "knowledge"), (TEXT, "perplexity")):
         if name in report.change:
             figures[column] = report.change[name]
@@ -208,6 +214,8 @@ def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
         controls = [value(figures[size]) for model, figures in models.items() if is_control(model)]
         told += [f"{model} {value(models[model][size]):.3f}" for model in (SPLICED, TUNED)]
         told += [f"best control {max(controls):.3f}"] if controls else []
+        if (unseen := f"{UNSEEN}{size[3:]}") in models[TUNED]:
+            told += [f"unseen keys {value(models[BASE][unseen]):.3f} to {value(models[TUNED][unseen]):.3f}"]
         change = models[TUNED].get(KNOWLEDGE)
         told += [f"knowledge {value(change):+.3f}"] if change is not None else []
         lines.append(f"{name} ({', '.join(each['plan'])}), KV {size[3:]}: {', '.join(told)}.")

@@ -166,7 +166,7 @@ model: checkpoints/tiny-mamba2
 locate: {{examples: 4, exact: true, layers: false, options: {{pairs: 4}}}}
 plan: {{sites: L0.H1}}
 tune: {{steps: 1, batch_size: 2, text_batch_size: 1, lessons: [{{probe: kv, options: {{pairs: 4}}}}]}}
-bench: {{pairs: [4], unseen_pairs: [], limit: 6, windows: 2, contexts: [], controls: false}}
+bench: {{pairs: [4], unseen_pairs: [4], limit: 6, windows: 2, contexts: [], controls: false}}
 study: {{name: cohort, bases: {{one: {{{SMALL}, seed: 1}}, two: {{{SMALL}, seed: 2, curriculum: {{last: 3}}}}}}}}
 """
 
@@ -201,6 +201,8 @@ def test_cohort(surgery, tmp_path, monkeypatch, cohort_files):
     assert all(row.figures["kv.4"].n == 6 for row in findings.rows)
     report = Report.read(tmp_path / "out" / "jobs" / "two" / "report.json")
     assert findings.rows[5].figures["kv.4"] == report["tuned"].kv["4"]
+    assert findings.rows[5].figures["unseen keys, kv.4"] == report["tuned"].tasks["kv_unseen.4"]
+    assert "unseen keys " in findings.summary
     for name, last in (("one", 10), ("two", 3)):
         about = findings.about[name]
         assert about["plan"] == ["L0.H1"]
