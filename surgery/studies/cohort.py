@@ -117,7 +117,7 @@ class Cohort(Study):
                         )  # fmt: skip
             axis.axvline(1 / int(size[3:]), color=plotting.CHANCE, lw=1.2, ls=(0, (1, 2)))
             axis.set_yticks(range(len(names)), names)
-            axis.invert_yaxis()
+            axis.set_ylim(len(names) - 0.5, -0.5)
             axis.set(xlabel=f"{size.replace('kv.', 'KV ')}: {plotting.ACCURACY}", xlim=(0, 1.02))
             figure.suptitle(self.title, fontsize=11, fontweight="bold", ha="left", x=0.01)
             plotting.legend(figure, axis, columns=4)
