@@ -44,8 +44,8 @@ class Cohort(Study):
     """bases: name -> what its recipe for `surgery pretrain` changes; its key `like` names another folder or recipe than the
     model's to start from, and the sections architecture and curriculum are changed key by key. Its key `job` changes the job's
     own recipe, whose sections are changed key by key. Unless it says otherwise, no layer is taught retrieval before the
-    others (first_layer_steps: 0). common: what the recipes of all bases change, unless a
-    base says otherwise. only: these bases alone."""
+    others (first_layer_steps: 0). common: what the recipes of all bases change, unless a base says otherwise. only: these
+    bases alone."""
 
     title: ClassVar[str] = "Bases that nobody prepared"
 
