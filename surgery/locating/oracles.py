@@ -3,7 +3,7 @@
 Retrieval has two parts (gather and aggregate): something reads a span of the prompt, a pair say, into a summary; later a head
 picks out the right summary and carries what it holds to where the answer is due. If answers are wrong, either may be to blame:
 
-- perfect choice: at the last token, chosen heads attend to one place of the span that holds the answer, and to nothing else.
+- perfect choice: at the last token, chosen heads attend to one place of the span that holds the answer, or behind it, alone.
   This is what the best possible attention would do there, grafted into these heads with all else as it is. If the answer comes
   out, what was lost is the choice, and these heads are where a graft, once trained, can give it back. If not, nothing that is
   done to their queries and keys alone can help: what they carry does not hold the answer, or nothing above reads it.

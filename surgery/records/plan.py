@@ -110,9 +110,10 @@ class Plan(Record):
             value = getattr(self, name)
             if not (allowed or value is None or value is False or value == {}):
                 raise ValueError(f"{name}: means nothing for a {self.kind} graft that starts {self.init}")
-        for name, named in (("donor_heads", self.donor_heads), ("donor_layers", self.donor_layers)):
+        for name in ("donor_heads", "donor_layers", "starts", "places"):
+            named = getattr(self, name)
             planned = {str(head) for site in self.sites for head in (site.each() or (site,))} if named else set()
-            if strays := sorted(set(named) - planned):
+            if strays := sorted(set(named) - planned):  # also L01.H3, which nobody would find
                 raise ValueError(f"{name}: {strays[0]} is not among the sites")
         groups = [group for groups in self.kept_state.values() for group in groups]
         if (
@@ -121,10 +122,6 @@ class Plan(Record):
             or () in groups
         ):
             raise ValueError("kept_state: every group keeps as many dimensions, one at least, in ascending order")
-        heads = {str(head) for site in self.sites for head in site.each()} if self.starts or self.places else set()
-        for name in ("starts", "places"):
-            if strays := sorted(set(getattr(self, name)) - heads):  # also L01.H3, which nobody would find
-                raise ValueError(f"{name}: {strays[0]} is not among the sites")
         if wide := [site for site in self.donor_heads.values() if len(site.heads) != 1]:
             raise ValueError(f"donor_heads: {wide[0]} is not one head")
         return self

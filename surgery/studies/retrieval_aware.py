@@ -132,7 +132,7 @@ class Aligned:
         assert subjects.other is not None
         self.study, self.each = study, each
         self.base, self.teacher, self.resume = subjects.checkpoint, subjects.other, subjects.resume
-        self.folder, self.tuning, self.whole = subjects.out / "mixers", subjects.out / "tuning", subjects.recipe
+        self.folder, self.tuning, self.job = subjects.out / "mixers", subjects.out / "tuning", subjects.recipe
         self.layers = range(len(subjects.subject.anatomy.blocks))
         self.recipe = _conversion(subjects.recipe.model, subjects.recipe.seed)
         digests = [model_digest(one.model) for one in (self.base, self.teacher)]
@@ -147,7 +147,7 @@ class Aligned:
         for layer in self.layers:
             grafted_mixer(model, layer).load_state_dict(self._mixer(layer, counts[layer]))
         tuned(
-            model, self.base, self.whole, self.tuning / _file(name), plan=self._plan(counts), layers=list(self.layers),
+            model, self.base, self.job, self.tuning / _file(name), plan=self._plan(counts), layers=list(self.layers),
             teacher=self.teacher.model, resume=self.resume, description=name, digest=model_digest(model),
         )  # fmt: skip
         return model.eval()
