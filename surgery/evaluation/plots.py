@@ -1,12 +1,14 @@
-"""The report's figures: retrieval against dictionary size and against the number of grafted heads, and what tokens cost."""
+"""The report's figures: retrieval against dictionary size, the length of a prompt and the number of grafted heads, losses on
+recall hits, and what tokens cost."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from surgery.evaluation.chance import chance
 from surgery.evaluation.charts import looks
-from surgery.evaluation.markdown import dosed
-from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report
+from surgery.evaluation.markdown import dosed, needles
+from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, value
 from surgery.records.names import is_control, is_dose
 from surgery.runtime import plotting
 
@@ -22,6 +24,8 @@ def draw(report: Report, folder: Path) -> None:
         draw_speed(report, folder / "speed.png")
     if any(task.startswith(f"{HITS}.") for task in base.tasks):
         draw_hits(report, folder / "hits.png")
+    if needles(report):
+        draw_lengths(report, folder / "lengths.png")
     if len(dosed(report)) > 1:
         draw_doses(report, folder / "dose.png")
 
@@ -45,24 +49,43 @@ def draw_retrieval(report: Report, path: Path) -> None:
         plotting.legend(figure, axis)
 
 
+def draw_lengths(report: Report, path: Path) -> None:
+    """Accuracy on needles against the length of the prompt, with 95% intervals; one band for all controls; chance."""
+    panels = needles(report)
+    with plotting.drawing(path, len(panels), height=0.6 + 2.4 * len(panels), sharex=True) as (figure, axes):
+        for axis, (title, tasks) in zip(axes[:, 0], panels.items(), strict=True):
+            _draw_tasks(axis, report, tasks)
+            plotting.draw_chance(axis, list(tasks), [chance(task) or 0.0 for task in tasks.values()])
+            plotting.accuracy_axis(axis, title=title)
+        axes[-1, 0].set_xlabel("tokens of the prompt")
+        plotting.legend(figure, axes[0, 0])
+
+
 def draw_hits(report: Report, path: Path) -> None:
     """Loss on recall hits, and on other tokens, against the length of rows, with 95% intervals; one band for all controls."""
     base = next(iter(report.models.values()))
     lengths = sorted(int(task.partition(".")[2]) for task in base.tasks if task.startswith(f"{HITS}."))
-    controls = [model for name, model in report.models.items() if is_control(name)]
     with plotting.drawing(path, 2, height=5.5, sharex=True) as (figure, axes):
         for axis, family in zip(axes[:, 0], (HITS, OTHERS), strict=True):
-            for name, style in _styles(report).items():
-                cells: list[Any] = [report.models[name].tasks[f"{family}.{length}"] for length in lengths]
-                plotting.draw_line(axis, lengths, [cell.value for cell in cells], [cell.ci95 for cell in cells], **style)
-            if controls:
-                of_controls: list[Any] = [[model.tasks[f"{family}.{length}"] for length in lengths] for model in controls]
-                plotting.draw_controls(axis, lengths, [[cell.value for cell in cells] for cells in of_controls])
-            axis.set(ylabel=plotting.lower("nats per token"), title=f"Loss on {family.replace('_', ' ')}", xscale="log")
-            axis.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
-            axis.set_xticks([], minor=True)
+            _draw_tasks(axis, report, {length: f"{family}.{length}" for length in lengths})
+            axis.set(ylabel=plotting.lower("nats per token"), title=f"Loss on {family.replace('_', ' ')}")
         axes[-1, 0].set_xlabel("tokens of a row")
         plotting.legend(figure, axes[0, 0])
+
+
+def _draw_tasks(axis: Any, report: Report, tasks: dict[int, str]) -> None:
+    """What all models have at the task of each length: a line each, and one band for all controls."""
+
+    cells: dict[str, list[Any]] = {
+        name: [model.tasks[task] for task in tasks.values()] for name, model in report.models.items() if not is_dose(name)
+    }
+    for name, style in _styles(report).items():
+        plotting.draw_line(axis, list(tasks), [*map(value, cells[name])], [cell.ci95 for cell in cells[name]], **style)
+    if controls := [[*map(value, of)] for name, of in cells.items() if is_control(name)]:
+        plotting.draw_controls(axis, list(tasks), controls)
+    axis.set_xscale("log")
+    axis.set_xticks(list(tasks), [f"{length:,}" for length in tasks], minor=False)
+    axis.set_xticks([], minor=True)
 
 
 def draw_cost(report: Report, path: Path) -> None:

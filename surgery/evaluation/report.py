@@ -11,6 +11,7 @@ from surgery.records.record import Provenance, Record, Sealed
 from surgery.statistics import Estimate, Evidence, Proportion, written
 
 HITS, OTHERS = "recall_hits", "other_tokens"  # recall_hits.1024: in rows of 1,024 tokens
+MIDDLE = 50  # needle.1024.50: one needle in a prompt of 1,024 tokens, at this depth, in percent
 NEEDLES = ("needles", "needles_asked")  # one of several: needles.1024 in a prompt of 1,024 tokens
 LOSSES = ("perplexity", "sliding", HITS, OTHERS)  # tasks whose differences are those of a loss in nats per token
 

@@ -16,7 +16,7 @@ from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.cells import digest, watched
 from surgery.evaluation.language import sliding_losses, sliding_rows
-from surgery.evaluation.report import NEEDLES, is_loss
+from surgery.evaluation.report import MIDDLE, NEEDLES, is_loss
 from surgery.evaluation.text_hits import ChosenTokens, hit_names, hit_texts, rows_at_once
 from surgery.probes import make, probes
 from surgery.probes.knowledge import Part
@@ -31,7 +31,6 @@ PAPER = ("mmlu", "gsm8k", "bbh", "dream", *KNOWLEDGE)
 PAPER_PAIRS = tuple(range(10, 51, 5))
 # How many needles are hidden and asked for; needle.1024.50 has one, in the middle.
 SEVERAL = dict(zip(NEEDLES, ({"needles": 8}, {"needles": 8, "queries": 4}), strict=True))
-MIDDLE = 0.5
 # Whether greedy decoding would write the answer, in one forward, where the candidates are so many and so long that scoring each
 # of them would take a hundred times as long. Chance is 0.
 WRITTEN = ("phonebook",)
@@ -141,7 +140,7 @@ def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
                 result[f"needle.{length}.{round(100 * depth)}"] = ("needle", {"length": length, "depth": depth})
     if "length" in options.suites:
         for length in options.contexts:
-            result[f"needle.{length}.{round(100 * MIDDLE)}"] = ("needle", {"length": length, "depth": MIDDLE})
+            result[f"needle.{length}.{MIDDLE}"] = ("needle", {"length": length, "depth": MIDDLE / 100})
         for name, several in SEVERAL.items():
             result |= {f"{name}.{length}": ("needle", {"length": length, **several}) for length in options.contexts}
     if "quick" in options.suites:

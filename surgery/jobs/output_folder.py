@@ -25,8 +25,8 @@ COMMON = (RECIPE, RUN)  # in this order
 BEFOREHAND = (*COMMON, "tuning.json")
 LOCATE = ("ranking.json", "ranking.safetensors", "atlas.png", "mixing.png", "locate")
 BENCH = (
-    "report.json", "report.md", "report.html", "mixing.json", "grafts.png", "retrieval.png", "cost.png", "speed.png",
-    "dose.png", "cells",
+    "report.json", "report.md", "report.html", "mixing.json", "grafts.png", "retrieval.png", "lengths.png", "hits.png",
+    "cost.png", "speed.png", "dose.png", "cells",
 )  # fmt: skip
 LEFT = {
     "locate": LOCATE,

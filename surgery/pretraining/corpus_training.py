@@ -21,6 +21,7 @@ from surgery.errors import UserError
 from surgery.pretraining.chunked_entropy import mean_cross_entropy
 from surgery.pretraining.corpus import Corpus, Windows, spread
 from surgery.records.pretrain_recipe import OF_THE_WORLD, PretrainRecipe
+from surgery.runtime.bf16 import autocast
 from surgery.runtime.deferring import deferred
 from surgery.runtime.progress import Track, say
 from surgery.tuning.optimizer import parameter_groups, steady_schedule
@@ -59,7 +60,7 @@ def train_on_corpus(model: PreTrainedModel, corpus: Corpus, recipe: PretrainReci
     checkpoints.restore(optimizer, schedule)
     if state.step:
         say(f"pretrain: goes on from step {state.step:,}")
-    autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=recipe.mixed_precision == "bf16")
+    precision = autocast(model.device, recipe.mixed_precision)
     progress = Track(range(state.step, steps), "pretrain", steps, before=state.step)
     pace = _pace(options.batch_size * options.tokens)
     figures = dict[str, float]()
@@ -69,7 +70,7 @@ def train_on_corpus(model: PreTrainedModel, corpus: Corpus, recipe: PretrainReci
         next(pace)
         for _ in progress:
             _seed(recipe.seed, state.step)
-            with autocast:
+            with precision:
                 loss = _loss(model, windows.batch(state.step, options.batch_size))
             figures["loss"] = _checked(loss.item(), state.step + 1)
             loss.backward()
@@ -81,7 +82,7 @@ def train_on_corpus(model: PreTrainedModel, corpus: Corpus, recipe: PretrainReci
             speed = next(pace)
             measured = state.step % options.eval_steps == 0 or state.step == steps
             if measured:
-                with autocast:
+                with precision:
                     figures["held out"] = _held_out_loss(model, held_out, options.batch_size)
             if measured or state.step % LOG_STEPS == 0 or state.step == 1:
                 now = {"held_out": round(figures["held out"], 4)} if measured else {}

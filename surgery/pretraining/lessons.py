@@ -1,4 +1,5 @@
-"""What the built-in models learn from: dictionaries of a growing number of pairs, documents, and lettered questions."""
+"""What the built-in models learn from: dictionaries of a growing number of pairs, documents, numbers told in documents, and
+lettered questions."""
 
 import random
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.records.pretrain_recipe import Curriculum, PretrainRecipe
-from surgery.tuning.sequences import Piece, collate, kv_pieces, letter_pieces, text_pieces
+from surgery.tuning.sequences import Piece, collate, kv_pieces, letter_pieces, needle_pieces, text_pieces
 
 
 class Progress:
@@ -32,6 +33,14 @@ def dictionaries(recipe: PretrainRecipe, rng: random.Random, most: int) -> list[
     return [kv_pieces(rng, pairs, recipe.queries, keys="all") for _ in range(sequences)]
 
 
+def haystacks(recipe: PretrainRecipe, rng: random.Random, end: str) -> list[list[Piece]]:
+    """Documents in which numbers are told and asked for, of random sizes: those of the probe are of any."""
+    return [
+        needle_pieces(rng, end, rng.randint(0, recipe.needle_sentences), rng.randint(1, recipe.needles), recipe.needle_queries)
+        for _ in range(recipe.needle_sequences)
+    ]
+
+
 def lesson(
     tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe, rng: random.Random, most: int
 ) -> dict[str, list[list[Piece]]]:
@@ -39,6 +48,7 @@ def lesson(
     return {
         "kv": dictionaries(recipe, rng, most),
         "text": [text_pieces(rng, tokenizer.eos_token, recipe.text_sentences) for _ in range(recipe.text_sequences)],
+        "needles": haystacks(recipe, rng, tokenizer.eos_token),
         "letters": [letter_pieces(rng, recipe.letter_questions) for _ in range(recipe.letter_sequences)],
     }
 

@@ -13,6 +13,7 @@ from surgery.pretraining.lessons import Progress, dictionaries, lesson
 from surgery.pretraining.measuring import measured_probes
 from surgery.probes.scoring import answer
 from surgery.records.pretrain_recipe import Hints, PretrainRecipe
+from surgery.runtime.bf16 import autocast
 from surgery.runtime.progress import Track, say
 from surgery.tuning.optimizer import parameter_groups, steady_schedule
 from surgery.tuning.sequences import IGNORE, collate
@@ -39,7 +40,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
             log.append({"step": number, "pairs": curriculum.most, **rounded})
 
     hints = recipe.hints
-    autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=recipe.mixed_precision == "bf16")
+    precision = autocast(model.device, recipe.mixed_precision)
     implementation = model.config._attn_implementation
     if hints is not None:
         model.set_attn_implementation("eager")  # the only one that returns attention weights
@@ -48,7 +49,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min(1.0, (number + 1) / recipe.warmup_steps)
         batch = collate(tokenizer, dictionaries(recipe, rng, curriculum.most))
-        with autocast:
+        with precision:
             losses = _hinted(model, *batch, hints) if hints else {"kv": _loss(model, *batch, layers=recipe.first_layers)}
         step(losses, progress, number + 1)
         if curriculum.done:
@@ -61,7 +62,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
     progress = Track(range(recipe.steps), "pretrain")
     for number in progress:
         batches = lesson(tokenizer, recipe, rng, curriculum.most)
-        with autocast:
+        with precision:
             losses = {name: _loss(model, *collate(tokenizer, batch)) for name, batch in batches.items() if batch}
         step(losses, progress, number + 1)
         schedule.step()

@@ -24,8 +24,14 @@ from surgery.world.words import Keys, key_words
 
 CHOICES = 10  # at least: where there are more needles, as many
 MOST = 32  # needles
+NUMBERS = range(10, 100)
 SPARE = 64  # words beyond the cut, from which the haystack's last ones are chosen
 BACK = 24  # words before the cut that may be replaced by others; with 8, one prompt in a thousand was a token short
+
+
+def ask(word: str) -> str:
+    """The question, up to the number."""
+    return f"The secret number of {word} is"
 
 
 @dataclass(frozen=True)
@@ -77,9 +83,9 @@ class Needle:
     def _question(self, rng: random.Random, haystack: list[str]) -> Question:
         named = key_words(self.keys, self.needles)
         words_of = [rng.choice(named)] if self.needles == 1 else rng.sample(named, self.needles)
-        numbers = rng.sample(range(10, 100), max(CHOICES, self.needles))
+        numbers = rng.sample(NUMBERS, max(CHOICES, self.needles))
         told = [rng.randrange(CHOICES)] if self.needles == 1 else rng.sample(range(len(numbers)), self.needles)
-        questions = [f"The secret number of {word} is" for word in words_of]
+        questions = [ask(word) for word in words_of]
         needles = [f"{question} {numbers[place]}." for question, place in zip(questions, told, strict=True)]
         *before, last = [0] if self.needles == 1 else rng.sample(range(self.needles), self.queries)
         asked = "".join(f"\n{needles[i]}" for i in before) + f"\n{questions[last]}"

@@ -104,7 +104,8 @@ class CorpusOptions(Section):
 # Settings of the small world's lessons, which mean nothing for other text.
 OF_THE_WORLD = (
     "teacher", "curriculum", "first_layer_steps", "first_layers", "hints", "queries", "kv_targets", "text_sequences",
-    "text_sentences", "letter_sequences", "letter_questions",
+    "text_sentences", "needle_sequences", "needle_sentences", "needles", "needle_queries", "letter_sequences",
+    "letter_questions",
 )  # fmt: skip
 
 
@@ -154,6 +155,14 @@ class PretrainRecipe(Section):
     """Documents in a step."""
     text_sentences: Rows = 20
     """Sentences of a document."""
+    needle_sequences: int = Field(default=0, ge=0, le=ROWS)
+    """Documents in a step in which numbers are told that are asked for at their end: retrieval with text between the pairs."""
+    needle_sentences: int = Field(default=6, ge=0, le=ROWS)
+    """At most this many sentences of such a document tell no number."""
+    needles: int = Field(default=8, ge=1, le=32)
+    """At most this many numbers are told in it."""
+    needle_queries: Count = 4
+    """At most this many of them are asked for."""
     letter_sequences: int = Field(default=4, ge=0, le=ROWS)
     """Sequences of lettered questions in a step."""
     letter_questions: Rows = 6

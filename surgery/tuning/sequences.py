@@ -1,4 +1,5 @@
-"""Training sequences: dictionaries with many questions, questions of probes, text of the world, lettered questions.
+"""Training sequences: dictionaries with many questions, questions of probes, text of the world, numbers told in text, lettered
+questions.
 
 A sequence is a list of pieces, each with a flag that says whether its tokens are targets. A piece is tokenised as the
 continuation of those before it (models/tokens.py). The probes do the same, so a value has the same tokens in training and in
@@ -15,12 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.models.tokens import divided, following, opening, summary, token_spans
+from surgery.probes import needle
 from surgery.probes.kv import OPENING, ask, dictionary
 from surgery.probes.letters import lettered
 from surgery.probes.question import CompletionProbe, Probe
 from surgery.world.facts import facts
 from surgery.world.text import document
-from surgery.world.words import Keys
+from surgery.world.words import KEYS, Keys
 
 
 class Evidence(NamedTuple):
@@ -68,6 +70,22 @@ def letter_pieces(rng: random.Random, questions: int) -> list[Piece]:
     for i, fact in enumerate(rng.choices(facts(), k=questions)):
         question = lettered(rng, fact.question, fact.value, fact.choices, held_out=False)
         pieces += [("\n" * (i > 0) + question.prompt, False), (question.choices[question.answer], True)]
+    return pieces
+
+
+def needle_pieces(rng: random.Random, end: str, sentences: int, needles: int, queries: int) -> list[Piece]:
+    """A training document of `sentences` sentences, among which `needles` numbers are told, and at most `queries` questions for
+    them, in the words of the probe. The targets are the numbers that are asked for."""
+    words, numbers = rng.sample(KEYS, needles), rng.sample(needle.NUMBERS, needles)
+    told = [f"{needle.ask(word)} {number}." for word, number in zip(words, numbers, strict=True)]
+    parts = [*(document(rng, held_out=False, sentences=1) for _ in range(sentences)), *told]
+    rng.shuffle(parts)
+    head = end + " ".join(parts)
+    pieces: list[Piece] = []
+    for i, place in enumerate(rng.sample(range(needles), min(queries, needles))):
+        begin = head.index(told[place])
+        answer = (f" {numbers[place]}", Evidence(begin, begin + len(told[place])))
+        pieces += [((".\n" if i else f"{head}\n") + needle.ask(words[place]), False), answer]
     return pieces
 
 

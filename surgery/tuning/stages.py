@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.models.finite import explained, within
 from surgery.models.offloaded import hooks
 from surgery.records.recipe import Data, Tune
+from surgery.runtime.bf16 import advise_bf16
 from surgery.runtime.progress import say
 from surgery.tuning.calibrate import calibrate
 from surgery.tuning.descent import AfterStep, Descent, Prepared, fitting
@@ -58,6 +59,7 @@ class Run:
         # A base in float16 computes in bfloat16, too. The range of bfloat16 holds what float16 cannot (the built-in Mamba-1's
         # products reach 3e5), and needs no loss scaling, whose state and skipped steps would have to be resumed and to agree
         # between processes. On a CPU a step in float16 also takes eight times as long.
+        advise_bf16(self.accelerator.device, options.mixed_precision)
         bf16 = options.mixed_precision == "bf16" or model.dtype in (torch.bfloat16, torch.float16)
         checkpointing = options.gradient_checkpointing
         if checkpointing == "auto" and self.descent.sharded:  # processes that each hold a part have to do the same

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from surgery.errors import UserError
-from surgery.evaluation import cells, markdown, suites
+from surgery.evaluation import cells, markdown, plots, suites
 from surgery.evaluation.bench import measure
 from surgery.evaluation.report import Perplexity, Report
 from surgery.evaluation.suites import tasks
+from surgery.jobs.output_folder import BENCH
 from surgery.loading.digests import model_digest
 from surgery.probes import probes
 from surgery.probes.kv import KVRetrieval
@@ -194,7 +195,7 @@ def test_a_planted_improvement_is_refused(pair, tokenizer, monkeypatch, tmp_path
         measure(pair, tokenizer, options, cells=tmp_path)
 
 
-def test_retrieval_against_the_length_of_the_prompt(pair, tokenizer):
+def test_retrieval_against_the_length_of_the_prompt(pair, tokenizer, tmp_path):
     options = Bench(suites=("length",), contexts=(300, 600), limit=3)
     models = measure(pair, tokenizer, options)
     families = ("needle.300.50", "needle.600.50", "needles.300", "needles.600", "needles_asked.300", "needles_asked.600")
@@ -206,6 +207,10 @@ def test_retrieval_against_the_length_of_the_prompt(pair, tokenizer):
     report = Report(provenance=made, plan=None, models=models, timings={}, training={}, settings={})
     text = markdown.render(report)
     assert "## needles asked\n\n| tokens | 300 | 600 |" in text
+    assert "![Retrieval against the length of the prompt](lengths.png)" in text
+    assert [list(tasks) for tasks in markdown.needles(report).values()] == [[300, 600]] * 3
+    plots.draw(report, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"lengths.png"} <= {*BENCH}
 
 
 def test_the_report_in_words(finished, pair):

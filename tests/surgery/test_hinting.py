@@ -9,14 +9,22 @@ from transformers import MambaConfig, MambaForCausalLM
 from surgery.errors import UserError
 from surgery.hybrids.common import Graft
 from surgery.hybrids.layer_graft import LayerGraft
-from surgery.probes import make
+from surgery.probes import make, needle
 from surgery.records.plan import Plan
 from surgery.records.recipe import Hints, Lesson, Tune
 from surgery.splicing.splice import adopt, splice, stock
 from surgery.tuning.distil import Distillation
 from surgery.tuning.hinting import missed, watching
 from surgery.tuning.loop import tune
-from surgery.tuning.sequences import IGNORE, collate, collate_with_evidence, kv_pieces, letter_pieces, probe_pieces
+from surgery.tuning.sequences import (
+    IGNORE,
+    collate,
+    collate_with_evidence,
+    kv_pieces,
+    letter_pieces,
+    needle_pieces,
+    probe_pieces,
+)
 from surgery.tuning.trainable import trainable, training, with_own_mixers
 from tests.conftest import SAME, VOCABULARY, random_base, random_llamba, random_selective
 
@@ -56,6 +64,29 @@ def test_evidence_is_the_line_that_holds_the_answer(tokenizer, name):
             assert line.endswith(answer.strip())
             assert "\n" not in line
             assert rest, "the token behind the line"
+
+
+def test_numbers_told_in_text(tokenizer):
+    """Each answer is the number of the word that is asked for, and its evidence the sentence that tells it; what the probe asks
+    is a document of the same form."""
+    rng = random.Random(3)
+    for needles, queries in ((1, 2), (5, 3), (8, 8)):
+        pieces = needle_pieces(rng, tokenizer.eos_token, 4, needles, queries)
+        head = pieces[0][0]
+        assert head.count("The secret number of") == needles + 1  # and the first question
+        asked = [(text, *answer) for (text, _), answer in zip(pieces[::2], pieces[1::2], strict=True)]
+        assert len(asked) == min(needles, queries)
+        for question, number, evidence in asked:
+            word = question.split()[-2]
+            assert head[evidence.begin : evidence.stop] == f"{needle.ask(word)}{number}."
+        assert len({question.split()[-2] for question, *_ in asked}) == len(asked)
+    ids, targets, evidence = collate_with_evidence(tokenizer, [pieces])
+    assert torch.equal(evidence[..., 1] > evidence[..., 0], targets != IGNORE)
+    numbers = {tokenizer.decode(token) for token in targets[targets != IGNORE].tolist()} - {" "}
+    assert numbers == {number.strip() for _, number, _ in asked}
+    (question,) = make("needle", length=ids.shape[1], needles=8, tokenizer=tokenizer).questions(1, 0)
+    last = question.prompt.rpartition("\n")[2]
+    assert last == needle.ask(last.split()[-2])
 
 
 def watched(name, **fields):
