@@ -165,7 +165,7 @@ def findings() -> str:
 
 **Here** ([{name}.yaml]({name}.yaml), `{origin.base}`). {result.summary}
 
-{markdown.table(*result.table())}
+{markdown.table(*studies()[result.study].table(result))}
 
 ![{study.title}]({name}.png)
 
@@ -200,7 +200,7 @@ def retrieval_aware() -> str:
     about, study = result.about, recipe["study"]
     return f"""{result.summary}
 
-{markdown.table(*result.table())}
+{markdown.table(*studies()[result.study].table(result))}
 
 ![{studies()[result.study].title}](../../recipes/retrieval-aware.png)
 
@@ -233,15 +233,15 @@ def cohort(path: Path = COHORT) -> str:
         return f"There is no record yet: `surgery run recipes/{name}.yaml` makes one."
     result = Findings.read(path)
     origin, recipe = result.provenance, result.provenance.recipe or {}
-    lines = "\n".join(f"- {line}" for line in result.summary.split("\n"))
-    return f"""{lines}
+    size = max(int(pairs) for pairs in current(recipe)["bench"]["pairs"])
+    return f"""{result.summary.partition(chr(10))[0]} Accuracy at {size} pairs:
 
-{markdown.table(*result.table())}
+{markdown.table(*studies()[result.study].table(result))}
 
 ![{studies()[result.study].title}](../../recipes/{name}.png)
 
 Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread{"s" * (origin.threads > 1)}, seed {origin.seed}, \
-{current(recipe)["bench"]["limit"]} examples a cell (`recipes/{path.name}`)."""
+{current(recipe)["bench"]["limit"]} examples a cell (`recipes/{path.name}` has all sizes and intervals)."""
 
 
 def gguf() -> str:

@@ -42,6 +42,7 @@ def run(
         from surgery.evaluation.judgement import did_it_help
         from surgery.jobs import run as job
         from surgery.jobs.costs.estimate import estimate
+        from surgery.studies import studies
         from surgery.studies.conduct import FIGURE, FINDINGS, conduct
 
         options = recipe_of("run", recipe, settings)
@@ -53,7 +54,7 @@ def run(
         return
     if options.study is not None:
         findings = conduct(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
-        table(*findings.table())
+        table(*studies()[findings.study].table(findings))
         show(f"{findings.summary}\nFindings: {out / FINDINGS}, figure: {out / FIGURE}")
         return
     report = job.run(options, out, verify=verify, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)

@@ -25,6 +25,7 @@ from surgery.world.words import Keys, key_words
 CHOICES = 10  # at least: where there are more needles, as many
 MOST = 32  # needles
 NUMBERS = range(10, 100)
+WORLDS = {"world": True, "lessons": False}  # a source that is no file -> whether its documents are held out
 SPARE = 64  # words beyond the cut, from which the haystack's last ones are chosen
 BACK = 24  # words before the cut that may be replaced by others; with 8, one prompt in a thousand was a token short
 
@@ -39,10 +40,10 @@ class Needle:
     """A needle in a haystack: a number told somewhere in a long text is asked for at its end.
 
     length: tokens of the prompt, by `tokenizer`. depth: where the needle is in the haystack (0: before it, 1: after it).
-    source: "world" (held-out documents of the small world) or a text file, of which random stretches are read, with single
-    spaces for white space. keys: which words may name the number, as for `kv`. needles: how many there are, at most 32; several
-    are evenly spread, whatever the depth. queries: how many of them are asked for; the last one is the question, the earlier
-    ones stand with their answers.
+    source: "world" (held-out documents of the small world), "lessons" (its other documents, which lessons may hold) or a text
+    file, of which random stretches are read, with single spaces for white space. keys: which words may name the number, as for
+    `kv`. needles: how many there are, at most 32; several are evenly spread, whatever the depth. queries: how many of them are
+    asked for; the last one is the question, the earlier ones stand with their answers.
     """
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
@@ -66,16 +67,16 @@ class Needle:
     def questions(self, n: int, seed: int) -> list[Question]:
         """Raises UserError where the text cannot be read, or is too short for the length, or the length for the question."""
         rng = random.Random(f"needle {self.length} {self.depth} {seed}")
-        text = [] if self.source == "world" else read_text(self.source, "the text in").split()
+        text = [] if self.source in WORLDS else read_text(self.source, "the text in").split()
         return [self._question(rng, self._haystack(rng, text)) for _ in range(n)]
 
     def _haystack(self, rng: random.Random, text: list[str]) -> list[str]:
         """More words than can fit, as a word has at least one token; fewer where the text is short."""
         count = self.length + SPARE
-        if self.source == "world":
+        if self.source in WORLDS:
             words: list[str] = []
             while len(words) < count:
-                words += document(rng, held_out=True).split()
+                words += document(rng, held_out=WORLDS[self.source]).split()
             return words
         start = rng.randrange(max(1, len(text) - count + 1))
         return text[start : start + count]

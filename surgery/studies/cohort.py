@@ -37,6 +37,11 @@ BASE, SPLICED, TUNED = "base", "spliced", "tuned"
 LIKE = "like"  # the key of a base that names a folder or a recipe other than the model's
 JOB = "job"  # the key of a base that changes the job's recipe
 OF = ": "  # between a base and a model of it, in the name of a row
+# Model -> its column in the table of all bases.
+COLUMNS = {
+    BASE: "base", SPLICED: "untrained", TUNED: "tuned", "control_tuned": "no graft, tuned",
+    "control_random_site_tuned": "other layer, tuned", "control_same_layer_tuned": "other heads of the layer, tuned",
+}  # fmt: skip
 MARKS = {BASE: ("o", LINES[0]), SPLICED: ("D", "#E69F00"), TUNED: ("o", LINES[2])}
 
 
@@ -95,6 +100,26 @@ class Cohort(Study):
             measured = _measured(folder) if report is None else {m: _figures(of) for m, of in report.models.items()}
             rows += [Row(what=f"{name}{OF}{model}", figures=figures) for model, figures in measured.items()]
         return Measurements(about=about, summary=_summary(about, rows), rows=tuple(rows))
+
+    @staticmethod
+    def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+        """One row a base, at the largest size."""
+        size = _largest(findings.rows)
+        header = ["", "plan", "predicted is best", *COLUMNS.values(), "tuned, unseen keys", KNOWLEDGE, TEXT]
+        body = []
+        for name, about in findings.about.items():
+            models = _of_base(findings.rows, name)
+            accuracies = [f"{value(models[model][size]):.3f}" if model in models else "" for model in COLUMNS]
+            tuned = models.get(TUNED, {})
+            unseen = [f"{value(tuned[column]):.3f}" if (column := f"{UNSEEN}{size[3:]}") in tuned else ""]
+            costs = [f"{value(tuned[column]):+.3f}" if column in tuned else "" for column in (KNOWLEDGE, TEXT)]
+            plan = about.get("stopped") or ", ".join(about.get("plan", ()))
+            agrees = ""
+            if "agree" in about:
+                as_good = f"as good as {about['best']}" if about["agree"] else f"no: {about['best']}"
+                agrees = "yes" if about["predicted"] == about["best"] else as_good
+            body.append([name, plan, agrees, *accuracies, *unseen, *costs])
+        return header, body
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
         """For every base a line: itself, its hybrid untrained and tuned, and the controls, at the largest size."""

@@ -46,12 +46,6 @@ class Findings(Sealed, Measurements):
     other: str | None = None
     study: str
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Header and body; a column that a row lacks stays empty."""
-        columns = list(dict.fromkeys(column for row in self.rows for column in row.figures))
-        body = [[row.what, *(str(row.figures.get(column, "")) for column in columns)] for row in self.rows]
-        return ["", *columns], body
-
 
 class Study(Record):
     """The options of a study. title: of its figure. published: what the paper reports, where there is something to compare.
@@ -67,6 +61,14 @@ class Study(Record):
     def measure(self, subjects: "Subjects") -> Measurements:
         """Take the measurements."""
         raise NotImplementedError
+
+    @staticmethod
+    def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+        """Header and body of what people read of the findings: all of them, where they fit a page. A column that a row lacks
+        stays empty."""
+        columns = list(dict.fromkeys(column for row in findings.rows for column in row.figures))
+        body = [[row.what, *(str(row.figures.get(column, "")) for column in columns)] for row in findings.rows]
+        return ["", *columns], body
 
     def draw(self, findings: Findings, path: Path, subjects: "Subjects | None") -> None:
         """Draw the figure of the study. subjects: may be None unless `draws_models`."""

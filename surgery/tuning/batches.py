@@ -27,6 +27,7 @@ from surgery.errors import UserError
 from surgery.probes import make, without_unseen
 from surgery.probes.hits import PairCounts, hits
 from surgery.probes.knowledge import PARTS, Knowledge
+from surgery.probes.needle import WORLDS
 from surgery.records.recipe import Bench, Data, Lesson, Tune
 from surgery.records.record import read_text
 from surgery.runtime.processes import on_main
@@ -93,7 +94,9 @@ def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: 
     documents = max(SAMPLE, len(rows.drawn))
     documents += HELD_OUT * options.early_stopping.windows if options.early_stopping else 0
     trained = [(text.source, source.texts(documents)) for text, source in zip(data.train_text, sources, strict=True)]
-    trained += [(path, (read_text(path, "the text in"),)) for path in _lesson_sources(options, ("needle",))]
+    trained += [
+        (path, (read_text(path, "the text in"),)) for path in _lesson_sources(options, ("needle",)) if path not in WORLDS
+    ]
     if data.held_out_text != "world" and (trained := [item for item in trained if item[0] != "world"]):
         bench = bench or Bench()
         on_main(partial(check_apart, data.held_out_text, trained, bench.windows * bench.window))

@@ -179,7 +179,8 @@ def cohort_files(tmp_path, blank):
 
 @pytest.mark.slow
 def test_cohort(surgery, tmp_path, monkeypatch, cohort_files):
-    """Interrupted before the second base is trained, it goes on there, and repeats nothing."""
+    """Interrupted before the second base is trained, it goes on there, and repeats nothing; bases may be made by themselves, as
+    processes do that share a folder, and joined."""
     made, own = [], cohort.pretrain
 
     def pretrain(recipe, out):
@@ -191,9 +192,13 @@ def test_cohort(surgery, tmp_path, monkeypatch, cohort_files):
     monkeypatch.setattr(cohort, "pretrain", pretrain)
     assert surgery("run", "cohort.yaml", "--out", "out")[0] == 130
     done = (tmp_path / "out" / "jobs" / "one" / "report.json").stat().st_mtime_ns
-    status, _, error = surgery("run", "cohort.yaml", "--out", "out", "--resume")
+    status, _, error = surgery("run", "cohort.yaml", "--out", "out", "--resume", "--set", "study.only=[two]")
+    assert status == 0, error
+    assert [*Findings.read(tmp_path / "out" / "findings.json").about] == ["two"]
+    status, table, error = surgery("run", "cohort.yaml", "--out", "out", "--resume")
     assert status == 0, error
     assert made == ["one", "two", "two"]
+    assert [line.split()[0] for line in table.splitlines() if line.startswith(("one ", "two "))] == ["one", "two"]
     assert (tmp_path / "out" / "jobs" / "one" / "report.json").stat().st_mtime_ns == done
     findings = Findings.read(tmp_path / "out" / "findings.json")
     models = ("base", "spliced", "tuned")

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import UserError
 from surgery.evaluation.suites import bench_seed
+from surgery.probes import make, needle
 from surgery.probes.knowledge import CAPITALS, Knowledge
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.needle import Needle
@@ -369,6 +370,20 @@ def test_lessons_that_cannot_be_given_are_refused(tiny, lesson, complaint):
         check(tiny.tokenizer, options, data)
     with pytest.raises(UserError, match=complaint):
         loaders(tiny.tokenizer, options, data, 0, 0)
+
+
+def test_needles_are_learnt_in_documents_that_lessons_may_hold(tiny, monkeypatch):
+    """The default haystack is held out, and measured on."""
+    lesson = Lesson(probe="needle", options={"length": 96, "source": "lessons"})
+    check(tiny.tokenizer, Tune(lessons=(lesson,)), Data())
+    drawn = []
+    monkeypatch.setattr(needle, "document", lambda rng, held_out: drawn.append(held_out) or document(rng, held_out=held_out))
+    loaders(tiny.tokenizer, Tune(lessons=(lesson,)), Data(), 0, 0)
+    pieces = Lessons(tiny.tokenizer, Tune(lessons=(lesson,)), 0)[0][0]
+    assert "The secret number of" in pieces[0]
+    assert set(drawn) == {False}
+    make("needle", tokenizer=tiny.tokenizer, length=96).questions(1, 0)
+    assert set(drawn) == {False, True}
 
 
 def test_a_loop_of_links_is_no_file_that_is_measured(tiny, tmp_path):
