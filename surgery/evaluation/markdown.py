@@ -1,10 +1,13 @@
 """The report as tables that a newcomer understands: for the terminal, report.md and the model card."""
 
+from collections.abc import Sequence
+
 from surgery.evaluation.found import found, rounds
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.report import HITS, MIDDLE, NEEDLES, OTHERS, ModelReport, Report, value
 from surgery.records.names import is_dose
 from surgery.records.plan import Plan
+from surgery.records.site import Site
 from surgery.runtime.memory import size
 from surgery.statistics import Estimate, Proportion, written
 
@@ -36,10 +39,15 @@ def table(header: list[str], body: list[list[str]]) -> str:
 
 def places(plan: Plan) -> str:
     """Where a plan's grafts are, counted where there are too many to name."""
-    named = ", ".join(map(str, plan.sites))
+    return shortened(plan.sites)
+
+
+def shortened(sites: Sequence[Site]) -> str:
+    """Sites, counted where there are too many to name."""
+    named = ", ".join(map(str, sites))
     if len(named) <= 60:
         return named
-    return ", ".join(f"{len(site.heads)} heads of L{site.layer}" if site.heads else str(site) for site in plan.sites)
+    return ", ".join(f"{len(site.heads)} heads of L{site.layer}" if site.heads else str(site) for site in sites)
 
 
 def results(report: Report) -> str:

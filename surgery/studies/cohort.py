@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from surgery.errors import UserError
+from surgery.evaluation import markdown
 from surgery.evaluation.report import ModelReport, Report, value
 from surgery.jobs.locating_stage import RANKING
 from surgery.jobs.run import run
@@ -24,6 +25,7 @@ from surgery.pretraining.pretrain import pretrain
 from surgery.records.names import is_control
 from surgery.records.pretrain_recipe import PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
 from surgery.records.recipe import Recipe, changed
+from surgery.records.site import Site
 from surgery.runtime import plotting
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
@@ -113,7 +115,7 @@ class Cohort(Study):
             tuned = models.get(TUNED, {})
             unseen = [f"{value(tuned[column]):.3f}" if (column := f"{UNSEEN}{size[3:]}") in tuned else ""]
             costs = [f"{value(tuned[column]):+.3f}" if column in tuned else "" for column in (KNOWLEDGE, TEXT)]
-            plan = about.get("stopped") or ", ".join(about.get("plan", ()))
+            plan = about.get("stopped") or markdown.shortened(_sites(about))
             agrees = ""
             if "agree" in about:
                 as_good = f"as good as {about['best']}" if about["agree"] else f"no: {about['best']}"
@@ -140,12 +142,12 @@ class Cohort(Study):
                             value(result), place, xerr=errors, fmt=mark, color=color, capsize=2.5, elinewidth=1.2,
                             label=model if place == 0 else "",
                         )  # fmt: skip
-            axis.axvline(1 / int(size[3:]), color=plotting.CHANCE, lw=1.2, ls=(0, (1, 2)))
+            axis.axvline(1 / int(size[3:]), color=plotting.CHANCE, lw=1.2, ls=(0, (1, 2)), label="chance")
             axis.set_yticks(range(len(names)), names)
             axis.set_ylim(len(names) - 0.5, -0.5)
             axis.set(xlabel=f"{size.replace('kv.', 'KV ')}: {plotting.ACCURACY}", xlim=(0, 1.02))
             figure.suptitle(self.title, fontsize=11, fontweight="bold", ha="left", x=0.01)
-            plotting.legend(figure, axis, columns=4)
+            plotting.legend(figure, axis, columns=5)
 
 
 def _recipe(name: str, changes: Mapping[str, Any], model: str) -> PretrainRecipe:
@@ -213,6 +215,10 @@ def _about(out: Path, report: Report | None, stopped: str) -> dict[str, Any]:
     return about
 
 
+def _sites(about: Mapping[str, Any]) -> list[Site]:
+    return [Site.parse(text) for text in about.get("plan", ())]
+
+
 def _largest(rows: Sequence[Row]) -> str:
     return max((name for row in rows for name in row.figures if name.startswith("kv.")), key=lambda name: int(name[3:]))
 
@@ -243,7 +249,7 @@ def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
             told += [f"unseen keys {value(models[BASE][unseen]):.3f} to {value(models[TUNED][unseen]):.3f}"]
         change = models[TUNED].get(KNOWLEDGE)
         told += [f"knowledge {value(change):+.3f}"] if change is not None else []
-        lines.append(f"{name} ({', '.join(each['plan'])}), KV {size[3:]}: {', '.join(told)}.")
+        lines.append(f"{name} ({markdown.shortened(_sites(each))}), KV {size[3:]}: {', '.join(told)}.")
     return "\n".join(lines)
 
 

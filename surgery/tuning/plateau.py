@@ -49,6 +49,10 @@ class Plateau:
         if self.curve.since >= self.auto.patience or step >= self.longest:
             self.curve.flat = step
 
+    def is_cut_short(self) -> bool:
+        """Whether the learning rate falls because the steps end, and not because the curve is flat."""
+        return self.curve.flat is not None and self.curve.since < self.auto.patience
+
     def _progress(self, best: np.ndarray, losses: np.ndarray) -> bool:
         saved = mean(best - losses)
         return saved.value > self.auto.least_gain * best.mean() and (saved.n < 2 or saved.ci95[0] > 0)

@@ -177,8 +177,12 @@ class Run:
                     figures["flat"] = step
             span = plateau.span()
             if "flat" in figures and span is not None:
-                more = f"the learning rate falls for {span[1] - step} more"
-                say(f"{self.description}: the held-out loss is flat after {step} steps; {more}")
+                short = plateau.is_cut_short()
+                limit = f", but tune.max_steps={self.options.max_steps}" if short else ""
+                say(
+                    f"{self.description}: the held-out loss {'still falls' if short else 'is flat'} after {step} steps{limit}; "
+                    f"the learning rate falls for {span[1] - step} more"
+                )
             return figures, span is not None and step >= span[1]
 
         if self.state.step == 0:

@@ -39,11 +39,20 @@ def test_the_rate_falls_once_the_curve_is_flat():
     flat = curve(options, [3, 2, 1, 1.0, 0.99])
     assert flat.curve.flat == 100
     assert flat.span() == (100, 133)  # a quarter of the steps
+    assert not flat.is_cut_short()
     assert curve(options.model_copy(update={"decay": 0.5}), [3, 2, 1, 1.0, 0.99]).span() == (100, 200)
     assert curve(options, [3, 2, 1, 1.5, 1.2]).span() == (100, 133)  # it goes up
     assert curve(options, [1, 0.9, 0.8], noise=1).span() == (50, 67)  # it goes down, by less than chance does
     down = [0.9**look for look in range(13)]
     assert curve(options, down).span() == (300, 400)  # the most steps there may be
+    assert curve(options, down).is_cut_short()
+
+
+def test_it_is_said_whether_the_curve_or_the_limit_ends_the_steps(tokenizer, capsys, monkeypatch):
+    for gains, line in ((False, "is flat after 6 steps; the"), (True, "still falls after 9 steps, but tune.max_steps=12; the")):
+        monkeypatch.setattr(Plateau, "_progress", lambda *_, gains=gains: gains)
+        tune(made(), tokenizer, SMALL, seed=3)
+        assert f"the held-out loss {line} learning rate falls for" in capsys.readouterr().err
 
 
 @given(st.integers(1, 3000), st.lists(st.floats(0.01, 5), min_size=1, max_size=60), st.integers(1, 60), st.floats(0.01, 1))
