@@ -22,6 +22,7 @@ from surgery.evaluation.report import ModelReport, Report
 from surgery.exporting.engines import EngineProof
 from surgery.records.renamed import current
 from surgery.studies import Findings, studies
+from surgery.studies.cohort import headline
 from tools import books_page, campaign_page, costs_page, mixers_page, reference_parts
 
 ROOT = Path(__file__).parent.parent
@@ -234,7 +235,7 @@ def cohort(path: Path = COHORT) -> str:
     result = Findings.read(path)
     origin, recipe = result.provenance, result.provenance.recipe or {}
     size = max(int(pairs) for pairs in current(recipe)["bench"]["pairs"])
-    return f"""{result.summary.partition(chr(10))[0]} Accuracy at {size} pairs:
+    return f"""{headline(result.about, result.rows)} Accuracy at {size} pairs:
 
 {markdown.table(*studies()[result.study].table(result))}
 

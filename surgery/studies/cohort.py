@@ -38,6 +38,7 @@ UNSEEN = "unseen keys, kv."  # what lessons teach of their own words need not ho
 BASE, SPLICED, TUNED = "base", "spliced", "tuned"
 LIKE = "like"  # the key of a base that names a folder or a recipe other than the model's
 JOB = "job"  # the key of a base that changes the job's recipe
+WELL = 0.95  # of the questions, at the largest size: healed
 OF = ": "  # between a base and a model of it, in the name of a row
 # Model -> its column in the table of all bases.
 COLUMNS = {
@@ -215,6 +216,24 @@ def _about(out: Path, report: Report | None, stopped: str) -> dict[str, Any]:
     return about
 
 
+def headline(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """How many of the bases that retrieve at all the job does well on."""
+    sizes = sorted((name for row in rows for name in row.figures if name.startswith("kv.")), key=lambda name: int(name[3:]))
+    smallest, largest = sizes[0], sizes[-1]
+    models = {name: _of_base(rows, name) for name in about}
+    able = [name for name in about if models[name][BASE][smallest].ci95[0] > 2 / int(smallest[3:])]
+    agree = [name for name, each in about.items() if each.get("agree")]
+    pairs = [{model: value(figures[largest]) for model, figures in models[name].items()} for name in able]
+    gain = sum(each[SPLICED] > each[BASE] for each in pairs if SPLICED in each)
+    well = sum(each[TUNED] >= WELL for each in pairs if TUNED in each)
+    return (
+        f"The predicted site is the best, or within the interval of the best, in {len(agree)} of {len(about)} bases. "
+        f"{len(able)} surely retrieve, by {smallest[3:]} pairs: more than twice as often right as a guess. Of these, the "
+        f"prediction holds in {len({*agree} & {*able})}; untrained, the graft gains at {largest[3:]} pairs in {gain}; tuned, "
+        f"{well} answer at least {WELL:g} of {largest[3:]} pairs."
+    )
+
+
 def _sites(about: Mapping[str, Any]) -> list[Site]:
     return [Site.parse(text) for text in about.get("plan", ())]
 
@@ -231,11 +250,7 @@ def _of_base(rows: Sequence[Row], name: str) -> dict[str, dict[str, Proportion |
 def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """Over all bases, and a line for each."""
     size = _largest(rows)
-    ranked = [each for each in about.values() if "agree" in each]
-    lines = [
-        f"In {sum(each['agree'] for each in ranked)} of {len(about)} bases the predicted site is the best or within the "
-        "interval of the best."
-    ]
+    lines = [headline(about, rows)]
     for name, each in about.items():
         models = _of_base(rows, name)
         told = [f"base {value(models[BASE][size]):.3f}"] if size in models[BASE] else []

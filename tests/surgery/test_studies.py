@@ -217,7 +217,8 @@ def test_cohort(surgery, tmp_path, monkeypatch, cohort_files):
         assert gains[about["predicted"]] == about["gain of the predicted"]
         recipe = read_pretrain_recipe(tmp_path / "out" / "bases" / name / "recipe.yaml")
         assert (recipe.first_layer_steps, recipe.curriculum.last, recipe.architecture["state_size"]) == (0, last, 16)
-    assert findings.summary.startswith("In ")
+    assert findings.summary.startswith("The predicted site is the best, or within the interval of the best, in ")
+    assert " 0 surely retrieve, by 4 pairs" in findings.summary.partition("\n")[0]
     assert "two (L0.H1), KV 4: base" in findings.summary
 
 
