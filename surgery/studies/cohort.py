@@ -112,11 +112,11 @@ class Cohort(Study):
         body = []
         for name, about in findings.about.items():
             models = _of_base(findings.rows, name)
-            accuracies = [f"{value(models[model][size]):.3f}" if model in models else "" for model in COLUMNS]
+            accuracies = [f"{value(models[model][size]):.3f}" if size in models.get(model, {}) else "" for model in COLUMNS]
             tuned = models.get(TUNED, {})
             unseen = [f"{value(tuned[column]):.3f}" if (column := f"{UNSEEN}{size[3:]}") in tuned else ""]
             costs = [f"{value(tuned[column]):+.3f}" if column in tuned else "" for column in (KNOWLEDGE, TEXT)]
-            plan = about.get("stopped") or markdown.shortened(_sites(about))
+            plan = about.get("stopped") or markdown.shortened(_planned(about))
             agrees = ""
             if "agree" in about:
                 as_good = f"as good as {about['best']}" if about["agree"] else f"no: {about['best']}"
@@ -136,7 +136,7 @@ class Cohort(Study):
                     label = "controls" if place == 0 else ""
                     axis.plot(controls, [place] * len(controls), "|", ms=11, color=plotting.CHANCE, label=label)
                 for model, (mark, color) in MARKS.items():
-                    if model in models:
+                    if size in models.get(model, {}):
                         result = models[model][size]
                         errors = [[value(result) - result.ci95[0]], [result.ci95[1] - value(result)]]
                         axis.errorbar(
@@ -218,12 +218,15 @@ def _about(out: Path, report: Report | None, stopped: str) -> dict[str, Any]:
 
 def headline(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """How many of the bases that retrieve at all the job does well on."""
-    sizes = sorted((name for row in rows for name in row.figures if name.startswith("kv.")), key=lambda name: int(name[3:]))
-    smallest, largest = sizes[0], sizes[-1]
     models = {name: _of_base(rows, name) for name in about}
-    able = [name for name in about if models[name][BASE][smallest].ci95[0] > 2 / int(smallest[3:])]
+    sizes = _sizes(rows)
+    # A base on which the job stopped was measured when it was trained, at sizes of its own.
+    smallest = next((size for size in sizes if all(size in each[BASE] for each in models.values())), sizes[0])
+    largest = sizes[-1]
+    surely = {name: each[BASE][smallest].ci95[0] for name, each in models.items() if smallest in each[BASE]}
+    able = [name for name, low in surely.items() if low > 2 / int(smallest[3:])]
     agree = [name for name, each in about.items() if each.get("agree")]
-    pairs = [{model: value(figures[largest]) for model, figures in models[name].items()} for name in able]
+    pairs = [{m: value(figures[largest]) for m, figures in models[name].items() if largest in figures} for name in able]
     gain = sum(each[SPLICED] > each[BASE] for each in pairs if SPLICED in each)
     well = sum(each[TUNED] >= WELL for each in pairs if TUNED in each)
     return (
@@ -234,12 +237,17 @@ def headline(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     )
 
 
-def _sites(about: Mapping[str, Any]) -> list[Site]:
+def _planned(about: Mapping[str, Any]) -> list[Site]:
     return [Site.parse(text) for text in about.get("plan", ())]
 
 
+def _sizes(rows: Sequence[Row]) -> list[str]:
+    """The names of all sizes that any row has, ascending."""
+    return sorted({name for row in rows for name in row.figures if name.startswith("kv.")}, key=lambda name: int(name[3:]))
+
+
 def _largest(rows: Sequence[Row]) -> str:
-    return max((name for row in rows for name in row.figures if name.startswith("kv.")), key=lambda name: int(name[3:]))
+    return _sizes(rows)[-1]
 
 
 def _of_base(rows: Sequence[Row], name: str) -> dict[str, dict[str, Proportion | Estimate]]:
@@ -264,7 +272,7 @@ def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
             told += [f"unseen keys {value(models[BASE][unseen]):.3f} to {value(models[TUNED][unseen]):.3f}"]
         change = models[TUNED].get(KNOWLEDGE)
         told += [f"knowledge {value(change):+.3f}"] if change is not None else []
-        lines.append(f"{name} ({markdown.shortened(_sites(each))}), KV {size[3:]}: {', '.join(told)}.")
+        lines.append(f"{name} ({markdown.shortened(_planned(each))}), KV {size[3:]}: {', '.join(told)}.")
     return "\n".join(lines)
 
 

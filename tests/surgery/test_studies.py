@@ -8,7 +8,9 @@ from surgery.evaluation.report import Report
 from surgery.locating.ranking import Ranking
 from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.recipe import read_recipe
+from surgery.statistics import Proportion
 from surgery.studies import Findings, cohort, make, retrieval_aware, studies
+from surgery.studies.study import Row
 from surgery.tuning.stages import Run
 from tests.conftest import ROOT
 
@@ -233,6 +235,27 @@ def test_a_base_that_cannot_be_operated_on_is_a_finding(surgery, tmp_path, cohor
     assert "no head is worth its cache" in findings.about["two"]["stopped"]
     assert "predicted" in findings.about["two"]
     assert "stopped: " in findings.summary
+
+
+def test_a_cohort_is_summed_up_where_a_job_stopped(tmp_path):
+    """Such a base has other sizes than the rest, and no hybrid."""
+    sizes = {"able": ("kv.8", "kv.100"), "stopped": ("kv.4", "kv.8")}
+    right = Proportion(accuracy=0.9, ci95=(0.8, 1.0), n=20)
+    rows = [Row(what=f"{name}: base", figures=dict.fromkeys(of, right)) for name, of in sizes.items()]
+    rows += [Row(what=f"able: {model}", figures=dict.fromkeys(sizes["able"], right)) for model in ("spliced", "tuned")]
+    about = {
+        "able": {"agree": True, "predicted": "L0.H1", "best": "L0.H1", "plan": ["L0.H1"]},
+        "stopped": {"stopped": "no head"},
+    }
+    said = cohort.headline(about, rows)
+    assert "in 1 of 2 bases. 2 surely retrieve, by 8 pairs" in said
+    assert said.endswith("the graft gains at 100 pairs in 0; tuned, 0 answer at least 0.95 of 100 pairs.")
+    origin = Findings.read(ROOT / "recipes" / "seed2.findings.json").provenance
+    found = Findings(provenance=origin, study="cohort", about=about, summary=said, rows=tuple(rows))
+    _, body = cohort.Cohort.table(found)
+    assert [row[:5] for row in body] == [["able", "L0.H1", "yes", "0.900", "0.900"], ["stopped", "no head", "", "", ""]]
+    cohort.Cohort(bases={"able": {}}).draw(found, tmp_path / "figure.png", None)
+    assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(
