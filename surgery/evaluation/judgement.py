@@ -7,7 +7,8 @@ no control does as well. What it costs stands beside it.
 from dataclasses import dataclass
 from typing import Literal
 
-from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, is_loss, value
+from surgery.evaluation.report import HITS, MIDDLE, OTHERS, ModelReport, Report, is_loss, value
+from surgery.probes.needle import CHOICES
 from surgery.records.names import is_control, is_dose
 from surgery.statistics import Estimate, Evidence, at_chance, written
 
@@ -15,6 +16,7 @@ UNSEEN = "kv_unseen"
 CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
 CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 NAMED = 6  # tasks in a sentence
+NEEDLE = ("needle", str(MIDDLE))  # the beginning and the end of the name of a task: needle.1024.50
 
 Verdict = Literal["yes", "perhaps", "unclear", "no", "not to be judged"]
 
@@ -82,10 +84,10 @@ def _direction(task: str, change: Estimate, said: Evidence | None) -> str:
 
 def _judged(report: Report, name: str) -> Judgement:
     base, model = next(iter(report.models.values())), report.models[name]
-    if not base.kv and (decided := _judged_by_hits(report, name)) is not None:
+    if not base.kv and (decided := _judged_by_hits(report, name) or _judged_by_needles(report, name)) is not None:
         return decided
     if not base.kv:
-        answer = "Not to be judged: retrieval was not measured (bench.suites without quick, retrieval or hits)."
+        answer = "Not to be judged: retrieval was not measured (bench.suites without quick, retrieval, hits or length)."
         return Judgement(name, "not to be judged", answer, (_cost(base, model),))
     size = max(base.kv, key=int)  # the largest size, and not the one that looks best
     task = f"kv.{size}"
@@ -138,6 +140,24 @@ def _judged_by_hits(report: Report, name: str) -> Judgement | None:
         f"Other tokens of the same text: {model.change[others]} nats{_said(model, others)}." if others in model.change else ""
     )
     return Judgement(name, verdict, answer, tuple(filter(None, (control, rest, _cost(base, model)))))
+
+
+def _judged_by_needles(report: Report, name: str) -> Judgement | None:
+    """By the needle in the middle of the longest prompts, where neither dictionaries were asked nor hits measured; None if no
+    needle was asked for either. That the base is at chance there, is no objection: at that length it may have forgotten."""
+    base, model = next(iter(report.models.values())), report.models[name]
+    lengths = [int(part[1]) for task in base.tasks if len(part := task.split(".")) == 3 and (part[0], part[2]) == NEEDLE]
+    task = f"needle.{max(lengths, default=0)}.{MIDDLE}"
+    if task not in model.change:
+        return None
+    compared = (
+        f"with a needle in the middle of {max(lengths):,} tokens {name} answers {value(model.tasks[task]):.3f} of the "
+        f"questions, the base {value(base.tasks[task]):.3f} (difference {model.change[task]}, chance {1 / CHOICES:.3f})"
+    )
+    control, clear = _controls(report, name, task)
+    direction = _direction(task, model.change[task], model.evidence.get(task))
+    verdict, answer = _answer(direction, compared, clear, "ask more examples (bench.limit)")
+    return Judgement(name, verdict, answer, tuple(filter(None, (control, _cost(base, model)))))
 
 
 def _longest(base: ModelReport, family: str) -> str | None:

@@ -57,7 +57,9 @@ def results(report: Report) -> str:
         for name, model in report.models.items()
     )
     quick = report.models[next(iter(report.models))].perplexity
-    parts = [table(*rows(report)), *([EXPLANATION] if quick else []), described]
+    header, body = rows(report)
+    main = [table(header, body)] if len(header) > 1 else []  # its columns may all be tables of their own
+    parts = [*main, *([EXPLANATION] if quick else []), described]
     return "\n\n".join(parts) + "\n"
 
 

@@ -34,6 +34,7 @@ SEVERAL = dict(zip(NEEDLES, ({"needles": 8}, {"needles": 8, "queries": 4}), stri
 # Whether greedy decoding would write the answer, in one forward, where the candidates are so many and so long that scoring each
 # of them would take a hundred times as long. Chance is 0.
 WRITTEN = ("phonebook",)
+NEEDLE = "needle"
 WINDOW_ROWS = 4  # of the rows of a batch, what a window of text stands for: it is several times as long as a question
 
 
@@ -102,11 +103,16 @@ def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: 
     return result
 
 
-def check_probes(options: Bench, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_probes(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> None:
     """Raise UserError for a probe that cannot be asked in the sizes of `options`."""
     for name, (probe, fields) in _probes(options).items():
         try:
-            make(probe, tokenizer=tokenizer, **fields)
+            if probe != NEEDLE:
+                make(probe, tokenizer=tokenizer, **fields)
+            elif (needle := _needle(fields, tokenizer, data)) is not None:
+                # The text may be too short for any question, the shortest length for one of them.
+                shortest = needle.length == min(options.contexts)
+                needle.questions(options.limit if shortest else 1, bench_seed(seed))
         except UserError as error:
             raise UserError(f"bench, {name}: {error}") from error
 
@@ -133,16 +139,16 @@ def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
         unseen = options.pairs[-1:] if options.unseen_pairs is None else options.unseen_pairs
         result |= {f"kv_unseen.{size}": ("kv", {"pairs": size, "keys": "unseen"}) for size in unseen}
     if "retrieval" in options.suites:
-        for name in sorted({*probes()} - {"kv", "knowledge", "letters", "needle"}):
+        for name in sorted({*probes()} - {"kv", "knowledge", "letters", NEEDLE}):
             result |= {f"{name}.{size}": (name, fields) for size in options.pairs if (fields := sized_options(name, size))}
         for length in options.contexts:
             for depth in options.depths:
-                result[f"needle.{length}.{round(100 * depth)}"] = ("needle", {"length": length, "depth": depth})
+                result[f"needle.{length}.{round(100 * depth)}"] = (NEEDLE, {"length": length, "depth": depth})
     if "length" in options.suites:
         for length in options.contexts:
-            result[f"needle.{length}.{MIDDLE}"] = ("needle", {"length": length, "depth": MIDDLE / 100})
+            result[f"needle.{length}.{MIDDLE}"] = (NEEDLE, {"length": length, "depth": MIDDLE / 100})
         for name, several in SEVERAL.items():
-            result |= {f"{name}.{length}": ("needle", {"length": length, **several}) for length in options.contexts}
+            result |= {f"{name}.{length}": (NEEDLE, {"length": length, **several}) for length in options.contexts}
     if "quick" in options.suites:
         result |= {name: (name, {}) for name in ("knowledge", "letters")}
     return result
@@ -163,11 +169,9 @@ def sized_options(name: str, size: int) -> dict[str, Any] | None:
 def _probe_tasks(
     name: str, probe: str, fields: dict, options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int
 ) -> list[Task]:
-    if probe == "needle":
-        if fields["length"] > tokenizer.model_max_length:
-            return []
-        fields = fields | {"source": data.held_out_text}
-    asks = make(probe, tokenizer=tokenizer, **fields)
+    asks = _needle(fields, tokenizer, data) if probe == NEEDLE else make(probe, tokenizer=tokenizer, **fields)
+    if asks is None:
+        return []
     result: list[Task] = []
     known: set = set()
     for s in range(seed, seed + options.seeds):
@@ -190,6 +194,13 @@ def _probe_tasks(
             shapes = partial(shapes_of, tokenizer, fresh, options.batch_size)
             result.append(Task(name, s, f"{name} {' '.join(digests)}", measure, count=len(fresh), shapes=shapes))
     return result
+
+
+def _needle(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, data: Data) -> Any:
+    """The probe in the held-out text, or None where the model does not read that much."""
+    if fields["length"] > tokenizer.model_max_length:
+        return None
+    return make(NEEDLE, tokenizer=tokenizer, **fields, source=data.held_out_text)
 
 
 def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> list[Task]:

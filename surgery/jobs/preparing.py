@@ -28,7 +28,7 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
     with busy("checking the inputs"):
         if names := standard(recipe.bench):
             harness.load(names, recipe.bench.include_path, recipe.bench.data_path)
-        check_probes(recipe.bench, base.tokenizer)
+        check_probes(recipe.bench, base.tokenizer, recipe.data, recipe.seed)
         check_serving(recipe.bench)
         check_questions(base.tokenizer, recipe.locate, recipe.seed)
         Knowledge(recipe.data.facts).questions(1, seed=0)

@@ -53,6 +53,29 @@ def test_a_base_at_chance_is_refused_whatever_was_gained(report, low):
     assert judge(report.model_copy(update={"located": better}))[0].verdict == "yes"
 
 
+def test_where_needles_alone_were_asked_they_are_judged(report):
+    accuracies = {"base": 0.16, "tuned": 1.0, "control_tuned": 0.48}
+    models = {}
+    for name, accuracy in accuracies.items():
+        result = Proportion(accuracy=accuracy, ci95=(accuracy - 0.02, accuracy), n=200)
+        change = Estimate(value=accuracy - 0.16, ci95=(accuracy - 0.2, accuracy - 0.14), n=200)
+        evidence = report.models["tuned"].evidence["kv.64"]
+        tasks = {"needle.256.50": result, "needle.2048.50": result, "needle.4096.10": result, "needles.4096": result}
+        compared = {"change": {"needle.2048.50": change}, "evidence": {"needle.2048.50": evidence}} if name != "base" else {}
+        empty = {"kv": {}, "knowledge": None, "perplexity": None, "change": {}, "evidence": {}}
+        models[name] = report.models[name].model_copy(update={**empty, "tasks": tasks, **compared})
+    long = report.model_copy(update={"models": models})
+    said = did_it_help(long)
+    assert said.startswith(
+        "Did it help? Yes: with a needle in the middle of 2,048 tokens tuned answers 1.000 of the questions, "
+    )
+    assert "The best of 1 controls is control_tuned with 0.480." in said
+    assert "| model |\n" not in render(long)  # a table of names alone
+    control = models["control_tuned"].model_copy(update={"change": models["tuned"].change})
+    as_good = long.model_copy(update={"models": models | {"control_tuned": control}})
+    assert judge(as_good)[0].verdict == "unclear"
+
+
 def test_a_base_at_chance_at_every_size_is_refused_without_a_ranking(report):
     """A comparison does not locate; a base at chance at the largest size alone may have gained there."""
     base = report.models["base"]

@@ -15,9 +15,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import UserError
+from surgery.jobs.preparing import check
 from surgery.probes import make, probes
 from surgery.probes.question import Completion, CompletionProbe, Question
 from surgery.probes.scoring import answer, complete
+from surgery.records.recipe import Bench, Recipe
 from surgery.world.tokenizer import build_tokenizer
 from surgery.world.words import KEYS
 from tests.conftest import SAME, random_base
@@ -302,6 +304,11 @@ def test_texts_and_lengths_that_will_not_do(characters, tmp_path):
         needle(200, tmp_path / "short.txt")
     with pytest.raises(UserError, match=r"a needle of 20 tokens is too short: the question alone has \d+"):
         needle(20, "world")
+
+
+def test_a_length_that_bench_could_not_ask_is_refused_before_the_work_begins(tiny):
+    with pytest.raises(UserError, match=r"bench, needles\.64: a needle of 64 tokens is too short: the question alone has \d+"):
+        check(Recipe(model="tiny", bench=Bench(suites=("length",), contexts=(64, 100_000))), tiny)
 
 
 class Indifferent:
