@@ -4,8 +4,8 @@ What was measured comes from the records that the commands wrote, what the code 
 (tools/reference_parts.py). In a page, such a part stands between <!-- NAME --> and <!-- /NAME -->.
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
-`surgery run recipes/demo-mamba1.yaml`), recipes/books.report.json (likewise), recipes/kills.json and recipes/fuzz.json (`make
-campaign`), recipes/serving.json (`python -m tools.serving_record`), recipes/gguf.json (`python -m tools.gguf_record`),
+`surgery run recipes/demo-mamba1.yaml`), recipes/books.report.json and recipes/lengths.report.json (likewise),
+recipes/kills.json and recipes/fuzz.json (`make campaign`), recipes/serving.json (`python -m tools.serving_record`), recipes/gguf.json (`python -m tools.gguf_record`),
 recipes/full-size.json (`python -m tools.full_size`), recipes/kernels.bench.json (`surgery doctor --bench --out
 recipes/kernels.bench.json`) and NAME.findings.json in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes
 findings.json and figure.png to runs/NAME).
@@ -18,7 +18,7 @@ from pathlib import Path
 from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.result_tables import cell_rows, describe
 from surgery.evaluation import markdown
-from surgery.evaluation.report import ModelReport, Report
+from surgery.evaluation.report import ModelReport, Report, value
 from surgery.exporting.engines import EngineProof
 from surgery.records.renamed import current
 from surgery.studies import Findings, studies
@@ -37,6 +37,7 @@ AWARE = ROOT / "recipes" / "retrieval-aware.findings.json"
 STATE = ROOT / "recipes" / "state-size.findings.json"
 COHORT = ROOT / "recipes" / "cohort.findings.json"
 SEED2 = ROOT / "recipes" / "seed2.findings.json"
+LENGTHS = ROOT / "recipes" / "lengths.report.json"
 SERVING = ROOT / "recipes" / "serving.json"
 GGUF = ROOT / "recipes" / "gguf.json"
 
@@ -245,6 +246,28 @@ Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread{"s" 
 {current(recipe)["bench"]["limit"]} examples a cell (`recipes/{path.name}` has all sizes and intervals)."""
 
 
+def lengths() -> str:
+    """Needles in prompts longer than those of the training."""
+    if not LENGTHS.exists():
+        return "There is no record yet: `surgery run recipes/lengths.yaml` makes one."
+    report = Report.read(LENGTHS)
+    made, chosen = report.provenance, report.plan
+    assert chosen is not None
+    examples = next(iter(report.models["base"].tasks.values())).n
+    parts = []
+    for title, tasks in markdown.needles(report).items():
+        header = [title, *(f"{length:,} tokens" for length in tasks)]
+        rows = [[name, *(f"{value(of.tasks[task]):.3f}" for task in tasks.values())] for name, of in report.models.items()]
+        parts.append(markdown.table(header, rows))
+    tables = "\n\n".join(parts)
+    return f"""{tables}
+
+![Accuracy on needles against the length of the prompt](../../recipes/lengths.png)
+
+Grafted: {markdown.places(chosen)}. Measured {made.created[:10]} on {made.machine}, seed {made.seed}, {examples} questions a cell \
+(`recipes/lengths.report.json`)."""
+
+
 def gguf() -> str:
     """What llama.cpp answered."""
     return f"> Also {EngineProof.read(GGUF).line()}."
@@ -258,6 +281,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "seeds": seeds,
         "retrieval-aware": retrieval_aware,
         "state-size": state_size,
+        "lengths": lengths,
         "cohort": cohort,
         "seed-2": partial(cohort, SEED2),
         "kills": campaign_page.kills,
