@@ -5,10 +5,10 @@ What was measured comes from the records that the commands wrote, what the code 
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
 `surgery run recipes/demo-mamba1.yaml`), recipes/books.report.json and recipes/lengths.report.json (likewise),
-recipes/kills.json and recipes/fuzz.json (`make campaign`), recipes/serving.json (`python -m tools.serving_record`), recipes/gguf.json (`python -m tools.gguf_record`),
-recipes/full-size.json (`python -m tools.full_size`), recipes/kernels.bench.json (`surgery doctor --bench --out
-recipes/kernels.bench.json`) and NAME.findings.json in recipes and recipes/paper (`surgery run recipes/paper/NAME.yaml` writes
-findings.json and figure.png to runs/NAME).
+recipes/kills.json and recipes/fuzz.json (`make campaign`), recipes/serving.json (`python -m tools.serving_record`),
+recipes/gguf.json (`python -m tools.gguf_record`), recipes/full-size.json (`python -m tools.full_size`),
+recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and NAME.findings.json in recipes and
+recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
 """
 
 from collections.abc import Callable
@@ -264,8 +264,8 @@ def lengths() -> str:
 
 ![Accuracy on needles against the length of the prompt](../../recipes/lengths.png)
 
-Grafted: {markdown.places(chosen)}. Measured {made.created[:10]} on {made.machine}, seed {made.seed}, {examples} questions a cell \
-(`recipes/lengths.report.json`)."""
+Grafted: {markdown.places(chosen)}. Measured {made.created[:10]} on {made.machine}, seed {made.seed}, {examples} questions a \
+cell (`recipes/lengths.report.json`)."""
 
 
 def gguf() -> str:
