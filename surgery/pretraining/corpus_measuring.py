@@ -18,7 +18,7 @@ from surgery.runtime.progress import Track
 from surgery.splicing.splice import adopt
 from surgery.statistics import mean, proportion
 
-MORE = 16  # times the windows that are measured during training
+MORE = 4  # times the windows that are measured during training
 LENGTHS = (1, 2, 4, 8)  # of rows, in windows
 RARE = 10.0  # how often, in a million tokens of the text that was learnt, a pair stands that may be a hit
 COUNTED = 2**24  # of its tokens, at most so many are counted
