@@ -253,7 +253,7 @@ def lengths() -> str:
     report = Report.read(LENGTHS)
     made, chosen = report.provenance, report.plan
     assert chosen is not None
-    examples = next(iter(report.models["base"].tasks.values())).n
+    examples = current(made.recipe or {})["bench"]["limit"]
     parts = []
     for title, tasks in markdown.needles(report).items():
         header = [title, *(f"{length:,} tokens" for length in tasks)]

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.evaluation.cells import Cell, check_same, kept, values
+from surgery.evaluation.contexts import readable
 from surgery.evaluation.entries import Entry, Turns
 from surgery.evaluation.report import HITS, Cost, ModelReport, Perplexity, Report, Serving, Speed
 from surgery.evaluation.serving import Served, check_serving, serve, versions
@@ -148,7 +149,7 @@ def measure(
         dtypes = ", ".join(f"{name} in {each.dtype}" for name, each in measured_under.items())
         say(f"the models are in several dtypes: {dtypes}")
     cells_of = _measured(models, measured_under, todo, cells)
-    timed = _timed(models, measured_under, options, tokenizer.model_max_length, cells)
+    timed = _timed(models, measured_under, options, readable(options, tokenizer), cells)
     served = _served(models, measured_under, options, tokenizer, cells) if "serving" in options.suites else {}
     first = next(iter(named))
     pairs: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
@@ -203,11 +204,10 @@ def _measured(
 
 
 def _timed(
-    models: Turns, measured_under: dict[str, Conditions], options: Bench, longest: int, folder: Path | None
+    models: Turns, measured_under: dict[str, Conditions], options: Bench, contexts: list[int], folder: Path | None
 ) -> dict[str, list[Timed]]:
     """What tokens cost in each model, measured by the first process while the others wait. Those that are held are timed
     together, so that a disturbance of the machine hits all of them."""
-    contexts = [context for context in options.contexts if context <= longest]
     jobs: list[tuple[str, Callable[[Mapping[str, PreTrainedModel]], Timed]]] = []
     if "quick" in options.suites:
         jobs += [(f"cost {context}", partial(decode_cost, context=context)) for context in contexts]
@@ -243,7 +243,7 @@ def _served(
     served: dict[str, tuple[Serving, ...]] = {}
     if is_main():
         python = Path(options.engine_python or "")
-        contexts = [context for context in options.contexts if context <= tokenizer.model_max_length]
+        contexts = readable(options, tokenizer)
         common = {"cell": "serving", **_here(), "engine": versions(python)}
         asked = {"contexts": contexts, "concurrencies": options.concurrencies}
         for name in Track([name for name in models if not (is_control(name) or is_dose(name))], "serving"):

@@ -7,7 +7,7 @@ no control does as well. What it costs stands beside it.
 from dataclasses import dataclass
 from typing import Literal
 
-from surgery.evaluation.report import HITS, MIDDLE, OTHERS, ModelReport, Report, is_loss, value
+from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, is_loss, needle_tasks, value
 from surgery.probes.needle import CHOICES
 from surgery.records.names import is_control, is_dose
 from surgery.statistics import Estimate, Evidence, at_chance, written
@@ -16,7 +16,6 @@ UNSEEN = "kv_unseen"
 CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
 CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 NAMED = 6  # tasks in a sentence
-NEEDLE = ("needle", str(MIDDLE))  # the beginning and the end of the name of a task: needle.1024.50
 
 Verdict = Literal["yes", "perhaps", "unclear", "no", "not to be judged"]
 
@@ -132,32 +131,36 @@ def _judged_by_hits(report: Report, name: str) -> Judgement | None:
     task = _longest(base, HITS)
     if task is None or task not in model.change:
         return None
-    direction, (control, clear) = _direction(task, model.change[task], model.evidence.get(task)), _controls(report, name, task)
-    compared = f"on {_said_of_hits(base, model, task)}"
-    verdict, answer = _answer(direction, compared, clear, "take more text (bench.windows)")
     others = f"{OTHERS}{task.removeprefix(HITS)}"
     rest = (
         f"Other tokens of the same text: {model.change[others]} nats{_said(model, others)}." if others in model.change else ""
     )
-    return Judgement(name, verdict, answer, tuple(filter(None, (control, rest, _cost(base, model)))))
+    compared = f"on {_said_of_hits(base, model, task)}"
+    return _judged_by(task, compared, "take more text (bench.windows)", report, name, rest)
 
 
 def _judged_by_needles(report: Report, name: str) -> Judgement | None:
     """By the needle in the middle of the longest prompts, where neither dictionaries were asked nor hits measured; None if no
     needle was asked for either. That the base is at chance there, is no objection: at that length it may have forgotten."""
     base, model = next(iter(report.models.values())), report.models[name]
-    lengths = [int(part[1]) for task in base.tasks if len(part := task.split(".")) == 3 and (part[0], part[2]) == NEEDLE]
-    task = f"needle.{max(lengths, default=0)}.{MIDDLE}"
-    if task not in model.change:
+    tasks = needle_tasks(base.tasks).get("needle", {})
+    length = max(tasks, default=0)
+    if tasks.get(length) not in model.change:
         return None
+    task = tasks[length]
     compared = (
-        f"with a needle in the middle of {max(lengths):,} tokens {name} answers {value(model.tasks[task]):.3f} of the "
-        f"questions, the base {value(base.tasks[task]):.3f} (difference {model.change[task]}, chance {1 / CHOICES:.3f})"
+        f"with a needle in the middle of {length:,} tokens {name} answers {value(model.tasks[task]):.3f} of the questions, the "
+        f"base {value(base.tasks[task]):.3f} (difference {model.change[task]}, chance {1 / CHOICES:.3f})"
     )
+    return _judged_by(task, compared, "ask more examples (bench.limit)", report, name)
+
+
+def _judged_by(task: str, compared: str, advice: str, report: Report, name: str, rest: str = "") -> Judgement:
+    """By one task. compared: what it says, in words. rest: a sentence on what else was measured."""
+    base, model = next(iter(report.models.values())), report.models[name]
     control, clear = _controls(report, name, task)
-    direction = _direction(task, model.change[task], model.evidence.get(task))
-    verdict, answer = _answer(direction, compared, clear, "ask more examples (bench.limit)")
-    return Judgement(name, verdict, answer, tuple(filter(None, (control, _cost(base, model)))))
+    verdict, answer = _answer(_direction(task, model.change[task], model.evidence.get(task)), compared, clear, advice)
+    return Judgement(name, verdict, answer, tuple(filter(None, (control, rest, _cost(base, model)))))
 
 
 def _longest(base: ModelReport, family: str) -> str | None:

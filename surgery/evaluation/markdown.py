@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from surgery.evaluation.found import found, rounds
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
-from surgery.evaluation.report import HITS, MIDDLE, NEEDLES, OTHERS, ModelReport, Report, value
+from surgery.evaluation.report import HITS, NEEDLES, OTHERS, ModelReport, Report, needle_tasks, value
 from surgery.records.names import is_dose
 from surgery.records.plan import Plan
 from surgery.records.site import Site
@@ -157,13 +157,8 @@ def needles(report: Report) -> dict[str, dict[int, str]]:
     """Title -> length -> task, of needles that were hidden in prompts of several lengths; a single one in the middle alone."""
     titles = ("A needle in the middle of a text", "One of several needles", "Several needles, one after the other")
     of = dict(zip(("needle", *NEEDLES), titles, strict=True))
-    panels: dict[str, dict[int, str]] = {}
-    for task in next(iter(report.models.values())).tasks:
-        family, _, size = task.partition(".")
-        length, _, depth = size.partition(".")
-        if family in of and depth in ("", str(MIDDLE)):
-            panels.setdefault(of[family], {})[int(length)] = task
-    return {title: dict(sorted(tasks.items())) for title, tasks in panels.items() if len(tasks) > 1}
+    panels = needle_tasks(next(iter(report.models.values())).tasks)
+    return {of[family]: tasks for family, tasks in panels.items() if len(tasks) > 1}
 
 
 def _doses(report: Report) -> list[str]:

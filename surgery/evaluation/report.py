@@ -1,6 +1,7 @@
 """report.json, as records. Every figure in a report was measured by bench.py in the run that wrote it."""
 
 import sys
+from collections.abc import Iterable
 from html import escape
 from textwrap import fill
 from typing import Any
@@ -19,6 +20,17 @@ LOSSES = ("perplexity", "sliding", HITS, OTHERS)  # tasks whose differences are 
 def is_loss(task: str) -> bool:
     """Whether less is better. task: as a report names it, perplexity or recall_hits.1024 say."""
     return task.partition(".")[0] in LOSSES
+
+
+def needle_tasks(tasks: Iterable[str]) -> dict[str, dict[int, str]]:
+    """Family -> length of the prompts -> task, for needles; of single ones, those in the middle."""
+    result: dict[str, dict[int, str]] = {}
+    for task in tasks:
+        family, _, size = task.partition(".")
+        length, _, depth = size.partition(".")
+        if (family == "needle" and depth == str(MIDDLE)) or family in NEEDLES:
+            result.setdefault(family, {})[int(length)] = task
+    return {family: dict(sorted(of.items())) for family, of in result.items()}
 
 
 class Perplexity(Record):

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.cells import digest, watched
+from surgery.evaluation.contexts import readable
 from surgery.evaluation.language import sliding_losses, sliding_rows
 from surgery.evaluation.report import MIDDLE, NEEDLES, is_loss
 from surgery.evaluation.text_hits import ChosenTokens, hit_names, hit_texts, rows_at_once
@@ -109,10 +110,10 @@ def check_probes(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data,
         try:
             if probe != NEEDLE:
                 make(probe, tokenizer=tokenizer, **fields)
-            elif (needle := _needle(fields, tokenizer, data)) is not None:
+            elif (needle := _needle(fields, options, tokenizer, data)) is not None:
                 # The text may be too short for any question, the shortest length for one of them.
                 shortest = needle.length == min(options.contexts)
-                needle.questions(options.limit if shortest else 1, bench_seed(seed))
+                needle.check(options.limit if shortest else 1, bench_seed(seed))
         except UserError as error:
             raise UserError(f"bench, {name}: {error}") from error
 
@@ -169,7 +170,7 @@ def sized_options(name: str, size: int) -> dict[str, Any] | None:
 def _probe_tasks(
     name: str, probe: str, fields: dict, options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int
 ) -> list[Task]:
-    asks = _needle(fields, tokenizer, data) if probe == NEEDLE else make(probe, tokenizer=tokenizer, **fields)
+    asks = _needle(fields, options, tokenizer, data) if probe == NEEDLE else make(probe, tokenizer=tokenizer, **fields)
     if asks is None:
         return []
     result: list[Task] = []
@@ -196,9 +197,9 @@ def _probe_tasks(
     return result
 
 
-def _needle(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, data: Data) -> Any:
+def _needle(fields: dict[str, Any], options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data) -> Any:
     """The probe in the held-out text, or None where the model does not read that much."""
-    if fields["length"] > tokenizer.model_max_length:
+    if fields["length"] not in readable(options, tokenizer):
         return None
     return make(NEEDLE, tokenizer=tokenizer, **fields, source=data.held_out_text)
 

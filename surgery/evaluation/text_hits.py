@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.evaluation.cells import watched
+from surgery.evaluation.contexts import readable
 from surgery.evaluation.report import HITS, OTHERS
 from surgery.models.finite import checked, explained
 from surgery.probes.hits import PairCounts, by_stretch, hits
@@ -88,7 +89,7 @@ def hit_texts(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, se
     result: dict[str, ChosenTokens] = {}
     if "hits" not in options.suites:
         return result
-    lengths = [length for length in options.contexts if length <= tokenizer.model_max_length]
+    lengths = readable(options, tokenizer)
     if not lengths:
         return result
     windows = max(options.windows, -(-max(lengths) // options.window))

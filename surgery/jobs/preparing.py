@@ -2,6 +2,7 @@
 
 from surgery.errors import UserError
 from surgery.evaluation import harness
+from surgery.evaluation.contexts import left_out
 from surgery.evaluation.serving import check_serving
 from surgery.evaluation.suites import bench_seed, check_probes, standard
 from surgery.evaluation.text_hits import check_hits
@@ -13,7 +14,7 @@ from surgery.locating.questions import check_questions
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.perplexity import Perplexity
 from surgery.records.recipe import Recipe
-from surgery.runtime.progress import busy
+from surgery.runtime.progress import busy, say
 from surgery.splicing.splice import check_sites, install
 from surgery.splicing.start import check_donor, head_starts, layer_start
 from surgery.tuning import batches
@@ -28,6 +29,8 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
     with busy("checking the inputs"):
         if names := standard(recipe.bench):
             harness.load(names, recipe.bench.include_path, recipe.bench.data_path)
+        if unread := left_out(recipe.bench, base.tokenizer):
+            say(unread)
         check_probes(recipe.bench, base.tokenizer, recipe.data, recipe.seed)
         check_serving(recipe.bench)
         check_questions(base.tokenizer, recipe.locate, recipe.seed)

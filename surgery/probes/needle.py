@@ -10,7 +10,7 @@ candidates. Where several are asked for, one after the other, the earlier questi
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -66,9 +66,19 @@ class Needle:
 
     def questions(self, n: int, seed: int) -> list[Question]:
         """Raises UserError where the text cannot be read, or is too short for the length, or the length for the question."""
+        return [self._question(posed) for posed in self._posed(n, seed)]
+
+    def check(self, n: int, seed: int) -> None:
+        """Raise what `questions` raises, without making the questions: choosing the words that fill a prompt takes the time."""
+        for posed in self._posed(n, seed):
+            self._least(posed)
+            if len(posed.haystack) < self.length:  # a word has at least one token
+                self._most(posed)
+
+    def _posed(self, n: int, seed: int) -> Iterator["Posed"]:
         rng = random.Random(f"needle {self.length} {self.depth} {seed}")
         text = [] if self.source in WORLDS else read_text(self.source, "the text in").split()
-        return [self._question(rng, self._haystack(rng, text)) for _ in range(n)]
+        return (self._pose(rng, self._haystack(rng, text)) for _ in range(n))
 
     def _haystack(self, rng: random.Random, text: list[str]) -> list[str]:
         """More words than can fit, as a word has at least one token; fewer where the text is short."""
@@ -81,28 +91,31 @@ class Needle:
         start = rng.randrange(max(1, len(text) - count + 1))
         return text[start : start + count]
 
-    def _question(self, rng: random.Random, haystack: list[str]) -> Question:
+    def _pose(self, rng: random.Random, haystack: list[str]) -> "Posed":
         named = key_words(self.keys, self.needles)
         words_of = [rng.choice(named)] if self.needles == 1 else rng.sample(named, self.needles)
         numbers = rng.sample(NUMBERS, max(CHOICES, self.needles))
         told = [rng.randrange(CHOICES)] if self.needles == 1 else rng.sample(range(len(numbers)), self.needles)
         questions = [ask(word) for word in words_of]
-        needles = [f"{question} {numbers[place]}." for question, place in zip(questions, told, strict=True)]
+        needles = tuple(f"{question} {numbers[place]}." for question, place in zip(questions, told, strict=True))
         *before, last = [0] if self.needles == 1 else rng.sample(range(self.needles), self.queries)
         asked = "".join(f"\n{needles[i]}" for i in before) + f"\n{questions[last]}"
+        return Posed(haystack, needles, asked, tuple(f" {number}" for number in numbers), told[last], last)
 
-        def prompt(words: list[str]) -> str:
-            parts, place = list[str](), 0
-            for i, needle in enumerate(needles):
-                depth = self.depth if self.needles == 1 else (i + 0.5) / self.needles
-                end = self._place(words, depth)
-                parts += [*words[place:end], needle]
-                place = end
-            return " ".join([*parts, *words[place:]]) + asked
+    def _question(self, posed: "Posed") -> Question:
+        text = self._prompt(posed, self._fitting(posed))
+        spans = [(text.index(needle), text.index(needle) + len(needle)) for needle in posed.needles]
+        return Question(text, posed.choices, posed.answer, tuple(spans), posed.last)
 
-        text = prompt(self._fitting(haystack, lambda words: self._tokens(prompt(words))))
-        spans = [(text.index(needle), text.index(needle) + len(needle)) for needle in needles]
-        return Question(text, tuple(f" {number}" for number in numbers), told[last], tuple(spans), last)
+    def _prompt(self, posed: "Posed", words: list[str]) -> str:
+        """With `words` as the haystack."""
+        parts, place = list[str](), 0
+        for i, needle in enumerate(posed.needles):
+            depth = self.depth if self.needles == 1 else (i + 0.5) / self.needles
+            end = self._place(words, depth)
+            parts += [*words[place:end], needle]
+            place = end
+        return " ".join([*parts, *words[place:]]) + posed.asked
 
     def _tokens(self, text: str) -> int:
         return len(opening(self.tokenizer, [text])[0])
@@ -113,15 +126,30 @@ class Needle:
         ends = [0, *(i for i, word in enumerate(words, 1) if word.endswith((".", "!", "?"))), len(words)]
         return min(ends, key=lambda end: abs(end - depth * len(words)))
 
-    def _fitting(self, words: list[str], tokens: Callable[[list[str]], int]) -> list[str]:
+    def _least(self, posed: "Posed") -> int:
+        """The tokens of the prompt without a haystack."""
+        if (least := self._tokens(self._prompt(posed, []))) > self.length:
+            raise UserError(f"a needle of {self.length} tokens is too short: the question alone has {least}")
+        return least
+
+    def _most(self, posed: "Posed") -> int:
+        """The tokens of the prompt with the whole haystack."""
+        if (most := self._tokens(self._prompt(posed, posed.haystack))) < self.length:
+            words = self._tokens(" ".join(posed.haystack))
+            raise UserError(f"{self.source} has {words} tokens; a needle of {self.length} needs more")
+        return most
+
+    def _fitting(self, posed: "Posed") -> list[str]:
         """The haystack's first words, as many as fit, and then some of the following ones, chosen to fill the rest exactly.
 
-        tokens: counts those of the prompt with such a haystack. If some cannot be filled, the prompt is that much shorter.
+        If some tokens cannot be filled, the prompt is that much shorter.
         """
-        if (least := tokens([])) > self.length:
-            raise UserError(f"a needle of {self.length} tokens is too short: the question alone has {least}")
-        if (most := tokens(words)) < self.length:
-            raise UserError(f"{self.source} has {self._tokens(' '.join(words))} tokens; a needle of {self.length} needs more")
+
+        def tokens(words: list[str]) -> int:
+            return self._tokens(self._prompt(posed, words))
+
+        words = posed.haystack
+        least, most = self._least(posed), self._most(posed)
         fit, beyond = 0, len(words) + 1
         while beyond - fit > 1:  # by interpolation, because counting the tokens of a long text is what takes the time
             share = (self.length - least) / max(most - least, 1)
@@ -143,6 +171,19 @@ class Needle:
             if fewest == 0:
                 break
         return best
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A question whose prompt is not filled yet. haystack: more words than fit. needles: the sentences that are hidden. asked:
+    the end of the prompt. answer: which of the choices; last: which of the needles is asked for."""
+
+    haystack: list[str]
+    needles: tuple[str, ...]
+    asked: str
+    choices: tuple[str, ...]
+    answer: int
+    last: int
 
 
 PROBES = {"needle": Needle}

@@ -306,9 +306,39 @@ def test_texts_and_lengths_that_will_not_do(characters, tmp_path):
         needle(20, "world")
 
 
+@pytest.mark.parametrize("needles", [1, 3])
+def test_a_check_refuses_what_the_questions_refuse_and_nothing_else(needles, characters, tmp_path):
+    """From lengths at which no question fits, through those at which some do, to one that the text cannot fill."""
+    (tmp_path / "short.txt").write_text("It was short. " * 30)
+    said = set()
+    for source, lengths in (("world", range(60, 76)), ("world", range(125, 165, 4)), (tmp_path / "short.txt", (300, 470, 560))):
+        for length in lengths:
+            needle = make("needle", tokenizer=characters, length=length, needles=needles, source=str(source))
+            said.add(refusal(lambda needle=needle: needle.check(10, seed=0)))
+            assert refusal(lambda needle=needle: needle.questions(10, seed=0)) == refusal(
+                lambda needle=needle: needle.check(10, seed=0)
+            )
+    assert len(said) > 4
+    assert "" in said
+    assert any("needs more" in line for line in said)
+
+
+def refusal(work) -> str:
+    try:
+        work()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def test_a_length_that_bench_could_not_ask_is_refused_before_the_work_begins(tiny):
     with pytest.raises(UserError, match=r"bench, needles\.64: a needle of 64 tokens is too short: the question alone has \d+"):
         check(Recipe(model="tiny", bench=Bench(suites=("length",), contexts=(64, 100_000))), tiny)
+
+
+def test_lengths_that_the_model_does_not_read_are_named(tiny, capsys):
+    check(Recipe(model="tiny", bench=Bench(suites=("length",), contexts=(512, 4096, 8192))), tiny)
+    assert "not measured: bench.contexts 4096, 8192; the tokenizer's model_max_length is 2048" in capsys.readouterr().err
 
 
 class Indifferent:

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.evaluation.contexts import readable
 from surgery.evaluation.report import is_loss
 from surgery.evaluation.speed import decode_cost, decode_forwards, speed
 from surgery.evaluation.suites import WINDOW_ROWS, Task, standard, tasks
@@ -55,7 +56,7 @@ def bench_cost(
             "windows": max(1, min(options.windows, rows // WINDOW_ROWS)),
         }
     )  # fmt: skip
-    contexts = [context for context in options.contexts if context <= tokenizer.model_max_length]
+    contexts = readable(options, tokenizer)
     samples = tasks(few, tokenizer, recipe.data, recipe.seed, part)
     tried = {(task.name, task.part): task for task in samples}
     # All examples of all tasks take a while to be made; their number is known where the harness does not say it.
