@@ -38,8 +38,9 @@ def table(header: list[str], body: list[list[str]]) -> str:
 
 
 def places(plan: Plan) -> str:
-    """Where a plan's grafts are, counted where there are too many to name."""
-    return shortened(plan.sites)
+    """Where a plan's grafts are, counted where there are too many to name, and what of the state is left if not all of it."""
+    cut = next((f", the state cut to {len(groups[0])} dimensions" for groups in plan.kept_state.values()), "")
+    return shortened(plan.sites) + cut
 
 
 def shortened(sites: Sequence[Site]) -> str:

@@ -145,7 +145,7 @@ class _Job:
         else:
             chosen = planned(self.recipe, self.base, ranking)
         on_main(partial(chosen.write, self.out / PLAN))
-        say(f"plan: attention at {markdown.places(chosen)}{', and less state' if chosen.kept_state else ''}")
+        say(f"plan: attention at {markdown.places(chosen)}")
         return chosen
 
     def finished(self, chosen: Plan) -> Report | None:
@@ -168,7 +168,7 @@ class _Job:
     def tune(self, name: str, model: PreTrainedModel, chosen: Plan, layers: list[int] | None = None) -> PreTrainedModel:
         # What stands beside the tuned model learns as long, with the same learning rates.
         options = taken(self.recipe.tune, self.log) if self.log else self.recipe.tune
-        what = "the base's own layers" if layers else f"the grafts at {markdown.places(chosen)}"
+        what = "the base's own layers" if layers else f"the grafts at {markdown.shortened(chosen.sites)}"
         work = [stage for stage in ("align", "calibrate") if getattr(options, stage) and not layers]
         work.append(f"{steps_of(options)} of {options.batch_size} sequences and {options.text_batch_size} texts")
         with self.stage(f"tune {name}", f"tuning {name}, {what}: {', '.join(work)}"):

@@ -5,6 +5,7 @@ import torch
 from transformers import BambaConfig, BambaForCausalLM, FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM
 
 from surgery.errors import UserError
+from surgery.evaluation import markdown
 from surgery.exporting.export import export
 from surgery.exporting.patch import write
 from surgery.exporting.source import holds_base
@@ -311,6 +312,7 @@ def test_the_verbs_cut_alike(surgery, tmp_path):
         f"L{i}": [4] for i in range(4)
     }
     assert cut.sites == whole.sites
+    assert markdown.places(cut) == f"{markdown.places(whole)}, the state cut to 4 dimensions"
     assert not whole.kept_state
     for refused, complaint in (
         (("--shrink-state", "0"), "0 is not 1 to 15"),
