@@ -4,7 +4,7 @@ What was measured comes from the records that the commands wrote, what the code 
 (tools/reference_parts.py). In a page, such a part stands between <!-- NAME --> and <!-- /NAME -->.
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
-`surgery run recipes/demo-mamba1.yaml`), recipes/books.report.json and recipes/lengths.report.json (likewise),
+`surgery run recipes/demo-mamba1.yaml`), and demo-auto, books and lengths in the same way,
 recipes/kills.json and recipes/fuzz.json (`make campaign`), recipes/serving.json (`python -m tools.serving_record`),
 recipes/gguf.json (`python -m tools.gguf_record`), recipes/full-size.json (`python -m tools.full_size`),
 recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and NAME.findings.json in recipes and
@@ -18,6 +18,7 @@ from pathlib import Path
 from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.result_tables import cell_rows, describe
 from surgery.evaluation import markdown
+from surgery.evaluation.found import found, rounds
 from surgery.evaluation.report import ModelReport, Report, value
 from surgery.exporting.engines import EngineProof
 from surgery.records.renamed import current
@@ -30,6 +31,7 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAPER = ROOT / "recipes" / "paper"
 DEMO = ROOT / "recipes" / "demo.report.json"
+AUTO = ROOT / "recipes" / "demo-auto.report.json"
 MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
 KERNELS_BEFORE = ROOT / "recipes" / "kernels.before.json"  # an earlier version's, measured in the same way
@@ -92,7 +94,7 @@ def short_demo() -> str:
     return f"""{markdown.table(header, body)}
 
 KV n: accuracy of retrieval from n pairs (chance 1/n). Unseen keys: words that tuning never used. Knowledge: facts asked as \
-cloze. {_measured(report)}"""
+cloze. {_measured(DEMO)}"""
 
 
 def _short(model: ModelReport) -> list[str]:
@@ -104,19 +106,35 @@ def _short(model: ModelReport) -> list[str]:
 
 def demo() -> str:
     """The demo's whole table, and what its rows are."""
-    report = Report.read(DEMO)
-    return f"""{markdown.results(report)}
-{_measured(report)}
+    return f"""{markdown.results(Report.read(DEMO))}
+{_measured(DEMO)}
 
 ![Retrieval against dictionary size](../../recipes/demo.retrieval.png)"""
 
 
-def _measured(report: Report) -> str:
+def demo_auto() -> str:
+    """The demo with nothing settled by hand: the results, what was found, and what finding it took."""
+    report = Report.read(AUTO)
+    cells = rounds(report)
+    assert cells is not None
+    return f"""{markdown.table(*markdown.rows(report))}
+
+{found(report)}
+
+{markdown.table(*cells)}
+
+{_measured(AUTO)}
+
+![Retrieval against dictionary size](../../recipes/demo-auto.retrieval.png)"""
+
+
+def _measured(path: Path) -> str:
     """When, where and on how much a report was measured."""
+    report = Report.read(path)
     measured = report.provenance
     examples = next(iter(report.models["base"].kv.values())).n
-    return f"""Measured {measured.created[:10]} on {measured.machine} ({measured.threads} threads), seed {measured.seed}, \
-{examples} examples a cell, {sum(report.timings.values()):.0f} seconds in all (`recipes/demo.report.json`)."""
+    return f"""Measured {measured.created[:10]} on {measured.machine} ({measured.threads} thread{"s" * (measured.threads > 1)}), \
+seed {measured.seed}, {examples} examples a cell, {sum(report.timings.values()):.0f} seconds in all (`recipes/{path.name}`)."""
 
 
 def mamba1() -> str:
@@ -277,6 +295,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"demo table": short_demo, "mixers table": mixers_page.table},
     DOCS / "ideas" / "evidence.md": {
         "demo": demo,
+        "demo-auto": demo_auto,
         "mamba-1 table": mamba1,
         "seeds": seeds,
         "retrieval-aware": retrieval_aware,
