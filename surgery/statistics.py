@@ -133,6 +133,21 @@ def means(
     return [Estimate(value=value, ci95=(low, high), n=n) if n else None for value, low, high, n in zip(*columns, strict=True)]
 
 
+def shares(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Per-example values whose mean is R = sum(sums) / sum(counts) and whose variance is that of this ratio, to first order:
+
+        value_i = R + (sums_i - R counts_i) / mean(counts)
+
+    sums, counts: of each example, (n,), a loss summed over tokens and their number say. An example with more tokens than
+    others has more weight, and what varies is the loss, not the number of tokens. The differences of two models' values are
+    those of their ratios. All 0 where nothing is counted. Source: the ratio estimator (Cochran, Sampling Techniques, 1977,
+    chapter 6)."""
+    if not counts.any():
+        return np.zeros(len(counts))
+    ratio = sums.sum() / counts.sum()
+    return ratio + (sums - ratio * counts) / counts.mean()
+
+
 def difference(base: np.ndarray, model: np.ndarray) -> Estimate:
     """The mean of model - base, value by value, of decisions or of other numbers."""
     base, model = np.asarray(base, dtype=float), np.asarray(model, dtype=float)

@@ -2,8 +2,8 @@
 
 The rows of all lengths are cut from the same text. An example is a stretch of `bench.window` tokens of it, whatever the length
 of the rows, so that n is the same for all lengths; the hits of a stretch are often of the same few names, and no examples of
-their own. Its value is the sum of its tokens' losses, divided by the mean number of such tokens in a stretch. So the mean over
-stretches is the mean over tokens.
+their own. Its value is its share in the mean loss of all such tokens (statistics.shares), so the mean over stretches is the one over
+tokens.
 """
 
 import weakref
@@ -23,6 +23,7 @@ from surgery.models.finite import checked, explained
 from surgery.probes.hits import PairCounts, by_stretch, hits
 from surgery.probes.perplexity import Perplexity, token_losses
 from surgery.records.recipe import Bench, Data
+from surgery.statistics import shares
 from surgery.tuning.rare_pairs import training_pairs
 
 
@@ -59,10 +60,10 @@ class ChosenTokens:
     stretch: int
 
     def losses(self, model: PreTrainedModel, rows_at_once: int) -> tuple[np.ndarray, str]:
-        """(of every stretch of every row, its share of the mean loss (nats) of the chosen tokens, (examples,); a digest of what
+        """(of every stretch of every row, its share in the mean loss (nats) of the chosen tokens, (examples,); a digest of what
         entered the model)."""
         losses, inputs = self.rows.losses(model, rows_at_once, self)
-        return by_stretch(losses * self.chosen[:, 1:], self.stretch) / (self.counts().mean() or 1.0), inputs
+        return shares(by_stretch(losses * self.chosen[:, 1:], self.stretch), self.counts()), inputs
 
     def counts(self) -> np.ndarray:
         """(examples,): chosen tokens of every stretch."""

@@ -16,7 +16,7 @@ from surgery.probes.scoring import answer
 from surgery.records.pretrain_recipe import CorpusOptions
 from surgery.runtime.progress import Track
 from surgery.splicing.splice import adopt
-from surgery.statistics import mean, proportion
+from surgery.statistics import mean, proportion, shares
 
 MORE = 4  # times the windows that are measured during training
 LENGTHS = (1, 2, 4, 8)  # of rows, in windows
@@ -29,8 +29,8 @@ def measure_on_corpus(
     model: PreTrainedModel, corpus: Corpus, options: CorpusOptions, examples: int, seed: int
 ) -> dict[str, Any]:
     """Means with 95% intervals: nats per token and per byte of held-out text; by the length of rows, nats per hit and per other
-    token; accuracies of retrieval. An example is a window of `tokens` tokens; per byte, and for hits, its sum is divided by the
-    mean number of bytes, or of hits, of all windows."""
+    token; accuracies of retrieval. An example is a window of `tokens` tokens; per byte, and for hits, its value is its share
+    in the mean over all bytes, or hits (statistics.shares)."""
     model, window = adopt(model).eval(), options.tokens
     windows = spread(corpus.held_out, window + 1, MORE * options.eval_windows)
     losses = _losses(model, windows, options.batch_size, "held-out text")
@@ -38,7 +38,7 @@ def measure_on_corpus(
     figures: dict[str, Any] = {
         "windows": len(windows),
         "nats_per_token": _estimate(losses.mean(1)),
-        "nats_per_byte": _estimate(losses.sum(1) / size.mean()),
+        "nats_per_byte": _estimate(shares(losses.sum(1), size)),
     }
     step = -(-len(corpus.train) // COUNTED)
     counts = PairCounts(part[: len(part) // step] for part in np.array_split(corpus.train, step))
@@ -51,7 +51,7 @@ def measure_on_corpus(
         for name, chosen in (("hits", is_hit), ("others", ~is_hit)):
             number = by_stretch(chosen.astype(float), window)
             if number.any():
-                share = _estimate(by_stretch(losses * chosen, window) / number.mean())
+                share = _estimate(shares(by_stretch(losses * chosen, window), number))
                 figures[f"{name}.{length}"] = {**share, "tokens": int(number.sum())}
     for pairs in PAIRS:
         questions = KVRetrieval(pairs).questions(examples, seed + 77)

@@ -5,7 +5,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from surgery.statistics import LEVEL, correlation, difference, evidence, holm, intervals, mean, means, proportion, written
+from surgery.statistics import (
+    LEVEL,
+    correlation,
+    difference,
+    evidence,
+    holm,
+    intervals,
+    mean,
+    means,
+    proportion,
+    shares,
+    written,
+)
 
 SIZES = (50, 100, 500, 1000)
 SIMULATIONS = 2000
@@ -74,6 +86,25 @@ def test_means_are_covered(name):
     draw, truth = DRAWS[name]
     for n in SIZES:
         assert covered(draw(np.random.default_rng(n), (n, SIMULATIONS)), truth) >= LEAST
+
+
+def test_losses_per_token_are_covered_where_the_number_of_tokens_varies():
+    """Every example has some tokens, of which each has a loss of 2 nats in the mean; a second model's losses are .1 below."""
+    rng = np.random.default_rng(0)
+    for n in (100, 500):
+        counts = rng.poisson(rng.gamma(1.0, 3.0, size=(n, SIMULATIONS)))
+        sums = rng.gamma(np.maximum(counts, 1) * 2.0, 1.0) * (counts > 0)
+        other = sums + counts * -0.1 + rng.normal(0, 0.2, counts.shape) * counts**0.5
+        values, others = (
+            np.stack([shares(of[:, i], counts[:, i]) for i in range(SIMULATIONS)], axis=1) for of in (sums, other)
+        )
+        assert values.mean(0) == pytest.approx(sums.sum(0) / counts.sum(0))
+        assert covered(values, 2.0) >= LEAST
+        assert covered(others - values, -0.1) >= LEAST
+        naive = intervals(sums / counts.mean(0))
+        found = intervals(values)
+        assert (found.high - found.low).mean() < 0.5 * (naive.high - naive.low).mean()
+    assert (shares(np.zeros(3), np.zeros(3)) == 0).all()
 
 
 def test_many_intervals_at_once_are_rarely_wrong_anywhere():
