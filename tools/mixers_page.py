@@ -22,7 +22,7 @@ COLUMNS = {
     "grafted, not trained": UNTRAINED,
     "tuned": None,  # in the first way
     "control: tuned without a graft": CONTROL,
-    "control: grafts at random heads, tuned": ELSEWHERE,
+    "control: grafts at random heads of other layers, tuned": ELSEWHERE,
 }
 
 

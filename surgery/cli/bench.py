@@ -30,10 +30,9 @@ def bench(
 ) -> None:  # fmt: skip
     """Compare models on the same examples.
 
-    Writes report.html, .md and .json and figures into --out (runs/bench-<first hybrid>). What is measured: bench.suites, of
-    quick, retrieval, language, knowledge, paper, speed and serving. With --resume, what an earlier
-    run into the same folder has measured is not measured again. `accelerate launch -m surgery bench ...` divides the work among
-    processes.
+    Writes report.html, .md and .json and figures into --out (runs/bench-<first hybrid>). What is measured: bench.suites
+    (`surgery list suites`). With --resume, what an earlier run into the same folder has measured is not measured again.
+    `accelerate launch -m surgery bench ...` divides the work among processes.
 
     Examples:
       surgery bench checkpoints/tiny-mamba2 tuned --require "kv.32 >= base"

@@ -13,8 +13,7 @@ from surgery.statistics import Estimate, Proportion, written
 
 EXPLANATION = """\
 KV n: accuracy of key-value retrieval from a dictionary of n pairs (chance 1/n); unseen keys: of words that no lesson of tuning
-holds. Knowledge: facts asked as cloze. Letters: the same facts as multiple choice. Perplexity: on held-out text. Brackets: 95%
-intervals over examples."""
+holds. Knowledge: facts asked as cloze. Letters: the same facts as multiple choice. Perplexity: on held-out text."""
 
 HITS_EXPLANATION = """\
 Recall hits: tokens of text that complete a pair which stood before in the same row, and is rare elsewhere (bench.rare). Other

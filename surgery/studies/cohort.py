@@ -38,12 +38,13 @@ UNSEEN = "unseen keys, kv."  # what lessons teach of their own words need not ho
 BASE, SPLICED, TUNED = "base", "spliced", "tuned"
 LIKE = "like"  # the key of a base that names a folder or a recipe other than the model's
 JOB = "job"  # the key of a base that changes the job's recipe
+SAME_LAYER = "control_same_layer_tuned"
 WELL = 0.95  # of the questions, at the largest size: healed
 OF = ": "  # between a base and a model of it, in the name of a row
 # Model -> its column in the table of all bases.
 COLUMNS = {
     BASE: "base", SPLICED: "untrained", TUNED: "tuned", "control_tuned": "no graft, tuned",
-    "control_random_site_tuned": "other layer, tuned", "control_same_layer_tuned": "other heads of the layer, tuned",
+    "control_random_site_tuned": "other layer, tuned", SAME_LAYER: "other heads of the layer, tuned",
 }  # fmt: skip
 MARKS = {BASE: ("o", LINES[0]), SPLICED: ("D", "#E69F00"), TUNED: ("o", LINES[2])}
 
@@ -108,7 +109,13 @@ class Cohort(Study):
     def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
         """One row a base, at the largest size."""
         size = _largest(findings.rows)
-        header = ["", "plan", "predicted is best", *COLUMNS.values(), "tuned, unseen keys", KNOWLEDGE, TEXT]
+        header = [
+            "",
+            "plan",
+            "predicted is best",
+            *COLUMNS.values(),
+            *(f"tuned, {name}" for name in ("unseen keys", KNOWLEDGE, TEXT)),
+        ]
         body = []
         for name, about in findings.about.items():
             models = _of_base(findings.rows, name)
@@ -228,12 +235,15 @@ def headline(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     agree = [name for name, each in about.items() if each.get("agree")]
     pairs = [{m: value(figures[largest]) for m, figures in models[name].items() if largest in figures} for name in able]
     gain = sum(each[SPLICED] > each[BASE] for each in pairs if SPLICED in each)
-    well = sum(each[TUNED] >= WELL for each in pairs if TUNED in each)
+    well, beside = (sum(each.get(model, 0) >= WELL for each in pairs) for model in (TUNED, SAME_LAYER))
+    column = f"{UNSEEN}{largest[3:]}"
+    unseen = sum(value(models[name][TUNED][column]) >= WELL for name in able if column in models[name].get(TUNED, {}))
     return (
         f"The predicted site is the best, or within the interval of the best, in {len(agree)} of {len(about)} bases. "
-        f"{len(able)} surely retrieve, by {smallest[3:]} pairs: more than twice as often right as a guess. Of these, the "
+        f"{len(able)} retrieve: with {smallest[3:]} pairs the lower end of the interval is above twice chance. Of these, the "
         f"prediction holds in {len({*agree} & {*able})}; untrained, the graft gains at {largest[3:]} pairs in {gain}; tuned, "
-        f"{well} answer at least {WELL:g} of {largest[3:]} pairs."
+        f"{well} answer at least {WELL:g} of {largest[3:]} pairs, and {unseen} where no lesson held the keys. With random other "
+        f"heads of the same layer it is {beside}."
     )
 
 

@@ -290,4 +290,6 @@ def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data
                 raise UserError(f"tune.lessons: '{lesson.probe}' reads {where}; give it another options.source")
             known |= any(isinstance(flag, Evidence) for _, flag in probe_pieces(probe, FIRST_SEED))
     if not known:
-        raise UserError("tune.hints: of none of tune.lessons it is known where the answers stand; kv and mqar say so")
+        raise UserError(
+            "tune.hints: of none of tune.lessons it is known where the answers stand; kv, mqar, needle and others say so"
+        )

@@ -220,7 +220,7 @@ def test_cohort(surgery, tmp_path, monkeypatch, cohort_files):
         recipe = read_pretrain_recipe(tmp_path / "out" / "bases" / name / "recipe.yaml")
         assert (recipe.first_layer_steps, recipe.curriculum.last, recipe.architecture["state_size"]) == (0, last, 16)
     assert findings.summary.startswith("The predicted site is the best, or within the interval of the best, in ")
-    assert " 0 surely retrieve, by 4 pairs" in findings.summary.partition("\n")[0]
+    assert " 0 retrieve: with 4 pairs the lower" in findings.summary.partition("\n")[0]
     assert "two (L0.H1), KV 4: base" in findings.summary
 
 
@@ -240,16 +240,21 @@ def test_a_base_that_cannot_be_operated_on_is_a_finding(surgery, tmp_path, cohor
 def test_a_cohort_is_summed_up_where_a_job_stopped(tmp_path):
     """Such a base has other sizes than the rest, and no hybrid."""
     sizes = {"able": ("kv.8", "kv.100"), "stopped": ("kv.4", "kv.8")}
-    right = Proportion(accuracy=0.9, ci95=(0.8, 1.0), n=20)
+    right, well = (Proportion(accuracy=accuracy, ci95=(0.8, 1.0), n=20) for accuracy in (0.9, 0.95))
     rows = [Row(what=f"{name}: base", figures=dict.fromkeys(of, right)) for name, of in sizes.items()]
-    rows += [Row(what=f"able: {model}", figures=dict.fromkeys(sizes["able"], right)) for model in ("spliced", "tuned")]
+    rows += [
+        Row(what="able: spliced", figures=dict.fromkeys(sizes["able"], right)),
+        Row(what="able: tuned", figures=dict.fromkeys(sizes["able"], well) | {"unseen keys, kv.100": right}),
+        Row(what="able: control_same_layer_tuned", figures=dict.fromkeys(sizes["able"], well)),
+    ]
     about = {
         "able": {"agree": True, "predicted": "L0.H1", "best": "L0.H1", "plan": ["L0.H1"]},
         "stopped": {"stopped": "no head"},
     }
     said = cohort.headline(about, rows)
-    assert "in 1 of 2 bases. 2 surely retrieve, by 8 pairs" in said
-    assert said.endswith("the graft gains at 100 pairs in 0; tuned, 0 answer at least 0.95 of 100 pairs.")
+    assert "in 1 of 2 bases. 2 retrieve: with 8 pairs" in said
+    assert "the graft gains at 100 pairs in 0; tuned, 1 answer at least 0.95 of 100 pairs, and 0 where no lesson held" in said
+    assert said.endswith("With random other heads of the same layer it is 1.")
     origin = Findings.read(ROOT / "recipes" / "seed2.findings.json").provenance
     found = Findings(provenance=origin, study="cohort", about=about, summary=said, rows=tuple(rows))
     _, body = cohort.Cohort.table(found)
