@@ -133,7 +133,8 @@ def _measured(path: Path) -> str:
     report = Report.read(path)
     measured = report.provenance
     examples = next(iter(report.models["base"].kv.values())).n
-    return f"""Measured {measured.created[:10]} on {measured.machine} ({measured.threads} thread{"s" * (measured.threads > 1)}), \
+    threads = f"{measured.threads} thread{'s' * (measured.threads > 1)}"
+    return f"""Measured {measured.created[:10]} on {measured.machine} ({threads}), \
 seed {measured.seed}, {examples} examples a cell, {sum(report.timings.values()):.0f} seconds in all (`recipes/{path.name}`)."""
 
 

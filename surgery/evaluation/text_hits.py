@@ -2,8 +2,7 @@
 
 The rows of all lengths are cut from the same text. An example is a stretch of `bench.window` tokens of it, whatever the length
 of the rows, so that n is the same for all lengths; the hits of a stretch are often of the same few names, and no examples of
-their own. Its value is its share in the mean loss of all such tokens (statistics.shares), so the mean over stretches is the one over
-tokens.
+their own. Its value is its share in the mean loss of all such tokens (statistics.shares), which is the mean over stretches.
 """
 
 import weakref

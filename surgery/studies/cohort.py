@@ -242,8 +242,8 @@ def headline(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
         f"The predicted site is the best, or within the interval of the best, in {len(agree)} of {len(about)} bases. "
         f"{len(able)} retrieve: with {smallest[3:]} pairs the lower end of the interval is above twice chance. Of these, the "
         f"prediction holds in {len({*agree} & {*able})}; untrained, the graft gains at {largest[3:]} pairs in {gain}; tuned, "
-        f"{well} answer at least {WELL:g} of {largest[3:]} pairs, and {unseen} where no lesson held the keys. With random other "
-        f"heads of the same layer it is {beside}."
+        f"{well} answer at least {WELL:g} of {largest[3:]} pairs, and {unseen} where no lesson held the keys; with grafts at "
+        f"random other heads of the same layer, {beside} do."
     )
 
 
