@@ -44,7 +44,8 @@ Held-out loss, with 95% intervals over {measured["windows"]:,} windows: {_figure
 {_figure(measured["nats_per_byte"])} nats per byte.
 
 A *recall hit* is a token that completes a pair of tokens which stood before in the same row, and which stands at most \
-{RARE:g} times in a million tokens of the text that was learnt: most often a name. Nats per token:
+{RARE:g} times in a million tokens of the text that was learnt: most often a name. Longer rows hold other hits, from farther \
+back, so their figures are not to be compared. Nats per token:
 
 | tokens of a row | recall hits | all others |
 |---|---|---|
