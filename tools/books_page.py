@@ -4,7 +4,8 @@ the report, as far as they are there."""
 from pathlib import Path
 
 from surgery.evaluation import markdown
-from surgery.evaluation.report import Report
+from surgery.evaluation.judgement import did_it_help
+from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, value
 from surgery.records.pretrain_recipe import read_pretrain_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +35,26 @@ def operation() -> str:
     if not REPORT.exists():
         return "It has not been done yet: `surgery run recipes/books.yaml` does it once the checkpoint is there."
     report = Report.read(REPORT)
-    made = report.provenance
-    return f"""{markdown.results(report)}
+    made, chosen, base = report.provenance, report.plan, next(iter(report.models.values()))
+    assert chosen is not None
+    parts = []
+    for family, title in ((HITS, "recall hits"), (OTHERS, "other tokens")):
+        tasks = [task for task in base.tasks if task.startswith(f"{family}.")]
+        header = [f"loss on {title}", *(f"rows of {int(task.partition('.')[2]):,} tokens" for task in tasks)]
+        body = [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
+        parts.append(markdown.table(header, body))
+    return "\n\n".join(
+        [
+            *parts,
+            "Nats per token; in brackets the paired difference to the base, with its 95% interval.",
+            "![Loss on recall hits](../../recipes/books.hits.png)",
+            did_it_help(report),
+            f"Grafted: {markdown.places(chosen)}, behind a gate of {chosen.blend}. Measured {made.created[:10]} on "
+            f"{made.machine}, seed {made.seed} (`recipes/books.report.json`).",
+        ]
+    )
 
-Measured {made.created[:10]} on {made.machine}, seed {made.seed} (`recipes/books.report.json`)."""
+
+def _cell(model: ModelReport, task: str) -> str:
+    change = f" ({model.change[task]})" if task in model.change else ""
+    return f"{value(model.tasks[task]):.3f}{change}"
