@@ -4,6 +4,7 @@ The default suite takes every published model once, and in these every tokenizer
 SURGERY_ALL_PATIENTS, as it takes the better part of an hour.
 """
 
+import csv
 import itertools
 import json
 import os
@@ -37,6 +38,23 @@ FEW = """
 locate: {examples: 4, options: {pairs: 4}}
 tune: {steps: 2, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
 bench: {pairs: [4], limit: 4, windows: 2, window: 32, contexts: [16]}
+"""
+# Heads by choice, hints and LoRA, from dictionaries and from needles in text. A processor is slow in half precision.
+CHOICE = """
+dtype: float32
+locate: {examples: 2, options: {pairs: 3}}
+plan: {by: choice, heads: 2}
+tune:
+  steps: 2
+  batch_size: 2
+  lessons:
+    - {options: {pairs: [2, 3]}, queries: 2}
+    - {probe: needle, options: {length: 120, source: lessons}}
+  hints: {weight: 0.3}
+  lora: {target_modules: [in_proj]}
+  text_batch_size: 1
+  text_tokens: 24
+bench: {pairs: [3], limit: 2, windows: 2, window: 32, contexts: [], controls: false}
 """
 whole_product = pytest.mark.skipif(
     "SURGERY_ALL_PATIENTS" not in os.environ, reason="SURGERY_ALL_PATIENTS is not set: it takes the better part of an hour"
@@ -89,6 +107,19 @@ def test_the_whole_job(surgery, admitted, tmp_path, request, patient):
 @pytest.mark.parametrize("patient", ALL, ids=str)
 def test_the_whole_job_on_everyone(surgery, admitted, tmp_path, blank, patient):
     whole_job(surgery, admitted, tmp_path, patient)
+
+
+@pytest.mark.parametrize("words", ["Llama 2", "no special tokens"])
+def test_heads_by_choice_learn_from_hints(surgery, admitted, tmp_path, blank, words):
+    """Choice and hints have to find the answer's tokens in the prompt, whatever the tokenizer makes of its beginning."""
+    folder, _ = admitted(Patient("mistralai/Mamba-Codestral-7B-v0.1", "float16", "one file", words))
+    (tmp_path / "choice.yaml").write_text(f"model: {folder}\n{CHOICE}")
+    status, _, err = surgery("run", "choice.yaml")
+    assert status == 0, err
+    done = tmp_path / "runs" / "choice"
+    assert Plan.read(done / "plan.json").places
+    with (done / "tuning" / "tuned.csv").open() as file:
+        assert all(float(row["hints"]) > 0 for row in csv.DictReader(file))
 
 
 STEP_BY_STEP = (
