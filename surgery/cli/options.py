@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -59,8 +60,11 @@ def recipe_of(verb: str, path: Path | None, settings: list[str] | None, **fixed:
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder. Raises UserError where it cannot be made: before the work begins, not after it."""
+    """Make a folder. Raises UserError where it cannot be made, or holds no more: before the work begins, not after it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+            file.flush()
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from error

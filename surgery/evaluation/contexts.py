@@ -4,6 +4,9 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.records.recipe import Bench
 
+READING_ALONE = {"speed", "serving", "hits", "length"}  # suites that read rows of these lengths, and nothing else
+READING = {*READING_ALONE, "quick", "retrieval"}
+
 
 def readable(options: Bench, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Those that its tokenizer's model_max_length allows; the others are not measured."""
@@ -11,7 +14,9 @@ def readable(options: Bench, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def left_out(options: Bench, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sentence on the lengths that are not measured; empty where all are."""
+    """A sentence on the lengths that are not measured; empty where all are, or no suite reads them."""
+    if not READING & {*options.suites}:
+        return ""
     beyond = [str(context) for context in options.contexts if context > tokenizer.model_max_length]
     if not beyond:
         return ""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.cells import digest, watched
-from surgery.evaluation.contexts import readable
+from surgery.evaluation.contexts import READING_ALONE, readable
 from surgery.evaluation.language import sliding_losses, sliding_rows
 from surgery.evaluation.report import MIDDLE, NEEDLES, is_loss
 from surgery.evaluation.text_hits import ChosenTokens, hit_names, hit_texts, rows_at_once
@@ -105,7 +105,12 @@ def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: 
 
 
 def check_probes(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> None:
-    """Raise UserError for a probe that cannot be asked in the sizes of `options`."""
+    """Raise UserError for a probe that cannot be asked in the sizes of `options`, and where these leave nothing to measure."""
+    if not {*options.suites} - READING_ALONE and not options.tasks and not readable(options, tokenizer):
+        raise UserError(
+            f"bench: nothing is left to measure: {', '.join(options.suites)} (bench.suites) needs rows of bench.contexts, but "
+            "the model reads none of these"
+        )
     for name, (probe, fields) in _probes(options).items():
         try:
             if probe != NEEDLE:

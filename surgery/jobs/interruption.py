@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RESUMABLE = ("run", "locate", "tune", "bench")  # verbs with --resume
+AGAIN = 0.05  # seconds after which a signal that was dropped is sent again
 ANEW = ("prune",)  # verbs that keep a run and begin it anew
 
 _begun = threading.Event()  # set when a verb has made its output folder ready, since the process listens
@@ -39,10 +41,21 @@ def listening() -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
         raise Interrupted(number)
 
+    def heard(unraisable: "sys.UnraisableHookArgs") -> None:
+        """Python drops what is raised within a destructor or a callback of a weak reference: there, the signal comes again."""
+        if not isinstance(unraisable.exc_value, Interrupted):
+            hook(unraisable)
+            return
+        for each in SIGNALS:
+            signal.signal(each, stop)
+        threading.Timer(AGAIN, os.kill, (os.getpid(), unraisable.exc_value.number)).start()
+
     before = {number: signal.signal(number, stop) for number in SIGNALS}
+    hook, sys.unraisablehook = sys.unraisablehook, heard
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

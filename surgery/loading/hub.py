@@ -69,6 +69,6 @@ def why_not_fetched(error: Exception) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """An exception's type and the first line of its message."""
-    message = str(error).strip()
-    return f"{type(error).__name__}: {message.splitlines()[0] if message else 'no message'}"
+    """An exception's type and the first line of its message; the next one, too, where the first one ends with a colon."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or ["no message"]
+    return f"{type(error).__name__}: {' '.join(lines[: 2 if lines[0].endswith(':') else 1])}"

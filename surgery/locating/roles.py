@@ -49,7 +49,7 @@ def masses(
         if question.evidence is None or not question.spans:
             continue
         tokens, spans = token_spans(subject.tokenizer, question.prompt, question.spans)
-        summaries = [summary(span) for span in spans]
+        summaries = [summary(span, len(tokens)) for span in spans]
         # Row 0: the query position; then the end of every span.
         rows = torch.tensor([len(tokens) - 1, *(summary[-1] for summary in summaries)], device=device)
         matrices = mixing_matrices(subject, torch.tensor(tokens, device=device), rows, sites)

@@ -90,10 +90,10 @@ def token_spans(
     return ids, places
 
 
-def summary(span: Sequence[int]) -> list[int]:
+def summary(span: Sequence[int], end: int) -> list[int]:
     """Where a causal model may hold what it has read in a span of tokens: from its second token, as the first cannot know the
-    rest, to the one behind it (the next line's key), on which summaries are often finished."""
-    return [*span[1:], span[-1] + 1] if span else []
+    rest, to the one behind it (the next line's key), on which summaries are often finished; of a prompt of `end` tokens."""
+    return [place for place in (*span[1:], span[-1] + 1) if place < end] or [span[-1]] if span else []
 
 
 def prompting(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.loading.checkpoint import load_tokenizer
+from surgery.loading.hub import one_line
 from surgery.models.tokens import tokenizers_errors
 from surgery.records.pretrain_recipe import CorpusOptions
 from surgery.records.reading import PLAIN_TEXT, check_plain, files_below, parse_json
@@ -150,15 +151,19 @@ def _text(path: Path) -> str:
 
 
 def _read(folder: Path) -> Corpus:
-    about = parse_json(read_text(folder / RECORD), str(folder / RECORD))
+    """Raises UserError where anything of it is missing or damaged."""
 
     def ids(name: str, side: str) -> np.ndarray:
         mapped = np.memmap(folder / name, dtype=about["dtype"], mode="r")
         if len(mapped) != about[side]["tokens"]:
-            raise UserError(f"{folder / name} is damaged: delete the folder {folder}, and it is made again")
+            raise ValueError(f"{name} has {len(mapped)} tokens, not {about[side]['tokens']}")
         return mapped
 
-    return Corpus(load_tokenizer(str(folder)), ids(TRAIN, "train"), ids(HELD_OUT, "held_out"), about)
+    try:
+        about = parse_json(read_text(folder / RECORD), str(folder / RECORD))
+        return Corpus(load_tokenizer(str(folder)), ids(TRAIN, "train"), ids(HELD_OUT, "held_out"), about)
+    except (UserError, OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder} is damaged ({one_line(error)}): delete that folder, and it is made again") from error
 
 
 class Windows:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.pretraining.chunked_entropy import mean_cross_entropy
 from surgery.pretraining.corpus import Corpus, Windows, spread
+from surgery.pretraining.finite_loss import checked_loss
 from surgery.records.pretrain_recipe import OF_THE_WORLD, PretrainRecipe
 from surgery.runtime.bf16 import autocast
 from surgery.runtime.deferring import deferred
@@ -72,7 +73,7 @@ def train_on_corpus(model: PreTrainedModel, corpus: Corpus, recipe: PretrainReci
             _seed(recipe.seed, state.step)
             with precision:
                 loss = _loss(model, windows.batch(state.step, options.batch_size))
-            figures["loss"] = _checked(loss.item(), state.step + 1)
+            figures["loss"] = checked_loss(loss.item(), state.step + 1)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)
             optimizer.step()
@@ -147,12 +148,6 @@ def _held_out_loss(model: PreTrainedModel, windows: Tensor, rows: int) -> float:
     total = sum(_loss(model, part).item() * len(part) for part in windows.split(rows))
     model.train()
     return total / len(windows)
-
-
-def _checked(loss: float, step: int) -> float:
-    if not math.isfinite(loss):
-        raise UserError(f"pretrain: the loss is {loss} at step {step:,}; lower learning_rate, or raise warmup_steps")
-    return loss
 
 
 def _pace(tokens: int) -> Iterator[float]:

@@ -8,7 +8,6 @@ a convolution needs two layers for it (first_layers), and in xLSTM, as in a Tran
 """
 
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -16,30 +15,25 @@ from typing import Any
 import torch
 import yaml
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.families import families
 from surgery.loading.checkpoint import load
-from surgery.loading.hub import one_line
 from surgery.models.tokens import tokenizers_errors
 from surgery.pretraining.checkpoint_card import card
 from surgery.pretraining.corpus import prepared
 from surgery.pretraining.corpus_card import corpus_card
 from surgery.pretraining.corpus_measuring import measure_on_corpus
 from surgery.pretraining.corpus_training import train_on_corpus
+from surgery.pretraining.fresh_model import check_architecture, fresh_model
 from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds
 from surgery.pretraining.measuring import measure
-from surgery.pretraining.mixer_starts import start_mixers
 from surgery.pretraining.training import train
-from surgery.records.plan import Plan
 from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe
-from surgery.records.reading import shown
 from surgery.runtime.replacing import building, reason, replace
-from surgery.splicing.splice import adopt, install, unsplice
+from surgery.splicing.splice import adopt, unsplice
 from surgery.world.tokenizer import build_tokenizer
 
 # What pretrain writes itself, and what a model and its tokenizer write.
@@ -57,13 +51,14 @@ def pretrain(recipe: PretrainRecipe, out: Path, *, finish: bool = False) -> dict
 
     finish: of a training on text of one's own, let the learning rate fall from where it has come to, and end."""
     check_place(out)
+    check_architecture(recipe)
     if recipe.corpus is not None:
         return _pretrain_on_corpus(recipe, recipe.corpus, out, finish=finish)
     if finish:
         raise UserError("--finish is for text of one's own (corpus); lessons of the small world take as many steps as they do")
     torch.manual_seed(recipe.seed)
     tokenizer = build_tokenizer()
-    model = adopt(_fresh(recipe, tokenizer)).train()
+    model = adopt(fresh_model(recipe, len(tokenizer), tokenizer.eos_token_id)).train()
     start = time.monotonic()
     if recipe.teacher is None:
         log = train(model, tokenizer, recipe)
@@ -88,7 +83,7 @@ def _pretrain_on_corpus(recipe: PretrainRecipe, options: CorpusOptions, out: Pat
     work = out.parent / f"{out.name}-pretraining"
     corpus = prepared(options, work)
     torch.manual_seed(recipe.seed)
-    fresh: Any = _fresh(recipe, corpus.tokenizer)
+    fresh: Any = fresh_model(recipe, len(corpus.tokenizer), corpus.tokenizer.eos_token_id)
     model: Any = adopt(fresh.to("cuda" if torch.cuda.is_available() else "cpu"))
     state = train_on_corpus(model, corpus, recipe, work, finish=finish)
     model = model.eval().to(getattr(torch, options.dtype))
@@ -142,29 +137,3 @@ def _without_code(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config.pop("auto_map", None)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _fresh(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    fields = dict(recipe.architecture)
-    kind = fields.pop("model_type", None)
-    if not (isinstance(kind, str) and kind in CONFIG_MAPPING):
-        raise UserError(f"architecture: transformers knows no model_type {shown(kind)}; mamba2 is one")
-    vocabulary = -(-len(tokenizer) // 16) * 16
-    special = {f"{name}_token_id": tokenizer.eos_token_id for name in ("pad", "bos", "eos")}
-    try:
-        config = AutoConfig.for_model(kind, vocab_size=vocabulary, **special, **fields)
-        model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # whatever a model's own code makes of sizes that do not fit
-        raise UserError(f"architecture: no model can be made of this: {one_line(error)}") from error
-    with torch.no_grad():
-        model.get_input_embeddings().weight.normal_(std=recipe.embedding_std)
-        for mixer in (part for part in model.modules() if hasattr(part, "in_proj") and hasattr(part, "out_proj")):
-            for linear in (mixer.in_proj, mixer.out_proj):
-                torch.nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))
-            mixer.out_proj.weight /= math.sqrt(config.num_hidden_layers)
-            if isinstance(mixer, Mamba2Mixer):  # transformers' own start is 1, 2, 3, ... by head
-                mixer.A_log.uniform_(1, 16).log_()
-        start_mixers(model)
-    if recipe.attention:
-        return install(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
-    return model

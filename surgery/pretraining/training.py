@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.pretraining.finite_loss import checked_loss
 from surgery.pretraining.hints import hint_loss, looks
 from surgery.pretraining.lessons import Progress, dictionaries, lesson
 from surgery.pretraining.measuring import measured_probes
@@ -29,7 +30,9 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
     log: list[dict[str, float]] = []
 
     def step(losses: dict[str, Tensor], progress: Track, number: int) -> None:
-        torch.stack(list(losses.values())).sum().backward()
+        total = torch.stack(list(losses.values())).sum()
+        checked_loss(total.item(), number)
+        total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -54,7 +57,8 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
         step(losses, progress, number + 1)
         if curriculum.done:
             break
-    say(f"retrieval alone: {number + 1} steps, {curriculum.most} pairs")
+    if number >= 0:
+        say(f"retrieval alone: {number + 1} steps, {curriculum.most} pairs")
     if hints is not None:
         model.set_attn_implementation(implementation)
 

@@ -71,7 +71,8 @@ class Recall:
         first = place - self.words
         context, answer, cue = text.words[first:place], text.words[place], text.words[place - 1]
         follow_cue = {word for after, word in pairwise(context) if after == cue}
-        places = {word: i for i, word in enumerate(context) if i and word not in follow_cue}
+        # The last word is no candidate's place: what is read there is asked for already.
+        places = {word: i for i, word in enumerate(context[:-1]) if i and word not in follow_cue}
         if len(places) < self.choices - 1:
             return None
         rarities = text.rarity[text.codes[[first + i for i in places.values()]]]

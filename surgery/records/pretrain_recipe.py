@@ -29,6 +29,8 @@ from surgery.records.sections.section import (
 from surgery.records.site import Site, SitesText, SiteText
 from surgery.records.yaml_text import parse_yaml
 
+KEYS = 128  # words of the small world that may be keys of a dictionary
+
 
 class Curriculum(Section):
     """One pair more whenever the running loss falls below the threshold."""
@@ -41,6 +43,12 @@ class Curriculum(Section):
     """Pairs of a dictionary at the end."""
     threshold: float = Field(default=0.5, gt=0, allow_inf_nan=False)
     """The running loss, in nats, at which the next size begins."""
+
+    @pydantic.model_validator(mode="after")
+    def _grows(self) -> Self:
+        if not self.first <= self.last <= KEYS:
+            raise ValueError(f"from {self.first} to {self.last} pairs: first is at most last, and last at most {KEYS}")
+        return self
 
 
 class Hints(Section):
@@ -88,7 +96,7 @@ class CorpusOptions(Section):
     eval_steps: Count = 500
     """Measure the held-out loss after every so many steps."""
     eval_windows: Examples = 64
-    """Windows of held-out text that are measured then; when training ends, sixteen times as many."""
+    """Windows of held-out text that are measured then; when training ends, four times as many."""
     save_steps: Count = 100
     """Keep what was reached after every so many steps, and where a signal ends the work."""
     about: str = ""
@@ -101,6 +109,7 @@ class CorpusOptions(Section):
         return self
 
 
+OF_THE_TOKENIZER = {"vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "dtype", "torch_dtype"}
 # Settings of the small world's lessons, which mean nothing for other text.
 OF_THE_WORLD = (
     "teacher", "curriculum", "first_layer_steps", "first_layers", "hints", "queries", "kv_targets", "text_sequences",
@@ -183,6 +192,16 @@ class PretrainRecipe(Section):
         return tree | {"corpus": rest, "mixed_precision": corpus["mixed_precision"]}
 
     @pydantic.model_validator(mode="after")
+    def _makes_a_model(self) -> Self:
+        if heads := next((site for site in self.attention if site.heads), None):
+            raise ValueError(f"attention: whole layers are attention from the start; write L{heads.layer}, not {heads}")
+        if given := sorted(OF_THE_TOKENIZER & {*self.architecture}):
+            raise ValueError(
+                f"architecture: leave out {', '.join(given)}; words follow from the tokenizer, and dtype is float32"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _of_one_world(self) -> Self:
         """Refuse lessons of the small world beside other text."""
         if self.corpus is not None:
@@ -196,8 +215,8 @@ class PretrainRecipe(Section):
         return self.model_dump(mode="json", exclude={"corpus"} if self.corpus is None else set(OF_THE_WORLD))
 
 
-def read_pretrain_recipe(path: str | Path) -> PretrainRecipe:
-    """Raises UserError in one line."""
+def read_pretrain_recipe(path: str | Path, *, quiet: bool = False) -> PretrainRecipe:
+    """quiet: without advice on old names of settings, for the recipe of a checkpoint. Raises UserError in one line."""
     tree = parse_yaml(read_text(path, "the recipe"), f"recipe {path}")
     if not isinstance(tree, dict):
         raise UserError(f"{path} is not a recipe: it holds no keys")
@@ -205,7 +224,8 @@ def read_pretrain_recipe(path: str | Path) -> PretrainRecipe:
         raise UserError(f"{path} is a recipe for `surgery run`; one for `surgery pretrain` has the key architecture")
     old: dict[str, str] = {}
     tree = current(tree, PretrainRecipe.section, old)
-    advise(old)
+    if not quiet:
+        advise(old)
     return parsed_pretrain_recipe(tree, f"recipe {path}")
 
 

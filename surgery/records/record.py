@@ -172,6 +172,8 @@ def complaint_line(detail: Any) -> str:
     if detail["type"] == "missing" and where:
         return f"the key '{where}' is missing"
     message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "too_short" and detail["ctx"]["min_length"] == 1:
+        message = "give at least one"
     return f"{where}: {message}" if where else message
 
 

@@ -21,6 +21,7 @@ from surgery.evaluation.report import ModelReport, Report, value
 from surgery.jobs.locating_stage import RANKING
 from surgery.jobs.run import run
 from surgery.locating.ranking import Ranking
+from surgery.pretraining.fresh_model import check_architecture
 from surgery.pretraining.pretrain import pretrain
 from surgery.records.names import is_control
 from surgery.records.pretrain_recipe import PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
@@ -60,17 +61,20 @@ class Cohort(Study):
 
     bases: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], dict[str, Any]] = Field(min_length=1)
     common: dict[str, Any] = {}
-    only: tuple[str, ...] | None = None
+    only: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
 
     def check(self, recipe: Recipe) -> None:
         if strays := [name for name in self.only or () if name not in self.bases]:
             raise UserError(f"study.only: there is no base '{strays[0]}'; there are {', '.join(self.bases)}")
-        if "quick" not in recipe.bench.suites:
-            raise UserError("the study 'cohort' needs the suite quick: bench.suites: [quick]")
-        if not recipe.locate.exact:
-            raise UserError("the study 'cohort' scans all heads: set locate.exact=true")
-        for name in self.pretrain_recipes(recipe.model):
-            self.job(recipe, name)
+        for name, base in self.pretrain_recipes(recipe.model).items():
+            job, where = self.job(recipe, name), f" (study.bases.{name}.job)" if JOB in self.bases[name] else ""
+            if "quick" not in job.bench.suites:
+                raise UserError(f"the study 'cohort' needs the suite quick: bench.suites: [quick]{where}")
+            if not job.locate.exact:
+                raise UserError(f"the study 'cohort' scans all heads: set locate.exact=true{where}")
+            if job.bench.pairs != recipe.bench.pairs:
+                raise UserError(f"the study 'cohort' compares bases by the same bench.pairs: leave them out{where}")
+            check_architecture(base, f"study.bases.{name}")
 
     def pretrain_recipes(self, model: str) -> dict[str, PretrainRecipe]:
         """How the bases are trained, where the recipe's model is `model`."""
@@ -91,17 +95,18 @@ class Cohort(Study):
         rows: list[Row] = []
         about: dict[str, Any] = {}
         for name, recipe in self.pretrain_recipes(subjects.recipe.model).items():
-            folder = _made(name, recipe, subjects.out / "bases" / name)
-            out = subjects.out / "jobs" / name
+            folder, out = subjects.out / "bases" / name, subjects.out / "jobs" / name
             job = self.job(subjects.recipe, name).model_copy(update={"model": str(folder)})
             try:
+                _make(name, recipe, folder)
                 report: Report | None = run(job, out, resume=True)
                 stopped = ""
             except UserError as error:  # no head may be worth its cache, say; that is a finding
                 report, stopped = None, str(error)
                 say(f"{name}: {stopped}")
             about[name] = _about(out, report, stopped)
-            measured = _measured(folder) if report is None else {m: _figures(of) for m, of in report.models.items()}
+            sizes = job.bench.pairs
+            measured = _measured(folder, sizes) if report is None else {m: _figures(of) for m, of in report.models.items()}
             rows += [Row(what=f"{name}{OF}{model}", figures=figures) for model, figures in measured.items()]
         return Measurements(about=about, summary=_summary(about, rows), rows=tuple(rows))
 
@@ -161,7 +166,7 @@ class Cohort(Study):
 def _recipe(name: str, changes: Mapping[str, Any], model: str) -> PretrainRecipe:
     """The recipe of a base."""
     like = Path(str(changes.get(LIKE, model)))
-    tree = read_pretrain_recipe(like if like.is_file() else like / "recipe.yaml").model_dump(mode="json")
+    tree = read_pretrain_recipe(like if like.is_file() else like / "recipe.yaml", quiet=like.is_dir()).model_dump(mode="json")
     tree |= {"first_layer_steps": 0, "hints": None}
     for key, change in changes.items():
         if key == "architecture" and isinstance(change, Mapping) and "model_type" in change:
@@ -173,19 +178,22 @@ def _recipe(name: str, changes: Mapping[str, Any], model: str) -> PretrainRecipe
     return parsed_pretrain_recipe(tree, f"study.bases.{name}")
 
 
-def _made(name: str, recipe: PretrainRecipe, folder: Path) -> Path:
-    """The folder of a base, which is trained unless it is there already."""
+def _make(name: str, recipe: PretrainRecipe, folder: Path) -> None:
+    """Train a base, unless it is there already. Raises UserError where its losses are not finite, say."""
     kept = folder / "recipe.yaml"
-    if not on_main(lambda: kept.exists() and read_pretrain_recipe(kept) == recipe):
+    if not on_main(lambda: kept.exists() and read_pretrain_recipe(kept, quiet=True) == recipe):
         say(f"training the base {name}")
         on_main(partial(pretrain, recipe, folder))
-    return folder
 
 
-def _measured(folder: Path) -> dict[str, dict[str, Proportion | Estimate]]:
-    """What the base alone can do, as it was measured when it was trained."""
+def _measured(folder: Path, sizes: Sequence[int]) -> dict[str, dict[str, Proportion | Estimate]]:
+    """What the base alone can do, as it was measured when it was trained, at those of `sizes` that were. Empty where it could
+    not be trained."""
+    if not (folder / "measured.json").exists():
+        return {}
     figures = json.loads((folder / "measured.json").read_text())
-    return {BASE: {name: Proportion.model_validate(one) for name, one in figures.items() if name.startswith("kv.")}}
+    names = [name for size in sizes if (name := f"kv.{size}") in figures]
+    return {BASE: {name: Proportion.model_validate(figures[name]) for name in names}}
 
 
 def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
@@ -228,9 +236,10 @@ def headline(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     models = {name: _of_base(rows, name) for name in about}
     sizes = _sizes(rows)
     # A base on which the job stopped was measured when it was trained, at sizes of its own.
-    smallest = next((size for size in sizes if all(size in each[BASE] for each in models.values())), sizes[0])
+    bases = {name: each[BASE] for name, each in models.items() if BASE in each}
+    smallest = next((size for size in sizes if all(size in base for base in bases.values())), sizes[0])
     largest = sizes[-1]
-    surely = {name: each[BASE][smallest].ci95[0] for name, each in models.items() if smallest in each[BASE]}
+    surely = {name: base[smallest].ci95[0] for name, base in bases.items() if smallest in base}
     able = [name for name, low in surely.items() if low > 2 / int(smallest[3:])]
     agree = [name for name, each in about.items() if each.get("agree")]
     pairs = [{m: value(figures[largest]) for m, figures in models[name].items() if largest in figures} for name in able]
@@ -271,9 +280,9 @@ def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     lines = [headline(about, rows)]
     for name, each in about.items():
         models = _of_base(rows, name)
-        told = [f"base {value(models[BASE][size]):.3f}"] if size in models[BASE] else []
+        told = [f"base {value(models[BASE][size]):.3f}"] if size in models.get(BASE, {}) else []
         if "stopped" in each:
-            lines.append(f"{name}: {', '.join(told)}; stopped: {each['stopped']}")
+            lines.append(f"{name}: {'; '.join([*told, 'stopped: ' + each['stopped']])}")
             continue
         controls = [value(figures[size]) for model, figures in models.items() if is_control(model)]
         told += [f"{model} {value(models[model][size]):.3f}" for model in (SPLICED, TUNED)]

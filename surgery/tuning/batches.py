@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from surgery.tuning.text_sources import HELD_OUT, Reading
 BUFFER = 16  # steps whose documents are packed together and sorted by length
 SAMPLE = 256  # documents whose mean length is taken
 QUERIES = 8
+FIRST_STEPS = 16  # whose text is looked at for hits before the work begins
 SHORTEST = 0.25  # the curriculum begins with this share of text_tokens
 FIRST_SEED = 1 << 63  # of the questions in lessons; the seeds of recipes, which locate and bench use, are far below
 
@@ -91,6 +92,7 @@ def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: 
     for source in sources:
         source.excerpt(0)
     _check_lessons(tokenizer, options, data)
+    _check_hits(tokenizer, options, data, seed)
     documents = max(SAMPLE, len(rows.drawn))
     documents += HELD_OUT * options.early_stopping.windows if options.early_stopping else 0
     trained = [(text.source, source.texts(documents)) for text, source in zip(data.train_text, sources, strict=True)]
@@ -270,10 +272,21 @@ def _prompts(facts: str) -> set[str]:
     return {question.prompt for question in Knowledge(facts).questions(sys.maxsize, seed=0)}
 
 
+def _check_hits(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int) -> None:
+    """Raise UserError where recall hits alone are to teach retrieval, and the first steps have none."""
+    if options.lessons:
+        return
+    _, text = loaders(tokenizer, options, data, seed, 0)
+    if not any(hits.any() for *_, hits in islice(text, FIRST_STEPS)):
+        raise UserError(
+            f"tune.hit_weight: the text of the first {FIRST_STEPS} steps has no recall hit, so that nothing teaches retrieval; "
+            "take longer rows (tune.text_tokens) or a larger tune.rare"
+        )
+
+
 def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data) -> None:
     """Raise UserError for lessons that cannot be made, at all combinations of the ends of their ranges, or that ask about what
     is measured."""
-    measured = {os.path.realpath(getattr(data, key)): f"data.{key}" for key in ("held_out_text", "facts")}
     known = options.hints is None
     for lesson in options.lessons:
         if lesson.queries is not None and lesson.probe != "kv":
@@ -285,9 +298,11 @@ def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data
         for values in product(*ends):
             probe: Any = make(lesson.probe, tokenizer=tokenizer, **dict(zip(lesson_options, values, strict=True)))
             source = getattr(probe, "source", None)
-            if source and (key := measured.get(os.path.realpath(source))):
-                where = f"'{source}', which is measured on ({key})"
-                raise UserError(f"tune.lessons: '{lesson.probe}' reads {where}; give it another options.source")
+            key = "facts" if lesson.probe in ("knowledge", "letters") else "held_out_text"
+            if source and os.path.realpath(source) == os.path.realpath(getattr(data, key)):
+                other = "source: lessons" if source == "world" and key == "held_out_text" else "another source"
+                where = f"'{source}', which is measured on (data.{key})"
+                raise UserError(f"tune.lessons: '{lesson.probe}' reads {where}; give it {other} (options)")
             known |= any(isinstance(flag, Evidence) for _, flag in probe_pieces(probe, FIRST_SEED))
     if not known:
         raise UserError(

@@ -115,7 +115,7 @@ def collate_with_evidence(
         if not known:
             continue
         _, spans = token_spans(tokenizer, pieces[0][0], known)
-        summaries = dict(zip(known, map(summary, spans), strict=True))
+        summaries = dict(zip(known, (summary(span, ids.shape[1]) for span in spans), strict=True))
         for place, flag in answers.items():
             if isinstance(flag, Evidence) and (places := summaries[flag]):
                 evidence[row, place] = torch.tensor([places[0], places[-1] + 1])

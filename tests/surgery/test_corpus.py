@@ -15,14 +15,15 @@ import yaml
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.loading.checkpoint import load
-from surgery.pretraining import corpus_training, pretrain
+from surgery.pretraining import corpus_training, pretrain, training
 from surgery.pretraining.chunked_entropy import mean_cross_entropy
 from surgery.pretraining.corpus import RECORD, Windows, files, prepared, spread
-from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
+from surgery.records.pretrain_recipe import KEYS, CorpusOptions, PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
 from surgery.records.renamed import current
 from surgery.runtime.deferring import deferred
 from surgery.tuning.state import Checkpoints
 from surgery.world.text import document
+from surgery.world.words import key_words
 from tests.conftest import ROOT
 
 SMALL = {
@@ -356,6 +357,9 @@ def test_text_that_cannot_be_learnt_is_refused_in_one_line(recipe, books, tmp_pa
         ("corpus: {train: a, held_out: b, vocabulary: 3}", "corpus.vocabulary"),
         ("corpus: {train: a, held_out: b, tokens: 1000000, batch_size: 1000}", "tokens; at most"),
         ("corpus: {train: a, held_out: b}\nkv_targets: 3", "kv_targets: belongs to the small world"),
+        ("attention: L1.H0", "attention: whole layers are attention from the start; write L1, not L1.H0"),
+        ("curriculum: {first: 8, last: 2}", "from 8 to 2 pairs: first is at most last"),
+        ("curriculum: {last: 129}", "from 2 to 129 pairs: first is at most last, and last at most 128"),
     ],
 )
 def test_recipes_that_mean_nothing_are_refused_in_one_line(lines, words, tmp_path):
@@ -370,11 +374,58 @@ def test_models_that_cannot_be_made_are_refused_in_one_line(recipe, tmp_path):
     for architecture, words in (
         ({}, "architecture: transformers knows no model_type None"),
         ({"model_type": "mambo"}, "architecture: transformers knows no model_type mambo"),
-        (SMALL | {"num_heads": 3}, "architecture: no model can be made of this: "),
+        (
+            SMALL | {"num_heads": 3},
+            "architecture: no model can be made of this: .*: ValueError: Inconsistent",
+        ),
+        (SMALL | {"n_groups": 3}, "architecture: the model cannot read 16 tokens: ValueError: 2 heads in 3 groups"),
+        ({"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}, "cannot analyse a gpt2 model"),
+        ({"model_type": "bert", "hidden_size": 12, "num_hidden_layers": 1}, "bert"),
     ):
         with pytest.raises(UserError, match=words) as refusal:
             run(recipe.model_copy(update={"architecture": architecture}), tmp_path / "base")
         assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_what_follows_from_the_tokenizer_is_no_part_of_an_architecture():
+    for name in ("vocab_size", "eos_token_id", "dtype"):
+        with pytest.raises(UserError, match=f"architecture: leave out {name}"):
+            parsed_pretrain_recipe({"architecture": SMALL | {name: 1}}, "x")
+    assert len(key_words("all", 128)) == KEYS
+
+
+@pytest.mark.parametrize("corpus", [True, False])
+def test_models_are_tried_before_the_work(corpus, recipe, tmp_path, monkeypatch):
+    """Before any text is tokenised, or a step is taken."""
+    recipe = recipe if corpus else PretrainRecipe(architecture=SMALL)
+    recipe = recipe.model_copy(update={"architecture": SMALL | {"n_groups": 3}})
+    monkeypatch.setattr(pretrain, "prepared", None)
+    monkeypatch.setattr(pretrain, "train", None)
+    with pytest.raises(UserError, match="heads in 3 groups"):
+        run(recipe, tmp_path / "base")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_of_the_small_world_that_is_not_finite_ends_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "_loss", lambda *_, **__: torch.tensor(float("nan"), requires_grad=True))
+    with pytest.raises(UserError, match="the loss is nan at step 1; lower learning_rate"):
+        run(PretrainRecipe(architecture=SMALL), tmp_path / "base")
+
+
+@pytest.mark.parametrize("name", ["train.tokens", "corpus.json", "tokenizer.json"])
+@pytest.mark.parametrize("content", [None, b"", b"{}"])
+def test_damaged_tokens_are_named(name, content, recipe, tmp_path):
+    prepared(recipe.corpus, tmp_path)
+    (file,) = tmp_path.glob(f"*/{name}")
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    elif name == RECORD:  # then none were made
+        prepared(recipe.corpus, tmp_path)
+        return
+    with pytest.raises(UserError, match=r"is damaged \(.*\): delete that folder, and it is made again") as refusal:
+        prepared(recipe.corpus, tmp_path)
+    assert len(str(refusal.value).splitlines()) == 1
 
 
 def test_the_small_world_knows_no_finish(tmp_path):

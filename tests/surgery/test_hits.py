@@ -20,7 +20,7 @@ from surgery.probes.perplexity import text_losses
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data, Text, Tune, read_recipe
 from surgery.splicing.splice import adopt, splice
-from surgery.tuning import rare_pairs
+from surgery.tuning import batches, rare_pairs
 from surgery.tuning.batches import loaders
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
@@ -273,6 +273,14 @@ def test_hits_are_learnt_from_text_alone(tokenizer, train_text):
     log = tune(model, tokenizer, options, data=train_text)
     first, last = (np.mean([record["hits"] for record in part]) for part in (log[:5], log[-5:]))
     assert last < first
+
+
+def test_a_text_in_whose_first_steps_is_no_hit_is_refused(tokenizer, train_text):
+    """Before the work begins, where nothing else teaches retrieval."""
+    options = TUNE.model_copy(update={"text_tokens": 4, "text_batch_size": 1})
+    with pytest.raises(UserError, match="the text of the first 16 steps has no recall hit"):
+        batches.check(tokenizer, options, train_text)
+    batches.check(tokenizer, TUNE, train_text)
 
 
 @pytest.mark.parametrize(

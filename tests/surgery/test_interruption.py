@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import time
 
 import pytest
 
@@ -69,6 +71,25 @@ def test_a_second_signal_is_not_held_back():
     with pytest.raises(interruption.Interrupted):
         work()
     assert second == [signal.SIG_DFL]
+
+
+def test_a_signal_that_python_drops_comes_again():
+    """What is raised within a destructor goes no further."""
+
+    class Ending:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    def work():
+        with interruption.listening():
+            ending = Ending()
+            del ending
+            time.sleep(30)
+
+    hook = sys.unraisablehook
+    with pytest.raises(interruption.Interrupted):
+        work()
+    assert sys.unraisablehook is hook
 
 
 def test_overwriting_removes_a_run_and_nothing_else(tmp_path):

@@ -336,7 +336,15 @@ def test_a_length_that_bench_could_not_ask_is_refused_before_the_work_begins(tin
         check(Recipe(model="tiny", bench=Bench(suites=("length",), contexts=(64, 100_000))), tiny)
 
 
+@pytest.mark.parametrize("suite", ["length", "hits", "speed"])
+def test_a_bench_with_nothing_to_measure_is_refused(suite, tiny):
+    with pytest.raises(UserError, match=rf"nothing is left to measure: {suite} \(bench.suites\) needs rows of bench.contexts"):
+        check(Recipe(model="tiny", bench=Bench(suites=(suite,), contexts=(4096,))), tiny)
+
+
 def test_lengths_that_the_model_does_not_read_are_named(tiny, capsys):
+    check(Recipe(model="tiny", bench=Bench(suites=("language",), contexts=(512, 4096, 8192), windows=2)), tiny)
+    assert "not measured" not in capsys.readouterr().err
     check(Recipe(model="tiny", bench=Bench(suites=("length",), contexts=(512, 4096, 8192))), tiny)
     assert "not measured: bench.contexts 4096, 8192; the tokenizer's model_max_length is 2048" in capsys.readouterr().err
 

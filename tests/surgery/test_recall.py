@@ -51,6 +51,14 @@ def test_hits_are_those_of_the_definition(tmp_path, window, rare):
             assert choice == question.choices[question.answer] or (cue, choice.removeprefix(" ")) not in pairs
 
 
+def test_no_candidate_ends_the_prompt(tmp_path):
+    """Roles are read from the token behind a candidate."""
+    (tmp_path / "text.txt").write_text("\n".join(prose(3, 1500, vocabulary=60)))
+    for seed in range(20):
+        for question in make("recall", source=str(tmp_path / "text.txt"), words=16, rare=3000.0).questions(60, seed=seed):
+            assert max(end for _, end in question.spans) < len(question.prompt)
+
+
 def test_a_text_without_hits_is_refused(tmp_path):
     (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in range(500)))
     with pytest.raises(UserError, match="no rare pair of words comes again within 256 words"):

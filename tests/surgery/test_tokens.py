@@ -352,3 +352,10 @@ def test_the_harness_gives_no_pad_token_to_the_caller_s_tokenizer():
     assert tokenizer.pad_token is None
     with pytest.raises(UserError, match="needs a tokenizer with a BOS or an EOS token"):
         harness.evaluate(random_base(), kit("characters"), task, 4, 2)
+
+
+def test_a_summary_ends_with_the_prompt():
+    assert tokens.summary([3, 4, 5], 9) == [4, 5, 6]
+    assert tokens.summary([3, 4, 5], 6) == [4, 5]
+    assert tokens.summary([5], 6) == [5]
+    assert tokens.summary([], 6) == []

@@ -360,7 +360,10 @@ def test_questions_of_lessons_are_not_those_that_are_measured(tiny):
         (Lesson(probe="mqar", options={"pairs": 9}, queries=2), "queries are for kv"),
         (Lesson(probe="knowledge", options={"source": (1, 2)}), "option 'source' is 1"),
         (Lesson(probe="knowledge"), r"'knowledge' reads 'world', which is measured on \(data.facts\)"),
-        (Lesson(probe="needle", options={"length": 64}), "give it another options.source"),
+        (
+            Lesson(probe="needle", options={"length": 64}),
+            r"\(data.held_out_text\); give it source: lessons",
+        ),
     ],
 )
 def test_lessons_that_cannot_be_given_are_refused(tiny, lesson, complaint):
