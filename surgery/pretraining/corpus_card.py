@@ -26,6 +26,12 @@ def corpus_card(
     packages = ", ".join(f"{package} {version}" for package, version in source.packages.items())
     about = f"\n{options.about.strip()}\n" if options.about.strip() else ""
     words = "its own byte-level BPE" if options.tokenizer is None else f"the tokenizer of {called(options.tokenizer)}"
+    begun, known = "from scratch", "Nothing was done for retrieval: whatever it retrieves, it learnt from that text."
+    if recipe.start is not None:
+        begun, known = (
+            f"further, from the weights of {called(recipe.start)},",
+            "What that model knew before is not told here.",
+        )
     return f"""---
 library_name: transformers
 tags: [{model.config.model_type}]
@@ -33,8 +39,8 @@ tags: [{model.config.model_type}]
 # {name}
 
 A language model of the class {model.config.model_type} with {model.num_parameters():,} parameters \
-({len(structure.blocks)} layers of {structure.heads(0)} heads), trained from scratch on running text with {words} of \
-{len(corpus.tokenizer):,} tokens. Nothing was done for retrieval: whatever it retrieves, it learnt from that text.
+({len(structure.blocks)} layers of {structure.heads(0)} heads), trained {begun} on running text with {words} of \
+{len(corpus.tokenizer):,} tokens. {known}
 {about}
 It learnt from {_files(learnt["files"])}, {learnt["bytes"] / 1e6:.1f} MB, {learnt["tokens"]:,} tokens, of which it saw \
 {seen:,} ({seen / learnt["tokens"]:.2f} times the text) in windows of {options.tokens}. It was measured on \

@@ -103,7 +103,8 @@ def train_on_corpus(model: PreTrainedModel, corpus: Corpus, recipe: PretrainReci
 def _settings(recipe: PretrainRecipe, corpus: Corpus) -> dict[str, Any]:
     """What a training that goes on has to have in common with what it goes on from."""
     assert recipe.corpus is not None
-    fixed = recipe.model_dump(mode="json", exclude=FREE | {"mixed_precision"})
+    unset = {"start"} if recipe.start is None else set()  # versions up to 0.13 had none
+    fixed = recipe.model_dump(mode="json", exclude=FREE | {"mixed_precision"} | unset)
     options = recipe.corpus.model_dump(mode="json", exclude=FREE_OF_CORPUS)
     # mixed_precision is where versions up to 0.11 had it, whose trainings go on.
     return {**fixed, "corpus": {**options, "mixed_precision": recipe.mixed_precision, "text": corpus.about["digest"]}}

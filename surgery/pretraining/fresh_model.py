@@ -1,4 +1,4 @@
-"""A model of a recipe's architecture, before any step; and whether it can be trained here at all, which is tried at once."""
+"""The model of a recipe before any step; and whether it can be trained here at all, which is tried at once."""
 
 import math
 
@@ -8,6 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from surgery.errors import UserError
+from surgery.loading.checkpoint import load
 from surgery.loading.hub import one_line
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.mixer_starts import start_mixers
@@ -20,8 +21,13 @@ TOKENS = 64  # of the row that is tried where the recipe does not say how long r
 
 
 def fresh_model(recipe: PretrainRecipe, words: int, end: int | None) -> PreTrainedModel:
-    """With random weights. words: entries of the tokenizer, and end: the one that ends a text. Raises UserError for fields that
-    fit no model."""
+    """In float32, with random weights or those of `start`. words: entries of the tokenizer, and end: the one that ends a text.
+    Raises UserError for fields that fit no model, and for a start that cannot be loaded."""
+    if recipe.start is not None:
+        model = load(recipe.start, dtype="float32").model
+        if getattr(model.config, "grafts", None):
+            raise UserError(f"start: {recipe.start} is a hybrid; `surgery tune` trains grafts")
+        return model
     fields = dict(recipe.architecture)
     kind = fields.pop("model_type", None)
     if not (isinstance(kind, str) and kind in CONFIG_MAPPING):

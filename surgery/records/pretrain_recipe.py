@@ -123,8 +123,11 @@ class PretrainRecipe(Section):
 
     section = "pretrain"
 
-    architecture: dict[str, Any]
+    architecture: dict[str, Any] = {}
     """Fields of the Hugging Face configuration. The size of the vocabulary follows from the tokenizer."""
+    start: Name | None = None
+    """With corpus: a model of the Hub or a folder, whose weights training begins with, and whose tokenizer it takes; leave out
+    architecture."""
     corpus: CorpusOptions | None = None
     """Text of one's own, in place of the small world (section pretrain.corpus)."""
     attention: SitesText = ()
@@ -193,6 +196,12 @@ class PretrainRecipe(Section):
 
     @pydantic.model_validator(mode="after")
     def _makes_a_model(self) -> Self:
+        if self.start is None and not self.architecture:
+            raise ValueError("architecture: is missing")
+        if self.start is not None and (self.architecture or self.attention or self.teacher):
+            raise ValueError("start: is a whole model; leave out architecture, attention and teacher")
+        if self.start is not None and (self.corpus is None or self.corpus.tokenizer is not None):
+            raise ValueError("start: is for text of one's own (corpus), and brings its tokenizer (leave out corpus.tokenizer)")
         if heads := next((site for site in self.attention if site.heads), None):
             raise ValueError(f"attention: whole layers are attention from the start; write L{heads.layer}, not {heads}")
         if given := sorted(OF_THE_TOKENIZER & {*self.architecture}):
@@ -212,7 +221,7 @@ class PretrainRecipe(Section):
 
     def written(self) -> dict[str, Any]:
         """What a checkpoint's recipe.yaml holds: all settings, defaults included, but for those that mean nothing here."""
-        return self.model_dump(mode="json", exclude={"corpus"} if self.corpus is None else set(OF_THE_WORLD))
+        return self.model_dump(mode="json", exclude={"corpus", "start"} if self.corpus is None else set(OF_THE_WORLD))
 
 
 def read_pretrain_recipe(path: str | Path, *, quiet: bool = False) -> PretrainRecipe:
@@ -220,7 +229,7 @@ def read_pretrain_recipe(path: str | Path, *, quiet: bool = False) -> PretrainRe
     tree = parse_yaml(read_text(path, "the recipe"), f"recipe {path}")
     if not isinstance(tree, dict):
         raise UserError(f"{path} is not a recipe: it holds no keys")
-    if "model" in tree and "architecture" not in tree:
+    if "model" in tree and not {"architecture", "start"} & {*tree}:
         raise UserError(f"{path} is a recipe for `surgery run`; one for `surgery pretrain` has the key architecture")
     old: dict[str, str] = {}
     tree = current(tree, PretrainRecipe.section, old)

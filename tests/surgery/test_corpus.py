@@ -14,13 +14,16 @@ import yaml
 
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
+from surgery.exporting.export import export
 from surgery.loading.checkpoint import load
 from surgery.pretraining import corpus_training, pretrain, training
 from surgery.pretraining.chunked_entropy import mean_cross_entropy
 from surgery.pretraining.corpus import RECORD, Windows, files, prepared, spread
+from surgery.records.plan import Plan
 from surgery.records.pretrain_recipe import KEYS, CorpusOptions, PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
 from surgery.records.renamed import current
 from surgery.runtime.deferring import deferred
+from surgery.splicing.splice import splice
 from surgery.tuning.state import Checkpoints
 from surgery.world.text import document
 from surgery.world.words import key_words
@@ -385,6 +388,47 @@ def test_models_that_cannot_be_made_are_refused_in_one_line(recipe, tmp_path):
         with pytest.raises(UserError, match=words) as refusal:
             run(recipe.model_copy(update={"architecture": architecture}), tmp_path / "base")
         assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_training_begins_with_a_model_that_is_there(recipe, tmp_path):
+    """With its weights and its tokenizer; an interrupted one goes on, and the recipe that is written makes it again."""
+    run(recipe, tmp_path / "first")
+    corpus = recipe.corpus.model_copy(update={"vocabulary": 400})
+    settings = recipe.model_dump(mode="json", exclude={"architecture"}) | {"corpus": corpus.model_dump(mode="json"), "seed": 1}
+    second = parsed_pretrain_recipe(settings | {"start": str(tmp_path / "first"), "steps": 2, "learning_rate": 1e-9}, "x")
+    run(second, tmp_path / "second")
+    before, after = weights(tmp_path / "first"), weights(tmp_path / "second")
+    assert before.keys() == after.keys()
+    assert all(torch.allclose(tensor, after[name], atol=1e-7) for name, tensor in before.items())
+    assert len(load(str(tmp_path / "second")).tokenizer) == 300
+    card = (tmp_path / "second" / "README.md").read_text()
+    assert "trained further, from the weights of first, on running text with the tokenizer of first of 300 tokens" in card
+    written = read_pretrain_recipe(tmp_path / "second" / "recipe.yaml")
+    assert (written.start, written.corpus.tokenizer) == (str(tmp_path / "first"), None)
+    run(written, tmp_path / "third")
+    assert equal(weights(tmp_path / "third"), after)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architecture": SMALL}, "start: is a whole model; leave out architecture"),
+        ({"corpus": None}, "start: is for text of one's own"),
+        ({"corpus": {"train": "a", "held_out": "b", "tokenizer": "c"}}, "start: .* brings its tokenizer"),
+        ({"start": None}, "architecture: is missing"),
+    ],
+)
+def test_a_start_that_means_nothing_is_refused(changes, words):
+    settings = {"start": "model", "corpus": {"train": "a", "held_out": "b"}}
+    with pytest.raises(UserError, match=words):
+        parsed_pretrain_recipe(settings | changes, "x")
+
+
+def test_a_hybrid_is_no_start(recipe, tmp_path):
+    hybrid = splice(load(str(ROOT / "checkpoints" / "tiny-mamba2")), Plan(sites=("L1.H1",)))
+    export(hybrid, tmp_path / "hybrid", verify="tensors")
+    with pytest.raises(UserError, match="is a hybrid; `surgery tune` trains grafts"):
+        run(recipe.model_copy(update={"architecture": {}, "start": str(tmp_path / "hybrid")}), tmp_path / "base")
 
 
 def test_what_follows_from_the_tokenizer_is_no_part_of_an_architecture():
