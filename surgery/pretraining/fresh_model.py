@@ -1,6 +1,7 @@
 """The model of a recipe before any step; and whether it can be trained here at all, which is tried at once."""
 
 import math
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -24,7 +25,11 @@ def fresh_model(recipe: PretrainRecipe, words: int, end: int | None) -> PreTrain
     """In float32, with random weights or those of `start`. words: entries of the tokenizer, and end: the one that ends a text.
     Raises UserError for fields that fit no model, and for a start that cannot be loaded."""
     if recipe.start is not None:
-        model = load(recipe.start, dtype="float32").model
+        assert recipe.corpus is not None
+        model = load(recipe.start, tokenizer=recipe.corpus.tokenizer, dtype="float32").model
+        embeddings: Any = model.get_input_embeddings()
+        if words > (rows := len(embeddings.weight)):
+            raise UserError(f"start: {recipe.start} knows {rows:,} tokens, and the tokenizer has {words:,}")
         if getattr(model.config, "grafts", None):
             raise UserError(f"start: {recipe.start} is a hybrid; `surgery tune` trains grafts")
         return model

@@ -81,7 +81,7 @@ def pretrain(recipe: PretrainRecipe, out: Path, *, finish: bool = False) -> dict
 def _pretrain_on_corpus(recipe: PretrainRecipe, options: CorpusOptions, out: Path, *, finish: bool) -> dict[str, Any]:
     """As pretrain. What it goes on with is in the folder <out>-pretraining, and stays there."""
     work = out.parent / f"{out.name}-pretraining"
-    if recipe.start is not None:
+    if recipe.start is not None and options.tokenizer is None:
         options = options.model_copy(update={"tokenizer": recipe.start})
     corpus = prepared(options, work)
     torch.manual_seed(recipe.seed)

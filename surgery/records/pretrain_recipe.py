@@ -84,7 +84,8 @@ class CorpusOptions(Section):
     held_out: Annotated[tuple[Name, ...], Field(min_length=1)]
     """Other text, given likewise, on which the loss is measured."""
     tokenizer: Name | None = None
-    """An existing tokenizer, an id of the Hub or a folder; by default a byte-level BPE is trained on the text to learn."""
+    """An existing tokenizer, an id of the Hub or a folder; by default that of `start`, or else a byte-level BPE, trained on
+    the text to learn."""
     vocabulary: int = Field(default=4096, ge=257, le=MOST)
     """How many tokens the tokenizer has that is trained: 256 bytes, one that ends a text, and merges."""
     tokens: int = Field(default=512, ge=2, le=TOKENS)
@@ -126,8 +127,8 @@ class PretrainRecipe(Section):
     architecture: dict[str, Any] = {}
     """Fields of the Hugging Face configuration. The size of the vocabulary follows from the tokenizer."""
     start: Name | None = None
-    """With corpus: a model of the Hub or a folder, whose weights training begins with, and whose tokenizer it takes; leave out
-    architecture."""
+    """With corpus, in place of architecture: a model of the Hub or a folder, whose weights training begins with. Its
+    tokenizer is taken, too, unless corpus.tokenizer names one."""
     corpus: CorpusOptions | None = None
     """Text of one's own, in place of the small world (section pretrain.corpus)."""
     attention: SitesText = ()
@@ -200,8 +201,8 @@ class PretrainRecipe(Section):
             raise ValueError("architecture: is missing")
         if self.start is not None and (self.architecture or self.attention or self.teacher):
             raise ValueError("start: is a whole model; leave out architecture, attention and teacher")
-        if self.start is not None and (self.corpus is None or self.corpus.tokenizer is not None):
-            raise ValueError("start: is for text of one's own (corpus), and brings its tokenizer (leave out corpus.tokenizer)")
+        if self.start is not None and self.corpus is None:
+            raise ValueError("start: is for text of one's own (corpus)")
         if heads := next((site for site in self.attention if site.heads), None):
             raise ValueError(f"attention: whole layers are attention from the start; write L{heads.layer}, not {heads}")
         if given := sorted(OF_THE_TOKENIZER & {*self.architecture}):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 from contextlib import contextmanager
 from pathlib import Path
@@ -414,7 +415,6 @@ def test_training_begins_with_a_model_that_is_there(recipe, tmp_path):
     [
         ({"architecture": SMALL}, "start: is a whole model; leave out architecture"),
         ({"corpus": None}, "start: is for text of one's own"),
-        ({"corpus": {"train": "a", "held_out": "b", "tokenizer": "c"}}, "start: .* brings its tokenizer"),
         ({"start": None}, "architecture: is missing"),
     ],
 )
@@ -422,6 +422,19 @@ def test_a_start_that_means_nothing_is_refused(changes, words):
     settings = {"start": "model", "corpus": {"train": "a", "held_out": "b"}}
     with pytest.raises(UserError, match=words):
         parsed_pretrain_recipe(settings | changes, "x")
+
+
+def test_a_start_may_have_another_tokenizer(recipe, tmp_path):
+    """The models of state-spaces come without one."""
+    run(recipe, tmp_path / "first")
+    bare = shutil.copytree(tmp_path / "first", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    corpus = recipe.corpus.model_copy(update={"tokenizer": str(tmp_path / "first")})
+    settings = {"architecture": {}, "start": str(bare), "corpus": corpus}
+    run(recipe.model_copy(update=settings), tmp_path / "second")
+    assert len(load(str(tmp_path / "second")).tokenizer) == 300
+    settings["corpus"] = corpus.model_copy(update={"tokenizer": str(ROOT / "checkpoints" / "tiny-mamba2")})
+    with pytest.raises(UserError, match=r"knows \d+ tokens, and the tokenizer has [\d,]+|vocabulary"):
+        run(recipe.model_copy(update=settings), tmp_path / "third")
 
 
 def test_a_hybrid_is_no_start(recipe, tmp_path):
