@@ -36,9 +36,12 @@ def look_at_base(subject: Subject, questions: QuestionSet, options: Locate, ledg
     chance = float(np.mean([1 / len(question.choices) for question in questions.questions]))
     probe = described(questions.name, questions.options)
     if at_chance(accuracy, chance):
+        few = accuracy.accuracy > 2 * chance  # and only the interval is wide
+        easier = "choose a probe that the base can do in part (fewer pairs, say)"
+        advice = "ask more questions (locate.examples)" if few else easier
         say(
-            f"warning: the base is at chance on {probe}: accuracy {accuracy}, chance {chance:.3f}. Heads that are located by "
-            "it mean nothing, and no gain will be called a gain; choose a probe that the base can do in part (fewer pairs, say)"
+            f"warning: the base is {'not surely above' if few else 'at'} chance on {probe}: accuracy {accuracy}, chance "
+            f"{chance:.3f}. Heads that are located by it mean nothing, and no gain will be called a gain; {advice}"
         )
     elif accuracy.accuracy >= CEILING:
         say(

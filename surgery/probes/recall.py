@@ -50,6 +50,8 @@ class Recall:
         """Raises UserError where the text cannot be read, or no rare pair comes again in it."""
         text = _text(self.source, Path(self.source).stat().st_mtime_ns if Path(self.source).is_file() else 0)
         hits = text.hits(self.words, self.rare)
+        if len(text.words) <= self.words:
+            raise UserError(f"{self.source} has {len(text.words)} words; a prompt of recall takes {self.words} (options.words)")
         if not len(hits):
             raise UserError(
                 f"no rare pair of words comes again within {self.words} words of {self.source} ({len(text.words)} words); take "

@@ -82,6 +82,8 @@ def read_recipe(path: str | Path | None, settings: list[str] | None = None, **fi
     """Read a recipe, change it by `key=value` settings (dotted keys, values in YAML), and fix some of its fields."""
     if not isinstance(path, str | Path | None):
         raise UserError(f"read_recipe takes the name of a file, not {type(path).__name__}")
+    if not (settings is None or (isinstance(settings, list | tuple) and all(isinstance(each, str) for each in settings))):
+        raise UserError(f"read_recipe takes a list of settings, such as ['tune.steps=40'], not {settings!r}")
     old: dict[str, str] = {}
     tree = {} if path is None else _tree(path, old)
     for setting in settings or []:

@@ -8,6 +8,7 @@ fills a row, each has its own row and the order does not change.
 """
 
 import bisect
+import dataclasses
 import heapq
 import math
 import os
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.probes import make, without_unseen
+from surgery.probes import make, probes, without_unseen
 from surgery.probes.hits import PairCounts, hits
 from surgery.probes.knowledge import PARTS, Knowledge
 from surgery.probes.needle import WORLDS
@@ -137,16 +138,19 @@ class Lessons(Dataset[list[Piece]]):
 
     def drawn(self, step: int) -> dict[str, Any]:
         """The options of a step's lesson, with a number drawn from every range."""
-        rng = random.Random(f"size {self.seed} {step}")
+        rng, lesson = random.Random(f"size {self.seed} {step}"), self.lesson(step)
         part = progress(self.options, step)
+        shares = {field.name for field in dataclasses.fields(probes()[lesson.probe]) if isinstance(field.default, float)}
 
-        def draw(value: Any) -> Any:
+        def draw(name: str, value: Any) -> Any:
             if not isinstance(value, tuple):
                 return value
             low, high = value
+            if name in shares:  # a depth is no size, which would grow with the curriculum
+                return rng.uniform(low, high)
             return rng.randint(low, low + round((high - low) * part))
 
-        return {name: draw(value) for name, value in self.lesson(step).options.items()}
+        return {name: draw(name, value) for name, value in lesson.options.items()}
 
 
 class Rows(Dataset[list[list[int]]]):

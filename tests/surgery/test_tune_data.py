@@ -546,6 +546,17 @@ def test_lessons_read_no_copy_of_what_is_measured(tiny, tmp_path, probe, file):
     check(tiny.tokenizer, tune, Data())
 
 
+def test_a_depth_is_drawn_between_its_ends(tiny):
+    needle = Lesson(probe="needle", options={"length": [100, 120], "depth": [0, 1], "source": "lessons"})
+    options = Tune(steps=20, lessons=(needle,))
+    drawn = [Lessons(tiny.tokenizer, options, 0).drawn(step) for step in range(20)]
+    assert {type(each["length"]) for each in drawn} == {int}
+    depths = [each["depth"] for each in drawn]
+    assert len({*depths}) == 20
+    assert min(depths) < 0.3
+    assert max(depths) > 0.7
+
+
 def test_too_little_to_hold_out_is_said(words, tmp_path):
     one = Data(train_text=(Text(source=write(tmp_path, "one.jsonl", b'{"text": "w1 w2"}\n')),))
     with pytest.raises(UserError, match="holds no text held out"):
