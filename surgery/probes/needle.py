@@ -36,6 +36,19 @@ def ask(word: str) -> str:
 
 
 @dataclass(frozen=True)
+class Posed:
+    """A question whose prompt is not filled yet. haystack: more words than fit. needles: the sentences that are hidden. asked:
+    the end of the prompt. answer: which of the choices; last: which of the needles is asked for."""
+
+    haystack: list[str]
+    needles: tuple[str, ...]
+    asked: str
+    choices: tuple[str, ...]
+    answer: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Needle:
     """A needle in a haystack: a number told somewhere in a long text is asked for at its end.
 
@@ -75,7 +88,7 @@ class Needle:
             if len(posed.haystack) < self.length:  # a word has at least one token
                 self._most(posed)
 
-    def _posed(self, n: int, seed: int) -> Iterator["Posed"]:
+    def _posed(self, n: int, seed: int) -> Iterator[Posed]:
         rng = random.Random(f"needle {self.length} {self.depth} {seed}")
         text = [] if self.source in WORLDS else read_text(self.source, "the text in").split()
         return (self._pose(rng, self._haystack(rng, text)) for _ in range(n))
@@ -91,7 +104,7 @@ class Needle:
         start = rng.randrange(max(1, len(text) - count + 1))
         return text[start : start + count]
 
-    def _pose(self, rng: random.Random, haystack: list[str]) -> "Posed":
+    def _pose(self, rng: random.Random, haystack: list[str]) -> Posed:
         named = key_words(self.keys, self.needles)
         words_of = [rng.choice(named)] if self.needles == 1 else rng.sample(named, self.needles)
         numbers = rng.sample(NUMBERS, max(CHOICES, self.needles))
@@ -102,12 +115,12 @@ class Needle:
         asked = "".join(f"\n{needles[i]}" for i in before) + f"\n{questions[last]}"
         return Posed(haystack, needles, asked, tuple(f" {number}" for number in numbers), told[last], last)
 
-    def _question(self, posed: "Posed") -> Question:
+    def _question(self, posed: Posed) -> Question:
         text = self._prompt(posed, self._fitting(posed))
         spans = [(text.index(needle), text.index(needle) + len(needle)) for needle in posed.needles]
         return Question(text, posed.choices, posed.answer, tuple(spans), posed.last)
 
-    def _prompt(self, posed: "Posed", words: list[str]) -> str:
+    def _prompt(self, posed: Posed, words: list[str]) -> str:
         """With `words` as the haystack."""
         parts, place = list[str](), 0
         for i, needle in enumerate(posed.needles):
@@ -126,20 +139,20 @@ class Needle:
         ends = [0, *(i for i, word in enumerate(words, 1) if word.endswith((".", "!", "?"))), len(words)]
         return min(ends, key=lambda end: abs(end - depth * len(words)))
 
-    def _least(self, posed: "Posed") -> int:
+    def _least(self, posed: Posed) -> int:
         """The tokens of the prompt without a haystack."""
         if (least := self._tokens(self._prompt(posed, []))) > self.length:
             raise UserError(f"a needle of {self.length} tokens is too short: the question alone has {least}")
         return least
 
-    def _most(self, posed: "Posed") -> int:
+    def _most(self, posed: Posed) -> int:
         """The tokens of the prompt with the whole haystack."""
         if (most := self._tokens(self._prompt(posed, posed.haystack))) < self.length:
             words = self._tokens(" ".join(posed.haystack))
             raise UserError(f"{self.source} has {words} tokens; a needle of {self.length} needs more")
         return most
 
-    def _fitting(self, posed: "Posed") -> list[str]:
+    def _fitting(self, posed: Posed) -> list[str]:
         """The haystack's first words, as many as fit, and then some of the following ones, chosen to fill the rest exactly.
 
         If some tokens cannot be filled, the prompt is that much shorter.
@@ -171,19 +184,6 @@ class Needle:
             if fewest == 0:
                 break
         return best
-
-
-@dataclass(frozen=True)
-class Posed:
-    """A question whose prompt is not filled yet. haystack: more words than fit. needles: the sentences that are hidden. asked:
-    the end of the prompt. answer: which of the choices; last: which of the needles is asked for."""
-
-    haystack: list[str]
-    needles: tuple[str, ...]
-    asked: str
-    choices: tuple[str, ...]
-    answer: int
-    last: int
 
 
 PROBES = {"needle": Needle}
