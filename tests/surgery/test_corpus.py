@@ -544,7 +544,8 @@ def test_interrupted_the_command_line_names_the_same_command(recipe, surgery, tm
 def test_nothing_but_numbers_of_steps_is_free(recipe, tmp_path):
     """Every setting is either compared when a training goes on, or said to be free."""
     corpus = prepared(recipe.corpus, tmp_path)
-    fixed = corpus_training._settings(recipe, corpus)
+    assert "start" not in corpus_training._settings(recipe, corpus)  # so that those of version 0.13 go on
+    fixed = corpus_training._settings(recipe.model_copy(update={"start": "model"}), corpus)
     assert set(PretrainRecipe.model_fields) == set(fixed) | corpus_training.FREE | {"mixed_precision"}
     compared = set(fixed["corpus"]) - {"text", "mixed_precision"}  # the latter stands where version 0.11 had it
     assert set(CorpusOptions.model_fields) == compared | corpus_training.FREE_OF_CORPUS

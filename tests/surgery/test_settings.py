@@ -81,7 +81,7 @@ def test_old_names_in_python(recipes, capsys):
     assert Bench(**given["bench"]) == expected.bench
     assert Lora(**given["tune"]["lora"]) == expected.tune.lora
     assert Recipe(**given) == expected
-    assert PretrainRecipe(architecture={}, warmup=7).warmup_steps == 7
+    assert PretrainRecipe(architecture={"model_type": "mamba2"}, warmup=7).warmup_steps == 7
     assert "tune.accumulate is now" in capsys.readouterr().err
     assert changed(Recipe(model="m"), tune=given["tune"]).tune == expected.tune
 
@@ -110,7 +110,7 @@ def test_files_are_written_with_present_names(recipes):
     for section, names in RENAMED.items():
         branch = written
         for part in section.split("."):
-            branch = branch[part] if section != "pretrain" else PretrainRecipe(architecture={}).model_dump()
+            branch = branch[part] if section != "pretrain" else PretrainRecipe(architecture={"model_type": "x"}).model_dump()
         assert not set(names) & set(branch)
 
 
