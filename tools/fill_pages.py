@@ -113,7 +113,7 @@ def demo() -> str:
 
 
 def demo_auto() -> str:
-    """The demo with nothing settled by hand: the results, what was found, and what finding it took."""
+    """The demo with heads, gate and steps found by measuring: the results, what was found, and what finding it took."""
     report = Report.read(AUTO)
     cells = rounds(report)
     assert cells is not None

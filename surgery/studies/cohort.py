@@ -114,13 +114,8 @@ class Cohort(Study):
     def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
         """One row a base, at the largest size."""
         size = _largest(findings.rows)
-        header = [
-            "",
-            "plan",
-            "predicted is best",
-            *COLUMNS.values(),
-            *(f"tuned, {name}" for name in ("unseen keys", KNOWLEDGE, TEXT)),
-        ]
+        of_tuned = [f"tuned, {name}" for name in ("unseen keys", KNOWLEDGE, TEXT)]
+        header = ["", "plan", "predicted is best", *COLUMNS.values(), *of_tuned]
         body = []
         for name, about in findings.about.items():
             models = _of_base(findings.rows, name)

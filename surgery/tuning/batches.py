@@ -140,13 +140,13 @@ class Lessons(Dataset[list[Piece]]):
         """The options of a step's lesson, with a number drawn from every range."""
         rng, lesson = random.Random(f"size {self.seed} {step}"), self.lesson(step)
         part = progress(self.options, step)
-        shares = {field.name for field in dataclasses.fields(probes()[lesson.probe]) if isinstance(field.default, float)}
+        between = {field.name for field in dataclasses.fields(probes()[lesson.probe]) if isinstance(field.default, float)}
 
         def draw(name: str, value: Any) -> Any:
             if not isinstance(value, tuple):
                 return value
             low, high = value
-            if name in shares:  # a depth is no size, which would grow with the curriculum
+            if name in between:  # a depth is no size, which would grow with the curriculum
                 return rng.uniform(low, high)
             return rng.randint(low, low + round((high - low) * part))
 
@@ -281,7 +281,7 @@ def _check_hits(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, s
     if options.lessons:
         return
     _, text = loaders(tokenizer, options, data, seed, 0)
-    if not any(hits.any() for *_, hits in islice(text, FIRST_STEPS)):
+    if not any(is_hit.any() for *_, is_hit in islice(text, FIRST_STEPS)):
         raise UserError(
             f"tune.hit_weight: the text of the first {FIRST_STEPS} steps has no recall hit, so that nothing teaches retrieval; "
             "take longer rows (tune.text_tokens) or a larger tune.rare"
