@@ -25,13 +25,13 @@ from surgery.pretraining.checkpoint_card import card
 from surgery.pretraining.corpus import prepared
 from surgery.pretraining.corpus_card import corpus_card
 from surgery.pretraining.corpus_measuring import measure_on_corpus
-from surgery.pretraining.corpus_training import train_on_corpus
+from surgery.pretraining.corpus_training import FREE_OF_CORPUS, train_on_corpus
 from surgery.pretraining.fresh_model import check_architecture, fresh_model
 from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds
 from surgery.pretraining.measuring import measure
 from surgery.pretraining.training import train
-from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe
+from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe, read_pretrain_recipe
 from surgery.runtime.replacing import building, reason, replace
 from surgery.splicing.splice import adopt, unsplice
 from surgery.world.tokenizer import build_tokenizer
@@ -45,12 +45,13 @@ MODEL = {
 }  # fmt: skip
 
 
-def pretrain(recipe: PretrainRecipe, out: Path, *, finish: bool = False) -> dict[str, Any]:
+def pretrain(recipe: PretrainRecipe, out: Path, *, finish: bool = False, overwrite: bool = False) -> dict[str, Any]:
     """Train, measure on held-out examples, and write the checkpoint folder `out`, whole or not at all. Returns the
-    measurements. Raises UserError for a folder of something else than an earlier pretraining, which is replaced.
+    measurements. An earlier pretraining with this recipe is replaced, one with another if `overwrite` is True. Raises UserError
+    for a folder of anything else.
 
     finish: of a training on text of one's own, let the learning rate fall from where it has come to, and end."""
-    check_place(out)
+    check_place(out, None if overwrite else recipe)
     check_architecture(recipe)
     if recipe.corpus is not None:
         return _pretrain_on_corpus(recipe, recipe.corpus, out, finish=finish)
@@ -121,15 +122,34 @@ def _write(
         raise UserError(f"cannot write {out}: {reason(error)}") from error
 
 
-def check_place(out: Path) -> None:
-    """Raise UserError unless a checkpoint may be written to `out`: it is free, empty, or holds an earlier pretraining alone."""
+def check_place(out: Path, recipe: PretrainRecipe | None = None) -> None:
+    """Raise UserError unless a checkpoint may be written to `out`: it is free, empty, or holds an earlier pretraining alone.
+    recipe: with which that must have been made, but for the number of steps and what no training depends on."""
     if out.is_dir() and not out.is_symlink():
         names = {file.name for file in out.iterdir()}
-        if not names or (names >= WRITTEN and not names - WRITTEN - MODEL):
+        if not names:
+            return
+        if names >= WRITTEN and not names - WRITTEN - MODEL:
+            if recipe is not None and (other := _differing(out, recipe)):
+                raise UserError(f"{out} holds a pretraining with {other}; choose another --out, or replace it with --overwrite")
             return
     elif not (out.exists() or out.is_symlink()):
         return
     raise UserError(f"{out} exists and is not an earlier pretraining; choose another --out")
+
+
+def _differing(out: Path, recipe: PretrainRecipe) -> str:
+    """In what the recipe of the checkpoint in `out` is another one; empty if in nothing that a training depends on."""
+    try:
+        earlier = read_pretrain_recipe(out / "recipe.yaml", quiet=True)
+    except UserError:
+        return "a recipe that cannot be read"
+    before, now = (
+        one.model_dump(mode="json", exclude={"steps": True, "examples": True, "corpus": FREE_OF_CORPUS})
+        for one in (earlier, recipe)
+    )
+    names = [name for name in now if now[name] != before[name]]
+    return f"another {' and '.join(names)}" if names else ""
 
 
 def _without_code(folder: Path) -> None:

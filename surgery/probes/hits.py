@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 GAP = 8  # tokens between the two occurrences of a pair, at least: a refrain of a few tokens is no recall
-NONE = -1  # the number of no pair
+NONE = -1  # the number of no pair, and the place of none
 
 
 class PairCounts:
@@ -42,6 +42,13 @@ def hits(
     what stands in the row itself then does not count. documents (rows, t): the number of the document that a token belongs to,
     where a row holds several; none sees another.
     """
+    return seen_before(rows, counts, rare, within=within, documents=documents, gap=gap) != NONE
+
+
+def seen_before(
+    rows: np.ndarray, counts: PairCounts, rare: float, *, within: bool, documents: np.ndarray | None = None, gap: int = GAP
+) -> np.ndarray:
+    """As `hits`, and of every hit where in its row the same pair ended last before it: (rows, t) int, NONE of other tokens."""
     rows = np.asarray(rows, dtype=np.int64)
     numbers = _pairs(rows, documents)
     count, width = rows.shape
@@ -57,9 +64,10 @@ def hits(
     elsewhere = counts.of(number)
     if within:
         elsewhere = elsewhere - _alike(place // width, number)
-    chosen = np.zeros(rows.size, dtype=bool)
-    chosen[order] = again & far & (elsewhere <= rare * counts.tokens / 1e6)
-    return chosen.reshape(count, width)
+    before = np.full(rows.size, NONE, dtype=np.int64)
+    is_hit = again & far & (elsewhere <= rare * counts.tokens / 1e6)
+    before[order] = np.where(is_hit, np.roll(place, 1) % width, NONE)
+    return before.reshape(count, width)
 
 
 def by_stretch(values: np.ndarray, stretch: int) -> np.ndarray:

@@ -178,7 +178,7 @@ def _make(name: str, recipe: PretrainRecipe, folder: Path) -> None:
     kept = folder / "recipe.yaml"
     if not on_main(lambda: kept.exists() and read_pretrain_recipe(kept, quiet=True) == recipe):
         say(f"training the base {name}")
-        on_main(partial(pretrain, recipe, folder))
+        on_main(partial(pretrain, recipe, folder, overwrite=True))
 
 
 def _measured(folder: Path, sizes: Sequence[int]) -> dict[str, dict[str, Proportion | Estimate]]:

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.probes import make, probes, without_unseen
-from surgery.probes.hits import PairCounts, hits
+from surgery.probes.hits import NONE, PairCounts, seen_before
 from surgery.probes.knowledge import PARTS, Knowledge
 from surgery.probes.needle import WORLDS
 from surgery.records.recipe import Bench, Data, Lesson, Tune
@@ -54,8 +54,8 @@ def loaders(
     Lessons: (ids, targets), both (b, t), without a target where there are none; with hints also what the targets are read from,
     as collate_with_evidence gives it. Text: (ids, real, position_ids), all (b, t), or
     None where `text_batch_size` is 0; real is False on padding, and positions begin again with every document. Where hits have
-    a weight, also which tokens are recall hits. pairs: those of the training text, if they are counted already. Raises
-    UserError for data that cannot be used."""
+    a weight, also where the pair of each recall hit stood before, as pad_packed_with_hits gives it. pairs: those of the
+    training text, if they are counted already. Raises UserError for data that cannot be used."""
     _check_lessons(tokenizer, options, data)
     steps, size = options.most_steps, options.batch_size
     if options.lessons:
@@ -236,10 +236,12 @@ def pad_packed(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[Tensor, Tensor,
 def pad_packed_with_hits(
     pairs: PairCounts, rare: float, rows: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `pad_packed`, and which tokens are recall hits within their document, (rows, longest)."""
+    """As `pad_packed`, and of every recall hit where in its document the same pair ended last before it, counted as positions
+    are; NONE of other tokens: (rows, longest)."""
     ids, real, places = pad_packed(rows)
-    found = hits(ids.numpy(), pairs, rare, within=False, documents=(places == 0).cumsum(1).numpy())
-    return ids, real, places, torch.from_numpy(found) & real
+    before = torch.from_numpy(seen_before(ids.numpy(), pairs, rare, within=False, documents=(places == 0).cumsum(1).numpy()))
+    begins = torch.arange(places.shape[1]) - places
+    return ids, real, places, torch.where(real & (before != NONE), before - begins, NONE)
 
 
 def padding_share(text: Iterable[tuple[Tensor, ...]]) -> float:
@@ -281,7 +283,7 @@ def _check_hits(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, s
     if options.lessons:
         return
     _, text = loaders(tokenizer, options, data, seed, 0)
-    if not any(is_hit.any() for *_, is_hit in islice(text, FIRST_STEPS)):
+    if not any((before != NONE).any() for *_, before in islice(text, FIRST_STEPS)):
         raise UserError(
             f"tune.hit_weight: the text of the first {FIRST_STEPS} steps has no recall hit, so that nothing teaches retrieval; "
             "take longer rows (tune.text_tokens) or a larger tune.rare"
@@ -291,7 +293,7 @@ def _check_hits(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, s
 def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data) -> None:
     """Raise UserError for lessons that cannot be made, at all combinations of the ends of their ranges, or that ask about what
     is measured."""
-    known = options.hints is None
+    known = options.hints is None or options.hit_weight > 0
     for lesson in options.lessons:
         if lesson.queries is not None and lesson.probe != "kv":
             raise UserError(f"tune.lessons: queries are for kv; the probe '{lesson.probe}' asks one question")
@@ -310,5 +312,6 @@ def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data
             known |= any(isinstance(flag, Evidence) for _, flag in probe_pieces(probe, FIRST_SEED))
     if not known:
         raise UserError(
-            "tune.hints: of none of tune.lessons it is known where the answers stand; kv, mqar, needle and others say so"
+            "tune.hints: of none of tune.lessons it is known where the answers stand; kv, mqar, needle and others say so, "
+            "and so do the recall hits of text (tune.hit_weight)"
         )

@@ -10,7 +10,7 @@ model get beside their states (masks by layer, the embeddings once more) is its 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,14 +28,16 @@ from surgery.hybrids.parts import as_weight, at
 from surgery.kernels.packing import Packing, packed
 from surgery.locating.substitution import replaced
 from surgery.models.pieces import rows_at_once
+from surgery.probes.hits import NONE
 from surgery.tuning.backward_memory import Checkpointing, KeepingWeights, Recomputing, casts_fixed_weights, recomputed
 from surgery.tuning.chunked_kl import chunked_kl_divergence
-from surgery.tuning.hinting import missed, watching
+from surgery.tuning.hinting import Seen, evidence_of_hits, missed, watching
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.shared_parts import StateCache, around_blocks, arranged, blocks_of, coincide, is_trained
 
 Lesson = tuple[Tensor, ...]  # ids and targets, and with hints what the targets are read from
-Text = tuple[Tensor, ...]  # ids, which of them are no padding, position_ids, and perhaps which are recall hits
+# ids, which of them are no padding, position_ids, and perhaps where the pairs of recall hits stood before
+Text = tuple[Tensor, ...]
 Batch = tuple[Lesson, Text | None]
 
 
@@ -98,21 +100,21 @@ class Distillation(nn.Module):
         """The losses in nats. "loss": the weighted sum that is minimised. "retrieval": the cross-entropy per target. "kl":
         KL(teacher || student) per token of text. "hits", where they have a weight: the cross-entropy per recall hit of the
         text; these tokens are left out of the KL. "hints", where they have a weight: minus the logarithm of the attention that
-        the grafts pay to what an answer is read from, per target.
+        the grafts pay to what an answer is read from, per target, and to what a hit is read from, per hit.
 
         ids, targets (b, t): targets[i] is what position i has to predict, or IGNORE. text: ids (b, t), which of them are no
-        padding, and their positions, which begin again with every document of a row, and where hits have a weight, which tokens
-        are hits; without text the KL is 0. counts: the numbers of targets, of text tokens and of hits in the whole batch, where
-        this is only a part of it. key: identifies a batch (or a
-        part) that comes again. evidence: what the targets are read from, as sequences.collate_with_evidence gives it.
+        padding, and their positions, which begin again with every document of a row, and where hits have a weight, what
+        batches.pad_packed_with_hits says of them; without text the KL is 0. counts: the numbers of targets, of text tokens and
+        of hits in the whole batch, where this is only a part of it. key: identifies a batch (or a part) that comes again.
+        evidence: what the targets are read from, as sequences.collate_with_evidence gives it.
         """
         with self.autocast(ids.device):
             positions = _positions(targets != IGNORE)
-            target_count, token_count, *hit_count = counts or _counts(len(positions), text)
+            target_count, token_count, *hits = counts or _counts(len(positions), text)
             more: dict[str, Tensor] = {}
             if target_count or not self.hit_weight:
                 below = self._below(ids, (key, "lesson"))
-                with watching(self.student if self.hint_weight and evidence is not None else None, self.places) as seen:
+                with self._watching(evidence is not None) as seen:
                     hidden = self._above(below, positions)
                 ce = self._cross_entropy(hidden, at(positions, targets)) / target_count
                 if seen and evidence is not None:
@@ -124,8 +126,10 @@ class Distillation(nn.Module):
             if self.hit_weight:
                 more["hits"] = kl
                 if text is not None:
-                    divergence, entropy = self._text_losses(*text, key=key)
-                    kl, more["hits"] = divergence / token_count, entropy / max(1, hit_count[0])
+                    divergence, entropy, hints = self._text_losses(*text, key=key)
+                    kl, more["hits"] = divergence / token_count, entropy / max(1, hits[0])
+                    if hints is not None:
+                        more["hints"] = more.get("hints", 0) + hints / max(1, hits[0])
             elif text is not None and self.kl_weight:
                 kl = self._text_losses(*text, key=key)[0] / token_count
             loss = ce + self.kl_weight * kl
@@ -145,6 +149,10 @@ class Distillation(nn.Module):
             return loss(hidden, targets)
         parts = zip(hidden.split(size), targets.split(size), strict=True)
         return torch.stack([checkpoint(loss, *part, use_reentrant=False, context_fn=recomputed) for part in parts]).sum()
+
+    def _watching(self, told: bool) -> AbstractContextManager[Seen]:
+        """The student's grafts, where hints have a weight and it is told what is to be looked at."""
+        return watching(self.student if self.hint_weight and told else None, self.places)
 
     @contextmanager
     def autocast(self, device: torch.device) -> Iterator[None]:
@@ -228,30 +236,37 @@ class Distillation(nn.Module):
         return last.flatten(0, 1) if keep is None else last
 
     def _text_losses(
-        self, ids: Tensor, real: Tensor, places: Tensor, hits: Tensor | None = None, *, key: Any
-    ) -> tuple[Tensor, Tensor]:
+        self, ids: Tensor, real: Tensor, places: Tensor, before: Tensor | None = None, *, key: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(the sum of KL(teacher || student) over all tokens that are no padding and predict no hit, the sum of the negative
-        log-probabilities of the hits)."""
+        log-probabilities of the hits, and with hints what the grafts miss of what hits are read from)."""
         below, positions = self._below(ids, (key, "text"), places), _positions(real)
-        if hits is None:
-            others: Any = slice(None)
-        else:
-            next_hit, next_ids = hits.roll(-1, 1), at(positions, ids.roll(-1, 1))
-            next_hit[:, -1] = False
-            chosen = at(positions, next_hit)
+        others: Any = slice(None)
+        if before is not None:
+            evidence = evidence_of_hits(before)
+            chosen = at(positions, evidence[..., 1] > 0)
             others = ~chosen
         teacher = self._teacher_logits(ids, below, positions[others], places, (key, "teacher")) if self.kl_weight else None
-        hidden = self._above(below, positions, places)
-        entropy = hidden.new_zeros((), dtype=torch.float)
-        if hits is not None and chosen.any():
-            entropy = self._cross_entropy(hidden[chosen], next_ids[chosen])
+        with self._watching(before is not None) as seen:
+            hidden = self._above(below, positions, places)
+        entropy, hints = hidden.new_zeros((), dtype=torch.float), None
+        if before is not None and chosen.any():
+            entropy = self._cross_entropy(hidden[chosen], at(positions, ids.roll(-1, 1))[chosen])
+        if seen:
+            hints = self._missed_hits(seen, evidence, places)
         if teacher is None:
-            return entropy.new_zeros(()), entropy
+            return entropy.new_zeros(()), entropy, hints
         hidden = hidden[others]
         if not is_trained(self.student.lm_head):
-            return chunked_kl_divergence(self._logits, hidden, self.student.config.vocab_size, teacher), entropy
+            return chunked_kl_divergence(self._logits, hidden, self.student.config.vocab_size, teacher), entropy, hints
         student = self._logits(hidden).log_softmax(-1)
-        return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum"), entropy
+        return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum"), entropy, hints
+
+    def _missed_hits(self, seen: Seen, evidence: Tensor, places: Tensor) -> Tensor:
+        """What hinting.missed says of rows of documents."""
+        if self.in_stock:  # which has read every document as a row of its own (_each_document)
+            return missed(seen, _documents(places).groups[0].unpack(evidence))
+        return missed(seen, evidence, torch.arange(places.shape[1], device=places.device) - places)
 
     @torch.no_grad()
     def _teacher_logits(
@@ -286,7 +301,7 @@ class Distillation(nn.Module):
     @staticmethod
     def _each_document(compute: Callable[[Tensor], Tensor], ids: Tensor, places: Tensor | None) -> Tensor:
         """What is computed of ids (b, t), each document as a row of its own."""
-        return compute(ids) if places is None else packed((places == 0).cumsum(-1), alike=False).apply(compute, ids)
+        return compute(ids) if places is None else _documents(places).apply(compute, ids)
 
     def _all_teacher_blocks(self) -> list[nn.Module]:
         exchanged = dict(zip(self.different, self.teacher_blocks, strict=True))
@@ -305,7 +320,17 @@ def _counts(targets: int, text: Text | None) -> list[Any]:
     """How many targets, tokens of text and hits a whole batch has."""
     if text is None:
         return [targets, 1, 0]
-    return [targets, text[1].sum(), text[3].sum().item() if len(text) > 3 else 0]
+    return [targets, text[1].sum(), hit_count(text)]
+
+
+def hit_count(text: Text) -> int:
+    """How many recall hits the rows hold; 0 where they do not say."""
+    return int((text[3] != NONE).sum()) if len(text) > 3 else 0
+
+
+def _documents(places: Tensor) -> Packing:
+    """Every document of rows with these position_ids as a row of its own."""
+    return packed((places == 0).cumsum(-1), alike=False)
 
 
 def _positions(mask: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 The loss on an answer tells a head to look a little more at what helped. Among hundreds of tokens that is nearly nothing as long
 as the head looks everywhere alike: where an untrained graft does not choose among the summaries already, training hardly
-begins. The lessons know what each answer is read from, and a graft's attention is there to be seen; so a hint says it, as
-those of pretraining do for a Transformer (pretraining/hints.py). Where a plan knows the place at which a head reads an answer
-(Plan.places), the hint is that token. Otherwise the head may choose within the summary, and what it reads there is left to the
-loss on the answer. A control without grafts has nothing to hint at.
+begins. The lessons know what each answer is read from, the recall hits of text where their pair stood before, and a graft's
+attention is there to be seen; so a hint says it, as those of pretraining do for a Transformer (pretraining/hints.py). Where a
+plan knows the place at which a head reads an answer (Plan.places), the hint is that token. Otherwise the head may choose within
+the summary, and what it reads there is left to the loss on the answer. A control without grafts has nothing to hint at.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from surgery.hybrids.common import Graft
 from surgery.hybrids.layer_graft import LayerGraft
+from surgery.probes.hits import NONE
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,22 @@ def watching(model: nn.Module | None, places: Mapping[str, int] | None = None) -
             vars(graft).pop("attend", None)
 
 
-def missed(seen: Seen, evidence: Tensor) -> Tensor:
+def evidence_of_hits(before: Tensor) -> Tensor:
+    """What the recall hits of text are read from, (b, t, 2), as sequences.collate_with_evidence gives it for answers: the token
+    that stood there before, and the one behind it. before (b, t): as batches.pad_packed_with_hits gives it."""
+    asked = before.roll(-1, 1)  # from the token before the hit
+    asked[:, -1] = NONE
+    return torch.stack((asked, asked + 2), -1).masked_fill_((asked == NONE)[..., None], 0)
+
+
+def missed(seen: Seen, evidence: Tensor, begins: Tensor | None = None) -> Tensor:
     """Minus the logarithm of the attention that summaries get, or the known place in each, in nats: the mean over heads, summed
-    over the targets whose evidence is known. evidence: as sequences.collate_with_evidence gives it."""
-    return torch.cat([_missed(scores, evidence) for scores in seen.values()]).mean()
+    over the targets whose evidence is known. evidence: as sequences.collate_with_evidence gives it. begins (b, t): where the
+    document of each token begins, where a row holds several; evidence is counted from there."""
+    return torch.cat([_missed(scores, evidence, begins) for scores in seen.values()]).mean()
 
 
-def _missed(of: Scores, evidence: Tensor) -> Tensor:
+def _missed(of: Scores, evidence: Tensor, begins: Tensor | None) -> Tensor:
     """(heads,): the same for each head."""
     q, k = of.q, of.k
     known = evidence[..., 1] > evidence[..., 0]  # b t
@@ -81,12 +91,13 @@ def _missed(of: Scores, evidence: Tensor) -> Tensor:
     at = known.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # of each row the targets, and others after them
     real = known.gather(1, at)
     positions = torch.arange(k.shape[2], device=k.device)
-    past = (positions <= at[..., None])[:, None]  # b 1 most t
-    first, behind = (side.gather(1, at)[:, None, :, None] for side in evidence.unbind(-1))
+    begin = torch.zeros_like(at) if begins is None else begins.gather(1, at)
+    past = ((positions <= at[..., None]) & (positions >= begin[..., None]))[:, None]  # b 1 most t
+    first, behind = ((begin + side.gather(1, at))[:, None, :, None] for side in evidence.unbind(-1))
     looked = [
         (positions >= first) & (positions < behind) if place is None
         # A summary ends with the token behind the span.
-        else positions == (behind - 1 - place).clamp_min(0).minimum(at[:, None, :, None])
+        else positions == (behind - 1 - place).clamp_min(begin[:, None, :, None]).minimum(at[:, None, :, None])
         for place in of.places
     ]  # fmt: skip
     inside = past & (torch.cat(looked, 1) | ~real[:, None, :, None])  # of others nothing is missed

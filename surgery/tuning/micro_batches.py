@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.probes.hits import PairCounts
 from surgery.records.recipe import Data, Tune
 from surgery.tuning.batches import loaders
-from surgery.tuning.distil import Batch, Distillation
+from surgery.tuning.distil import Batch, Distillation, hit_count
 from surgery.tuning.rare_pairs import training_pairs
 from surgery.tuning.sequences import IGNORE
 
@@ -44,7 +44,7 @@ class MicroBatches:
         ids, targets = lesson[:2]
         n = self.options.gradient_accumulation_steps
         own_counts = [(targets != IGNORE).sum().item(), 1 if text is None else text[1].sum().item()]
-        own_counts += [text[3].sum().item()] if text is not None and len(text) > 3 else []
+        own_counts += [hit_count(text)] if text is not None and len(text) > 3 else []
         counts = tuple(self.accelerator.reduce(torch.tensor(own_counts, device=ids.device, dtype=torch.float), "mean").tolist())
         lessons = zip(*(side.tensor_split(n) for side in lesson), strict=True)
         texts = [None] * n if text is None else list(zip(*(side.tensor_split(n) for side in text), strict=True))

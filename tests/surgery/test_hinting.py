@@ -10,6 +10,7 @@ from surgery.errors import UserError
 from surgery.hybrids.common import Graft
 from surgery.hybrids.layer_graft import LayerGraft
 from surgery.probes import make, needle
+from surgery.probes.hits import NONE
 from surgery.records.plan import Plan
 from surgery.records.recipe import Hints, Lesson, Tune
 from surgery.splicing.splice import adopt, splice, stock
@@ -27,6 +28,7 @@ from surgery.tuning.sequences import (
 )
 from surgery.tuning.trainable import trainable, training, with_own_mixers
 from tests.conftest import SAME, VOCABULARY, random_base, random_llamba, random_selective
+from tests.surgery.test_stock_hybrids import CONFIGURATIONS, base_of, plan_for
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
 SHORT = Tune(steps=3, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=24, warmup_steps=1)
@@ -183,6 +185,38 @@ def test_tuning_with_hints(tiny):
     again = SHORT.model_copy(update={"steps": 12, "repeat": 1, "text_batch_size": 0, "hints": Hints(weight=1.0)})
     log = tune(splice(tiny.model, Plan(sites=("L2.H1",))), tiny.tokenizer, again)
     assert log[-1]["hints"] < 0.7 * log[0]["hints"], [record["hints"] for record in log]
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", ["mamba2", "mamba", "granitemoehybrid"])
+@pytest.mark.parametrize("documents", [(30,), (17, 13)])
+def test_hits_of_text_tell_where_to_look(name, documents):
+    """Documents that share a row are hinted at as each would be alone: from the token before a hit at the one that stood there
+    before, and at the one behind it."""
+    base = base_of(name) if name in CONFIGURATIONS else GRAFTED[name][0]()
+    hybrid = splice(base.double(), plan_for(base) if name in CONFIGURATIONS else Plan(sites=("L1.H2,5",))).double()
+    ids = torch.randint(1, 99, (2, 30), generator=torch.Generator().manual_seed(0))
+    places = torch.cat([torch.arange(length) for length in documents]).expand_as(ids)
+    before = torch.full_like(ids, NONE)
+    for row, hit, seen_at in ((0, 11, 2), (0, 29, 3), (1, 9, 0)):
+        before[row, hit] = seen_at
+    text = (ids, torch.ones_like(ids, dtype=torch.bool), places, before)
+    nothing = torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), IGNORE)
+    distillation = Distillation(hybrid, stock(hybrid), hit_weight=1.0, hint_weight=0.5)
+    losses = distillation(*nothing, text)
+    expected = 0.0
+    for row in range(2):
+        for part, found in zip(ids[row : row + 1].split(documents, 1), before[row].split(documents), strict=True):
+            evidence = torch.zeros(1, len(found), 2, dtype=torch.long)
+            for hit in (found != NONE).nonzero()[:, 0].tolist():
+                evidence[0, hit - 1] = found[hit] + torch.tensor([0, 2])
+            with watching(hybrid) as seen:
+                hybrid(part)
+            expected += missed(seen, evidence)
+    torch.testing.assert_close(losses["hints"], expected / 3, **SAME)
+    torch.testing.assert_close(losses["loss"], losses["kl"] + losses["hits"] + 0.5 * losses["hints"], **SAME)
+    assert "hints" not in Distillation(hybrid, stock(hybrid), hit_weight=1.0)(*nothing, text)
 
 
 def test_a_control_without_grafts_has_no_hints(tokenizer):

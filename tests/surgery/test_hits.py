@@ -15,7 +15,7 @@ from surgery.evaluation.bench import bench
 from surgery.evaluation.judgement import judge
 from surgery.evaluation.suites import tasks
 from surgery.evaluation.text_hits import hit_texts
-from surgery.probes.hits import PairCounts, hits
+from surgery.probes.hits import NONE, PairCounts, hits, seen_before
 from surgery.probes.perplexity import text_losses
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data, Text, Tune, read_recipe
@@ -36,10 +36,10 @@ ROWS = arrays(np.int64, st.tuples(st.integers(1, 4), st.integers(1, 40)), elemen
 
 
 def by_definition(rows, text, rare, within, documents, gap):
-    """The hits, one token after the other."""
+    """Where the pair of each hit stood last before it, and NONE of other tokens, one token after the other."""
     pairs = [(first, second) for stretch in text for first, second in pairwise(stretch)]
     allowed = rare * sum(map(len, text)) / 1e6
-    found = np.zeros(rows.shape, dtype=bool)
+    found = np.full(rows.shape, NONE)
     for r, row in enumerate(rows.tolist()):
         groups = documents[r].tolist()
         own = [(row[i - 1], row[i], groups[i]) if i and groups[i] == groups[i - 1] else None for i in range(len(row))]
@@ -48,7 +48,8 @@ def by_definition(rows, text, rare, within, documents, gap):
             elsewhere = (
                 pairs.count(pair[:2]) - (sum(p is not None and p[:2] == pair[:2] for p in own) if within else 0) if pair else 0
             )
-            found[r, i] = bool(before) and i - before[-1] >= gap and elsewhere <= allowed
+            if before and i - before[-1] >= gap and elsewhere <= allowed:
+                found[r, i] = before[-1]
     return found
 
 
@@ -59,9 +60,10 @@ def test_hits_are_those_of_the_definition(rows, rare, gap, parts, data):
     documents = np.broadcast_to(np.arange(rows.shape[1]) * parts // rows.shape[1], rows.shape)
     for within, counted in ((False, text), (True, [*text, *rows])):
         expected = by_definition(rows, [list(map(int, part)) for part in counted], rare, within, np.zeros_like(rows), gap)
-        assert (hits(rows, PairCounts(counted), rare, within=within, gap=gap) == expected).all()
+        assert (seen_before(rows, PairCounts(counted), rare, within=within, gap=gap) == expected).all()
+        assert (hits(rows, PairCounts(counted), rare, within=within, gap=gap) == (expected != NONE)).all()
     apart = by_definition(rows, [list(map(int, part)) for part in text], rare, False, documents, gap)
-    assert (hits(rows, PairCounts(text), rare, within=False, documents=documents, gap=gap) == apart).all()
+    assert (seen_before(rows, PairCounts(text), rare, within=False, documents=documents, gap=gap) == apart).all()
 
 
 def test_large_vocabularies_have_no_collisions():
@@ -214,18 +216,19 @@ def batch(tokenizer, data, **changes):
 
 
 def test_batches_say_which_tokens_are_hits_of_their_own_document(tokenizer, train_text):
-    (ids, targets), (text, real, places, is_hit) = batch(tokenizer, train_text)
+    (ids, targets), (text, real, places, before) = batch(tokenizer, train_text)
+    is_hit = before != NONE
     assert ids.shape == targets.shape == (4, 1)
     assert (targets == IGNORE).all()
     assert is_hit.any()
     assert not (is_hit & ~real).any()
     pairs = training_pairs(tokenizer, train_text)
-    for row, known, starts, chosen in zip(text, real, places, is_hit, strict=True):
+    for row, known, starts, found in zip(text, real, places, before, strict=True):
         begins = [*(starts == 0).nonzero()[:, 0].tolist(), len(row)]
         assert len(begins) > 2  # several documents share a row
         for first, end in pairwise(begins):
-            alone = hits(row[None, first:end].numpy(), pairs, 1000.0, within=False)[0]
-            assert (alone & known[first:end].numpy() == chosen[first:end].numpy()).all()
+            alone = seen_before(row[None, first:end].numpy(), pairs, 1000.0, within=False)[0]
+            assert (np.where(known[first:end].numpy(), alone, NONE) == found[first:end].numpy()).all()
 
 
 def test_the_losses_are_those_of_the_definition(tokenizer, train_text):
@@ -234,7 +237,8 @@ def test_the_losses_are_those_of_the_definition(tokenizer, train_text):
     teacher, student = adopt(base), splice(base, Plan(sites=("L1.H2,5",)))
     losses = Distillation(student, teacher, kl_weight=2.0, hit_weight=0.5)(*lesson, text)
     kl = entropy = 0.0
-    ids, real, places, is_hit = text
+    ids, real, places, before = text
+    is_hit = before != NONE
     for row in range(len(ids)):
         begins = [*(places[row] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
         for first, end in pairwise(begins):

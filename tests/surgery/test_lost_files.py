@@ -14,6 +14,7 @@ from surgery.locating.atlas import grid
 from surgery.locating.ranking import Ranking
 from surgery.pretraining.pretrain import check_place
 from surgery.records.plan import Plan
+from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.recipe import Recipe
 
 
@@ -72,6 +73,25 @@ def test_a_recipe_alone_is_no_run(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="no earlier run"):
         check_folder(tmp_path, "run", resume=True)
+
+
+@pytest.mark.parametrize("name", ["tiny-mamba2", "tiny-books"])
+def test_pretraining_with_another_recipe_is_replaced_only_if_asked(tmp_path, name):
+    folder = shutil.copytree(f"checkpoints/{name}", tmp_path / name)
+    own = read_pretrain_recipe(folder / "recipe.yaml", quiet=True)
+    check_place(folder, own.model_copy(update={"steps": 7, "examples": 11}))
+    if own.corpus:
+        moved = own.corpus.model_copy(update={"train": ("elsewhere",), "dtype": "float32"})
+        check_place(folder, own.model_copy(update={"corpus": moved}))
+        longer = own.model_copy(update={"corpus": own.corpus.model_copy(update={"tokens": 99})})
+        with pytest.raises(UserError, match="another corpus; choose another --out"):
+            check_place(folder, longer)
+    with pytest.raises(UserError, match="with another seed and learning_rate; choose another --out, or replace it with --"):
+        check_place(folder, own.model_copy(update={"seed": 1, "learning_rate": 1.0}))
+    (folder / "recipe.yaml").write_text("[")
+    with pytest.raises(UserError, match="a recipe that cannot be read"):
+        check_place(folder, own)
+    check_place(folder)
 
 
 def test_what_is_needed_is_named(tmp_path):

@@ -185,11 +185,11 @@ def test_cohort(surgery, tmp_path, monkeypatch, cohort_files):
     processes do that share a folder, and joined."""
     made, own = [], cohort.pretrain
 
-    def pretrain(recipe, out):
+    def pretrain(recipe, out, **options):
         made.append(out.name)
         if made == ["one", "two"]:
             raise KeyboardInterrupt
-        return own(recipe, out)
+        return own(recipe, out, **options)
 
     monkeypatch.setattr(cohort, "pretrain", pretrain)
     assert surgery("run", "cohort.yaml", "--out", "out")[0] == 130
@@ -240,10 +240,10 @@ def test_a_base_that_cannot_be_operated_on_is_a_finding(surgery, tmp_path, cohor
 def test_a_base_that_cannot_be_trained_is_a_finding(surgery, tmp_path, cohort_files, monkeypatch):
     own = cohort.pretrain
 
-    def pretrain(recipe, out):
+    def pretrain(recipe, out, **options):
         if out.name == "one":
             raise UserError("the loss is nan")
-        return own(recipe, out)
+        return own(recipe, out, **options)
 
     monkeypatch.setattr(cohort, "pretrain", pretrain)
     status, _, error = surgery("run", "cohort.yaml", "--out", "out")

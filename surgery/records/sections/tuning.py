@@ -97,8 +97,9 @@ class EarlyStopping(Section):
 
 
 class Hints(Section):
-    """Where the grafts are to look, as far as the lessons know: from the place where an answer is due at the span of the prompt
-    that holds it. The loss on an answer moves attention only as far as attention is near it already."""
+    """Where the grafts are to look, as far as it is known: from the place where an answer of a lesson is due at the span of the
+    prompt that holds it, and from the token before a recall hit of text (tune.hit_weight) at where its pair stood before. The
+    loss on an answer moves attention only as far as attention is near it already."""
 
     section = "tune.hints"
 
@@ -194,7 +195,8 @@ class Tune(Section):
     auto: AutoSteps = AutoSteps()
     """How steps: auto finds the number of steps (section tune.auto)."""
     hints: Hints | None = None
-    """What tells the grafts where the answers of lessons stand (section tune.hints). {} for its defaults."""
+    """What tells the grafts where the answers of lessons and the pairs of recall hits stand (section tune.hints). {} for its
+    defaults."""
     early_stopping: EarlyStopping | None = None
     """What ends the steps early (section tune.early_stopping). {} for its defaults."""
     lora: Lora | None = None
