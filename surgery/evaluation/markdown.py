@@ -92,7 +92,7 @@ def render(report: Report) -> str:
     examples = f"{' to '.join(str(n) for n in {counts[0]: 0, counts[-1]: 0})} examples a cell; " if counts else ""
     parts.append(
         f"## Provenance\n\nMade {provenance.created} by mamba-surgery {provenance.toolkit} on {provenance.machine} "
-        f"({provenance.threads} threads); seed {provenance.seed}; {examples}{packages}. Base fingerprint "
+        f"({provenance.threads_in_words}); seed {provenance.seed}; {examples}{packages}. Base fingerprint "
         f"`{provenance.base_fingerprint[:16]}`.\n"
         + (f"\nTime: {timings}.\n" if timings else "")
         + (f"\nPeak memory: {peaks}.\n" if peaks else "")

@@ -17,7 +17,7 @@ def card(recipe: PretrainRecipe, model: PreTrainedModel, measured: dict[str, Any
     source = provenance(name, "", recipe.seed)
     structure = anatomy(model)
     layers, heads = len(structure.blocks), structure.heads(0)
-    where = f"{source.machine}, {source.threads} threads"
+    where = f"{source.machine}, {source.threads_in_words}"
     packages = ", ".join(f"{package} {version}" for package, version in source.packages.items())
     names = {f"kv.{pairs}": f"key-value retrieval, {pairs} pairs" for pairs in SIZES}
     names |= {"knowledge": "fact cloze (held-out templates)", "letters": "lettered questions (held-out prompts)"}

@@ -63,7 +63,7 @@ Key-value retrieval (a dictionary in the prompt of arXiv 2504.18574), of which i
 |---|---|---|
 {_retrieval(measured)}
 
-Trained until {datetime.now(UTC).date()}, in {duration(seconds)} on {source.machine}, {source.threads} threads; seed \
+Trained until {datetime.now(UTC).date()}, in {duration(seconds)} on {source.machine}, {source.threads_in_words}; seed \
 {recipe.seed}; {packages}. The recipe is `recipe.yaml`, the losses `log.jsonl`, the figures above `measured.json`.
 """
 

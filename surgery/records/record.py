@@ -121,6 +121,10 @@ class Environment(Record):
     threads: int
     """Threads of torch."""
 
+    @property
+    def threads_in_words(self) -> str:
+        return f"{self.threads} thread{'s' * (self.threads != 1)}"
+
 
 class Provenance(Environment):
     """Where a file comes from. It names no path on the machine that made it: files and folders stand by their last part."""

@@ -22,6 +22,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _reason(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return str(error) if isinstance(error, yaml.YAMLError | ValueError) else f"a value does not fit its tag ({error})"
+
+
 def parse_yaml(text: str, what: str) -> Any:
     """The value of a YAML text. Raises UserError, in one line that begins with `what`, if it has none that can be used."""
     try:
@@ -29,7 +35,6 @@ def parse_yaml(text: str, what: str) -> Any:
     except RecursionError as error:
         raise UserError(f"{what} is not YAML that can be read: it is nested too deeply") from error
     except Exception as error:  # besides its own errors, whatever a tag does to a value that it does not fit: !!timestamp x
-        reason = str(error) if isinstance(error, yaml.YAMLError | ValueError) else f"a value does not fit its tag ({error})"
-        raise UserError(f"{what} is not YAML: {' '.join(reason.split())}") from error
+        raise UserError(f"{what} is not YAML: {' '.join(_reason(error).split())}") from error
     check_tree(tree, what, MOST_PARTS)
     return tree

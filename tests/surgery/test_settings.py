@@ -153,6 +153,7 @@ def said(*settings, path=None):
         ("data={facts: x, facts: y}", "the key 'facts' is there twice"),
         ("seed=" + "[" * 500, "nested too deeply"),
         ("seed=2024-99-99", "is not YAML: month must be in 1..12"),
+        ("data={facts: x: y}", "is not YAML: line 1, column 10: expected ',' or '}', but got ':'"),
     ],
 )
 def test_wrong_settings_are_answered_in_one_line(setting, line):
