@@ -11,6 +11,7 @@ pass. Which ones a step sees depends on the step and the seed alone, so that tra
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,13 @@ def prepared(options: CorpusOptions, work: Path) -> Corpus:
         try:
             with building(folder) as temporary:
                 _make(options, sides, digest, temporary)
+                _check_length(_read(temporary), options)
                 replace(temporary, folder)
         except OSError as error:
             raise UserError(f"cannot write {folder}: {reason(error)}") from error
+        finally:
+            with suppress(OSError):
+                work.rmdir()  # which is empty after a refusal
     return _read(folder)
 
 
@@ -102,6 +107,12 @@ def _check_apart(sides: dict[str, list[Path]]) -> None:
             f"corpus.held_out: {share:.0%} of this text is also in corpus.train; at most {TOLERATED:.0%} may be, or the loss "
             "measures memory"
         )
+
+
+def _check_length(corpus: Corpus, options: CorpusOptions) -> None:
+    """Raise UserError where training would: for text that is too short."""
+    Windows(corpus.train, options.tokens, 0)
+    spread(corpus.held_out, options.tokens + 1, 1)
 
 
 def _make(options: CorpusOptions, sides: dict[str, list[Path]], digest: str, folder: Path) -> None:

@@ -349,7 +349,9 @@ def test_text_that_cannot_be_learnt_is_refused_in_one_line(recipe, books, tmp_pa
         ({"held_out": str(tmp_path / "short.txt")}, "and a window needs 17 (corpus.tokens)"),
         ({"tokenizer": str(tmp_path / "empty")}, "empty is not a model folder"),
     ):
+        before = {*tmp_path.iterdir()}
         assert words in refused(recipe, tmp_path, **changes)
+        assert {*tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(
