@@ -31,7 +31,7 @@ from surgery.models.pieces import rows_at_once
 from surgery.probes.hits import NONE
 from surgery.tuning.backward_memory import Checkpointing, KeepingWeights, Recomputing, casts_fixed_weights, recomputed
 from surgery.tuning.chunked_kl import chunked_kl_divergence
-from surgery.tuning.hinting import Seen, evidence_of_hits, missed, watching
+from surgery.tuning.hinting import Seen, evidence_of_hits, has_grafts, missed, watching
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.shared_parts import StateCache, around_blocks, arranged, blocks_of, coincide, is_trained
 
@@ -66,7 +66,8 @@ class Distillation(nn.Module):
         super().__init__()
         self.recomputing = Recomputing(checkpointing)
         self.student, self.bf16, self.cache = student, bf16, StateCache(cache_bytes)
-        self.kl_weight, self.hit_weight, self.hint_weight, self.places = kl_weight, hit_weight, hint_weight, places or {}
+        self.kl_weight, self.hit_weight, self.places = kl_weight, hit_weight, places or {}
+        self.hint_weight = hint_weight if has_grafts(student) else 0.0  # a control without grafts has nothing to hint at
         self._documents: tuple[Tensor, Packing | None] | None = None  # of the last position_ids
         ours, theirs = list(student.base_model.layers), blocks_of(teacher)
         self.in_stock = not isinstance(student, HybridCausalLM)
@@ -125,11 +126,13 @@ class Distillation(nn.Module):
             kl = ce.new_zeros(())
             if self.hit_weight:
                 more["hits"] = kl
+                if self.hint_weight:
+                    more.setdefault("hints", kl)
                 if text is not None:
                     divergence, entropy, hints = self._text_losses(*text, key=key)
                     kl, more["hits"] = divergence / token_count, entropy / max(1, hits[0])
-                    if hints is not None:
-                        more["hints"] = more.get("hints", 0) + hints / max(1, hits[0])
+                    if self.hint_weight:
+                        more["hints"] = more["hints"] + hints / max(1, hits[0])
             elif text is not None and self.kl_weight:
                 kl = self._text_losses(*text, key=key)[0] / token_count
             loss = ce + self.kl_weight * kl
@@ -237,7 +240,7 @@ class Distillation(nn.Module):
 
     def _text_losses(
         self, ids: Tensor, real: Tensor, places: Tensor, before: Tensor | None = None, *, key: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(the sum of KL(teacher || student) over all tokens that are no padding and predict no hit, the sum of the negative
         log-probabilities of the hits, and with hints what the grafts miss of what hits are read from)."""
         below, positions = self._below(ids, (key, "text"), places), _positions(real)
@@ -249,7 +252,7 @@ class Distillation(nn.Module):
         teacher = self._teacher_logits(ids, below, positions[others], places, (key, "teacher")) if self.kl_weight else None
         with self._watching(before is not None) as seen:
             hidden = self._above(below, positions, places)
-        entropy, hints = hidden.new_zeros((), dtype=torch.float), None
+        entropy = hints = hidden.new_zeros((), dtype=torch.float)
         if before is not None and chosen.any():
             entropy = self._cross_entropy(hidden[chosen], at(positions, ids.roll(-1, 1))[chosen])
         if seen:

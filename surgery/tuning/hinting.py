@@ -34,6 +34,11 @@ class Scores:
 Seen = Mapping[Any, Scores]  # by graft
 
 
+def has_grafts(model: nn.Module) -> bool:
+    """Whether there is anything to hint at."""
+    return any(isinstance(module, Graft | LayerGraft) for module in model.modules())
+
+
 @contextmanager
 def watching(model: nn.Module | None, places: Mapping[str, int] | None = None) -> Iterator[Seen]:
     """While this lasts, the queries and keys of the model's grafts are kept: of each graft those of its last run. Of no model
