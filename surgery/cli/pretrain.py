@@ -13,9 +13,6 @@ def pretrain(
     finish: Annotated[
         bool, typer.Option("--finish", help="Let the learning rate fall from where training has come to, and end.")
     ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a pretraining with another recipe in --out.")
-    ] = False,
 ) -> None:  # fmt: skip
     """Train a model from scratch.
 
@@ -29,7 +26,7 @@ def pretrain(
     from surgery.records.pretrain_recipe import read_pretrain_recipe
 
     options = read_pretrain_recipe(recipe)
-    pretraining.check_place(out, None if overwrite else options)
+    pretraining.check_place(out)
     check_writable(out.parent)
-    for name, value in pretraining.pretrain(options, out, finish=finish, overwrite=overwrite).items():
+    for name, value in pretraining.pretrain(options, out, finish=finish).items():
         show(f"{name}: {value}")

@@ -60,8 +60,10 @@ def tune(
         return
     for stage in dict.fromkeys(record["stage"] for record in log):
         records = [record for record in log if record["stage"] == stage]
-        what = "retrieval" if "retrieval" in records[0] else "loss"
-        prose(_course(stage, what, [record[what] for record in records]))
+        # Without lessons there is no loss on them, and without hits and hints none on those.
+        losses = [name for name in ("retrieval", "hits", "hints") if any(record.get(name) for record in records)]
+        for what in losses or ["loss"]:
+            prose(_course(stage, what, [record[what] for record in records]))
     show(f"hybrid: {out}")
 
 

@@ -62,6 +62,7 @@ def prepared(options: CorpusOptions, work: Path) -> Corpus:
     folder = work / f"corpus-{digest}"
     if not (folder / RECORD).exists():
         _check_apart(sides)
+        there = work.exists()
         try:
             with building(folder) as temporary:
                 _make(options, sides, digest, temporary)
@@ -70,8 +71,9 @@ def prepared(options: CorpusOptions, work: Path) -> Corpus:
         except OSError as error:
             raise UserError(f"cannot write {folder}: {reason(error)}") from error
         finally:
-            with suppress(OSError):
-                work.rmdir()  # which is empty after a refusal
+            if not there:
+                with suppress(OSError):  # after success, when it is not empty
+                    work.rmdir()
     return _read(folder)
 
 
@@ -110,7 +112,7 @@ def _check_apart(sides: dict[str, list[Path]]) -> None:
 
 
 def _check_length(corpus: Corpus, options: CorpusOptions) -> None:
-    """Raise UserError where training would: for text that is too short."""
+    """Raise UserError for text that is too short to be trained on, or measured."""
     Windows(corpus.train, options.tokens, 0)
     spread(corpus.held_out, options.tokens + 1, 1)
 

@@ -124,9 +124,8 @@ def _most_steps(recipe: PretrainRecipe, state: State, work: Path, *, finish: boo
         return before
     if not finish:
         return recipe.steps
-    if not state.step or not recipe.decay_from:
-        why = "no step was taken yet" if not state.step else "with decay_from: 0 the learning rate falls from the first step on"
-        raise UserError(f"--finish lets the learning rate fall from where the training has come to, and {why}")
+    if not recipe.decay_from:
+        raise UserError("--finish lets the learning rate fall, and with decay_from: 0 it falls from the first step on")
     state.more["finishing"] = True
     return math.floor(state.step / recipe.decay_from) + 1
 

@@ -25,7 +25,7 @@ from surgery.pretraining.checkpoint_card import card
 from surgery.pretraining.corpus import prepared
 from surgery.pretraining.corpus_card import corpus_card
 from surgery.pretraining.corpus_measuring import measure_on_corpus
-from surgery.pretraining.corpus_training import FREE_OF_CORPUS, train_on_corpus
+from surgery.pretraining.corpus_training import train_on_corpus
 from surgery.pretraining.fresh_model import check_architecture, fresh_model
 from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds
@@ -44,14 +44,18 @@ MODEL = {
     "vocab.json", "vocab.txt",
 }  # fmt: skip
 
+BESIDE_THE_TRAINING = {"eval_steps", "eval_windows", "save_steps", "about", "dtype"}  # settings of the text
+
 
 def pretrain(recipe: PretrainRecipe, out: Path, *, finish: bool = False, overwrite: bool = False) -> dict[str, Any]:
     """Train, measure on held-out examples, and write the checkpoint folder `out`, whole or not at all. Returns the
-    measurements. An earlier pretraining with this recipe is replaced, one with another if `overwrite` is True. Raises UserError
-    for a folder of anything else.
+    measurements. An earlier pretraining with this recipe is replaced. Raises UserError for a folder of anything else.
 
-    finish: of a training on text of one's own, let the learning rate fall from where it has come to, and end."""
-    check_place(out, None if overwrite else recipe)
+    finish: of a training on text of one's own, let the learning rate fall from where it has come to, and end.
+    overwrite: replace a pretraining with another recipe as well."""
+    check_place(out)
+    if not overwrite:
+        _check_recipe(out, recipe)
     check_architecture(recipe)
     if recipe.corpus is not None:
         return _pretrain_on_corpus(recipe, recipe.corpus, out, finish=finish)
@@ -82,6 +86,8 @@ def pretrain(recipe: PretrainRecipe, out: Path, *, finish: bool = False, overwri
 def _pretrain_on_corpus(recipe: PretrainRecipe, options: CorpusOptions, out: Path, *, finish: bool) -> dict[str, Any]:
     """As pretrain. What it goes on with is in the folder <out>-pretraining, and stays there."""
     work = out.parent / f"{out.name}-pretraining"
+    if finish and not any(work.glob("checkpoint-*")):
+        raise UserError("--finish lets the learning rate fall from where the training has come to, and no step was taken yet")
     if recipe.start is not None and options.tokenizer is None:
         options = options.model_copy(update={"tokenizer": recipe.start})
     corpus = prepared(options, work)
@@ -122,34 +128,36 @@ def _write(
         raise UserError(f"cannot write {out}: {reason(error)}") from error
 
 
-def check_place(out: Path, recipe: PretrainRecipe | None = None) -> None:
-    """Raise UserError unless a checkpoint may be written to `out`: it is free, empty, or holds an earlier pretraining alone.
-    recipe: with which that must have been made, but for the number of steps and what no training depends on."""
+def check_place(out: Path) -> None:
+    """Raise UserError unless a checkpoint may be written to `out`: it is free, empty, or holds an earlier pretraining alone."""
     if out.is_dir() and not out.is_symlink():
         names = {file.name for file in out.iterdir()}
-        if not names:
-            return
-        if names >= WRITTEN and not names - WRITTEN - MODEL:
-            if recipe is not None and (other := _differing(out, recipe)):
-                raise UserError(f"{out} holds a pretraining with {other}; choose another --out, or replace it with --overwrite")
+        if not names or (names >= WRITTEN and not names - WRITTEN - MODEL):
             return
     elif not (out.exists() or out.is_symlink()):
         return
     raise UserError(f"{out} exists and is not an earlier pretraining; choose another --out")
 
 
-def _differing(out: Path, recipe: PretrainRecipe) -> str:
-    """In what the recipe of the checkpoint in `out` is another one; empty if in nothing that a training depends on."""
+def _check_recipe(out: Path, recipe: PretrainRecipe) -> None:
+    """Raise UserError if the checkpoint in `out`, where there is one, was made with a recipe that would not make it again."""
+    if not (made := out / "recipe.yaml").exists():
+        return
     try:
-        earlier = read_pretrain_recipe(out / "recipe.yaml", quiet=True)
+        before, now = (_making(one) for one in (read_pretrain_recipe(made, quiet=True), recipe))
+        other = " and another ".join(key for key in before | now if before.get(key) != now.get(key))
     except UserError:
-        return "a recipe that cannot be read"
-    before, now = (
-        one.model_dump(mode="json", exclude={"steps": True, "examples": True, "corpus": FREE_OF_CORPUS})
-        for one in (earlier, recipe)
-    )
-    names = [name for name in now if now[name] != before[name]]
-    return f"another {' and '.join(names)}" if names else ""
+        other = "recipe, which cannot be read"
+    if other:
+        raise UserError(f"{out} holds a pretraining with another {other}; choose another --out, or remove that folder")
+
+
+def _making(recipe: PretrainRecipe) -> dict[str, Any]:
+    """The settings on which a checkpoint depends, those of the text as corpus.train and so on. On text, training goes on with
+    another number of steps."""
+    fields = recipe.model_dump(mode="json", exclude={"examples", "corpus"} | ({"steps"} if recipe.corpus else set()))
+    corpus = {} if recipe.corpus is None else recipe.corpus.model_dump(mode="json", exclude=BESIDE_THE_TRAINING)
+    return fields | {f"corpus.{key}": value for key, value in corpus.items()}
 
 
 def _without_code(folder: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 GAP = 8  # tokens between the two occurrences of a pair, at least: a refrain of a few tokens is no recall
-NONE = -1  # the number of no pair, and the place of none
+NONE = -1  # instead of a pair's number or place, where there is no pair
 
 
 class PairCounts:

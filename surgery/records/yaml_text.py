@@ -23,8 +23,13 @@ class _Loader(yaml.SafeLoader):
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
-        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"character {error.position + 1}: {error.reason}"
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        begin = error.context_mark
+        since = f" (begun in line {begin.line + 1})" if begin and begin.line != mark.line else ""
+        context = f"{error.context}{since}, " if error.context else ""
+        return f"line {mark.line + 1}, column {mark.column + 1}: {context}{error.problem}"
     return str(error) if isinstance(error, yaml.YAMLError | ValueError) else f"a value does not fit its tag ({error})"
 
 

@@ -111,7 +111,7 @@ class Distillation(nn.Module):
         """
         with self.autocast(ids.device):
             positions = _positions(targets != IGNORE)
-            target_count, token_count, *hits = counts or _counts(len(positions), text)
+            target_count, token_count, *hit_counts = counts or _counts(len(positions), text)
             more: dict[str, Tensor] = {}
             if target_count or not self.hit_weight:
                 below = self._below(ids, (key, "lesson"))
@@ -130,9 +130,9 @@ class Distillation(nn.Module):
                     more.setdefault("hints", kl)
                 if text is not None:
                     divergence, entropy, hints = self._text_losses(*text, key=key)
-                    kl, more["hits"] = divergence / token_count, entropy / max(1, hits[0])
+                    kl, more["hits"] = divergence / token_count, entropy / max(1, hit_counts[0])
                     if self.hint_weight:
-                        more["hints"] = more["hints"] + hints / max(1, hits[0])
+                        more["hints"] = more["hints"] + hints / max(1, hit_counts[0])
             elif text is not None and self.kl_weight:
                 kl = self._text_losses(*text, key=key)[0] / token_count
             loss = ce + self.kl_weight * kl

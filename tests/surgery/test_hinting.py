@@ -191,7 +191,8 @@ def test_tuning_with_hints(tiny):
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", ["mamba2", "mamba", "granitemoehybrid"])
 @pytest.mark.parametrize("documents", [(30,), (17, 13)])
-def test_hits_of_text_tell_where_to_look(name, documents):
+@pytest.mark.parametrize("known", [{}, {"L1.H2": 1, "L1.H5": 5}])
+def test_hits_of_text_tell_where_to_look(name, documents, known):
     """Documents that share a row are hinted at as each would be alone: from the token before a hit at the one that stood there
     before, and at the one behind it."""
     base = base_of(name) if name in CONFIGURATIONS else GRAFTED[name][0]()
@@ -203,7 +204,7 @@ def test_hits_of_text_tell_where_to_look(name, documents):
         before[row, hit] = seen_at
     text = (ids, torch.ones_like(ids, dtype=torch.bool), places, before)
     nothing = torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), IGNORE)
-    distillation = Distillation(hybrid, stock(hybrid), hit_weight=1.0, hint_weight=0.5)
+    distillation = Distillation(hybrid, stock(hybrid), hit_weight=1.0, hint_weight=0.5, places=known)
     losses = distillation(*nothing, text)
     expected = 0.0
     for row in range(2):
@@ -211,7 +212,7 @@ def test_hits_of_text_tell_where_to_look(name, documents):
             evidence = torch.zeros(1, len(found), 2, dtype=torch.long)
             for hit in (found != NONE).nonzero()[:, 0].tolist():
                 evidence[0, hit - 1] = found[hit] + torch.tensor([0, 2])
-            with watching(hybrid) as seen:
+            with watching(hybrid, known) as seen:
                 hybrid(part)
             expected += missed(seen, evidence)
     torch.testing.assert_close(losses["hints"], expected / 3, **SAME)

@@ -12,7 +12,7 @@ from surgery.jobs.output_folder import check_folder
 from surgery.jobs.tune_hybrid import tune_hybrid
 from surgery.locating.atlas import grid
 from surgery.locating.ranking import Ranking
-from surgery.pretraining.pretrain import check_place
+from surgery.pretraining.pretrain import check_place, pretrain
 from surgery.records.plan import Plan
 from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.recipe import Recipe
@@ -75,23 +75,36 @@ def test_a_recipe_alone_is_no_run(tmp_path):
         check_folder(tmp_path, "run", resume=True)
 
 
-@pytest.mark.parametrize("name", ["tiny-mamba2", "tiny-books"])
-def test_pretraining_with_another_recipe_is_replaced_only_if_asked(tmp_path, name):
-    folder = shutil.copytree(f"checkpoints/{name}", tmp_path / name)
-    own = read_pretrain_recipe(folder / "recipe.yaml", quiet=True)
-    check_place(folder, own.model_copy(update={"steps": 7, "examples": 11}))
-    if own.corpus:
-        moved = own.corpus.model_copy(update={"train": ("elsewhere",), "dtype": "float32"})
-        check_place(folder, own.model_copy(update={"corpus": moved}))
-        longer = own.model_copy(update={"corpus": own.corpus.model_copy(update={"tokens": 99})})
-        with pytest.raises(UserError, match="another corpus; choose another --out"):
-            check_place(folder, longer)
-    with pytest.raises(UserError, match="with another seed and learning_rate; choose another --out, or replace it with --"):
-        check_place(folder, own.model_copy(update={"seed": 1, "learning_rate": 1.0}))
-    (folder / "recipe.yaml").write_text("[")
-    with pytest.raises(UserError, match="a recipe that cannot be read"):
-        check_place(folder, own)
-    check_place(folder)
+def test_pretraining_with_another_recipe_is_not_replaced(tmp_path, monkeypatch):
+    """A trial in the place of a long training would end it. What training does not depend on may be another."""
+    monkeypatch.setattr("surgery.pretraining.pretrain.check_architecture", lambda _: 1 / 0)  # as far as it gets
+    world, books = (shutil.copytree(f"checkpoints/{name}", tmp_path / name) for name in ("tiny-mamba2", "tiny-books"))
+    of_world, of_books = (read_pretrain_recipe(folder / "recipe.yaml", quiet=True) for folder in (world, books))
+
+    def with_corpus(**changes):
+        return of_books.model_copy(update={"corpus": of_books.corpus.model_copy(update=changes)})
+
+    for folder, recipe in (
+        (world, of_world.model_copy(update={"examples": 11})),
+        (books, of_books.model_copy(update={"steps": 7})),
+        (books, with_corpus(dtype="float32", eval_windows=3)),
+    ):
+        with pytest.raises(ZeroDivisionError):
+            pretrain(recipe, folder)
+    for folder, recipe, what in (
+        (world, of_world.model_copy(update={"steps": 7, "seed": 3}), "seed and another steps"),
+        (books, of_books.model_copy(update={"learning_rate": 1.0}), "learning_rate"),
+        (books, with_corpus(train=("elsewhere",)), "corpus.train"),
+        (books, with_corpus(vocabulary=300), "corpus.vocabulary"),
+        (world, of_books.model_copy(update={"architecture": of_world.architecture}), ".*corpus.train"),
+    ):
+        with pytest.raises(UserError, match=f"holds a pretraining with another {what}.*; choose another --out, or remove that"):
+            pretrain(recipe, folder)
+        with pytest.raises(ZeroDivisionError):
+            pretrain(recipe, folder, overwrite=True)
+    (world / "recipe.yaml").write_text("[")
+    with pytest.raises(UserError, match="with another recipe, which cannot be read; choose"):
+        pretrain(of_world, world)
 
 
 def test_what_is_needed_is_named(tmp_path):

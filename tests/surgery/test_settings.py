@@ -153,12 +153,33 @@ def said(*settings, path=None):
         ("data={facts: x, facts: y}", "the key 'facts' is there twice"),
         ("seed=" + "[" * 500, "nested too deeply"),
         ("seed=2024-99-99", "is not YAML: month must be in 1..12"),
-        ("data={facts: x: y}", "is not YAML: line 1, column 10: expected ',' or '}', but got ':'"),
+        (
+            "data={facts: x: y}",
+            "is not YAML: line 1, column 10: while parsing a flow mapping, expected ',' or '}', but got ':'",
+        ),
     ],
 )
 def test_wrong_settings_are_answered_in_one_line(setting, line):
     assert line in said(setting)
     assert "\n" not in said(setting)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('model: "x\n', "line 2, column 1: while scanning a quoted scalar (begun in line 1), found unexpected end of stream"),
+        ("tune: {steps: 3\nseed: 3\n", "while parsing a flow mapping (begun in line 1), expected ',' or '}', but got ':'"),
+        ("model: a\nmodel: b\n", "line 2, column 1: the key 'model' is there twice"),
+        ("model: \x01\n", "character 8: special characters are not allowed"),
+    ],
+)
+def test_where_a_recipe_is_not_yaml_is_said(text, line, tmp_path):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(UserError) as refusal:
+        read_recipe(tmp_path / "x.yaml")
+    assert str(refusal.value).startswith(f"{tmp_path / 'x.yaml'} is not YAML: ")
+    assert str(refusal.value).endswith(line)
+    assert "\n" not in str(refusal.value)
 
 
 def test_the_source_of_what_is_wrong_is_named(tmp_path):

@@ -104,7 +104,8 @@ class Hints(Section):
     section = "tune.hints"
 
     weight: float = Field(default=0.3, gt=0, le=FACTOR, allow_inf_nan=False)
-    """Weight of the hints in the loss: of minus the logarithm of the attention that grafted heads pay to the answer's span."""
+    """Weight of the hints in the loss: of minus the logarithm of the attention that grafted heads pay to the span that holds an
+    answer, the mean over answers, and to that of a hit's pair, the mean over hits."""
 
 
 class Lora(Section):
