@@ -62,7 +62,7 @@ def prepared(options: CorpusOptions, work: Path) -> Corpus:
     folder = work / f"corpus-{digest}"
     if not (folder / RECORD).exists():
         _check_apart(sides)
-        there = work.exists()
+        missing = [place for place in (work, *work.parents) if not place.exists()]
         try:
             with building(folder) as temporary:
                 _make(options, sides, digest, temporary)
@@ -71,9 +71,9 @@ def prepared(options: CorpusOptions, work: Path) -> Corpus:
         except OSError as error:
             raise UserError(f"cannot write {folder}: {reason(error)}") from error
         finally:
-            if not there:
-                with suppress(OSError):  # after success, when it is not empty
-                    work.rmdir()
+            with suppress(OSError):  # after success, when they are not empty
+                for place in missing:
+                    place.rmdir()
     return _read(folder)
 
 

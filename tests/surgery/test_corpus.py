@@ -352,6 +352,8 @@ def test_text_that_cannot_be_learnt_is_refused_in_one_line(recipe, books, tmp_pa
         before = {*tmp_path.iterdir()}
         assert words in refused(recipe, tmp_path, **changes)
         assert {*tmp_path.iterdir()} == before
+    assert "corpus.tokens" in refused(recipe, tmp_path / "new" / "folder", held_out=str(tmp_path / "short.txt"))
+    assert {*tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(
