@@ -34,6 +34,7 @@ from surgery.pretraining.training import train
 from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe, read_pretrain_recipe
 from surgery.runtime.replacing import building, reason, replace
 from surgery.splicing.splice import adopt, unsplice
+from surgery.tuning.state import differences
 from surgery.world.tokenizer import build_tokenizer
 
 # What pretrain writes itself, and what a model and its tokenizer write.
@@ -144,8 +145,7 @@ def _check_recipe(out: Path, recipe: PretrainRecipe) -> None:
     if not (made := out / "recipe.yaml").exists():
         return
     try:
-        before, now = (_making(one) for one in (read_pretrain_recipe(made, quiet=True), recipe))
-        other = " and another ".join(key for key in before | now if before.get(key) != now.get(key))
+        other = " and another ".join(differences(_making(read_pretrain_recipe(made, quiet=True)), _making(recipe)))
     except UserError:
         other = "recipe, which cannot be read"
     if other:
@@ -153,11 +153,10 @@ def _check_recipe(out: Path, recipe: PretrainRecipe) -> None:
 
 
 def _making(recipe: PretrainRecipe) -> dict[str, Any]:
-    """The settings on which a checkpoint depends, those of the text as corpus.train and so on. On text, training goes on with
-    another number of steps."""
-    fields = recipe.model_dump(mode="json", exclude={"examples", "corpus"} | ({"steps"} if recipe.corpus else set()))
-    corpus = {} if recipe.corpus is None else recipe.corpus.model_dump(mode="json", exclude=BESIDE_THE_TRAINING)
-    return fields | {f"corpus.{key}": value for key, value in corpus.items()}
+    """The settings on which a checkpoint depends. On text, training goes on with another number of steps."""
+    fields = recipe.model_dump(mode="json", exclude={"examples": True, "corpus": BESIDE_THE_TRAINING})
+    changed: dict[str, Any] = {"corpus": {}} if recipe.corpus is None else {"steps": None}
+    return fields | changed
 
 
 def _without_code(folder: Path) -> None:

@@ -111,7 +111,7 @@ class Distillation(nn.Module):
         """
         with self.autocast(ids.device):
             positions = _positions(targets != IGNORE)
-            target_count, token_count, *hit_counts = counts or _counts(len(positions), text)
+            target_count, token_count, hits = counts or counted(targets, text)
             more: dict[str, Tensor] = {}
             if target_count or not self.hit_weight:
                 below = self._below(ids, (key, "lesson"))
@@ -125,14 +125,12 @@ class Distillation(nn.Module):
                 ce = 0 * torch.stack(trained).sum()
             kl = ce.new_zeros(())
             if self.hit_weight:
-                more["hits"] = kl
-                if self.hint_weight:
-                    more.setdefault("hints", kl)
+                hints = more["hits"] = kl
                 if text is not None:
-                    divergence, entropy, hints = self._text_losses(*text, key=key)
-                    kl, more["hits"] = divergence / token_count, entropy / max(1, hit_counts[0])
-                    if self.hint_weight:
-                        more["hints"] = more["hints"] + hints / max(1, hit_counts[0])
+                    divergence, entropy, missed_hits = self._text_losses(*text, key=key)
+                    kl, more["hits"], hints = divergence / token_count, entropy / max(1, hits), missed_hits / max(1, hits)
+                if self.hint_weight:
+                    more["hints"] = more.get("hints", 0) + hints
             elif text is not None and self.kl_weight:
                 kl = self._text_losses(*text, key=key)[0] / token_count
             loss = ce + self.kl_weight * kl
@@ -319,16 +317,10 @@ class Distillation(nn.Module):
         return head(as_weight(hidden, head.weight)).float()
 
 
-def _counts(targets: int, text: Text | None) -> list[Any]:
-    """How many targets, tokens of text and hits a whole batch has."""
-    if text is None:
-        return [targets, 1, 0]
-    return [targets, text[1].sum(), hit_count(text)]
-
-
-def hit_count(text: Text) -> int:
-    """How many recall hits the rows hold; 0 where they do not say."""
-    return int((text[3] != NONE).sum()) if len(text) > 3 else 0
+def counted(targets: Tensor, text: Text | None) -> list[int]:
+    """How many targets, tokens of text and hits a whole batch has. Without text, the tokens that divide nothing are 1."""
+    tokens = 1 if text is None else int(text[1].sum())
+    return [int((targets != IGNORE).sum()), tokens, 0 if text is None or len(text) < 4 else int((text[3] != NONE).sum())]
 
 
 def _documents(places: Tensor) -> Packing:

@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from surgery.probes.hits import PairCounts
 from surgery.records.recipe import Data, Tune
 from surgery.tuning.batches import loaders
-from surgery.tuning.distil import Batch, Distillation, hit_count
+from surgery.tuning.distil import Batch, Distillation, counted
 from surgery.tuning.rare_pairs import training_pairs
-from surgery.tuning.sequences import IGNORE
 
 
 class MicroBatches:
@@ -43,9 +42,8 @@ class MicroBatches:
         lesson, text = batch
         ids, targets = lesson[:2]
         n = self.options.gradient_accumulation_steps
-        own_counts = [(targets != IGNORE).sum().item(), 1 if text is None else text[1].sum().item()]
-        own_counts += [hit_count(text)] if text is not None and len(text) > 3 else []
-        counts = tuple(self.accelerator.reduce(torch.tensor(own_counts, device=ids.device, dtype=torch.float), "mean").tolist())
+        own_counts = torch.tensor(counted(targets, text), device=ids.device, dtype=torch.float)
+        counts = tuple(self.accelerator.reduce(own_counts, "mean").tolist())
         lessons = zip(*(side.tensor_split(n) for side in lesson), strict=True)
         texts = [None] * n if text is None else list(zip(*(side.tensor_split(n) for side in text), strict=True))
         return [

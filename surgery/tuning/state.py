@@ -13,7 +13,7 @@ would not replace the previous checkpoint in one step.
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -152,7 +152,7 @@ class Checkpoints:
             settings["tune"] = Tune().model_dump(mode="json") | settings.get("tune", {})  # what older versions did not have
             for name in Tune.model_fields.keys() - self.settings["tune"].keys():  # such as gradient_checkpointing in 0.7
                 settings["tune"].pop(name, None)
-        if differing := _first_difference(self.settings, record["settings"]):
+        if differing := next(differences(self.settings, record["settings"]), None):
             raise UserError(f"{folder} was made with another {differing}; {self.anew}, or choose another --out")
         best = {} if record["state"]["best"] is None else load_file(folder / "best.safetensors")
         training = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
@@ -164,14 +164,13 @@ class Checkpoints:
         return sorted(self.out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
 
 
-def _first_difference(mine: dict[str, Any], other: dict[str, Any], prefix: str = "") -> str | None:
-    """The dotted name of the first setting that differs."""
+def differences(mine: dict[str, Any], other: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of the settings that differ."""
     for name in dict.fromkeys([*mine, *other]):
         a, b = mine.get(name), other.get(name)
         if a != b:
-            inner = _first_difference(a, b, f"{prefix}{name}.") if isinstance(a, dict) and isinstance(b, dict) else None
-            return inner or prefix + name
-    return None
+            inner = [*differences(a, b, f"{prefix}{name}.")] if isinstance(a, dict) and isinstance(b, dict) else []
+            yield from inner or [prefix + name]
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:
