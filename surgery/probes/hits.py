@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 
 GAP = 8  # tokens between the two occurrences of a pair, at least: a refrain of a few tokens is no recall
+BITS = 32  # of a token's number
+SECOND = (1 << BITS) - 1  # of a pair's number, these bits are its second token
 NONE = -1  # instead of a pair's number or place, where there is no pair
 
 
@@ -30,6 +32,10 @@ class PairCounts:
             return np.zeros(numbers.shape, dtype=np.int64)
         places = np.searchsorted(self._numbers, numbers).clip(max=len(self._numbers) - 1)
         return np.where(self._numbers[places] == numbers, self._counts[places], 0)
+
+    def token_counts(self, tokens: int) -> np.ndarray:
+        """(tokens,): how often each token stands there as the second of a pair, so anywhere but at a stretch's beginning."""
+        return np.bincount(self._numbers & SECOND, self._counts, minlength=tokens).astype(np.int64)
 
 
 def hits(
@@ -80,7 +86,7 @@ def by_stretch(values: np.ndarray, stretch: int) -> np.ndarray:
 def _pairs(rows: np.ndarray, documents: np.ndarray | None = None) -> np.ndarray:
     """(rows, t): the number of the pair that each token ends; NONE where a text begins."""
     numbers = np.full(rows.shape, NONE, dtype=np.int64)
-    numbers[:, 1:] = (rows[:, :-1] << 32) | rows[:, 1:]
+    numbers[:, 1:] = (rows[:, :-1] << BITS) | rows[:, 1:]
     if documents is not None:
         numbers[:, 1:][documents[:, 1:] != documents[:, :-1]] = NONE
     return numbers

@@ -16,7 +16,7 @@ from surgery.records.sections.benching import Bench, Suite
 from surgery.records.sections.data import Data, Text
 from surgery.records.sections.locating import Auto, Locate, PlanOptions, ProbeChoice
 from surgery.records.sections.section import Name, Section
-from surgery.records.sections.tuning import Align, AutoSteps, Calibrate, EarlyStopping, Hints, Lesson, Lora, Tune
+from surgery.records.sections.tuning import Align, AutoSteps, Calibrate, EarlyStopping, Hints, Lesson, Lora, Rename, Tune
 from surgery.records.yaml_text import parse_yaml
 
 __all__ = [

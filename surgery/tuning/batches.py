@@ -35,6 +35,7 @@ from surgery.runtime.processes import on_main
 from surgery.tuning.draws import Draws, open_sources
 from surgery.tuning.leaks import check_apart
 from surgery.tuning.rare_pairs import training_pairs
+from surgery.tuning.renaming import Renaming
 from surgery.tuning.sequences import IGNORE, Evidence, Piece, collate, collate_with_evidence, kv_pieces, padded, probe_pieces
 from surgery.tuning.text_sources import HELD_OUT, Reading
 
@@ -68,10 +69,13 @@ def loaders(
     if not (size := options.text_batch_size):
         empty: Any = range(start * options.batch_size, steps * options.batch_size)  # as many batches, divided in the same way
         return lesson_loader, DataLoader(empty, batch_size=options.batch_size, collate_fn=_no_text)
-    rows = Rows(tokenizer, options, data, seed)
     packing: Any = pad_packed
+    renaming = None
     if options.hit_weight:
-        packing = partial(pad_packed_with_hits, training_pairs(tokenizer, data) if pairs is None else pairs, options.rare)
+        pairs = training_pairs(tokenizer, data) if pairs is None else pairs
+        packing = partial(pad_packed_with_hits, pairs, options.rare)
+        renaming = Renaming(tokenizer, pairs, options.rename.rare) if options.rename else None
+    rows = Rows(tokenizer, options, data, seed, renaming)
     return lesson_loader, DataLoader(Subset(rows, range(start * size, steps * size)), batch_size=size, collate_fn=packing)
 
 
@@ -154,10 +158,13 @@ class Lessons(Dataset[list[Piece]]):
 
 
 class Rows(Dataset[list[list[int]]]):
-    """The rows of `steps` batches of text. A row holds one document or several; the rows of a batch have similar lengths."""
+    """The rows of `steps` batches of text. A row holds one document or several; the rows of a batch have similar lengths.
+    renaming: gives the documents other names."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int):
-        self.options = options
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int, renaming: Renaming | None = None
+    ):
+        self.options, self.seed, self.renaming = options, seed, renaming
         self.sources = open_sources(data, Reading(tokenizer, options.text_tokens, seed))
         # Whole buffers, however many steps there are: a row depends on all rows that it is packed and sorted with.
         buffers = -(-options.most_steps // BUFFER)
@@ -180,11 +187,15 @@ class Rows(Dataset[list[list[int]]]):
     def _read(self, buffer: int) -> list[list[list[int]]]:
         size, tokens = self.options.text_batch_size, self.options.text_tokens
         drawn = self.drawn[buffer * self.per_buffer : (buffer + 1) * self.per_buffer]
-        documents = [self.sources[source].excerpt(index) for source, index in drawn]
+        documents = [self._document(source, index) for source, index in drawn]
         rows = pack([len(document) for document in documents], BUFFER * size, tokens)
         order = sorted(range(len(rows)), key=lambda i: sum(len(documents[j]) for j in rows[i]))
         batches = sorted(sorted(order[first : first + size]) for first in range(0, len(rows), size))
         return [[documents[j] for j in rows[i]] for batch in batches for i in batch]
+
+    def _document(self, source: int, index: int) -> list[int]:
+        ids = self.sources[source].excerpt(index)
+        return self.renaming(ids, random.Random(f"names {self.seed} {source} {index}")) if self.renaming else ids
 
     def _length(self, source: int, index: int) -> int:
         known = self.sources[source].full_length

@@ -295,6 +295,7 @@ def test_a_text_in_whose_first_steps_is_no_hit_is_refused(tokenizer, train_text)
     [
         (["tune.lessons=[]"], "lessons: is empty, so that nothing teaches retrieval"),
         (["tune.hit_weight=1", "tune.text_batch_size=0"], "hit_weight: hits are found in text"),
+        (["tune.rename={}"], "rename: is for text whose recall hits are learnt"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings, line):

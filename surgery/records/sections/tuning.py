@@ -108,6 +108,17 @@ class Hints(Section):
     answer, the mean over answers, and to that of a hit's pair, the mean over hits."""
 
 
+class Rename(Section):
+    """Gives rare tokens of the text other names: in every document anew, and alike throughout it. A base knows the names of the
+    text that it was trained on by heart, and such hits do not teach it to look for them in the context."""
+
+    section = "tune.rename"
+
+    rare: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    """How often, per million tokens of data.train_text, a token may stand there to be exchanged for another of the same kind:
+    of letters of the same script, with or without a space before them and with or without a capital."""
+
+
 class Lora(Section):
     """Adapters on the base that learn beside the grafts, by peft."""
 
@@ -198,6 +209,9 @@ class Tune(Section):
     hints: Hints | None = None
     """What tells the grafts where the answers of lessons and the pairs of recall hits stand (section tune.hints). {} for its
     defaults."""
+    rename: Rename | None = None
+    """What keeps a base from knowing the recall hits of its own training text by heart (section tune.rename). {} for its
+    defaults."""
     early_stopping: EarlyStopping | None = None
     """What ends the steps early (section tune.early_stopping). {} for its defaults."""
     lora: Lora | None = None
@@ -231,6 +245,8 @@ class Tune(Section):
         check_weights(lesson.weight for lesson in self.lessons)
         if self.hit_weight and not self.text_batch_size:
             raise ValueError("hit_weight: hits are found in text, and text_batch_size is 0")
+        if self.rename and not self.hit_weight:
+            raise ValueError("rename: is for text whose recall hits are learnt; set hit_weight, or leave rename out")
         if not (self.lessons or self.hit_weight):
             raise ValueError("lessons: is empty, so that nothing teaches retrieval; set hit_weight, or leave lessons out")
         if self.curriculum and self.steps == "auto":
