@@ -16,8 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import gather
 from surgery.runtime.timing import peak_bytes
-from surgery.tuning.batches import BUFFER, loaders, padding_share
+from surgery.tuning.batches import BUFFER, loaders
 from surgery.tuning.loop import started_run
+from surgery.tuning.packed_rows import padding_share
 from surgery.tuning.stages import Run
 
 STEPS = 3  # the first is not counted: it allocates memory and compiles kernels

@@ -21,7 +21,8 @@ from surgery.records.yaml_text import parse_yaml
 
 __all__ = [
     "Align", "Auto", "AutoSteps", "Bench", "Calibrate", "Data", "EarlyStopping", "Hints", "Lesson", "Locate", "Lora",
-    "PlanOptions", "ProbeChoice", "Recipe", "Suite", "Text", "Tune", "changed", "present_key", "read_back", "read_recipe",
+    "PlanOptions", "ProbeChoice", "Recipe", "Rename", "Suite", "Text", "Tune", "changed", "present_key", "read_back",
+    "read_recipe",
 ]  # fmt: skip
 
 

@@ -7,14 +7,12 @@ batches are ordered by their first document, so that long and short ones alterna
 fills a row, each has its own row and the order does not change.
 """
 
-import bisect
 import dataclasses
-import heapq
 import math
 import os
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice, product
 from typing import Any
@@ -26,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.probes import make, probes, without_unseen
-from surgery.probes.hits import NONE, PairCounts, seen_before
+from surgery.probes.hits import NONE, PairCounts
 from surgery.probes.knowledge import PARTS, Knowledge
 from surgery.probes.needle import WORLDS
 from surgery.records.recipe import Bench, Data, Lesson, Tune
@@ -34,9 +32,10 @@ from surgery.records.record import read_text
 from surgery.runtime.processes import on_main
 from surgery.tuning.draws import Draws, open_sources
 from surgery.tuning.leaks import check_apart
+from surgery.tuning.packed_rows import cut, pack, pad, pad_packed, pad_packed_with_hits
 from surgery.tuning.rare_pairs import training_pairs
 from surgery.tuning.renaming import Renaming
-from surgery.tuning.sequences import IGNORE, Evidence, Piece, collate, collate_with_evidence, kv_pieces, padded, probe_pieces
+from surgery.tuning.sequences import IGNORE, Evidence, Piece, collate, collate_with_evidence, kv_pieces, probe_pieces
 from surgery.tuning.text_sources import HELD_OUT, Reading
 
 BUFFER = 16  # steps whose documents are packed together and sorted by length
@@ -182,7 +181,7 @@ class Rows(Dataset[list[list[int]]]):
         if buffer != self._buffer[0]:
             self._buffer = (buffer, self._read(buffer))
         part = SHORTEST + (1 - SHORTEST) * progress(self.options, index // self.options.text_batch_size)
-        return _cut(self._buffer[1][place], max(2, round(part * self.options.text_tokens)))
+        return cut(self._buffer[1][place], max(2, round(part * self.options.text_tokens)))
 
     def _read(self, buffer: int) -> list[list[list[int]]]:
         size, tokens = self.options.text_batch_size, self.options.text_tokens
@@ -202,72 +201,9 @@ class Rows(Dataset[list[list[int]]]):
         return self.options.text_tokens if known else len(self.sources[source].excerpt(index))
 
 
-def pack(lengths: Sequence[int], count: int, most: int) -> list[list[int]]:
-    """Pack as many documents as fit into `count` rows of at most `most` tokens: the numbers of every row's documents, in order;
-    the rows are ordered by their first document. lengths: of at least `count` documents, none longer than a row."""
-
-    def spread(number: int) -> list[list[int]] | None:
-        """The first `number` documents in rows: the longest first, each into the emptiest row. None if one does not fit. A
-        document may be empty, a row may not."""
-        filled = [(0, 0, row) for row in range(count)]
-        rows: list[list[int]] = [[] for _ in filled]
-        for i in sorted(range(number), key=lambda i: -lengths[i]):
-            tokens, documents, row = heapq.heappop(filled)
-            if tokens + lengths[i] > most:
-                return None
-            heapq.heappush(filled, (tokens + lengths[i], documents + 1, row))
-            rows[row].append(i)
-        return rows
-
-    # No document behind the first that does not fit: otherwise long documents would be passed over more often than short ones.
-    fits = bisect.bisect_left(range(count + 1, len(lengths) + 1), True, key=lambda number: spread(number) is None) + count
-    return sorted(sorted(row) for row in spread(fits) or ())
-
-
 def progress(options: Tune, step: int) -> float:
     """How far the curriculum has come at a step, from 0 to 1."""
     return min(1.0, step / (options.curriculum * options.most_steps)) if options.curriculum else 1.0
-
-
-def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids, padded with 0 on the right, and which of them are no padding: (rows, longest) each."""
-    ids = padded(rows, 0)
-    return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-
-
-def pad_packed(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[Tensor, Tensor, Tensor]:
-    """As `pad`, of rows that hold documents, and every token's position in its document: (rows, longest) each. Padding
-    continues the positions of the last document."""
-    ids, real = pad([[token for document in row for token in document] for row in rows])
-    places = [[place for document in row for place in range(len(document))] for row in rows]
-    ends = torch.tensor([len(row[-1]) for row in rows]) - real.sum(1)
-    return ids, real, torch.where(real, padded(places, 0), torch.arange(ids.shape[1]) + ends[:, None])
-
-
-def pad_packed_with_hits(
-    pairs: PairCounts, rare: float, rows: Sequence[Sequence[Sequence[int]]]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `pad_packed`, and of every recall hit where in its document the same pair ended last before it, counted as positions
-    are; NONE of other tokens: (rows, longest)."""
-    ids, real, places = pad_packed(rows)
-    before = torch.from_numpy(seen_before(ids.numpy(), pairs, rare, within=False, documents=(places == 0).cumsum(1).numpy()))
-    begins = torch.arange(places.shape[1]) - places
-    return ids, real, places, torch.where(real & (before != NONE), before - begins, NONE)
-
-
-def padding_share(text: Iterable[tuple[Tensor, ...]]) -> float:
-    """The share of padding in batches of text."""
-    real_tokens, tokens = torch.tensor([[real.sum(), real.numel()] for _, real, *_ in text]).sum(0).tolist()
-    return 1 - real_tokens / tokens
-
-
-def _cut(row: Sequence[list[int]], most: int) -> list[list[int]]:
-    """The first `most` tokens of a row."""
-    cut: list[list[int]] = []
-    for document in row:
-        if left := most - sum(map(len, cut)):
-            cut.append(document[:left])
-    return cut
 
 
 def _no_text(_: list[int]) -> None:

@@ -75,7 +75,7 @@ def watching(model: nn.Module | None, places: Mapping[str, int] | None = None) -
 
 def evidence_of_hits(before: Tensor) -> Tensor:
     """What the recall hits of text are read from, (b, t, 2), as sequences.collate_with_evidence gives it for answers of the
-    probe recall: the token that stood there before, and the one behind it. before (b, t): as batches.pad_packed_with_hits
+    probe recall: the token that stood there before, and the one behind it. before (b, t): as packed_rows.pad_packed_with_hits
     gives it."""
     asked = before.roll(-1, 1)  # from the token before the hit
     asked[:, -1] = NONE

@@ -48,7 +48,7 @@ class Renaming:
 def token_kinds(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """(tokens,): the number of each token's kind; -1 of tokens that are not of letters alone."""
     before = tokenizer(BEFORE, add_special_tokens=False)["input_ids"]
-    start = tokenizer.decode(before)
+    start = str(tokenizer.decode(before))
     numbers: dict[tuple[bool, bool, str], int] = {}
     kinds = np.full(len(tokenizer), -1)
     for token, word in enumerate(tokenizer.batch_decode([[*before, token] for token in range(len(kinds))])):

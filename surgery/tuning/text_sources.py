@@ -2,7 +2,7 @@
 JSON-lines file or of a dataset (loaded or streamed).
 
 A source gives excerpts: token ids of one document, or of a random window of a document that is too long. The world's generated
-documents and a plain text file, which is one document, give windows of full length; batches.py packs what is shorter.
+documents and a plain text file, which is one document, give windows of full length; packed_rows.py packs what is shorter.
 
 Excerpt i depends on the source, the seed and i alone, so any process can make any excerpt, and a resumed run sees what the
 uninterrupted one would have seen. For the same reason a stream is read in order: to reach excerpt i, the excerpts before it are

@@ -25,7 +25,8 @@ from surgery.probes.needle import Needle
 from surgery.probes.perplexity import Perplexity
 from surgery.records.recipe import Bench, Data, Lesson, Text, Tune
 from surgery.tuning import leaks
-from surgery.tuning.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders, pack, padding_share, progress
+from surgery.tuning.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders, progress
+from surgery.tuning.packed_rows import pack, padding_share
 from surgery.tuning.sequences import IGNORE, collate, kv_pieces
 from surgery.tuning.stages import HELD_OUT_SEED, PROBE_SEED
 from surgery.tuning.text_sources import HELD_OUT, Reading, open_source
