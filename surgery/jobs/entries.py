@@ -26,11 +26,11 @@ def entries_of(
     """By name, the base first. Each holds its grafts, or the mixers that it trains, and shares all else with the base.
 
     open_donor: opens the model that grafts start from. It is let go before the first of them is tuned."""
-    layers = [site.layer for site in chosen.sites]
     entries = _untuned(base, recipe, ranking, chosen, open_donor() if open_donor else None)
+    graftless = _graftless(recipe, chosen)
     for name, entry in entries.items():
-        if name == "control_tuned":
-            tune(name, entry.model, chosen, layers)
+        if name in graftless:
+            tune(name, entry.model, chosen, graftless[name][0])
         elif name.endswith("tuned"):
             tune(name, entry.model, entry.plan)
     return entries
@@ -51,20 +51,28 @@ def _untuned(
         ),
         "tuned": spliced(f"the same, its grafts tuned{_division(recipe)}", chosen),
     }  # fmt: skip
-    if recipe.bench.controls:
-        layers = [site.layer for site in chosen.sites]
-        names = ", ".join(f"L{layer}" for layer in layers)
-        entries["control_tuned"] = Entry(
-            with_own_mixers(base, layers),
-            f"no graft: the base's own mixer of {names} tuned on the same data for the same steps",
-        )
+    for name, (layers, description) in _graftless(recipe, chosen).items():
+        entries[name] = Entry(with_own_mixers(base, layers), description)
     return entries | {name: spliced(*how) for name, how in _elsewhere(recipe, ranking, chosen).items()}
 
 
 def names_of(recipe: Recipe, ranking: Ranking, chosen: Plan) -> list[str]:
     """The names of all entries in their order, without making any."""
-    controls = ["control_tuned"] if recipe.bench.controls else []
-    return ["base", "spliced", "tuned", *controls, *_elsewhere(recipe, ranking, chosen)]
+    return ["base", "spliced", "tuned", *_graftless(recipe, chosen), *_elsewhere(recipe, ranking, chosen)]
+
+
+def _graftless(recipe: Recipe, chosen: Plan) -> dict[str, tuple[list[int], str]]:
+    """The controls without a graft, by name: (the layers whose mixers are tuned, description). With tune.lora all of them have
+    its adapters, as the hybrids do."""
+    if not recipe.bench.controls:
+        return {}
+    layers = [site.layer for site in chosen.sites]
+    names = ", ".join(f"L{layer}" for layer in layers)
+    same = "tuned on the same data for the same steps"
+    controls = {"control_tuned": (layers, f"no graft: the base's own mixer of {names} {same}")}
+    if recipe.tune.lora is not None:
+        controls["control_lora_tuned"] = [], f"no graft: the adapters of tune.lora alone, {same}"
+    return controls
 
 
 def _elsewhere(recipe: Recipe, ranking: Ranking, chosen: Plan) -> dict[str, tuple[str, Plan]]:

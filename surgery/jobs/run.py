@@ -168,13 +168,15 @@ class _Job:
     def tune(self, name: str, model: PreTrainedModel, chosen: Plan, layers: list[int] | None = None) -> PreTrainedModel:
         # What stands beside the tuned model learns as long, with the same learning rates.
         options = taken(self.recipe.tune, self.log) if self.log else self.recipe.tune
-        what = "the base's own layers" if layers else f"the grafts at {markdown.shortened(chosen.sites)}"
-        work = [stage for stage in ("align", "calibrate") if getattr(options, stage) and not layers]
+        what = f"the grafts at {markdown.shortened(chosen.sites)}"
+        if layers is not None:
+            what = "the base's own layers" if layers else "adapters alone"
+        work = [stage for stage in ("align", "calibrate") if getattr(options, stage) and layers is None]
         work.append(f"{steps_of(options)} of {options.batch_size} sequences and {options.text_batch_size} texts")
         with self.stage(f"tune {name}", f"tuning {name}, {what}: {', '.join(work)}"):
             log = tuned(
                 model, self.base, self.recipe.model_copy(update={"tune": options}), self.out / "tuning" / name,
-                plan=None if layers else chosen, layers=layers,
+                plan=chosen if layers is None else None, layers=layers,
                 teacher=adopt(self.base.model), resume=self.resume, description=name, digest=self.conditions.model,
             )  # fmt: skip
         self.log = self.log or log  # the tuned model comes first

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 # What a run calls the models beside its hybrid (jobs/entries.py). Any other name of a model is the user's.
-CONTROL = re.compile(r"control_(tuned|(random_site(_\d+)?|same_layer)(_tuned)?)")
+CONTROL = re.compile(r"control_((lora_)?tuned|(random_site(_\d+)?|same_layer)(_tuned)?)")
 DOSE = re.compile(r"dose_\d+")
 
 

@@ -12,9 +12,11 @@ from typing import Any
 from surgery.runtime.replacing import written
 
 # Okabe and Ito's palette, safe for colour-blind readers; the base is black.
-COLORS = {"base": "#24292F", "spliced": "#E69F00", "tuned": "#0072B2", "control_tuned": "#D55E00",
-          "control_random_site": "#009E73", "control_random_site_tuned": "#CC79A7", "control_random_site_2": "#56B4E9",
-          "control_same_layer": "#B8A800", "control_same_layer_tuned": "#8C564B"}  # fmt: skip
+COLORS = {
+    "base": "#24292F", "spliced": "#E69F00", "tuned": "#0072B2", "control_tuned": "#D55E00", "control_lora_tuned": "#E15759",
+    "control_random_site": "#009E73", "control_random_site_tuned": "#CC79A7", "control_random_site_2": "#56B4E9",
+    "control_same_layer": "#B8A800", "control_same_layer_tuned": "#8C564B",
+}  # fmt: skip
 CONTROLS = "#CDD3D9"  # the band of all controls
 CHANCE = "#57606A"
 WIDTH = 5.6  # inches; at the 700 pixels of a README's column, a point of the font is 1.7 pixels high, on a phone .9

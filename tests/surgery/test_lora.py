@@ -8,13 +8,17 @@ from peft import PeftModel
 
 from surgery.errors import UserError
 from surgery.exporting.export import export
+from surgery.jobs.entries import entries_of, names_of
+from surgery.locating.locate import locate
+from surgery.records.names import is_control
 from surgery.records.plan import Plan
-from surgery.records.recipe import Align, Calibrate, Lesson, Lora, Tune, read_recipe
+from surgery.records.recipe import Align, Calibrate, Lesson, Lora, Recipe, Tune, read_recipe
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning import lora
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
 from surgery.tuning.lora import adapted, adapters
+from surgery.tuning.trainable import trainable
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, SAME, VOCABULARY
 
@@ -277,3 +281,25 @@ def test_the_command_refuses_a_dead_end_before_anything_is_written(surgery, tmp_
         "surgery: tune.lora.target_modules: 'dt_proj' would learn nothing: the model reads the weight"
     )
     assert [entry.name for entry in tmp_path.iterdir()] == ["hybrid"]
+
+
+def test_beside_the_controls_stand_the_adapters_alone(base, tokenizer):
+    ranking = locate(base, tokenizer, options={"pairs": 4}, examples=4, exact=False)
+    bench = {"random_sites": 1, "doses": []}
+    recipe = Recipe(model="base", tune={"lora": {"target_modules": ["in_proj"]}}, bench=bench)
+    tuned = {}
+    entries = entries_of(base, recipe, ranking, PLAN, None, lambda name, model, plan, layers=None: tuned.update({name: layers}))
+    assert {name: layers for name, layers in tuned.items() if layers is not None} == {
+        "control_tuned": [1], "control_lora_tuned": []
+    }  # fmt: skip
+    assert [*entries] == names_of(recipe, ranking, PLAN)
+    assert is_control("control_lora_tuned")
+    model = entries["control_lora_tuned"].model
+    assert trainable(model, []) == {}
+    before = values(model)
+    tune(model, tokenizer, SHORT, layers=[], teacher=base)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {f"backbone.layers.{layer}.mixer.in_proj.weight" for layer in range(len(model.backbone.layers))}
+    without = Recipe(model="base", tune=recipe.tune, bench=bench | {"controls": False})
+    for other in (Recipe(model="base", bench=bench), without):
+        assert "control_lora_tuned" not in names_of(other, ranking, PLAN)

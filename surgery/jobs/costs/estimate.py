@@ -240,7 +240,7 @@ class Costs:
 
     def bench(self, chosen: Plan) -> Stage:
         """bench, of all models together."""
-        plain = () if self.quick else ("base", "control_tuned")
+        plain = () if self.quick else ("base", "control_tuned", "control_lora_tuned")
         kinds = {name: "base" if name in plain else "hybrid" for name in self._names(chosen)}
 
         def hybrid(depth: int) -> Any:
