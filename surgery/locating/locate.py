@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ def locate(
     examples: int = 256,
     exact: bool | None = None,
     confirm: float | None = None,
+    init: Literal["dual", "induction"] = "dual",
     layers: bool = True,
     ablation: How = "zero",
     batch_size: int | None = None,
@@ -68,7 +69,8 @@ def locate(
     forward and one backward); None: exactly if that takes at most `budget` seconds (budget.py). confirm: the share of heads,
     the leading ones by attribution, that are measured exactly; a few others, drawn at random, stand beside them. Those that
     cannot be among the LEADING ones are given up on the way, and only these are ablated as well as spliced. In a family without
-    grafts there is no attribution: the heads of the layers whose ablation costs most lead. layers: measure whole layers too.
+    grafts there is no attribution: the heads of the layers whose ablation costs most lead. init: how the grafts of heads start,
+    here and in plans of this ranking (Plan.init). layers: measure whole layers too.
     ablation: what comes instead of an ablated head: "zero", its "mean" over other questions, or its values on another one
     ("resample").
     batch_size: questions in a forward pass, 32 unless given. If it is not given, attribution takes fewer at a time where they
@@ -87,7 +89,7 @@ def locate(
     given |= {name: value for name, value in {"options": options, "batch_size": batch_size}.items() if value is not None}
     try:
         chosen = Locate(
-            probe=probe, examples=examples, exact=exact, confirm=confirm, layers=layers, ablation=ablation,
+            probe=probe, examples=examples, exact=exact, confirm=confirm, init=init, layers=layers, ablation=ablation,
             seeds=seeds, budget=budget, **given,
         )  # fmt: skip
     except ValidationError as error:
@@ -111,6 +113,8 @@ def rank(
     check_locatable(subject.model, options.exact)
     first, *others = sets = question_sets(subject.tokenizer, options, seed=seed, device=subject.model.device)
     ledger = Ledger(kept, subject.conditions.model_dump())
+    if options.init != "dual":
+        subject, ledger = replace(subject, init=options.init), ledger.extended("init", options.init)
     base_accuracy, chance = look_at_base(subject, first, options, ledger)
     options = with_exactness(options, subject, sets, kept)
     filtered, attributions = None, None
@@ -147,6 +151,7 @@ def rank(
         base_loss=mean(measured.losses["base", None]),
         heads=scores.sorted(),
         layers=_layer_scores(subject, measured, attributions),
+        init=options.init,
         drawn=tuple(control),
         stability=compared,
     )  # fmt: skip

@@ -64,6 +64,7 @@ def plan(
         parts = [head for site in chosen for head in site.each()]
         places = ranking.columns.find(parts)
         starts = {str(head): ranking.columns.start(i) for head, i in zip(parts, places, strict=True) if i is not None}
+        fields["init"] = ranking.init
         fields["starts"] = {head: start for head, start in starts.items() if start is not None}
     try:
         complete = Plan(**fields)

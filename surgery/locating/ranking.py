@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import pydantic
+from pydantic import Field
 
 from surgery.errors import UserError
 from surgery.loading.digests import Conditions
@@ -40,12 +41,12 @@ LEGEND = {
 
 
 class Ranking(Sealed):
-    """Heads, best place for a graft first (or, in a family without grafts, the one whose ablation costs most), and whole layers
-    in order. drawn: heads that were measured exactly not because they led but at random, as a control of what did not lead.
-    base_accuracy: of the base on the questions; chance: that of guessing. stability: whether other questions rank the same
-    heads first, if that was asked. arrays: only in a file that does not list all heads. conditions, questions: which weights
-    were ranked, with what, and a digest of what they were asked. Versions up to 0.5.1 did not say the last two, versions up to
-    0.6 no chance."""
+    """Heads, best place for a graft first (or, in a family without grafts, the one whose ablation costs most), and whole
+    layers in order. drawn: heads that were measured exactly not because they led but at random, as a control of what did
+    not lead. base_accuracy: of the base on the questions; chance: that of guessing. stability: whether other questions rank
+    the same heads first, if that was asked. init: how the grafts started that were measured (Plan.init). arrays: only in a
+    file that does not list all heads. conditions, questions: which weights were ranked, with what, and a digest of what
+    they were asked. Versions up to 0.5.1 did not say the last two, versions up to 0.6 no chance."""
 
     provenance: Provenance
     conditions: Conditions | None = None
@@ -56,6 +57,7 @@ class Ranking(Sealed):
     base_loss: Estimate
     heads: Heads
     layers: tuple[Score, ...]
+    init: Literal["dual", "induction"] = Field(default="dual", exclude_if=lambda init: init == "dual")
     drawn: tuple[SiteText, ...] = ()
     stability: Stability | None = None
     arrays: heads_file.Arrays | None = None

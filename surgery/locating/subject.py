@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,7 +19,8 @@ from surgery.splicing.splice import adopt
 class Subject:
     """A model in eval mode, its tokenizer, and where its mixers and heads are. name: what records call it.
 
-    known_fingerprint: the model's, where it was computed already; a pass over the weights of a large model takes a while.
+    known_fingerprint: the model's, where it was computed already; a pass over the weights of a large model takes a while. init:
+    how grafts start that are tried (Plan.init).
     """
 
     model: PreTrainedModel
@@ -27,6 +28,7 @@ class Subject:
     anatomy: Anatomy
     name: str = "base"
     known_fingerprint: str | None = None
+    init: Literal["dual", "induction"] = "dual"
 
     @classmethod
     def of(

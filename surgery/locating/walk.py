@@ -29,12 +29,14 @@ class Variant:
 
 
 def fully_gated(subject: Subject, starts: dict[str, Start] | None = None) -> Subject:
-    """A graftable subject with a dual graft at every head of an SSM, all blend gates at 0. It computes what the subject does.
+    """A graftable subject with a graft at every head of an SSM, all blend gates at 0. It computes what the subject does.
 
     starts: by head ("L1.H3"); sign 1 and scale 1 where none is named.
     """
     everywhere = tuple(Site(mixer.layer, tuple(range(mixer.heads))) for mixer in subject.anatomy.ssms)
-    gated = install(subject.model, Plan(sites=everywhere, starts=starts or {}, shared=True, blend=0.0)).eval()
+    gated = install(
+        subject.model, Plan(sites=everywhere, starts=starts or {}, shared=True, blend=0.0, init=subject.init)
+    ).eval()
     return replace(subject, model=gated, anatomy=anatomy(gated))
 
 

@@ -35,9 +35,9 @@ class Plan(Record):
     """For kind head: heads, one site for each layer. For kind layer: layers ("L3")."""
     starts: dict[str, Start] = {}
     """Head ("L1.H3") -> how it starts. A head that is not named starts with sign 1 and tau 1. For kind head."""
-    init: Literal["dual", "donor", "random"] = "dual"
-    """`dual`: from the SSM head's own weights; `donor`: from a donor's; `random`. By default a head starts dual, and a layer
-    from its donor or at random."""
+    init: Literal["dual", "induction", "donor", "random"] = "dual"
+    """`dual`: from the SSM head's own weights; `induction`: as an induction head, whose queries match a token with the same one
+    before a key; `donor`: from a donor's; `random`. By default a head starts dual, and a layer from its donor or at random."""
     donor: str | None = None
     """The donor's name or path."""
     donor_heads: dict[str, SiteText] = {}
@@ -78,7 +78,7 @@ class Plan(Record):
             return fields
         usual = "donor" if fields.get("donor") else "random" if fields.get("kind") == "layer" else "dual"
         init = fields.get("init", usual)
-        return {"init": init, "time_step": init == "dual"} | fields
+        return {"init": init, "time_step": init in ("dual", "induction")} | fields
 
     @field_validator("sites")
     @classmethod
@@ -98,7 +98,7 @@ class Plan(Record):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         """Refuse fields that splice would not obey."""
-        starts = {"head": ("dual", "donor"), "layer": ("donor", "random")}[self.kind]
+        starts = {"head": ("dual", "induction", "donor"), "layer": ("donor", "random")}[self.kind]
         if self.init not in starts:
             raise ValueError(f"init: a {self.kind} graft starts {' or '.join(starts)}, not {self.init}")
         donor, layer = self.init == "donor", self.kind == "layer"

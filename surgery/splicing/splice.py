@@ -21,6 +21,7 @@ from surgery.models.quantised import exact, has_quantised_weight, is_quantised, 
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.donor import DonorHead, DonorLayer
+from surgery.splicing.induction import check_induction, fill_induction, token_inputs
 from surgery.splicing.remembered import Surgery, opened, remember
 from surgery.splicing.start import check_donor, fill_heads, fill_layer, head_starts, layer_start
 from surgery.splicing.state import Kept, with_less_state
@@ -56,6 +57,10 @@ def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | N
     """As splice, with every parameter of the base learning as before, and nothing remembered; without a plan no grafts."""
     family = family_of(base.config)
     hybrid, plan, layers, heads = empty_hybrid(base, plan, donor)
+    inputs: dict[int, Tensor] = {}
+    if plan is not None and plan.init == "induction":
+        check_induction(hybrid, plan)
+        inputs = token_inputs(base, plan)
     share(base, hybrid, "the base lacks the tensor '{}'")
     for site in plan.sites if plan else ():
         assert plan is not None
@@ -75,6 +80,8 @@ def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | N
                 fill_heads(mixer, plan, heads)
             else:
                 family.initialise(mixer, plan)
+                if plan.init == "induction":
+                    fill_induction(mixer, plan, inputs[site.layer])
     return cut_state(hybrid, plan.kept_state) if plan is not None and plan.kept_state else hybrid
 
 

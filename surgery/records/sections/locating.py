@@ -36,6 +36,10 @@ class Locate(ProbeChoice):
     """Seconds that measuring all heads may take where neither exact nor confirm says what is measured."""
     confirm: float | None = Field(default=None, gt=0, le=1)
     """Measure only this share of the heads exactly: the leading ones by attribution."""
+    init: Literal["dual", "induction"] = "dual"
+    """How grafts of heads start, those that are measured here as well as the plan's. dual: as the head's own SSM. induction: as
+    an induction head, which looks for the same token before; for a base whose own heads hardly choose. In families like
+    mamba2."""
     layers: bool = True
     """Also measure whole layers."""
     ablation: Literal["zero", "mean", "resample"] = "zero"
