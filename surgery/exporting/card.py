@@ -125,7 +125,9 @@ def _how(plan: Plan, base_unchanged: bool) -> str:
         source = f"with the weights of `{plan.donor}`" if plan.init == "donor" else "initialised at random"
         mlp = ", its MLP and norms included" if plan.mlp else ""
         return f"There the SSM's whole mixer gave way to attention {source}{mlp}."
-    start = f"heads of `{plan.donor}`" if plan.init == "donor" else "the heads' own C and B (the dual graft)"
+    starts = {"donor": f"heads of `{plan.donor}`", "dual": "the heads' own C and B (the dual graft)",
+              "induction": "those of induction heads, which look behind the same token"}  # fmt: skip
+    start = starts[plan.init]
     kept = ", and every weight of the base is unchanged" if base_unchanged else ""
     done = f"It takes the place of the SSM's mixing alone; queries and keys start as {start}{kept}."
     if not plan.kept_state:

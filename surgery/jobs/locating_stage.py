@@ -14,7 +14,7 @@ from surgery.locating.questions import check_questions, described, question_sets
 from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.records.names import public
-from surgery.records.recipe import Recipe
+from surgery.records.recipe import Locate, Recipe
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
 
@@ -73,7 +73,9 @@ def _discard(kept: Path, ranking: Path) -> None:
 def _outdated(ranking: Ranking, recipe: Recipe, subject: Subject) -> str | None:
     """What a ranking depends on that is not the same now; None if all of it is. Model, tokenizer, dtype and device are in its
     conditions, whatever the recipe calls them."""
-    earlier, now = ranking.provenance.recipe or {}, public(recipe.model_dump(mode="json"))
+    earlier, now = dict(ranking.provenance.recipe or {}), public(recipe.model_dump(mode="json"))
+    if "locate" in earlier:
+        earlier["locate"] = Locate().model_dump(mode="json") | earlier["locate"]  # what older versions did not have
     for section in ("seed", "kernels", "locate"):
         if (difference := first_difference(earlier.get(section), now[section], section)) is not None:
             return f"{difference[0]} ({shown(difference[1])})"
@@ -98,7 +100,7 @@ def locate_model(
     with busy("opening the model"):
         base = open_checkpoint(recipe, trust_remote_code)
     advise_base(base)
-    check_locatable(base.model, recipe.locate.exact)
+    check_locatable(base.model, recipe.locate.exact, recipe.locate.init)
     check_questions(base.tokenizer, recipe.locate, recipe.seed)
     if resume and (out / RANKING).exists():
         on_main(partial(Ranking.read, out / RANKING, unsealed="refuse"))  # a damaged one is refused before anything is written

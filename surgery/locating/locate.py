@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.families import family_of
 from surgery.loading.opened import Checkpoint
 from surgery.locating import roles
 from surgery.locating.budget import look_at_base, with_exactness
@@ -26,10 +27,12 @@ from surgery.locating.search import LEADING, Search, drawn, of_heads
 from surgery.locating.stability import EXACT, Column, Stability, stability
 from surgery.locating.subject import Subject, is_graftable
 from surgery.models.anatomy import anatomy
-from surgery.records.plan import Start
+from surgery.records.plan import Plan, Start
 from surgery.records.recipe import Locate
 from surgery.records.record import first_line, provenance
 from surgery.records.site import Site
+from surgery.splicing.induction import check_induction
+from surgery.splicing.splice import empty_hybrid
 from surgery.statistics import LEVEL, Intervals, intervals, mean, means
 
 ROLE_EXAMPLES = 32  # mixing matrices vary little between dictionaries
@@ -97,8 +100,13 @@ def locate(
     return rank(Subject.of(base, tokenizer, name), chosen, seed=seed, recipe=recipe, kept=kept)
 
 
-def check_locatable(base: PreTrainedModel, exact: bool | None = None) -> None:
-    """Raise UserError if locate has nothing to measure in such a model."""
+def check_locatable(base: PreTrainedModel, exact: bool | None = None, init: str = "dual") -> None:
+    """Raise UserError if locate has nothing to measure in such a model, or its grafts cannot start so."""
+    if init == "induction" and not is_graftable(base):
+        raise UserError(f"locate.init: says how grafts start, and a {base.config.model_type} model takes none; leave it out")
+    if init == "induction":
+        first = Plan(sites=(Site(family_of(base.config).graftable(base)[0], (0,)),), init="induction")
+        check_induction(base, empty_hybrid(base, first)[0], first)
     if exact is False and not is_graftable(base):
         raise UserError(
             f"a {base.config.model_type} model can only be ablated, so there is no attribution: locate needs exact=true"
@@ -110,7 +118,7 @@ def rank(
     subject: Subject, options: Locate, *, seed: int = 0, recipe: dict[str, Any] | None = None, kept: Path | None = None
 ) -> Ranking:
     """What locate does, with its options in one record."""
-    check_locatable(subject.model, options.exact)
+    check_locatable(subject.model, options.exact, options.init)
     first, *others = sets = question_sets(subject.tokenizer, options, seed=seed, device=subject.model.device)
     ledger = Ledger(kept, subject.conditions.model_dump())
     if options.init != "dual":

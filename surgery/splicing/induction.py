@@ -20,9 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
+from surgery.families import family_of
 from surgery.families.dual_start import generator
 from surgery.hybrids.dual import DualGraft
 from surgery.models.anatomy import mixer_at
+from surgery.models.offloaded import device_of
 from surgery.records.plan import Plan
 
 TOKENS = 1024  # that are read, at most; drawn from the vocabulary
@@ -32,14 +34,14 @@ POWER = 0.355  # the mean of SiLU(z) ** 2 for a standard normal z
 BACK = 1  # the token before a key is compared, unless the plan knows at which place its head reads
 
 
-def check_induction(hybrid: PreTrainedModel, plan: Plan) -> None:
-    """Raise UserError where grafts of this family cannot start as induction heads."""
+def check_induction(base: PreTrainedModel, hybrid: PreTrainedModel, plan: Plan) -> None:
+    """Raise UserError where grafts of the base's family cannot start as induction heads."""
     for site in plan.sites:
         graft: Any = mixer_at(hybrid, site.layer).graft
         if type(graft) is not DualGraft or graft.qk_conv is None or graft.qk_conv.kernel_size[0] <= BACK:
             raise UserError(
                 "init: an induction head looks one token back, by a convolution of its queries and keys as Mamba-2 has it, and "
-                f"grafts of {hybrid.config.model_type} have none; take init: dual"
+                f"grafts of {family_of(base.config).model_type} have none; take init: dual"
             )
 
 
@@ -55,10 +57,11 @@ def token_inputs(base: PreTrainedModel, plan: Plan) -> dict[int, Tensor]:
         hidden = args[0] if args else kwargs["hidden_states"]
         kept[layer].append(hidden[:, 0].float().cpu())
 
+    device = device_of(embeddings, embeddings.weight)
     handles = [mixer_at(base, layer).register_forward_pre_hook(partial(keep, layer), with_kwargs=True) for layer in kept]
     try:
         for part in ids.split(ROWS):
-            base.base_model(input_ids=part[:, None].to(base.device), use_cache=False)
+            base.base_model(input_ids=part[:, None].to(device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -67,11 +70,12 @@ def token_inputs(base: PreTrainedModel, plan: Plan) -> dict[int, Tensor]:
 
 @torch.no_grad()
 def fill_induction(mixer: Any, plan: Plan, inputs: Tensor) -> None:
-    """Give a head graft, which has its dual start, the queries and keys of induction heads. inputs: token_inputs of its
-    layer. Where a head's place is known (Plan.places), and the convolution reaches so far back, its keys match such that it
-    reads there."""
+    """Give a head graft, which has its dual start, the queries and keys of induction heads. inputs: token_inputs of its layer.
+    Where the place is known at which the heads of a query-key pair read (Plan.places), and the convolution reaches so far back,
+    the keys match such that they read there."""
     graft: Any = mixer.graft
     conv, width, pairs = graft.qk_conv, graft.width, len(graft.pair_groups)
+    inputs = inputs * getattr(mixer, "ssm_in_multiplier", 1.0)  # Falcon-H1's mixer begins with it
     projection = whitening(inputs, width)
     for proj in (graft.q_proj, graft.k_proj):
         proj.weight.copy_(projection.repeat(pairs, 1))
@@ -81,14 +85,16 @@ def fill_induction(mixer: Any, plan: Plan, inputs: Tensor) -> None:
     conv.weight.zero_()
     queries, keys = conv.weight[:, 0].view(2, pairs, width, taps)
     queries[..., -1] = 1
+    known: list[set[int]] = [set() for _ in range(pairs)]  # of the heads of each pair, how far back their keys compare
     for head, pair in zip(graft.heads, graft.pair_of_head.values, strict=True):
         # Place 1 is the token behind the match (tuning/hinting.py), place 0 the one after it.
-        back = 2 - plan.places.get(f"L{mixer.layer_idx}.H{head}", 2 - BACK)
-        keys[pair] = 0  # heads may share a pair
+        known[pair].add(2 - plan.places.get(f"L{mixer.layer_idx}.H{head}", 2 - BACK))
+    for pair, backs in enumerate(known):
+        back = backs.pop() if len(backs) == 1 else BACK
         keys[pair, :, -1 - (back if 0 < back < taps else BACK)] = 1
     if conv.bias is not None:
         conv.bias.copy_(-(projection @ inputs.mean(0)).repeat(2 * pairs))
-    graft.log_tau += torch.tensor(SHARP / (POWER * width)).log()
+    graft.log_tau += torch.tensor(SHARP / (POWER * max(1, int(projection.any(1).sum())))).log()
 
 
 def whitening(inputs: Tensor, width: int) -> Tensor:

@@ -59,7 +59,7 @@ def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | N
     hybrid, plan, layers, heads = empty_hybrid(base, plan, donor)
     inputs: dict[int, Tensor] = {}
     if plan is not None and plan.init == "induction":
-        check_induction(hybrid, plan)
+        check_induction(base, hybrid, plan)
         inputs = token_inputs(base, plan)
     share(base, hybrid, "the base lacks the tensor '{}'")
     for site in plan.sites if plan else ():

@@ -96,6 +96,8 @@ def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: 
     for source in sources:
         source.excerpt(0)
     _check_lessons(tokenizer, options, data)
+    if options.rename is not None:
+        Renaming(tokenizer, training_pairs(tokenizer, data), options.rename.rare)
     _check_hits(tokenizer, options, data, seed)
     documents = max(SAMPLE, len(rows.drawn))
     documents += HELD_OUT * options.early_stopping.windows if options.early_stopping else 0

@@ -27,13 +27,13 @@ class Renaming:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, pairs: PairCounts, rare: float):
         kinds = token_kinds(tokenizer)
-        is_rare = pairs.token_counts(len(kinds)) <= rare * pairs.tokens / 1e6
+        is_rare = pairs.token_counts(len(kinds))[: len(kinds)] <= rare * pairs.tokens / 1e6
         groups = [np.flatnonzero(is_rare & (kinds == kind)) for kind in np.unique(kinds[kinds >= 0])]
         self.groups = [group for group in groups if len(group) > 1]
         if not self.groups:
             raise UserError(
-                "tune.rename: no tokens that are rare in data.train_text are words or parts of words that could be exchanged; "
-                "take a larger rename.rare"
+                "tune.rename: no two tokens of one kind, of letters alone and rare in data.train_text, could be exchanged; "
+                "take a larger rename.rare, or leave rename out"
             )
 
     def __call__(self, ids: list[int], rng: random.Random) -> list[int]:
@@ -46,15 +46,16 @@ class Renaming:
 
 
 def token_kinds(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """(tokens,): the number of each token's kind; -1 of tokens that are not of letters alone."""
+    """(tokens,): the number of each token's kind; -1 of tokens that are not of letters alone, or do not exist."""
     before = tokenizer(BEFORE, add_special_tokens=False)["input_ids"]
     start = str(tokenizer.decode(before))
     numbers: dict[tuple[bool, bool, str], int] = {}
-    kinds = np.full(len(tokenizer), -1)
-    for token, word in enumerate(tokenizer.batch_decode([[*before, token] for token in range(len(kinds))])):
+    added, known = set(tokenizer.added_tokens_decoder), sorted(tokenizer.get_vocab().values())
+    kinds = np.full(known[-1] + 1, -1)
+    for token, word in zip(known, tokenizer.batch_decode([[*before, token] for token in known]), strict=True):
         text = word.removeprefix(start)
         letters = text.removeprefix(" ")
-        if letters.isalpha() and token not in tokenizer.added_tokens_decoder:
+        if letters.isalpha() and token not in added:
             script = unicodedata.name(letters[0], "").partition(" ")[0]
             kinds[token] = numbers.setdefault((text != letters, letters[0].isupper(), script), len(numbers))
     return kinds

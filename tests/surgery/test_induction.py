@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgery.errors import UserError
 from surgery.jobs.entries import STARTS
@@ -10,7 +12,7 @@ from surgery.locating.planning import plan, random_plan
 from surgery.records.plan import Plan
 from surgery.splicing.induction import token_inputs, whitening
 from surgery.splicing.splice import splice
-from tests.conftest import BASES
+from tests.conftest import BASES, VOCABULARY
 
 SITES = ("L0.H1,3",)
 
@@ -92,3 +94,26 @@ def test_a_family_that_cannot_is_refused(family):
 def test_a_layer_is_no_induction_head():
     with pytest.raises(ValueError, match="a layer graft starts donor or random, not induction"):
         Plan(kind="layer", sites=("L0",), init="induction")
+
+
+def test_heads_that_share_a_pair_and_read_at_two_places_take_the_usual_one():
+    base = BASES["plain"]()
+    for places, back in (({"L0.H1": 0, "L0.H3": 0}, 2), ({"L0.H1": 0, "L0.H3": 1}, 1), ({"L0.H1": 1, "L0.H3": 0}, 1)):
+        graft = splice(base, Plan(sites=SITES, init="induction", shared=True, places=places)).mixer_at(0).graft
+        assert graft.qk_conv.weight[graft.width :, 0].argmax(1).unique().tolist() == [3 - back]
+
+
+def test_an_offloaded_base_is_read_where_its_weights_are_fetched_to():
+    chosen = Plan(sites=SITES, init="induction")
+    own = splice(BASES["plain"](), chosen).mixer_at(0).graft.state_dict()
+    away = splice(cpu_offload(BASES["plain"](), execution_device="cpu"), chosen).mixer_at(0).graft.state_dict()
+    assert all(torch.equal(own[name], away[name]) for name in own)
+
+
+@pytest.mark.parametrize(("family", "line"), [("mamba", "grafts of mamba have none"), ("llama", "a llama model takes none")])
+def test_what_cannot_start_so_is_refused_before_anything_is_measured(tmp_path, tokenizer, family, line):
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY)) if family == "llama" else BASES[family]()
+    with pytest.raises(UserError, match=line):
+        locate(model, tokenizer, init="induction", kept=tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from surgery.errors import UserError
 from surgery.probes.hits import NONE, PairCounts
 from surgery.records.recipe import Data, Rename, Tune
-from surgery.tuning.batches import loaders
+from surgery.tuning import renaming
+from surgery.tuning.batches import check, loaders
 from surgery.tuning.renaming import Renaming, token_kinds
 
 RENAMED = Tune(
@@ -21,7 +22,7 @@ RENAMED = Tune(
 
 
 @pytest.fixture(scope="module")
-def renaming(tiny):
+def renamed_by(tiny):
     """Of the tokens that stand at most once in a text of all tokens, of which the first half stand twice."""
     tokens = np.arange(len(tiny.tokenizer))
     pairs = PairCounts([np.r_[tokens, tokens[: len(tokens) // 2]]])
@@ -29,8 +30,8 @@ def renaming(tiny):
 
 
 @given(document=st.lists(st.integers(0, 1659), max_size=80), seed=st.integers(0, 99))
-def test_it_exchanges_rare_tokens_for_others_of_their_kind(tiny, renaming, document, seed):
-    renamed = renaming(document, random.Random(seed))
+def test_it_exchanges_rare_tokens_for_others_of_their_kind(tiny, renamed_by, document, seed):
+    renamed = renamed_by(document, random.Random(seed))
     kinds = token_kinds(tiny.tokenizer)
     was, now = np.array(document, dtype=int), np.array(renamed, dtype=int)
     assert ((was[:, None] == was) == (now[:, None] == now)).all()
@@ -38,12 +39,12 @@ def test_it_exchanges_rare_tokens_for_others_of_their_kind(tiny, renaming, docum
     fixed = (was < len(kinds) // 2) | (kinds[was] == -1)
     assert (was[fixed] == now[fixed]).all()
     assert (now[~fixed] >= len(kinds) // 2).all()
-    assert renamed == renaming(document, random.Random(seed))
+    assert renamed == renamed_by(document, random.Random(seed))
 
 
-def test_each_document_has_its_own_names(renaming):
-    document = [token for group in renaming.groups for token in group.tolist()]
-    first, second = (np.array(renaming(document, random.Random(seed))) for seed in (0, 1))
+def test_each_document_has_its_own_names(renamed_by):
+    document = [token for group in renamed_by.groups for token in group.tolist()]
+    first, second = (np.array(renamed_by(document, random.Random(seed))) for seed in (0, 1))
     assert (first != document).mean() > 0.9
     assert (first != second).mean() > 0.9
 
@@ -60,9 +61,9 @@ def test_a_kind_is_of_one_script_with_or_without_space_and_capital():
     assert list(alike.values()) == [["a", "b", "ab"], ["B", "Ć"], ["δ"], ["д"], ["Д"], ["水", "火"]]
 
 
-def test_tokens_beyond_the_tokenizer_stay(renaming):
-    assert renaming([10**6], random.Random(0)) == [10**6]
-    assert renaming([], random.Random(0)) == []
+def test_tokens_beyond_the_tokenizer_stay(renamed_by):
+    assert renamed_by([10**6], random.Random(0)) == [10**6]
+    assert renamed_by([], random.Random(0)) == []
 
 
 def test_the_text_of_tuning_is_renamed_and_its_hits_are_of_the_new_names(tiny):
@@ -88,5 +89,22 @@ def test_the_text_of_tuning_is_renamed_and_its_hits_are_of_the_new_names(tiny):
 def test_what_cannot_be_renamed_is_refused(tiny):
     numbers = Tokenizer(models.WordLevel({str(i): i for i in range(10)} | {"?": 10}, unk_token="?"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=numbers, unk_token="?")
-    with pytest.raises(UserError, match=r"take a larger rename\.rare"):
+    with pytest.raises(UserError, match=r"take a larger rename\.rare, or leave rename out"):
         Renaming(tokenizer, PairCounts([np.arange(10)]), 300.0)
+
+
+def test_numbers_of_tokens_may_have_holes():
+    vocabulary = {"a": 0, "b": 1, "c": 2, "?": 3, "d": 9}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="?")), unk_token="?")
+    renamed_by = Renaming(tokenizer, PairCounts([np.array([0, 1, 2, 9, 12])]), 1e6)
+    assert [group.tolist() for group in renamed_by.groups] == [[0, 1, 2, 9]]
+    renamed = renamed_by([9, 3, 9, 12], random.Random(0))
+    assert renamed[0] == renamed[2]
+    assert renamed[1::2] == [3, 12]
+
+
+def test_what_cannot_be_renamed_is_refused_before_the_work(tiny, monkeypatch):
+    """Also where lessons teach beside it."""
+    monkeypatch.setattr(renaming, "token_kinds", lambda tokenizer: np.full(len(tokenizer), -1))
+    with pytest.raises(UserError, match=r"tune\.rename: no two tokens"):
+        check(tiny.tokenizer, Tune(hit_weight=1.0, rename=Rename(), text_tokens=64), Data())

@@ -106,7 +106,7 @@ class Costs:
     def roughly(self) -> float:
         """Seconds of the whole run, by one forward alone: whether it is worth a closer look."""
         options, (locate, tune) = self.recipe.bench, (self.recipe.locate, self.recipe.tune)
-        models, tuned = (4 + 2 * options.random_sites, 4) if options.controls else (3, 1)
+        models, tuned = (4 + 2 * options.random_sites, 4 + (tune.lora is not None)) if options.controls else (3, 1)
         sizes = len(options.pairs) + 4
         forwards = 2 * locate.examples / locate.batch_size + 4 * tuned * tune.most_steps
         return self.patient.step * (forwards + models * sizes * options.seeds * options.limit / options.batch_size)

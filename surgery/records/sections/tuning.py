@@ -116,7 +116,8 @@ class Rename(Section):
 
     rare: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     """How often, per million tokens of data.train_text, a token may stand there to be exchanged for another of the same kind:
-    of letters of the same script, with or without a space before them and with or without a capital."""
+    of letters of the same script, with or without a space before them and with or without a capital. Tokens that never stand
+    there are as good as any."""
 
 
 class Lora(Section):
