@@ -256,6 +256,26 @@ def test_the_start_is_the_heads_own_query_and_key(base):
         torch.testing.assert_close(scores, matrix, **SAME)
 
 
+@over([name for name in mambas if name != "jamba"])
+def test_an_induction_head_looks_behind_the_same_token(base):
+    """Also where the mixer scales its input first, as Falcon-H1's does."""
+    if base.config.model_type == "falcon_h1":
+        base.config.ssm_in_multiplier = 0.1
+        base = AutoModelForCausalLM.from_config(base.config).eval()
+    layer = anatomy(base).ssms[0].layer
+    hybrid = splice(base, Plan(sites=(f"L{layer}.H1",), init="induction", time_step=False)).eval()
+    mixer, seen = hybrid.mixer_at(layer), []
+    mixer.register_forward_pre_hook(lambda _, a, k: seen.append(a[0] if a else k["hidden_states"]), with_kwargs=True)
+    first = torch.randperm(base.config.vocab_size, generator=torch.Generator().manual_seed(0))[:16]
+    with torch.no_grad():
+        hybrid(input_ids=torch.cat([first, first])[None], use_cache=False)
+        matrix = mixer.matrices(seen[0])[1]
+    asked = torch.arange(16, 31)
+    behind = matrix[asked, asked - 16 + 1]
+    assert (behind == matrix[asked].max(1).values).double().mean() > 0.9
+    assert behind.mean() > 0.3
+
+
 def family_matrix(mixer, u):
     graft, mixer.graft = mixer.graft, None
     matrix = mixer.matrices(u, heads=graft.heads)
