@@ -105,6 +105,15 @@ def proportion(correct: np.ndarray) -> Proportion:
     return Proportion(accuracy=hits / n, ci95=(float(interval.low), float(interval.high)), n=n)
 
 
+def share_right(correct: np.ndarray) -> Proportion:
+    """As `proportion`, also where an example is more than one decision, and its value their number by the mean one."""
+    if decisions(correct):
+        return proportion(correct)
+    estimate = mean(correct)
+    low, high = np.clip(estimate.ci95, 0, 1).tolist()
+    return Proportion(accuracy=estimate.value, ci95=(low, high), n=estimate.n)
+
+
 def at_chance(accuracy: Proportion, chance: float) -> bool:
     """Whether the interval of an accuracy reaches what guessing gives."""
     return accuracy.ci95[0] <= chance
@@ -285,6 +294,11 @@ def holm(p: np.ndarray) -> np.ndarray:
 def decisions(values: np.ndarray) -> bool:
     """Whether all values are right or wrong, 1 or 0."""
     return bool(np.isin(values, (0, 1)).all())
+
+
+def changed_decisions(values: np.ndarray) -> bool:
+    """Whether all values are differences of decisions, NaN where there is none."""
+    return bool((np.isin(values, (-1, 0, 1)) | np.isnan(values)).all())
 
 
 def _p_value(base: np.ndarray, model: np.ndarray) -> float:

@@ -22,8 +22,9 @@ from surgery.locating.search import LEADING
 from surgery.locating.subject import Subject
 from surgery.locating.substitution import silenced
 from surgery.locating.walk import fully_gated
+from surgery.probes.encoded import padded
 from surgery.probes.kv import KVRetrieval
-from surgery.probes.scoring import Encoded, batches, padded
+from surgery.probes.scoring import batches
 from surgery.records.site import Site
 from surgery.runtime.timing import Runs
 from surgery.world.tokenizer import build_tokenizer
@@ -101,7 +102,7 @@ def _subject(
     return subject, QuestionSet("kv", {"pairs": pairs}, 0, questions, groups)
 
 
-def _one_candidate_at_a_time(model: PreTrainedModel, encoded: Encoded) -> Tensor:
+def _one_candidate_at_a_time(model: PreTrainedModel, encoded: Any) -> Tensor:
     """The right answer's loss among the candidates, (questions,), with one forward for every candidate."""
     ids, last = padded(encoded.rows, model.device)
     rows = torch.arange(len(ids), device=ids.device)

@@ -1,6 +1,7 @@
 """What guessing gives on the tasks of the project's own probes."""
 
 from functools import cache
+from typing import Any
 
 from surgery.evaluation.report import NEEDLES
 from surgery.evaluation.suites import WRITTEN, sized_options
@@ -23,7 +24,7 @@ def chance(task: str) -> float | None:
         return None
     if (options := sized_options(name, int(size))) is None:
         return None
-    probe = make(name, **options)
+    probe: Any = make(name, **options)
     if isinstance(probe, CompletionProbe):
         return 0.0
-    return 1 / len(probe.questions(1, 0)[0].choices)
+    return probe.questions(1, 0)[0].chance

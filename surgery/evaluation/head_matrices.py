@@ -19,7 +19,7 @@ from surgery.evaluation.entries import Entry, Turns
 from surgery.locating.example import example_matrices, example_tokens, window
 from surgery.locating.mixing_figure import Strips, draw_strips
 from surgery.locating.subject import Subject
-from surgery.probes.question import Question
+from surgery.probes.encoded import Asked
 from surgery.records.names import is_control, is_dose
 from surgery.records.plan import Plan
 from surgery.records.record import Provenance, Record
@@ -83,7 +83,7 @@ class Mixing(Record):
 
 
 def mixing(
-    entries: Mapping[str, Entry], tokenizer: PreTrainedTokenizerBase, question: Question, provenance: Provenance,
+    entries: Mapping[str, Entry], tokenizer: PreTrainedTokenizerBase, question: Asked, provenance: Provenance,
     places: Callable[[Sequence[Site]], Sequence[int | None]] | None = None,
 ) -> Mixing | None:  # fmt: skip
     """The matrices of the first few grafted sites, in the base (the first entry) and in every model that has a graft there, but

@@ -175,7 +175,7 @@ def sized_options(name: str, size: int) -> dict[str, Any] | None:
 def _probe_tasks(
     name: str, probe: str, fields: dict, options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int
 ) -> list[Task]:
-    asks = _needle(fields, options, tokenizer, data) if probe == NEEDLE else make(probe, tokenizer=tokenizer, **fields)
+    asks: Any = _needle(fields, options, tokenizer, data) if probe == NEEDLE else make(probe, tokenizer=tokenizer, **fields)
     if asks is None:
         return []
     result: list[Task] = []

@@ -24,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from surgery.locating.attribution_memory import WHOLE, Step, listening, parted
-from surgery.locating.questions import question_of_row
+from surgery.locating.recording import handing_on
 from surgery.locating.subject import Subject
 from surgery.locating.substitution import replaced
 from surgery.models.finite import checked, explained
 from surgery.models.offloaded import own_fetched
-from surgery.probes.scoring import Encoded, padded
+from surgery.probes.encoded import Encoded, padded
 from surgery.records.plan import Start
 
 GRADIENTS = "the gradients by the heads' gates"
@@ -56,7 +56,7 @@ def attribute_starts(gated: Subject, encoded: Encoded, starts: Sequence[Start | 
 def _attribute(gated: Subject, encoded: Encoded, starts: Sequence[Start | None], checkpointed: bool) -> Tensor:
     """The same in one forward and one backward."""
     model = gated.model
-    ids, last = padded(encoded.rows, model.device)
+    ids, _ = padded(encoded.rows, model.device)
     ssms = gated.anatomy.ssms
     mixers = [mixer.module for mixer in ssms]
     per_row: list[Tensor] = [torch.empty(0)] * len(mixers)
@@ -89,10 +89,10 @@ def _attribute(gated: Subject, encoded: Encoded, starts: Sequence[Start | None],
     try:
         with frozen(model), listening(mixers, listen), torch.enable_grad():
             blocks = {block: _checkpointed(block.forward) for block in gated.anatomy.blocks} if checkpointed else {}
-            keep, where = last.unique(return_inverse=True)
+            final = gated.anatomy.blocks[-1]
+            blocks[final] = handing_on(blocks.get(final, final.forward), encoded.places())
             with replaced(blocks):
-                logits = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
-                logits = logits[torch.arange(len(ids), device=ids.device), where]
+                logits = model(input_ids=ids, use_cache=False).logits[:, -1]
                 with explained(model, encoded.rows):
                     losses = encoded.losses(logits)
                 losses.sum().backward()
@@ -101,8 +101,8 @@ def _attribute(gated: Subject, encoded: Encoded, starts: Sequence[Start | None],
             handle.remove()  # where something failed
     rows = torch.stack([values.to(per_row[0].device) for values in per_row], 2)  # starts, rows, SSMs, heads
     # A question may own several rows (candidates of several tokens); its gradient is their sum.
-    totals = rows.new_zeros(len(rows), len(encoded.choices), *rows.shape[2:])
-    totals = checked(totals.index_add(1, question_of_row(encoded).to(rows.device), rows).cpu(), GRADIENTS)
+    totals = rows.new_zeros(len(rows), len(encoded), *rows.shape[2:])
+    totals = checked(totals.index_add(1, encoded.owners().to(rows.device), rows).cpu(), GRADIENTS)
     layers = range(len(gated.anatomy.blocks))
     most = max(gated.anatomy.heads(layer) for layer in layers)
     if (len(layers), most) == totals.shape[2:]:

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from surgery.locating.questions import question_of_row
 from surgery.locating.subject import Subject
 from surgery.locating.substitution import Shape, replaced, tensor_of
-from surgery.probes.scoring import Encoded
+from surgery.probes.encoded import Encoded
 
 SHARE = 0.4  # of the memory that is free, for activations: scores, and what else runs, need some as well
 # Of one block's activations, what its forward and its attention on the way back take beside them. Measured: .8 to 1.9.
@@ -126,20 +125,10 @@ def parted(encoded: Encoded, rows: int | None) -> list[Encoded]:
     """A batch in parts of at most so many rows, in order; a question that owns more is one part."""
     if rows is None or len(encoded.rows) <= rows:
         return [encoded]
-    owners, parts, begin, count = question_of_row(encoded), [], 0, 0
-    for question, size in enumerate(owners.bincount(minlength=len(encoded.choices)).tolist()):
+    owners, parts, begin, count = encoded.owners(), [], 0, 0
+    for question, size in enumerate(owners.bincount(minlength=len(encoded)).tolist()):
         if count and count + size > rows:
-            parts.append(_part(encoded, owners, begin, question))
+            parts.append(encoded.part(begin, question))
             begin, count = question, 0
         count += size
-    return [*parts, _part(encoded, owners, begin, len(encoded.choices))]
-
-
-def _part(encoded: Encoded, owners: Tensor, begin: int, end: int) -> Encoded:
-    """The questions from `begin` to before `end`."""
-    chosen = ((owners >= begin) & (owners < end)).nonzero()[:, 0].tolist()
-    place = torch.full((len(owners),), -1)
-    place[chosen] = torch.arange(len(chosen))
-    question, choice, row, token = encoded.terms[(encoded.terms[:, 0] >= begin) & (encoded.terms[:, 0] < end)].unbind(1)
-    terms = torch.stack([question - begin, choice, place[row], token], 1)
-    return Encoded([encoded.rows[i] for i in chosen], terms, encoded.choices[begin:end], encoded.answers[begin:end])
+    return [*parts, encoded.part(begin, len(encoded))]

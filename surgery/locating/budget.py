@@ -17,25 +17,28 @@ from surgery.locating.ledger import Ledger
 from surgery.locating.questions import QuestionSet, described
 from surgery.locating.subject import Subject
 from surgery.models.answers import settle
-from surgery.probes.scoring import padded
+from surgery.probes.encoded import padded
+from surgery.probes.question import Question
 from surgery.records.reading import parse_json
 from surgery.records.recipe import Locate
 from surgery.records.record import read_text, write_text
 from surgery.runtime import processes
 from surgery.runtime.progress import busy, duration, say
-from surgery.statistics import Proportion, at_chance, proportion
+from surgery.statistics import Proportion, at_chance, share_right
 
 CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 
 
-def look_at_base(subject: Subject, questions: QuestionSet, options: Locate, ledger: Ledger) -> tuple[Proportion, float]:
-    """(the base's accuracy on the questions, that of guessing). Says so where no head could be located by them."""
+def look_at_base(subject: Subject, questions: QuestionSet, options: Locate, ledger: Ledger) -> tuple[Proportion, float | None]:
+    """(the base's accuracy on the questions, that of guessing; None where there are no choices to guess among). Says so where
+    no head could be located by them."""
     measured = Exact(subject, questions, ablation=options.ablation, ledger=ledger)
     measured.measure([], layers=False)
-    accuracy = proportion(measured.correct["base", None])
-    chance = float(np.mean([1 / len(question.choices) for question in questions.questions]))
+    accuracy = share_right(measured.correct["base", None])
+    chances = [question.chance for question in questions.questions if isinstance(question, Question)]
+    chance = float(np.mean(chances)) if chances else None
     probe = described(questions.name, questions.options)
-    if at_chance(accuracy, chance):
+    if chance is not None and at_chance(accuracy, chance):
         few = accuracy.accuracy > 2 * chance  # and only the interval is wide
         easier = "choose a probe that the base can do in part (fewer pairs, say)"
         advice = "ask more questions (locate.examples)" if few else easier

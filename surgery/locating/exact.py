@@ -11,11 +11,11 @@ from torch import Tensor
 
 from surgery.locating import walk
 from surgery.locating.ledger import Ledger, Tensors, digest
-from surgery.locating.questions import QuestionSet, question_of_row
+from surgery.locating.questions import QuestionSet
 from surgery.locating.replay import How, Replay
 from surgery.locating.subject import Subject
 from surgery.models.finite import explained, within
-from surgery.probes.scoring import Encoded, padded
+from surgery.probes.encoded import Encoded, padded
 from surgery.records.site import Site
 from surgery.runtime import processes
 from surgery.runtime.progress import counting
@@ -89,7 +89,9 @@ class Exact:
             chosen, encoded = self.groups[number]
             model = self.subject.model
             donors = None if self.reference is None else _donors(chosen, encoded, len(self.reference[0]))
-            replay = Replay(self.subject, *padded(encoded.rows, model.device), reference=self.reference, donors=donors)
+            ids, last = padded(encoded.rows, model.device)
+            at = encoded.places()
+            replay = Replay(self.subject, ids, last, at=at, reference=self.reference, donors=donors)
             variants = walk.variants(replay, self.gated, layers=layers, heads=heads, kinds=kinds, how=self.how)
             names, correct, losses = [], [], []
             with explained(model, encoded.rows):
@@ -156,4 +158,4 @@ def _stops(batches: int, deciding: bool) -> list[int]:
 
 def _donors(chosen: list[int], encoded: Encoded, references: int) -> Tensor:
     """The reference row of every row: the same for a question however the batches are cut."""
-    return torch.tensor(chosen)[question_of_row(encoded)] % references
+    return torch.tensor(chosen)[encoded.owners()] % references

@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.locating.matrices import mixing_matrices
-from surgery.locating.questions import choice_probe
+from surgery.locating.questions import asked
 from surgery.locating.subject import Subject
 from surgery.models.tokens import opening, token_spans
-from surgery.probes.question import Question
+from surgery.probes.encoded import Asked
+from surgery.probes.question import Passage
 from surgery.records.site import Site
 
 SHORT = 4  # lines of a dictionary, in a figure
@@ -33,27 +34,35 @@ class Window:
     answer: list[int]
 
 
-def short_question(tokenizer: PreTrainedTokenizerBase, probe: str, options: dict[str, Any], seed: int) -> Question:
+def short_question(tokenizer: PreTrainedTokenizerBase, probe: str, options: dict[str, Any], seed: int) -> Asked:
     """A question of a probe whose tokens can be read in a figure: of fewer lines, where the probe has such an option and its
     others allow it."""
     shorter = {option: min(SHORT, value) for option, value in options.items() if option in ("pairs", "entries")}
     try:
-        chosen = choice_probe(tokenizer, probe, options | shorter)
+        _, questions = asked(tokenizer, probe, options | shorter)
     except UserError:  # more queries than so few pairs, say
-        chosen = choice_probe(tokenizer, probe, options)
-    return chosen.questions(1, seed=seed)[0]
+        _, questions = asked(tokenizer, probe, options)
+    return questions(1, seed)[0]
 
 
 def example_tokens(
-    tokenizer: PreTrainedTokenizerBase, question: Question
+    tokenizer: PreTrainedTokenizerBase, question: Asked
 ) -> tuple[list[int], list[str], list[tuple[int, ...]], tuple[int, ...]]:
-    """Of a question: token ids, their texts, the positions of every span's tokens, and of those that hold the answer."""
-    if question.spans:
+    """Of a question: token ids, their texts, the positions of every span's tokens, and of those that hold the answer. Of a
+    passage: up to the hit whose pair stood nearest before it, which is its only span."""
+    spans: list[list[int]] = []
+    evidence = question.evidence
+    if isinstance(question, Passage):
+        place, before = min(question.hits, key=lambda hit: hit[0] - hit[1])
+        ids = list(question.ids[max(0, before - CONTEXT) : place])
+        first = min(before, CONTEXT) - 1
+        spans, evidence = [[first, first + 1]], 0
+    elif question.spans:
         ids, spans = token_spans(tokenizer, question.prompt, question.spans)
     else:
-        (ids,), spans = opening(tokenizer, [question.prompt]), []
+        (ids,) = opening(tokenizer, [question.prompt])
     labels = [str(tokenizer.decode([token])).replace("\n", "\\n").strip(" ") for token in ids]
-    answer = tuple(spans[question.evidence]) if spans and question.evidence is not None else ()
+    answer = tuple(spans[evidence]) if spans and evidence is not None else ()
     return ids, labels, [tuple(span) for span in spans], answer
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from surgery.errors import UserError
 from surgery.models.answers import described
-from surgery.probes.scoring import Encoded
+from surgery.probes.encoded import Encoded
 from surgery.runtime import processes
 from surgery.runtime.replacing import building, reason
 
@@ -76,8 +76,7 @@ def gathered(mine: dict[int, Tensors]) -> dict[int, Tensors]:
 
 def digest(encoded: Encoded) -> str:
     """Identifies the questions of a batch, as the model sees them."""
-    seen = [encoded.rows, encoded.terms.tolist(), encoded.choices.tolist(), encoded.answers.tolist()]
-    return _sha(seen)
+    return _sha(encoded.seen())
 
 
 def _sha(value: Any) -> str:

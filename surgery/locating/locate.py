@@ -33,7 +33,7 @@ from surgery.records.record import first_line, provenance
 from surgery.records.site import Site
 from surgery.splicing.induction import check_induction
 from surgery.splicing.splice import empty_hybrid
-from surgery.statistics import LEVEL, Intervals, intervals, mean, means
+from surgery.statistics import LEVEL, Intervals, changed_decisions, intervals, mean, means
 
 ROLE_EXAMPLES = 32  # mixing matrices vary little between dictionaries
 ROLE_HEADS = 2048  # of more heads, matrices are written out for those alone that were measured exactly
@@ -185,10 +185,15 @@ def _scores(subject: Subject, columns: Mapping[str, Column], starts: Mapping[str
 
 def _intervals(name: str, column: Column, level: float = LEVEL) -> Intervals:
     """Of a score, those of the heads that were measured."""
-    value, low, high, n = intervals(column.values, decisions=name in DECISIONS, level=level)
+    value, low, high, n = intervals(column.values, decisions=_decisions(name, column.values), level=level)
     if name in SHARES and level == LEVEL:
         low, high = np.maximum(low, 0), np.minimum(high, 1)
     return Intervals(value, low, high, n)
+
+
+def _decisions(name: str, values: np.ndarray) -> bool:
+    """Whether a score is of single decisions; of a row of text, several are right or wrong."""
+    return name in DECISIONS and changed_decisions(values)
 
 
 def _everywhere(part: Intervals, at: np.ndarray | None, count: int) -> Intervals:
@@ -243,7 +248,7 @@ def _layer_scores(subject: Subject, measured: Exact, attributions: np.ndarray | 
         of_layers = attributions[:, layers].astype(float)
         columns["attribution"] = np.where(np.isnan(of_layers).all(-1), np.nan, np.nansum(of_layers, -1))
     estimates: dict[str, list[Any]] = {
-        name: means(column, decisions=name in DECISIONS) for name, column in columns.items()
+        name: means(column, decisions=_decisions(name, column)) for name, column in columns.items()
     }  # fmt: skip
     scores = []
     for i, site in enumerate(sites):

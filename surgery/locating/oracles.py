@@ -27,14 +27,14 @@ from surgery.errors import UserError
 from surgery.locating.attribution import frozen
 from surgery.locating.attribution_memory import listening
 from surgery.locating.ledger import Ledger, Tensors
-from surgery.locating.questions import question_of_row
 from surgery.locating.recording import picked
 from surgery.locating.subject import Subject
 from surgery.locating.substitution import Shape, replaced, tensor_of
 from surgery.models.finite import explained
 from surgery.models.tokens import opening, token_spans
+from surgery.probes.encoded import Asked, Encoded, padded
 from surgery.probes.question import Question
-from surgery.probes.scoring import Encoded, batches, padded
+from surgery.probes.scoring import batches
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
 from surgery.runtime import processes
@@ -100,11 +100,12 @@ class Oracles:
     Raises UserError for questions that do not say it."""
 
     def __init__(
-        self, gated: Subject, questions: Sequence[Question], batch_size: int = 64, *, ledger: Ledger | None = None
+        self, gated: Subject, questions: Sequence[Asked], batch_size: int = 64, *, ledger: Ledger | None = None
     ):  # fmt: skip
-        if not all(question.spans and question.evidence is not None for question in questions):
+        told = [each for each in questions if isinstance(each, Question) and each.spans and each.evidence is not None]
+        if len(told) < len(questions):
             raise UserError("oracles need a probe that says where its answers stand: kv, mqar or phonebook")
-        self.gated, self.questions = gated, questions
+        self.gated, self.questions = gated, told
         self.ledger = (ledger or Ledger()).extended("oracles", hashlib.sha256(repr(list(questions)).encode()).hexdigest())
         self.mixers = [mixer.module for mixer in gated.anatomy.ssms]
         self.layers = [mixer.layer for mixer in gated.anatomy.ssms]
@@ -118,7 +119,7 @@ class Oracles:
             _, places = token_spans(tokenizer, question.prompt, question.spans)
             spans.append(places)
             behind.append(places[question.evidence or 0][-1] + 1)
-        owners = question_of_row(encoded)
+        owners = encoded.owners()
         return Batch(chosen, encoded, ids, last, owners, spans, torch.tensor(behind, device=device)[owners.to(device)])
 
     @torch.inference_mode()

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.locating.questions import question_of_row
 from surgery.locating.subject import Subject
 from surgery.models.anatomy import Mixer
 from surgery.models.finite import explained
 from surgery.models.tokens import opening, token_spans
+from surgery.probes.encoded import Encoded, encode, padded
 from surgery.probes.question import Question
-from surgery.probes.scoring import Encoded, encode, padded
 from surgery.records.site import Site
 from surgery.runtime.progress import Track
 
@@ -121,7 +120,7 @@ def _parts(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[Question, Q
     """(parts, rows, t) bool: which tokens belong to a part."""
     ids, last = padded(encoded.rows, torch.device("cpu"))
     parts = torch.zeros(len(PARTS), *ids.shape, dtype=torch.bool)
-    for row, number in enumerate(question_of_row(encoded).tolist()):
+    for row, number in enumerate(encoded.owners().tolist()):
         question, other = pairs[number]
         tokens, spans = token_spans(tokenizer, question.prompt, question.spans)
         theirs, _ = token_spans(tokenizer, other.prompt, other.spans)

@@ -28,8 +28,9 @@ from surgery.locating.subject import Subject
 from surgery.locating.substitution import silenced, without
 from surgery.models.anatomy import Kind
 from surgery.models.finite import explained
+from surgery.probes.encoded import padded
 from surgery.probes.question import Probe, Question
-from surgery.probes.scoring import Result, answer, batches, padded
+from surgery.probes.scoring import Result, answer, batches
 from surgery.records.recipe import Locate
 from surgery.records.record import Provenance, Record, provenance
 from surgery.records.site import Site, SiteText
@@ -125,7 +126,7 @@ class Pruner:
 
     def collapsed(self, outcome: Outcome) -> bool:
         """Whether retrieval has lost COLLAPSE of what the whole model has above chance."""
-        chance = float(np.mean([1 / len(question.choices) for question in self.questions["retrieval"]]))
+        chance = float(np.mean([question.chance for question in self.questions["retrieval"]]))
         whole = self.base.retrieval.accuracy.accuracy
         return outcome.retrieval.accuracy.accuracy < chance + (1 - COLLAPSE) * (whole - chance)
 

@@ -1,8 +1,8 @@
-"""The questions that locate and prune ask: those of any choice probe."""
+"""What locate and prune ask: the questions of any choice probe, and, to locate, the recall hits of text."""
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.models.tokens import opening
 from surgery.probes import make, without_unseen
-from surgery.probes.question import CompletionProbe, Probe, Question
-from surgery.probes.scoring import Encoded, batches, padded
+from surgery.probes.encoded import Asked, Encoded, padded
+from surgery.probes.question import CompletionProbe, Passage, PassageProbe, Probe, Question
+from surgery.probes.scoring import batches
 from surgery.records.recipe import Locate, ProbeChoice
 
 REFERENCE_EXAMPLES = 32  # for mean and resample ablation
@@ -24,7 +25,22 @@ Groups = Sequence[tuple[list[int], Encoded]]
 
 def choice_probe(tokenizer: PreTrainedTokenizerBase, name: str, options: Mapping[str, Any] | None = None) -> Probe:
     """The probe of that name; options None: a recipe's default. Unless the options say otherwise, it asks for the keys that
-    lessons may hold. Raises UserError for a probe that asks for completions."""
+    lessons may hold. Raises UserError for a probe that asks for anything else."""
+    probe = _made(tokenizer, name, options)
+    if isinstance(probe, PassageProbe):
+        raise UserError(f"the probe '{name}' asks for tokens of text; here questions with choices are needed")
+    return probe
+
+
+def asked(
+    tokenizer: PreTrainedTokenizerBase, name: str, options: Mapping[str, Any] | None = None
+) -> tuple[Any, Callable[[int, int], Sequence[Asked]]]:
+    """(the probe of that name, what it asks: at most n for a seed). As choice_probe, and also for tokens of text."""
+    probe = _made(tokenizer, name, options)
+    return probe, probe.passages if isinstance(probe, PassageProbe) else probe.questions
+
+
+def _made(tokenizer: PreTrainedTokenizerBase, name: str, options: Mapping[str, Any] | None) -> Probe | PassageProbe:
     given = dict(ProbeChoice(probe=name).options if options is None else options)
     if "tokenizer" in given:
         raise UserError(f"the probe '{name}' takes the model's tokenizer, and no option of that name")
@@ -36,13 +52,13 @@ def choice_probe(tokenizer: PreTrainedTokenizerBase, name: str, options: Mapping
 
 @dataclasses.dataclass(frozen=True)
 class QuestionSet:
-    """The questions of a probe for one seed, in batches. reference: the prompts of other questions, (ids (rows, t), last
+    """What a probe asks for one seed, in batches. reference: the prompts of other questions, (ids (rows, t), last
     (rows,)), which mean and resample ablation need."""
 
     name: str
     options: dict[str, Any]
     seed: int
-    questions: Sequence[Question]
+    questions: Sequence[Asked]
     groups: Groups
     reference: tuple[Tensor, Tensor] | None = None
 
@@ -50,14 +66,14 @@ class QuestionSet:
 def question_set(
     tokenizer: PreTrainedTokenizerBase, choice: ProbeChoice, options: Locate, *, seed: int, device: torch.device
 ) -> QuestionSet:
-    """The questions of one probe, at most `options.examples`: some probes have no more. Raises UserError for fewer than two."""
-    probe: Any = choice_probe(tokenizer, choice.probe, choice.options)
-    questions = probe.questions(options.examples, seed)
+    """What one probe asks, at most `options.examples`: some probes have no more. Raises UserError for fewer than two."""
+    probe, questions_of = asked(tokenizer, choice.probe, choice.options)
+    questions = questions_of(options.examples, seed)
     if len(questions) < 2:
         raise UserError(f"locating needs at least 2 examples, and {choice.probe} has {len(questions)}")
     reference = None
     if options.ablation != "zero":
-        others = [other for other in probe.questions(REFERENCE_EXAMPLES, -1 - seed) if other not in questions]
+        others = [other for other in questions_of(REFERENCE_EXAMPLES, -1 - seed) if other not in questions]
         if not others:
             raise UserError(
                 f"'{options.ablation}' ablation needs questions that are not asked, and {choice.probe} has no others; ask fewer"
@@ -87,17 +103,11 @@ def check_questions(tokenizer: PreTrainedTokenizerBase, options: Locate, seed: i
 
 
 def reference_batch(
-    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], device: torch.device
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Asked], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The prompts of questions, (ids (rows, t), last (rows,)), as a reference for mean and resample ablation."""
-    return padded(opening(tokenizer, [question.prompt for question in questions]), device)
-
-
-def question_of_row(encoded: Encoded) -> Tensor:
-    """(rows,): the question to which a row belongs; one with candidates of several tokens owns several rows."""
-    owners = torch.empty(len(encoded.rows), dtype=torch.long)
-    owners[encoded.terms[:, 2]] = encoded.terms[:, 0]
-    return owners
+    """Passages, or the prompts of questions, (ids (rows, t), last (rows,)), as a reference for mean and resample ablation."""
+    prompts = opening(tokenizer, [question.prompt for question in questions if isinstance(question, Question)])
+    return padded([*prompts, *(list(each.ids) for each in questions if isinstance(each, Passage))], device)
 
 
 def described(name: str, options: Mapping[str, Any]) -> str:

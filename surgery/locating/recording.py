@@ -34,12 +34,16 @@ class Recorded:
 
 
 class Walk:
-    """The states of one batch at one layer after another. ids (rows, t); last (rows,): each row's last token. shapes: of what
-    the blocks return."""
+    """The states of one batch at one layer after another. ids (rows, t); last (rows,): each row's last token. at: (row,
+    position) of the logits that are looked at, (logits,) each; unless given, at the last tokens. shapes: of what the blocks
+    return."""
 
-    def __init__(self, subject: Subject, shapes: list[Shape], ids: Tensor, last: Tensor):
+    def __init__(
+        self, subject: Subject, shapes: list[Shape], ids: Tensor, last: Tensor, at: tuple[Tensor, Tensor] | None = None
+    ):  # fmt: skip
         self.model, self.anatomy, self.shapes, self.ids, self.last = subject.model, subject.anatomy, shapes, ids, last
-        self.at = torch.arange(len(ids), device=ids.device), last
+        rows, positions = (torch.arange(len(ids)), last) if at is None else at
+        self.at = rows.to(ids.device), positions.to(ids.device)
         self.layer, self.hidden = 0, torch.empty(0)
 
     def step(self) -> tuple[Tensor, list[Recorded], Tensor | None]:
@@ -72,17 +76,10 @@ class Walk:
         return entering, [recorder.recorded(self.model) for recorder in recorders], logits
 
     def logits(self, forwards: dict[nn.Module, Callable[..., Any]], ids: Tensor, at: tuple[Tensor, Tensor] | None) -> Tensor:
-        """(rows, vocabulary) at the positions `at`, or at the only one: the last block hands on no others."""
+        """(logits, vocabulary) at `at`, or at the only position: the last block hands on no others."""
         final = self.anatomy.blocks[-1]
-        own = forwards.get(final, final.forward)
-
-        def gather(*args: Any, **kwargs: Any) -> Any:
-            assert at is not None
-            returned = own(*args, **kwargs)
-            return self.shapes[-1].around(picked(tensor_of(returned), at)[:, None])
-
         if at is not None:
-            forwards = {**forwards, final: gather}
+            forwards = {**forwards, final: handing_on(forwards.get(final, final.forward), at)}
         with replaced(forwards):
             return self.model(input_ids=ids, use_cache=False).logits[:, -1]
 
@@ -138,6 +135,16 @@ def _scale(out: nn.Module, projected: Tensor, returned: Tensor) -> Tensor | None
     ratio = after.abs().amax(-1, keepdim=True) / before.abs().amax(-1, keepdim=True)
     scale = ratio.log2().round().exp2().nan_to_num(1.0)  # 0 / 0: nothing was projected
     return scale if torch.equal(multiplied(projected, scale, bias), returned) else None
+
+
+def handing_on(forward: Callable[..., Any], at: tuple[Tensor, Tensor]) -> Callable[..., Any]:
+    """A block's forward that returns its states at (rows, positions) alone, each as a row of one token."""
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        returned = forward(*args, **kwargs)
+        return Shape.of(returned).around(picked(tensor_of(returned), at)[:, None])
+
+    return gather
 
 
 def picked(states: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:

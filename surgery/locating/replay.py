@@ -4,7 +4,7 @@ A batch walks through the model layer by layer. For layer l the states that ente
 mixer does, the model runs again with the blocks before l skipped, the mixer of l returning the other output, and the blocks
 after l as they are. A head of layer l therefore costs the layers after l instead of the whole model, and masks, rotary
 embeddings, soft-capping and whatever else a family does stay transformers' business. Behind the last mixer nothing mixes
-positions any more, so there each row's last token is enough. One layer's tensors are held at a time.
+positions any more, so there the tokens are enough at which logits are looked at. One layer's tensors are held at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +51,8 @@ Change = dict[int, Tensor | Edit]
 class Replay:
     """One batch of a subject, and what becomes of its logits when mixers put out something else.
 
-    ids (rows, t), padded on the right; last (rows,): each row's last token. reference: another batch (ids, last), for "mean"
+    ids (rows, t), padded on the right; last (rows,): each row's last token. at: where logits are looked at (recording.Walk);
+    unless given, at the last tokens. reference: another batch (ids, last), for "mean"
     and "resample"; donors (rows,): the row of the reference that resampling gives each row (default: in turn).
 
     Raises UserError if the model is not in eval mode.
@@ -63,13 +64,14 @@ class Replay:
         ids: Tensor,
         last: Tensor,
         *,
+        at: tuple[Tensor, Tensor] | None = None,
         reference: tuple[Tensor, Tensor] | None = None,
         donors: Tensor | None = None,
     ):
         if subject.model.training:
             raise UserError("a replay needs the model in eval mode")
         self.subject, self.shapes = subject, block_shapes(subject)
-        self.walk = Walk(subject, self.shapes, ids, last)
+        self.walk = Walk(subject, self.shapes, ids, last, at)
         self.reference = None if reference is None else Walk(subject, self.shapes, *reference)
         if self.reference is not None:
             self.donors = torch.arange(len(ids)) % len(self.reference.ids) if donors is None else donors
@@ -88,16 +90,16 @@ class Replay:
 
 
 class Layer:
-    """A layer of a replay. `base`: the logits (rows, vocabulary) of the model as it is."""
+    """A layer of a replay. `base`: the logits (logits, vocabulary) of the model as it is."""
 
     def __init__(self, replay: Replay, index: int, hidden: Tensor, recorded: list[Recorded], reference: list[Recorded] | None):
         self.replay, self.index, self.base = replay, index, replay.base
         anatomy = replay.subject.anatomy
         self.mixers = anatomy.at(index)
         self.entering = [r.entering for r in recorded]
-        # Behind the model's last mixer nothing mixes positions: the last tokens are enough.
+        # Behind the model's last mixer nothing mixes positions: the tokens are enough at which logits are looked at.
         is_last = index >= max(anatomy.layers())
-        self.last_only = is_last and not any(mixer.feeds for mixer in self.mixers)
+        self.picks = is_last and not any(mixer.feeds for mixer in self.mixers)
         self._hidden = self.take(hidden)
         self._recorded = recorded
         self._columns = [self.take(r.columns) for r in recorded]
@@ -105,8 +107,8 @@ class Layer:
         self._reference = reference
 
     def take(self, states: Tensor) -> Tensor:
-        """What a replay needs of (rows, t, ...): all, or, behind the last mixer, the last tokens' (rows, 1, ...)."""
-        return picked(states, self.replay.walk.at)[:, None] if self.last_only else states
+        """What a replay needs of (rows, t, ...): all, or, behind the last mixer, what is looked at, (logits, 1, ...)."""
+        return picked(states, self.replay.walk.at)[:, None] if self.picks else states
 
     @torch.inference_mode()
     def ablation(self, heads: Sequence[int] | None = None, how: How = "zero") -> Change:
@@ -164,7 +166,7 @@ class Layer:
 
     @torch.inference_mode()
     def logits(self, change: Change) -> Tensor:
-        """The logits (rows, vocabulary) after a change."""
+        """The logits (logits, vocabulary) after a change."""
         walk = self.replay.walk
         stubs: dict[nn.Module, Callable[..., Any]] = {}
         for i, mixer in enumerate(self.mixers):
@@ -185,7 +187,7 @@ class Layer:
         skipped = zip(blocks[: self.index], shapes[: self.index], strict=True)
         forwards: dict[nn.Module, Callable[..., Any]] = {block: identity(shape) for block, shape in skipped}
         forwards[blocks[self.index]] = resume
-        if self.last_only:
+        if self.picks:
             return walk.logits(forwards, walk.ids[walk.at][:, None], None)
         return walk.logits(forwards, walk.ids, walk.at)
 

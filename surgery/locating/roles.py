@@ -22,7 +22,8 @@ from surgery.locating.heads import Role, Score
 from surgery.locating.matrices import mixing_matrices
 from surgery.locating.subject import Subject
 from surgery.models.tokens import summary, token_spans
-from surgery.probes.question import Question
+from surgery.probes.encoded import Asked
+from surgery.probes.question import Passage
 from surgery.records.site import Site
 from surgery.runtime import processes
 
@@ -30,7 +31,7 @@ COST = 0.001  # nats; less means nothing, though it can be beyond chance where a
 
 
 def masses(
-    subject: Subject, questions: Sequence[Question], sites: Collection[Site] | None = None
+    subject: Subject, questions: Sequence[Asked], sites: Collection[Site] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(answer_mass, pair_mass) of `sites` (all heads, unless given), both (questions, layers, most heads). Several processes
     share the questions.
@@ -46,7 +47,7 @@ def masses(
         return answer, pair
     for q in processes.share(range(len(questions))):
         question = questions[q]
-        if question.evidence is None or not question.spans:
+        if isinstance(question, Passage) or question.evidence is None or not question.spans:
             continue
         tokens, spans = token_spans(subject.tokenizer, question.prompt, question.spans)
         summaries = [summary(span, len(tokens)) for span in spans]

@@ -17,7 +17,7 @@ from surgery.locating.heads import ScoreName
 from surgery.locating.questions import described
 from surgery.records.record import Record
 from surgery.records.site import Site, SiteText
-from surgery.statistics import CHUNK, Accuracy, Estimate, correlation, mean, proportion
+from surgery.statistics import CHUNK, Accuracy, Estimate, correlation, mean, share_right
 
 EXACT, PREFILTERED = 5, 10  # the exact leading five should be among attribution's leading ten
 TOPS = (1, 5, 10)
@@ -159,7 +159,7 @@ def _repeat(site_of: Callable[[int], Site], ranking: Scores, score: ScoreName) -
         passed = set(ranking.leading("attribution", PREFILTERED))
         missed = tuple(site_of(i) for i in ranking.leading(score, EXACT) if i not in passed)
     return Repeat(
-        probe=ranking.probe, seed=ranking.seed, base_accuracy=proportion(ranking.correct),
+        probe=ranking.probe, seed=ranking.seed, base_accuracy=share_right(ranking.correct),
         leading=tuple(site_of(i) for i in ranking.leading(score, max(TOPS))), missed=missed,
     )  # fmt: skip
 

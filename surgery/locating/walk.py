@@ -21,7 +21,7 @@ from surgery.splicing.splice import install
 
 @dataclass(frozen=True)
 class Variant:
-    """The base with one change, and the logits (rows, vocabulary) at the rows' last tokens. `site` None: no change."""
+    """The base with one change, and the logits (logits, vocabulary) where the replay looks at them. `site` None: no change."""
 
     kind: str  # "base", "ablate" or "splice"
     site: Site | None

@@ -2,7 +2,7 @@
 
 One file per probe, found by listing this folder: a new probe is a new file that defines `PROBES`, name -> dataclass. The first
 sentence of the dataclass says what the probe asks (`surgery list probes` prints it), its fields are the probe's options. A
-probe makes either `Question`s with choices or `Completion`s from a seed; `surgery.probes.scoring` puts both to a model.
+probe makes `Question`s with choices, `Completion`s or `Passage`s from a seed; `surgery.probes.scoring` puts them to a model.
 """
 
 import dataclasses
@@ -16,10 +16,11 @@ import pydantic
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.probes.question import CompletionProbe, Probe
+from surgery.probes.question import CompletionProbe, PassageProbe, Probe
 from surgery.records.complaints import none_named
 from surgery.records.reading import shown
 
+AnyProbe = Probe | CompletionProbe | PassageProbe
 MOST = 10**6  # words, tokens or pairs of one question
 
 
@@ -39,7 +40,7 @@ def without_unseen(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return ({"keys": "lessons"} if has_keys else {}) | dict(options)
 
 
-def make(name: str, /, *, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> Probe | CompletionProbe:
+def make(name: str, /, *, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> AnyProbe:
     """The probe of that name. Raises UserError for a name or an option that does not exist, and for a value that does not fit.
 
     tokenizer: of the model that will be asked. Only a probe that measures its prompts in tokens needs it; others ignore it.

@@ -6,9 +6,18 @@ rare in a text of the same kind, outside the row. All tokens of a text are looke
 probe `recall` asks for single words instead, one a question.
 """
 
+import random
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.probes.question import Passage
+from surgery.records.record import read_text
 
 GAP = 8  # tokens between the two occurrences of a pair, at least: a refrain of a few tokens is no recall
 BITS = 32  # of a token's number
@@ -108,3 +117,81 @@ def _contexts(documents: np.ndarray) -> np.ndarray:
     begins = np.ones(documents.shape, dtype=bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return begins.ravel().cumsum()
+
+
+COUNTED = 2**20  # characters of other text in which pairs are counted: some 250,000 tokens
+MOST_TOKENS = 2**16  # of a row
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Recall hits of running text, all of a row at once: tokens that complete a rare pair which stood before in the row.
+
+    source: a text file, or a list of them; which heads carry names depends on the names, so that several texts say more than
+    one. elsewhere: another text file, or a folder of them, in which pairs are counted: those that come `rare` times per million
+    tokens there, or less, are rare. Without it, they are counted in the other rows of the source, where the names that run
+    through all of it are not rare. tokens: of a row.
+    """
+
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    source: str | list[str]
+    elsewhere: str | None = None
+    tokens: int = 512
+    rare: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not self._sources:
+            raise UserError("hits takes a text file, or a list of them (options.source)")
+        if not 2 * GAP <= self.tokens <= MOST_TOKENS:
+            raise UserError(f"hits takes rows of {2 * GAP} to {MOST_TOKENS:,} tokens, not {self.tokens}")
+        if not 0 <= self.rare < float("inf"):
+            raise UserError(f"hits takes a finite number of pairs per million tokens of at least 0, not {self.rare}")
+
+    def passages(self, n: int, seed: int) -> list[Passage]:
+        """Rows that follow one another in the text, those without hits left out, in random order. Raises UserError where the
+        text cannot be read, is shorter than a row, or has no hits."""
+        return random.Random(f"hits {seed}").sample(self._rows, min(n, len(self._rows)))
+
+    @property
+    def _sources(self) -> list[str]:
+        return [self.source] if isinstance(self.source, str) else self.source
+
+    @cached_property
+    def _rows(self) -> list[Passage]:
+        texts = {name: self._ids(read_text(name, "the text in")) for name in self._sources}
+        for name, ids in texts.items():
+            if len(ids) < self.tokens:
+                raise UserError(f"{name} has {len(ids)} tokens; a row of hits takes {self.tokens} (options.tokens)")
+        rows = np.concatenate([ids[: len(ids) // self.tokens * self.tokens] for ids in texts.values()]).reshape(-1, self.tokens)
+        counted = texts.values() if self.elsewhere is None else map(self._ids, _pieces(Path(self.elsewhere)))
+        before = seen_before(rows, PairCounts(counted), self.rare, within=self.elsewhere is None)
+        places = [np.flatnonzero(row != NONE).tolist() for row in before]
+        if not (total := sum(map(len, places))):
+            raise UserError(
+                f"no rare pair of tokens comes again within {self.tokens} tokens of {', '.join(self._sources)}; take a longer "
+                "text, more tokens or a larger rare"
+            )
+        weight = sum(map(bool, places)) / total
+        return [
+            Passage(tuple(row.tolist()), tuple(zip(hit, before[i, hit].tolist(), strict=True)), weight)
+            for i, (row, hit) in enumerate(zip(rows, places, strict=True))
+            if hit
+        ]
+
+    def _ids(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"], dtype=np.int64)
+
+
+def _pieces(place: Path) -> Iterable[str]:
+    """From the middle of a text file, or of all in a folder, equally many characters of each."""
+    files = sorted(place.rglob("*.txt")) if place.is_dir() else [place]
+    if not files:
+        raise UserError(f"hits: {place} holds no .txt files in which pairs could be counted (options.elsewhere)")
+    share = max(1, COUNTED // len(files))
+    for file in files:
+        text = read_text(file, "the text in")
+        begin = max(0, len(text) - share) // 2
+        yield text[begin : begin + share]
+
+
+PROBES = {"hits": Hits}

@@ -1,7 +1,7 @@
-"""What probes ask: a question with choices, or a text to be completed."""
+"""What probes ask: a question with choices, a text to be completed, or some tokens of running text."""
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,11 @@ class Question:
     spans: tuple[tuple[int, int], ...] = ()
     evidence: int | None = None
 
+    @property
+    def chance(self) -> float:
+        """How often a guess among the choices is right."""
+        return 1 / len(self.choices)
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -25,6 +30,22 @@ class Completion:
 
     prompt: str
     answer: str
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A row of running text, some of whose tokens are asked for, each behind all tokens before it.
+
+    ids: of the row's tokens. hits: (place of a token that is asked for, place at which the same pair of tokens ended before).
+    weight: of one such token among all that are asked for in the row, so that the loss of rows is, on average, that of tokens.
+    Roles of heads are not read from it: it has no spans of evidence.
+    """
+
+    spans: ClassVar[tuple[tuple[int, int], ...]] = ()
+    evidence: ClassVar[int | None] = None
+    ids: tuple[int, ...]
+    hits: tuple[tuple[int, int], ...]
+    weight: float = field(default=1.0, compare=False)
 
 
 class Probe(Protocol):
@@ -39,4 +60,12 @@ class CompletionProbe(Protocol):
     """What asks for completions."""
 
     def completions(self, n: int, seed: int) -> list[Completion]:
+        """At most n, the same for the same seed."""
+
+
+@runtime_checkable
+class PassageProbe(Protocol):
+    """What asks for tokens of running text."""
+
+    def passages(self, n: int, seed: int) -> list[Passage]:
         """At most n, the same for the same seed."""

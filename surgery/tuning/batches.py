@@ -27,6 +27,7 @@ from surgery.probes import make, probes, without_unseen
 from surgery.probes.hits import NONE, PairCounts
 from surgery.probes.knowledge import PARTS, Knowledge
 from surgery.probes.needle import WORLDS
+from surgery.probes.question import PassageProbe
 from surgery.records.recipe import Bench, Data, Lesson, Tune
 from surgery.records.record import read_text
 from surgery.runtime.processes import on_main
@@ -139,7 +140,8 @@ class Lessons(Dataset[list[Piece]]):
             rng = random.Random(f"dictionary {self.seed} {index}")
             return kv_pieces(rng, drawn["pairs"], lesson.queries or QUERIES)
         seed = FIRST_SEED + random.Random(f"question {self.seed} {index}").getrandbits(63)
-        return probe_pieces(make(lesson.probe, tokenizer=self.tokenizer, **without_unseen(lesson.probe, drawn)), seed)
+        probe: Any = make(lesson.probe, tokenizer=self.tokenizer, **without_unseen(lesson.probe, drawn))
+        return probe_pieces(probe, seed)
 
     def drawn(self, step: int) -> dict[str, Any]:
         """The options of a step's lesson, with a number drawn from every range."""
@@ -252,6 +254,11 @@ def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data
         ends = [value if isinstance(value, tuple) else (value,) for value in lesson_options.values()]
         for values in product(*ends):
             probe: Any = make(lesson.probe, tokenizer=tokenizer, **dict(zip(lesson_options, values, strict=True)))
+            if isinstance(probe, PassageProbe):
+                raise UserError(
+                    f"tune.lessons: '{lesson.probe}' asks for tokens of text, and is no lesson; to learn from recall hits, set "
+                    "tune.hit_weight"
+                )
             source = getattr(probe, "source", None)
             key = "facts" if lesson.probe in ("knowledge", "letters") else "held_out_text"
             if source and os.path.realpath(source) == os.path.realpath(getattr(data, key)):

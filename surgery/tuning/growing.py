@@ -26,12 +26,12 @@ from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
 from surgery.locating.ledger import Ledger, Tensors
 from surgery.locating.planning import plan
-from surgery.locating.questions import choice_probe
+from surgery.locating.questions import asked
 from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.models.finite import within
+from surgery.probes.encoded import Asked
 from surgery.probes.perplexity import token_losses
-from surgery.probes.question import Question
 from surgery.probes.scoring import answer
 from surgery.records.growth import Growth, Round, Saved, Trial
 from surgery.records.plan import Plan
@@ -84,11 +84,11 @@ def grow(
     return _Growing(measuring, ranking, options, order, seed).grown()
 
 
-def fresh_questions(tokenizer: PreTrainedTokenizerBase, ranking: Ranking, n: int, seed: int) -> list[Question]:
+def fresh_questions(tokenizer: PreTrainedTokenizerBase, ranking: Ranking, n: int, seed: int) -> list[Asked]:
     """At most n questions of a ranking's probe that no head was ranked by. Raises UserError for fewer than two."""
-    probe = choice_probe(tokenizer, ranking.probe["name"], ranking.probe["options"])
-    known = {*probe.questions(ranking.probe["examples"], ranking.probe["seed"])}
-    fresh = [question for question in probe.questions(n + len(known), seed + SEED) if question not in known][:n]
+    _, questions = asked(tokenizer, ranking.probe["name"], ranking.probe["options"])
+    known = {*questions(ranking.probe["examples"], ranking.probe["seed"])}
+    fresh = [question for question in questions(n + len(known), seed + SEED) if question not in known][:n]
     if len(fresh) < 2:
         raise UserError(
             f"plan.heads=auto needs questions that no head was ranked by, and {ranking.probe['name']} has {len(fresh)} of "
@@ -101,7 +101,7 @@ class Measuring:
     """Measures plans on the same questions and text. questions: see fresh_questions. text: (ids, real) of windows."""
 
     def __init__(
-        self, subject: Subject, questions: Sequence[Question], text: tuple[Tensor, Tensor], batch_size: int = 32,
+        self, subject: Subject, questions: Sequence[Asked], text: tuple[Tensor, Tensor], batch_size: int = 32,
         kept: Path | None = None,
     ):  # fmt: skip
         self.subject, self.questions, self.text, self.batch_size = subject, list(questions), text, batch_size

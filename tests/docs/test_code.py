@@ -72,11 +72,11 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def workplace(tmp_path) -> Path:
-    """The folder of a reader: the repository's models and recipes, a model of one's own, and two texts."""
+    """The folder of a reader: the repository's models and recipes, a model of one's own, and three texts."""
     for folder in ("checkpoints", "recipes"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     shutil.copytree(TINY, tmp_path / "my-mamba2")
-    for file, held_out in (("train.txt", False), ("held_out.txt", True)):
+    for file, held_out in (("train.txt", False), ("unread.txt", False), ("held_out.txt", True)):
         rng = random.Random(file)
         (tmp_path / file).write_text("\n\n".join(document(rng, held_out=held_out) for _ in range(200)))
     return tmp_path

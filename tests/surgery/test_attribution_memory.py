@@ -11,12 +11,11 @@ from surgery.locating import attribution_memory, prefilter
 from surgery.locating.attribution import STARTS, attribute_starts
 from surgery.locating.attribution_memory import WHOLE, Activations, Step, activations, parted
 from surgery.locating.locate import locate
-from surgery.locating.questions import question_of_row
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
+from surgery.probes.encoded import encode
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.question import Question
-from surgery.probes.scoring import encode
 from tests.conftest import VOCABULARY, random_base, random_selective
 
 FALCON = (FalconMambaConfig, FalconMambaForCausalLM)
@@ -73,7 +72,7 @@ def test_the_number_of_rows_at_a_time_changes_rounding_alone(name, tokenizer):
 
 def test_parts_of_a_batch_hold_its_questions_in_order(tokenizer):
     encoded = several_rows(tokenizer)
-    sizes = question_of_row(encoded).bincount().tolist()
+    sizes = encoded.owners().bincount().tolist()
     assert len(sizes) == 3
     assert min(sizes) > 1
     assert [len(part.rows) for part in parted(encoded, sizes[0] + sizes[1])] == [sizes[0] + sizes[1], sizes[2]]

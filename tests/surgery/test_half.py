@@ -31,8 +31,8 @@ from surgery.locating.locate import locate
 from surgery.locating.replay import Replay
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
+from surgery.probes.encoded import encode
 from surgery.probes.kv import KVRetrieval
-from surgery.probes.scoring import encode
 from surgery.records.plan import Plan
 from surgery.records.recipe import Align, Calibrate, EarlyStopping, Lesson, Lora, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice

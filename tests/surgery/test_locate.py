@@ -24,8 +24,9 @@ from surgery.locating.roles import masses, role
 from surgery.locating.search import LEADING
 from surgery.locating.subject import Subject
 from surgery.models.anatomy import anatomy
+from surgery.probes.encoded import encode, padded
 from surgery.probes.kv import KVRetrieval
-from surgery.probes.scoring import batches, encode, padded
+from surgery.probes.scoring import batches
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
 from surgery.runtime.quiet import hush_transformers

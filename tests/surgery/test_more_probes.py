@@ -17,13 +17,14 @@ from transformers import PreTrainedTokenizerFast
 from surgery.errors import UserError
 from surgery.jobs.preparing import check
 from surgery.probes import make, probes
-from surgery.probes.question import Completion, CompletionProbe, Question
+from surgery.probes.question import Completion, CompletionProbe, Passage, PassageProbe, Question
 from surgery.probes.scoring import answer, complete
 from surgery.records.recipe import Bench, Recipe
 from surgery.world.tokenizer import build_tokenizer
 from surgery.world.words import KEYS
 from tests.conftest import SAME, random_base
 
+README = str(Path(__file__).parents[2] / "README.md")
 # Of every probe, options that fit.
 OPTIONS = {
     "kv": {"pairs": 8},
@@ -34,7 +35,8 @@ OPTIONS = {
     "copying": {"length": 8},
     "selective_copying": {"count": 4, "length": 12},
     "needle": {"length": 120, "depth": 0.5},
-    "recall": {"source": str(Path(__file__).parents[2] / "README.md"), "words": 128, "rare": 1000.0},
+    "recall": {"source": README, "words": 128, "rare": 1000.0},
+    "hits": {"source": README, "tokens": 128, "rare": 1000.0},
 }
 
 seeds = st.integers(0, 10**9)
@@ -74,6 +76,8 @@ def characters() -> PreTrainedTokenizerFast:
 
 
 def ask(probe, n: int, seed: int) -> list:
+    if isinstance(probe, PassageProbe):
+        return probe.passages(n, seed)
     return probe.completions(n, seed) if isinstance(probe, CompletionProbe) else probe.questions(n, seed)
 
 
@@ -88,6 +92,9 @@ def test_what_is_asked_follows_from_the_seed(name, characters):
     assert ask(probe, 5, seed=1) != ask(probe, 5, seed=2)
     assert len(set(ask(probe, 5, seed=1))) == 5
     for item in ask(probe, 20, seed=3):
+        if isinstance(item, Passage):
+            assert all(before < place < len(item.ids) for place, before in item.hits)
+            continue
         assert not item.prompt.endswith(" ")
         if isinstance(item, Question):
             assert 0 <= item.answer < len(item.choices) == len(set(item.choices))
@@ -126,10 +133,11 @@ def test_what_does_not_fit_is_refused_in_one_line(name, options, message, charac
     assert "\n" not in str(refused.value)
 
 
-def test_only_the_needle_needs_a_tokenizer():
-    with pytest.raises(UserError, match="the probe 'needle' needs a tokenizer"):
-        make("needle", length=99)
-    assert all(make(name, **options) for name, options in OPTIONS.items() if name != "needle")
+def test_only_what_counts_tokens_needs_a_tokenizer():
+    for name in ("needle", "hits"):
+        with pytest.raises(UserError, match=f"the probe '{name}' needs a tokenizer"):
+            make(name, **OPTIONS[name])
+    assert all(make(name, **options) for name, options in OPTIONS.items() if name not in ("needle", "hits"))
 
 
 def test_whole_numbers_are_depths_too(characters):

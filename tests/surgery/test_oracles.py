@@ -15,8 +15,9 @@ from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
 from surgery.models.tokens import opening, token_spans
 from surgery.probes import make
+from surgery.probes.encoded import encode, padded
 from surgery.probes.question import Question
-from surgery.probes.scoring import answer, encode, padded
+from surgery.probes.scoring import answer
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.splice import splice

@@ -7,11 +7,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import UserError
+from surgery.probes.encoded import encode
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.perplexity import Perplexity
 from surgery.probes.question import Question
-from surgery.probes.scoring import answer, encode
+from surgery.probes.scoring import answer
 from surgery.tuning.sequences import letter_pieces
 from surgery.world.facts import facts
 from surgery.world.text import document

@@ -12,8 +12,9 @@ from surgery.locating import prune
 from surgery.locating.prune import Pruner, Pruning
 from surgery.locating.subject import Subject
 from surgery.models.anatomy import anatomy
+from surgery.probes.encoded import padded
 from surgery.probes.knowledge import Knowledge
-from surgery.probes.scoring import answer, batches, padded
+from surgery.probes.scoring import answer, batches
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt

@@ -16,8 +16,8 @@ from surgery.locating.planning import plan
 from surgery.locating.ranking import COLUMNS
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
+from surgery.probes.encoded import encode
 from surgery.probes.kv import KVRetrieval
-from surgery.probes.scoring import encode
 from surgery.records.recipe import Bench
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import VOCABULARY, random_base

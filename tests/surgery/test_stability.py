@@ -12,8 +12,8 @@ from surgery.locating.search import DRAWN, LEADING
 from surgery.locating.stability import Column, Scores, stability
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
+from surgery.probes.encoded import encode
 from surgery.probes.kv import KVRetrieval
-from surgery.probes.scoring import encode
 from surgery.records.site import Site
 from surgery.statistics import correlation
 from tests.conftest import VOCABULARY, random_base

@@ -14,9 +14,10 @@ from surgery.evaluation import suites
 from surgery.exporting.export import export
 from surgery.models import tokens
 from surgery.probes import make
+from surgery.probes.encoded import encode
 from surgery.probes.perplexity import Perplexity
 from surgery.probes.question import Completion, Question
-from surgery.probes.scoring import complete, encode
+from surgery.probes.scoring import complete
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
 from surgery.splicing.splice import splice

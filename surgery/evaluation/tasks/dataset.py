@@ -15,11 +15,13 @@ EXAMPLES = 1000  # --limit takes the first ones
 def choices(*, probe: str, options: dict[str, Any], tokenizer: Any = None, pretrained: Any = None, **_: Any) -> DatasetDict:
     """Questions. tokenizer, pretrained: what the harness was given, for a probe that measures its prompts in tokens."""
     words = AutoTokenizer.from_pretrained(tokenizer or pretrained) if tokenizer or pretrained else None
-    questions: Any = examples(make(probe, tokenizer=words, **options), False, EXAMPLES, bench_seed(0))
+    asked: Any = make(probe, tokenizer=words, **options)
+    questions: Any = examples(asked, False, EXAMPLES, bench_seed(0))
     rows = [{"prompt": q.prompt, "choices": list(q.choices), "answer": q.answer} for q in questions]
     return DatasetDict({"test": Dataset.from_list(rows)})
 
 
 def completions(*, probe: str, options: dict[str, Any], **_: Any) -> DatasetDict:
-    made: Any = examples(make(probe, **options), probe in WRITTEN, EXAMPLES, bench_seed(0))
+    asked: Any = make(probe, **options)
+    made: Any = examples(asked, probe in WRITTEN, EXAMPLES, bench_seed(0))
     return DatasetDict({"test": Dataset.from_list([{"prompt": c.prompt, "answer": c.answer} for c in made])})

@@ -27,7 +27,7 @@ from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
 from surgery.loading.opened import a_type, model_of
 from surgery.locating.questions import question_set
-from surgery.probes.scoring import padded
+from surgery.probes.encoded import padded
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import environment

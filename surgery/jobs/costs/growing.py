@@ -5,7 +5,7 @@ import math
 from functools import partial
 
 from surgery.jobs.costs.sample import Patient, Sample, moved, sampled
-from surgery.locating.questions import choice_probe
+from surgery.locating.questions import asked
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.splicing.splice import install
@@ -20,8 +20,8 @@ def growing_cost(patient: Patient, recipe: Recipe, chosen: Plan) -> tuple[int, S
     the plans."""
     auto, rows = recipe.plan.auto, patient.rows(recipe.locate.batch_size)
     tried = min(rows, auto.examples)
-    probe = choice_probe(patient.tokenizer, recipe.locate.probe, recipe.locate.options)
-    questions = probe.questions(max(2, tried), recipe.seed)
+    _, questions_of = asked(patient.tokenizer, recipe.locate.probe, recipe.locate.options)
+    questions = questions_of(max(2, tried), recipe.seed)
     windows = max(1, math.ceil(auto.windows * tried / auto.examples))
     text = held_out_windows(patient.tokenizer, recipe.data, recipe.tune, windows, recipe.seed)
 

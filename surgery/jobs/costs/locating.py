@@ -14,7 +14,7 @@ from surgery.locating.questions import QuestionSet, question_set, question_sets
 from surgery.locating.roles import masses
 from surgery.locating.search import DRAWN, LEADING
 from surgery.locating.walk import fully_gated
-from surgery.probes.scoring import Encoded
+from surgery.probes.encoded import Encoded
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
 from surgery.runtime.memory import spare
