@@ -126,10 +126,16 @@ def _how(plan: Plan, base_unchanged: bool) -> str:
         mlp = ", its MLP and norms included" if plan.mlp else ""
         return f"There the SSM's whole mixer gave way to attention {source}{mlp}."
     starts = {"donor": f"heads of `{plan.donor}`", "dual": "the heads' own C and B (the dual graft)",
-              "induction": "those of induction heads, which look behind the same token"}  # fmt: skip
+              "induction": "those of induction heads, which look behind the same token",
+              "copy": "those of induction heads, which look behind the same token"}  # fmt: skip
     start = starts[plan.init]
     kept = ", and every weight of the base is unchanged" if base_unchanged else ""
     done = f"It takes the place of the SSM's mixing alone; queries and keys start as {start}{kept}."
+    if plan.init == "copy":
+        done = (
+            f"It stands beside the SSM, all of whose heads stay, and its own values make the token that it finds more likely; "
+            f"queries and keys start as {start}{kept}."
+        )
     if not plan.kept_state:
         return done
     size = len(next(iter(plan.kept_state.values()))[0])

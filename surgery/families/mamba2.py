@@ -25,6 +25,7 @@ class Mamba2Family(DualFamily):
     def graft(self, config: Any, plan: Plan, site: Site) -> dict[str, Any]:
         signs = [plan.start(site.layer, head).sign for head in site.heads]
         own = {"signs": signs, "shared": plan.shared, "direct": plan.init == "donor"}
+        own |= {"own_values": True} if plan.init == "copy" else {}
         return {**common_spec(plan, site, self.state_size(config)), **own}
 
     def projection(self, mixer: Any) -> tuple[Tensor, Tensor | None]:

@@ -42,6 +42,12 @@ class DualGraft(Graft):
         self.direct: bool = spec.get(
             "direct", False
         )  # a donor's, which knows nothing of what the base does to queries and keys
+        # Whether values are the graft's own, and what it finds is added to what the mixer puts out, all of whose heads stay.
+        self.own_values: bool = spec.get("own_values", False)
+        if self.own_values:
+            inner = len(self.heads) * mixer.head_dim
+            self.v_proj = nn.Linear(mixer.in_proj.in_features, inner)
+            self.o_proj = nn.Linear(inner, mixer.out_proj.out_features, bias=False)
         bias = mixer.in_proj.bias is not None
         self.q_proj = nn.Linear(mixer.in_proj.in_features, size, bias=bias)
         self.k_proj = nn.Linear(mixer.in_proj.in_features, size, bias=bias)
@@ -53,6 +59,15 @@ class DualGraft(Graft):
     def project(self, hidden_states: Tensor) -> Tensor:
         """Queries and keys before the convolution, if there is one: (b, t, 2 * pairs * width)."""
         return torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states)], dim=-1)
+
+    def values(self, hidden_states: Tensor) -> Tensor:
+        """The graft's own values, (b, t, grafted heads, p)."""
+        return self.v_proj(hidden_states).unflatten(-1, (len(self.heads), -1))
+
+    def written(self, attended: Tensor) -> Tensor:
+        """What a graft with values of its own adds to the mixer's output: (..., grafted heads, p) -> (..., d)."""
+        assert self.gate is not None  # such a graft has one
+        return self.o_proj((attended * self.gate[:, None].to(attended.dtype)).flatten(-2))
 
     def split(self, qk: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
         """qk (b, t, 2 * pairs * width) after the convolution and dt (b, t, h), in float32 at least -> q and k, (b, grafted
@@ -76,7 +91,8 @@ class DualGraft(Graft):
 
     def into(self, matrix: Tensor, qk: Tensor, dt: Tensor, rows: Tensor | None, heads: Sequence[int] | None = None) -> Tensor:
         """The mixing matrices (heads, rows, t) of `heads` (of all, unless given) for one sequence, from the SSM's: a grafted
-        head's is its attention, or, where a blend gate is open, the mixture."""
+        head's is its attention, or, where a blend gate is open, the mixture; that of a graft with values of its own is its
+        attention, which stands beside the head's own matrix."""
         row_of = {head: row for row, head in enumerate(range(len(matrix)) if heads is None else heads)}
         places = [place for place, head in enumerate(self.heads) if head in row_of]  # of the grafted heads among `heads`
         if not places:
@@ -84,7 +100,7 @@ class DualGraft(Graft):
         q, k = (m[:, places] for m in self.split(qk, dt))
         attention = self.sign(matrix)[places] * attention_matrix(q, k, rows=rows)[0].to(matrix.dtype)
         attention = self.weighed(attention, dt[0][..., [self.heads[place] for place in places]], rows)
-        share = 1.0 if self.gate is None else self.gate[places, None, None]
+        share = 1.0 if self.gate is None or self.own_values else self.gate[places, None, None]
         at = [row_of[self.heads[place]] for place in places]
         matrix[at] = (1 - share) * matrix[at] + share * attention
         return matrix
@@ -116,7 +132,11 @@ class DualMixer:
     ) -> Tensor:  # fmt: skip
         gate, x, B, C, dt, qk = self.project(hidden_states, cache_params, attention_mask, packing)
         y = self.mix(x, B, C, dt, qk, cache_params, causal_mask, packing)
-        return self.finish(at(positions_to_keep, y), at(positions_to_keep, gate))
+        mixed = self.finish(at(positions_to_keep, y), at(positions_to_keep, gate))
+        if self.graft is None or not self.graft.own_values:
+            return mixed
+        found = self.look_up(self.graft.values(hidden_states), dt, qk, cache_params, packing or causal_mask)
+        return mixed + self.graft.written(at(positions_to_keep, found)).to(mixed.dtype)
 
     def convolve(
         self: Any,
@@ -175,7 +195,7 @@ class DualMixer:
             y = self.scan(others.of(x, 2), B, C, others.of(dt, -1), heads, cache_params, packing)
         else:
             y = x[:, :, :0].to(result_dtype(x))
-        if self.graft is None:
+        if self.graft is None or self.graft.own_values:
             return y
         assert qk is not None  # project makes it wherever there is a graft
         return self.graft.blend(y, self.attend(x, dt, qk, cache_params, packing or causal_mask))
@@ -217,12 +237,18 @@ class DualMixer:
         """The grafts' mixing: (b, t, grafted heads, p)."""
         assert self.graft is not None
         x = self.graft.grafted.of(x, 2)
+        y, D = self.look_up(x, dt, qk, cache_params, causal_mask), self.D
+        return y if D is None else y + self.graft.grafted.of(D, 0)[:, None] * x
+
+    def look_up(
+        self: Any, values: Tensor, dt: Tensor, qk: Tensor, cache_params: Cache | None, causal_mask: Tensor | Packing | None
+    ) -> Tensor:
+        """The grafted heads' attention over values (b, t, grafted heads, p), in the same shape."""
         q, k = self.graft.split(qk, dt)
-        v = x.transpose(1, 2)
+        v = values.transpose(1, 2)
         if cache_params is not None:
             k, v = seen_keys(cache_params, self.layer_idx, k, v)
-        y, D = self.graft.attend(q, k, v, causal_mask), self.D
-        return y if D is None else y + self.graft.grafted.of(D, 0)[:, None] * x
+        return self.graft.attend(q, k, v, causal_mask)
 
     @fetching("", *READ)
     def halves(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,12 +37,13 @@ class Mamba2HybridConfig(Mamba2Config):
     """A Mamba2Config with `grafts`: a list with one entry per grafted layer,
 
     {"kind": "head", "layer": int, "heads": [int, ...], "signs": [1 or -1, ...], "width": int, "shared": bool,
-     "time_step": bool, "blend": float or None, "direct": bool}
+     "time_step": bool, "blend": float or None, "direct": bool, "own_values": True or not there}
 
     heads: sorted; signs: sigma of each; width: of queries and keys; shared: one query-key pair per B/C group instead of one per
     head; time_step: whether log dt is added to the scores; blend: the initial value of a learned gate between the SSM output
     (0) and attention (1), or None for attention alone; direct: queries and keys come from their projections without convolution
-    and activation, as a donor's do. A layer graft's entry is layer_graft.layer_spec.
+    and activation, as a donor's do; own_values: the graft adds attention over values of its own, out of v_proj and into o_proj,
+    to what the mixer puts out, times `blend`. A layer graft's entry is layer_graft.layer_spec.
     """
 
     model_type = "mamba2_hybrid"

@@ -24,6 +24,7 @@ def plan(
     kind: Literal["head", "layer"] = "head",
     layers: int = 1,
     sites: str | Sequence[Site | str] | None = None,
+    init: Literal["dual", "induction", "copy"] | None = None,
     donor: str | None = None,
     donor_heads: dict[str, Site] | None = None,
     donor_layers: dict[str, int] | None = None,
@@ -34,7 +35,7 @@ def plan(
     seed: int | None = None,
 ) -> Plan:
     """The plan that grafts the `heads` leading heads of a ranking (or, of the kind "layer", its `layers` leading layers), or
-    `sites` where they are given, also as text ("L1.H3,5"). seed: the ranking's, unless given. The rest as in Plan. Raises
+    `sites` where they are given, also as text ("L1.H3,5"). init, seed: the ranking's, unless given. The rest as in Plan. Raises
     UserError for what does not fit together."""
     if not isinstance(ranking, Ranking):
         advice = f"surgery.Ranking.read({str(ranking)!r})" if isinstance(ranking, str | Path) else "surgery.locate makes one"
@@ -60,11 +61,14 @@ def plan(
     fields: dict[str, Any] = {"kind": kind, "sites": chosen, "width": width, "provenance": ranking.provenance}
     fields |= {"donor": donor, "donor_heads": donor_heads or {}, "donor_layers": donor_layers or {}, "mlp": mlp}
     fields |= {"shared": shared, "blend": blend, "seed": ranking.provenance.seed if seed is None else seed}
+    if init is not None:
+        fields["init"] = init
     if kind == "head" and donor is None:
+        fields["init"] = init or ranking.init
+    if fields.get("init") == ranking.init:  # a start that is best for another one says nothing
         parts = [head for site in chosen for head in site.each()]
         places = ranking.columns.find(parts)
         starts = {str(head): ranking.columns.start(i) for head, i in zip(parts, places, strict=True) if i is not None}
-        fields["init"] = ranking.init
         fields["starts"] = {head: start for head, start in starts.items() if start is not None}
     try:
         complete = Plan(**fields)
@@ -109,9 +113,11 @@ def random_plan(ranking: Ranking, chosen: Plan, seed: int, *, same_layers: bool 
         drawn = None if few else [heads.site(i) for i in generator.sample(numbers.tolist(), len(taken))]
     if drawn is None:
         return None
+    init: Any = None if chosen.init in ("donor", "random") else chosen.init
     other = plan(
         ranking, kind=chosen.kind, sites=tuple(drawn), donor=chosen.donor, mlp=chosen.mlp, width=chosen.width,
         shared=chosen.shared, blend=chosen.blend, seed=chosen.seed,
+        init=init,
     )  # fmt: skip
     # The same hints as the chosen heads, so that these are not what makes the difference.
     places = dict(zip((str(head) for site in other.sites for head in site.each()), chosen.places.values(), strict=False))

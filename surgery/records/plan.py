@@ -35,9 +35,10 @@ class Plan(Record):
     """For kind head: heads, one site for each layer. For kind layer: layers ("L3")."""
     starts: dict[str, Start] = {}
     """Head ("L1.H3") -> how it starts. A head that is not named starts with sign 1 and tau 1. For kind head."""
-    init: Literal["dual", "induction", "donor", "random"] = "dual"
+    init: Literal["dual", "induction", "copy", "donor", "random"] = "dual"
     """`dual`: from the SSM head's own weights; `induction`: as an induction head, whose queries match a token with the same one
-    before a key; `donor`: from a donor's; `random`. By default a head starts dual, and a layer from its donor or at random."""
+    before a key; `copy`: the same, with values of its own, which make the token that it finds more likely, beside the SSM's
+    heads; `donor`: from a donor's; `random`. By default a head starts dual, and a layer from its donor or at random."""
     donor: str | None = None
     """The donor's name or path."""
     donor_heads: dict[str, SiteText] = {}
@@ -98,9 +99,11 @@ class Plan(Record):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         """Refuse fields that splice would not obey."""
-        starts = {"head": ("dual", "induction", "donor"), "layer": ("donor", "random")}[self.kind]
+        starts = {"head": ("dual", "induction", "copy", "donor"), "layer": ("donor", "random")}[self.kind]
         if self.init not in starts:
             raise ValueError(f"init: a {self.kind} graft starts {' or '.join(starts)}, not {self.init}")
+        if self.init == "copy" and self.blend is None:
+            raise ValueError("blend: what a graft copies is added to the mixer's output, times blend; 0.1, say")
         donor, layer = self.init == "donor", self.kind == "layer"
         for name, allowed in {
             "donor": donor, "donor_heads": donor and not layer, "donor_layers": donor and layer, "mlp": donor and layer,

@@ -73,10 +73,13 @@ def why_not(config: Any) -> str | None:
         return str(error)
     low, high = config.time_step_limit
     convolved = [f"L{graft['layer']}" for graft in config.grafts if is_layer_graft(graft) and graft["conv"]]
+    copying = [f"L{graft['layer']}" for graft in config.grafts if graft.get("own_values")]
     reasons = {
         f"vLLM's Mamba-2 does not bound the time step, and this model's is in [{low:g}, {high:g}]":
             low > 0 or high != float("inf"),
         f"vLLM's convolution knows silu, and not {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
         f"the layer graft at {' and '.join(convolved)} has a convolution, which vLLM's attention has not": bool(convolved),
+        f"the grafts at {' and '.join(copying)} have values of their own (init: copy), which the plugin does not serve":
+            bool(copying),
     }  # fmt: skip
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -1,4 +1,4 @@
-"""The induction start: grafts that are induction heads before anything is trained.
+"""The starts induction and copy: grafts that are induction heads before anything is trained.
 
 An induction head (Olsson et al., arXiv 2209.11895) attends to the token behind an earlier occurrence of the current one. The
 dual start is as good at that as the head's SSM was, and a base that hardly learnt to recall has no such head. But a graft of
@@ -10,8 +10,19 @@ it from one token back:
 So the score is large where the token before s is the one at t. P are the directions in which the inputs of different tokens
 differ most, each divided by its spread, so that all tell tokens apart alike. The inputs u are those of single tokens, each read
 alone by the base, and m is their mean: the start needs no text. Values, gate, norm and output stay the head's own.
+
+What a head's values carry, and its output writes, decides which tokens such a graft can bring back: often few names. The start
+copy gives it values of its own, and an output that writes them as what the model's head reads as that token:
+
+    v_s = P' (u_s - m),    out_t = g W sum_s a_ts v_s,    W = R^T V / n
+
+V (n, c) are the values of n single tokens, whose c directions are white, so that W is the least-squares map from a token's
+values to R (n, d): the directions in the residual stream that raise each token's logit above the others' (its row of the
+model's head, less the mean row, times the weight of the last norm). They are as long as the stream is on its way into the last
+norm, so that g, which starts at the plan's blend, is the share of it that a copy adds. The heads of the layer stay as they are.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,12 +35,14 @@ from surgery.families import family_of
 from surgery.families.dual_start import generator
 from surgery.hybrids.dual import DualGraft
 from surgery.models.anatomy import mixer_at
-from surgery.models.offloaded import device_of
+from surgery.models.offloaded import device_of, fetched
+from surgery.models.quantised import dense
 from surgery.records.plan import Plan
 
 TOKENS = 1024  # that are read, at most; drawn from the vocabulary
 ROWS = 256  # read at a time
 SHARP = 16.0  # the score of equal tokens at tau 1, about
+COPIES = ("mamba2", "llamba")  # families that add what a mixer puts out to the residual stream as it is
 POWER = 0.355  # the mean of SiLU(z) ** 2 for a standard normal z
 BACK = 1  # the token before a key is compared, unless the plan knows at which place its head reads
 
@@ -43,29 +56,58 @@ def check_induction(base: PreTrainedModel, hybrid: PreTrainedModel, plan: Plan) 
                 "init: an induction head looks one token back, by a convolution of its queries and keys as Mamba-2 has it, and "
                 f"grafts of {family_of(base.config).model_type} have none; take init: dual"
             )
+    if plan.init == "copy" and base.config.model_type not in COPIES:
+        raise UserError(
+            f"init: copy is for {' and '.join(COPIES)}, whose mixers add to the residual stream as it is; take init: induction"
+        )
+
+
+def token_inputs(base: PreTrainedModel, plan: Plan) -> dict[int, Tensor]:
+    """Layer -> the inputs (tokens, d) of its mixer, of single tokens that are each read alone; of the plan's layers."""
+    inputs = _inputs(base, plan, [mixer_at(base, site.layer) for site in plan.sites])
+    return {site.layer: of_layer for site, of_layer in zip(plan.sites, inputs, strict=True)}
 
 
 @torch.no_grad()
-def token_inputs(base: PreTrainedModel, plan: Plan) -> dict[int, Tensor]:
-    """Layer -> the inputs (tokens, d) of its mixer, of single tokens that are each read alone; of the plan's layers."""
-    embeddings: Any = base.get_input_embeddings()
-    count = embeddings.weight.shape[0]
-    ids = torch.randperm(count, generator=generator(plan, 0))[:TOKENS].sort().values
-    kept: dict[int, list[Tensor]] = {site.layer: [] for site in plan.sites}
+def token_outputs(base: PreTrainedModel, plan: Plan) -> Tensor:
+    """(tokens, d): of the same tokens, R (see above)."""
+    backbone: Any = base.base_model
+    last: Any = getattr(backbone, getattr(backbone, "last_norm", "norm_f"))
+    (stream,) = _inputs(base, plan, [last])
+    head: Any = base.get_output_embeddings()
+    with fetched(head), fetched(last):
+        rows = dense(head).float().cpu()
+        directions = (rows[_tokens(base, plan)] - rows.mean(0)) * last.weight.float().cpu()
+    return torch.nn.functional.normalize(directions, dim=-1) * stream.norm(dim=-1).mean()
 
-    def keep(layer: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+
+def _tokens(base: PreTrainedModel, plan: Plan) -> Tensor:
+    """(tokens,): the ids of those that are read."""
+    embeddings: Any = base.get_input_embeddings()
+    return torch.randperm(embeddings.weight.shape[0], generator=generator(plan, 0))[:TOKENS].sort().values
+
+
+@torch.no_grad()
+def _inputs(base: PreTrainedModel, plan: Plan, modules: Sequence[Any]) -> list[Tensor]:
+    """What enters each of the modules, (tokens, d), where the base reads single tokens, each alone."""
+    embeddings: Any = base.get_input_embeddings()
+    kept: list[list[Tensor]] = [[] for _ in modules]
+
+    def keep(number: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        kept[layer].append(hidden[:, 0].float().cpu())
+        kept[number].append(hidden[:, 0].float().cpu())
 
     device = device_of(embeddings, embeddings.weight)
-    handles = [mixer_at(base, layer).register_forward_pre_hook(partial(keep, layer), with_kwargs=True) for layer in kept]
+    handles = [
+        module.register_forward_pre_hook(partial(keep, number), with_kwargs=True) for number, module in enumerate(modules)
+    ]
     try:
-        for part in ids.split(ROWS):
+        for part in _tokens(base, plan).split(ROWS):
             base.base_model(input_ids=part[:, None].to(device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    return {layer: torch.cat(parts) for layer, parts in kept.items()}
+    return [torch.cat(parts) for parts in kept]
 
 
 @torch.no_grad()
@@ -95,6 +137,19 @@ def fill_induction(mixer: Any, plan: Plan, inputs: Tensor) -> None:
     if conv.bias is not None:
         conv.bias.copy_(-(projection @ inputs.mean(0)).repeat(2 * pairs))
     graft.log_tau += torch.tensor(SHARP / (POWER * max(1, int(projection.any(1).sum())))).log()
+
+
+@torch.no_grad()
+def fill_copy(mixer: Any, inputs: Tensor, outputs: Tensor) -> None:
+    """Give a graft with values of its own, which has its induction start, those values and the output that copies them. Its
+    heads share the directions in which tokens differ most. inputs: token_inputs of its layer; outputs: token_outputs."""
+    graft: Any = mixer.graft
+    projection = whitening(inputs, graft.v_proj.out_features)
+    offset = projection @ inputs.mean(0)
+    graft.v_proj.weight.copy_(projection)
+    graft.v_proj.bias.copy_(-offset)
+    written = (inputs @ projection.T - offset).T @ outputs / len(inputs)  # (values, d)
+    graft.o_proj.weight.copy_(written.T)
 
 
 def whitening(inputs: Tensor, width: int) -> Tensor:

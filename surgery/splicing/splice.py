@@ -21,7 +21,7 @@ from surgery.models.quantised import exact, has_quantised_weight, is_quantised, 
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.donor import DonorHead, DonorLayer
-from surgery.splicing.induction import check_induction, fill_induction, token_inputs
+from surgery.splicing.induction import check_induction, fill_copy, fill_induction, token_inputs, token_outputs
 from surgery.splicing.remembered import Surgery, opened, remember
 from surgery.splicing.start import check_donor, fill_heads, fill_layer, head_starts, layer_start
 from surgery.splicing.state import Kept, with_less_state
@@ -58,9 +58,12 @@ def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | N
     family = family_of(base.config)
     hybrid, plan, layers, heads = empty_hybrid(base, plan, donor)
     inputs: dict[int, Tensor] = {}
-    if plan is not None and plan.init == "induction":
+    outputs: Tensor | None = None
+    if plan is not None and plan.init in ("induction", "copy"):
         check_induction(base, hybrid, plan)
-        inputs = token_inputs(base, plan)
+        adopted = adopt(base)  # a stock model pads each single token to a chunk
+        inputs = token_inputs(adopted, plan)
+        outputs = token_outputs(adopted, plan) if plan.init == "copy" else None
     share(base, hybrid, "the base lacks the tensor '{}'")
     for site in plan.sites if plan else ():
         assert plan is not None
@@ -80,8 +83,11 @@ def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | N
                 fill_heads(mixer, plan, heads)
             else:
                 family.initialise(mixer, plan)
-                if plan.init == "induction":
+                if plan.init in ("induction", "copy"):
                     fill_induction(mixer, plan, inputs[site.layer])
+                if plan.init == "copy":
+                    assert outputs is not None
+                    fill_copy(mixer, inputs[site.layer], outputs)
     return cut_state(hybrid, plan.kept_state) if plan is not None and plan.kept_state else hybrid
 
 

@@ -153,7 +153,9 @@ class _Growing:
     def __init__(self, measuring: Measuring, ranking: Ranking, options: PlanOptions, order: list[Site], seed: int):
         self.measuring, self.ranking, self.options, self.order, self.seed = measuring, ranking, options, order, seed
         self.auto: Auto = options.auto
-        self.gates = [gate(each) for each in self.auto.gates] if options.blend is None else [options.blend]
+        copies = options.init == "copy"  # which keep a gate of 1
+        gates = [each if copies else gate(each) for each in self.auto.gates]
+        self.gates: list[float | None] = [options.blend] if options.blend is not None else [*gates]
         self.rounds: list[Round] = []
 
     def grown(self) -> Plan:

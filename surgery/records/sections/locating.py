@@ -94,6 +94,10 @@ class PlanOptions(Section):
     """How many of the leading layers are grafted. For kind layer."""
     sites: SitesText | None = None
     """These sites instead of the leading ones, e.g. L1.H3,5;L2.H0."""
+    init: Literal["dual", "induction", "copy"] | None = None
+    """How grafts of heads start; by default as those that locate.init ranked them by. copy: as induction heads with values of
+    their own, which make the token that they find more likely. They are added to what the layer puts out, times `blend`: at
+    which of its heads they are matters little, and in which layer does. In mamba2 and llamba."""
     donor: Name | None = None
     """A Transformer whose attention weights initialise the grafts: a folder, or an id of the Hub."""
     donor_heads: dict[str, SiteText] = {}
@@ -176,9 +180,12 @@ class PlanOptions(Section):
 
     def trial(self) -> Plan:
         """A plan with these settings, at the sites that are named, or others in their place. Raises ValidationError."""
-        return Plan(
-            sites=self.sites_named(), **self.model_dump(exclude={"heads", "by", "layers", "sites", "state_size", "auto"})
-        )
+        given = self.model_dump(exclude={"heads", "by", "layers", "sites", "state_size", "auto"})
+        if self.init is None:
+            del given["init"]
+        if self.grows and self.blend is None:
+            given["blend"] = self.auto.gates[0]
+        return Plan(sites=self.sites_named(), **given)
 
     def sites_named(self) -> tuple[Site, ...]:
         """The sites, or while it is not known which ones lead, others in their place: those that donor_heads or donor_layers
