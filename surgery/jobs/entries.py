@@ -16,8 +16,10 @@ from surgery.tuning.trainable import with_own_mixers
 
 # Tunes a model in place and returns it: (its name, the model, its plan, of a control the layers whose mixers are tuned).
 Tune = Callable[..., PreTrainedModel]
-STARTS = {"donor": "a donor's", "dual": "the heads' own", "induction": "an induction head's", "copy": "copying induction heads'",
-          "random": "random"}  # fmt: skip
+STARTS = {
+    "donor": "a donor's", "dual": "the heads' own", "induction": "an induction head's", "copy": "a copying induction head's",
+    "random": "random",
+}  # fmt: skip
 
 
 def entries_of(

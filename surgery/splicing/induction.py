@@ -56,7 +56,7 @@ def check_induction(base: PreTrainedModel, hybrid: PreTrainedModel, plan: Plan) 
                 "init: an induction head looks one token back, by a convolution of its queries and keys as Mamba-2 has it, and "
                 f"grafts of {family_of(base.config).model_type} have none; take init: dual"
             )
-    if plan.init == "copy" and base.config.model_type not in COPIES:
+    if plan.init == "copy" and family_of(base.config).model_type not in COPIES:
         raise UserError(
             f"init: copy is for {' and '.join(COPIES)}, whose mixers add to the residual stream as it is; take init: induction"
         )

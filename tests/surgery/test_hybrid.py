@@ -26,6 +26,7 @@ PLANS = {
     "shared pairs, two layers, one complete": Plan(sites=("L1.H3,6", "L2.H0,1,2,3,4,5,6,7"), shared=True),
     "first layer, half blended": Plan(sites=("L0.H1,2,7",), blend=0.5),
     "uneven groups, width of the state": Plan(sites=("L0.H1,2,7",), shared=True, width=8),
+    "copying": Plan(sites=("L0.H1,2,7", "L2.H3"), init="copy", blend=0.5),
 }
 
 

@@ -26,6 +26,7 @@ COVERING = {
     "shared pairs, two layers, one complete": ("group per two heads, biases", "mamba", "falcon mamba", "llamba"),
     "first layer, half blended": ("dt limit", "mamba, biases, untied", "llamba"),
     "uneven groups, width of the state": ("groups", "mamba", "llamba"),
+    "copying": ("group per two heads, biases", "plain", "llamba"),
 }
 HEADS = {
     f"{base}: {plan}": lambda base=base, plan=plan: splice(BASES[base](), PLANS[plan])

@@ -24,6 +24,7 @@ KINDS = {
     "adopted": None,
     "heads": Plan(sites=("L0.H1", "L1.H3,5")),
     "gated": Plan(sites=("L1.H3,5",), blend=0.5),
+    "copying": Plan(sites=("L1.H3,5",), blend=0.5, init="copy"),
     "layer": Plan(kind="layer", sites=("L1",)),
 }
 FAMILIES = ("plain", "mamba", "falcon mamba", "llamba")

@@ -25,6 +25,7 @@ PACKED = [
     "plain: one head", "group per two heads, biases: shared pairs, two layers, one complete",
     "dt limit: first layer, half blended", "mamba: one head", "mamba: no time step",
     "falcon mamba: shared pairs, two layers, one complete", "llamba: one head", "llamba: first layer, half blended",
+    "plain: copying", "llamba: copying",
     *LAYERS, *UNTOUCHED, *ADOPTED,
 ]  # fmt: skip
 ONE_A_FAMILY = ("plain: one head", "mamba: one head", "falcon mamba: one head", "llamba: one head")

@@ -329,6 +329,8 @@ def test_what_vllm_cannot_do_is_refused_in_one_line(base):
     ):  # fmt: skip
         other = type(config)(**config.to_dict() | {field: value})
         assert message in refusal(other, settings_of_vllm())
+    config = splice(base, plan(sites="L0.H2;L1.H3", init="copy", blend=0.1)).config
+    assert "the grafts at L0 and L1 have values of their own" in refusal(config, settings_of_vllm())
     config = splice(base, plan(sites="L1", kind="layer")).config
     config.grafts[0]["conv"] = 4  # as mamba_ssm's own hybrids have them
     assert "L1 has a convolution" in refusal(config, settings_of_vllm())
