@@ -56,6 +56,8 @@ def same(first, second):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_offloaded_is_the_same_model(family, how, tmp_path):
     for kind, plan in KINDS.items():
+        if kind == "copying" and family in ("mamba", "falcon mamba"):
+            continue  # whose grafts have no convolution of their own
         model = adopt(BASES[family]()) if plan is None else splice(BASES[family](), plan)
         before = answers(model)
         assert same(before, answers(offloaded(model, tmp_path / kind, how))), kind
