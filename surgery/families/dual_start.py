@@ -90,8 +90,8 @@ Spliced.recall = _recalled
 def common_spec(plan: Plan, site: Site, state_size: int) -> dict[str, Any]:
     """What the entry of every family holds."""
     width = plan.width or max(32, state_size)
-    if width < state_size and plan.init == "dual":
-        raise UserError(f"a dual graft needs a width of at least the state size, {state_size}; the plan says {width}")
+    if width < state_size and plan.init != "donor":
+        raise UserError(f"a {plan.init} graft needs a width of at least the state size, {state_size}; the plan says {width}")
     return {
         "kind": "head",
         "layer": site.layer,

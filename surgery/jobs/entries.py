@@ -88,7 +88,8 @@ def _elsewhere(recipe: Recipe, ranking: Ranking, chosen: Plan) -> dict[str, tupl
                 plans[name] = "the graft at random heads of other layers, no training", elsewhere
                 if i == 0:
                     plans[f"{name}_tuned"] = "the same, its grafts tuned", elsewhere
-        if beside := random_plan(ranking, chosen, recipe.seed, same_layers=True):
+        # Heads that copy are the same at every head of a layer.
+        if chosen.init != "copy" and (beside := random_plan(ranking, chosen, recipe.seed, same_layers=True)):
             name, description = "control_same_layer", "the graft at random other heads of the same layer, no training"
             plans[name] = description, beside
             plans[f"{name}_tuned"] = "the same, its grafts tuned", beside

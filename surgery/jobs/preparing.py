@@ -14,8 +14,9 @@ from surgery.locating.questions import check_questions
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.perplexity import Perplexity
 from surgery.records.recipe import Recipe
+from surgery.records.site import Site
 from surgery.runtime.progress import busy, say
-from surgery.splicing.splice import check_sites, install
+from surgery.splicing.splice import check_sites, check_start, install
 from surgery.splicing.start import check_donor, head_starts, layer_start
 from surgery.tuning import batches
 from surgery.tuning.state_sizes import check_size
@@ -60,6 +61,9 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
     check_sites(base.model, options.sites or ())
     if options.state_size is not None:
         check_size(install(base.model, options.trial() if options.sites else None), options.state_size, base.name)
+    if options.init is not None:
+        first = Site(family.graftable(base.model)[0], (0,))
+        check_start(base.model, options.trial() if options.sites else options.trial().model_copy(update={"sites": (first,)}))
     if options.donor is not None:
         _check_donor(recipe, base)
 

@@ -7,7 +7,7 @@ from surgery.jobs.opening import open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.locating.heads import ROLES
 from surgery.locating.prune import Pruning, prune
-from surgery.locating.questions import check_questions
+from surgery.locating.questions import check_questions, choice_probe
 from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.probes.knowledge import Knowledge
@@ -28,6 +28,7 @@ def prune_model(
     ranked = Ranking.read(ranking) if ranking else None
     with busy("opening the model"):
         base = open_checkpoint(recipe, trust_remote_code)
+    choice_probe(base.tokenizer, recipe.locate.probe, recipe.locate.options)
     check_questions(base.tokenizer, recipe.locate, recipe.seed)
     gather, aggregate = (
         [ranked.columns.site(i) for i in ranked.columns.with_role(role)] if ranked else [] for role in ROLES[1:]

@@ -31,8 +31,7 @@ from surgery.records.plan import Plan, Start
 from surgery.records.recipe import Locate
 from surgery.records.record import first_line, provenance
 from surgery.records.site import Site
-from surgery.splicing.induction import check_induction
-from surgery.splicing.splice import empty_hybrid
+from surgery.splicing.splice import check_start
 from surgery.statistics import LEVEL, Intervals, changed_decisions, intervals, mean, means
 
 ROLE_EXAMPLES = 32  # mixing matrices vary little between dictionaries
@@ -105,11 +104,14 @@ def check_locatable(base: PreTrainedModel, exact: bool | None = None, init: str 
     if init == "induction" and not is_graftable(base):
         raise UserError(f"locate.init: says how grafts start, and a {base.config.model_type} model takes none; leave it out")
     if init == "induction":
-        first = Plan(sites=(Site(family_of(base.config).graftable(base)[0], (0,)),), init="induction")
-        check_induction(base, empty_hybrid(base, first)[0], first)
+        check_start(base, Plan(sites=(Site(family_of(base.config).graftable(base)[0], (0,)),), init="induction"))
     if exact is False and not is_graftable(base):
         raise UserError(
             f"a {base.config.model_type} model can only be ablated, so there is no attribution: locate needs exact=true"
+        )
+    if any(graft.get("own_values") for graft in getattr(base.config, "grafts", None) or ()):
+        raise UserError(
+            "heads cannot be located in a hybrid with heads that copy (plan.init), as they add to all; locate in its base"
         )
     anatomy(base)
 

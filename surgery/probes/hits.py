@@ -6,8 +6,9 @@ rare in a text of the same kind, outside the row. All tokens of a text are looke
 probe `recall` asks for single words instead, one a question.
 """
 
+import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -142,6 +143,12 @@ class Hits:
     def __post_init__(self) -> None:
         if not self._sources:
             raise UserError("hits takes a text file, or a list of them (options.source)")
+        if self.elsewhere == "" or "" in self._sources:
+            raise UserError("hits: '' is no text (options.source, options.elsewhere)")
+        if self.elsewhere is not None and _same_file(self.elsewhere, self._sources):
+            raise UserError(
+                "hits: source and elsewhere are one text; leave elsewhere out, and pairs are counted in its other rows"
+            )
         if not 2 * GAP <= self.tokens <= MOST_TOKENS:
             raise UserError(f"hits takes rows of {2 * GAP} to {MOST_TOKENS:,} tokens, not {self.tokens}")
         if not 0 <= self.rare < float("inf"):
@@ -163,8 +170,11 @@ class Hits:
             if len(ids) < self.tokens:
                 raise UserError(f"{name} has {len(ids)} tokens; a row of hits takes {self.tokens} (options.tokens)")
         rows = np.concatenate([ids[: len(ids) // self.tokens * self.tokens] for ids in texts.values()]).reshape(-1, self.tokens)
-        counted = texts.values() if self.elsewhere is None else map(self._ids, _pieces(Path(self.elsewhere)))
-        before = seen_before(rows, PairCounts(counted), self.rare, within=self.elsewhere is None)
+        counted = texts.values() if self.elsewhere is None else map(self._ids, _pieces(Path(self.elsewhere), self._sources))
+        counts = PairCounts(counted)
+        if not counts.tokens:
+            raise UserError(f"hits: {self.elsewhere} holds no text in which pairs could be counted (options.elsewhere)")
+        before = seen_before(rows, counts, self.rare, within=self.elsewhere is None)
         places = [np.flatnonzero(row != NONE).tolist() for row in before]
         if not (total := sum(map(len, places))):
             raise UserError(
@@ -179,12 +189,18 @@ class Hits:
         ]
 
     def _ids(self, text: str) -> np.ndarray:
-        return np.array(self.tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"], dtype=np.int64)
+        ids = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        return np.array(ids, dtype=np.int64)
 
 
-def _pieces(place: Path) -> Iterable[str]:
-    """From the middle of a text file, or of all in a folder, equally many characters of each."""
+def _same_file(path: str | Path, others: Iterable[str]) -> bool:
+    return any(os.path.realpath(path) == os.path.realpath(other) for other in others)
+
+
+def _pieces(place: Path, sources: Sequence[str]) -> Iterable[str]:
+    """From the middle of a text file, or of all in a folder but the sources, equally many characters of each."""
     files = sorted(place.rglob("*.txt")) if place.is_dir() else [place]
+    files = [file for file in files if not _same_file(file, sources)]
     if not files:
         raise UserError(f"hits: {place} holds no .txt files in which pairs could be counted (options.elsewhere)")
     share = max(1, COUNTED // len(files))

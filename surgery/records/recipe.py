@@ -74,6 +74,8 @@ class Recipe(Section):
         """Refuse sections that contradict each other."""
         if self.bench.doses and self.plan.kind != "head":
             raise ValueError(f"bench.doses counts heads, and plan.kind is {self.plan.kind}")
+        if self.plan.init == "copy" and self.tune.align is not None:
+            raise ValueError("tune.align: heads that copy (plan.init) are added, and take nothing's place; leave it out")
         if self.plan.kind == "layer" and self.plan.sites is None and not self.locate.layers:
             raise ValueError("plan.kind=layer takes the leading layers, and locate.layers=false ranks none; name plan.sites")
         return self

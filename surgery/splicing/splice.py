@@ -126,6 +126,13 @@ def empty_hybrid(
     return family.empty(base.config, plan, [start.spec for start in layers.values()]), plan, layers, heads
 
 
+def check_start(base: PreTrainedModel, plan: Plan) -> None:
+    """Raise UserError where the plan's grafts cannot start as it says in such a base. No weight is looked at."""
+    hybrid = empty_hybrid(base, plan)[0]
+    if plan.init in ("induction", "copy"):
+        check_induction(base, hybrid, plan)
+
+
 def check_sites(base: PreTrainedModel, sites: Iterable[Site]) -> None:
     """Raise UserError for the first site that the model lacks."""
     family = family_of(base.config)

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from surgery.errors import UserError
 from surgery.families import Hybrid
 from surgery.tuning.distil import Batch, Distillation
 from surgery.tuning.sequences import IGNORE
@@ -64,6 +65,8 @@ def without_gates(model: Hybrid) -> Iterator[None]:
     """Make the grafts of a hybrid attention alone for a while. Meanwhile their gates are not among its parameters."""
     mixers = [block.mixer for block in model.base_model.layers]
     gated = [mixer for mixer in mixers if getattr(getattr(mixer, "graft", None), "gate", None) is not None]
+    if any(getattr(mixer.graft, "own_values", False) for mixer in gated):
+        raise UserError("tune.align: heads that copy are added to the base, and take nothing's place; leave it out")
     removed = [(mixer.graft.gate, mixer.ssm_heads) for mixer in gated]
     try:
         for mixer in gated:

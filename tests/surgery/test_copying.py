@@ -5,17 +5,20 @@ import pytest
 import torch
 
 from surgery.errors import UserError
-from surgery.jobs.entries import STARTS
+from surgery.jobs.entries import STARTS, names_of
+from surgery.jobs.preparing import check_run
+from surgery.loading.checkpoint import Checkpoint
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan, random_plan
 from surgery.locating.subject import Subject
 from surgery.probes.kv import KVRetrieval
 from surgery.records.plan import Plan
-from surgery.records.recipe import Data, PlanOptions, Tune
+from surgery.records.recipe import Data, PlanOptions, Recipe, Tune
 from surgery.records.site import Site
 from surgery.splicing.induction import token_inputs, token_outputs
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.batches import held_out_windows
+from surgery.tuning.graft_alignment import without_gates
 from surgery.tuning.growing import Measuring, _Growing
 from tests.conftest import BASES, SAME
 
@@ -121,6 +124,7 @@ def test_a_family_without_the_convolution_is_refused(family):
     ("fields", "message"),
     [
         ({"blend": None}, "blend: what a graft copies is added"),
+        ({"width": 0}, "width"),
         ({"kind": "layer", "sites": ("L0",)}, "a layer graft starts donor or random, not copy"),
         ({"donor": "gpt2"}, "donor: means nothing"),
     ],
@@ -128,3 +132,31 @@ def test_a_family_without_the_convolution_is_refused(family):
 def test_a_plan_that_cannot_be_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         Plan(**{"sites": ("L0.H1",), "init": "copy", "blend": 0.1} | fields)
+
+
+def test_what_cannot_be_done_with_it_is_refused_before_anything_is_measured(base, tokenizer):
+    hybrid = copying(base)
+    with pytest.raises(UserError, match="cannot be located in a hybrid with heads that copy"):
+        locate(hybrid, tokenizer, examples=4)
+    with pytest.raises(UserError, match="width of at least the state size"):
+        copying(base, width=2)
+    with pytest.raises(UserError, match=r"tune\.align: heads that copy"), without_gates(hybrid):
+        pass
+    with pytest.raises(ValueError, match=r"tune\.align: heads that copy"):
+        Recipe(model="x", plan={"init": "copy", "blend": 0.1}, tune={"align": {}})
+    selective = BASES["mamba"]()
+    for init in ("copy", "induction"):
+        recipe = Recipe(model="x", plan={"init": init, "blend": 0.1})
+        with pytest.raises(UserError, match="grafts of mamba have none"):
+            check_run(recipe, Checkpoint("x", selective, tokenizer, "f" * 64))
+
+
+def test_it_has_no_control_at_other_heads_of_its_layer(base, tokenizer):
+    """There it is the same model."""
+    ranking = locate(base, tokenizer, options={"pairs": 4}, examples=8, exact=False)
+    recipe = Recipe(model="x", plan={"init": "copy", "blend": 0.1})
+    names = names_of(recipe, ranking, plan(ranking, 2, init="copy", blend=0.1))
+    assert "control_random_site_tuned" in names
+    assert not [name for name in names if "same_layer" in name]
+    logits = [copying(base, sites=(site,))(torch.arange(20)[None]).logits for site in ("L0.H1", "L0.H6")]
+    assert torch.equal(*logits)

@@ -40,9 +40,9 @@ TOKENS = 48
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Two text files of the small world, in which words come again and again."""
+    """Three text files of the small world, in which words come again and again."""
     folder = tmp_path_factory.mktemp("texts")
-    for name, seed in (("one.txt", 1), ("two.txt", 2)):
+    for name, seed in (("one.txt", 1), ("two.txt", 2), ("three.txt", 3)):
         rng = random.Random(seed)
         (folder / name).write_text("\n\n".join(document(rng, held_out=False) for _ in range(40)))
     return folder
@@ -68,13 +68,13 @@ def ids_of(tokenizer, path):
 
 
 @pytest.mark.parametrize("sources", [["one.txt"], ["one.txt", "two.txt"]])
-@pytest.mark.parametrize("elsewhere", [None, "two.txt", ""])
+@pytest.mark.parametrize("elsewhere", [None, "three.txt"])
 def test_the_rows_and_their_hits(tokenizer, texts, sources, elsewhere):
     """Of each text its own rows; pairs are rare in the text that is counted, or elsewhere in the source."""
     ids = [ids_of(tokenizer, texts / name) for name in sources]
     rows = np.concatenate([each[: len(each) // TOKENS * TOKENS].reshape(-1, TOKENS) for each in ids])
-    counted = {None: ids, "two.txt": [ids_of(tokenizer, texts / "two.txt")],
-               "": [ids_of(tokenizer, texts / name) for name in ("one.txt", "two.txt")]}[elsewhere]  # fmt: skip
+    counted = {None: ids, "three.txt": [ids_of(tokenizer, texts / "three.txt")],
+               }[elsewhere]  # fmt: skip
     before = seen_before(rows, PairCounts(counted), 5000.0, within=elsewhere is None)
     source = [str(texts / name) for name in sources]
     found = make(
@@ -227,6 +227,8 @@ def test_where_questions_are_needed_it_is_refused(world_base, tokenizer, options
         ({"source": "nowhere.txt"}, "nowhere.txt"),
         ({"elsewhere": "nowhere"}, "nowhere"),
         ({"elsewhere": "."}, "no .txt files"),
+        ({"elsewhere": ""}, "'' is no text"),
+        ({"source": [""]}, "'' is no text"),
         ({"tokens": 10_000}, "tokens; a row of hits takes 10000"),
         ({"rare": 0.0, "tokens": 16}, "no rare pair of tokens comes again"),
     ],
@@ -235,3 +237,18 @@ def test_what_cannot_be_asked_is_refused(tokenizer, options, changes, message, t
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
         make("hits", tokenizer=tokenizer, **options | changes).passages(2, seed=0)
+
+
+def test_a_text_is_not_counted_against_itself(tokenizer, texts, options):
+    """Of a folder, its own file is left out; by itself it is refused. Nothing but white space cannot be counted in."""
+    with pytest.raises(UserError, match="are one text; leave elsewhere out"):
+        make("hits", tokenizer=tokenizer, **options, elsewhere=str(texts / "one.txt"))
+    folder, other = (
+        make("hits", tokenizer=tokenizer, **options, elsewhere=str(place)).passages(10**6, seed=0)
+        for place in (texts, texts / "two.txt")
+    )
+    assert len({*folder}) > 0.9 * len({*other})  # of two files half as much is read of each
+    (texts / "empty").mkdir()
+    (texts / "empty" / "empty.txt").write_text("")
+    with pytest.raises(UserError, match="holds no text in which pairs could be counted"):
+        make("hits", tokenizer=tokenizer, **options, elsewhere=str(texts / "empty")).passages(2, seed=0)

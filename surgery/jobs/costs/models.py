@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -87,8 +88,10 @@ def assumed(recipe: Recipe, depth: int, heads: int) -> Plan:
     else:
         sites = tuple(Site(number // heads, (number % heads,)) for number in range(min(options.counted, depth * heads)))
     shared = options.shared and options.donor is None
+    start: dict[str, Any] = {} if options.init is None else {"init": options.init}
+    blend = options.auto.gates[0] if options.init == "copy" and options.blend is None else options.blend
     return Plan(
-        kind=options.kind, sites=sites, width=options.width, blend=options.blend, shared=shared, seed=recipe.seed
+        kind=options.kind, sites=sites, width=options.width, blend=blend, shared=shared, seed=recipe.seed, **start
     )  # fmt: skip
 
 
