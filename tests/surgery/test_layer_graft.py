@@ -324,7 +324,7 @@ def test_donor_heads_are_mamba2s_alone():
         ({"kind": "layer", "sites": ["L1.H3"]}, "L1.H3 names heads; a layer graft takes a whole layer, e.g. L1"),
         ({"sites": ["L1"]}, "names no heads"),
         ({"kind": "layer", "sites": ["L1"], "init": "dual"}, "a layer graft starts donor or random, not dual"),
-        ({"sites": ["L1.H0"], "init": "random"}, "a head graft starts dual or induction or donor, not random"),
+        ({"sites": ["L1.H0"], "init": "random"}, "a head graft starts dual or induction or copy or donor, not random"),
         ({"kind": "layer", "sites": ["L1"], "blend": 0.0}, "blend: means nothing for a layer graft"),
         ({"kind": "layer", "sites": ["L1"], "mlp": True}, "mlp: means nothing for a layer graft that starts random"),
         ({"kind": "layer", "sites": ["L1"], "donor": "x", "donor_layers": {"L2": 0}}, "L2 is not among the sites"),
