@@ -53,7 +53,7 @@ def doctor(
             raise UserError("of a model nothing is measured; leave --bench and --only out")
         _examined(check_name(model), trust_remote_code, as_json, out)
         return
-    result, rows = _measured(only, seconds, out) if bench else _diagnosed()
+    result, rows = _measured(only, seconds, out) if bench else _diagnosed(out)
     if out:
         result.write(out)
     if as_json:
@@ -67,9 +67,11 @@ def doctor(
 
 def _examined(model: str, trust_remote_code: bool, as_json: bool, out: Path | None) -> None:
     with starting():
-        from surgery.doctor.examination import examine
+        from surgery.doctor.examination import Examination, examine
         from surgery.doctor.examination_text import lines
 
+        if out:
+            Examination.check_place(out)
         examination = examine(model, trust_remote_code)
     if out:
         examination.write(out)
@@ -80,10 +82,12 @@ def _examined(model: str, trust_remote_code: bool, as_json: bool, out: Path | No
         show(line)
 
 
-def _diagnosed() -> tuple["Diagnosis", "Table"]:
-    from surgery.doctor.diagnosis import diagnose
+def _diagnosed(out: Path | None) -> tuple["Diagnosis", "Table"]:
+    from surgery.doctor.diagnosis import Diagnosis, diagnose
     from surgery.doctor.result_tables import verdict_rows
 
+    if out:
+        Diagnosis.check_place(out)
     diagnosis = diagnose()
     return diagnosis, verdict_rows(diagnosis)
 
@@ -93,6 +97,8 @@ def _measured(only: list[str] | None, seconds: float, out: Path | None) -> tuple
     from surgery.doctor.benchmark import Benchmark, benchmark, here
     from surgery.doctor.result_tables import cell_rows
 
+    if out:
+        Benchmark.check_place(out)
     earlier = Benchmark.read(out) if only and out and out.exists() else None
     if earlier is not None:
         earlier.check_environment(here())  # before minutes are spent

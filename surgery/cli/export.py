@@ -64,18 +64,18 @@ def export(
     if form not in FORMATS:
         raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
     from surgery.exporting import export as exporting
-    from surgery.exporting.earlier import check_replaceable
     from surgery.exporting.engines import check_engines, read_pythons
     from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, present, report_on
     from surgery.jobs.opening import open_checkpoint
     from surgery.loading.checkpoint import plan_of
     from surgery.loading.digests import identify
+    from surgery.runtime.ownership import check_free
     from surgery.splicing.remembered import PLAN
 
     engines = [engine.strip() for engine in prove.split(",")] if prove is not None else []
     pythons = read_pythons(engine_python)
     check_engines(engines, form, pythons)
-    check_replaceable(out, overwrite)
+    check_free(out, overwrite=overwrite)
     advise_tuning(hybrid)
     from_patch = is_patch(hybrid)
     plan = plan_of(hybrid) if form not in OF_BASES or from_patch or (Path(hybrid) / PLAN).exists() else None

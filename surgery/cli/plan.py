@@ -35,7 +35,7 @@ def plan(
     """
     from surgery.locating import planning
     from surgery.locating.ranking import Ranking
-    from surgery.records.plan import PLAN
+    from surgery.records.plan import PLAN, Plan
 
     ranked = Ranking.read(ranking)
     options = recipe_of("plan", recipe, settings, model=base or ranked.provenance.base)
@@ -45,8 +45,9 @@ def plan(
         raise UserError(
             "--base is for plan.heads=auto, plan.by=choice and plan.state_size, which measure the ranked model; leave it out"
         )
-    chosen = _measured(options, ranked, seed) if measures else planning.plan(ranked, **options.plan.given(), seed=seed)
     out = out or ranking.with_name(PLAN)
+    Plan.check_place(out)
+    chosen = _measured(options, ranked, seed) if measures else planning.plan(ranked, **options.plan.given(), seed=seed)
     chosen.write(out)
     show(f"attention at {', '.join(map(str, chosen.sites))}: {out}")
 

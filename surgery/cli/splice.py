@@ -41,15 +41,15 @@ def splice(
       surgery splice checkpoints/tiny-mamba2 plan.json --out spliced
       surgery splice checkpoints/tiny-mamba2 plan.json --out s --shrink-state 4
     """
-    from surgery.exporting.earlier import check_replaceable
     from surgery.exporting.export import export
     from surgery.exporting.source import advise_tuning
     from surgery.jobs.opening import in_dtype_of, open_base, open_donor
     from surgery.records.plan import Plan
+    from surgery.runtime.ownership import check_free
     from surgery.splicing import splice as splicing
 
     check_way(verify)
-    check_replaceable(out, overwrite)
+    check_free(out, overwrite=overwrite)
     chosen = Plan.read(plan)
     options = recipe_of("splice", recipe, settings, model=model)
     base = open_base(in_dtype_of(chosen, options), trust_remote_code)

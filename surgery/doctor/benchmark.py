@@ -26,7 +26,7 @@ from surgery.kernels.norm import RMS_NORM
 from surgery.kernels.selective import SELECTIVE_SCAN, SELECTIVE_STEP
 from surgery.kernels.ssd import SSD_SCAN, SSD_STEP
 from surgery.records.plan import Plan
-from surgery.records.record import KERNEL_PACKAGES, PACKAGES, Environment, Record, environment
+from surgery.records.record import KERNEL_PACKAGES, PACKAGES, Environment, Marked, Record, environment
 from surgery.runtime.progress import Track
 from surgery.runtime.timing import Runs, milliseconds, peak_bytes
 from surgery.splicing.splice import adopt, splice
@@ -53,7 +53,7 @@ class Cell(Record):
     difference: float | None = None
 
 
-class Benchmark(Record):
+class Benchmark(Marked):
     environment: Environment
     ssd_forward: tuple[Cell, ...] = ()
     ssd_forward_backward: tuple[Cell, ...] = ()

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from surgery.kernels.dispatch import Operation
 from surgery.kernels.operations import operations
-from surgery.records.record import KERNEL_PACKAGES, PACKAGES, Environment, Record, environment
+from surgery.records.record import KERNEL_PACKAGES, PACKAGES, Environment, Marked, Record, environment
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -24,7 +24,7 @@ class Verdict(Record):
     refused: dict[str, str]
 
 
-class Diagnosis(Record):
+class Diagnosis(Marked):
     environment: Environment
     verdicts: tuple[Verdict, ...]
 

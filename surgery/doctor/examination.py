@@ -22,7 +22,7 @@ from surgery.locating.subject import is_graftable
 from surgery.models.anatomy import Anatomy, Kind, Mixer, anatomy, check_decoder
 from surgery.records.names import called
 from surgery.records.plan import Plan
-from surgery.records.record import Record
+from surgery.records.record import Marked, Record
 from surgery.records.site import Site
 from surgery.serving import limits
 from surgery.splicing.donor import donor_head, donor_layer
@@ -78,7 +78,7 @@ class Layers(Record):
         return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in _runs(self.layers))
 
 
-class Examination(Record):
+class Examination(Marked):
     """What can be done with a model.
 
     model_type: of the language model that it is, or holds. of: what a patch is on. depth: how many layers, as far as it is

@@ -166,8 +166,7 @@ def prove_in_engine(
     job: dict[str, Any] = {"prompts": prompts, "new": [NEW - 3 * i for i in range(len(prompts))]}
     if ENGINES[engine].texts:
         job["texts"] = list(TEXTS) if tokenizer is not None else []
-    # Within the folder, which the next export to the same place removes if this process is killed (runtime/replacing.py).
-    with tempfile.TemporaryDirectory(dir=folder) as place:
+    with tempfile.TemporaryDirectory() as place:
         asked = ENGINES[engine].prepare(hybrid, folder, Path(place))
         converted = "converted to GGUF in float32" if asked != folder else ""
         said = _ask(engine, python, job | {"folder": str(asked.resolve())})

@@ -1,7 +1,7 @@
 """How every export becomes a folder: written beside its destination, read back in a fresh process and compared with the live
 model, described, and only then moved into place.
 
-Killed at any moment it leaves, under the name that was asked for, the previous folder or the new one (runtime/replacing.py).
+Killed at any moment it leaves, under the name that was asked for, the previous folder or the new one (runtime/ownership.py).
 Against a power cut, which may lose what the system had not yet put on the disk, nothing is done.
 """
 
@@ -19,7 +19,6 @@ from surgery.errors import UserError
 from surgery.evaluation.plots import draw_retrieval
 from surgery.evaluation.report import Report
 from surgery.exporting import card
-from surgery.exporting.earlier import CARD, RECORD, check_replaceable
 from surgery.exporting.engines import EngineProof, prove_in_engine
 from surgery.exporting.verify import Proof, Reader, chosen, prove
 from surgery.loading.digests import Identity, dtypes, file_digest, identify
@@ -29,9 +28,13 @@ from surgery.records.names import public
 from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import Environment, Sealed, environment
+from surgery.runtime import ownership
+from surgery.runtime.ownership import building, check_free, reason
 from surgery.runtime.progress import busy, say
-from surgery.runtime.replacing import building, reason, replace
+from surgery.splicing.remembered import EXPORT as RECORD
 from surgery.splicing.splice import graft_parameters
+
+CARD = "README.md"
 
 
 class Format(Protocol):
@@ -97,14 +100,15 @@ def save(
     nothing behind, if writing or proving fails."""
     path = Path(path)
     try:
-        check_replaceable(path)
-        with building(path) as temporary:
+        check_free(path)
+        with building(path) as new:
+            temporary = new.place
             identity = identity or identify(hybrid)
             if report is not None:
                 check_report(report, identity.digest, dtypes(hybrid))
-            with tokenizers_errors():
+            with new.filling(), tokenizers_errors():
                 form.write(hybrid, temporary, tokenizer=tokenizer, plan=plan, base=base, **options)  # type: ignore[arg-type]
-            _papers(temporary, hybrid, plan, recipe, report, figures)
+                _papers(temporary, hybrid, plan, recipe, report, figures)
             way = chosen(verify, hybrid)
             proof = prove(form.READER, hybrid, tokenizer, temporary, verify=way, digests=identity.tensors)
             served: list[EngineProof] = []
@@ -122,11 +126,10 @@ def save(
                 ),
                 proof=proof, engines=tuple(served), files=digests(temporary),
             )  # fmt: skip
-            record.write(temporary / RECORD)
-            (temporary / CARD).write_text(card.card(path.name, temporary, record, form.USE))
-            for place in (temporary, *temporary.rglob("*")):
-                place.chmod(0o755 if place.is_dir() else 0o644)  # safetensors writes for the owner only
-            replace(temporary, path)
+            with new.filling():
+                (temporary / RECORD).write_text(record.text())
+                (temporary / CARD).write_text(card.card(path.name, temporary, record, form.USE))
+            new.replace()
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {reason(error)}") from error
     for line in (proof.line(), *(each.line() for each in served)):
@@ -135,11 +138,11 @@ def save(
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """sha256 of every file of an export but its record and its card, by name; "" of what is no file, and of a damaged one."""
+    """sha256 of every file of an export but its records and its card, by name; "" of what is no file, and of a damaged one."""
     present = {}
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
-        if name not in (RECORD, CARD) and not file.is_dir():
+        if name not in (RECORD, CARD, ownership.RECORD) and not file.is_dir():
             present[name] = file_digest(file) if file.exists() else ""
     return present
 

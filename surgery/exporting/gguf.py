@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.exporting import llama_cpp, nemotron_h
 from surgery.exporting.verify import Reader
+from surgery.hybrids.spliced import written
 from surgery.kernels.conv import SILU
 from surgery.models.answers import held, tensors
 from surgery.records.plan import Plan
@@ -40,7 +41,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
     if plan is not None:
         nemotron_h.write(hybrid, folder, tokenizer=tokenizer, plan=plan, base=base)
     else:
-        hybrid.save_pretrained(folder)
+        written(hybrid)(folder)
         tokenizer.save_pretrained(folder)
         _set(folder / "config.json", pad_vocab_size_multiple=1)  # the size is that of the tensors
     dtypes = {tensor.dtype for tensor in tensors(hybrid).values()}

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.exporting.verify import Reader
+from surgery.hybrids.spliced import written
 from surgery.records.plan import Plan
 from surgery.splicing.remembered import BASE
 
@@ -29,7 +30,7 @@ def write(
 ) -> None:
     """max_shard_size: weights beyond it are divided into several files of at most this size ("500MB", "5GB")."""
     try:
-        hybrid.save_pretrained(folder, max_shard_size=max_shard_size)
+        written(hybrid)(folder, max_shard_size=max_shard_size)
     except ValueError as error:
         raise UserError(f"cannot write the weights: {' '.join(str(error).split())}") from error
     (folder / BASE).unlink(missing_ok=True)  # export.json says which base it is, and may say better

@@ -29,7 +29,7 @@ from surgery.loading.original import original_names
 from surgery.loading.original_config import original_config
 from surgery.models.streamed import Live
 from surgery.records.plan import Plan
-from surgery.runtime.replacing import reason
+from surgery.runtime.ownership import reason
 
 USE = """\
 from mamba_ssm import MambaLMHeadModel

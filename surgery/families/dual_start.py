@@ -1,7 +1,10 @@
 """What all families with a dual graft share: how a base's configuration becomes a hybrid's, and back."""
 
 import copy
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from surgery.families import refuse_unhandled
 from surgery.hybrids.spliced import Spliced
 from surgery.records.plan import Plan
 from surgery.records.site import Site
+from surgery.runtime.ownership import building, reason
 
 # Fields that only a hybrid's configuration has, or whose values differ from its base's.
 OWN = ("model_type", "architectures", "grafts", "layer_types", "auto_map")
@@ -84,7 +88,23 @@ def _recalled(hybrid: Any) -> Any:
     return recalled(hybrid)
 
 
-Spliced.recall = _recalled
+@contextmanager
+def _saving(hybrid: Any, folder: Any, is_main: bool) -> Iterator[Path]:
+    """Where a hybrid is written, before it goes to `folder`: file by file, beside what is there."""
+    base = hybrid.surgery and hybrid.surgery.base
+    if base and os.path.realpath(base) == os.path.realpath(folder):
+        raise UserError(f"{folder} holds the hybrid's base, which is not replaced; choose another folder")
+    try:
+        with building(Path(folder)) as new:
+            with new.filling() as place:
+                yield place
+            if is_main:  # of several processes, each of which writes
+                new.merge()
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {reason(error)}") from error
+
+
+Spliced.recall, Spliced.saving = _recalled, _saving
 
 
 def common_spec(plan: Plan, site: Site, state_size: int) -> dict[str, Any]:

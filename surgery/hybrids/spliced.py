@@ -1,6 +1,7 @@
 """What the language models of all hybrids have, whether their mixers stand in a class of ours or in a stock one."""
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +14,10 @@ from surgery.hybrids.switching import grafts_off
 class Spliced:
     """Stands before a stock language model."""
 
-    # Where mamba-surgery is installed: reads what `surgery` is to be for a model that transformers loaded.
+    # Where mamba-surgery is installed. recall reads what `surgery` is to be for a model that transformers loaded; saving gives
+    # a place to write to, and moves what was written to the folder that was asked for, over nothing that is the user's.
     recall: ClassVar[Any] = None
+    saving: ClassVar[Any] = None
 
     @property
     def device(self: Any) -> torch.device:
@@ -46,9 +49,20 @@ class Spliced:
         trainable, total = self.num_parameters(only_trainable=True), self.num_parameters()
         print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
 
-    def save_pretrained(self: Any, save_directory: Any, *args: Any, tokenizer: Any = None, **kwargs: Any) -> None:
-        """As in transformers, with the modeling code and, where `surgery` knows them, plan.json and base.json. tokenizer: goes
-        into the same folder."""
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, with the modeling code and, where `surgery` knows them, plan.json and base.json. tokenizer=...
+        goes into the same folder. A file that is there and that this did not write stays: then UserError names it, and nothing
+        is written."""
+        if self.saving is None:
+            self.write_pretrained(save_directory, *args, **kwargs)
+            return
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", Path(save_directory).name)
+        with self.saving(save_directory, kwargs.get("is_main_process", True)) as place:
+            self.write_pretrained(place, *args, **kwargs)
+
+    def write_pretrained(self: Any, save_directory: Any, *args: Any, tokenizer: Any = None, **kwargs: Any) -> None:
+        """What save_pretrained writes, into a folder that is nobody's."""
         if getattr(self, "is_quantized", False):  # transformers 5.23 cannot save again what it read as integers, otherwise
             kwargs.setdefault("save_original_format", False)
         if not hasattr(self, "hf_device_map") and any(p.is_meta for p in self.parameters()):  # else transformers fetches them
@@ -72,3 +86,8 @@ class Spliced:
                 vars(self)["_surgery"] = remembered
 
     push_to_hub: Any = _push_to_hub  # mypy would compare it with what transformers puts together when it is imported
+
+
+def written(model: Any) -> Any:
+    """The method of any model that writes it into a folder that is nobody's."""
+    return getattr(model, "write_pretrained", model.save_pretrained)

@@ -54,7 +54,7 @@ def compare(
         source = other.model if isinstance(other, Checkpoint) else other
         entries[label] = Entry(source, called(other.name), Plan.read(plan) if plan.exists() else None)
     check(recipe, base)
-    on_main(partial(begin, out, "bench", recipe, resume=resume, overwrite=overwrite))
+    begin(out, "bench", recipe, resume=resume, overwrite=overwrite)
     settings = public(recipe.model_dump(mode="json"))
     with use(**recipe.kernels):
         with busy("reading the weights"):

@@ -1,9 +1,10 @@
 """Locates into a folder: writes the ranking and its figures, and reads the ranking again where a run is resumed."""
 
-import shutil
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from surgery.errors import UserError
 from surgery.jobs.opening import advise_base, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.jobs.stages import first_change, first_difference, shown
@@ -15,6 +16,7 @@ from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.records.names import public
 from surgery.records.recipe import Locate, Recipe
+from surgery.runtime.ownership import tidy
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
 
@@ -35,7 +37,7 @@ def located(
 
     def earlier_ranking() -> Ranking | None:
         if not resume:
-            shutil.rmtree(kept, ignore_errors=True)
+            tidy(kept)
         if not resume or not path.exists():
             return None
         earlier = Ranking.read(path, unsealed="refuse")
@@ -64,10 +66,11 @@ def located(
 
 
 def _discard(kept: Path, ranking: Path) -> None:
-    """Remove what was kept until the ranking was there, or say that the system refuses it."""
-    shutil.rmtree(kept, ignore_errors=True)
+    """Remove what was kept until the ranking was there. What is not ours stays; so does what the system refuses to remove."""
+    with suppress(UserError):
+        tidy(kept)
     if kept.exists():
-        say(f"{ranking} is complete; {kept} cannot be removed, and stays until the next call")
+        say(f"{ranking} is complete; what is left in {kept} is not ours, or cannot be removed")
 
 
 def _outdated(ranking: Ranking, recipe: Recipe, subject: Subject) -> str | None:
@@ -104,7 +107,7 @@ def locate_model(
     check_questions(base.tokenizer, recipe.locate, recipe.seed)
     if resume and (out / RANKING).exists():
         on_main(partial(Ranking.read, out / RANKING, unsealed="refuse"))  # a damaged one is refused before anything is written
-    earlier = on_main(partial(begin, out, "locate", recipe, resume=resume, overwrite=overwrite))
+    earlier = begin(out, "locate", recipe, resume=resume, overwrite=overwrite)
     if earlier and (change := first_change(earlier, recipe, ("locate",))) is not None:
         say(str(change))
     return located(recipe, base, out, resume=resume), base

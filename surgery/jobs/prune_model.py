@@ -41,6 +41,6 @@ def prune_model(
         recipe=recipe.model_dump(mode="json"),
     )  # fmt: skip
     # Only now: a model that does not retrieve, or lacks a ranking's heads, is refused, and nothing is kept in between.
-    on_main(partial(begin, out, "prune", recipe, overwrite=overwrite, resumable=False))
+    begin(out, "prune", recipe, overwrite=overwrite, resumable=False)
     on_main(partial(pruning.write, out / PRUNING))
     return pruning

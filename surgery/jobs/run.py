@@ -80,7 +80,7 @@ def run(
         check_run(recipe, base)
         if recipe.tune.lora is not None:
             matches(adopt(base.model), recipe.tune.lora)
-        earlier = on_main(partial(begin, out, "run", recipe, resume=resume, overwrite=overwrite))
+        earlier = begin(out, "run", recipe, resume=resume, overwrite=overwrite)
         change = first_change(earlier, recipe) if earlier else None
         if change is not None:
             say(str(change))

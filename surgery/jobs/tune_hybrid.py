@@ -6,7 +6,6 @@ from typing import Any
 
 from surgery.doctor.rehearsal import Rehearsal, rehearse
 from surgery.errors import UserError
-from surgery.exporting.earlier import check_replaceable
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD as EXPORT
 from surgery.exporting.folder import Exported
@@ -20,9 +19,9 @@ from surgery.jobs.tuning_stage import steps_of, tuned
 from surgery.loading.checkpoint import plan_of
 from surgery.loading.digests import model_digest
 from surgery.records.recipe import Recipe
+from surgery.runtime.ownership import check_free
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
-from surgery.runtime.replacing import recover
 from surgery.splicing.splice import adopt, check_base
 from surgery.tuning import batches
 from surgery.tuning.lora import matches
@@ -78,8 +77,7 @@ def tune_hybrid(
         return rehearse(loaded.model, loaded.tokenizer, recipe.tune, data=recipe.data, seed=recipe.seed, teacher=teacher)
     if not (resume and (out / EXPORT).exists()):  # which may be the result; if not, its export looks again
         on_main(partial(check_space, "hf", loaded.model, out))
-    earlier = on_main(partial(begin, work, "tune", recipe, resume=resume, overwrite=overwrite))
-    on_main(partial(recover, out))
+    earlier = begin(work, "tune", recipe, resume=resume, overwrite=overwrite)
     if earlier and (change := first_change(earlier, recipe, ("tune",))) is not None:
         say(str(change))
     options = recipe.tune
@@ -117,7 +115,7 @@ def _export(work: Path, *arguments: Any, **options: Any) -> None:
 
 def _check_folders(out: Path, work: Path, *, resume: bool, overwrite: bool) -> None:
     """Both the hybrid's folder and that of the checkpoints may be written."""
-    check_replaceable(out)  # now, and not after hours of tuning
+    check_free(out)  # now, and not after hours of tuning
     check_folder(work, "tune", resume=resume, overwrite=overwrite)
     if is_empty(out) or overwrite:
         return

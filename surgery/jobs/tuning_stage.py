@@ -12,11 +12,11 @@ from surgery.loading.digests import dtypes, model_digest, tokenizer_digest
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, Tune
 from surgery.records.record import Record
+from surgery.runtime.ownership import remove
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
-from surgery.runtime.replacing import remove
 from surgery.tuning.loop import tune
-from surgery.tuning.state import Log
+from surgery.tuning.state import Log, complete
 
 TUNED, SECONDS = "tuning.json", "seconds.json"  # the second is of studies that compare times
 
@@ -72,9 +72,9 @@ def _prepare(out: Path, now: Tuned, resume: bool, description: str) -> bool:
     process that is killed here leaves nothing to go on with."""
     if resume and (out / TUNED).exists() and _same(out / TUNED, now, description):
         return True
-    for checkpoint in out.glob("checkpoint-*"):
+    for checkpoint in complete(out):
         remove(checkpoint)
-    (out / SECONDS).unlink(missing_ok=True)
+    remove(out / SECONDS)
     now.write(out / TUNED)
     return False
 

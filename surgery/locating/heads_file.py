@@ -16,8 +16,9 @@ from surgery.loading.hub import one_line
 from surgery.locating.heads import KINDS, ROLES, SCORES, Heads
 from surgery.records.plan import Start
 from surgery.records.reading import read_content
-from surgery.records.record import Record, write_bytes
+from surgery.records.record import Record
 from surgery.records.site import MOST
+from surgery.runtime.ownership import put
 from surgery.statistics import Intervals
 
 WHOLE = {"layer": int, "head": int, "kind": np.uint8, "role": np.uint8, "sign": np.int8}
@@ -35,8 +36,8 @@ class Arrays(Record):
     """How many there are; ranking.json itself lists the leading ones."""
 
 
-def write(heads: Heads, path: Path) -> Arrays:
-    """Write the file."""
+def write(heads: Heads, ranking: Path) -> Arrays:
+    """Write the file, whose name is that of the ranking's and its content's digest: it takes no other file's place."""
     arrays = {name: _narrow(getattr(heads, name)) for name in WHOLE} | {"tau": heads.tau}
     for name, estimates in heads.estimates.items():
         at = np.flatnonzero(estimates.n)
@@ -45,8 +46,11 @@ def write(heads: Heads, path: Path) -> Arrays:
         arrays |= {f"{name}.{part}": getattr(estimates, part)[at] for part in PARTS}
         arrays[f"{name}.n"] = _narrow(estimates.n[at])
     content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
-    write_bytes(path, content)
-    return Arrays(file=path.name, sha256=hashlib.sha256(content).hexdigest(), heads=len(heads))
+    digest = hashlib.sha256(content).hexdigest()
+    # with_suffix would take "ranking-2.7b" and "ranking-2.8b" for one name.
+    path = ranking.with_name(f"{ranking.name.removesuffix('.json')}.{digest[:12]}.safetensors")
+    put(path, content, own=content.__eq__)
+    return Arrays(file=path.name, sha256=digest, heads=len(heads))
 
 
 def read(about: Arrays, folder: Path) -> Heads:

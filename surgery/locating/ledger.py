@@ -8,7 +8,6 @@ edited.
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from surgery.errors import UserError
 from surgery.models.answers import described
 from surgery.probes.encoded import Encoded
 from surgery.runtime import processes
-from surgery.runtime.replacing import building, reason
+from surgery.runtime.ownership import put
 
 Tensors = dict[str, Tensor]
 Key = Callable[[int], Any]  # of a batch's number: what its tensors depend on (JSON)
@@ -101,9 +100,4 @@ def _read(path: Path) -> Tensors:
 
 def _save(tensors: Tensors, path: Path) -> None:
     """A reader sees the whole file or none."""
-    try:
-        with building(path) as folder:  # save_file has temporary files of its own
-            save_file(tensors, folder / path.name, metadata=_seal(tensors, path))
-            os.replace(folder / path.name, path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {path}: {reason(error)}") from error
+    put(path, save(tensors, metadata=_seal(tensors, path)))

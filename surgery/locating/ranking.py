@@ -17,8 +17,9 @@ from surgery.locating.heads import KINDS, ORDER, ROLES, Heads, Role, Score, Scor
 from surgery.locating.questions import described
 from surgery.locating.stability import Stability
 from surgery.records.names import called
-from surgery.records.record import Provenance, Sealed, write_text
+from surgery.records.record import Provenance, Sealed
 from surgery.records.site import SiteText
+from surgery.runtime.ownership import put
 from surgery.statistics import Accuracy, Estimate
 
 if TYPE_CHECKING:
@@ -75,19 +76,16 @@ class Ranking(Sealed):
 
     def write(self, path: str | Path) -> None:
         """Write a JSON file. Of more than MANY heads it lists the first LISTED, and an array file of the same name beside it
-        (.safetensors) holds all. Until both are written, there is no JSON file of that name."""
+        (NAME.DIGEST.safetensors, by its content) holds all."""
         if len(self.heads) <= MANY:
             super().write(path)
             return
         path = Path(path)
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
-        # with_suffix would take "ranking-2.7b" and "ranking-2.8b" for one name.
-        arrays = heads_file.write(self.columns, path.with_name(f"{path.name.removesuffix('.json')}.safetensors"))
+        self.check_place(path)
+        arrays = heads_file.write(self.columns, path)
         leading = self.columns.take(slice(LISTED))
-        write_text(path, self.model_copy(update={"heads": leading, "arrays": arrays}).text())
+        listing = self.model_copy(update={"heads": leading, "arrays": arrays})
+        put(path, listing.text().encode(), own=self.wrote)
 
     @classmethod
     def read(cls, path: str | Path, *, unsealed: Literal["refuse", "say", "take"] = "say") -> Self:

@@ -11,7 +11,6 @@ pass. Which ones a step sees depends on the step and the seed alone, so that tra
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from surgery.models.tokens import tokenizers_errors
 from surgery.records.pretrain_recipe import CorpusOptions
 from surgery.records.reading import PLAIN_TEXT, check_plain, files_below, parse_json
 from surgery.records.record import read_text
+from surgery.runtime.ownership import building, reason
 from surgery.runtime.progress import Track, busy
-from surgery.runtime.replacing import building, reason, replace
 from surgery.tuning.leaks import TOLERATED, Text
 from surgery.world.tokenizer import byte_level_bpe, wrapped
 
@@ -62,18 +61,14 @@ def prepared(options: CorpusOptions, work: Path) -> Corpus:
     folder = work / f"corpus-{digest}"
     if not (folder / RECORD).exists():
         _check_apart(sides)
-        missing = [place for place in (work, *work.parents) if not place.exists()]
         try:
-            with building(folder) as temporary:
-                _make(options, sides, digest, temporary)
+            with building(folder) as new:
+                with new.filling() as temporary:
+                    _make(options, sides, digest, temporary)
                 _check_length(_read(temporary), options)
-                replace(temporary, folder)
+                new.replace()
         except OSError as error:
             raise UserError(f"cannot write {folder}: {reason(error)}") from error
-        finally:
-            with suppress(OSError):  # after success, when they are not empty
-                for place in missing:
-                    place.rmdir()
     return _read(folder)
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.families import families
+from surgery.hybrids.spliced import written
 from surgery.loading.checkpoint import load
 from surgery.models.tokens import tokenizers_errors
 from surgery.pretraining.checkpoint_card import card
@@ -32,18 +33,10 @@ from surgery.pretraining.lessons import batches_of_all_kinds
 from surgery.pretraining.measuring import measure
 from surgery.pretraining.training import train
 from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe, read_pretrain_recipe
-from surgery.runtime.replacing import building, reason, replace
+from surgery.runtime.ownership import building, check_free, reason, writing
 from surgery.splicing.splice import adopt, unsplice
 from surgery.tuning.state import differences
 from surgery.world.tokenizer import build_tokenizer
-
-# What pretrain writes itself, and what a model and its tokenizer write.
-WRITTEN = {"recipe.yaml", "log.jsonl", "measured.json", "README.md"}
-MODEL = {
-    "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt", "spiece.model", "tokenizer.model",
-    "vocab.json", "vocab.txt",
-}  # fmt: skip
 
 BESIDE_THE_TRAINING = {"eval_steps", "eval_windows", "save_steps", "about", "dtype"}  # settings of the text
 
@@ -91,6 +84,11 @@ def _pretrain_on_corpus(recipe: PretrainRecipe, options: CorpusOptions, out: Pat
         raise UserError("--finish lets the learning rate fall from where the training has come to, and no step was taken yet")
     if recipe.start is not None and options.tokenizer is None:
         options = options.model_copy(update={"tokenizer": recipe.start})
+    with writing(work):
+        return _train_and_write(recipe, options, out, work, finish=finish)
+
+
+def _train_and_write(recipe: PretrainRecipe, options: CorpusOptions, out: Path, work: Path, *, finish: bool) -> dict[str, Any]:
     corpus = prepared(options, work)
     torch.manual_seed(recipe.seed)
     fresh: Any = fresh_model(recipe, len(corpus.tokenizer), corpus.tokenizer.eos_token_id)
@@ -114,30 +112,23 @@ def _write(
 ) -> None:  # fmt: skip
     """text: of the card."""
     try:
-        with building(out) as folder:
-            with tokenizers_errors():
-                base.save_pretrained(folder)
+        with building(out) as new:
+            with new.filling() as folder, tokenizers_errors():
+                written(base)(folder)
                 _without_code(folder)
                 tokenizer.save_pretrained(folder)
-            (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.written(), sort_keys=False))
-            (folder / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
-            (folder / "measured.json").write_text(json.dumps(measured, indent=2) + "\n")
-            (folder / "README.md").write_text(text)
-            folder.chmod(0o755)
-            replace(folder, out)
+                (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.written(), sort_keys=False))
+                (folder / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
+                (folder / "measured.json").write_text(json.dumps(measured, indent=2) + "\n")
+                (folder / "README.md").write_text(text)
+            new.replace()
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {out}: {reason(error)}") from error
 
 
 def check_place(out: Path) -> None:
     """Raise UserError unless a checkpoint may be written to `out`: it is free, empty, or holds an earlier pretraining alone."""
-    if out.is_dir() and not out.is_symlink():
-        names = {file.name for file in out.iterdir()}
-        if not names or (names >= WRITTEN and not names - WRITTEN - MODEL):
-            return
-    elif not (out.exists() or out.is_symlink()):
-        return
-    raise UserError(f"{out} exists and is not an earlier pretraining; choose another --out")
+    check_free(out, what="an earlier pretraining")
 
 
 def _check_recipe(out: Path, recipe: PretrainRecipe) -> None:

@@ -6,7 +6,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from surgery.records.growth import Growth
 from surgery.records.names import called, public
-from surgery.records.record import Provenance, Record
+from surgery.records.record import Marked, Provenance, Record
 from surgery.records.site import Site, SitesText, SiteText
 
 PLAN = "plan.json"  # its file, in every folder that holds one
@@ -26,7 +26,7 @@ class Start(Record):
 START = Start()  # of a head that is not named
 
 
-class Plan(Record):
+class Plan(Marked):
     """Where attention goes and how it starts."""
 
     kind: Literal["head", "layer"] = "head"

@@ -16,7 +16,7 @@ import pydantic
 from surgery.errors import UserError
 from surgery.records.names import called, public
 from surgery.records.reading import parse_json, read_content
-from surgery.runtime.replacing import written
+from surgery.runtime.ownership import put, refuse
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "scipy", "tokenizers", "peft")
 # Optional ones, named where they are in use: module -> distribution.
@@ -67,15 +67,51 @@ class Record(pydantic.BaseModel):
         return self.model_dump_json(indent=2) + "\n"
 
     def write(self, path: str | Path) -> None:
+        """Write it. A file that is there is replaced only where it is ours (runtime/ownership.py). Raises UserError for any
+        other."""
         write_text(path, self.text())
 
 
-class Sealed(Record):
-    """A measurement: its file carries a digest of its own content, so that a file which was changed by hand or by a damaged
-    disk is not taken for what was measured. It is no signature: a seal that was made again does not show."""
+class Marked(Record):
+    """A record whose file may stand alone, and carries a digest of its own content: so it is known whether it is still as we
+    wrote it, and may be replaced by another of its kind."""
 
-    seal: str | None = None
+    seal: str | None = pydantic.Field(default=None, exclude_if=lambda seal: seal is None)
     """sha256 of the file's JSON without this field (keys sorted, no blanks). Only in files; a record in memory has none."""
+
+    def text(self) -> str:
+        content = self.model_dump_json(indent=2, exclude={"seal"})
+        return f'{content.removesuffix("}").rstrip()},\n  "seal": "{_seal(content)}"\n}}\n'
+
+    def write(self, path: str | Path) -> None:
+        put(path, self.text().encode(), own=self.wrote)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """As Record.read, also a file that was edited."""
+        return super().read(path).model_copy(update={"seal": None})
+
+    @classmethod
+    def wrote(cls, content: bytes) -> bool:
+        """Whether a file's content is a record of this kind, as we wrote it."""
+        try:
+            text = content.decode()
+            record = cls.model_validate_json(text)
+            return record.seal == _seal(text) and record.text() == text
+        except (ValueError, TypeError, AttributeError):  # pydantic's errors and those of Unicode and JSON are ValueErrors
+            return False
+
+    @classmethod
+    def check_place(cls, path: Path) -> None:
+        """Raise UserError, before the work that leads to a record, unless it may be written to `path`."""
+        if path.is_dir():
+            raise UserError(f"cannot write {path}: it is a folder")
+        refuse([path] if os.path.lexists(path) and path.exists() and not cls.wrote(read_content(path)) else [])
+
+
+class Sealed(Marked):
+    """A measurement: a file which was changed by hand or by a damaged disk is not taken for what was measured. The seal is no
+    signature: one that was made again does not show."""
 
     @classmethod
     def read(cls, path: str | Path, *, unsealed: Literal["refuse", "say", "take"] = "say") -> Self:
@@ -92,10 +128,6 @@ class Sealed(Record):
         if record.seal not in (None, _seal(text)):
             raise UserError(f"{path} is not as it was written: its content does not fit its seal; make it again")
         return record.model_copy(update={"seal": None})
-
-    def text(self) -> str:
-        content = self.model_dump_json(indent=2, exclude={"seal"})
-        return f'{content.removesuffix("}").rstrip()},\n  "seal": "{_seal(content)}"\n}}\n'
 
 
 def _seal(text: str) -> str:
@@ -192,14 +224,13 @@ def read_text(path: str | Path, what: str = "") -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 file so that a reader sees the old content or the new, never a part."""
+    """Write a UTF-8 file so that a reader sees the old content or the new, never a part; only over what is ours."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:
     """Write a file so that a reader sees the old content or the new, never a part."""
-    with written(path) as place:
-        place.write_bytes(content)
+    put(path, content)
 
 
 def toolkit() -> str:

@@ -6,10 +6,11 @@ matplotlib is imported where a figure is drawn. Figures are made without pyplot,
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from surgery.runtime.replacing import written
+from surgery.runtime.ownership import put
 
 # Okabe and Ito's palette, safe for colour-blind readers; the base is black.
 COLORS = {
@@ -70,8 +71,9 @@ def drawing(
         yield figure, axes
         if path is None:
             return
-        with written(path) as place:
-            figure.savefig(place, format="png", metadata={"Software": None})
+        content = BytesIO()
+        figure.savefig(content, format="png", metadata={"Software": None})
+        put(path, content.getvalue())
 
 
 def accuracy_axis(axis: Any, **labels: Any) -> None:

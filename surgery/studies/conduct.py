@@ -41,7 +41,7 @@ def conduct(
             checkpoint = open_checkpoint(recipe, trust_remote_code)
         other_name = getattr(study, "other", None)
         other = open_beside(checkpoint, other_name, recipe, trust_remote_code) if other_name else None
-        on_main(partial(begin, out, "run", recipe, resume=resume, overwrite=overwrite))
+        begin(out, "run", recipe, resume=resume, overwrite=overwrite)
         settings = public(recipe.model_dump(mode="json"))
         measured_under = conditions(checkpoint.model, checkpoint.tokenizer)
         other_digest = model_digest(other.model) if other else None

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -39,8 +39,8 @@ from surgery.records.recipe import Recipe
 from surgery.records.sections.section import FACTOR, Steps
 from surgery.records.site import Site
 from surgery.runtime import plotting
+from surgery.runtime.ownership import put
 from surgery.runtime.progress import say
-from surgery.runtime.replacing import written
 from surgery.splicing.splice import adopt, grafted_mixer, splice, unsplice
 from surgery.statistics import Estimate, Proportion
 from surgery.studies.figures import LINES
@@ -177,9 +177,7 @@ class Aligned:
             learning_rate=self.study.learning_rate, layers=[layer],
         )  # fmt: skip
         state = {name: tensor.detach().contiguous() for name, tensor in grafted_mixer(model, layer).state_dict().items()}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with written(path) as place:
-            save_file(state, place, metadata={"key": self.key})
+        put(path, save(state, metadata={"key": self.key}))
         return state
 
 

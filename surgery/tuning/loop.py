@@ -19,6 +19,7 @@ from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint, a_type, model_of, tokenizer_of
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.memory import keep_apart
+from surgery.runtime.ownership import writing
 from surgery.runtime.processes import state as processes
 from surgery.splicing.remembered import remembered_tokenizer
 from surgery.splicing.splice import adopt, stock
@@ -93,7 +94,7 @@ def started_run(
         "data": data.model_dump(mode="json"),
     }
     adapting = adapted(model, options.lora, seed=seed, out=out if layers is None else None)
-    with adapting, training(model, trainable(model, layers), teacher) as trained:
+    with writing(out), adapting, training(model, trainable(model, layers), teacher) as trained:
         checkpoints = Checkpoints(out, trained, settings)
         stages = ["distil"] if options.most_steps else []
         if layers is None:

@@ -27,9 +27,9 @@ from surgery.errors import UserError
 from surgery.models.quantised import has_quantised_weight
 from surgery.records.recipe import Lora
 from surgery.records.record import write_text
+from surgery.runtime.ownership import building, check_ours, reason
 from surgery.runtime.processes import is_main
 from surgery.runtime.progress import say
-from surgery.runtime.replacing import building, reason, replace
 from surgery.splicing.splice import graft_parameters
 
 NAME = "default"  # peft's name of the only adapter
@@ -58,6 +58,8 @@ def adapted(model: PreTrainedModel, options: Lora | None, *, seed: int = 0, out:
     if options is None:
         yield
         return
+    if out is not None and is_main():
+        check_ours(out / TABLE, out / FOLDER)
     matched = matches(model, options)
     config = _config(options, matched)
     requires_grad = {p: p.requires_grad for p in model.parameters()}
@@ -219,12 +221,11 @@ def _save(model: PreTrainedModel, config: LoraConfig, out: Path) -> None:
     whole.target_modules = sorted(whole.target_modules or ())
     target = out / FOLDER
     try:
-        with building(target) as temporary:
-            whole.save_pretrained(str(temporary))
-            file = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(file, temporary / WEIGHTS, metadata={"format": "pt"})
-            (temporary / WEIGHTS).chmod(0o644)  # both are created for the owner only
-            temporary.chmod(0o755)
-            replace(temporary, target)
+        with building(target) as new:
+            with new.filling() as temporary:
+                whole.save_pretrained(str(temporary))
+                file = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+                save_file(file, temporary / WEIGHTS, metadata={"format": "pt"})
+            new.replace()
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {target}: {reason(error)}") from error

@@ -13,6 +13,7 @@ would not replace the previous checkpoint in one step.
 import io
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -28,11 +29,12 @@ from surgery.loading.hub import one_line
 from surgery.records.reading import check_plain, parse_json
 from surgery.records.recipe import Tune
 from surgery.records.record import read_text
+from surgery.runtime.ownership import building, governing, reason, refuse, remove
 from surgery.runtime.processes import on_main
-from surgery.runtime.replacing import building, reason, remove, replace, sweep
 from surgery.tuning.shards import load_optimizer_state, optimizer_state
 
 Log = list[dict[str, Any]]
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass
@@ -75,10 +77,10 @@ class Checkpoints:
 
     def _read(self, resume: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any], State] | None:
         assert self.out is not None
-        sweep(self.out)
-        complete = self._complete()
-        newest = self._load(complete[-1]) if resume and complete else None
-        for folder in complete[:-1] if resume else complete:  # a process may have been killed before it removed the older ones
+        ours = complete(self.out)
+        refuse({*self.out.glob("checkpoint-*")} - {*ours})  # before hours of training end at the name that is taken
+        newest = self._load(ours[-1]) if resume and ours else None
+        for folder in ours[:-1] if resume else ours:  # a process may have been killed before it removed the older ones
             remove(folder)
         return newest
 
@@ -99,18 +101,19 @@ class Checkpoints:
         buffer = io.BytesIO()
         torch.save(training, buffer)
         try:
-            with building(target) as temporary:
-                _write(temporary / "trained.safetensors", save(self.tensors()))
-                if self.best:
-                    _write(temporary / "best.safetensors", save(self.best))
-                _write(temporary / "optimizer.pt", buffer.getbuffer())
-                _write(temporary / "state.json", json.dumps({"state": asdict(state), "settings": self.settings}).encode())
-                replace(temporary, target)
-            for folder in self._complete():
+            with building(target) as new:
+                with new.filling() as temporary:
+                    _write(temporary / "trained.safetensors", save(self.tensors()))
+                    if self.best:
+                        _write(temporary / "best.safetensors", save(self.best))
+                    _write(temporary / "optimizer.pt", buffer.getbuffer())
+                    _write(temporary / "state.json", json.dumps({"state": asdict(state), "settings": self.settings}).encode())
+                new.replace()
+            for folder in complete(self.out):
                 if folder != target:
                     remove(folder)
         except OSError as error:
-            intact = f"; {complete[-1]} is intact" if (complete := self._complete()) else ""
+            intact = f"; {ours[-1]} is intact" if (ours := complete(self.out)) else ""
             raise UserError(f"cannot write the checkpoint {target}: {reason(error)}{intact}") from error
 
     def restore(self, optimizer: Any, schedule: Any) -> None:
@@ -158,10 +161,13 @@ class Checkpoints:
         training = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
         return tensors, best, training, State(**record["state"])
 
-    def _complete(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        assert self.out is not None
-        return sorted(self.out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+
+def complete(out: Path) -> list[Path]:
+    """The complete checkpoints in a folder that are ours, oldest first. Other programs give theirs such names, too."""
+    folder = governing(out)
+    steps = {path: match for path in out.glob("checkpoint-*") if (match := CHECKPOINT.fullmatch(path.name))}
+    ours = [path for path in steps if folder is not None and folder.made(path)]
+    return sorted(ours, key=lambda path: int(steps[path][1]))
 
 
 def differences(mine: dict[str, Any], other: dict[str, Any], prefix: str = "") -> Iterator[str]:
