@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from surgery.hybrids.llamba import LlambaConfig, LlambaForCausalLM
+from surgery.runtime import ownership
 from surgery.world.tokenizer import build_tokenizer
 from tools.double import float64
 
@@ -60,6 +61,11 @@ def random_base(**changes) -> Mamba2ForCausalLM:
         "eos_token_id": None,
     }  # fmt: skip
     return Mamba2ForCausalLM(Mamba2Config(**fields | changes)).eval()
+
+
+def names(folder):
+    """What lies in a folder, but for the records of what is ours."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.name != ownership.RECORD)
 
 
 def subject(model: PreTrainedModel):

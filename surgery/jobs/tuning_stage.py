@@ -12,7 +12,7 @@ from surgery.loading.digests import dtypes, model_digest, tokenizer_digest
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, Tune
 from surgery.records.record import Record
-from surgery.runtime.ownership import remove
+from surgery.runtime.ownership import remove, writing
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
 from surgery.tuning.loop import tune
@@ -60,11 +60,12 @@ def tuned(
         seed=recipe.seed, kernels=recipe.kernels, tune=recipe.tune.model_dump(mode="json"),
         data=recipe.data.model_dump(mode="json"),
     )  # fmt: skip
-    same = on_main(partial(_prepare, out, now, resume, description))
-    return tune(
-        model, base.tokenizer, recipe.tune, data=recipe.data, seed=recipe.seed, layers=layers, teacher=teacher, out=out,
-        resume=same, description=description,
-    )  # fmt: skip
+    with writing(out):
+        same = on_main(partial(_prepare, out, now, resume, description))
+        return tune(
+            model, base.tokenizer, recipe.tune, data=recipe.data, seed=recipe.seed, layers=layers, teacher=teacher, out=out,
+            resume=same, description=description,
+        )  # fmt: skip
 
 
 def _prepare(out: Path, now: Tuned, resume: bool, description: str) -> bool:

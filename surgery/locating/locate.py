@@ -96,7 +96,8 @@ def locate(
         )  # fmt: skip
     except ValidationError as error:
         raise UserError(f"locate: {first_line(error)}") from error
-    return rank(Subject.of(base, tokenizer, name), chosen, seed=seed, recipe=recipe, kept=kept)
+    with writing(kept):
+        return rank(Subject.of(base, tokenizer, name), chosen, seed=seed, recipe=recipe, kept=kept)
 
 
 def check_locatable(base: PreTrainedModel, exact: bool | None = None, init: str = "dual") -> None:

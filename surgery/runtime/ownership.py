@@ -429,7 +429,7 @@ def put(path: str | Path, content: bytes, *, own: Callable[[bytes], bool] | None
             if before is None:
                 _create(place, content, hidden)
             else:
-                _create(hidden, content, mode=stat.S_IMODE(place.stat().st_mode))
+                _create(hidden, content, hidden, mode=stat.S_IMODE(place.stat().st_mode))
                 _install(hidden, place, before)
         except FileExistsError:
             refuse([path])
@@ -722,11 +722,11 @@ def _create(path: Path, content: bytes, hidden: Path | None = None, mode: int | 
                 os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=folder, follow_symlinks=True)
             finally:
                 os.close(folder)
-        else:
+        elif hidden != path:
             _install(hidden, path, None)
     finally:
         os.close(descriptor)
-        if not unnamed:
+        if not unnamed and hidden != path:
             hidden.unlink(missing_ok=True)
 
 

@@ -29,8 +29,9 @@ from surgery.loading.hub import one_line
 from surgery.records.reading import check_plain, parse_json
 from surgery.records.recipe import Tune
 from surgery.records.record import read_text
-from surgery.runtime.ownership import building, governing, reason, refuse, remove
+from surgery.runtime.ownership import building, check_ours, governing, reason, refuse, remove
 from surgery.runtime.processes import on_main
+from surgery.runtime.progress import say
 from surgery.tuning.shards import load_optimizer_state, optimizer_state
 
 Log = list[dict[str, Any]]
@@ -80,6 +81,7 @@ class Checkpoints:
         ours = complete(self.out)
         refuse({*self.out.glob("checkpoint-*")} - {*ours})  # before hours of training end at the name that is taken
         newest = self._load(ours[-1]) if resume and ours else None
+        check_ours(*ours)  # those that will be removed
         for folder in ours[:-1] if resume else ours:  # a process may have been killed before it removed the older ones
             remove(folder)
         return newest
@@ -109,12 +111,15 @@ class Checkpoints:
                     _write(temporary / "optimizer.pt", buffer.getbuffer())
                     _write(temporary / "state.json", json.dumps({"state": asdict(state), "settings": self.settings}).encode())
                 new.replace()
-            for folder in complete(self.out):
-                if folder != target:
-                    remove(folder)
         except OSError as error:
             intact = f"; {ours[-1]} is intact" if (ours := complete(self.out)) else ""
             raise UserError(f"cannot write the checkpoint {target}: {reason(error)}{intact}") from error
+        for folder in complete(self.out):
+            if folder != target:
+                try:
+                    remove(folder)
+                except UserError as error:  # somebody has changed it meanwhile: no reason to end the run
+                    say(f"note: {error}")
 
     def restore(self, optimizer: Any, schedule: Any) -> None:
         """Load the checkpoint's state of optimizer and schedule, the first time that this is called after a resume. A

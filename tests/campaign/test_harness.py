@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
-
 from surgery.runtime.replacing import aside_of
+
 from tests.campaign import kills
 from tests.campaign.calls import Case
 from tests.campaign.faults import NUMBERS, SIGNALS, SOURCE, Ended, Fault

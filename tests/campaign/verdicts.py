@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from surgery.runtime.replacing import aside_of
+
 from tests.campaign.faults import Ended, Fault
 from tests.campaign.sameness import content
 

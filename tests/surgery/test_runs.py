@@ -15,6 +15,7 @@ from surgery.locating.locate import locate
 from surgery.records.plan import Plan
 from surgery.records.recipe import Locate, Recipe, changed
 from surgery.runtime import progress, tables
+from surgery.runtime.ownership import building, writing
 
 FEW = {"options": {"pairs": 3}, "examples": 8, "layers": False}
 
@@ -45,10 +46,11 @@ def test_a_clock_does_not_decide_twice(base, tokenizer, tmp_path, monkeypatch):
     """An interrupted search goes on with its decision, unless it is asked for something else."""
     options = Locate(budget=100, **FEW)
     small, large = {"model": "small"}, {"model": "large"}
-    assert budget._decided(tmp_path / "exact.json", options, small, exact=False) is False
-    assert budget._decided(tmp_path / "exact.json", options, small, exact=True) is False
-    assert budget._decided(tmp_path / "exact.json", options.model_copy(update={"budget": 200.0}), small, exact=True) is True
-    assert budget._decided(tmp_path / "exact.json", options, large, exact=False) is False  # another model has another cost
+    with writing(tmp_path):
+        assert budget._decided(tmp_path / "exact.json", options, small, exact=False) is False
+        assert budget._decided(tmp_path / "exact.json", options, small, exact=True) is False
+        assert budget._decided(tmp_path / "exact.json", options.model_copy(update={"budget": 200.0}), small, exact=True) is True
+        assert budget._decided(tmp_path / "exact.json", options, large, exact=False) is False  # another model has another cost
 
 
 def test_a_decision_that_was_kept_is_said_as_one(base, tokenizer, tmp_path, monkeypatch, capsys):
@@ -87,7 +89,8 @@ def test_a_tuning_of_other_heads_is_not_gone_on_with(base, tokenizer, tmp_path, 
 
     def go_on(plan, recipe=recipe, layers=None):
         tuned(base, checkpoint, recipe, tmp_path, plan=plan, layers=layers, resume=True, digest="d")
-        (tmp_path / "checkpoint-1").mkdir(exist_ok=True)
+        with writing(tmp_path), building(tmp_path / "checkpoint-1") as new:
+            new.replace()
 
     first, second = Plan(sites=("L1.H3",)), Plan(sites=("L1.H5",))
     for plan, settings in (

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.records.recipe import Align, Calibrate, Data, EarlyStopping, Lesson, Lora, Tune
+from surgery.runtime import ownership
 from surgery.splicing.splice import graft_parameters, splice
 from surgery.tuning import early_stopping, stages, state
 from surgery.tuning.distil import Distillation
@@ -80,7 +82,13 @@ def dying(after, writing):
         fatal(stages, "alignment_error")
     fatal(state, "_write", half)
     fatal(os, "rename")
-    fatal(shutil, "rmtree", lambda folder, **_: folder.exists() and next(folder.iterdir()).unlink())
+    fatal(Path, "unlink")
+    fatal(Path, "rmdir")
+
+
+def checkpoints(folder):
+    """What else than its record lies in a folder."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ownership.RECORD)
 
 
 def child(hybrid, tokenizer, options, data, folder, result, *when):
@@ -197,7 +205,7 @@ def test_interrupted_and_resumed_has_the_same_log(base, hybrid, tokenizer, tmp_p
     failing(monkeypatch, KeyboardInterrupt(), 5)
     with pytest.raises(KeyboardInterrupt):
         tune(hybrid, tokenizer, SHORT, out=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert checkpoints(tmp_path) == ["checkpoint-4"]
     assert tune(hybrid, tokenizer, SHORT, out=tmp_path, resume=True) == log
     assert equal(grafts(hybrid), grafts(whole))
     finished = splice(base, Plan(sites=("L1.H3",), blend=0.5))
@@ -234,7 +242,7 @@ def test_what_goes_wrong_leaves_the_last_checkpoint(problem, line, base, hybrid,
     with pytest.raises(UserError, match=line) as caught:
         tune(hybrid, tokenizer, SHORT, out=tmp_path)
     assert "\n" not in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert checkpoints(tmp_path) == ["checkpoint-4"]
     resumed = tune(splice(base, Plan(sites=("L1.H3",), blend=0.5)), tokenizer, SHORT, out=tmp_path, resume=True)
     assert [record["step"] for record in resumed] == [1, 2, 3, 4, 5, 6]
 
@@ -259,7 +267,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(file, hybrid, tokenizer, tmp_pat
     with pytest.raises(UserError, match=r"checkpoint-3: No space left on device; .*checkpoint-2 is intact") as caught:
         tune(hybrid, tokenizer, SHORT, out=tmp_path)
     assert "\n" not in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
     assert len(tune(hybrid, tokenizer, SHORT, out=tmp_path, resume=True)) == 6
 
 
@@ -295,7 +303,7 @@ def test_a_checkpoint_of_0_5_is_refused(hybrid, tokenizer, tmp_path, monkeypatch
 def test_a_run_that_begins_anew_does_not_meet_the_old_one(hybrid, tokenizer, tmp_path):
     tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 2}), out=tmp_path)
     tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 1}), out=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert checkpoints(tmp_path) == ["checkpoint-1"]
 
 
 def test_an_older_checkpoint_that_a_killed_run_could_not_remove_goes_when_it_is_resumed(hybrid, tokenizer, tmp_path):
@@ -312,4 +320,4 @@ def test_an_older_checkpoint_that_a_killed_run_could_not_remove_goes_when_it_is_
     assert older.exists()
     damaged.write_text(content)
     tune(hybrid, tokenizer, options, out=tmp_path, resume=True)
-    assert [path.name for path in tmp_path.iterdir()] == [newest.name]
+    assert checkpoints(tmp_path) == [newest.name]
