@@ -1,6 +1,6 @@
 """recipes/full-size.json: what stages of the job at full size took, as tools/full_size.py measures them."""
 
-from surgery.records.record import Environment, Record
+from surgery.records.record import Environment, Marked, Record
 
 GIB = 2**30
 
@@ -50,7 +50,7 @@ class Stage(Record):
         )
 
 
-class FullSize(Record):
+class FullSize(Marked):
     """recipes/full-size.json. stages: the last measurement of each, in the order in which they were first made."""
 
     schema_version: int = 1

@@ -131,7 +131,7 @@ def benchmark(groups: tuple[str, ...] = GROUPS, *, device: torch.device | None =
     finally:
         torch.set_num_threads(all_threads)
     groups_of_cells = {group: tuple(values) for group, values in cells.items()}
-    return Benchmark(environment=here(), **groups_of_cells)
+    return Benchmark(environment=here(), **groups_of_cells)  # type: ignore[arg-type]
 
 
 def here() -> Environment:

@@ -31,6 +31,7 @@ from surgery.records.plan import Plan, Start
 from surgery.records.recipe import Locate
 from surgery.records.record import first_line, provenance
 from surgery.records.site import Site
+from surgery.runtime.ownership import writing
 from surgery.splicing.splice import check_start
 from surgery.statistics import LEVEL, Intervals, changed_decisions, intervals, mean, means
 

@@ -71,7 +71,7 @@ class Folder:
         self.root, self.alias = root, alias or root
         self.files: dict[str, set[str]] = {}
         self.folders: set[str] = set()
-        self._hidden: dict[str, tuple[str, int]] = {}  # "building", "leaving" -> the hidden name of that time, and the inode
+        self._hidden: set[tuple[str, str, int]] = set()  # "building", ...; the hidden name that it had or gets; its inode
         self._token = ""
         self._offset = 0
         self.created: list[Path] | None = None
@@ -83,22 +83,25 @@ class Folder:
         return cls(root) if os.path.lexists(root / RECORD) else None
 
     @classmethod
-    def create(cls, root: Path, alias: Path | None = None) -> "Folder":
-        """Give the folder `root` a record, unless it has one."""
+    def create(cls, root: Path, alias: Path | None = None, hidden: str | None = None) -> "Folder":
+        """Give the folder `root` a record, unless it has one. hidden: as for `hide`, of its present name."""
         token = secrets.token_hex(8)
         if not os.path.lexists(root / RECORD):
+            lines = _sealed({"mamba-surgery": VERSION, "token": token}, token)
+            if hidden is not None:
+                lines += _sealed({"hidden": hidden, "name": root.name, "inode": root.stat().st_ino}, token)
             with suppress(FileExistsError):  # another process was quicker
-                _create(root / RECORD, _sealed({"mamba-surgery": VERSION, "token": token}, token))
+                _create(root / RECORD, lines)
         return cls(root, alias)
 
     def hide(self, state: str, name: str) -> None:
-        """Note that the folder has, or gets, a hidden name: while it is "building", or because another takes its place
-        ("leaving"). It says so of this folder alone, and not of a copy."""
+        """Note that the folder has, or gets, a hidden name: while it is "building", when another takes its place ("leaving"),
+        or when it is removed ("removing"). It says so of this folder alone, and not of a copy."""
         self._write(_sealed({"hidden": state, "name": name, "inode": self.root.stat().st_ino}, self._token))
 
     def hidden(self, state: str) -> bool:
         """Whether the folder is in such a state."""
-        return self._hidden.get(state) == (self.root.name, self.root.stat().st_ino)
+        return (state, self.root.name, self.root.stat().st_ino) in self._hidden
 
     def note(self, *paths: Path, digest: str | None = None) -> None:
         """Write down that files are ours (digest: of the content of the one that is about to be written), and folders."""
@@ -258,7 +261,7 @@ class Folder:
                     raise ValueError
                 return
             if "hidden" in entry:
-                self._hidden[entry["hidden"]] = entry["name"], entry["inode"]
+                self._hidden.add((entry["hidden"], entry["name"], entry["inode"]))
                 return
             name = entry["file"] if "file" in entry else entry["folder"]
             if not _inside(name):
@@ -324,14 +327,13 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def refuse(foreign: Iterable[Path], what: str = "") -> None:
+def refuse(foreign: Iterable[Path]) -> None:
     """Raise UserError, naming the first, if there are files of the user's."""
     if others := sorted(foreign):
         more = f" and {len(others) - 1} more" if others[1:] else ""
         raise UserError(
-            what
-            or f"'{others[0]}'{more} is not ours, or was changed since: it is not replaced or removed; move it away, or "
-            "choose another place"
+            f"'{others[0]}'{more} was not written by this toolkit, or was changed since: it is neither replaced nor removed; "
+            "move it away, or choose another place"
         )
 
 
@@ -355,7 +357,8 @@ def enter(root: Path) -> Folder:
     with saying(root):
         free = not os.path.lexists(root) or (root.is_dir() and not any(root.iterdir()))
         created = [path for path in (root, *root.parents) if not path.exists()] if free else None
-        _make_folders(root, governing(root))
+        outer = governing(root)
+        _make_folders(_within(root, outer) if outer is not None else root, outer)
         _jobs[-1].append(folder := Folder.create(_real(root), Path(os.path.abspath(root))))
         folder.created = created
         return folder
@@ -583,8 +586,7 @@ def building(path: Path) -> Iterator[Building]:
     place.mkdir()
     lock = _lock(place)
     try:
-        folder = Folder.create(place)
-        folder.hide("building", place.name)
+        folder = Folder.create(place, hidden="building")
         with job() as mine:
             mine.append(folder)
             yield Building(place, path, folder)
@@ -601,7 +603,8 @@ def _remove_left(place: Path) -> None:
     if not place.is_dir():
         return
     try:
-        foreign = Folder.create(place).clear()
+        folder = Folder.at(place)
+        foreign = folder.clear() if folder is not None else []
         if not foreign:
             place.rmdir()
             return
@@ -612,16 +615,20 @@ def _remove_left(place: Path) -> None:
 
 
 def _sweep_beside(path: Path) -> None:
-    """Clear up after killed builders of the folder `path`: hidden folders beside it whose own record says what they are, and
-    that nobody fills. What was there before goes back if nothing took its place."""
+    """Clear up after killed builders of the folder `path`: hidden folders beside it whose own record says what they are (or
+    that are empty), and that nobody fills. What was there before goes back if nothing took its place."""
     try:
         beside = [place for place in path.parent.iterdir() if place.name.startswith(f".{path.name[:200]}-new-")]
     except OSError:
         return
     for place in beside:
         with suppress(UserError, OSError):  # not ours, by its record; or its builder lives
-            folder = Folder.at(place) if place.is_dir() and not place.is_symlink() else None
-            if folder is None or not any(map(folder.hidden, ("building", "leaving", "removing"))):
+            if place.is_symlink() or HIDDEN.search(place.name) is None:
+                continue
+            if (folder := Folder.at(place)) is None:
+                place.rmdir()  # which the system refuses unless it is empty
+                continue
+            if not any(map(folder.hidden, ("building", "leaving", "removing"))):
                 continue
             lock = _lock(place, wait=False)
             try:

@@ -28,7 +28,7 @@ from surgery.splicing.splice import splice
 from surgery.tuning.state import Checkpoints
 from surgery.world.text import document
 from surgery.world.words import key_words
-from tests.conftest import ROOT
+from tests.conftest import ROOT, names
 
 SMALL = {
     "model_type": "mamba2", "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 16, "state_size": 8,
@@ -151,7 +151,9 @@ def run(recipe, out, **options):
 def test_a_base_is_trained_measured_and_described(recipe, tmp_path):
     measured = run(recipe, tmp_path / "base")
     folder = tmp_path / "base"
-    assert pretrain.WRITTEN <= {file.name for file in folder.iterdir()} <= pretrain.WRITTEN | pretrain.MODEL
+    papers = {"recipe.yaml", "log.jsonl", "measured.json", "README.md"}
+    model = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {*names(folder)} == papers | model
     assert json.loads((folder / "measured.json").read_text()) == measured
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in log] == [1, 3, 6]

@@ -37,11 +37,12 @@ from surgery.locating.subject import Subject
 from surgery.records.plan import Plan
 from surgery.records.recipe import Locate, Tune, read_recipe
 from surgery.runtime import memory
+from surgery.runtime.ownership import writing
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.calibrate import calibrate
 from surgery.tuning.descent import Descent
 from surgery.tuning.loop import tune
-from tests.conftest import BASES, VOCABULARY, random_base
+from tests.conftest import BASES, VOCABULARY, names, random_base
 
 RECIPE = """
 locate: {options: {pairs: 4}, examples: 12, batch_size: 4, exact: true}
@@ -409,7 +410,8 @@ def test_the_command_prints_a_table_or_json(estimated, folder, monkeypatch):
 def test_a_dry_run_says_what_the_run_would_say_of_its_folder(estimated, folder, monkeypatch, tmp_path, capsys):
     """And what it would leave out; the folder stays as it is."""
     monkeypatch.setattr(estimate, "estimate", lambda *_, **__: estimated[0])
-    Run(toolkit="0.8.0", verb="run").write(tmp_path / "run.json")
+    with writing(tmp_path):
+        Run(toolkit="0.8.0", verb="run").write(tmp_path / "run.json")
     for options, message in (
         ([], "would stop at once"), (["--resume"], "--resume leaves out what is finished"), (["--overwrite"], ""),
     ):  # fmt: skip
@@ -422,7 +424,7 @@ def test_a_dry_run_says_what_the_run_would_say_of_its_folder(estimated, folder, 
         assert json.loads(printed.out)["stages"]
         assert message in " ".join(printed.err.split())
         assert ("note:" in printed.err) is bool(message)
-    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+    assert names(tmp_path) == ["run.json"]
 
 
 def test_a_study_and_a_name_are_refused(folder):

@@ -71,7 +71,7 @@ def test_the_benchmark_has_every_shape_forwards_and_backwards():
         ("graft_attention_forward_backward", "mamba2-130m, 24 heads", 1024), ("prefill", "mamba-130m", 1024),
     } <= found  # fmt: skip
     assert {group for group, _, _ in found} == set(GROUPS)
-    assert set(GROUPS) | {"environment"} == set(Benchmark.model_fields)
+    assert set(GROUPS) | {"environment", "seal"} == set(Benchmark.model_fields)
 
 
 @pytest.mark.parametrize("backward", [False, True])

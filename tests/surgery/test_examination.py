@@ -121,7 +121,7 @@ def test_a_hybrid_and_a_patch_are_examined_as_they_are(tiny, tmp_path):
     assert examine(str(tmp_path / "patch")) == two, "no weight is read"
     record = Patch.read(tmp_path / "patch" / RECORD)
     away = record.model_copy(update={"base": record.base.model_copy(update={"name": "gone", "hub": False})})
-    away.write(tmp_path / "patch" / RECORD)
+    (tmp_path / "patch" / RECORD).write_text(away.text())
     with pytest.raises(UserError, match="gone"):
         examine(str(tmp_path / "patch"))
 

@@ -16,6 +16,7 @@ from surgery.exporting.publish import publish
 from surgery.exporting.to_gguf import splits_as_gpt2
 from surgery.records.plan import Plan
 from surgery.serving.ask_llama_cpp import paired
+from tests.conftest import names
 from tests.surgery.test_serving import grouped, own_answers, perturbed
 
 ROOT = Path(__file__).parent.parent.parent
@@ -183,7 +184,7 @@ def test_a_file_its_proof_and_its_card(what, base, hybrid, converter, monkeypatc
         engine_python="/bin/true",
     )
     papers = {"plan.json", "sites.png"} if what == "hybrid" else set()
-    assert {file.name for file in out.iterdir()} == {"model.gguf", "export.json", "README.md", *papers}
+    assert {*names(out)} == {"model.gguf", "export.json", "README.md", *papers}
     assert (out / "model.gguf").read_text() == "tiny-mamba2 in f32"
     (proof,) = Exported.read(out / "export.json", unsealed="refuse").engines
     assert (proof.engine, proof.tokens, proof.texts) == ("llama_cpp", 2 * (6 + 3), len(engines.TEXTS))

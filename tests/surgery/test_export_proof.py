@@ -22,8 +22,9 @@ from surgery.exporting.verify import CLOSE, OURS, compare, difference, in_float3
 from surgery.loading.checkpoint import load_base
 from surgery.models.answers import LENGTHS, answers, described, tensors
 from surgery.records.plan import Plan
+from surgery.runtime.ownership import building
 from surgery.splicing.splice import graft_parameters, splice
-from tests.conftest import VOCABULARY, random_base, random_llamba, random_selective
+from tests.conftest import VOCABULARY, names, random_base, random_llamba, random_selective
 from tests.surgery.test_layer_graft import random_donor
 
 HEADS, LAYER = Plan(sites=("L0.H3", "L1.H0,5")), Plan(kind="layer", sites=("L1",), width=16)
@@ -176,16 +177,17 @@ def test_other_answers_leave_what_was_there(surgery, tokenizer, tmp_path, monkey
     command = ("export", "hybrid", "--format", form, "--out", "out", "--overwrite")
     for before in (None, "an earlier export"):
         if before:
-            (tmp_path / "out").mkdir()
-            LAYER.write(tmp_path / "out" / "plan.json")
-            (tmp_path / "out" / "config.json").write_text("{}")
+            with building(tmp_path / "out") as new:
+                with new.filling() as place:
+                    (place / "config.json").write_text("{}")
+                new.replace()
         with monkeypatch.context() as patched:
             patched.setattr(verify, "ask", partial(_other(key, change), verify.ask))
             status, out, err = surgery(*command)
         assert (status, out, err.count("surgery: ")) == (2, "", 1)
         assert re.match(f"surgery: .*{complaint}", err.splitlines()[-1])  # behind the progress of writing what is exported
         assert sorted(os.listdir(tmp_path)) == (["hybrid", "out"] if before else ["hybrid"])
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "plan.json"]
+    assert names(tmp_path / "out") == ["config.json"]
 
 
 @pytest.mark.parametrize(

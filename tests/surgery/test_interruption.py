@@ -54,7 +54,7 @@ def test_a_signal_ends_a_verb_with_one_line(surgery, monkeypatch, tmp_path, numb
     assert (code, out) == (status, "")
     assert err == "surgery: interrupted; to go on: surgery locate ./base --out here --set locate.examples=4 --resume\n"
     assert signal.getsignal(number) is before
-    assert output_folder.holds_run(tmp_path / "here")
+    output_folder.check_folder(tmp_path / "here", "locate", resume=True)
 
 
 def test_a_second_signal_is_not_held_back():
@@ -90,34 +90,6 @@ def test_a_signal_that_python_drops_comes_again():
     with pytest.raises(interruption.Interrupted):
         work()
     assert sys.unraisablehook is hook
-
-
-def test_overwriting_removes_a_run_and_nothing_else(tmp_path):
-    recipe = Recipe(model="base")
-    output_folder.begin(tmp_path, "locate", recipe)
-    for name in ("ranking.json", "notes.txt", "locate/part.safetensors", "hybrid/plan.json", "hybrid/config.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x")
-    output_folder.begin(tmp_path, "run", recipe, overwrite=True)
-    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {
-        "run.json",
-        "recipe.yaml",
-        "notes.txt",
-        "hybrid/plan.json",
-        "hybrid/config.json",
-    }  # the hybrid is none of locate
-    assert output_folder.begin(tmp_path, "run", recipe, resume=True) == recipe
-
-
-def test_a_recipe_of_the_users_own_is_no_run(tmp_path):
-    """--overwrite must not remove it; a run of version 0.6, which left results beside its recipe, may be overwritten."""
-    (tmp_path / "recipe.yaml").write_text("model: base  # with a remark\n")
-    (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(UserError, match="is no earlier run of this toolkit"):
-        output_folder.check_folder(tmp_path, "run", overwrite=True)
-    (tmp_path / "ranking.json").write_text("{}")
-    output_folder.check_folder(tmp_path, "run", overwrite=True)
 
 
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}, {}])

@@ -430,7 +430,8 @@ def test_a_damaged_ranking_is_refused_before_anything_is_written(surgery, tmp_pa
     (tmp_path / "out" / "ranking.json").write_text("{}{}")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     status, _, error = surgery(*options, "--set", "seed=9", "--resume")
-    assert (status, error) == (2, "surgery: out/ranking.json is not JSON: Extra data: line 1 column 3 (char 2)\n")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "ranking.json' was not written by this toolkit, or was changed since" in error
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 

@@ -22,7 +22,7 @@ from surgery.runtime.ownership import RECORD, Folder, building, check_free, put,
 from surgery.runtime.plotting import drawing
 from tests.conftest import names
 
-NOT_OURS = "is not ours, or was changed since"
+NOT_OURS = "was not written by this toolkit, or was changed since"
 
 
 def built(path, **files):

@@ -21,9 +21,10 @@ from surgery.loading.checkpoint import load
 from surgery.loading.digests import conditions, model_digest
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
+from surgery.runtime.ownership import RECORD as OWN
 from surgery.splicing.splice import splice
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, VOCABULARY, random_base
+from tests.conftest import ROOT, VOCABULARY, names, random_base
 
 REPO = "someone/hybrid"
 
@@ -140,7 +141,7 @@ def test_everything_arrives_with_its_card(hub, folder):
     assert {"model.safetensors", "report.json", "recipe.yaml", "plan.json", "retrieval.png", "sites.png", RECORD} <= set(
         arrived
     )
-    assert all(arrived[path.name] == path.read_bytes() for path in folder.iterdir() if path.name not in (CARD, RECORD))
+    assert all(arrived[path.name] == path.read_bytes() for path in folder.iterdir() if path.name not in (CARD, RECORD, OWN))
     card = arrived[CARD].decode()
     assert f'from_pretrained("{REPO}", trust_remote_code=True)' in card
     for line in ("license: other", "license_name: toy", "license_link: LICENSE", "library_name: transformers",
@@ -162,7 +163,7 @@ def test_the_command_prints_what_would_go_and_sends_nothing(hub, folder, surgery
     status, out, err = surgery("publish", folder, REPO, "--dry-run")
     assert status == 0, err
     assert hub.files == {}
-    for path in folder.iterdir():
+    for path in (folder / name for name in names(folder)):
         assert path.name in out
     assert "| control_tuned |" in out
     assert "Nothing was sent" in out
@@ -170,7 +171,7 @@ def test_the_command_prints_what_would_go_and_sends_nothing(hub, folder, surgery
     assert status == 0, err
     assert "read back in a fresh process by transformers" in out
     assert "Sent and compared: https://hub/someone/hybrid" in out
-    assert set(hub.files) == {path.name for path in folder.iterdir()} | {"later.txt"}
+    assert set(hub.files) == {*names(folder)} | {"later.txt"}
 
 
 def test_an_interrupted_upload_goes_on_and_shows_nothing_before(hub, folder):

@@ -9,6 +9,7 @@ from surgery.records.plan import Plan, Start
 from surgery.records.recipe import read_recipe
 from surgery.records.record import Provenance, provenance, write_text
 from surgery.records.site import Site
+from surgery.runtime.ownership import put
 from tests.conftest import ROOT
 
 sites = st.builds(Site, st.integers(0, 99), st.lists(st.integers(0, 9999), max_size=5).map(tuple))
@@ -125,8 +126,8 @@ def test_write_is_atomic(tmp_path, monkeypatch):
     """A writer that dies on the way leaves the old content and no leftovers that look like the file."""
     target = tmp_path / "x.json"
     write_text(target, "old")
-    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr("os.write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(UserError, match="No space left"):
-        write_text(target, "new")
+        put(target, b"new", own=b"old".__eq__)
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]

@@ -135,7 +135,8 @@ def test_a_hybrid_that_was_converted_gives_the_base_back_converted(blend):
 def test_a_patch_that_speaks_of_another_size_is_refused(tmp_path):
     base, plan = load(ROOT / "checkpoints" / "tiny-mamba2"), keeping(range(4), 1)
     write(splice(base, plan), tmp_path, tokenizer=base.tokenizer, plan=plan, base=base.name)
-    Patch.read(tmp_path / "patch.json").model_copy(update={"config": {"state_size": 5}}).write(tmp_path / "patch.json")
+    spoilt = Patch.read(tmp_path / "patch.json").model_copy(update={"config": {"state_size": 5}})
+    (tmp_path / "patch.json").write_text(spoilt.text())
     with pytest.raises(UserError, match=r"does not fit patch\.json: the tensor '.*' has another shape"):
         join(base.model, tmp_path)
 

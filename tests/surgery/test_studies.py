@@ -8,6 +8,7 @@ from surgery.evaluation.report import Report
 from surgery.locating.ranking import Ranking
 from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.recipe import read_recipe
+from surgery.runtime.ownership import writing
 from surgery.statistics import Proportion
 from surgery.studies import Findings, cohort, make, retrieval_aware, studies
 from surgery.studies.study import Row
@@ -37,7 +38,8 @@ def test_a_recipe_runs(recipe, surgery, tmp_path, monkeypatch):
     assert all(0 <= figure.ci95[0] <= figure.ci95[1] <= 1 for row in findings.rows for figure in row.figures.values())
     assert (tmp_path / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
     # Findings that are there are not made again; another recipe's are not taken for this one's.
-    findings.model_copy(update={"summary": "read"}).write(tmp_path / "out" / "findings.json")
+    with writing(tmp_path / "out"):
+        findings.model_copy(update={"summary": "read"}).write(tmp_path / "out" / "findings.json")
     assert "read" in surgery("run", recipe, *FEW, *more, "--out", "out", "--resume")[1]
     status, _, error = surgery("run", recipe, *FEW, *more, "--out", "out")
     assert (status, "holds an earlier run" in error) == (2, True)

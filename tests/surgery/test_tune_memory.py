@@ -19,6 +19,7 @@ from surgery.models.quantised import has_quantised_weight
 from surgery.records.plan import Plan
 from surgery.records.recipe import Lesson, Lora, Recipe, Tune
 from surgery.runtime import memory
+from surgery.runtime.ownership import put, writing
 from surgery.splicing.splice import adopt, graft_parameters, splice, stock
 from surgery.tuning import backward_memory
 from surgery.tuning.backward_memory import KeepingWeights
@@ -196,7 +197,8 @@ def test_a_tuning_that_ran_out_of_memory_is_resumed_with_checkpointing(tokenizer
     (path,) = tmp_path.glob("checkpoint-*/state.json")
     state = json.loads(path.read_text())
     state["settings"]["tune"]["gradient_checkpointing"] = False
-    path.write_text(json.dumps(state))
+    with writing(path.parent):
+        put(path, json.dumps(state).encode())
     assert tune(other, tokenizer, options.model_copy(update={"gradient_checkpointing": True}), out=tmp_path, resume=True) == log
     assert all(torch.equal(p, other.get_parameter(name)) for name, p in graft_parameters(hybrid).items())
     earlier = Recipe(model="x", tune=options)
