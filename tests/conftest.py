@@ -187,7 +187,7 @@ def read_back_here():
 
     def here(_, folders, new):
         with use(**verify.KERNELS):
-            return [load_and_answer(lines, min(new, PROVED)) for lines in folders.values()]
+            return [load_and_answer(folder, how, min(new, PROVED)) for folder, how in folders.items()]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "ask", here)

@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager
 
+from surgery.runtime.printable import printable
 from surgery.runtime.processes import is_main
 
 
@@ -10,7 +11,7 @@ def show(text: str) -> None:
     if is_main():
         from rich.console import Console
 
-        Console().print(text, highlight=False, markup=False, soft_wrap=True)
+        Console().print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def prose(text: str) -> None:
@@ -23,7 +24,7 @@ def prose(text: str) -> None:
         console = Console()
         if console.is_terminal:
             text = textwrap.fill(text, console.width, break_long_words=False, break_on_hyphens=False)
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def starting() -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from surgery.evaluation.found import found, rounds
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.report import HITS, NEEDLES, OTHERS, ModelReport, Report, needle_tasks, value
-from surgery.records.names import is_dose
+from surgery.records.names import in_markdown, is_dose, one_line
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.runtime.memory import size
@@ -32,8 +32,10 @@ def rows(report: Report) -> tuple[list[str], list[list[str]]]:
 
 
 def table(header: list[str], body: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "|".join("---" for _ in header) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body)])
+    """The first column holds names, which may have any characters."""
+    lines = ["| " + " | ".join(map(in_markdown, header)) + " |", "|" + "|".join("---" for _ in header) + "|"]
+    rows = ([in_markdown(name), *(one_line(cell).replace("|", "\\|") for cell in cells)] for name, *cells in body)
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def places(plan: Plan) -> str:
@@ -53,7 +55,7 @@ def shortened(sites: Sequence[Site]) -> str:
 def results(report: Report) -> str:
     """The main table and what its rows are."""
     described = "\n".join(
-        f"- **{name}**: {model.description}" + (f" ({places(model.plan)})" if model.plan else "")
+        f"- **{in_markdown(name)}**: {in_markdown(model.description)}" + (f" ({places(model.plan)})" if model.plan else "")
         for name, model in report.models.items()
     )
     quick = report.models[next(iter(report.models))].perplexity
@@ -68,7 +70,8 @@ def render(report: Report) -> str:
     provenance = report.provenance
     base = report.models[next(iter(report.models))]
     parts = [
-        f"# {provenance.base}: base and hybrid compared\n", f"{did_it_help(report)}\n", results(report), *_found(report),
+        f"# {in_markdown(provenance.base)}: base and hybrid compared\n", f"{_names_escaped(did_it_help(report), report)}\n",
+        results(report), *_found(report),
         *_swept(report),
     ]  # fmt: skip
     changed = {name: model for name, model in report.models.items() if model.change}
@@ -98,6 +101,13 @@ def render(report: Report) -> str:
         + (f"\nPeak memory: {peaks}.\n" if peaks else "")
     )
     return "\n".join(parts)
+
+
+def _names_escaped(text: str, report: Report) -> str:
+    """A sentence in which models are named."""
+    for name in report.models:
+        text = text.replace(name, in_markdown(name)) if in_markdown(name) != name else text
+    return text
 
 
 def _found(report: Report) -> list[str]:

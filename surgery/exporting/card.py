@@ -1,6 +1,7 @@
 """The model card: what was done, what was measured, how to load it. It is made from an export's other files and from nothing
 else, so that it can be made again and compared."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from surgery.evaluation import markdown
 from surgery.evaluation.report import Report
 from surgery.families import family_of
 from surgery.loading.origin import Origin
-from surgery.records.names import is_control
+from surgery.records.names import as_code, in_markdown, is_control
 from surgery.records.plan import PLAN, Plan
 from surgery.runtime import plotting
 
@@ -29,9 +30,9 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
     planned, base = folder / PLAN, record.base.published(folder).name
     plan = Plan.read(planned) if planned.exists() else None
     parts = [
-        f"---\n{_metadata(record, plan)}\n---\n# {name.rsplit('/', 1)[-1]}\n",
+        f"---\n{_metadata(record, plan)}\n---\n# {in_markdown(name.rsplit('/', 1)[-1])}\n",
         *_what(base, plan, record),
-        f"```python\n{use.replace('NAME', name)}\n```\n",
+        f"```python\n{use.replace('NAME', json.dumps(name, ensure_ascii=False)[1:-1])}\n```\n",
         f"{LOADS[record.format]}\n" if record.format in LOADS else "",
         f"Verified against the live model when it was written: {record.proof.line()}.\n",
         *(f"Also {each.line()}.\n" for each in record.engines),
@@ -52,9 +53,9 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
 
 def _what(base: str, plan: Plan | None, record: Any) -> list[str]:
     if plan is None:
-        return [f"`{base}`, as it is, in another format.\n"]
+        return [f"{as_code(base)}, as it is, in another format.\n"]
     return [
-        f"A hybrid of `{base}`: attention at **{markdown.places(plan)}**, {record.parameters:,} new parameters. "
+        f"A hybrid of {as_code(base)}: attention at **{markdown.places(plan)}**, {record.parameters:,} new parameters. "
         f"{_how(plan, record.base_unchanged)}\n",
         "![Where attention went in](sites.png)\n",
     ]
@@ -122,10 +123,10 @@ def _relation(record: Any, plan: Plan | None) -> str:
 def _how(plan: Plan, base_unchanged: bool) -> str:
     """What was done, by the plan's kind of graft and where it started."""
     if plan.kind == "layer":
-        source = f"with the weights of `{plan.donor}`" if plan.init == "donor" else "initialised at random"
+        source = f"with the weights of {as_code(str(plan.donor))}" if plan.init == "donor" else "initialised at random"
         mlp = ", its MLP and norms included" if plan.mlp else ""
         return f"There the SSM's whole mixer gave way to attention {source}{mlp}."
-    starts = {"donor": f"heads of `{plan.donor}`", "dual": "the heads' own C and B (the dual graft)",
+    starts = {"donor": f"heads of {as_code(str(plan.donor))}", "dual": "the heads' own C and B (the dual graft)",
               "induction": "those of induction heads, which look behind the same token",
               "copy": "those of induction heads, which look behind the same token"}  # fmt: skip
     start = starts[plan.init]
@@ -179,7 +180,7 @@ def _limits(report: Report | None, base: Origin) -> str:
             else "No control was measured: a gain over the base may come from the tuning alone."
         )
     if base.licence:
-        lines.append(f"The licence is the base's ({', '.join(base.licence.values())}).")
+        lines.append(f"The licence is the base's ({in_markdown(', '.join(base.licence.values()))}).")
     else:
         lines.append("No licence of the base is known here: ask its makers before you use or share this.")
     return " ".join(lines)

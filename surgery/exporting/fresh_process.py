@@ -31,15 +31,15 @@ class OutOfMemory(UserError):
 
 
 def ask(package: str, folders: Mapping[Path, str], new: int = script.NEW) -> list[Answers]:
-    """For each folder the answers to the model that its lines load, by the classes of `package`, in one fresh process for all.
-    new: how many greedy tokens; with 0 nothing but digests.
+    """For each folder the answers of its model, by the classes of `package`, in one fresh process for all. folders: each with
+    how it is read (answers.READ). new: how many greedy tokens; with 0 nothing but digests.
 
     Raises OutOfMemory if that seems to be what ended the process, and UserError if a folder cannot be read.
     """
     root = str(Path(script.__file__).parent.parent.parent)
     command = [sys.executable, "-P", script.__file__, root if package == OURS else "-", str(new)]
-    for folder, lines in folders.items():
-        command += [str(folder), lines]
+    for folder, how in folders.items():
+        command += [str(folder.resolve()), how]
     with tempfile.TemporaryDirectory() as place:
         # transformers copies a folder's code to HF_MODULES_CACHE; it is to download no kernels.
         kernels = ",".join(map("=".join, KERNELS.items()))
@@ -59,8 +59,8 @@ def ask(package: str, folders: Mapping[Path, str], new: int = script.NEW) -> lis
     everything = load(done.stdout)
     header = json.loads(done.stdout[8 : 8 + int.from_bytes(done.stdout[:8], "little")])
     digests: dict[str, str] = header.get("__metadata__", {})
-    return [(_of(folder, everything), _of(folder, digests)) for folder in folders]
+    return [(_of(number, everything), _of(number, digests)) for number in range(len(folders))]
 
 
-def _of(folder: Path, everything: dict[str, T]) -> dict[str, T]:
-    return {name.removeprefix(f"{folder} "): value for name, value in everything.items() if name.startswith(f"{folder} ")}
+def _of(number: int, everything: dict[str, T]) -> dict[str, T]:
+    return {name.removeprefix(f"{number} "): value for name, value in everything.items() if name.startswith(f"{number} ")}

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.exporting import llama_cpp, nemotron_h
 from surgery.exporting.verify import Reader
-from surgery.hybrids.spliced import written
+from surgery.hybrids.spliced import without_code, written
 from surgery.kernels.conv import SILU
 from surgery.models.answers import held, tensors
 from surgery.records.plan import Plan
@@ -42,7 +42,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
         nemotron_h.write(hybrid, folder, tokenizer=tokenizer, plan=plan, base=base)
     else:
         written(hybrid)(folder)
-        tokenizer.save_pretrained(folder)
+        without_code(tokenizer).save_pretrained(folder)
         _set(folder / "config.json", pad_vocab_size_multiple=1)  # the size is that of the tensors
     dtypes = {tensor.dtype for tensor in tensors(hybrid).values()}
     dtype = DTYPES.get(next(iter(dtypes)), "f32") if len(dtypes) == 1 else "f32"
@@ -62,7 +62,7 @@ def _read(hybrid: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 READER = Reader(
-    "transformers", nemotron_h.USE, tensors=_read,
+    "transformers", "transformers", tensors=_read,
     why=f"the folder that llama.cpp's converter made {llama_cpp.FILE} of, which holds the same numbers",
 )  # fmt: skip
 

@@ -1,14 +1,13 @@
 """The complete Hugging Face folder: weights, tokenizer, generation settings, and the modeling code for where this package is
 not installed."""
 
-import copy
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.exporting.verify import Reader
-from surgery.hybrids.spliced import written
+from surgery.hybrids.spliced import without_code, written
 from surgery.records.plan import Plan
 from surgery.splicing.remembered import BASE
 
@@ -16,7 +15,7 @@ USE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("NAME", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("NAME", trust_remote_code=True)"""
-READER = Reader("transformers", USE)
+READER = Reader("transformers", "code in the folder")
 
 
 def write(
@@ -34,7 +33,4 @@ def write(
     except ValueError as error:
         raise UserError(f"cannot write the weights: {' '.join(str(error).split())}") from error
     (folder / BASE).unlink(missing_ok=True)  # export.json says which base it is, and may say better
-    if tokenizer._auto_class is None:  # a stock class: what code its settings name has not run here, and never is to
-        tokenizer = copy.copy(tokenizer)
-        tokenizer.init_kwargs = {name: value for name, value in tokenizer.init_kwargs.items() if name != "auto_map"}
-    tokenizer.save_pretrained(folder)
+    without_code(tokenizer).save_pretrained(folder)

@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.exporting import patch
 from surgery.exporting.fresh_process import OURS
 from surgery.exporting.verify import Reader
 from surgery.families.inert import entry_of
 from surgery.hybrids.layer_graft import is_layer_graft
+from surgery.hybrids.spliced import without_code
 from surgery.loading.original import original_names
 from surgery.loading.original_config import original_config
 from surgery.models.streamed import Live
@@ -35,7 +35,7 @@ USE = """\
 from mamba_ssm import MambaLMHeadModel
 from transformers import AutoTokenizer
 model, tokenizer = MambaLMHeadModel.from_pretrained("NAME", device="cuda"), AutoTokenizer.from_pretrained("NAME")"""
-READER = Reader(OURS, patch.USE, why="the kernels of mamba_ssm's own classes run on GPUs only")
+READER = Reader(OURS, "this package", why="the kernels of mamba_ssm's own classes run on GPUs only")
 LAYERS = {"mamba_hybrid": "Mamba1", "mamba2_hybrid": "Mamba2"}
 # What reading back need not give: special tokens, which generation_config.json has, what only training or classes look at, and
 # what follows from the grafts, which are compared by themselves.
@@ -63,7 +63,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
     except RuntimeError as error:  # which is what torch makes of a disk that is full or read-only
         raise OSError(reason(error)) from error
     (folder / "config.json").write_text(json.dumps(fields(config), indent=2) + "\n")
-    tokenizer.save_pretrained(folder)
+    without_code(tokenizer).save_pretrained(folder)
     hybrid.generation_config.save_pretrained(folder)
 
 

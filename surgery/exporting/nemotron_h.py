@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.exporting.verify import Reader
 from surgery.hybrids.layer_graft import is_layer_graft
+from surgery.hybrids.spliced import without_code
 from surgery.kernels.conv import SILU
 from surgery.models.streamed import Live
 from surgery.records.plan import Plan
@@ -49,7 +50,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
         state["lm_head.weight"] = state["lm_head.weight"].clone()  # or it would not be written
     save_torch_state_dict(state, folder)
     (folder / "config.json").write_text(json.dumps(fields(hybrid, width), indent=2) + "\n")
-    tokenizer.save_pretrained(folder)
+    without_code(tokenizer).save_pretrained(folder)
     hybrid.generation_config.save_pretrained(folder)
 
 
@@ -65,7 +66,7 @@ def _read(hybrid: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     return ((name.replace("backbone.", "model."), tensor) for name, tensor in tensors(hybrid))
 
 
-READER = Reader("transformers", USE, tensors=_read)
+READER = Reader("transformers", "transformers", tensors=_read)
 
 
 def _width(spec: dict[str, Any]) -> int:

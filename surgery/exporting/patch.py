@@ -16,6 +16,7 @@ from surgery.exporting.verify import Reader
 from surgery.families import family_of
 from surgery.families.dual_start import OWN
 from surgery.families.stock import StockFamily
+from surgery.hybrids.spliced import without_code
 from surgery.loading.checkpoint import DISK, brings_tokenizer, fingerprint, load_base
 from surgery.loading.origin import origin
 from surgery.models.answers import described, held, held_names
@@ -30,7 +31,7 @@ USE = """\
 import surgery
 hybrid = surgery.load("NAME")
 model, tokenizer = hybrid.model, hybrid.tokenizer"""
-READER = Reader(OURS, USE)
+READER = Reader(OURS, "this package")
 
 # Fields of a configuration that differ though the model does not.
 BOOKKEEPING = {*OWN, "transformers_version", "dtype", "torch_dtype", "name_or_path", "_name_or_path"}
@@ -59,7 +60,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
     changed = {name: live[name].contiguous().clone() for name in after if name not in unchanged}
     save_file(changed, folder / WEIGHTS, metadata={"format": "pt"})
     if not brings_tokenizer(base, tokenizer):
-        tokenizer.save_pretrained(folder)
+        without_code(tokenizer).save_pretrained(folder)
     config, fields = original.config.to_dict(), hybrid.config.to_dict()
     Patch(
         **environment().model_dump(exclude={"schema_version"}),

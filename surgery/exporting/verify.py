@@ -40,11 +40,6 @@ from surgery.runtime.progress import say
 CLOSE = 1e-4  # logits in float32
 NEW_BY_LAYERS = 3  # greedy tokens: of the prompts, of their cache, and of a cache that has been decoded with
 COMFORTABLE = 0.5  # of the memory that is free: what the whole model in float32 may take before it is read layer by layer
-# The argument by which a line of Python leaves weights in their files.
-ON_DISK = {
-    'CausalLM.from_pretrained("NAME"': 'CausalLM.from_pretrained("NAME", device_map={"": "disk"}',
-    'surgery.load("NAME"': 'surgery.load("NAME", device="disk"',
-}
 Way = Literal["full", "layers", "tensors"]
 
 
@@ -52,22 +47,15 @@ Way = Literal["full", "layers", "tensors"]
 class Reader:
     """What reads a format back.
 
-    package: whose classes do; if they are not this package's, it is as if that were not installed. lines: Python that loads
-    `tokenizer` and `model` from the folder NAME. tensors: those of a hybrid as the reader has them, by name. why: if the format
+    package: whose classes do; if they are not this package's, it is as if that were not installed. how: by which function of
+    models/answers.py (READ). tensors: those of a hybrid as the reader has them, by name. why: if the format
     is for another program, the reason why that one does not read it here.
     """
 
     package: str
-    lines: str
+    how: str
     tensors: Callable[[PreTrainedModel], Iterator[tuple[str, Tensor]]] = held
     why: str | None = None
-
-    def load(self, folder: Path, on_disk: bool) -> str:
-        """The lines for a folder. on_disk: such that each weight is read when its module is called."""
-        lines = self.lines
-        for usual, other in ON_DISK.items() if on_disk else ():
-            lines = lines.replace(usual, other)
-        return lines.replace("NAME", str(folder.resolve()))
 
 
 class Proof(Record):
@@ -127,9 +115,9 @@ def prove(
     """
     way = chosen(verify, hybrid)
     new = {"full": NEW, "layers": NEW_BY_LAYERS, "tensors": 0}[way]
-    lines = reader.load(folder, on_disk=way != "full" and not is_quantised(hybrid))
+    how = reader.how + (":disk" if way != "full" and not is_quantised(hybrid) else "")
     with _memory_or(way):
-        (read_back,) = ask(reader.package, {folder: lines}, new)
+        (read_back,) = ask(reader.package, {folder: how}, new)
         return compare(reader, hybrid, len(tokenizer), read_back, way=way, digests=digests)
 
 

@@ -1,5 +1,6 @@
 """What the language models of all hybrids have, whether their mixers stand in a class of ours or in a stock one."""
 
+import copy
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -67,12 +68,13 @@ class Spliced:
             kwargs.setdefault("save_original_format", False)
         if not hasattr(self, "hf_device_map") and any(p.is_meta for p in self.parameters()):  # else transformers fetches them
             kwargs.setdefault("state_dict", fetched_state(self))
+        self.config.auto_map = own_code(self)  # a folder that it was read from may have named a stranger's
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         write_sources(save_directory, type(self))
         if self.surgery is not None:
             self.surgery.write(save_directory)
         if tokenizer is not None:
-            tokenizer.save_pretrained(save_directory)
+            without_code(tokenizer).save_pretrained(save_directory)
 
     def _push_to_hub(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. base.json then names the base without its place on this machine."""
@@ -86,6 +88,24 @@ class Spliced:
                 vars(self)["_surgery"] = remembered
 
     push_to_hub: Any = _push_to_hub  # mypy would compare it with what transformers puts together when it is imported
+
+
+def own_code(model: Any) -> dict[str, str]:
+    """`auto_map` of a hybrid's folder: where in it transformers finds the classes, and nothing else."""
+    generated = getattr(model, "generated", None)
+    config = type(model.config)
+    module = config.__module__.rpartition(".")[2] if generated is None else generated.name.removesuffix(".py")
+    name = config.__name__.removesuffix("Config")
+    return {"AutoConfig": f"{module}.{name}Config", "AutoModelForCausalLM": f"{module}.{name}ForCausalLM"}
+
+
+def without_code(tokenizer: Any) -> Any:
+    """The tokenizer, without the code that its settings name: of a stock class it has not run here, and never is to. That of a
+    class of its own, which somebody has consented to, transformers copies into the folder."""
+    tokenizer = copy.copy(tokenizer)
+    settings = getattr(tokenizer, "init_kwargs", {})
+    tokenizer.init_kwargs = {name: value for name, value in settings.items() if name != "auto_map"}
+    return tokenizer
 
 
 def written(model: Any) -> Any:

@@ -207,7 +207,7 @@ def _load_original(folder: Path, config: dict[str, Any], dtype: torch.dtype | No
 def brings_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether load(name) gives this tokenizer without being told."""
     try:
-        own = AutoTokenizer.from_pretrained(_tokenizer(local_folder(name)))
+        own = AutoTokenizer.from_pretrained(_tokenizer(local_folder(name)), trust_remote_code=False)
     except Exception:  # there is none (published Llambas), or it cannot be had
         return False
     return own.get_vocab() == tokenizer.get_vocab()

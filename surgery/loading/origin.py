@@ -7,17 +7,19 @@ from typing import Annotated
 import pydantic
 from huggingface_hub import metadata_load, try_to_load_from_cache
 
-from surgery.records.names import on_hub
+from surgery.records.names import called, on_hub
 from surgery.records.reading import check_name
 from surgery.records.record import Record
+from surgery.runtime import ownership
 
+BASE = "base"  # what the note of its place is called
 LICENCE = ("license", "license_name", "license_link")  # as cards of the Hub name them
 
 
 class Origin(Record):
-    """name: an id of the Hub, or where the folder is, seen from the folder that holds this record, so that both can be moved
-    together and be used from anywhere; published, the folder's name. hub: which of the two. revision: the Hub's commit, where
-    the copy here says it. licence: those of LICENCE that the base's card states."""
+    """name: an id of the Hub, or the name of the base's folder; where that lies is in the folder's record of what is ours
+    (runtime/ownership.py), which is not published. hub: which of the two. revision: the Hub's commit, where the copy here says
+    it. licence: those of LICENCE that the base's card states."""
 
     name: Annotated[str, pydantic.AfterValidator(check_name)]
     hub: bool
@@ -25,8 +27,11 @@ class Origin(Record):
     licence: dict[str, str]
 
     def place(self, folder: Path) -> str:
-        """The name as load() takes it; folder: of this record. What is not there stays as it is: records before 0.6 name a
-        place seen from where they were written."""
+        """The name as load() takes it; folder: of this record. What is not there stays as it is."""
+        if not self.hub and (noted := ownership.noted(folder, BASE)) is not None:
+            place = Path(os.path.normpath(folder.resolve() / noted))
+            return str(place) if place.is_dir() else self.name
+        # Versions up to 0.17 wrote the way to the base here.
         beside = Path(os.path.normpath(folder.resolve() / self.name))
         return str(beside) if not self.hub and beside.is_dir() else self.name
 
@@ -43,6 +48,8 @@ def origin(name: str, record: Path) -> Origin:
         revision = folder.name
     card = folder / "README.md"
     stated = (metadata_load(card) or {}) if card.is_file() else {}
-    if not hub and Path(name).is_dir():
-        name = Path(os.path.relpath(Path(name).resolve(), record.resolve())).as_posix()
+    if not hub:
+        if Path(name).is_dir():  # so that both can be moved together, and be used from anywhere
+            ownership.note_down(record, BASE, Path(os.path.relpath(Path(name).resolve(), record.resolve())).as_posix())
+        name = called(name)
     return Origin(name=name, hub=hub, revision=revision, licence={key: str(stated[key]) for key in LICENCE if stated.get(key)})

@@ -3,11 +3,12 @@ tokens of a padded batch.
 
 This file needs torch and transformers alone. As a script it answers for folders, in a process of its own and on the CPU:
 
-    python -P answers.py PLACE NEW NAME LINES [NAME LINES ...] > answers.safetensors
+    python -P answers.py PLACE NEW FOLDER HOW [FOLDER HOW ...] > answers.safetensors
 
-LINES: Python that loads `tokenizer` and `model`; its weights may be on the disk, each to be fetched when its module is called
+HOW: by which of READ the folder is read; with ":disk" its weights are on the disk, each to be fetched when its module is called
 (device_map). PLACE: the folder that holds this package, or "-" to hide it, as if it were not installed. NEW: how many greedy
-tokens; with 0 the model computes nothing. The file holds the answers under the names, and the tensors' digests in its metadata.
+tokens; with 0 the model computes nothing. The file holds the answers of the first folder as "0 ...", of the second as "1 ...",
+and the tensors' digests in its metadata.
 """
 
 import contextvars
@@ -280,16 +281,40 @@ def _batch(model: PreTrainedModel, prompts: list[Tensor], new: int, device: torc
     }
 
 
-def load_and_answer(lines: str, new: int = NEW) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """For the model that the lines load: its answers, in float32, and the digests of its tensors as they were loaded. new: the
-    number of greedy tokens; with 0 nothing is computed, and there are no answers."""
-    user: dict[str, Any] = {}
-    exec(lines, user)
-    digests = {name: described(tensor) for name, tensor in held(user["model"])}
-    return answers(in_float32(user["model"]), len(user["tokenizer"]), new) if new else {}, digests
+def _by_transformers(folder: str, on_disk: bool, own_code: bool) -> tuple[Any, Any]:
+    """own_code: by the modeling code in the folder, which was written together with it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    placed: dict[str, Any] = {"device_map": {"": "disk"}} if on_disk else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=own_code, **placed)
+    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=own_code)
 
 
-def main(place: str, new: str, *names_and_lines: str) -> None:
+def _by_this_package(folder: str, on_disk: bool) -> tuple[Any, Any]:
+    import surgery
+
+    loaded = surgery.load(folder, device="disk") if on_disk else surgery.load(folder)
+    return loaded.model, loaded.tokenizer
+
+
+# How a folder becomes a model and a tokenizer.
+READ: dict[str, Callable[[str, bool], tuple[Any, Any]]] = {
+    "transformers": partial(_by_transformers, own_code=False),
+    "code in the folder": partial(_by_transformers, own_code=True),
+    "this package": _by_this_package,
+}
+
+
+def load_and_answer(folder: Any, how: str, new: int = NEW) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """For the model in a folder: its answers, in float32, and the digests of its tensors as they were loaded. how: as above.
+    new: the number of greedy tokens; with 0 nothing is computed, and there are no answers."""
+    by, _, disk = how.partition(":")
+    model, tokenizer = READ[by](str(folder), disk == "disk")
+    digests = {name: described(tensor) for name, tensor in held(model)}
+    return answers(in_float32(model), len(tokenizer), new) if new else {}, digests
+
+
+def main(place: str, new: str, *folders: str) -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # what anything prints while loading goes to standard error
     if place == "-":
@@ -300,10 +325,10 @@ def main(place: str, new: str, *names_and_lines: str) -> None:
         sys.modules[kernels] = None  # type: ignore[assignment]
     all_answers: dict[str, Tensor] = {}
     all_digests: dict[str, str] = {}
-    for name, lines in zip(names_and_lines[::2], names_and_lines[1::2], strict=True):
-        tensors_of_one, digests = load_and_answer(lines, int(new))
-        all_answers |= {f"{name} {key}": value.contiguous() for key, value in tensors_of_one.items()}
-        all_digests |= {f"{name} {key}": value for key, value in digests.items()}
+    for number, (folder, how) in enumerate(zip(folders[::2], folders[1::2], strict=True)):
+        tensors_of_one, digests = load_and_answer(folder, how, int(new))
+        all_answers |= {f"{number} {key}": value.contiguous() for key, value in tensors_of_one.items()}
+        all_digests |= {f"{number} {key}": value for key, value in digests.items()}
     with os.fdopen(out, "wb") as file:
         file.write(save(all_answers, metadata=all_digests))
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.measuring import SIZES
+from surgery.records.names import as_code, in_markdown, one_line
 from surgery.records.pretrain_recipe import PretrainRecipe
 from surgery.records.record import provenance
 
@@ -31,7 +32,7 @@ library_name: transformers
 license: apache-2.0
 tags: [{model.config.model_type}, toy, retrieval]
 ---
-# {name}
+# {in_markdown(name)}
 
 A language model of the class {model.config.model_type} with {model.num_parameters():,} parameters
 ({layers} layers of {heads} heads),
@@ -54,7 +55,7 @@ like sentences.
 Trained {datetime.now(UTC).date()} in {seconds / 60:.0f} minutes on {where}; seed {recipe.seed};
 {packages}. The recipe is `recipe.yaml`, the losses `log.jsonl`, the figures above `measured.json`. To make it again:
 
-    surgery pretrain recipes/{name}.yaml --out checkpoints/{name}
+    surgery pretrain recipes/{one_line(name)}.yaml --out checkpoints/{one_line(name)}
 """
 
 
@@ -66,4 +67,4 @@ def _origin(recipe: PretrainRecipe) -> str:
         )
     if recipe.teacher is None:
         return "trained from scratch on"
-    return f"its layers aligned one by one with those of `{Path(recipe.teacher).name}` on"
+    return f"its layers aligned one by one with those of {as_code(Path(recipe.teacher).name)} on"

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.hybrids.spliced import without_code
 from surgery.loading.checkpoint import load_tokenizer
 from surgery.loading.hub import one_line
 from surgery.models.tokens import tokenizers_errors
@@ -122,7 +123,7 @@ def _make(options: CorpusOptions, sides: dict[str, list[Path]], digest: str, fol
     if tokenizer.eos_token_id is None:
         raise UserError(f"corpus.tokenizer: {options.tokenizer} has no token that ends a text (eos_token)")
     with tokenizers_errors():
-        tokenizer.save_pretrained(folder)
+        without_code(tokenizer).save_pretrained(folder)
     dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
     about: dict[str, Any] = {"digest": digest, "dtype": dtype}
     for side, name in (("train", TRAIN), ("held_out", HELD_OUT)):

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.corpus import Corpus
 from surgery.pretraining.corpus_measuring import PAIRS, RARE
-from surgery.records.names import called
+from surgery.records.names import called, in_markdown
 from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe
 from surgery.records.record import provenance
 from surgery.runtime.progress import duration
@@ -25,18 +25,20 @@ def corpus_card(
     learnt, held_out = corpus.about["train"], corpus.about["held_out"]
     packages = ", ".join(f"{package} {version}" for package, version in source.packages.items())
     about = f"\n{options.about.strip()}\n" if options.about.strip() else ""
-    words = "its own byte-level BPE" if options.tokenizer is None else f"the tokenizer of {called(options.tokenizer)}"
+    words = "its own byte-level BPE"
+    if options.tokenizer is not None:
+        words = f"the tokenizer of {in_markdown(called(options.tokenizer))}"
     begun, known = "from scratch", "Nothing was done for retrieval: whatever it retrieves, it learnt from that text."
     if recipe.start is not None:
         begun, known = (
-            f"further, from the weights of {called(recipe.start)},",
+            f"further, from the weights of {in_markdown(called(recipe.start))},",
             "What that model knew before is not told here.",
         )
     return f"""---
 library_name: transformers
 tags: [{model.config.model_type}]
 ---
-# {name}
+# {in_markdown(name)}
 
 A language model of the class {model.config.model_type} with {model.num_parameters():,} parameters \
 ({len(structure.blocks)} layers of {structure.heads(0)} heads), trained {begun} on running text with {words} of \

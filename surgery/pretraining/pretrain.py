@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.families import families
-from surgery.hybrids.spliced import written
+from surgery.hybrids.spliced import without_code, written
 from surgery.loading.checkpoint import load
 from surgery.models.tokens import tokenizers_errors
 from surgery.pretraining.checkpoint_card import card
@@ -116,7 +116,7 @@ def _write(
             with new.filling() as folder, tokenizers_errors():
                 written(base)(folder)
                 _without_code(folder)
-                tokenizer.save_pretrained(folder)
+                without_code(tokenizer).save_pretrained(folder)
                 (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.written(), sort_keys=False))
                 (folder / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
                 (folder / "measured.json").write_text(json.dumps(measured, indent=2) + "\n")

@@ -5,9 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from surgery.runtime.printable import printable
+
 # What a run calls the models beside its hybrid (jobs/entries.py). Any other name of a model is the user's.
 CONTROL = re.compile(r"control_((lora_)?tuned|(random_site(_\d+)?|same_layer)(_tuned)?)")
 DOSE = re.compile(r"dose_\d+")
+MARKUP = re.compile(r"[\\`*\[\]<>|]")
 
 
 def is_control(name: str) -> bool:
@@ -31,6 +34,24 @@ def called(name: str) -> str:
         return name
     last = Path(name).name
     return last if last.strip(".") else os.path.basename(os.path.abspath(name)) or "model"
+
+
+def one_line(name: str) -> str:
+    """A name in one line, for terminals and pages."""
+    return " ".join(printable(name).split())
+
+
+def in_markdown(name: str) -> str:
+    """A name as it is to be read in a page, whatever characters it has."""
+    return MARKUP.sub(r"\\\g<0>", one_line(name))
+
+
+def as_code(name: str) -> str:
+    """A name as code in a page."""
+    name = one_line(name)
+    fence = "`" * (1 + max(map(len, re.findall("`+", name)), default=0))
+    blank = " " if name[:1] == "`" or name[-1:] == "`" else ""
+    return f"{fence}{blank}{name}{blank}{fence}"
 
 
 def public(value: Any) -> Any:

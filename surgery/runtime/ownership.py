@@ -72,6 +72,7 @@ class Folder:
         self.files: dict[str, set[str]] = {}
         self.folders: set[str] = set()
         self._hidden: set[tuple[str, str, int]] = set()  # "building", ...; the hidden name that it had or gets; its inode
+        self.notes: dict[str, str] = {}
         self._token = ""
         self._offset = 0
         self.created: list[Path] | None = None
@@ -93,6 +94,11 @@ class Folder:
             with suppress(FileExistsError):  # another process was quicker
                 _create(root / RECORD, lines)
         return cls(root, alias)
+
+    def remark(self, name: str, value: str) -> None:
+        """Note something that concerns this machine alone: the record is not published."""
+        if self.notes.get(name) != value:
+            self._write(_sealed({"note": name, "value": value}, self._token))
 
     def hide(self, state: str, name: str) -> None:
         """Note that the folder has, or gets, a hidden name: while it is "building", when another takes its place ("leaving"),
@@ -259,6 +265,9 @@ class Folder:
             if "mamba-surgery" in entry:
                 if entry["mamba-surgery"] != VERSION:
                     raise ValueError
+                return
+            if "note" in entry:
+                self.notes[str(entry["note"])] = str(entry["value"])
                 return
             if "hidden" in entry:
                 self._hidden.add((entry["hidden"], entry["name"], entry["inode"]))
@@ -440,6 +449,22 @@ def put(path: str | Path, content: bytes, *, own: Callable[[bytes], bool] | None
             hidden.unlink(missing_ok=True)
 
 
+def note_down(root: Path, name: str, value: str) -> None:
+    """Note something about the folder `root`, if a job writes it."""
+    folder = governing(root)
+    if folder is not None and folder.root == _real(root):
+        folder.remark(name, value)
+
+
+def noted(root: Path, name: str) -> str | None:
+    """What was noted about a folder; None if nothing was, or its record cannot be read."""
+    try:
+        folder = Folder.at(_real(root))
+    except UserError:
+        return None
+    return None if folder is None else folder.notes.get(name)
+
+
 def remove(path: Path) -> None:
     """Remove a file or a folder of ours within the folder of a running job, if it is there. Raises UserError, and removes
     nothing, if anything in it is not ours."""
@@ -545,6 +570,8 @@ class Building:
         taken = [new for new in names.values() if os.path.lexists(new) and not (there is not None and there.owns(new))]
         refuse(taken)
         there = there or Folder.create(target)
+        for name, value in self.folder.notes.items():
+            there.remark(name, value)
         for folder in found.folders:
             _make_folders(target / folder.relative_to(self.place), there)
         self._modes(found)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, Task, TaskID
 from rich.text import Text
 
+from surgery.runtime.printable import printable
 from surgery.runtime.processes import is_main
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ def say(line: str) -> None:
     if _shows():
         if console.is_terminal:
             line = textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False)
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

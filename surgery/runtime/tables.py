@@ -6,6 +6,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from surgery.runtime.printable import printable
+
 WIDTH = 80  # columns, where it is not known how many there are
 WHOLE = 28  # a cell of at most so many characters is not broken
 FRAME = 3  # columns that a column's border and blanks take
@@ -15,9 +17,9 @@ def print_table(header: list[str], body: list[list[str]], console: Console | Non
     """Print a table on standard output, as wide as the terminal, or as `console` is."""
     console = console or Console(width=None if sys.stdout.isatty() else WIDTH)
     for columns in parts(header, body, console.width):
-        table = Table(*(Column(Text(header[i]), width=width) for i, width in columns.items()))
+        table = Table(*(Column(Text(printable(header[i])), width=width) for i, width in columns.items()))
         for row in body:
-            table.add_row(*(Text(row[i]) for i in columns))
+            table.add_row(*(Text(printable(row[i])) for i in columns))
         console.print(table)
 
 

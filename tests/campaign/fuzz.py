@@ -75,7 +75,7 @@ def prepare(work: Path) -> Path:
     def ask(_: str, folders: Any, new: int) -> list[Any]:
         """An export is read back by the same lines, in this process: another would import everything again."""
         with use(**verify.KERNELS):
-            return [load_and_answer(lines, min(new, 8)) for lines in folders.values()]
+            return [load_and_answer(folder, how, min(new, 8)) for folder, how in folders.items()]
 
     surgery.jobs.locating_stage.draw_atlas = draw_atlas
     for name in ("draw", "draw_grafts", "draw_scores"):

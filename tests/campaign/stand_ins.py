@@ -29,7 +29,7 @@ def stand_in() -> None:
 
 def _ask(_: str, folders: dict[Path, str], new: int) -> list:
     with use(**verify.KERNELS):
-        return [load_and_answer(lines, min(new, TOKENS)) for lines in folders.values()]
+        return [load_and_answer(folder, how, min(new, TOKENS)) for folder, how in folders.items()]
 
 
 def _saves(*_: Any, **__: Any) -> Saved:

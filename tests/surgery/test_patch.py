@@ -161,7 +161,7 @@ def test_load_joins_and_says_where_it_comes_from(place):
     assert package.load(place / "patch", dtype="bfloat16").model.dtype == torch.bfloat16
     record = Patch.read(place / "patch" / RECORD)
     assert record.base.licence == {"license": "other", "license_name": "toy"}
-    assert (record.base.name, record.base.hub, record.dtype) == ("../base", False, "float32")
+    assert (record.base.name, record.base.hub, record.dtype) == ("base", False, "float32")
     assert record.plan == HEADS
     with pytest.raises(UserError, match="is not a patch, and takes no base"):
         package.load(place / "hf", base=str(place / "base"))

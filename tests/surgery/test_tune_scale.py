@@ -291,8 +291,6 @@ def test_two_processes_have_the_losses_of_one(how, together, alone):
     assert sum("knowledge" in record for record in two["logs"]["more"]) == 1
     left = [path.name for path in (folder / "all").iterdir() if path.name != ownership.RECORD]
     assert left == [f"checkpoint-{len(two['logs']['all'])}"]
-        f"checkpoint-{len(two['logs']['all'])}"
-    ]
 
 
 def test_divided_models_are_divided(together, alone):

@@ -14,7 +14,7 @@ EXAMPLES = 1000  # --limit takes the first ones
 
 def choices(*, probe: str, options: dict[str, Any], tokenizer: Any = None, pretrained: Any = None, **_: Any) -> DatasetDict:
     """Questions. tokenizer, pretrained: what the harness was given, for a probe that measures its prompts in tokens."""
-    words = AutoTokenizer.from_pretrained(tokenizer or pretrained) if tokenizer or pretrained else None
+    words = AutoTokenizer.from_pretrained(tokenizer or pretrained, trust_remote_code=False) if tokenizer or pretrained else None
     asked: Any = make(probe, tokenizer=words, **options)
     questions: Any = examples(asked, False, EXAMPLES, bench_seed(0))
     rows = [{"prompt": q.prompt, "choices": list(q.choices), "answer": q.answer} for q in questions]
