@@ -106,14 +106,16 @@ class Distillation(nn.Module):
         ids, targets (b, t): targets[i] is what position i has to predict, or IGNORE. text: ids (b, t), which of them are no
         padding, and their positions, which begin again with every document of a row, and where hits have a weight, what
         packed_rows.pad_packed_with_hits says of them; without text the KL is 0. counts: the numbers of targets, of text tokens
-        and of hits in the whole batch, where this is only a part of it. key: identifies a batch (or a part) that comes again.
+        and of hits in the whole batch, where this is only a part of it: of several processes, their means. key: identifies a batch (or a part) that comes again.
         evidence: what the targets are read from, as sequences.collate_with_evidence gives it.
         """
         with self.autocast(ids.device):
             positions = _positions(targets != IGNORE)
-            target_count, token_count, hits = counts or counted(targets, text)
+            # Of none there is nothing to divide. Means over processes may be less than 1.
+            all_counts = counts or counted(targets, text)
+            target_count, token_count, hits = (count or 1 for count in all_counts)
             more: dict[str, Tensor] = {}
-            if target_count or not self.hit_weight:
+            if all_counts[0] or not self.hit_weight:
                 below = self._below(ids, (key, "lesson"))
                 with self._watching(evidence is not None) as seen:
                     hidden = self._above(below, positions)
@@ -128,7 +130,7 @@ class Distillation(nn.Module):
                 hints = more["hits"] = kl
                 if text is not None:
                     divergence, entropy, missed_hits = self._text_losses(*text, key=key)
-                    kl, more["hits"], hints = divergence / token_count, entropy / max(1, hits), missed_hits / max(1, hits)
+                    kl, more["hits"], hints = divergence / token_count, entropy / hits, missed_hits / hits
                 if self.hint_weight:
                     more["hints"] = more.get("hints", 0) + hints
             elif text is not None and self.kl_weight:
@@ -318,8 +320,8 @@ class Distillation(nn.Module):
 
 
 def counted(targets: Tensor, text: Text | None) -> list[int]:
-    """How many targets, tokens of text and hits a whole batch has. Without text, the tokens that divide nothing are 1."""
-    tokens = 1 if text is None else int(text[1].sum())
+    """How many targets, tokens of text and hits a batch has."""
+    tokens = 0 if text is None else int(text[1].sum())
     return [int((targets != IGNORE).sum()), tokens, 0 if text is None or len(text) < 4 else int((text[3] != NONE).sum())]
 
 

@@ -42,7 +42,8 @@ class MicroBatches:
         lesson, text = batch
         ids, targets = lesson[:2]
         n = self.options.gradient_accumulation_steps
-        own_counts = torch.tensor(counted(targets, text), device=ids.device, dtype=torch.float)
+        exact = torch.float32 if ids.device.type == "mps" else torch.float64  # which MPS has not
+        own_counts = torch.tensor(counted(targets, text), device=ids.device, dtype=exact)
         counts = tuple(self.accelerator.reduce(own_counts, "mean").tolist())
         lessons = zip(*(side.tensor_split(n) for side in lesson), strict=True)
         texts = [None] * n if text is None else list(zip(*(side.tensor_split(n) for side in text), strict=True))

@@ -12,11 +12,12 @@ from surgery.hybrids.layer_graft import LayerGraft
 from surgery.probes import make, needle
 from surgery.probes.hits import NONE
 from surgery.records.plan import Plan
-from surgery.records.recipe import Hints, Lesson, Tune
+from surgery.records.recipe import Data, Hints, Lesson, Tune
 from surgery.splicing.splice import adopt, splice, stock
-from surgery.tuning.distil import Distillation
+from surgery.tuning.distil import Distillation, counted
 from surgery.tuning.hinting import missed, watching
 from surgery.tuning.loop import tune
+from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.sequences import (
     IGNORE,
     collate,
@@ -234,3 +235,60 @@ def test_lessons_that_do_not_say_where_answers_stand_are_refused(tokenizer):
     options = SHORT.model_copy(update={"lessons": (Lesson(probe="copying", options={"length": 4}),), "hints": Hints()})
     with pytest.raises(UserError, match=r"tune\.hints: of none of tune\.lessons it is known where the answers stand"):
         tune(splice(random_base(vocab_size=VOCABULARY), Plan(sites=("L1.H3",))), tokenizer, options)
+
+
+class OneOfTwo:
+    """What several processes would find together: `reduce` gives the mean of what each of them has."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def reduce(self, tensor, how):
+        assert how == "mean"
+        return torch.stack([torch.as_tensor(each, dtype=tensor.dtype) for each in self.counts]).mean(0)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("lacking", ["hits", "text", "answers", "nothing"])
+def test_two_processes_have_the_losses_and_gradients_of_one(lacking):
+    """Also where one of them has no hit, no text, or no answer."""
+    hybrid = splice(random_base().double(), Plan(sites=("L1.H2,5",))).double()
+    generator = torch.Generator().manual_seed(0)
+    ids, lesson = (torch.randint(1, 99, (2, 30), generator=generator) for _ in range(2))
+    before, targets, real = torch.full_like(ids, NONE), torch.full_like(lesson, IGNORE), torch.ones_like(ids, dtype=torch.bool)
+    before[0, 11] = 2
+    targets[0, 9], targets[0, 20] = 5, 7
+    evidence = torch.zeros(2, 30, 2, dtype=torch.long)
+    evidence[0, 9], evidence[0, 20] = torch.tensor([3, 5]), torch.tensor([4, 6])
+    if lacking != "hits":
+        before[1, 9] = 0
+    if lacking != "answers":
+        targets[1, 7] = 8
+    if lacking == "text":
+        real[1], before[1] = False, NONE
+    text = (ids, real, torch.arange(30).expand_as(ids), before)
+    distillation = Distillation(hybrid, stock(hybrid), kl_weight=2.0, hit_weight=1.0, hint_weight=0.5)
+    grafts = [p for name, p in hybrid.named_parameters() if ".graft." in name]
+
+    def losses(parts):
+        results = [distillation(*part) for part in parts]
+        means = {name: torch.stack([each[name] for each in results]).mean() for name in results[0]}
+        return means, torch.autograd.grad(means["loss"], grafts, allow_unused=True)
+
+    def of(row):
+        batch = tuple(part[row] for part in (lesson, targets, evidence)), tuple(part[row] for part in text)
+        return batch, counted(batch[0][1], batch[1])
+
+    whole, counts = of(slice(None))
+    mine, own = zip(of(slice(0, 1)), of(slice(1, 2)), strict=True)
+    options = Tune(gradient_accumulation_steps=1)
+    alone = MicroBatches(None, options, Data(), OneOfTwo([counts])).split(None, whole)
+    together = [part for batch in mine for part in MicroBatches(None, options, Data(), OneOfTwo(own)).split(None, batch)]
+    (one, slopes), (two, others) = losses(alone), losses(together)
+    assert {"retrieval", "kl", "hits", "hints"} < {*one}
+    for name, value in one.items():
+        assert abs(value - two[name]) < 1e-12, name
+    assert any(slope is not None and slope.abs().max() > 0 for slope in slopes)
+    for slope, other in zip(slopes, others, strict=True):
+        assert (slope is None) == (other is None)
+        assert slope is None or (slope - other).abs().max() < 1e-12

@@ -166,7 +166,7 @@ def test_a_hybrid_finds_its_base_from_any_folder(surgery, base, tmp_path, monkey
         assert base_of(hybrid) == str(tmp_path / "moved" / "base")
     monkeypatch.chdir(tmp_path)
     done(surgery, "tune", "moved/made/hybrid", *QUICK, "--out", "tuned")
-    assert json.loads((tmp_path / "tuned" / "export.json").read_text())["base"]["name"] == "../moved/base"
+    assert json.loads((tmp_path / "tuned" / "export.json").read_text())["base"]["name"] == "base"
     done(surgery, "export", "tuned", "--format", "patch", "--out", "deep/er/patch")
     monkeypatch.chdir(tmp_path / "deep")
     expected = package.load(tmp_path / "tuned").model.backbone.layers[1].mixer.graft.q_proj.weight
