@@ -1,7 +1,7 @@
 """Did it help? One answer from a report, in words, for the terminal, report.md and report.html.
 
 A gain is called a gain only where the base retrieves at all, where the difference holds among all comparisons (Holm), and where
-no control does as well. What it costs stands beside it.
+a control was measured and none does as well. What it costs stands beside it.
 """
 
 from dataclasses import dataclass
@@ -116,10 +116,14 @@ def _judged(report: Report, name: str) -> Judgement:
     return Judgement(name, verdict, answer, tuple(filter(None, (control, _text(base, model), _cost(base, model)))))
 
 
-def _answer(direction: str, compared: str, clear: bool, advice: str) -> tuple[Verdict, str]:
-    """What a comparison with the base says. clear: whether no control does about as well. advice: how to see more."""
+def _answer(direction: str, compared: str, clear: bool | None, advice: str) -> tuple[Verdict, str]:
+    """What a comparison with the base says. clear: whether no control does about as well; None: none was measured. advice: how
+    to see more."""
+    if direction == "better" and clear:
+        return "yes", f"Yes: {compared}."
     if direction == "better":
-        return ("yes", f"Yes: {compared}.") if clear else ("unclear", f"Unclear: {compared}, but a control does about as well.")
+        lacking = "no control was measured" if clear is None else "a control does about as well"
+        return "unclear", f"Unclear: {compared}, but {lacking}."
     if direction == "perhaps better":
         return "perhaps", f"Perhaps: {compared}, which may be chance among so many comparisons; {advice}."
     return "no", f"No difference seen: {compared}." if direction == "no difference seen" else f"No, {direction}: {compared}."
@@ -198,12 +202,15 @@ def _chance(report: Report) -> str:
     return ""
 
 
-def _controls(report: Report, name: str, task: str) -> tuple[str, bool]:
+def _controls(report: Report, name: str, task: str) -> tuple[str, bool | None]:
     """The control that comes closest to a model, and whether the model is clearly better than it (their intervals of the
-    difference to the base have nothing in common)."""
+    difference to the base have nothing in common; None: there is no control)."""
     controls = {other: each for other, each in report.models.items() if is_control(other) and task in each.change}
     if not controls:
-        return "No control was measured, so what made the difference is not known.", True
+        return (
+            "What made the difference is not known: the same tuning without a graft may do as well. `surgery run` measures it, "
+            "and grafts at random heads (bench.controls)."
+        ), None
     sign = -1 if is_loss(task) else 1
     best = max(controls, key=lambda other: sign * controls[other].change[task].value)
     accuracy = value(controls[best].results()[task])

@@ -121,9 +121,10 @@ def test_a_perfect_base_leaves_nothing_to_gain(report):
 def test_a_comparison_answers_for_every_model_and_misses_the_controls(report):
     two = {"base": report.models["base"], "one": report.models["tuned"], "other": report.models["spliced"]}
     first, second = did_it_help(report.model_copy(update={"models": two})).split("\n\n")
-    assert first.startswith("Did one help? Yes")
-    assert second.startswith("Did other help? Yes")
-    assert "No control was measured" in first
+    assert first.startswith("Did one help? Unclear: with 64 pairs")
+    assert second.startswith("Did other help? Unclear: with 64 pairs")
+    assert "but no control was measured" in first
+    assert "`surgery run` measures it" in first
 
 
 def test_without_retrieval_there_is_nothing_to_judge(report):
@@ -138,7 +139,7 @@ def test_a_user_may_call_a_hybrid_as_it_pleases(report):
     models = {"base": report.models["base"], "controlled": report.models["tuned"], "dose_high": report.models["spliced"]}
     judged = judge(report.model_copy(update={"models": models}))
     assert [each.model for each in judged] == ["controlled", "dose_high"]
-    assert all("No control was measured" in each.details[0] for each in judged)
+    assert {each.verdict for each in judged} == {"unclear"}
 
 
 def test_a_report_without_differences_is_not_judged(report):
