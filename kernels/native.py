@@ -2,16 +2,18 @@
 
 A kernel is one C file beside this one, with vectors.h. The system's compiler ($CC, else cc) makes a library for this very
 processor, which is kept in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache) under a digest of all that it depends on.
-Where that folder cannot be written to, every process makes its own.
+Where that folder cannot be written to, or others can write to it, every process makes its own.
 ctypes releases the interpreter's lock during a call, so other threads go on, and several run a kernel side by side.
 """
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
+import re
 import shlex
-import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,7 @@ _STARTED_IN = os.getpid()
 ALONE = 2**17  # numbers up to which starting a second thread takes longer than it saves
 STEP_ALONE = 2**21  # the same for a step: numbers in its states
 PATIENCE = 300  # seconds that a compiler may take; on a machine that does much else it may take many
+LIBRARY = re.compile(r"[a-z_]+-[0-9a-f]{20}\.so")
 BUILDING = "building-"  # names of folders in the cache
 TARGETS = ("-march=native", "-mcpu=native", "")  # the first that the compiler knows; ARM's often know the second alone
 
@@ -66,13 +69,18 @@ def _cache() -> Path:
 
 
 def _kept(library: Path, command: list[str]) -> ctypes.CDLL:
-    """Load a library, made first where it is not there yet or is broken."""
-    if library.exists():
+    """Load a library, made first where it is not there yet or is broken. Raises PermissionError where others may have written
+    what would be loaded."""
+    if not library.parent.exists():
+        library.parent.parent.mkdir(parents=True, exist_ok=True)
+        library.parent.mkdir(mode=0o700, exist_ok=True)
+    _check_own(library.parent)
+    if os.path.lexists(library):
+        _check_own(library)
         try:
             return ctypes.CDLL(str(library))
         except OSError:  # a file that lost its end when the machine stopped
             pass
-    library.parent.mkdir(parents=True, exist_ok=True)
     _sweep(library.parent)
     # Made in a folder of its own and renamed: no other process ever sees half a library.
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=BUILDING) as folder:
@@ -82,17 +90,26 @@ def _kept(library: Path, command: list[str]) -> ctypes.CDLL:
     return loaded
 
 
+def _check_own(path: Path) -> None:
+    about = os.lstat(path)
+    if about.st_uid != os.geteuid() or about.st_mode & 0o022 or stat.S_ISLNK(about.st_mode):
+        raise PermissionError(errno.EACCES, "others may have written it", str(path))
+
+
 def _build(library: Path, command: list[str]) -> ctypes.CDLL:
     _call([*command, str(library)])
     return ctypes.CDLL(str(library))
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what builds of a day ago have left, which were killed."""
+    """Remove what builds of a day ago have left, which were killed: libraries of ours, and folders with nothing else in them."""
     for left in folder.glob(f"{BUILDING}*"):
         with suppress(OSError):
             if left.stat().st_mtime < time.time() - 86400:
-                shutil.rmtree(left)
+                for library in left.iterdir():
+                    if LIBRARY.fullmatch(library.name):
+                        library.unlink()
+                left.rmdir()
 
 
 def _for_this_processor(compiler: list[str]) -> tuple[list[str], bytes]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from surgery.records.plan import Plan
     from surgery.records.recipe import Recipe, Tune, read_recipe
     from surgery.records.site import Site
+    from surgery.runtime.consent import consenting
     from surgery.splicing.splice import adopt, splice, unsplice
     from surgery.tuning.growing import grow
     from surgery.tuning.loop import tune
@@ -49,6 +50,7 @@ __all__ = [
     "UserError",
     "adopt",
     "bench",
+    "consenting",
     "estimate",
     "export",
     "grow",
@@ -74,6 +76,7 @@ _MODULES = {
     "Tune": "records.recipe",
     "adopt": "splicing.splice",
     "bench": "evaluation.bench",
+    "consenting": "runtime.consent",
     "estimate": "jobs.costs.estimate",
     "export": "exporting.export",
     "grow": "tuning.growing",

@@ -211,7 +211,7 @@ def main() -> None:
         return
     result = check(options.only or list(CASES), options.clock, options.quick)
     if options.out:
-        _with_earlier(result, options.out).write(options.out)
+        options.out.write_text(_with_earlier(result, options.out).text())
     if not all(case.holds() for case in result.cases.values()):
         raise SystemExit("not all estimates are within the bounds")
 

@@ -25,4 +25,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "gguf"
         surgery.export(hybrid, out, format="gguf", engines=["llama_cpp"], engine_python=HERE / "bin/python")
-        Exported.read(out / "export.json", unsealed="refuse").engines[0].write(RECORD)
+        RECORD.write_text(Exported.read(out / "export.json", unsealed="refuse").engines[0].text())

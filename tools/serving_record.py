@@ -13,6 +13,7 @@ from pathlib import Path
 from surgery import bench, load, splice
 from surgery.evaluation.report import Report
 from surgery.records.recipe import Bench
+from surgery.runtime.consent import consenting
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "recipes" / "serving.json"
@@ -27,10 +28,9 @@ def main() -> None:
     base = load(str(ROOT / "checkpoints/tiny-mamba2"))
     plan = Report.read(ROOT / "recipes" / "demo.report.json").plan
     assert plan is not None
-    options = Bench(
-        suites=("serving",), contexts=CONTEXTS, concurrencies=CONCURRENCIES, engine_python=arguments.engine_python
-    )  # fmt: skip
-    bench(base, splice(base, plan), options=options, cells=arguments.cells).write(RECORD)
+    options = Bench(suites=("serving",), contexts=CONTEXTS, concurrencies=CONCURRENCIES)
+    with consenting(engine_python=arguments.engine_python):
+        RECORD.write_text(bench(base, splice(base, plan), options=options, cells=arguments.cells).text())
 
 
 if __name__ == "__main__":

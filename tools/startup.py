@@ -74,7 +74,7 @@ def main() -> None:
     for name, value in startup.seconds.items():
         print(f"{value:7.3f} s CPU  {startup.ratios[name]:5.2f}  {name}")
     if arguments.out:
-        startup.write(arguments.out)
+        arguments.out.write_text(startup.text())
     if arguments.against and (lines := slower(startup, Startup.read(arguments.against))):
         sys.exit("\n".join(lines))
 

@@ -7,8 +7,21 @@ from typing import Annotated
 import typer
 
 from surgery.cli.console import prose, show, starting, table
-from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
+from surgery.cli.options import (
+    EnginePython,
+    ModelArgument,
+    Out,
+    Overwrite,
+    RecipeOption,
+    Resume,
+    Settings,
+    TaskCode,
+    Trust,
+    recipe_of,
+    until_the_end,
+)
 from surgery.records.reading import check_name
+from surgery.runtime.consent import consenting
 from surgery.runtime.processes import is_main
 
 
@@ -26,7 +39,8 @@ def bench(
         ),
     ] = None,
     recipe: RecipeOption = None, settings: Settings = None, out: Out = None, resume: Resume = False,
-    overwrite: Overwrite = False, trust_remote_code: Trust = False,
+    overwrite: Overwrite = False, trust_remote_code: Trust = False, engine_python: EnginePython = None,
+    trust_task_code: TaskCode = False,
 ) -> None:  # fmt: skip
     """Compare models on the same examples.
 
@@ -48,6 +62,7 @@ def bench(
         from surgery.jobs.opening import labels
 
         options = recipe_of("bench", recipe, settings, model=base)
+    until_the_end.enter_context(consenting(engine_python=engine_python, task_code=trust_task_code))
     out = out or Path("runs") / f"bench-{Path(hybrids[0]).name}"
     requirements = [requirement(text, list(labels(hybrids)), names(options.bench)) for text in require or []]
     for hybrid in hybrids:

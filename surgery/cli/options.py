@@ -41,6 +41,12 @@ Verify = Annotated[
 ]
 ReplaceExport = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in --out.")]
 
+EnginePython = Annotated[
+    Path | None,
+    typer.Option("--engine-python", help="The Python that is run for the suite serving, from an environment with vLLM."),
+]
+TaskCode = Annotated[bool, typer.Option("--trust-task-code", help="Allow code of the tasks in bench.include_path to run.")]
+
 until_the_end = ExitStack()  # what holds until the command ends
 
 

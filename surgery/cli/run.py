@@ -6,9 +6,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from surgery.cli.console import prose, show, starting, table
-from surgery.cli.options import Out, Overwrite, PlaceArgument, Resume, Settings, Trust, Verify, recipe_of
+from surgery.cli.options import (
+    EnginePython,
+    Out,
+    Overwrite,
+    PlaceArgument,
+    Resume,
+    Settings,
+    TaskCode,
+    Trust,
+    Verify,
+    recipe_of,
+    until_the_end,
+)
 from surgery.errors import UserError
 from surgery.exporting.formats import check_way
+from surgery.runtime.consent import consenting
 
 if TYPE_CHECKING:
     from surgery.jobs.costs.record import Estimate
@@ -22,6 +35,8 @@ def run(
     resume: Resume = False,
     overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
+    engine_python: EnginePython = None,
+    trust_task_code: TaskCode = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what it would cost: time, memory and disk, stage by stage; write nothing.")
     ] = False,
@@ -48,6 +63,8 @@ def run(
         options = recipe_of("run", recipe, settings)
     if as_json and not dry_run:
         raise UserError("--json prints what --dry-run finds out; give both")
+    # A dry run runs nothing of others.
+    until_the_end.enter_context(consenting(engine_python=engine_python, task_code=trust_task_code and not dry_run))
     if dry_run:
         _show_estimate(estimate(options, out, verify=verify, trust_remote_code=trust_remote_code), as_json)
         _say_what_is_there(out, resume, overwrite)

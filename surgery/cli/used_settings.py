@@ -21,7 +21,7 @@ USED: dict[str, tuple[str, ...]] = {
         *(f"bench.{name}" for name in (
             "suites", "tasks", "include_path", "data_path", "task_limit", "pairs", "unseen_pairs", "limit", "seeds", "windows",
             "window", "contexts", "rare", "depths", "batches", "concurrencies",
-            "engine_python", "batch_size",
+            "batch_size",
         )),
     ),
 }  # fmt: skip

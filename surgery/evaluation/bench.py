@@ -25,6 +25,7 @@ from surgery.records.names import called, is_control, is_dose, public
 from surgery.records.plan import published
 from surgery.records.recipe import Bench, Data
 from surgery.records.record import KERNEL_PACKAGES, PACKAGES, environment, provenance
+from surgery.runtime.consent import consent
 from surgery.runtime.memory import keep_apart
 from surgery.runtime.processes import gather, is_main, share, state
 from surgery.runtime.progress import Track, busy, say
@@ -242,7 +243,7 @@ def _served(
     """What models cost in a serving engine, one after the other, by the first process. Controls cost what their models cost."""
     served: dict[str, tuple[Serving, ...]] = {}
     if is_main():
-        python = Path(options.engine_python or "")
+        python = consent().engine_python or Path()  # check_serving has asked for it
         contexts = readable(options, tokenizer)
         common = {"cell": "serving", **_here(), "engine": versions(python)}
         asked = {"contexts": contexts, "concurrencies": options.concurrencies}

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.evaluation.cells import digest
 from surgery.evaluation.folders import TASKS
+from surgery.evaluation.task_code import check_task_code, templates_in_a_sandbox
 from surgery.models.finite import explained, watching_logits
 from surgery.models.tokens import prompting
 
@@ -37,6 +38,8 @@ def load(names: list[str], include_path: str | None = None, data_path: str | Non
     for option, path in (("include_path", include_path), ("data_path", data_path)):
         if path is not None and not Path(path).is_dir():
             raise UserError(f"bench.{option}: no such folder: {path}")
+    if include_path is not None:
+        check_task_code(include_path)
     return {name: _load(name, include_path, data_path) for name in names}
 
 
@@ -62,7 +65,8 @@ def evaluate(
     tokenizer = prompting(tokenizer)
     if tokenizer.pad_token is None:  # the harness would set one, also for the caller
         tokenizer = copy.deepcopy(tokenizer)
-    with explained(model), watching_logits(model), redirect_stderr(StringIO()):  # no bars of its own beside ours
+    # No bars of its own beside ours.
+    with explained(model), watching_logits(model), redirect_stderr(StringIO()), templates_in_a_sandbox():
         # The same length limit as the command's: none is passed.
         asker = Ends(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
         samples = harness(asker, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)["samples"][name]
@@ -80,7 +84,7 @@ def _load(name: str, include_path: str | None, data_path: str | None) -> list[An
     if name not in manager.all_tasks:
         raise UserError(f"no task is named '{name}', in lm-evaluation-harness or in {include_path or 'bench.include_path'}")
     try:
-        with redirect_stderr(StringIO()), _local(data_path):
+        with redirect_stderr(StringIO()), _local(data_path), templates_in_a_sandbox():
             loaded = manager.load([name])
     except Exception as error:  # whatever its code or its data raise
         message = (str(error).strip() or type(error).__name__).splitlines()[0]

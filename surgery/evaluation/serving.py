@@ -12,11 +12,13 @@ from surgery.evaluation.cells import Kept
 from surgery.evaluation.report import Serving
 from surgery.models.quantised import is_quantised
 from surgery.records.recipe import Bench
+from surgery.runtime.consent import consent
+from surgery.runtime.processes import is_main
 from surgery.serving import bench_vllm
 from surgery.serving.other_python import ask, check_python
 from surgery.splicing.splice import stock
 
-SETTING = "bench.engine_python"
+SETTING = "--engine-python"
 
 
 class Served(Kept):
@@ -28,23 +30,31 @@ class Served(Kept):
 def check_serving(options: Bench) -> None:
     """Raise UserError if the suite `serving` lacks an engine, or an engine was named for nothing."""
     chosen = "serving" in options.suites
-    if options.engine_python is None:
+    python = consent().engine_python
+    if python is None:
         if chosen:
             raise UserError(
                 "the suite serving needs a Python that has vLLM and this package installed: "
-                "--set bench.engine_python=ENVIRONMENT/bin/python"
+                "--engine-python ENVIRONMENT/bin/python"
             )
         return
     if not chosen:
-        raise UserError("bench.engine_python is for the suite serving: add it to bench.suites, or leave it out")
-    check_python(Path(options.engine_python), SETTING)
+        raise UserError(f"{SETTING} is for the suite serving: add it to bench.suites, or leave it out")
+    check_python(python, SETTING)
+
+
+def try_engine(options: Bench) -> None:
+    """Raise UserError, before hours of work that end with it, if the engine of the suite `serving` is not there."""
+    check_serving(options)
+    if (python := consent().engine_python) is not None and is_main():
+        versions(python)
 
 
 def versions(python: Path) -> dict[str, str]:
     """Of the engine and of what it computes with, by name. Nothing is imported there."""
     said: dict[str, str] = _ask(python, {"only": "versions"})
     if not any(name.startswith("vllm") for name in said):
-        raise UserError(f"bench.engine_python: vllm is not installed for {python}")
+        raise UserError(f"{SETTING}: vllm is not installed for {python}")
     return said
 
 

@@ -9,6 +9,7 @@ from surgery.evaluation.bench import measure
 from surgery.evaluation.entries import Entry, Turns
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
+from surgery.evaluation.serving import try_engine
 from surgery.jobs.opening import open_compared
 from surgery.jobs.output_folder import RECIPE, begin, check_folder, withdrawn_if_refused
 from surgery.jobs.preparing import check
@@ -54,6 +55,7 @@ def compare(
         source = other.model if isinstance(other, Checkpoint) else other
         entries[label] = Entry(source, called(other.name), Plan.read(plan) if plan.exists() else None)
     check(recipe, base)
+    try_engine(recipe.bench)
     begin(out, "bench", recipe, resume=resume, overwrite=overwrite)
     settings = public(recipe.model_dump(mode="json"))
     with use(**recipe.kernels):

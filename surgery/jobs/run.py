@@ -18,6 +18,7 @@ from surgery.evaluation.bench import measure
 from surgery.evaluation.entries import Entry
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Located, Report
+from surgery.evaluation.serving import try_engine
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD, Exported
 from surgery.exporting.formats import check_way
@@ -78,6 +79,7 @@ def run(
         family_of(base.model.config)  # before the work begins: nothing else can be grafted
         check(recipe, base)
         check_run(recipe, base)
+        try_engine(recipe.bench)
         if recipe.tune.lora is not None:
             matches(adopt(base.model), recipe.tune.lora)
         earlier = begin(out, "run", recipe, resume=resume, overwrite=overwrite)

@@ -106,8 +106,9 @@ class Distillation(nn.Module):
         ids, targets (b, t): targets[i] is what position i has to predict, or IGNORE. text: ids (b, t), which of them are no
         padding, and their positions, which begin again with every document of a row, and where hits have a weight, what
         packed_rows.pad_packed_with_hits says of them; without text the KL is 0. counts: the numbers of targets, of text tokens
-        and of hits in the whole batch, where this is only a part of it: of several processes, their means. key: identifies a batch (or a part) that comes again.
-        evidence: what the targets are read from, as sequences.collate_with_evidence gives it.
+        and of hits in the whole batch, where this is only a part of it: of several processes, their means. key: identifies a
+        batch (or a part) that comes again. evidence: what the targets are read from, as sequences.collate_with_evidence gives
+        it.
         """
         with self.autocast(ids.device):
             positions = _positions(targets != IGNORE)

@@ -188,11 +188,20 @@ def test_what_killed_builds_have_left_is_removed(compiler, fresh):
     old, new = fresh / f"{native.BUILDING}old", fresh / f"{native.BUILDING}new"
     for folder in (old, new):
         folder.mkdir(parents=True)
-        (folder / "ssd.so").touch()
+        (folder / f"ssd-{20 * '0'}.so").touch()
     os.utime(old, (0, 0))
     native.load("divergence")
     assert sorted(path.name.split("-")[0] for path in fresh.iterdir()) == ["building", "divergence"]
     assert new.exists()
+
+
+def test_what_is_not_a_library_of_ours_stays(compiler, fresh):
+    mine = fresh / f"{native.BUILDING}mine" / "thesis.tex"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("years of work")
+    os.utime(mine.parent, (0, 0))
+    native.load("divergence")
+    assert mine.read_text() == "years of work"
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import pytest
 from surgery import Plan, UserError, bench, load, splice
 from surgery.evaluation import html, markdown
 from surgery.evaluation.serving import check_serving, versions
-from surgery.records.recipe import Bench
+from surgery.records.recipe import Bench, read_recipe
+from surgery.runtime.consent import consenting
 
 ROOT = Path(__file__).parent.parent.parent
 BASE = str(ROOT / "checkpoints/tiny-mamba2")
@@ -57,14 +58,14 @@ else:
     return program
 
 
-def options(python, **fields):
-    return Bench(suites=("serving",), engine_python=str(python), contexts=(16, 64), concurrencies=(1, 3), **fields)
+OPTIONS = Bench(suites=("serving",), contexts=(16, 64), concurrencies=(1, 3))
 
 
 def test_what_an_engine_measured_stands_in_the_report(pair, python, tmp_path):
     """And is not measured again where it is kept."""
     base, hybrid = pair
-    report = bench(base, hybrid, options=options(python), cells=tmp_path / "cells")
+    with consenting(engine_python=python):
+        report = bench(base, hybrid, options=OPTIONS, cells=tmp_path / "cells")
     measured = report["hybrid"].serving
     assert [(cell.context, cell.concurrency) for cell in measured] == [(16, 1), (16, 3), (64, 1), (64, 3)]
     assert [report[name].serving[0].cache_bytes_per_token for name in ("base", "hybrid")] == [0, 256]
@@ -77,7 +78,8 @@ def test_what_an_engine_measured_stands_in_the_report(pair, python, tmp_path):
             assert figure in page
     asked = (tmp_path / "asked").read_text().splitlines()
     assert len(asked) == 3  # the versions, and each of the models
-    again = bench(base, hybrid, options=options(python), cells=tmp_path / "cells")
+    with consenting(engine_python=python):
+        again = bench(base, hybrid, options=OPTIONS, cells=tmp_path / "cells")
     assert again["hybrid"].serving == measured
     assert len((tmp_path / "asked").read_text().splitlines()) == 4  # the versions
     assert not any(Path(json.loads(line).get("folder", "/none")).exists() for line in asked)
@@ -90,15 +92,23 @@ def test_a_report_without_the_suite_says_nothing_of_it(pair):
 
 
 def test_an_engine_is_named_before_anything_is_measured(pair, tmp_path):
-    for fields, message in (
-        ({"suites": ("serving",)}, "needs a Python that has vLLM and this package installed: --set bench.engine_python="),
-        ({"engine_python": "python"}, "engine_python is for the suite serving"),
-        ({"suites": ("serving",), "engine_python": str(tmp_path / "none")}, "bench.engine_python: there is no program"),
+    for suites, python, message in (
+        (("serving",), None, "needs a Python that has vLLM and this package installed: --engine-python "),
+        ((), "python", "--engine-python is for the suite serving"),
+        (("serving",), tmp_path / "none", "--engine-python: there is no program"),
     ):
-        with pytest.raises(UserError, match=message):
-            check_serving(Bench(**fields))
-        with pytest.raises(UserError, match=message):
-            bench(pair[0], options=Bench(**fields))
+        with consenting(engine_python=python), pytest.raises(UserError, match=message):
+            check_serving(Bench(suites=suites) if suites else Bench())
+        with consenting(engine_python=python), pytest.raises(UserError, match=message):
+            bench(pair[0], options=Bench(suites=suites) if suites else Bench())
+
+
+def test_no_recipe_and_no_setting_starts_a_program(tmp_path):
+    """Only a flag of the command line, or the user's own Python."""
+    (tmp_path / "recipe.yaml").write_text("model: base\nbench: {suites: [serving], engine_python: ./evil.sh}\n")
+    for arguments in ((tmp_path / "recipe.yaml",), (None, ["model=base", "bench.engine_python=./evil.sh"])):
+        with pytest.raises(UserError, match="which no recipe and no setting starts: give --engine-python"):
+            read_recipe(*arguments)
 
 
 def test_what_an_engine_fails_with_is_one_line(pair, tmp_path):
@@ -119,7 +129,8 @@ def test_what_an_engine_fails_with_is_one_line(pair, tmp_path):
 @pytest.mark.skipif(not PYTHON.exists(), reason="no environment with vLLM: `make serving` makes one")
 def test_vllm_is_measured_by_its_own_client(pair):
     """A page of vLLM's holds a block of keys and values, for which its SSM layers reserve as much."""
-    report = bench(*pair, options=Bench(suites=("serving",), engine_python=str(PYTHON), contexts=(32,), concurrencies=(2,)))
+    with consenting(engine_python=PYTHON):
+        report = bench(*pair, options=Bench(suites=("serving",), contexts=(32,), concurrencies=(2,)))
     (base,), (hybrid,) = (report[name].serving for name in ("base", "hybrid"))
     assert (base.cache_bytes_per_token, base.requests) == (0, 8)
     assert hybrid.cache_bytes_per_token > 0

@@ -39,7 +39,7 @@ SUITES: dict[Suite, str] = {
     "speed": "Prefill, decoding, memory and cache against context.",
     "serving": (
         "Tokens per second, time to the first token and cache in vLLM, by its own benchmark client, against context and "
-        "concurrency (bench.engine_python, bench.concurrencies)."
+        "concurrency (--engine-python, bench.concurrencies)."
     ),
 }
 
@@ -83,8 +83,6 @@ class Bench(Section):
     """Batch sizes of the suite speed."""
     concurrencies: tuple[Rows, ...] = (1, 4)
     """Requests at a time, of the suite serving."""
-    engine_python: str | None = None
-    """A Python that has vLLM and this package installed, for the suite serving: ENVIRONMENT/bin/python."""
     batch_size: Rows = 64
     """Sequences in a forward pass, of windows of text a quarter as many; the scores do not depend on it."""
     controls: bool = True

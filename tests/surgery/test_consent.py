@@ -1,0 +1,129 @@
+"""Nothing of a stranger's runs unless the person at the command line says so."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import surgery
+from surgery.errors import UserError
+from surgery.evaluation import harness
+from surgery.evaluation.task_code import check_task_code, templates_in_a_sandbox
+from surgery.exporting.export import export
+from surgery.kernels import native
+from surgery.records.plan import Plan
+from surgery.runtime.consent import consent, consenting
+from surgery.splicing.splice import splice
+from tests.conftest import VOCABULARY, random_base
+
+PLAN = Plan(sites=("L1.H3",))
+STRANGE = {
+    "AutoConfig": "who/repo--mod.Config", "AutoModelForCausalLM": "who/repo--mod.Model", "AutoModel": "evil.Model",
+    "AutoTokenizer": ["who/repo--mod.Words", None],
+}  # fmt: skip
+EVIL = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nclass Config: ...\nclass Model: ...\n"
+
+
+@pytest.fixture
+def strange(tmp_path, tokenizer):
+    """A stranger's hybrid, whose configurations name code of the Hub and code beside them."""
+    folder = tmp_path / "strange"
+    export(splice(random_base(vocab_size=VOCABULARY), PLAN), folder, tokenizer=tokenizer, plan=PLAN, base="b")
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | {"auto_map": STRANGE}))
+    (folder / "evil.py").write_text(EVIL)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["hf", "save_pretrained"])
+def test_a_strangers_code_is_not_in_what_is_written(strange, tmp_path, form):
+    """Nor does it run on the way."""
+    opened = surgery.load(strange)
+    out = tmp_path / "out"
+    if form == "hf":
+        export(opened, out, base="b", plan=PLAN)
+    else:
+        opened.model.save_pretrained(out, tokenizer=opened.tokenizer)
+    for file in out.rglob("*.json"):
+        assert "--" not in file.read_text().replace("<--", ""), file.name
+    own = json.loads((out / "config.json").read_text())["auto_map"]
+    assert own == {"AutoConfig": "mamba2.Mamba2HybridConfig", "AutoModelForCausalLM": "mamba2.Mamba2HybridForCausalLM"}
+    assert "auto_map" not in json.loads((out / "tokenizer_config.json").read_text())
+    assert not (out / "evil.py").exists()
+    assert not (strange / "ran").exists()
+    assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "mamba2_hybrid"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ['x"+str(__import__("os").system("touch ran"))+"', "a\nb", "a\tb", "it's", "back\\slash", "$(touch ran)", "-o", "ü 北"],
+)
+def test_a_folder_may_have_any_name(fresh_process, tokenizer, tmp_path, monkeypatch, name):
+    """It travels to the fresh process as an argument, and stands in the card as text."""
+    monkeypatch.chdir(tmp_path)
+    hybrid = splice(random_base(vocab_size=VOCABULARY), PLAN)
+    export(hybrid, tmp_path / name, tokenizer=tokenizer, plan=PLAN, base="b", verify="tensors")
+    assert sorted(os.listdir(tmp_path)) == [name]
+    card = (tmp_path / name / "README.md").read_text()
+    (code,) = card.split("```python\n")[1:]
+    assert f"from_pretrained({json.dumps(name, ensure_ascii=False)}" in code.split("```")[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "task: t\ndoc_to_text: !function evil.run\n", "task: t\nclass: !function evil.Model\n", "include: sub/../other.txt\n",
+        "task: t\ndataset_path: pandas\n", "task: !!python/object/apply:os.system ['touch ran']\n",
+    ],
+)  # fmt: skip
+def test_tasks_with_code_are_refused_before_any_of_it_runs(tmp_path, text):
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "evil.py").write_text(EVIL)
+    (tmp_path / "tasks" / "sub").mkdir()
+    (tmp_path / "tasks" / "other.txt").write_text("task: t\ndoc_to_text: !function evil.run\n")
+    (tmp_path / "tasks" / "t.yaml").write_text(text)
+    with pytest.raises(UserError, match="--trust-task-code"):
+        harness.load(["t"], str(tmp_path / "tasks"))
+    assert not (tmp_path / "tasks" / "ran").exists()
+    with consenting(task_code=True):
+        check_task_code(str(tmp_path / "tasks"))
+    assert not consent().task_code
+
+
+def test_templates_of_tasks_reach_no_python(tmp_path):
+    utils = pytest.importorskip("lm_eval.utils", reason="lm_eval is not installed")
+    evil = f"{{{{ cycler.__init__.__globals__.os.system('touch {tmp_path}/ran') }}}}"
+    with templates_in_a_sandbox(), pytest.raises(Exception, match="unsafe"):
+        utils.apply_template(evil, {})
+    assert not (tmp_path / "ran").exists()
+    with templates_in_a_sandbox():
+        assert utils.apply_template("{{a|regex_replace('x', 'y')}} {{b[0]}}", {"a": "xx", "b": [1]}) == "yy 1"
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("whose", ["folder", "library", "writable"])
+def test_a_kernel_that_others_may_have_written_is_not_loaded(tmp_path, monkeypatch, whose):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.load.cache_clear()
+    native.load("divergence")
+    (library,) = (tmp_path / "surgery").glob("divergence-*.so")
+    content = library.read_bytes()
+    if whose == "writable":
+        (tmp_path / "surgery").chmod(0o777)
+    else:
+        os.chown(library if whose == "library" else library.parent, 65534, 65534)
+    library.write_bytes(b"what somebody else put there")
+    loaded = []
+    monkeypatch.setattr(native.ctypes, "CDLL", loaded.append)
+    native.load.cache_clear()
+    native.load("divergence")
+    native.load.cache_clear()
+    assert loaded
+    assert all(Path(path) != library for path in loaded)
+    assert library.read_bytes() == b"what somebody else put there"
+    assert content
