@@ -102,7 +102,7 @@ def _build(library: Path, command: list[str]) -> ctypes.CDLL:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what builds of a day ago have left, which were killed: libraries of ours, and folders with nothing else in them."""
+    """Remove what builds of a day ago have left, which were killed: our libraries, and folders with nothing else in them."""
     for left in folder.glob(f"{BUILDING}*"):
         with suppress(OSError):
             if left.stat().st_mtime < time.time() - 86400:

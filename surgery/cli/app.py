@@ -29,6 +29,8 @@ from surgery.cli.tune import tune
 from surgery.errors import UserError
 from surgery.jobs.interruption import Interrupted, continuation, listening
 from surgery.records.reading import shown
+from surgery.runtime import processes
+from surgery.runtime.printable import printable
 from surgery.runtime.processes import is_main, several_processes
 from surgery.runtime.quiet import hush_transformers
 
@@ -75,6 +77,7 @@ def main() -> None:
     """Entry point. A UserError, or a disk that is full, ends with one line on standard error and status 2, Ctrl-C with the
     command that goes on and status 130, SIGTERM likewise with 143."""
     hush_transformers()
+    processes.of_the_command_line = True
     try:
         with listening(), until_the_end:
             app()
@@ -93,7 +96,7 @@ def main() -> None:
         return
     # Only here are the frames of the error gone, and with them a bar that was on the screen.
     if is_main():
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
     sys.exit(status)
 
 

@@ -81,7 +81,7 @@ def count(result: Proportion | Estimate | Perplexity) -> int:
 
 def _summary(report: Report, name: str, bounds: dict[bool, float]) -> Summary:
     base, model = next(iter(report.models.values())), report.models[name]
-    differences = [_difference(base, model, task, bounds[is_loss(task)]) for task in model.change]
+    differences = [_difference(base, model, task, bounds[is_loss(task)]) for task in model.change if task in base.results()]
     headline, decisive = "", None
     if base.kv:  # the largest size, and not the one that looks best
         size = max(base.kv, key=int)

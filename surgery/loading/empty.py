@@ -39,9 +39,34 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConf
             + ("; the code in its folder does, and runs only with --trust-remote-code" if own_code else "")
         )
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a wrong value raises
         raise UserError(f"cannot read {folder / 'config.json'}: {one_line(error)}") from error
+    if reason := _impossible(config):
+        raise UserError(f"{folder / 'config.json'}: {reason}")
+    return config
+
+
+def _impossible(config: PreTrainedConfig) -> str:
+    """What no model can have, and transformers takes: it shows in a forward pass alone. Empty where nothing is wrong."""
+    own: Any = config.get_text_config(decoder=True)
+    for name in ("chunk_size", "mamba_chunk_size"):
+        size = getattr(own, name, 1)
+        if not isinstance(size, int) or size < 1:
+            return f"{name} is {size!r}, and is to be a number from 1 on"
+    grafts = getattr(own, "grafts", None) or []
+    listed = isinstance(grafts, list) and all(isinstance(each, dict) and isinstance(each.get("layer"), int) for each in grafts)
+    if not listed:
+        return f"grafts is {shown(repr(grafts), 40)}, and is to be a list of grafts, each with its layer"
+    heads = getattr(own, "num_heads", None)
+    for graft in grafts:
+        if not 0 <= graft["layer"] < own.num_hidden_layers:
+            return f"a graft is in layer {graft['layer']}, and there are {own.num_hidden_layers} layers"
+        chosen = graft.get("heads") or []
+        inside = all(isinstance(head, int) and 0 <= head < (heads or head + 1) for head in chosen)
+        if own.model_type == "mamba2_hybrid" and not inside:
+            return f"a graft in layer {graft['layer']} is at heads {chosen}, and there are {heads} heads"
+    return ""
 
 
 def empty_model(config: PreTrainedConfig, name: str, trust_remote_code: bool = False) -> PreTrainedModel:

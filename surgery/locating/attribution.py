@@ -69,15 +69,17 @@ def _attribute(gated: Subject, encoded: Encoded, starts: Sequence[Start | None],
         def read(gradient: Tensor) -> None:
             with torch.no_grad(), own_fetched(mixer):
                 values, own = [], (graft.signs, graft.log_tau.clone())
-                for start in starts:
-                    if start is not None:
-                        graft.signs = [start.sign] * len(graft.signs)
-                        graft.log_tau.fill_(math.log(start.tau))
-                    change = type(mixer).attend(mixer, *args, **kwargs).view_as(y) - y
-                    values.append(-(gradient.float() * change.float()).sum((1, 3)))
+                try:
+                    for start in starts:
+                        if start is not None:
+                            graft.signs = [start.sign] * len(graft.signs)
+                            graft.log_tau.fill_(math.log(start.tau))
+                        change = type(mixer).attend(mixer, *args, **kwargs).view_as(y) - y
+                        values.append(-(gradient.float() * change.float()).sum((1, 3)))
+                finally:
+                    graft.signs = own[0]
+                    graft.log_tau.copy_(own[1])
                 per_row[number] = torch.stack(values)
-                graft.signs = own[0]
-                graft.log_tau.copy_(own[1])
             # A hook on y that holds y is a cycle through C++, which the garbage collector does not see. What is read once is
             # let go at once: until the end, these would be the activations of all layers.
             handle.remove()

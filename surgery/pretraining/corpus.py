@@ -57,6 +57,8 @@ def prepared(options: CorpusOptions, work: Path) -> Corpus:
     if shared := set(digests["train"]) & set(digests["held_out"]):
         path = sides["held_out"][min(digests["held_out"].index(digest) for digest in shared)]
         raise UserError(f"corpus.held_out: {path} is also learnt from; leave it out of one of the two")
+    if options.tokenizer is not None and load_tokenizer(options.tokenizer).eos_token_id is None:  # before anything is written
+        raise UserError(f"corpus.tokenizer: {options.tokenizer} has no token that ends a text (eos_token)")
     key = {"tokenizer": options.tokenizer, "vocabulary": None if options.tokenizer else options.vocabulary, **digests}
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:NAMED]
     folder = work / f"corpus-{digest}"

@@ -9,6 +9,7 @@ from surgery.runtime.printable import printable
 
 # What a run calls the models beside its hybrid (jobs/entries.py). Any other name of a model is the user's.
 CONTROL = re.compile(r"control_((lora_)?tuned|(random_site(_\d+)?|same_layer)(_tuned)?)")
+HUB = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", flags=re.ASCII)  # user/name
 DOSE = re.compile(r"dose_\d+")
 MARKUP = re.compile(r"[\\`*\[\]<>|]")
 
@@ -25,7 +26,7 @@ def is_dose(name: str) -> bool:
 
 def on_hub(name: str) -> bool:
     """Whether a model's name is an id of the Hub, and not a path on this machine."""
-    return not (name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name.split("/", maxsplit=1)[0]).is_dir())
+    return HUB.fullmatch(name) is not None and not Path(name.split("/", maxsplit=1)[0]).is_dir()
 
 
 def called(name: str) -> str:

@@ -133,7 +133,7 @@ class PretrainRecipe(Section):
     """Text of one's own, in place of the small world (section pretrain.corpus)."""
     attention: SitesText = ()
     """Layers that are attention from the start: a hybrid, trained as one."""
-    teacher: str | None = None
+    teacher: Name | None = None
     """A Transformer's folder, whose hidden states the layers then learn to reproduce."""
     embedding_std: float = Field(default=0.25, gt=0, le=FACTOR, allow_inf_nan=False)
     """Standard deviation of the embeddings at the start."""

@@ -35,6 +35,8 @@ def check_name(place: Any) -> Any:
         check_name(part)
     if isinstance(place, str | Path):
         text = str(place)
+        if isinstance(place, str) and not text.strip():
+            raise UserError("a name is empty; leave the setting out, or write '.' for the current folder")
         if UNUSABLE.search(text):
             raise UserError(f"no file can have the name '{shown(text)}'")
         longest = max(len(part.encode()) for part in text.split("/"))

@@ -42,7 +42,15 @@ class Site:
         if max(map(len, re.findall(r"\d+", text))) > DIGITS:
             raise UserError(f"no model has the site {shown(text, 40)}")
         layer, heads = match.groups()
-        return cls(int(layer), tuple(map(int, heads.split(","))) if heads else ())
+        numbers = tuple(map(int, heads.split(","))) if heads else ()
+        check_distinct(numbers, text)
+        return cls(int(layer), numbers)
+
+
+def check_distinct(heads: tuple[int, ...], text: str) -> None:
+    """Raise UserError for a head that stands there twice: another one may have been meant."""
+    if len(set(heads)) < len(heads):
+        raise UserError(f"'{text}' names a head twice")
 
 
 def split_sites(given: Any) -> Any:
@@ -61,6 +69,7 @@ def split_sites(given: Any) -> Any:
         elif isinstance(part, Site):
             sites.append(part)
         elif isinstance(part, int | str) and not isinstance(part, bool) and sites and sites[-1].heads:
+            check_distinct((*sites[-1].heads, int(part)), f"{sites[-1]},{part}")
             sites[-1] = Site(sites[-1].layer, (*sites[-1].heads, int(part)))
         else:
             raise UserError(f"'{part}' is not a site; write L17, L17.H3 or L36.H1565,1906")

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from surgery.runtime import processes
 from surgery.runtime.processes import on_this_machine
 from surgery.runtime.whole_memory import in_all, limits
 
@@ -199,8 +200,14 @@ def keep_apart(model: Any) -> bool:
     """On glibc, before work with a model of at least BIG bytes in the machine's memory: from now on every allocation of a MiB
     or more has pages of its own, which go back to the system when it is freed. glibc does so for the first ones, then puts ever
     larger ones (up to 32 MiB) into the heap, where activations of many sizes leave gaps that stay resident. Returns whether it
-    was done: with a smaller model the gaps are small, and new pages cost time; elsewhere there is no such setting."""
-    if sys.platform != "linux" or model.device.type != "cpu" or sum(p.nbytes for p in model.parameters()) < BIG:
+    was done: with a smaller model the gaps are small, and new pages cost time; elsewhere there is no such setting. It cannot be
+    taken back, so it is done in processes of the command line alone."""
+    if (
+        not processes.of_the_command_line
+        or sys.platform != "linux"
+        or model.device.type != "cpu"
+        or sum(p.nbytes for p in model.parameters()) < BIG
+    ):
         return False
     setting = getattr(ctypes.CDLL(None), "mallopt", None)
     return setting is not None and setting(M_MMAP_THRESHOLD, APART) == 1

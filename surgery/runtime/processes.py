@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 T = TypeVar("T")
+of_the_command_line = False  # whether nobody's program but ours runs in this process
 # How many processes there are, as the launchers that accelerate knows say it: torchrun and its own, and those of MPI.
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")

@@ -261,7 +261,10 @@ def _sizes(rows: Sequence[Row]) -> list[str]:
 
 
 def _largest(rows: Sequence[Row]) -> str:
-    return _sizes(rows)[-1]
+    """Raises UserError where no base was measured."""
+    if not (sizes := _sizes(rows)):
+        raise UserError("no base of the cohort was measured: none could be trained, or none retrieves")
+    return sizes[-1]
 
 
 def _of_base(rows: Sequence[Row], name: str) -> dict[str, dict[str, Proportion | Estimate]]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
@@ -61,7 +62,10 @@ def tune(
         hybrid, tokenizer, options or Tune(), data=data, seed=seed, layers=layers, teacher=teacher, out=out, resume=resume,
         description=description,
     )  # fmt: skip
-    with starting as run:
+    # Every step seeds torch's generator; afterwards the caller goes on with his own numbers.
+    device = getattr(hybrid, "device", None)
+    devices = [device] if device is not None and device.type == "cuda" else []
+    with starting as run, torch.random.fork_rng(devices=devices):
         run.finish_stages()
     return run.state.log
 

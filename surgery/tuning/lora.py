@@ -63,13 +63,17 @@ def adapted(model: PreTrainedModel, options: Lora | None, *, seed: int = 0, out:
     matched = matches(model, options)
     config = _config(options, matched)
     requires_grad = {p: p.requires_grad for p in model.parameters()}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        LoraModel(model, config, NAME)
-    for p, before in requires_grad.items():
-        p.requires_grad_(before)  # peft has frozen all of them
-    layers: dict[str, Any] = {match.module: model.get_submodule(match.module) for match in matched}
+    plain = {match.module: model.get_submodule(match.module) for match in matched}
+    layers: dict[str, Any] = {}
     try:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                LoraModel(model, config, NAME)
+        finally:
+            for p, before in requires_grad.items():
+                p.requires_grad_(before)  # peft has frozen all of them
+        layers |= {match.module: model.get_submodule(match.module) for match in matched}
         for p in adapters(model).values():
             p.data = p.data.to(torch.promote_types(p.dtype, torch.float32))
         lines = table(model, options, matched)
@@ -85,7 +89,9 @@ def adapted(model: PreTrainedModel, options: Lora | None, *, seed: int = 0, out:
     finally:
         for name, layer in layers.items():
             model.set_submodule(name, layer.get_base_layer())
-        del model.peft_config
+        for name, module in plain.items() if not layers else ():  # peft failed on the way
+            model.set_submodule(name, module)
+        vars(model).pop("peft_config", None)
 
 
 def adapters(model: PreTrainedModel) -> dict[str, nn.Parameter]:

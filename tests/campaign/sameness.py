@@ -14,6 +14,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
+from surgery.runtime.ownership import RECORD
+
 # Fields of dates, times and memory, and what follows from them: the seal over all fields, and the digests of such files.
 TIMES = {"created", "timings", "memory", "seal", "seconds", "cost", "speed"}
 # The difference of logits in a proof: a product's last bit depends on where a matrix lies in memory (exporting/verify.py).
@@ -31,6 +33,8 @@ def content(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
+        if path.name == RECORD:  # what is ours: each record has a token of its own, and lines of what is gone by now
+            continue
         if path.is_file():
             found[name] = hashlib.sha256(lasting(path)).hexdigest()[:16]
         elif not any(path.iterdir()):

@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from surgery.runtime.replacing import aside_of
 
+from surgery.runtime.ownership import Folder
 from tests.campaign import kills
 from tests.campaign.calls import Case
 from tests.campaign.faults import NUMBERS, SIGNALS, SOURCE, Ended, Fault
@@ -149,8 +149,10 @@ def test_a_folder_that_was_moved_aside_stands(tmp_path):
     """Where a file system cannot exchange two folders, and a process is killed in between."""
     out = tmp_path / "out"
     assert standing(out) == {}
-    aside_of(out).mkdir()
-    (aside_of(out) / "file").write_text("old")
+    aside = tmp_path / ".out-new-01234567"
+    aside.mkdir()
+    Folder.create(aside)
+    (aside / "file").write_text("old")
     old = standing(out)
     assert list(old) == ["file"]
     out.mkdir()

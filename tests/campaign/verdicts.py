@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from surgery.runtime.replacing import aside_of
-
+from surgery.runtime.ownership import RECORD
 from tests.campaign.faults import Ended, Fault
 from tests.campaign.sameness import content
 
@@ -17,9 +16,10 @@ def part(files: dict[str, str], folder: str) -> dict[str, str]:
 
 
 def standing(out: Path) -> dict[str, str]:
-    """The files of the folder `out`. Where no two folders can be exchanged in one step, it may have been moved aside, and the
-    next call takes it back from there."""
-    place = next((path for path in (out, aside_of(out)) if path.exists()), None)
+    """The files of the folder `out`. Where no two folders can be exchanged in one step, it may have a hidden name for a moment,
+    and the next call takes it back from there."""
+    beside = [path for path in out.parent.glob(f".{out.name}-new-*") if (path / RECORD).exists()] if out.parent.exists() else []
+    place = next((path for path in (out, *beside) if path.exists()), None)
     return content(place) if place else {}
 
 

@@ -112,9 +112,19 @@ def test_large_allocations_have_pages_of_their_own_beside_a_big_model(size, plac
     monkeypatch.setattr(memory, "BIG", 2)
     monkeypatch.setattr(memory.sys, "platform", "linux")
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setattr(memory.processes, "of_the_command_line", True)
     model = SimpleNamespace(device=torch.device(place), parameters=lambda: [torch.zeros(size, dtype=torch.int8)])
     assert memory.keep_apart(model) is done
     assert told == ([(-3, 2**20)] if done else [])
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: SimpleNamespace())  # as musl has neither
     assert not memory.keep_apart(model)
     memory.trim()
+
+
+def test_a_program_of_the_users_keeps_its_allocator(monkeypatch):
+    """What is set for a process cannot be taken back: in Python nothing is set."""
+    monkeypatch.setattr(memory, "BIG", 0)
+    monkeypatch.setattr(memory.sys, "platform", "linux")
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: pytest.fail("the process is changed"))
+    model = SimpleNamespace(device=torch.device("cpu"), parameters=lambda: [torch.zeros(1)])
+    assert not memory.keep_apart(model)

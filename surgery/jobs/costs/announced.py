@@ -9,6 +9,7 @@ from surgery.jobs.costs.estimate import Costs
 from surgery.jobs.costs.exporting import started
 from surgery.jobs.costs.record import Stage
 from surgery.loading.checkpoint import Checkpoint
+from surgery.loading.hub import one_line
 from surgery.records.recipe import Recipe
 from surgery.runtime import memory
 from surgery.runtime.processes import several_processes
@@ -47,8 +48,9 @@ class Announced:
                 if costs.roughly() < SHORT:
                     return ()
                 stages = costs.all_stages(first)
-        except Exception:
-            return ()  # what goes wrong in a part goes wrong in the stage, which says what to do; no estimate ends a run
+        except Exception as error:  # what goes wrong in a part goes wrong in the stage, which says what to do
+            say(f"note: what follows could not be estimated ({one_line(error)})")
+            return ()
         finally:
             random.setstate(state)
         self._stages = {stage.name: stage for stage in stages}
