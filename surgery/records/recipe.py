@@ -93,8 +93,6 @@ def read_recipe(path: str | Path | None, settings: list[str] | None = None, **fi
         _apply(tree, setting, old)
     advise(old)
     tree |= {key: value for key, value in fixed.items() if value is not None}
-    if isinstance(tree.get("bench"), dict) and "engine_python" in tree["bench"]:
-        raise UserError("bench.engine_python names a program, which no recipe and no setting starts: give --engine-python")
     return _valid(tree, "recipe" if path is None else f"recipe {path}", settings or ())
 
 

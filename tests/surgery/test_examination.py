@@ -16,6 +16,7 @@ from surgery.locating.subject import is_graftable
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
 from surgery.records.site import Site
+from surgery.runtime.ownership import RECORD as OWN
 from surgery.splicing.joining import RECORD, Patch
 from surgery.splicing.splice import splice
 from tests.conftest import BASES, ROOT, TINY
@@ -122,6 +123,7 @@ def test_a_hybrid_and_a_patch_are_examined_as_they_are(tiny, tmp_path):
     record = Patch.read(tmp_path / "patch" / RECORD)
     away = record.model_copy(update={"base": record.base.model_copy(update={"name": "gone", "hub": False})})
     (tmp_path / "patch" / RECORD).write_text(away.text())
+    (tmp_path / "patch" / OWN).unlink()  # which says where the base is
     with pytest.raises(UserError, match="gone"):
         examine(str(tmp_path / "patch"))
 

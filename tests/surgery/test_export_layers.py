@@ -25,10 +25,11 @@ from surgery.exporting.export import FORMATS, export
 from surgery.exporting.verify import CLOSE, Proof, chosen, difference, in_float32, whole_size
 from surgery.jobs.tune_hybrid import tune_hybrid
 from surgery.loading.digests import fingerprint, identify, model_digest
-from surgery.models.answers import LENGTHS, InStep, answers, described, tensors
+from surgery.models.answers import LENGTHS, READ, InStep, answers, described, tensors
 from surgery.models.streamed import Live, by_layers
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
+from surgery.runtime.ownership import building
 from surgery.splicing.splice import splice
 from tests.conftest import VOCABULARY, random_selective
 from tests.surgery.test_export_proof import ANY, FAMILIES, HEADS, LAYER, base_of, hybrid_of
@@ -58,9 +59,10 @@ def test_weights_stay_in_their_files(form, what, tokenizer, tmp_path, monkeypatc
     before, away = model_digest(hybrid), []
 
     def looked_at(real, package, folders, new):
-        user: dict = {}
-        exec(*folders.values(), user)
-        away.append([name for name, p in user["model"].named_parameters() if not p.is_meta])
+        ((place, how),) = folders.items()
+        assert how.endswith(":disk")
+        model, _ = READ[how.removesuffix(":disk")](str(place), True)
+        away.append([name for name, p in model.named_parameters() if not p.is_meta])
         return real(package, folders, new)
 
     monkeypatch.setattr(verify, "ask", partial(looked_at, verify.ask))
@@ -200,14 +202,16 @@ def test_the_fresh_process_holds_a_few_layers(form, tokenizer, tmp_path):
         place = tmp_path / str(layers)
         base.save_pretrained(place / "base")
         tokenizer.save_pretrained(place / "base")
-        (place / "out").mkdir()
         plan = Plan(sites=("L1.H3",))
-        FORMATS[form].write(splice(base, plan), place / "out", tokenizer=tokenizer, plan=plan, base=str(place / "base"))
+        with building(place / "out") as new:
+            with new.filling() as out:
+                FORMATS[form].write(splice(base, plan), out, tokenizer=tokenizer, plan=plan, base=str(place / "base"))
+            new.replace()
         reader = FORMATS[form].READER
         root = str(Path(fresh_process.__file__).parents[2]) if form == "patch" else "-"
         for on_disk in (True, False):
-            lines = reader.load(place / "out", on_disk)
-            command = [sys.executable, "-P", "-c", AND_ITS_PEAK, fresh_process.script.__file__, root, "2", "x", lines]
+            asked = [str(place / "out"), reader.how + ":disk" * on_disk]
+            command = [sys.executable, "-P", "-c", AND_ITS_PEAK, fresh_process.script.__file__, root, "2", *asked]
             done = subprocess.run(command, capture_output=True, check=True)
             peaks[layers, on_disk] = int(re.findall(rb"most: (\d+) bytes", done.stderr)[0])
     grown = {on_disk: peaks[26, on_disk] - peaks[2, on_disk] for on_disk in (True, False)}

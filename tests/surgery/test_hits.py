@@ -167,7 +167,10 @@ def test_a_report_shows_and_judges_hits(pair, tokenizer, text, options, tmp_path
         }
     )
     models = {"base": report["base"], "hybrid": better}
-    assert judge(report.model_copy(update={"models": models}))[0].verdict == "yes"
+    assert judge(report.model_copy(update={"models": models}))[0].verdict == "unclear", "there is no control"
+    beaten = better.model_copy(update={"change": {task: each.model_copy(update={"value": 0.0, "ci95": (-0.1, 0.1)})
+                                                  for task, each in better.change.items()}})  # fmt: skip
+    assert judge(report.model_copy(update={"models": models | {"control_tuned": beaten}}))[0].verdict == "yes"
     control = better.model_copy(
         update={"change": {task: each.model_copy(update={"ci95": (-0.7, -0.5)}) for task, each in better.change.items()}}
     )

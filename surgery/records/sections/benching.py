@@ -1,6 +1,6 @@
 """What a hybrid and its base are measured on."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -92,6 +92,16 @@ class Bench(Section):
     """How many draws of random sites; the first is also tuned."""
     doses: tuple[Count, ...] = ()
     """Also measure this many of the leading heads, spliced without training."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _starts_nothing(cls, fields: Any) -> Any:
+        """Versions up to 0.17 had a setting that named a program; their records hold it as null."""
+        if isinstance(fields, dict) and "engine_python" in fields:
+            if fields["engine_python"] is not None:
+                raise ValueError("engine_python names a program, which no recipe and no setting starts: give --engine-python")
+            fields = {name: value for name, value in fields.items() if name != "engine_python"}
+        return fields
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:

@@ -1,0 +1,241 @@
+"""A campaign of neighbours: every verb that writes works among files that are not its own, and all of them survive it.
+
+    python -m tests.campaign.neighbours --trials 500 --seed 0     # as often as it takes: it goes on where it was stopped
+    python -m tests.campaign.neighbours --quick
+
+In a trial the output, what is below it, its parent and its neighbours hold random files of a user's: with names of ours and
+like ours, records of ours and like ours, files of ours that were edited, links, other modes. While one call of the command line
+works, more of them appear. Some calls are killed, signalled, or find the disk full. The call goes on afterwards. At the end
+every one of these files is there, byte for byte and mode for mode, and every link leads where it led.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import stat
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.campaign import faults, kills
+from tests.campaign.faults import Fault
+
+ROOT = Path(__file__).parents[2]
+WORK, RECORD = ROOT / "runs" / "campaign" / "kills", ROOT / "recipes" / "neighbours.json"
+NAMES = (
+    "thesis.txt", "model.safetensors", "config.json", "plan.json", "ranking.json", "report.json", "run.json", "export.json",
+    "recipe.yaml", "README.md", "tuning.json", "lora.txt", "common.py", "checkpoint-2/state.json", "checkpoint-best/model.pt",
+    "checkpoint-1-mine/x", ".checkpoint-2-new-01234567/state.json", ".out-new-0123abcd/config.json", ".out-old/photo.jpg",
+    ".plan.json-new-01234567", "hybrid/notes.txt", "locate/thesis.txt", "cells/mine.json", "adapter/adapter_config.json",
+    "tuning/tuned/mine.txt", "seed-data/x", "jobs/x", "bases/x", "planning/x", "out-tuning/notes.txt", "out-pretraining/x",
+)  # fmt: skip
+LIKE_OURS = (
+    b'{"version": 3}', b'{"files": {"*": ""}}', b"{}", b"", b'{"mamba-surgery": 1, "token": "0", "seal": "0"}\n',
+    b"\0\xff" * 99,
+)  # fmt: skip
+MODES = (0o600, 0o644, 0o444, 0o755, 0o400)
+SHARES = {"none": 55, "kill": 15, "moment": 10, "term": 8, "full": 8, "read-only": 4}  # of a hundred calls
+QUICK = ("locate", "plan over an earlier", "splice over an earlier", "tune", "export, patch over an earlier",
+         "run over an earlier", "pretrain over an earlier")  # fmt: skip
+Files = dict[str, tuple[str, int, bytes]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trials", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="30 trials of a part of the calls, as in CI")
+    parser.add_argument("--workers", type=int, default=2)
+    options = parser.parse_args()
+    work = WORK.resolve()
+    faults.preloaded(work)
+    count = options.trials or (30 if options.quick else 500)
+    inputs = kills.warm_up(work)
+    from tests.campaign.calls import cases
+
+    known = {case.name: case for case in cases(inputs) if not options.quick or case.name in QUICK}
+    references = {name: kills.reference(case, inputs, work) for name, case in known.items()}
+    results = work / f"neighbours-{'quick' if options.quick else options.seed}.jsonl"
+    if options.quick:
+        results.unlink(missing_ok=True)
+    done = {line["number"] for line in kills.read(results)}
+    todo = [number for number in range(count) if number not in done]
+    for worker in range(options.workers):
+        if os.fork() == 0:
+            status = 1
+            try:
+                for number in todo[worker :: options.workers]:
+                    line = one(number, options.seed, known, references, inputs, work / "neighbours" / str(number))
+                    with results.open("a") as file:
+                        file.write(json.dumps(line) + "\n")
+                status = 0
+            finally:
+                os._exit(status)
+    for _ in range(options.workers):
+        os.wait()
+    lines = kills.read(results)
+    failures = [line for line in lines if line["failures"]]
+    for line in failures:
+        print(f"trial {line['number']} ({line['case']}, {line['fault']}): {'; '.join(line['failures'])}")
+    files = sum(line["files"] for line in lines)
+    print(f"{files} files in {len(lines)} of {count} trials, {len(failures)} failures")
+    if len(lines) == count and not options.quick:
+        write_record(lines, options.seed)
+    sys.exit(bool(failures) or len(lines) < count)
+
+
+def one(number: int, seed: int, known: dict, references: dict, inputs: Path, folder: Path) -> dict[str, Any]:
+    """A trial. Its folder is kept where something failed."""
+    rng = random.Random(f"{seed} {number}")
+    start = time.monotonic()
+    case = known[list(known)[number]] if number < len(known) else known[rng.choice(list(known))]
+    expected = references[case.name]
+    kills.place_for(case, inputs, folder)
+    edit(rng, folder)
+    scatter(rng, folder, rng.randrange(0, 7))
+    theirs = held(folder)
+    (kind,) = rng.choices(list(SHARES), list(SHARES.values()))
+    fault = Fault(kind, rng.random() * expected.seconds if kind == "moment" else rng.randint(1, max(1, expected.calls)))
+    writer = meanwhile(rng, folder, expected.seconds)
+    ended = faults.surgery(case.arguments, folder, fault)
+    again = faults.surgery(case.goes_on, folder) if ended.status != 0 or rng.random() < 0.3 else ended
+    theirs |= written(writer, folder)
+    failures = [f"a traceback: {each.said[-1500:]}" for each in (ended, replace(again)) if each.traceback][:1]
+    now = {name: look(folder / name) for name in theirs}
+    failures += [f"{name} {'is gone' if now[name] is None else 'changed'}" for name in theirs if now[name] != theirs[name]]
+    if not failures:
+        for place, _, _ in os.walk(folder):
+            os.chmod(place, 0o755)
+        shutil.rmtree(folder)
+    return {
+        "number": number, "case": case.name, "fault": kind, "status": [ended.status, again.status], "files": len(theirs),
+        "failures": failures, "seconds": round(time.monotonic() - start, 2),
+    }  # fmt: skip
+
+
+def edit(rng: random.Random, folder: Path) -> None:
+    """Sometimes, a file of ours is edited: what lies there before the call is, unless it was."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    ours = {path: path.read_bytes() for path in files}
+    (folder / ".ours").write_text(json.dumps([str(path.relative_to(folder)) for path in ours]))
+    for path in rng.sample(files, min(len(files), rng.choice((0, 0, 0, 1, 2)))):
+        path.write_bytes(rng.choice((ours[path] + b" ", ours[path][:-1], b"edited by hand")))
+
+
+def scatter(rng: random.Random, folder: Path, count: int) -> None:
+    """Files of a user's, wherever none lies yet."""
+    for _ in range(count):
+        places = [folder, folder / "out", *(path for path in folder.rglob("*") if path.is_dir() and not path.is_symlink())]
+        path = rng.choice(places[:2] * 3 + places) / rng.choice(NAMES)
+        if os.path.lexists(path) or any(os.path.lexists(above) and not above.is_dir() for above in path.parents):
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kind = rng.random()
+        if kind < 0.15:
+            path.symlink_to(rng.choice((folder / "vault" / "kept.txt", Path("nowhere"), folder / "vault")))
+            (folder / "vault").mkdir(exist_ok=True)
+            (folder / "vault" / "kept.txt").write_text("kept")
+            continue
+        records = sorted(folder.rglob(".mamba-surgery"))
+        if kind < 0.25 and records:
+            path = path.with_name(".mamba-surgery")
+            if os.path.lexists(path):
+                continue
+            path.write_bytes(rng.choice(records).read_bytes())
+        else:
+            path.write_bytes(rng.choice((*LIKE_OURS, rng.randbytes(40))))
+        path.chmod(rng.choice(MODES))
+
+
+def held(folder: Path) -> Files:
+    """All that lies below a folder and is not ours as it was written."""
+    unedited = {}
+    listing = json.loads((folder / ".ours").read_text())
+    (folder / ".ours").unlink()
+    from surgery.runtime.ownership import Folder
+
+    ours: set[Path] = set()
+    for record in folder.rglob(".mamba-surgery"):
+        try:
+            found = Folder(record.parent)
+        except Exception:  # one that is none
+            continue
+        ours |= {path for path in (found.root / name for name in found.files) if found.owns(path)} | {record}
+    if "plan.json" in listing:
+        from surgery.records.plan import Plan
+
+        if Plan.wrote((folder / "plan.json").read_bytes()):
+            ours.add(folder / "plan.json")
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if (path.is_symlink() or not path.is_dir()) and path not in ours and (seen := look(path)) is not None:
+            unedited[name] = seen
+    return unedited
+
+
+def look(path: Path) -> tuple[str, int, bytes] | None:
+    """What there is: its kind, its mode, its content."""
+    if path.is_symlink():
+        return "link", 0, os.fsencode(os.readlink(path))
+    if not path.is_file():
+        return None
+    return "file", stat.S_IMODE(path.stat().st_mode), path.read_bytes()
+
+
+def meanwhile(rng: random.Random, folder: Path, seconds: float) -> int:
+    """A process of the user's, who saves files while the call works; what it saved is in a file beside the folder."""
+    moments = sorted(rng.random() * seconds for _ in range(rng.choice((0, 1, 3))))
+    numbers = [rng.random() for _ in moments]
+    child = os.fork()
+    if child:
+        return child
+    log, begun = [], time.monotonic()
+    try:
+        for moment, number in zip(moments, numbers, strict=True):
+            time.sleep(max(0.0, begun + moment - time.monotonic()))
+            places = [folder, *(Path(at) for at, _, _ in os.walk(folder) if "-new-" not in at)]
+            path = places[int(number * len(places))] / f"saved-{number:.6f}.txt"
+            try:
+                with path.open("x") as file:
+                    file.write(str(number))
+            except OSError:  # the folder is gone by now
+                continue
+            log.append((path.relative_to(folder).as_posix(), str(number)))
+    finally:
+        folder.with_suffix(".log").write_text(json.dumps(log))
+        os._exit(0)
+
+
+def written(writer: int, folder: Path) -> Files:
+    os.waitpid(writer, 0)
+    log = folder.with_suffix(".log")
+    saved = json.loads(log.read_text())
+    log.unlink()
+    umask = os.umask(0)
+    os.umask(umask)
+    return {name: ("file", 0o666 & ~umask, text.encode()) for name, text in saved}
+
+
+def write_record(lines: list[dict[str, Any]], seed: int) -> None:
+    """recipes/neighbours.json."""
+    from surgery.records.record import environment
+
+    record = {
+        "environment": environment().model_dump(), "seed": seed, "trials": len(lines),
+        "files": sum(line["files"] for line in lines),
+        "by_fault": dict(sorted(Counter(line["fault"] for line in lines).items())),
+        "by_call": dict(sorted(Counter(line["case"] for line in lines).items())),
+        "refused": sum(2 in line["status"] for line in lines), "seconds": round(sum(line["seconds"] for line in lines)),
+        "failures": [line for line in lines if line["failures"]],
+    }  # fmt: skip
+    RECORD.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"the record: {RECORD}")
+
+
+if __name__ == "__main__":
+    main()
