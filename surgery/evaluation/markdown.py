@@ -32,10 +32,14 @@ def rows(report: Report) -> tuple[list[str], list[list[str]]]:
 
 
 def table(header: list[str], body: list[list[str]]) -> str:
-    """The first column holds names, which may have any characters."""
-    lines = ["| " + " | ".join(map(in_markdown, header)) + " |", "|" + "|".join("---" for _ in header) + "|"]
-    rows = ([in_markdown(name), *(one_line(cell).replace("|", "\\|") for cell in cells)] for name, *cells in body)
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+    lines = ["| " + " | ".join(header) + " |", "|" + "|".join("---" for _ in header) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body)])
+
+
+def named_table(header: list[str], body: list[list[str]]) -> str:
+    """A table whose rows begin with names, and whose columns may have such, of any characters."""
+    rows = [[in_markdown(name), *(one_line(cell).replace("|", "\\|") for cell in cells)] for name, *cells in body]
+    return table([*map(in_markdown, header)], rows)
 
 
 def places(plan: Plan) -> str:
@@ -60,7 +64,7 @@ def results(report: Report) -> str:
     )
     quick = report.models[next(iter(report.models))].perplexity
     header, body = rows(report)
-    main = [table(header, body)] if len(header) > 1 else []  # its columns may all be tables of their own
+    main = [named_table(header, body)] if len(header) > 1 else []  # its columns may all be tables of their own
     parts = [*main, *([EXPLANATION] if quick else []), described]
     return "\n\n".join(parts) + "\n"
 
@@ -79,14 +83,14 @@ def render(report: Report) -> str:
         tasks = list(next(iter(changed.values())).change)
         body = [[name, *(str(model.change[task]) for task in tasks)] for name, model in changed.items()]
         header = ["model", *(unit(task) for task in tasks)]
-        parts.append(f"## Paired difference to the base, same examples, 95% intervals\n\n{table(header, body)}\n")
+        parts.append(f"## Paired difference to the base, same examples, 95% intervals\n\n{named_table(header, body)}\n")
     parts += _verdicts(changed)
     if base.kv:
         parts.append("![Retrieval against dictionary size](retrieval.png)\n")
     parts += _doses(report)
     parts += _cost(report)
     if cells := serving(report):
-        parts.append(f"## In a serving engine\n\n{table(*cells)}\n\n{served(report)}\n")
+        parts.append(f"## In a serving engine\n\n{named_table(*cells)}\n\n{served(report)}\n")
     parts += _weights(report)
     packages = ", ".join(f"{name} {version}" for name, version in provenance.packages.items())
     timings = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in report.timings.items())
@@ -115,7 +119,7 @@ def _found(report: Report) -> list[str]:
     if not (words := found(report)):
         return []
     cells = rounds(report)
-    return [f"## What was found by measuring\n\n{words}\n" + (f"\n{table(*cells)}\n" if cells else "")]
+    return [f"## What was found by measuring\n\n{words}\n" + (f"\n{named_table(*cells)}\n" if cells else "")]
 
 
 def _verdicts(changed: dict[str, ModelReport]) -> list[str]:
@@ -128,7 +132,7 @@ def _verdicts(changed: dict[str, ModelReport]) -> list[str]:
         return []
     return [
         "## What the differences say\n\n"
-        f"{table(['model', 'task', 'difference to the base', 'verdict'], body)}\n\n"
+        f"{named_table(['model', 'task', 'difference to the base', 'verdict'], body)}\n\n"
         f"Verdicts at 5% for all {len(body)} comparisons together (Holm), by McNemar's exact test for right and wrong answers "
         "and the paired t-test, corrected for skewness, for losses and scores. An interval is its own comparison's alone: of "
         "twenty without any true difference, about one leaves out 0. Where one does and the verdict does not hold for all "
@@ -155,7 +159,7 @@ def _swept(report: Report) -> list[str]:
         title = family.replace("_", " ")
         if family in (HITS, OTHERS):
             header, title = ["tokens of a row", *sizes], f"Loss on {title} of held-out text, nats per token"
-        parts.append(f"## {title}\n\n{table(header, body)}\n")
+        parts.append(f"## {title}\n\n{named_table(header, body)}\n")
     if HITS in families:
         parts.append(f"{HITS_EXPLANATION}\n\n![Loss on recall hits](hits.png)\n")
     if needles(report):
@@ -180,7 +184,7 @@ def _doses(report: Report) -> list[str]:
     body = [[str(dose), *(str(model.kv[size]) for size in sizes)] for dose, model in doses.items()]
     header = ["grafted heads", *(f"KV {size}" for size in sizes)]
     title = "## Dose and response: the leading heads spliced, no training"
-    return [f"{title}\n\n{table(header, body)}\n\n![Dose and response](dose.png)\n"]
+    return [f"{title}\n\n{named_table(header, body)}\n\n![Dose and response](dose.png)\n"]
 
 
 def dosed(report: Report) -> dict[int, ModelReport]:
@@ -203,7 +207,9 @@ def _cost(report: Report) -> list[str]:
             for name, model in report.models.items()
         ]
         header = ["model", *(f"{cost.context} tokens" for cost in first.cost)]
-        parts.append(f"## Cost: time per decoded token and cache, batch 1\n\n{table(header, body)}\n\n![Cost](cost.png)\n")
+        parts.append(
+            f"## Cost: time per decoded token and cache, batch 1\n\n{named_table(header, body)}\n\n![Cost](cost.png)\n"
+        )
     if first.cost and first.kv and others:
         size, longest = list(first.kv)[-1], first.cost[-1]
         body = [
@@ -216,7 +222,7 @@ def _cost(report: Report) -> list[str]:
             for name, model in list(report.models.items())[1:]
         ]
         header = ["model", f"KV {size}", f"cache at {longest.context} tokens", "time per token there"]
-        parts.append(f"## Gain and cost, against the base\n\n{table(header, body)}\n")
+        parts.append(f"## Gain and cost, against the base\n\n{named_table(header, body)}\n")
     if first.speed:
         body = [
             [
@@ -227,7 +233,7 @@ def _cost(report: Report) -> list[str]:
             for s in model.speed
         ]  # fmt: skip
         header = ["model", "tokens", "batch", "prefill", "one more token", "cache", "memory of the prefill"]
-        parts.append(f"## Speed and memory\n\n{table(header, body)}\n\n![Speed](speed.png)\n")
+        parts.append(f"## Speed and memory\n\n{named_table(header, body)}\n\n![Speed](speed.png)\n")
     return parts
 
 
@@ -270,7 +276,7 @@ def _weights(report: Report) -> list[str]:
     first = next(iter(conditions.values()))
     kernels = ", ".join(f"{operation} by {backend}" for operation, backend in first.kernels.items())
     return [
-        f"## Weights\n\n{table(['model', 'digest', 'dtype', 'device'], body)}\n\nKernels: {kernels}. Tokenizer "
+        f"## Weights\n\n{named_table(['model', 'digest', 'dtype', 'device'], body)}\n\nKernels: {kernels}. Tokenizer "
         f"`{first.tokenizer[:16]}`, the toolkit's code `{first.code[:16]}`.\n"
     ]
 

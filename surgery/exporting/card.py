@@ -156,7 +156,9 @@ def _measured(report: Report, record: Any) -> str:
         rows = [
             [name, *(f"{d[t].value:+.3f} [{d[t].ci95[0]:+.3f}, {d[t].ci95[1]:+.3f}]" for t in tasks)] for name, d in changed
         ]
-        parts.append(f"Difference to the base on the same examples, with 95% intervals:\n\n{markdown.table(header, rows)}\n")
+        parts.append(
+            f"Difference to the base on the same examples, with 95% intervals:\n\n{markdown.named_table(header, rows)}\n"
+        )
     if next(iter(report.models.values())).kv:
         parts.append("![Retrieval against dictionary size](retrieval.png)\n")
     parts.append(f"Measured {origins.created[:10]} on {origins.machine}, seed {origins.seed}; all of it is in `report.json`.\n")

@@ -30,7 +30,7 @@ HOSTILE = ("a|b", "`touch x`", "x\n---\nlicense: mit\n---", "<script>alert(1)</s
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_name_stays_one_cell_and_one_line(name):
-    (row,) = markdown.table(["model", "x"], [[name, "1"]]).splitlines()[2:]
+    (row,) = markdown.named_table(["model", "x"], [[name, "1"]]).splitlines()[2:]
     assert len(re.split(r"(?<!\\)\|", row)) == 4
     for shown in (in_markdown(name), as_code(name), one_line(name)):
         assert "\n" not in shown
