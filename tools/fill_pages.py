@@ -6,7 +6,7 @@ What was measured comes from the records that the commands wrote, what the code 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
 `surgery run recipes/demo-mamba1.yaml`), and demo-auto, books and lengths in the same way,
 recipes/kills.json and recipes/fuzz.json (`make campaign`), recipes/serving.json (`python -m tools.serving_record`),
-recipes/gguf.json (`python -m tools.gguf_record`), recipes/full-size.json (`python -m tools.full_size`),
+recipes/gguf.json (`python -m tools.gguf_record`), recipes/mlx.json (`python -m tools.mlx_record`), recipes/full-size.json (`python -m tools.full_size`),
 recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and NAME.findings.json in recipes and
 recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
 """
@@ -42,6 +42,7 @@ SEED2 = ROOT / "recipes" / "seed2.findings.json"
 LENGTHS = ROOT / "recipes" / "lengths.report.json"
 SERVING = ROOT / "recipes" / "serving.json"
 GGUF = ROOT / "recipes" / "gguf.json"
+MLX = ROOT / "recipes" / "mlx.json"
 
 # In the order of the page: where miniature and paper agree, and where not.
 VERDICTS = {
@@ -287,6 +288,11 @@ Grafted: {markdown.places(chosen)}. Measured {made.created[:10]} on {made.machin
 cell (`recipes/lengths.report.json`)."""
 
 
+def mlx() -> str:
+    """What mlx-lm answered."""
+    return f"> Also {EngineProof.read(MLX).line()}."
+
+
 def gguf() -> str:
     """What llama.cpp answered."""
     return f"> Also {EngineProof.read(GGUF).line()}."
@@ -308,7 +314,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "fuzz": campaign_page.fuzz,
     },
     DOCS / "ideas" / "tiny-books.md": {"tiny-books": books_page.base, "books": books_page.operation},
-    DOCS / "howto" / "serve.md": {"serving table": serving, "gguf": gguf},
+    DOCS / "howto" / "serve.md": {"serving table": serving, "mlx": mlx, "gguf": gguf},
     DOCS / "reference" / "kernels.md": {"kernel table": kernels},
     DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},
     DOCS / "reference" / "settings.md": {"settings": reference_parts.settings},

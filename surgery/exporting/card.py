@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from huggingface_hub import ModelCardData
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
@@ -31,7 +32,7 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
     plan = Plan.read(planned) if planned.exists() else None
     parts = [
         f"---\n{_metadata(record, plan)}\n---\n# {in_markdown(name.rsplit('/', 1)[-1])}\n",
-        *_what(base, plan, record),
+        *_what(base, plan, record, _gates(folder)),
         f"```python\n{use.replace('NAME', json.dumps(name, ensure_ascii=False)[1:-1])}\n```\n",
         f"{LOADS[record.format]}\n" if record.format in LOADS else "",
         f"Verified against the live model when it was written: {record.proof.line()}.\n",
@@ -51,12 +52,23 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _what(base: str, plan: Plan | None, record: Any) -> list[str]:
+def _gates(folder: Path) -> list[float]:
+    """The shares that attention has in the output of grafted heads, by the folder's tensors; none where there is no gate."""
+    shares: list[float] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name.endswith(".graft.gate"):
+                    shares += tensors.get_tensor(name).float().flatten().tolist()
+    return shares
+
+
+def _what(base: str, plan: Plan | None, record: Any, gates: list[float]) -> list[str]:
     if plan is None:
         return [f"{as_code(base)}, as it is, in another format.\n"]
     return [
         f"A hybrid of {as_code(base)}: attention at **{markdown.places(plan)}**, {record.parameters:,} new parameters. "
-        f"{_how(plan, record.base_unchanged)}\n",
+        f"{_how(plan, record.base_unchanged, gates)}\n",
         "![Where attention went in](sites.png)\n",
     ]
 
@@ -120,8 +132,8 @@ def _relation(record: Any, plan: Plan | None) -> str:
     return "quantized" if plan is None else "adapter" if record.format == "patch" else "finetune"
 
 
-def _how(plan: Plan, base_unchanged: bool) -> str:
-    """What was done, by the plan's kind of graft and where it started."""
+def _how(plan: Plan, base_unchanged: bool, gates: list[float]) -> str:
+    """What was done, by the plan's kind of graft and where it started. gates: as they are now."""
     if plan.kind == "layer":
         source = f"with the weights of {as_code(str(plan.donor))}" if plan.init == "donor" else "initialised at random"
         mlp = ", its MLP and norms included" if plan.mlp else ""
@@ -131,7 +143,13 @@ def _how(plan: Plan, base_unchanged: bool) -> str:
               "copy": "those of induction heads, which look behind the same token"}  # fmt: skip
     start = starts[plan.init]
     kept = ", and every weight of the base is unchanged" if base_unchanged else ""
-    done = f"It takes the place of the SSM's mixing alone; queries and keys start as {start}{kept}."
+    place = "It takes the place of the SSM's mixing alone"
+    if gates:
+        low, high = min(gates), max(gates)
+        now = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f} to {high:.3f}"
+        began = "" if plan.blend is None else f"began at {plan.blend:g} and "
+        place = f"It is mixed with the SSM's output, which stays: its share {began}is {now}"
+    done = f"{place}; queries and keys start as {start}{kept}."
     if plan.init == "copy":
         done = (
             f"It stands beside the SSM, all of whose heads stay, and its own values make the token that it finds more likely; "

@@ -22,7 +22,7 @@ from surgery.kernels.dispatch import use
 from surgery.models.quantised import is_quantised
 from surgery.records.record import Record
 from surgery.runtime.memory import free_disk, size
-from surgery.serving import ask_llama_cpp, ask_vllm
+from surgery.serving import ask_llama_cpp, ask_mlx_lm, ask_vllm
 from surgery.serving.other_python import ask, check_python
 
 CLOSE = 2e-4  # log-probabilities in float32, which an engine sums in another order
@@ -65,6 +65,7 @@ def _gguf(hybrid: PreTrainedModel, folder: Path, place: Path) -> Path:
 
 ENGINES = {
     "vllm": Engine(Path(ask_vllm.__file__), ("hf", "nemotron_h"), "vllm"),
+    "mlx_lm": Engine(Path(ask_mlx_lm.__file__), ("nemotron_h",), "mlx_lm"),
     "llama_cpp": Engine(Path(ask_llama_cpp.__file__), ("gguf", "nemotron_h"), "xllamacpp", texts=True, prepare=_gguf),
 }
 Pythons = str | Path | Mapping[str, str | Path] | None

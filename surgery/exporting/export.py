@@ -23,6 +23,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.runtime.memory import free_disk, size
 from surgery.runtime.progress import say
+from surgery.serving import limits
 from surgery.splicing.remembered import Surgery, remembered_tokenizer
 from surgery.splicing.splice import graft_parameters
 
@@ -87,6 +88,8 @@ def export(
         raise UserError(f"surgery.export takes a model and the name of a folder, not {a_type(path)}")
     engines = [engines] if isinstance(engines, str) else engines
     pythons = check_engines(engines, format, engine_python)
+    if "vllm" in pythons and format == "hf" and (refused := limits.why_not(model.config)):  # it would say so after the work
+        raise UserError(f"--prove: {refused}")
     is_base = format in OF_BASES and plan is None and not getattr(model.config, "grafts", None)
     plan, base = (None, _named(model, base)) if is_base else (_plan(model, plan), _base(model, base))
     check_space(format, model, Path(path))

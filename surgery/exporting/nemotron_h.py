@@ -146,6 +146,7 @@ def fields(hybrid: PreTrainedModel, width: int) -> dict[str, Any]:
         "chunk_size": config.chunk_size,
         "mamba_chunk_size": config.chunk_size,
         "use_bias": config.use_bias,
+        "mamba_proj_bias": config.use_bias,  # as mlx-lm calls it
         "mlp_bias": False,
         "time_step_min": 1e-30,
         "layer_norm_epsilon": config.layer_norm_epsilon,

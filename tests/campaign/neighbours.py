@@ -96,8 +96,9 @@ def one(number: int, seed: int, known: dict, references: dict, inputs: Path, fol
     case = known[list(known)[number]] if number < len(known) else known[rng.choice(list(known))]
     expected = references[case.name]
     kills.place_for(case, inputs, folder)
-    edit(rng, folder)
-    scatter(rng, folder, rng.randrange(0, 7))
+    inside = rng.random() < 0.4  # else nothing is in the way, and the call does its work
+    edit(rng, folder, inside)
+    scatter(rng, folder, rng.randrange(1, 7), inside)
     theirs = held(folder)
     (kind,) = rng.choices(list(SHARES), list(SHARES.values()))
     fault = Fault(kind, rng.random() * expected.seconds if kind == "moment" else rng.randint(1, max(1, expected.calls)))
@@ -118,20 +119,23 @@ def one(number: int, seed: int, known: dict, references: dict, inputs: Path, fol
     }  # fmt: skip
 
 
-def edit(rng: random.Random, folder: Path) -> None:
+def edit(rng: random.Random, folder: Path, inside: bool) -> None:
     """Sometimes, a file of ours is edited: what lies there before the call is, unless it was."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     ours = {path: path.read_bytes() for path in files}
     (folder / ".ours").write_text(json.dumps([str(path.relative_to(folder)) for path in ours]))
-    for path in rng.sample(files, min(len(files), rng.choice((0, 0, 0, 1, 2)))):
+    for path in rng.sample(files, min(len(files), rng.choice((0, 1, 2)) if inside else 0)):
         path.write_bytes(rng.choice((ours[path] + b" ", ours[path][:-1], b"edited by hand")))
 
 
-def scatter(rng: random.Random, folder: Path, count: int) -> None:
-    """Files of a user's, wherever none lies yet."""
+def scatter(rng: random.Random, folder: Path, count: int, inside: bool) -> None:
+    """Files of a user's, wherever none lies yet. inside: in the output, too, else beside it alone."""
     for _ in range(count):
         places = [folder, folder / "out", *(path for path in folder.rglob("*") if path.is_dir() and not path.is_symlink())]
         path = rng.choice(places[:2] * 3 + places) / rng.choice(NAMES)
+        name = path.relative_to(folder).as_posix()
+        if not inside and (name.startswith("out") or name == "plan.json"):
+            continue
         if os.path.lexists(path) or any(os.path.lexists(above) and not above.is_dir() for above in path.parents):
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
