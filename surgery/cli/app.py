@@ -94,6 +94,8 @@ def main() -> None:
         status = 128 + stop.number
     else:
         return
+    finally:
+        processes.of_the_command_line = False
     # Only here are the frames of the error gone, and with them a bar that was on the screen.
     if is_main():
         print(printable(line), file=sys.stderr)

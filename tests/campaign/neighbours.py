@@ -97,9 +97,9 @@ def one(number: int, seed: int, known: dict, references: dict, inputs: Path, fol
     expected = references[case.name]
     kills.place_for(case, inputs, folder)
     inside = rng.random() < 0.4  # else nothing is in the way, and the call does its work
-    edit(rng, folder, inside)
+    ours = edit(rng, folder, inside)
     scatter(rng, folder, rng.randrange(1, 7), inside)
-    theirs = held(folder)
+    theirs = held(folder, ours)
     (kind,) = rng.choices(list(SHARES), list(SHARES.values()))
     fault = Fault(kind, rng.random() * expected.seconds if kind == "moment" else rng.randint(1, max(1, expected.calls)))
     writer = meanwhile(rng, folder, expected.seconds)
@@ -119,13 +119,16 @@ def one(number: int, seed: int, known: dict, references: dict, inputs: Path, fol
     }  # fmt: skip
 
 
-def edit(rng: random.Random, folder: Path, inside: bool) -> None:
-    """Sometimes, a file of ours is edited: what lies there before the call is, unless it was."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    ours = {path: path.read_bytes() for path in files}
-    (folder / ".ours").write_text(json.dumps([str(path.relative_to(folder)) for path in ours]))
-    for path in rng.sample(files, min(len(files), rng.choice((0, 1, 2)) if inside else 0)):
-        path.write_bytes(rng.choice((ours[path] + b" ", ours[path][:-1], b"edited by hand")))
+def edit(rng: random.Random, folder: Path, inside: bool) -> set[Path]:
+    """What lies there before the call is ours. Sometimes a file of it is edited, and is the user's from then on. Returns what
+    is ours still."""
+    before = {path for path in folder.rglob("*") if path.is_file()}
+    files = sorted(path for path in before if not path.name.startswith("."))
+    edited = rng.sample(files, min(len(files), rng.choice((0, 1, 2)) if inside else 0))
+    for path in edited:
+        content = path.read_bytes()
+        path.write_bytes(rng.choice((content + b" ", content[:-1], b"edited by hand")))
+    return before - {*edited}
 
 
 def scatter(rng: random.Random, folder: Path, count: int, inside: bool) -> None:
@@ -156,30 +159,10 @@ def scatter(rng: random.Random, folder: Path, count: int, inside: bool) -> None:
         path.chmod(rng.choice(MODES))
 
 
-def held(folder: Path) -> Files:
-    """All that lies below a folder and is not ours as it was written."""
-    unedited = {}
-    listing = json.loads((folder / ".ours").read_text())
-    (folder / ".ours").unlink()
-    from surgery.runtime.ownership import Folder
-
-    ours: set[Path] = set()
-    for record in folder.rglob(".mamba-surgery"):
-        try:
-            found = Folder(record.parent)
-        except Exception:  # one that is none
-            continue
-        ours |= {path for path in (found.root / name for name in found.files) if found.owns(path)} | {record}
-    if "plan.json" in listing:
-        from surgery.records.plan import Plan
-
-        if Plan.wrote((folder / "plan.json").read_bytes()):
-            ours.add(folder / "plan.json")
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        if (path.is_symlink() or not path.is_dir()) and path not in ours and (seen := look(path)) is not None:
-            unedited[name] = seen
-    return unedited
+def held(folder: Path, ours: set[Path]) -> Files:
+    """All that lies below a folder and is not ours."""
+    found = {path: look(path) for path in folder.rglob("*") if path not in ours}
+    return {path.relative_to(folder).as_posix(): seen for path, seen in found.items() if seen is not None}
 
 
 def look(path: Path) -> tuple[str, int, bytes] | None:
