@@ -151,7 +151,7 @@ def test_a_folder_that_was_moved_aside_stands(tmp_path):
     assert standing(out) == {}
     aside = tmp_path / ".out-new-01234567"
     aside.mkdir()
-    Folder.create(aside)
+    Folder.create(aside, hidden="leaving")
     (aside / "file").write_text("old")
     old = standing(out)
     assert list(old) == ["file"]

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from surgery.runtime.ownership import RECORD
+from surgery.runtime.ownership import RECORD, Folder
 from tests.campaign.faults import Ended, Fault
 from tests.campaign.sameness import content
 
@@ -18,7 +18,8 @@ def part(files: dict[str, str], folder: str) -> dict[str, str]:
 def standing(out: Path) -> dict[str, str]:
     """The files of the folder `out`. Where no two folders can be exchanged in one step, it may have a hidden name for a moment,
     and the next call takes it back from there."""
-    beside = [path for path in out.parent.glob(f".{out.name}-new-*") if (path / RECORD).exists()] if out.parent.exists() else []
+    hidden = [path for path in out.parent.glob(f".{out.name}-new-*") if (path / RECORD).exists()] if out.parent.exists() else []
+    beside = [path for path in hidden if Folder(path).hidden("leaving")]
     place = next((path for path in (out, *beside) if path.exists()), None)
     return content(place) if place else {}
 
