@@ -86,6 +86,7 @@ def _kept(library: Path, command: list[str]) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=BUILDING) as folder:
         built = Path(folder) / library.name
         loaded = _build(built, command)
+        built.chmod(0o700)  # a umask may let the group write, and then it would not be taken again
         os.replace(built, library)
     return loaded
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.evaluation.cells import digest
 from surgery.evaluation.folders import TASKS
-from surgery.evaluation.task_code import check_task_code, templates_in_a_sandbox
+from surgery.evaluation.task_code import check_task_code, without_task_code
 from surgery.models.finite import explained, watching_logits
 from surgery.models.tokens import prompting
 
@@ -66,7 +66,7 @@ def evaluate(
     if tokenizer.pad_token is None:  # the harness would set one, also for the caller
         tokenizer = copy.deepcopy(tokenizer)
     # No bars of its own beside ours.
-    with explained(model), watching_logits(model), redirect_stderr(StringIO()), templates_in_a_sandbox():
+    with explained(model), watching_logits(model), redirect_stderr(StringIO()), without_task_code():
         # The same length limit as the command's: none is passed.
         asker = Ends(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
         samples = harness(asker, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)["samples"][name]
@@ -84,8 +84,10 @@ def _load(name: str, include_path: str | None, data_path: str | None) -> list[An
     if name not in manager.all_tasks:
         raise UserError(f"no task is named '{name}', in lm-evaluation-harness or in {include_path or 'bench.include_path'}")
     try:
-        with redirect_stderr(StringIO()), _local(data_path), templates_in_a_sandbox():
+        with redirect_stderr(StringIO()), _local(data_path), without_task_code():
             loaded = manager.load([name])
+    except UserError as error:
+        raise UserError(f"the task '{name}': {error}") from error
     except Exception as error:  # whatever its code or its data raise
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"cannot load the task '{name}': {message}") from error

@@ -1,5 +1,8 @@
-"""Whether tasks of lm-evaluation-harness bring code. The harness runs it: functions that a task's YAML names by a tag, and
-expressions in its templates, which its Jinja evaluates with all of Python in reach."""
+"""Whether tasks of lm-evaluation-harness bring code. The harness runs it: functions that a task's YAML names by a tag, metrics
+that it does not know, which the package `evaluate` loads as programs, and expressions in templates, which its Jinja evaluates
+with all of Python in reach.
+
+It is looked for in the files before anything is loaded, and stopped once more where the harness would run it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,17 +12,20 @@ from typing import Any
 import yaml
 
 from surgery.errors import UserError
+from surgery.evaluation.folders import TASKS
 from surgery.records.reading import files_below
 from surgery.runtime.consent import consent
 
 PICKLES = ("pandas",)  # what `datasets` reads with pickle
+HOW = "read it, and if you trust it, give --trust-task-code (a dry run runs none)"
 
 
 def check_task_code(folder: str) -> None:
     """Raise UserError for a folder of tasks with code, unless there is consent. Nothing of it is run to find out."""
     if consent().task_code:
         return
-    todo = [path.resolve() for path in files_below(folder, "bench.include_path") if path.suffix in (".yaml", ".yml")]
+    # By the end of the name: a file named .yaml has no suffix, and the harness reads it.
+    todo = [path.resolve() for path in files_below(folder, "bench.include_path") if path.name.endswith((".yaml", ".yml"))]
     seen: set[Path] = set()
     while todo:
         path = todo.pop()
@@ -27,36 +33,61 @@ def check_task_code(folder: str) -> None:
             continue
         seen.add(path)
         try:
-            text = path.read_text(encoding="utf-8")
-            if any(isinstance(token, yaml.TagToken) for token in yaml.scan(text)):
-                raise UserError(
-                    f"bench.include_path: {path} names code to be run; read it, and if you trust it, give --trust-task-code"
-                )
-            tree = yaml.safe_load(text)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            content = path.read_bytes()  # whose encoding YAML finds out, as it does for the harness
+            if any(isinstance(token, yaml.TagToken) for token in yaml.scan(content)):
+                raise UserError(f"bench.include_path: {path} names code to be run; {HOW}")
+            tree = yaml.safe_load(content)
+        except (OSError, ValueError, yaml.YAMLError):
             continue  # which the harness cannot read either, and says
         included = tree.get("include", []) if isinstance(tree, dict) else []
         todo += [(path.parent / str(name)).resolve() for name in (included if isinstance(included, list) else [included])]
-        if isinstance(tree, dict) and str(tree.get("dataset_path")) in PICKLES:
-            raise UserError(
-                f"bench.include_path: {path} reads pickles, which can run code; if you trust them, give --trust-task-code"
-            )
+        if any(str(data) in PICKLES for data in _values(tree, "dataset_path")):
+            raise UserError(f"bench.include_path: {path} reads pickles, which can run code; {HOW}")
+
+
+def _values(tree: Any, key: str) -> Iterator[Any]:
+    """What stands under a key, anywhere in a tree: groups hold tasks of their own."""
+    if isinstance(tree, dict):
+        if key in tree:
+            yield tree[key]
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for each in tree:
+            yield from _values(each, key)
 
 
 @contextmanager
-def templates_in_a_sandbox() -> Iterator[None]:
-    """Meanwhile the harness's templates reach nothing but the values of an example, unless there is consent."""
+def without_task_code() -> Iterator[None]:
+    """Meanwhile the harness runs its own code and ours alone, and its templates reach nothing but the values of an example,
+    unless there is consent. Raises UserError for what would run."""
+    import lm_eval
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from lm_eval import utils
+    from lm_eval.api import metrics as _fills_the_registry  # noqa: F401
+    from lm_eval.api import registry, task
+    from lm_eval.tasks import _yaml_loader
 
-    own: Any = utils.env
     if consent().task_code:
         yield
         return
+    own: Any = utils.env
+    function, metric = _yaml_loader._import_func_in_yml, task.get_metric
+    known = [Path(TASKS).resolve(), Path(str(lm_eval.__file__)).resolve().parent]
+
+    def import_function(name: str, folder: Path) -> Any:
+        if not any(Path(folder).resolve().is_relative_to(place) for place in known):
+            raise UserError(f"a task in {folder} names code to be run, {name}; {HOW}")
+        return function(name, folder)
+
+    def get_metric(name: str, hf_evaluate_metric: bool = False) -> Any:
+        if hf_evaluate_metric or name not in registry.metric_registry:
+            raise UserError(f"its metric '{name}' is a program of others, from the Hub or a folder; {HOW}")
+        return metric(name)
+
     sandbox = ImmutableSandboxedEnvironment(loader=own.loader, undefined=own.undefined, keep_trailing_newline=True)
     sandbox.filters.update(own.filters)
-    utils.env = sandbox
+    utils.env, _yaml_loader._import_func_in_yml, task.get_metric = sandbox, import_function, get_metric
     try:
         yield
     finally:
-        utils.env = own
+        utils.env, _yaml_loader._import_func_in_yml, task.get_metric = own, function, metric

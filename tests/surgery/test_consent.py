@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import surgery
 from surgery.errors import UserError
 from surgery.evaluation import harness
-from surgery.evaluation.task_code import check_task_code, templates_in_a_sandbox
+from surgery.evaluation.task_code import check_task_code, without_task_code
 from surgery.exporting.export import export
 from surgery.kernels import native
 from surgery.records.plan import Plan
@@ -95,14 +95,69 @@ def test_tasks_with_code_are_refused_before_any_of_it_runs(tmp_path, text):
     assert not consent().task_code
 
 
+TASK = """task: t
+dataset_path: json
+dataset_kwargs: {data_files: {test: data.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_target: a
+doc_to_choice: c
+doc_to_text: q
+"""
+FUNCTION = "process_docs: !function evil.run\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "encoding"),
+    [
+        ("t.yaml", FUNCTION, "utf-16"),  # which YAML reads, by the bytes that it begins with
+        (".yaml", FUNCTION, "utf-8"),  # a name without a suffix
+        ("t.yaml", "metric_list: [{metric: ./evil.py, aggregation: mean, higher_is_better: true}]\n", "utf-8"),
+        ("t.yaml", "metric_list: [{metric: evil, hf_evaluate: true, aggregation: mean, higher_is_better: true}]\n", "utf-8"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("looked", [True, False], ids=["files", "where it would run"])
+def test_code_of_tasks_is_found_however_it_is_written(tmp_path, monkeypatch, name, text, encoding, looked):
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"q": "a", "c": ["x", "y"], "a": 0}\n')
+    for place in (tmp_path / "tasks", tmp_path, tmp_path / "evil"):
+        place.mkdir(exist_ok=True)
+        (place / "evil.py").write_text(EVIL + "def run(docs): return docs\n")
+    (tmp_path / "tasks" / name).write_text(TASK + text, encoding=encoding)
+    if not looked:  # as if the files had told nothing
+        monkeypatch.setattr(harness, "check_task_code", lambda folder: None)
+    with pytest.raises(UserError, match="--trust-task-code"):
+        harness.load(["t"], str(tmp_path / "tasks"))
+    assert not list(tmp_path.rglob("ran"))
+
+
 def test_templates_of_tasks_reach_no_python(tmp_path):
     utils = pytest.importorskip("lm_eval.utils", reason="lm_eval is not installed")
     evil = f"{{{{ cycler.__init__.__globals__.os.system('touch {tmp_path}/ran') }}}}"
-    with templates_in_a_sandbox(), pytest.raises(Exception, match="unsafe"):
+    with without_task_code(), pytest.raises(Exception, match="unsafe"):
         utils.apply_template(evil, {})
     assert not (tmp_path / "ran").exists()
-    with templates_in_a_sandbox():
+    with without_task_code():
         assert utils.apply_template("{{a|regex_replace('x', 'y')}} {{b[0]}}", {"a": "xx", "b": [1]}) == "yy 1"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="modes are of Unix")
+def test_a_kernel_of_our_own_is_taken_again_whatever_the_umask(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    old = os.umask(0o002)
+    try:
+        native.load.cache_clear()
+        native.load("divergence")
+    finally:
+        os.umask(old)
+    (library,) = (tmp_path / "surgery").glob("divergence-*.so")
+    loaded = []
+    monkeypatch.setattr(native.ctypes, "CDLL", loaded.append)
+    native.load.cache_clear()
+    native.load("divergence")
+    native.load.cache_clear()
+    assert loaded == [str(library)]
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can give files away")
