@@ -10,6 +10,7 @@ import fnmatch
 import hashlib
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,8 +155,8 @@ def check_export(folder: Path) -> Exported:
         raise UserError(f"{folder} has no card: {CARD} is missing")
     # The name of the folder when it was written stands in the card; it may have been renamed since.
     written = (folder / CARD).read_text()
-    name = next((line.removeprefix("# ") for line in written.splitlines() if line.startswith("# ")), folder.name)
-    expected = card(name, folder, record, FORMATS[record.format].USE)
+    use = FORMATS[record.format].USE
+    expected = card(_loaded_by(written, use) or folder.name, folder, record, use)
     for number, (held, generated) in enumerate(_lines(written, expected), start=1):
         if held != generated:
             raise UserError(
@@ -163,6 +164,18 @@ def check_export(folder: Path) -> Exported:
                 f"'{generated}'"
             )
     return record
+
+
+def _loaded_by(text: str, use: str) -> str:
+    """The name by which a card's code loads its folder: that in the title is escaped, and in one line. Empty where it has
+    none. use: the code with NAME for the name."""
+    before, after = use.split("NAME")[:2]
+    if before not in text:
+        return ""
+    with suppress(ValueError):
+        name, _ = json.JSONDecoder().raw_decode(text, text.index(before) + len(before) - 1)  # from the quotation mark on
+        return str(name).removesuffix(after.partition('"')[0])
+    return ""
 
 
 def _lines(first: str, second: str) -> list[tuple[str, str]]:

@@ -1,101 +1,315 @@
-"""What runs while the verbs work on a stranger's files, as Python itself reports it (sys.addaudithook)."""
+"""Every verb on hostile inputs, under an audit hook of Python, fresh processes included: no code of a stranger's runs, and no
+process starts and no connection is tried but those that are named here and in the page "What it touches and what it runs"."""
 
+import hashlib
 import json
+import os
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
+import pytest
+
+from surgery.hybrids.mamba2 import Mamba2HybridForCausalLM
+from surgery.hybrids.sources import sources
 from surgery.records.plan import Plan
 from tests.conftest import ROOT, VOCABULARY, random_base
 
-HOOKED = """
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the names here have characters that other systems refuse")
+
+NAME = "mo'd\"el\t+$(touch ran)`touch ran`\\n\n;#"
+EVIL = f"open({{!r}}, 'a').write(__file__ + chr(10))\n"
+MAP = {
+    "AutoConfig": "who/repo--mod.Config", "AutoModelForCausalLM": "modeling_evil.Model", "AutoModel": "who/repo--mod.Model",
+    "AutoTokenizer": ["who/repo--mod.Words", "tokenization_evil.Words"],
+}  # fmt: skip
+MODULES = (
+    "modeling_evil.py", "tokenization_evil.py", "configuration_mamba2.py", "mamba2.py", "common.py", "torch.py", "yaml.py",
+    "json.py", "sitecustomize.py", "custom_generate/generate.py", "kernels.py", "surgery/__init__.py", "conftest.py",
+)  # fmt: skip
+RECIPE = """
+locate: {options: {pairs: 4}, examples: 4, batch_size: 4}
+plan: {heads: 1}
+tune: {steps: 2, batch_size: 1, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
+bench: {pairs: [4], limit: 4, windows: 2, window: 32, contexts: [16], controls: false}
+"""
+PRETRAINING = """
+architecture: {model_type: mamba2, hidden_size: 32, num_hidden_layers: 2, num_heads: 4, head_dim: 16, state_size: 8,
+               n_groups: 1, chunk_size: 16, tie_word_embeddings: true}
+seed: 0
+first_layer_steps: 1
+steps: 1
+curriculum: {first: 2, last: 3, threshold: 0.5}
+kv_targets: 4
+text_sequences: 1
+letter_sequences: 1
+examples: 2
+"""
+TASKS = {
+    "evil.yaml": "task: evil\ndataset_path: json\ndoc_to_text: !function modeling_evil.run\ndoc_to_target: a\n",
+    "include.yaml": "include: ../elsewhere.txt\ntask: included\n",
+}
+ENVIRONMENT = ("AUDIT", "PATH", "LANG", "LC_ALL", "OMP_NUM_THREADS", "VIRTUAL_ENV", "CC", "LD_LIBRARY_PATH")
+
+# What the verbs may start. Nothing else of this process's children is a program of Python.
+FRESH = "a process that reads an export back"
+COMPILER = "the C compiler, for kernels"
+FONTS = "fc-list, by matplotlib, which looks for fonts"
+STARTS = {
+    "doctor": {COMPILER}, "doctor of a model": set(), "locate": {COMPILER, FONTS}, "plan": set(),
+    "splice": {FRESH, COMPILER, FONTS}, "splice of a layer": {FRESH, COMPILER, FONTS}, "tune": {FRESH, COMPILER, FONTS},
+    "tune --dry-run": {COMPILER}, "bench": {COMPILER, FONTS}, "export": {FRESH, COMPILER, FONTS},
+    "run": {FRESH, COMPILER, FONTS}, "run --dry-run": {COMPILER, FONTS}, "prune": {COMPILER},
+    "pretrain": {COMPILER}, "publish": {FONTS},
+}  # fmt: skip
+
+
+class Event(NamedTuple):
+    call: str
+    process: int
+    kind: str
+    what: str
+    more: str
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tokenizer) -> Path:
+    """The folder of a stranger: a base, a layer's plan, tasks and recipes, with modules lying about that leave a mark."""
+    place = tmp_path_factory.mktemp("audit")
+    model = place / "work" / NAME
+    random_base(vocab_size=VOCABULARY).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    make_hostile(place, model)
+    for folder in ("tasks", "."):
+        scatter(place, place / "work" / folder)
+    for name, text in TASKS.items():
+        (place / "work" / "tasks" / name).write_text(text)
+    (place / "work" / "elsewhere.txt").write_text(TASKS["evil.yaml"])
+    engine = place / "work" / "engine"
+    engine.write_text(f"#!/bin/sh\ntouch {place}/ran\n")
+    engine.chmod(0o755)
+    (place / "work" / "matplotlibrc").write_text("backend: module://modeling_evil\n")
+    named = json.dumps(NAME)
+    recipes = {
+        "quick": f"model: {named}\n{RECIPE}", "pretraining": PRETRAINING,
+        "engine": f"model: {named}\nbench: {{suites: [serving], engine_python: ./engine}}\n",
+        "tasks": f"model: {named}\nbench: {{tasks: [evil], include_path: tasks}}\n",
+        "included": f"model: {named}\nbench: {{tasks: [included], include_path: tasks}}\n",
+        "trusting": f"model: {named}\ntrust_remote_code: true\n",
+        "tagged": f"model: !!python/object/apply:os.system ['touch {place}/ran']\n",
+    }  # fmt: skip
+    for name, text in recipes.items():
+        (place / "work" / f"{name}.yaml").write_text(text)
+    Plan(kind="layer", sites=("L1",), width=16).write(place / "work" / "layer.json")
+    (place / "work" / "evil plan.json").write_text(
+        json.dumps({"sites": ["L0.H1"], "donor": "__import__('os').system('touch ran')"})
+    )
+    hook = place / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(Path(__file__).with_name("audit_hook.py").read_text())
+    return place
+
+
+def scatter(place: Path, folder: Path) -> None:
+    """Modules that would leave a mark, with names that somebody may import."""
+    for name in MODULES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(EVIL.format(str(place / "ran")))
+
+
+def make_hostile(place: Path, folder: Path) -> None:
+    scatter(place, folder)
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        content = json.loads((folder / name).read_text()) | {"auto_map": MAP}
+        if name != "config.json":  # there a field that no family knows is refused
+            content["trust_remote_code"] = True
+        (folder / name).write_text(json.dumps(content))
+
+
+DRIVER = """
 import json, os, sys
 from pathlib import Path
-
-folder, calls = sys.argv[1], json.loads(sys.argv[2])
-import torch, transformers, matplotlib.figure, surgery.cli.app  # what libraries do when they are imported is theirs
-from surgery.kernels.dispatch import use
-from surgery.doctor.diagnosis import diagnose
-diagnose()  # compiles kernels, which the page names
-seen = []
-
-def hook(event, arguments):
-    if event in ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn"):
-        command = arguments[1] if isinstance(arguments[1], (list, tuple)) else [arguments[1]]
-        seen.append((event, [str(part) for part in command]))
-    elif event in ("os.system", "socket.connect", "socket.getaddrinfo", "pty.spawn"):
-        seen.append((event, [str(arguments[0])]))
-    elif event in ("exec", "import", "compile"):
-        name = getattr(arguments[0], "co_filename", "") if event == "exec" else arguments[1]
-        if isinstance(name, bytes):
-            name = name.decode()
-        if isinstance(name, str) and name.startswith(folder):
-            seen.append((event, [name]))
-
-sys.addaudithook(hook)
+calls = json.loads(sys.argv[1])
+LOG = os.open(os.environ["AUDIT"], os.O_WRONLY | os.O_APPEND)
 from surgery.cli.app import main
-status = []
-for call in calls:
-    sys.argv = ["surgery", *call]
+results = {}
+for name, arguments in calls.items():
+    os.write(LOG, (json.dumps([os.getpid(), "call", name]) + "\\n").encode())
+    sys.argv = ["surgery", *arguments]
     try:
         main()
-        status.append(0)
+        results[name] = 0
     except SystemExit as stop:
-        status.append(stop.code)
-print(json.dumps({"status": status, "seen": seen}), file=sys.__stdout__)
+        results[name] = stop.code or 0
+    except BaseException as error:
+        results[name] = f"{type(error).__name__}: {error}"
+os.write(LOG, (json.dumps([os.getpid(), "results", json.dumps(results)]) + "\\n").encode())
 """
-STRANGE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "who/repo--evil.Model", "AutoTokenizer": ["evil.Words", None]}
-FEW = ("locate.options.pairs=3", "locate.examples=4", "locate.exact=false")
-TUNE = (
-    "tune.steps=1",
-    "tune.batch_size=2",
-    "tune.text_batch_size=1",
-    "tune.text_tokens=16",
-    "tune.lessons=[{options: {pairs: 2}}]",
-)
-BENCH = ("bench.suites=[quick]", "bench.pairs=[3]", "bench.limit=4", "bench.windows=2", "bench.window=32", "bench.contexts=[]")
 
 
-def settings(*names):
-    return [part for name in names for part in ("--set", name)]
-
-
-def test_nothing_of_a_strangers_runs_and_nothing_connects(tokenizer, tmp_path):
-    folder = tmp_path / 'a"b $(touch ran)'
-    base = folder / "base'; import os"
-    random_base(vocab_size=VOCABULARY).save_pretrained(base)
-    tokenizer.save_pretrained(base)
-    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
-        content = json.loads((base / name).read_text())
-        (base / name).write_text(json.dumps(content | {"auto_map": STRANGE}))
-    for place in (folder, base):
-        for name in ("evil.py", "sitecustomize.py", "torch.py", "conversion.py"):
-            (place / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    Plan(sites=("L1.H3",)).write(folder / "plan.json")
-    hybrid, tuned = str(folder / "out\n1"), str(folder / "tuned")
-    calls = [
-        ["doctor", str(base)],
-        ["locate", str(base), "--out", str(folder / "located"), *settings(*FEW)],
-        ["plan", str(folder / "located" / "ranking.json"), "--out", str(folder / "made.json"), "--set", "plan.sites=L1.H3"],
-        ["splice", str(base), str(folder / "plan.json"), "--out", hybrid, "--verify", "tensors"],
-        ["tune", hybrid, "--out", tuned, "--verify", "tensors", *settings(*TUNE)],
-        ["bench", str(base), tuned, "--out", str(folder / "bench"), *settings(*BENCH)],
-        ["export", tuned, "--format", "patch", "--out", str(folder / "patch"), "--verify", "tensors"],
-        ["publish", tuned, "who/model", "--dry-run"],
-        ["bench", str(base), tuned, "--out", str(folder / "b2"), "--set", "bench.engine_python=./evil.sh"],
-        ["settings"],
-    ]  # fmt: skip
+def called(place: Path, calls: dict[str, list[str]]) -> tuple[dict[str, int], list[Event], str]:
+    """The statuses of calls of the command line, one after the other in one process, all that it and its children did, and
+    what it said."""
+    log = place / "log"
+    log.write_text("")
+    home = place / "home"
+    home.mkdir(exist_ok=True)
+    environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | {
+        "AUDIT": str(log), "PYTHONPATH": f"{place / 'hook'}:{ROOT}", "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-P", "-c", HOOKED, str(folder), json.dumps(calls)], cwd=folder, capture_output=True, text=True,
-        check=False, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
-                          "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-P", "-c", DRIVER, json.dumps(calls)], cwd=place / "work", env=environment, capture_output=True,
+        text=True, check=False, input="y\n" * 99, timeout=580,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["status"] == [0, 0, 0, 0, 0, 0, 0, 0, 2, 0], done.stderr[-3000:]
-    started = [arguments for event, arguments in told["seen"] if event == "subprocess.Popen"]
-    assert len(started) == 3  # splice, tune, export: each reads its result back
-    for command in started:
-        assert command[:3] == [sys.executable, "-P", str(ROOT / "surgery" / "models" / "answers.py")]
-    assert [each for each in told["seen"] if each[0] != "subprocess.Popen"] == []
-    assert not (tmp_path / "ran").exists()
-    assert not (folder / "ran").exists()
+    events, call, results = [], "", {}
+    for line in log.read_text().splitlines():
+        process, kind, what, *more = json.loads(line)
+        if kind == "call":
+            call = what
+        elif kind == "results":
+            results = json.loads(what)
+        elif call:
+            events.append(Event(call, process, kind, what, *more, *[""] * (1 - len(more))))
+    assert results.keys() == calls.keys(), done.stderr[-3000:]
+    return results, events, done.stdout + done.stderr
+
+
+def ours(path: str) -> bool:
+    """A file of the package, of what it depends on, of Python's own library, or of the driver."""
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    places += [str(ROOT / "surgery"), str(ROOT / "kernels")]
+    return any(Path(os.path.realpath(path)).is_relative_to(os.path.realpath(place)) for place in places)
+
+
+def violations(events: list[Event], place: Path) -> Iterator[str]:
+    """What nobody has consented to."""
+    exported = {hashlib.sha256(text.encode()).hexdigest() for text in sources(Mamba2HybridForCausalLM).values()}
+    exported.add(hashlib.sha256(b"").hexdigest())  # the __init__.py of a package
+    for event in events:
+        call, _, kind, what, more = event
+        if kind == "exec":
+            if what.startswith("<") or not os.path.isabs(what):  # text: by whom?
+                good = what == "<string>" and more == "" or ours(more)
+                good = good and not Path(os.path.realpath(more)).is_relative_to(ROOT / "surgery")
+            else:
+                good = ours(what) or (bool(more) and more in exported) or what == str(place / "hook" / "sitecustomize.py")
+        elif kind == "import":
+            good = ours(what)
+        elif kind == "ctypes.dlopen":
+            good = what == "None" or "/" not in what or ours(what) or kernel(what, place)
+        elif kind == "subprocess.Popen":
+            good = started(event) in STARTS.get(call.partition(" of ")[0], set()) | STARTS.get(call, set())
+        elif kind == "pickle.find_class":
+            good = what.partition(".")[0] in (
+                "torch",
+                "collections",
+                "numpy",
+                "builtins",
+                "accelerate",
+                "surgery",
+                "tokenizers",
+            )
+        else:
+            good = False
+        if not good:
+            yield f"{call}: {kind} {what} {more}"
+
+
+def kernel(path: str, place: Path) -> bool:
+    """A library that was compiled here: in the cache, or in a folder that goes when it is loaded."""
+    return Path(path).is_relative_to(place / "home" / "cache" / "surgery")
+
+
+def started(event: Event) -> str:
+    """Which of those that are named a process is, or its command."""
+    program, command = os.path.basename(event.what), json.loads(event.more)
+    if isinstance(command, list):
+        if event.what == sys.executable and command[1:3] == ["-P", str(ROOT / "surgery" / "models" / "answers.py")]:
+            return FRESH
+        if program == os.path.basename(os.environ.get("CC", "cc").split()[0]) and {"-dM", "-shared"} & {*command}:
+            return COMPILER
+        if program == "fc-list":
+            return FONTS
+    return event.more
+
+
+def refused(name: str) -> list[str]:
+    return ["run", f"{name}.yaml", "--dry-run"]
+
+
+def test_no_verb_runs_what_it_was_not_told_to(place):
+    quick = ["--recipe", "quick.yaml"]
+    out = {name: f"out of {NAME} {name}" for name in ("located", "spliced", "layer", "tuned", "bench", "pruned", "run")}
+    calls = {
+        "doctor": ["doctor"],
+        "doctor of a model": ["doctor", NAME],
+        "locate": ["locate", NAME, *quick, "--out", out["located"]],
+        "plan": ["plan", f"{out['located']}/ranking.json", "--out", "plan.json", "--set", "plan.sites=L1.H3"],
+        "splice": ["splice", NAME, "plan.json", "--out", out["spliced"]],
+        "splice of a layer": ["splice", NAME, "layer.json", "--out", out["layer"]],
+        "splice of an evil plan": ["splice", NAME, "evil plan.json", "--out", "never"],
+        "prune": ["prune", NAME, *quick, "--out", out["pruned"]],
+        "run": ["run", "quick.yaml", "--out", out["run"]],
+        "run --dry-run": ["run", "quick.yaml", "--dry-run"],
+        "pretrain": ["pretrain", "pretraining.yaml", "--out", "pretrained"],
+        "publish": ["publish", out["spliced"], "who/repo", "--dry-run"],
+        **{f"run of {name}": refused(name) for name in ("engine", "tasks", "included", "trusting", "tagged")},
+        "settings": ["settings"], "list": ["list", "suites"], "report-schema": ["report-schema"], "tasks-path": ["tasks-path"],
+    }  # fmt: skip
+    results, events, said = called(place, calls)
+    wrong = {"splice of an evil plan", *(f"run of {name}" for name in ("engine", "tasks", "included", "trusting", "tagged"))}
+    assert {name for name, status in results.items() if status != 0} == wrong, said[-6000:]
+    assert all(results[name] == 2 for name in wrong), said[-6000:]
+    found = list(violations(events, place))
+
+    # A stranger's hybrid: what the first calls have written, made hostile.
+    hybrid, layer = out["spliced"], out["layer"]
+    for folder in (hybrid, layer):
+        make_hostile(place, place / "work" / folder)
+    calls = {
+        "tune --dry-run": ["tune", hybrid, *quick, "--out", "x", "--dry-run"],
+        "tune": ["tune", hybrid, *quick, "--out", out["tuned"]],
+        "bench": ["bench", NAME, hybrid, *quick, "--out", out["bench"]],
+        "export of hf": ["export", hybrid, "--out", f"hf {NAME}"],
+        "export of patch": ["export", hybrid, "--format", "patch", "--out", f"patch {NAME}"],
+        "export of nemotron_h": ["export", layer, "--format", "nemotron_h", "--out", f"nemotron_h {NAME}"],
+        "export of mamba_ssm": ["export", layer, "--format", "mamba_ssm", "--out", f"mamba_ssm {NAME}"],
+    }
+    results, events, said = called(place, calls)
+    assert not any(results.values()), said[-6000:]
+    found += violations(events, place)
+    fresh = [event for event in events if event.kind == "subprocess.Popen" and started(event) == FRESH]
+    assert len(fresh) == 5
+    assert len({event.process for event in events}) == 1 + len(fresh)  # those were heard, too
+    assert not (place / "ran").exists(), (place / "ran").read_text()
+    assert not list((place / "work").rglob("ran"))
+    assert not found, "\n".join(sorted({*found}))
+    for written in (out["tuned"], f"hf {NAME}"):
+        config = json.loads((place / "work" / written / "config.json").read_text())
+        assert config["auto_map"].keys() == {"AutoConfig", "AutoModelForCausalLM"}
+        assert not any("--" in value for value in config["auto_map"].values())
+        assert "auto_map" not in json.loads((place / "work" / written / "tokenizer_config.json").read_text())
+
+
+def test_the_hook_hears_what_a_stranger_would_do(place):
+    """Or the test above could not fail."""
+    module = place / "work" / "modeling_evil.py"
+    evil = [
+        f"import runpy; runpy.run_path({str(module)!r})", "exec('1')", "import os; os.system('true')",
+        "import subprocess; subprocess.run(['true'])", "import socket; socket.create_connection(('localhost', 9))",
+        "import ctypes; ctypes.CDLL('/lib/evil.so')", "input('run the custom code? [y/N]')",
+    ]  # fmt: skip
+    driver = "import json, os\nos.write(os.open(os.environ['AUDIT'], 1 | os.O_APPEND), b'[0, \"call\", \"locate\"]\\n')\n"
+    for text in evil:
+        (place / "log").write_text("")
+        environment = {"AUDIT": str(place / "log"), "PYTHONPATH": str(place / "hook"), "PATH": os.environ["PATH"]}
+        subprocess.run([sys.executable, "-c", driver + text], env=environment, capture_output=True, check=False, input=b"y\n")
+        lines = [json.loads(line) for line in (place / "log").read_text().splitlines()]
+        after = lines[next(i for i, line in enumerate(lines) if line[1] == "call") + 1 :]
+        events = [Event("locate", *line[:3], *line[3:4], *[""] * (4 - len(line))) for line in after]
+        assert list(violations(events, place)), text
+    (place / "ran").unlink()
