@@ -21,7 +21,7 @@ from tests.conftest import ROOT, VOCABULARY, random_base
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the names here have characters that other systems refuse")
 
 NAME = "mo'd\"el\t+$(touch ran)`touch ran`\\n\n;#"
-EVIL = f"open({{!r}}, 'a').write(__file__ + chr(10))\n"
+EVIL = "open({!r}, 'a').write(__file__ + chr(10))\n"
 MAP = {
     "AutoConfig": "who/repo--mod.Config", "AutoModelForCausalLM": "modeling_evil.Model", "AutoModel": "who/repo--mod.Model",
     "AutoTokenizer": ["who/repo--mod.Words", "tokenization_evil.Words"],
@@ -193,8 +193,8 @@ def violations(events: list[Event], place: Path) -> Iterator[str]:
         call, _, kind, what, more = event
         if kind == "exec":
             if what.startswith("<") or not os.path.isabs(what):  # text: by whom?
-                good = what == "<string>" and more == "" or ours(more)
-                good = good and not Path(os.path.realpath(more)).is_relative_to(ROOT / "surgery")
+                package = any(Path(more).is_relative_to(ROOT / name) for name in ("surgery", "kernels"))
+                good = (what == "<string>" and not more) or (ours(more) and not package)  # the driver's, or a library's
             else:
                 good = ours(what) or (bool(more) and more in exported) or what == str(place / "hook" / "sitecustomize.py")
         elif kind == "import":
