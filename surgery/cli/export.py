@@ -16,15 +16,14 @@ from surgery.cli.options import (
     Verify,
     recipe_of,
 )
-from surgery.errors import UserError
-from surgery.exporting.formats import DESCRIPTIONS as FORMATS
-from surgery.exporting.formats import OF_BASES, check_way
+from surgery.exporting.formats import check_format, names, writes_bases
+from surgery.exporting.verifications import check_way
 from surgery.records.reading import check_name
 
 
 def export(
     hybrid: HybridArgument, out: OutRequired,
-    form: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")] = "hf",
+    form: Annotated[str, typer.Option("--format", help=f"One of {', '.join(names())}.")] = "hf",
     old_form: Annotated[str | None, typer.Option("--as", hidden=True)] = None,
     base: Annotated[
         str | None, typer.Option(
@@ -61,8 +60,7 @@ def export(
         say("advice: --as is now --format; old names are read until version 1.0")
         form = old_form
     check_way(verify)
-    if form not in FORMATS:
-        raise UserError(f"cannot export as '{form}'; there are {', '.join(FORMATS)}")
+    check_format(form)
     from surgery.exporting import export as exporting
     from surgery.exporting.engines import check_engines, read_pythons
     from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, present, report_on
@@ -78,7 +76,7 @@ def export(
     check_free(out, overwrite=overwrite)
     advise_tuning(hybrid)
     from_patch = is_patch(hybrid)
-    plan = plan_of(hybrid) if form not in OF_BASES or from_patch or (Path(hybrid) / PLAN).exists() else None
+    plan = plan_of(hybrid) if not writes_bases(form) or from_patch or (Path(hybrid) / PLAN).exists() else None
     loaded = open_checkpoint(
         recipe_of("export", recipe, settings, model=hybrid), trust_remote_code, base if from_patch else None
     )

@@ -9,7 +9,7 @@ import typer
 
 from surgery.cli.used_settings import refuse_unused
 from surgery.errors import UserError
-from surgery.exporting.formats import VERIFICATIONS
+from surgery.exporting.verifications import VERIFICATIONS
 from surgery.records.reading import check_name
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from surgery.cli.options import (
     until_the_end,
 )
 from surgery.errors import UserError
-from surgery.exporting.formats import check_way
+from surgery.exporting.verifications import check_way
 from surgery.runtime.consent import consenting
 
 if TYPE_CHECKING:

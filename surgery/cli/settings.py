@@ -126,9 +126,9 @@ def _families() -> Names:
 
 
 def _formats() -> Names:
-    from surgery.exporting.formats import DESCRIPTIONS
+    from surgery.exporting.formats import descriptions
 
-    yield from DESCRIPTIONS.items()
+    yield from descriptions().items()
 
 
 def _studies() -> Names:

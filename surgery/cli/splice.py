@@ -16,7 +16,7 @@ from surgery.cli.options import (
     Verify,
     recipe_of,
 )
-from surgery.exporting.formats import check_way
+from surgery.exporting.verifications import check_way
 
 
 def splice(

@@ -13,8 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from surgery.errors import UserError
 from surgery.exporting.engines import ENGINES
-from surgery.exporting.export import FORMATS, why_not
-from surgery.exporting.formats import OF_BASES
+from surgery.exporting.formats import names, of_bases, why_not
 from surgery.families import families, family_of
 from surgery.loading.empty import empty_model, load_empty, read_config
 from surgery.loading.hub import CONFIGURATION, local_folder, one_line
@@ -204,7 +203,7 @@ def _donor(take: Callable[..., Any], model: PreTrainedModel, what: Any) -> str:
 def _exports(config: PreTrainedConfig) -> Exports:
     """Of a hybrid; or of a model as it is, which only some formats take."""
     grafted = bool(getattr(config, "grafts", None))
-    reasons = {name: _refusal(_check_export, name, config) for name in (FORMATS if grafted else OF_BASES)}
+    reasons = {name: _refusal(_check_export, name, config) for name in (names() if grafted else of_bases())}
     if grafted:
         reasons[VLLM] = limits.why_not(config) or ""
         if any(not reasons[name] for name in ENGINES[VLLM].formats if name != OWN):

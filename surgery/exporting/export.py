@@ -9,9 +9,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
-from surgery.exporting import folder, gguf, hf, mamba_ssm, nemotron_h, patch
+from surgery.exporting import folder
 from surgery.exporting.engines import Pythons, check_engines
-from surgery.exporting.formats import OF_BASES, check_way
+from surgery.exporting.formats import format_of, integers_why_not, writes_bases
+from surgery.exporting.verifications import check_way
 from surgery.exporting.verify import Proof
 from surgery.loading.checkpoint import load_tokenizer
 from surgery.loading.digests import Identity
@@ -25,11 +26,8 @@ from surgery.runtime.memory import free_disk, size
 from surgery.runtime.progress import say
 from surgery.serving import limits
 from surgery.splicing.remembered import Surgery, remembered_tokenizer
-from surgery.splicing.splice import graft_parameters
 
-__all__ = ["FORMATS", "export"]
-
-FORMATS: dict[str, folder.Format] = {"hf": hf, "patch": patch, "nemotron_h": nemotron_h, "mamba_ssm": mamba_ssm, "gguf": gguf}
+__all__ = ["export"]
 
 
 def export(
@@ -50,7 +48,8 @@ def export(
     form: str | None = None,
     **options: Any,
 ) -> Proof:
-    """Write a hybrid in one of FORMATS, and return how a fresh process proved that the folder is the live model.
+    """Write a hybrid in one of the formats (`surgery list formats`), and return how a fresh process proved that the folder is
+    the live model.
 
     tokenizer, plan, base (its name, as load() takes it): unless given, those that the hybrid remembers (`hybrid.surgery`); the
     tokenizer is else taken from the base's folder. figures: a folder whose atlas travels along. identity: the hybrid's
@@ -66,7 +65,7 @@ def export(
     environment that has them, or one for each: {"vllm": ..., "llama_cpp": ...}. They compute in float32, with the live model
     in memory as `verify` says ("tensors": layer by layer).
 
-    As "gguf" a base can be written too; it then has no plan.
+    As "gguf" a base can be written, too; it then has no plan.
 
     An existing folder at `path` is replaced if it is an earlier export. Raises UserError, and leaves nothing behind, if the
     format cannot hold the hybrid exactly, if the disk has no room for it, if writing or proving fails, or if something that is
@@ -76,12 +75,10 @@ def export(
         say("export(form=...) is now export(format=...)")
         format = form
     check_way(verify)
-    if format not in FORMATS:
-        raise UserError(f"cannot export as '{format}'; there are {', '.join(FORMATS)}")
+    written = format_of(format)
     model = model_of(hybrid, "export")
     if is_quantised(model) and (reason := integers_why_not(format)):
         raise UserError(reason)
-    written = FORMATS[format]
     if unknown := set(options) - set(inspect.signature(written.write).parameters):
         raise UserError(f"an export as '{format}' has no option '{min(unknown)}'")
     if not isinstance(path, str | Path):
@@ -90,7 +87,7 @@ def export(
     pythons = check_engines(engines, format, engine_python)
     if "vllm" in pythons and format == "hf" and (refused := limits.why_not(model.config)):  # it would say so after the work
         raise UserError(f"--prove: {refused}")
-    is_base = format in OF_BASES and plan is None and not getattr(model.config, "grafts", None)
+    is_base = writes_bases(format) and plan is None and not getattr(model.config, "grafts", None)
     plan, base = (None, _named(model, base)) if is_base else (_plan(model, plan), _base(model, base))
     check_space(format, model, Path(path))
     if tokenizer is None:
@@ -102,30 +99,11 @@ def export(
     )  # fmt: skip
 
 
-def integers_why_not(format: str) -> str | None:
-    """Why a format cannot hold a quantised model; None if it can."""
-    if format in ("hf", "patch"):
-        return None
-    return (
-        f"a quantised base cannot be written as '{format}', whose weights are floating-point numbers; splice and export "
-        "with the base as it was before"
-    )
-
-
-def why_not(format: str, config: Any) -> str | None:
-    """Why a hybrid or a base of this configuration cannot be written in a format; None if it can."""
-    if getattr(config, "quantization_config", None) and (reason := integers_why_not(format)):
-        return reason
-    ask = getattr(FORMATS[format], "why_not", None)  # a format without the function holds all
-    return None if ask is None else ask(config)
-
-
 def check_space(format: str, hybrid: PreTrainedModel, path: Path) -> None:
     """Raise UserError if the disk has no room for an export of a hybrid to `path`. An earlier one there is replaced only when
     the new one is whole."""
-    names = graft_parameters(hybrid) if format == "patch" else None  # at least; tuning with adapters changes more
-    needed = sum(tensor.nbytes for name, tensor in tensors(hybrid).items() if names is None or name in names)
-    needed *= 2 if format == "gguf" else 1  # the folder that is converted, and the file
+    space = getattr(format_of(format), "space", None)
+    needed = sum(tensor.nbytes for tensor in tensors(hybrid).values()) if space is None else space(hybrid)
     if needed > (free := free_disk(path)):
         raise UserError(f"cannot write {path}: it takes {size(needed)}, and {size(free)} are free there")
 

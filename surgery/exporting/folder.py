@@ -9,7 +9,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 from safetensors import SafetensorError
@@ -20,7 +20,8 @@ from surgery.evaluation.plots import draw_retrieval
 from surgery.evaluation.report import Report
 from surgery.exporting import card
 from surgery.exporting.engines import EngineProof, prove_in_engine
-from surgery.exporting.verify import Proof, Reader, chosen, prove
+from surgery.exporting.formats import Format
+from surgery.exporting.verify import Proof, chosen, prove
 from surgery.loading.digests import Identity, dtypes, file_digest, identify
 from surgery.loading.origin import Origin, origin
 from surgery.models.tokens import tokenizers_errors
@@ -35,22 +36,6 @@ from surgery.splicing.remembered import EXPORT as RECORD
 from surgery.splicing.splice import graft_parameters
 
 CARD = "README.md"
-
-
-class Format(Protocol):
-    """A module of this folder that writes hybrids in one form. It is listed in FORMATS of __init__.py."""
-
-    USE: str  # three lines of Python that load the folder NAME
-    READER: Reader  # what proves it
-
-    def write(
-        self, hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase, plan: Plan, base: str
-    ) -> None:
-        """Write weights, configuration and tokenizer. Raises UserError where the form cannot hold the hybrid exactly.
-
-        base: the name of the base, as load() takes it. A format may take options of its own, by keyword. One whose reader reads
-        what is not to stay in the folder has a function clear(folder), which removes that after the proof.
-        """
 
 
 class Exported(Sealed, Environment):
@@ -96,7 +81,7 @@ def save(
 ) -> Proof:
     """Write the folder in the format `name`, prove it, say so, and return the proof. An existing folder at `path` is replaced
     if it is an earlier export. plan: None for a base. identity: the hybrid's, if it is known. verify: one of
-    formats.VERIFICATIONS. engines: those that are to prove it too, each with its interpreter. Raises UserError, and leaves
+    VERIFICATIONS. engines: those that are to prove it too, each with its interpreter. Raises UserError, and leaves
     nothing behind, if writing or proving fails."""
     path = Path(path)
     try:

@@ -21,8 +21,8 @@ from huggingface_hub.utils import validate_repo_id
 
 from surgery.errors import UserError
 from surgery.exporting.card import card
-from surgery.exporting.export import FORMATS
 from surgery.exporting.folder import CARD, RECORD, Exported, check
+from surgery.exporting.formats import format_of, names
 from surgery.exporting.verify import Proof
 from surgery.splicing.joining import RECORD as PATCH
 from surgery.splicing.joining import Patch
@@ -112,7 +112,7 @@ def _contents(folder: Path, record: Exported, repo: str) -> dict[str, bytes | Pa
         for_others = patch.model_copy(update={"base": patch.base.published(folder)}).text().encode()
         contents[PATCH], digests[PATCH] = for_others, hashlib.sha256(for_others).hexdigest()
     sent = record.model_copy(update={"base": record.base.published(folder), "files": digests})
-    made_card = card(repo, folder, sent, FORMATS[record.format].USE)
+    made_card = card(repo, folder, sent, format_of(record.format).USE)
     return contents | {RECORD: sent.text().encode(), CARD: made_card.encode()}
 
 
@@ -149,13 +149,13 @@ def check_export(folder: Path) -> Exported:
     if not folder.is_dir():
         raise UserError(f"no such folder: {folder}")
     record = check(folder)
-    if record.format not in FORMATS:
+    if record.format not in names():
         raise UserError(f"{folder} is an export as '{record.format}', which this version does not know")
     if not (folder / CARD).exists():
         raise UserError(f"{folder} has no card: {CARD} is missing")
     # The name of the folder when it was written stands in the card; it may have been renamed since.
     written = (folder / CARD).read_text()
-    use = FORMATS[record.format].USE
+    use = format_of(record.format).USE
     expected = card(_loaded_by(written, use) or folder.name, folder, record, use)
     for number, (held, generated) in enumerate(_lines(written, expected), start=1):
         if held != generated:

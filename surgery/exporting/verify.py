@@ -5,7 +5,7 @@ where the matrix lies at another place in memory (up to 2e-5 in the logits of th
 for bit, and logits within a tolerance. What is compared is an export, and no kernels: compiled ones, which a folder does not
 carry, differ by more (up to 7e-5), so both sides run the ones in Python. Both compute in float32.
 
-There are three ways (formats.VERIFICATIONS): with the whole model in float32 in memory; layer by layer, where both sides
+There are three ways (verifications.py): with the whole model in float32 in memory; layer by layer, where both sides
 convert one weight after the other, and the fresh process reads it from its file when its module is called; and by the tensors
 alone, with which nothing is computed. The second one takes a pass over all weights for the prompts together, alone and in the
 batch, and one for every further token, so it asks for fewer. The sides take turns: each uses all processors, and both at once
@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.exporting.formats import check_way
 from surgery.exporting.fresh_process import KERNELS, NO_MEMORY, OURS, Answers, OutOfMemory, ask
+from surgery.exporting.verifications import check_way
 from surgery.kernels.dispatch import use
 from surgery.models import answers as script
 from surgery.models.answers import LENGTHS, NEW, answers, described, held, named_values, tensors

@@ -19,7 +19,7 @@ from surgery.hybrids.constants import Constant, Index
 from surgery.hybrids.layer_graft import is_layer_graft, make_mixer, whole_block
 from surgery.hybrids.packed import PACKED, packing
 from surgery.hybrids.parts import RMSNorm, as_weight, at, normed
-from surgery.hybrids.spliced import Spliced
+from surgery.hybrids.spliced import Spliced, classes_of
 from surgery.kernels.functions import own_precision, traced
 
 
@@ -31,10 +31,7 @@ def describe_layers(config: Any, module: str, name: str) -> None:
     config.grafts = config.grafts or []
     grafted = {graft["layer"]: graft for graft in config.grafts}
     config.layer_types = [_layer_type(grafted.get(i)) for i in range(config.num_hidden_layers)]
-    config.auto_map = {
-        "AutoConfig": f"{module}.{name}Config",
-        "AutoModelForCausalLM": f"{module}.{name}ForCausalLM",
-    }
+    config.auto_map = classes_of(module, name)
 
 
 def _layer_type(graft: dict[str, Any] | None) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationMixin, PretrainedConfig
+from transformers import Cache, GenerationMixin, PretrainedConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
@@ -37,6 +37,7 @@ from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_laye
 from surgery.hybrids.dual import READ, DualMixer
 from surgery.hybrids.layer_graft import make_mixer, whole_block
 from surgery.hybrids.parts import RMSNorm, at, fetching, gated, normed, time_step
+from surgery.hybrids.spliced import register
 from surgery.kernels.conv import SILU
 from surgery.kernels.functions import result_dtype
 from surgery.kernels.mixing import ssd_matrix
@@ -277,5 +278,4 @@ class LlambaForCausalLM(HybridCausalLM, LlambaPreTrainedModel, GenerationMixin):
             model_kwargs["cache_params"] = cache
 
 
-AutoConfig.register(LlambaConfig.model_type, LlambaConfig, exist_ok=True)
-AutoModelForCausalLM.register(LlambaConfig, LlambaForCausalLM, exist_ok=True)
+register(LlambaConfig, LlambaModel, LlambaForCausalLM)

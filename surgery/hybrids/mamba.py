@@ -22,8 +22,6 @@ and C, and so does its graft.
 from typing import Any
 
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     FalconMambaConfig,
     FalconMambaForCausalLM,
     FalconMambaModel,
@@ -36,6 +34,7 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
 from surgery.hybrids.selective_mixer import NormedSelectiveMixer, SelectiveMixer
+from surgery.hybrids.spliced import register
 
 
 class MambaHybridConfig(MambaConfig):
@@ -79,7 +78,7 @@ class MambaHybridMixer(SelectiveMixer, MambaMixer):
 
 class FalconMambaHybridMixer(NormedSelectiveMixer, FalconMambaMixer):
     def __init__(self, config: FalconMambaHybridConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
+        super().__init__(config, layer_idx, initialize_mixer_weights=False)  # as the stock block says; its own way fails
         self.take_grafts(config)
 
 
@@ -103,9 +102,5 @@ class FalconMambaHybridForCausalLM(HybridCausalLM, FalconMambaForCausalLM):
     backbone_class = FalconMambaHybridModel
 
 
-for _config, _model in (
-    (MambaHybridConfig, MambaHybridForCausalLM),
-    (FalconMambaHybridConfig, FalconMambaHybridForCausalLM),
-):
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    AutoModelForCausalLM.register(_config, _model, exist_ok=True)
+register(MambaHybridConfig, MambaHybridModel, MambaHybridForCausalLM)
+register(FalconMambaHybridConfig, FalconMambaHybridModel, FalconMambaHybridForCausalLM)

@@ -26,10 +26,11 @@ SSM: a token with a small time step draws little attention.
 
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM, Mamba2Model
+from transformers import Mamba2Config, Mamba2ForCausalLM, Mamba2Model
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
+from surgery.hybrids.spliced import register
 from surgery.hybrids.ssd_mixer import SSDMixer
 
 
@@ -72,5 +73,4 @@ class Mamba2HybridForCausalLM(HybridCausalLM, Mamba2ForCausalLM):
     backbone_class = Mamba2HybridModel
 
 
-AutoConfig.register(Mamba2HybridConfig.model_type, Mamba2HybridConfig, exist_ok=True)
-AutoModelForCausalLM.register(Mamba2HybridConfig, Mamba2HybridForCausalLM, exist_ok=True)
+register(Mamba2HybridConfig, Mamba2HybridModel, Mamba2HybridForCausalLM)

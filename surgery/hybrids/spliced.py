@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from surgery.hybrids.parts import fetched_state
 from surgery.hybrids.sources import write_sources
@@ -95,8 +96,23 @@ def own_code(model: Any) -> dict[str, str]:
     generated = getattr(model, "generated", None)
     config = type(model.config)
     module = config.__module__.rpartition(".")[2] if generated is None else generated.name.removesuffix(".py")
-    name = config.__name__.removesuffix("Config")
-    return {"AutoConfig": f"{module}.{name}Config", "AutoModelForCausalLM": f"{module}.{name}ForCausalLM"}
+    return classes_of(module, config.__name__.removesuffix("Config"))
+
+
+def classes_of(module: str, name: str) -> dict[str, str]:
+    """What an `auto_map` holds. module: the file of the classes; name: what their names begin with."""
+    return {
+        "AutoConfig": f"{module}.{name}Config",
+        "AutoModel": f"{module}.{name}Model",
+        "AutoModelForCausalLM": f"{module}.{name}ForCausalLM",
+    }
+
+
+def register(config: Any, backbone: Any, language_model: Any) -> None:
+    """Tell transformers the classes of a hybrid."""
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    AutoModel.register(config, backbone, exist_ok=True)
+    AutoModelForCausalLM.register(config, language_model, exist_ok=True)
 
 
 def without_code(tokenizer: Any) -> Any:

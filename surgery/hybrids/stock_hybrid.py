@@ -30,12 +30,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from surgery.hybrids.packed import packing
 from surgery.hybrids.sources import Generated
-from surgery.hybrids.spliced import Spliced
+from surgery.hybrids.spliced import Spliced, classes_of, register
 from surgery.hybrids.states import Handed
 
 
@@ -119,6 +119,7 @@ class StockHybrid(Spliced):
     generated: ClassVar[Generated]  # the module that makes this class in an exported folder
     all_mixers: ClassVar[bool] = False  # whether the mixers without a graft become ours as well
     backbone_class: ClassVar[type | None] = None  # what the stock backbone becomes
+    without_head: ClassVar[Any]
 
     def __init__(self: Any, config: Any):
         super().__init__(config)  # type: ignore[call-arg]
@@ -184,7 +185,7 @@ def stock_hybrid(model: type, stock_mixer: type, mixer: type, around: type | Non
     def describe(self: Any, **kwargs: Any) -> None:
         super(config, self).__post_init__(**kwargs)
         self.grafts = self.grafts or []
-        self.auto_map = {"AutoConfig": f"{module}.{name}Config", "AutoModelForCausalLM": f"{module}.{name}ForCausalLM"}
+        self.auto_map = classes_of(module, name)
 
     def made(kind: str, bases: tuple[type, ...], fields: dict[str, Any]) -> Any:
         fields = {**fields, "__module__": caller["__name__"]}
@@ -206,9 +207,37 @@ def stock_hybrid(model: type, stock_mixer: type, mixer: type, around: type | Non
             "__annotations__": {"config": config},
         },
     )  # fmt: skip
-    AutoConfig.register(config.model_type, config, exist_ok=True)
-    AutoModelForCausalLM.register(config, hybrid, exist_ok=True)
+    hybrid.without_head = made("Model", (WithoutHead,), {"config_class": config, "language_model": hybrid})
+    register(config, hybrid.without_head, hybrid)
     return hybrid
+
+
+class WithoutHead:
+    """What AutoModel finds: the backbone of a hybrid, made and loaded as its language model is, whose mixers are ours."""
+
+    config_class: ClassVar[type]
+    language_model: ClassVar[Any]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers."""
+        loaded = cls.language_model.from_pretrained(*args, **kwargs)
+        return (_without_head(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else _without_head(loaded)
+
+    @classmethod
+    def _from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        return _without_head(cls.language_model._from_config(*args, **kwargs))
+
+
+def _without_head(model: Any) -> Any:
+    """The backbone of a language model, which makes the same cache."""
+    names = list(inspect.signature(model.base_model.forward).parameters)
+
+    def cached(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        return (), model.cached(dict(zip(names, args, strict=False)) | kwargs)
+
+    model.base_model.register_forward_pre_hook(cached, with_kwargs=True)
+    return model.base_model
 
 
 def _caching(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,5 +262,6 @@ def _generated(module: str, name: str, classes: tuple[type, ...]) -> Generated:
         *(f"from {place} import {what}" for what, place in places.items()),
         f"{name}ForCausalLM = stock_hybrid({', '.join(part.__name__ for part in classes)})",
         f"{name}Config = {name}ForCausalLM.config_class",
+        f"{name}Model = {name}ForCausalLM.without_head",
     ]
     return Generated(f"{module}.py", "\n".join([*lines, ""]), ours)

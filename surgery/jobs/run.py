@@ -21,7 +21,7 @@ from surgery.evaluation.report import Located, Report
 from surgery.evaluation.serving import try_engine
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD, Exported
-from surgery.exporting.formats import check_way
+from surgery.exporting.verifications import check_way
 from surgery.families import family_of
 from surgery.jobs.costs.announced import Announced
 from surgery.jobs.entries import entries_of

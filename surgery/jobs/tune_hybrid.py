@@ -9,8 +9,8 @@ from surgery.errors import UserError
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD as EXPORT
 from surgery.exporting.folder import Exported
-from surgery.exporting.formats import check_way
 from surgery.exporting.source import base_of, holds_base, is_patch, present
+from surgery.exporting.verifications import check_way
 from surgery.jobs.opening import in_dtype_of, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, is_empty, withdrawn_if_refused
 from surgery.jobs.sizes import check_tuning

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from surgery.exporting.formats import DESCRIPTIONS
+from surgery.exporting.formats import names
 from surgery.jobs.interruption import RESUMABLE
 from surgery.records.record import code_digest
 
@@ -82,7 +82,7 @@ def cases(inputs: Path) -> list[Case]:
         Case("pretrain", pretrain, out="out"),
         Case("pretrain over an earlier", pretrain, {"pretrained": "out"}, "out"),
     ]  # fmt: skip
-    for form in DESCRIPTIONS:
+    for form in names():
         if form == "gguf" and "LLAMA_CPP" not in os.environ:
             continue  # llama.cpp's converter is no package; what it adds to the folder of nemotron_h is one file
         source = spliced if form in ("hf", "patch") else str(inputs / "layered")

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from surgery.exporting.export import FORMATS
 from surgery.families import families
 from surgery.probes import probes
 from surgery.records.recipe import Bench, read_recipe
@@ -86,9 +85,9 @@ def workplace(tmp_path) -> Path:
 def installed(tmp_path, monkeypatch):
     """Files of surgery/ that a page shows are found like the package's own, for as long as the page runs."""
     before = set(sys.modules)
-    for package in ("probes", "families", "hybrids", "exporting"):
+    for package in ("probes", "families", "hybrids", "exporting.formats"):
         module = importlib.import_module(f"surgery.{package}")
-        monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path / "surgery" / package)])
+        monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path / "surgery" / package.replace(".", "/"))])
     yield
     for module in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[module], "__file__", "")):
@@ -107,7 +106,6 @@ def _look_again() -> None:
 )
 def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed, blank, monkeypatch):
     monkeypatch.setattr("surgery.evaluation.bench.Bench", SmallBench)
-    monkeypatch.setattr("surgery.exporting.export.FORMATS", {**FORMATS})  # which a page extends
     cells: dict = {"__name__": "page"}
     commands: list[str] = []
     for block in blocks(page):

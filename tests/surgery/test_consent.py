@@ -51,7 +51,10 @@ def test_a_strangers_code_is_not_in_what_is_written(strange, tmp_path, form):
     for file in out.rglob("*.json"):
         assert "--" not in file.read_text().replace("<--", ""), file.name
     own = json.loads((out / "config.json").read_text())["auto_map"]
-    assert own == {"AutoConfig": "mamba2.Mamba2HybridConfig", "AutoModelForCausalLM": "mamba2.Mamba2HybridForCausalLM"}
+    assert own == {
+        "AutoConfig": "mamba2.Mamba2HybridConfig", "AutoModel": "mamba2.Mamba2HybridModel",
+        "AutoModelForCausalLM": "mamba2.Mamba2HybridForCausalLM",
+    }  # fmt: skip
     assert "auto_map" not in json.loads((out / "tokenizer_config.json").read_text())
     assert not (out / "evil.py").exists()
     assert not (strange / "ran").exists()

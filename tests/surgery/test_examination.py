@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from surgery.doctor.examination import Answer, Examination, Layers, _runs, examine
 from surgery.doctor.examination_text import lines
 from surgery.errors import UserError
-from surgery.exporting import patch
-from surgery.exporting.export import FORMATS, export
+from surgery.exporting.export import export
+from surgery.exporting.formats import format_of, names, patch
 from surgery.families import families
 from surgery.locating.subject import is_graftable
 from surgery.models.anatomy import anatomy
@@ -98,8 +98,9 @@ def test_splice_and_export_do_what_is_said(base, tmp_path, tokenizer):
     for answer, site in ((group.heads, Site(0, (0,))), (group.layer, Site(0))):
         hybrid = splice(BASES[base](), Plan(kind="head" if site.heads else "layer", sites=(site,)))
         assert answer.possible
-        assert {*answer.exports.possible} | {*answer.exports.refused} == {*FORMATS, "vllm"}
-        for name, form in FORMATS.items():
+        assert {*answer.exports.possible} | {*answer.exports.refused} == {*names(), "vllm"}
+        for name in names():
+            form = format_of(name)
             reason = form.why_not(hybrid.config) if hasattr(form, "why_not") else None
             assert answer.exports.refused.get(name) == reason
     assert ("gguf" in found.exports.possible) != ("gguf" in found.exports.refused)

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surgery
 from surgery.errors import UserError
-from surgery.exporting import card, folder, hf, patch
+from surgery.exporting import card, folder
 from surgery.exporting.export import export
+from surgery.exporting.formats import hf, patch
 from surgery.exporting.verify import CLOSE, Proof
 from surgery.models.answers import LENGTHS, NEW
 from surgery.records.plan import Plan

@@ -13,9 +13,8 @@ from transformers import AutoTokenizer, NemotronHForCausalLM, SmolLM3Config
 
 import surgery
 from surgery.errors import UserError
-from surgery.exporting import mamba_ssm, nemotron_h
-from surgery.exporting.export import FORMATS
 from surgery.exporting.folder import Exported
+from surgery.exporting.formats import format_of, mamba_ssm, nemotron_h
 from surgery.exporting.verify import CLOSE, compare, difference
 from surgery.families import family_of
 from surgery.hybrids.layer_graft import layer_spec
@@ -356,7 +355,7 @@ REFUSED = {
 @pytest.mark.parametrize(("form", "make", "reason"), [(form, *case) for form, cases in REFUSED.items() for case in cases])
 def test_what_does_not_fit_is_refused_with_the_reason(form, make, reason, tmp_path):
     with pytest.raises(UserError) as caught:
-        written(FORMATS[form], make(), tmp_path)
+        written(format_of(form), make(), tmp_path)
     assert str(caught.value).startswith(f"the hybrid cannot be exported as {form}: ")
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -368,4 +367,4 @@ def test_layers_must_be_alike(form, tmp_path):
     config = random_base().config
     mixed = family_of(config).empty(config, None, [layer_spec(0, 4, 16), layer_spec(2, 8, 8)])
     with pytest.raises(UserError, match=r"in L2 the attention has another shape than in L0"):
-        written(FORMATS[form], mixed, tmp_path)
+        written(format_of(form), mixed, tmp_path)

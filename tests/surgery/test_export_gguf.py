@@ -9,9 +9,10 @@ import pytest
 from transformers import FalconMambaConfig, LlamaConfig, Mamba2Config, MambaConfig
 
 from surgery import UserError, export, load, splice
-from surgery.exporting import engines, gguf, llama_cpp
+from surgery.exporting import engines, llama_cpp
 from surgery.exporting.engines import check_engines, prove_in_engine, read_pythons
 from surgery.exporting.folder import Exported
+from surgery.exporting.formats import gguf
 from surgery.exporting.publish import publish
 from surgery.exporting.to_gguf import splits_as_gpt2
 from surgery.records.plan import Plan

@@ -20,8 +20,9 @@ from transformers import MambaConfig, MambaForCausalLM
 import surgery
 from surgery.errors import UserError
 from surgery.exporting import export as exporting
-from surgery.exporting import folder, fresh_process, hf, verify
-from surgery.exporting.export import FORMATS, export
+from surgery.exporting import folder, fresh_process, verify
+from surgery.exporting.export import export
+from surgery.exporting.formats import format_of, hf
 from surgery.exporting.verify import CLOSE, Proof, chosen, difference, in_float32, whole_size
 from surgery.jobs.tune_hybrid import tune_hybrid
 from surgery.loading.digests import fingerprint, identify, model_digest
@@ -205,9 +206,9 @@ def test_the_fresh_process_holds_a_few_layers(form, tokenizer, tmp_path):
         plan = Plan(sites=("L1.H3",))
         with building(place / "out") as new:
             with new.filling() as out:
-                FORMATS[form].write(splice(base, plan), out, tokenizer=tokenizer, plan=plan, base=str(place / "base"))
+                format_of(form).write(splice(base, plan), out, tokenizer=tokenizer, plan=plan, base=str(place / "base"))
             new.replace()
-        reader = FORMATS[form].READER
+        reader = format_of(form).READER
         root = str(Path(fresh_process.__file__).parents[2]) if form == "patch" else "-"
         for on_disk in (True, False):
             asked = [str(place / "out"), reader.how + ":disk" * on_disk]

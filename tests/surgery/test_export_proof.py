@@ -16,8 +16,9 @@ import torch
 from transformers import FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM, SmolLM3Config
 
 from surgery.errors import UserError
-from surgery.exporting import folder, fresh_process, hf, patch, verify
-from surgery.exporting.export import FORMATS, export
+from surgery.exporting import folder, fresh_process, verify
+from surgery.exporting.export import export
+from surgery.exporting.formats import format_of, hf, patch
 from surgery.exporting.verify import CLOSE, OURS, compare, difference, in_float32
 from surgery.loading.checkpoint import load_base
 from surgery.models.answers import LENGTHS, answers, described, tensors
@@ -86,12 +87,12 @@ def answered(tmp_path_factory, tokenizer, tiny, read_back_here, quick):
             if form == "patch":
                 base_of(what).save_pretrained(base)
                 tokenizer.save_pretrained(base)
-            FORMATS[form].write(hybrid, written, tokenizer=tokenizer, plan=plan, base=base)
-            reader = FORMATS[form].READER
+            format_of(form).write(hybrid, written, tokenizer=tokenizer, plan=plan, base=base)
+            reader = format_of(form).READER
             asked[reader.package][written] = reader.how
         plain, demo = asked["transformers"], Plan(sites=("L0.H3,5",))
         export(splice(tiny.model, demo), "demo", tokenizer=tiny.tokenizer, plan=demo, base=tiny.name)
-        plain[place / "demo"] = FORMATS["hf"].READER.how
+        plain[place / "demo"] = format_of("hf").READER.how
         return {
             folder.name: answer
             for package, folders in asked.items()
@@ -108,7 +109,7 @@ def answered(tmp_path_factory, tokenizer, tiny, read_back_here, quick):
 )
 @pytest.mark.usefixtures("fresh_process")  # for its number of tokens
 def test_a_fresh_process_answers_as_the_live_model(there, tokenizer, form, what):
-    proof = compare(FORMATS[form].READER, hybrid_of(what), len(tokenizer), there((form, what) in QUICK)[f"{form} {what}"])
+    proof = compare(format_of(form).READER, hybrid_of(what), len(tokenizer), there((form, what) in QUICK)[f"{form} {what}"])
     assert proof.difference <= proof.tolerance == CLOSE
     assert (proof.prompts, proof.tokens) == (LENGTHS, 64)
     print(proof.line())

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, FalconMambaConfig, FalconMambaFor
 
 import surgery as package
 from surgery.errors import UserError
-from surgery.exporting import patch
 from surgery.exporting.folder import digests
+from surgery.exporting.formats import patch
 from surgery.loading.checkpoint import load_base
 from surgery.loading.digests import file_digest
 from surgery.models.answers import tensors

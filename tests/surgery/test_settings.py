@@ -11,7 +11,7 @@ from surgery.cli.settings import KINDS
 from surgery.cli.used_settings import USED
 from surgery.errors import UserError
 from surgery.evaluation.folders import TASKS
-from surgery.exporting.formats import DESCRIPTIONS as FORMATS
+from surgery.exporting.formats import names as formats
 from surgery.jobs.preparing import check_run
 from surgery.kernels.dispatch import OPERATIONS
 from surgery.loading.checkpoint import load
@@ -297,7 +297,7 @@ NAMES = {
     "probes": probes,
     "suites": lambda: get_args(Suite),
     "studies": studies,
-    "formats": lambda: FORMATS,
+    "formats": formats,
     "kernels": lambda: OPERATIONS,
     "families": lambda: ("mamba", "mamba2", "falcon_mamba", "llamba"),
     "tasks": lambda: [path.stem for path in TASKS.glob("*.yaml")],

@@ -7,7 +7,7 @@ from transformers import BambaConfig, BambaForCausalLM, FalconMambaConfig, Falco
 from surgery.errors import UserError
 from surgery.evaluation import markdown
 from surgery.exporting.export import export
-from surgery.exporting.patch import write
+from surgery.exporting.formats.patch import write
 from surgery.exporting.source import holds_base
 from surgery.jobs.costs.growing import shrinking_cost
 from surgery.jobs.costs.models import assumed, level

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import UserError
-from surgery.exporting.formats import check_way
+from surgery.exporting.verifications import check_way
 from surgery.families import family_of
 from surgery.jobs.costs.benching import BenchCost, bench_cost
 from surgery.jobs.costs.exporting import export_cost, started, weights_of

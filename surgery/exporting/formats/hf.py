@@ -1,5 +1,4 @@
-"""The complete Hugging Face folder: weights, tokenizer, generation settings, and the modeling code for where this package is
-not installed."""
+"""A complete Hugging Face folder, with the modeling code for where this package is not installed."""
 
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("NAME", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("NAME", trust_remote_code=True)"""
 READER = Reader("transformers", "code in the folder")
+QUANTISED = True
 
 
 def write(

@@ -1,4 +1,4 @@
-"""A Mamba-2 with layer grafts as NVIDIA's Nemotron-H, which transformers, vLLM and SGLang run, and llama.cpp after conversion.
+"""NVIDIA's Nemotron-H, which transformers, vLLM and mlx-lm run; for Mamba-2 with layer grafts.
 
 Every block of a Nemotron-H is a norm and one mixer, a Mamba-2 or attention without positions and biases, as ours are; only
 names differ. Three things do not fit, and are written otherwise with the same result:

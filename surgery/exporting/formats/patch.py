@@ -1,5 +1,7 @@
-"""The patch: what the hybrid adds to its base or changes in it, in one safetensors and one JSON. splicing/joining.py joins base
-and patch again."""
+"""The grafts alone, with what else of the base was changed, and what identifies it.
+
+One safetensors and one JSON; splicing/joining.py joins base and patch again.
+"""
 
 import copy
 import hashlib
@@ -25,13 +27,14 @@ from surgery.models.streamed import Live
 from surgery.records.plan import Plan, published
 from surgery.records.record import environment
 from surgery.splicing.joining import RECORD, WEIGHTS, Patch, config_texts
-from surgery.splicing.splice import check_base
+from surgery.splicing.splice import check_base, graft_parameters
 
 USE = """\
 import surgery
 hybrid = surgery.load("NAME")
 model, tokenizer = hybrid.model, hybrid.tokenizer"""
 READER = Reader(OURS, "this package")
+QUANTISED = True
 
 # Fields of a configuration that differ though the model does not.
 BOOKKEEPING = {*OWN, "transformers_version", "dtype", "torch_dtype", "name_or_path", "_name_or_path"}
@@ -75,6 +78,11 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
         base_config=config_texts(original.config),
     ).write(folder / RECORD)
     _write_config(hybrid, folder)
+
+
+def space(hybrid: PreTrainedModel) -> int:
+    """Bytes, at least: tuning with adapters changes more than the grafts."""
+    return sum(tensor.nbytes for tensor in graft_parameters(hybrid).values())
 
 
 def _write_config(hybrid: PreTrainedModel, folder: Path) -> None:

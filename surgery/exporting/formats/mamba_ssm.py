@@ -1,4 +1,4 @@
-"""The original layout, which mamba_ssm's own MambaLMHeadModel reads: Mamba-1 or Mamba-2, with or without layer grafts.
+"""The original state-spaces folder, which the package mamba_ssm reads; for Mamba-1 and Mamba-2, with layer grafts or none.
 
 It is what original.py reads, written by the same table of names, so that surgery.load gives the hybrid back bit for bit. What
 the configuration cannot say is found by reading it back: any field that differs then is refused by name.

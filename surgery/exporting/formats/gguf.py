@@ -1,4 +1,4 @@
-"""GGUF, the file that llama.cpp runs: a Mamba-2 with layer grafts, through its Nemotron-H, and a base as it is.
+"""A file for llama.cpp; for Mamba-2 with layer grafts, and for bases.
 
 The folder that llama.cpp's converter reads is written first, and proved as any export is, by transformers in a fresh process.
 The converter makes the file of it, whose tensors are compared with the folder's; then the folder's own files go.
@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.exporting import llama_cpp, nemotron_h
+from surgery.exporting import llama_cpp
+from surgery.exporting.formats import nemotron_h
 from surgery.exporting.verify import Reader
 from surgery.hybrids.spliced import without_code, written
 from surgery.kernels.conv import SILU
@@ -31,6 +32,7 @@ server = xllamacpp.Server(options)
 print(server.handle_completions({{"prompt": "The value of the key", "max_tokens": 8}})["choices"][0]["text"])"""
 BASES = ("mamba", "mamba2", "falcon_mamba")
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+OF_BASES = True
 
 
 def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase, plan: Plan | None, base: str) -> None:
@@ -47,6 +49,11 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
     dtypes = {tensor.dtype for tensor in tensors(hybrid).values()}
     dtype = DTYPES.get(next(iter(dtypes)), "f32") if len(dtypes) == 1 else "f32"
     llama_cpp.convert(folder, folder / llama_cpp.FILE, dtype, Path(base).name)
+
+
+def space(hybrid: PreTrainedModel) -> int:
+    """Bytes: the folder that is converted, and the file."""
+    return 2 * sum(tensor.nbytes for tensor in tensors(hybrid).values())
 
 
 def clear(folder: Path) -> None:
