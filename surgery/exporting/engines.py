@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.exporting import llama_cpp
+from surgery.exporting.tolerance import tolerance
 from surgery.exporting.verify import chosen, in_float32
 from surgery.kernels.dispatch import use
 from surgery.models.quantised import is_quantised
@@ -25,8 +26,7 @@ from surgery.runtime.memory import free_disk, size
 from surgery.serving import ask_llama_cpp, ask_mlx_lm, ask_vllm
 from surgery.serving.other_python import ask, check_python
 
-CLOSE = 2e-4  # log-probabilities in float32, which an engine sums in another order
-LENGTHS = (1, 24, 190, 7, 33, 80, 150, 12, 64, 100)  # of prompts, in tokens
+LENGTHS = (1, 24, 700, 190, 7, 33, 80, 150, 12, 64, 100)  # of prompts, in tokens
 NEW = 64  # tokens after the first prompt, and 3 fewer after each next, so that they leave one by one
 # For engines that split texts into tokens by code of their own.
 TEXTS = (
@@ -90,8 +90,9 @@ class EngineProof(Record):
 
     prompts: their lengths in tokens. Each was asked alone, and all together in requests that join and leave, read in pieces.
     tokens: how many greedy tokens were compared in all, every one the live model's most probable (or within `tolerance` of it).
-    difference: the largest one of log-probabilities, of the five most probable tokens of each step. texts: how many it splits
-    into the tokenizer's tokens, if it does so itself. setting: what it was told. otherwise: what it answers if told otherwise.
+    difference: the largest one of log-probabilities, of the five most probable tokens of each step. tolerance: that of the
+    longest text. texts: how many it splits into the tokenizer's tokens, if it does so itself. setting: what it was told.
+    otherwise: what it answers if told otherwise.
     """
 
     engine: str
@@ -175,38 +176,42 @@ def prove_in_engine(
         if tokenizer is not None and (own := tokenizer(text).input_ids) != split:
             raise UserError(f"{engine} splits {text!r} into other tokens, {split}, not {own}; nothing was written")
     live = in_float32(hybrid, way)
-    read: dict[tuple[int, ...], Tensor] = {}  # what was asked alone and together has the same answers, and is read once
+    read: dict[tuple[int, ...], tuple[Tensor, float]] = {}  # asked alone and together it has the same answers, read once
 
-    def compared(answers: Sequence[Any]) -> list[tuple[float, list[int]]]:
+    def compared(answers: Sequence[Any]) -> list[Compared]:
         each = []
         for prompt, steps in zip(prompts, answers, strict=True):
             text = (*prompt, *(token for token, _ in steps[:-1]))
             if text not in read:
-                read[text] = _log_probabilities(live, text, len(steps))
-            each.append(_compare(read[text], steps))
+                own = _log_probabilities(live, text, len(steps))
+                read[text] = own, tolerance(own, len(text), hybrid.config.num_hidden_layers)
+            each.append(_compare(*read[text], steps))
         return each
 
-    worst = 0.0
+    worst = allowed = 0.0
     for how in ("alone", "together"):
-        for prompt, (difference, others) in zip(prompts, compared(said[how]), strict=True):
-            worst = max(worst, difference)
-            if others:
+        for prompt, found in zip(prompts, compared(said[how]), strict=True):
+            worst, allowed = max(worst, found.difference), max(allowed, found.tolerance)
+            if found.others:
                 raise UserError(
-                    f"{engine} serves another model: after a prompt of {len(prompt)} tokens its token {others[0] + 1} is not "
-                    f"the live model's (requests {how}); nothing was written"
+                    f"{engine} serves another model: after a prompt of {len(prompt)} tokens its token {found.others[0] + 1} is "
+                    f"not the live model's (requests {how}); nothing was written"
                 )
-    if not worst <= CLOSE:
-        raise UserError(f"{engine} serves another model: its log-probabilities differ by {worst:.2g}; nothing was written")
+            if not found.difference <= found.tolerance:
+                raise UserError(
+                    f"{engine} serves another model: its log-probabilities differ by {found.difference:.2g}, after a prompt of "
+                    f"{len(prompt)} tokens; nothing was written"
+                )
     answers = [step for how in ("alone", "together") for steps in said[how] for step in steps]
     if (told := sum(bool(probable) for _, probable in answers)) < len(answers) / 2:
         raise UserError(f"{engine} tells probabilities of {told} of its {len(answers)} tokens only; nothing was written")
     otherwise = []
     for setting, others in said.get("otherwise", {}).items():
         each, tokens = compared(others), sum(map(len, others))
-        same, difference = tokens - sum(len(steps) for _, steps in each), max(difference for difference, _ in each)
+        same, difference = tokens - sum(len(one.others) for one in each), max(one.difference for one in each)
         otherwise.append(Otherwise(setting=setting, tokens=tokens, same=same, difference=difference))
     return EngineProof(
-        engine=engine, version=said["version"], prompts=tuple(map(len, prompts)), difference=worst, tolerance=CLOSE,
+        engine=engine, version=said["version"], prompts=tuple(map(len, prompts)), difference=worst, tolerance=allowed,
         tokens=len(answers), texts=len(job.get("texts", ())),
         setting=", ".join(filter(None, (converted, said.get("setting")))), otherwise=tuple(otherwise),
     )  # fmt: skip
@@ -225,17 +230,25 @@ def _log_probabilities(live: PreTrainedModel, text: tuple[int, ...], count: int)
     return logits.double().log_softmax(-1).cpu()
 
 
-def _compare(own: Tensor, steps: list[Any]) -> tuple[float, list[int]]:
-    """The largest difference to the live model's log-probabilities, and the steps at which the engine chose a token that the
-    live model does not."""
+class Compared(NamedTuple):
+    """difference: the largest one to the live model's log-probabilities. others: the steps at which the engine chose a token
+    that the live model does not."""
+
+    difference: float
+    tolerance: float
+    others: list[int]
+
+
+def _compare(own: Tensor, most: float, steps: list[Any]) -> Compared:
+    """most: by how much log-probabilities may differ."""
     worst, others = 0.0, []
     for i, (token, probable) in enumerate(steps):
         for other, value in probable.items():
             gap = abs(own[i, int(other)].item() - value)
             worst = max(worst, gap) if gap == gap else float("inf")  # noqa: PLR0124 (what is not a number)
-        if not own[i].max() - own[i, token] <= CLOSE:
+        if not own[i].max() - own[i, token] <= most:
             others.append(i)
-    return worst, others
+    return Compared(worst, most, others)
 
 
 def _ask(engine: str, python: Path, job: dict[str, Any]) -> dict[str, Any]:

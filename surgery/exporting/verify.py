@@ -2,8 +2,8 @@
 
 Equal tensors do not give equal logits to the last bit: the product of a matrix and a single vector is summed in another order
 where the matrix lies at another place in memory (up to 2e-5 in the logits of the built-in model). So tensors are compared bit
-for bit, and logits within a tolerance. What is compared is an export, and no kernels: compiled ones, which a folder does not
-carry, differ by more (up to 7e-5), so both sides run the ones in Python. Both compute in float32.
+for bit, and logits within a tolerance (tolerance.py). What is compared is an export, and no kernels: compiled ones, which a
+folder does not carry, differ by more (up to 7e-5), so both sides run the ones in Python. Both compute in float32.
 
 There are three ways (verifications.py): with the whole model in float32 in memory; layer by layer, where both sides
 convert one weight after the other, and the fresh process reads it from its file when its module is called; and by the tensors
@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.exporting.fresh_process import KERNELS, NO_MEMORY, OURS, Answers, OutOfMemory, ask
+from surgery.exporting.tolerance import tolerance
 from surgery.exporting.verifications import check_way
 from surgery.kernels.dispatch import use
 from surgery.models import answers as script
@@ -37,7 +38,6 @@ from surgery.records.record import Record
 from surgery.runtime.memory import available, size
 from surgery.runtime.progress import say
 
-CLOSE = 1e-4  # logits in float32
 NEW_BY_LAYERS = 3  # greedy tokens: of the prompts, of their cache, and of a cache that has been decoded with
 COMFORTABLE = 0.5  # of the memory that is free: what the whole model in float32 may take before it is read layer by layer
 Way = Literal["full", "layers", "tensors"]
@@ -63,8 +63,9 @@ class Proof(Record):
 
     verify: which of VERIFICATIONS it was. reader, version: what read it. why: the reason why the program that the format is for
     did not. tensors: how many were compared, bit for bit; None in records of versions up to 0.7. difference: the largest one of
-    logits to the live model; None if nothing was computed. prompts: their lengths in tokens. tokens: how many were then chosen
-    greedily after each prompt of a left-padded batch, the same ones as the live model's.
+    logits to the live model; None if nothing was computed. tolerance: that of the longest text. prompts: their lengths in
+    tokens. tokens: how many were then chosen greedily after each prompt of a left-padded batch, the same ones as the live
+    model's.
     """
 
     verify: Way = "full"
@@ -166,16 +167,17 @@ def compare(
     for name in sorted({*live, *theirs}):
         if live.get(name) != theirs.get(name):
             raise UserError(f"what was read back is not what was written: the tensor '{name}' differs; nothing was written")
-    worst = None
+    worst, allowed = None, {}
     if way != "tensors":
         with use(**KERNELS):
-            worst = difference(answers(in_float32(hybrid, way), vocabulary, _tokens(logits)), logits)
-        if not worst <= CLOSE:
+            live_logits = answers(in_float32(hybrid, way), vocabulary, _tokens(logits))
+        worst, allowed = difference(live_logits, logits), tolerances(live_logits, hybrid)
+        if any(not difference(live_logits, logits, name) <= most for name, most in allowed.items()):
             how = f"its logits differ by {worst:.3g}" if math.isfinite(worst) else "it chooses other tokens"
             raise UserError(f"what {reader.package} reads back is not the live model: {how}; nothing was written")
     return Proof(
         verify=way, reader=reader.package, version=version(reader.package), why=reader.why, tensors=len(live), difference=worst,
-        tolerance=CLOSE, prompts=() if worst is None else LENGTHS, tokens=0 if worst is None else _tokens(logits),
+        tolerance=max(allowed.values(), default=0.0), prompts=() if worst is None else LENGTHS, tokens=0 if worst is None else _tokens(logits),
     )  # fmt: skip
 
 
@@ -200,11 +202,22 @@ def _memory_or(way: Way) -> Iterator[None]:
         raise UserError(f"memory ran out while the live model answered: {hint}; nothing was written") from error
 
 
-def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    """The largest difference of logits; infinity if other tokens were chosen, or a logit is not a number."""
+def tolerances(logits: dict[str, Tensor], hybrid: PreTrainedModel) -> dict[str, float]:
+    """Of the live model's answers, by name."""
+    longest, layers = max(LENGTHS) + _tokens(logits), hybrid.config.num_hidden_layers
+    return {
+        name: tolerance(each, len(each) if name.startswith("prompt") else longest, layers)
+        for name, each in logits.items()
+        if name != "tokens"
+    }
+
+
+def difference(first: dict[str, Tensor], second: dict[str, Tensor], name: str | None = None) -> float:
+    """The largest difference of logits (of those of that name); infinity if other tokens were chosen, or a logit is not a
+    number."""
     if not torch.equal(first["tokens"], second["tokens"]):
         return float("inf")
-    each = [(first[name] - second[name]).abs().max() for name in first if name != "tokens"]
+    each = [(first[one] - second[one]).abs().max() for one in first if one != "tokens" and name in (None, one)]
     worst = torch.stack(each).max().item()  # Python's max() would lose what is not a number
     return float("inf") if math.isnan(worst) else worst
 

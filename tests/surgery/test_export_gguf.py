@@ -264,7 +264,7 @@ def test_llama_cpp_gives_the_same_answers(case, base, tmp_path, monkeypatch):
     (proof,) = Exported.read(out / "export.json", unsealed="refuse").engines
     print(f"\n{case}: {proof.line()}")
     assert proof.tokens == 2 * sum(engines.NEW - 3 * i for i in range(len(engines.LENGTHS)))
-    assert proof.difference <= engines.CLOSE
+    assert proof.difference <= proof.tolerance
     assert proof.texts == len(engines.TEXTS)
     head = (out / "model.gguf").read_bytes()[:4096]
     grafted = "nemotron_h" if getattr(model.config, "grafts", None) else model.config.model_type
@@ -280,7 +280,7 @@ def test_a_nemotron_h_folder_is_proved_in_llama_cpp_too(hybrid, tmp_path, monkey
     out = tmp_path / "out"
     export(hybrid, out, format="nemotron_h", engines=["llama_cpp"], engine_python={"llama_cpp": PYTHON})
     (proof,) = Exported.read(out / "export.json", unsealed="refuse").engines
-    assert proof.difference <= engines.CLOSE
+    assert proof.difference <= proof.tolerance
     assert not list(out.rglob("*.gguf"))
 
 

@@ -17,7 +17,6 @@ from transformers import (
 import surgery as package
 from surgery.errors import UserError
 from surgery.exporting.export import export
-from surgery.exporting.verify import CLOSE
 from surgery.loading.checkpoint import fingerprint
 from surgery.loading.digests import dtypes, model_digest
 from surgery.locating.replay import Replay
@@ -178,7 +177,7 @@ def test_tuned_and_exported(folders, tmp_path, monkeypatch):
         record = json.loads((tmp_path / form / "export.json").read_text())
         assert (record["base_unchanged"], record["base"]["name"]) == (True, "base")
         # Equal tensors at another place in memory may be summed in another order (surgery/exporting/verify.py).
-        torch.testing.assert_close(logits(package.load(tmp_path / form).model), logits(hybrid), rtol=0, atol=CLOSE)
+        torch.testing.assert_close(logits(package.load(tmp_path / form).model), logits(hybrid), rtol=0, atol=1e-4)
     weights = (tmp_path / "patch" / "patch.safetensors").stat().st_size
     assert weights < 1.2 * sum(p.numel() * p.element_size() for p in graft_parameters(hybrid).values()) + 4096
     with pytest.raises(UserError, match=r"is quantised and computes in torch\.float32"):
