@@ -69,7 +69,7 @@ def test_a_defect_is_far_outside(length):
         other = copy.deepcopy(model)
         plant(other)
         found = (other(ids).logits - live).abs().max().item()
-        assert found > 4 * allowed, (fault, found, allowed)
+        assert found > 2 * allowed, (fault, found, allowed)
 
 
 def test_long_prompts_are_asked():
