@@ -177,7 +177,8 @@ def compare(
             raise UserError(f"what {reader.package} reads back is not the live model: {how}; nothing was written")
     return Proof(
         verify=way, reader=reader.package, version=version(reader.package), why=reader.why, tensors=len(live), difference=worst,
-        tolerance=max(allowed.values(), default=0.0), prompts=() if worst is None else LENGTHS, tokens=0 if worst is None else _tokens(logits),
+        tolerance=max(allowed.values(), default=0.0), prompts=() if worst is None else LENGTHS,
+        tokens=0 if worst is None else _tokens(logits),
     )  # fmt: skip
 
 
