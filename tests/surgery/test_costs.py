@@ -24,7 +24,7 @@ from surgery.jobs.costs.locating import passes
 from surgery.jobs.costs.models import assumed, level, models_of
 from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
 from surgery.jobs.costs.sample import Patient, Sample, cut, extended, moved
-from surgery.jobs.costs.tuning import StageCost, held_beyond, stages_of
+from surgery.jobs.costs.tuning import StageCost, held_beyond, stages_of, tuning_cost
 from surgery.jobs.entries import entries_of
 from surgery.jobs.output_folder import Run
 from surgery.loading.digests import model_digest
@@ -41,7 +41,7 @@ from surgery.runtime.ownership import writing
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.calibrate import calibrate
 from surgery.tuning.descent import Descent
-from surgery.tuning.loop import tune
+from surgery.tuning.loop import started_run, tune
 from tests.conftest import BASES, VOCABULARY, names, random_base
 
 RECIPE = """
@@ -433,3 +433,30 @@ def test_a_study_and_a_name_are_refused(folder):
         surgery.estimate(recipe.model_copy(update={"study": {"name": "seeds"}}))
     with pytest.raises(UserError, match=r"surgery\.estimate takes a recipe"):
         surgery.estimate("recipes/demo.yaml")
+
+
+@pytest.mark.parametrize("sites", ["[L1.H3, L2.H3, L4.H3+L4.H5, L6.H0]", "[L7.H2]"])
+@pytest.mark.parametrize("lora", ["null", "{r: 4, target_modules: [in_proj, out_proj]}"])
+def test_all_that_is_trained_in_a_deep_model_is_counted(tmp_path, tokenizer, monkeypatch, sites, lora):
+    """Two of eight layers are tried. The same head in several layers is as many grafts, and every layer has its adapters."""
+    random_base(vocab_size=len(tokenizer), num_hidden_layers=8).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    sites = sites.replace("L4.H3+L4.H5", "'L4.H3,5'")
+    text = f"model: {tmp_path / 'base'}\n{RECIPE}plan: {{sites: {sites}}}\n".replace("tune: {", f"tune: {{lora: {lora}, ")
+    (tmp_path / "deep.yaml").write_text(text)
+    recipe, counted = read_recipe(tmp_path / "deep.yaml"), []
+
+    def counting(*args, **kwargs):
+        counted.append(tuning_cost(*args, **kwargs))
+        return counted[-1]
+
+    monkeypatch.setattr("surgery.jobs.costs.estimate.tuning_cost", counting)
+    monkeypatch.chdir(tmp_path)
+    surgery.estimate(recipe)
+    base = surgery.load(str(tmp_path / "base"))
+    hybrid = surgery.splice(base, Plan(sites=recipe.plan.sites))
+    with started_run(
+        hybrid, base.tokenizer, recipe.tune, data=recipe.data, seed=0, layers=None, teacher=base.model, description=""
+    ) as started:  # fmt: skip
+        trained = sum(p.numel() for p in started.trained.values())
+    assert trained in [cost.trained for cost in counted]

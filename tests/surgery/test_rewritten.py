@@ -130,4 +130,3 @@ def test_a_hybrid_is_what_its_page_says(plan, tmp_path):
     live = hybrid(ids).logits[0].numpy()
     # The live model rounds its logits and its decays to float32.
     np.testing.assert_allclose(logits(tmp_path, ids[0].numpy()), live, rtol=0, atol=1e-5)
-        logits(tmp_path, ids[0].numpy()), live, rtol=0, atol=1e-5

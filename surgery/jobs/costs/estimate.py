@@ -203,10 +203,11 @@ class Costs:
         for name in names:
             stands_for = name if name in tried else "tuned"
             trained = tried[stands_for]
+            sites = _grafts(chosen) if trained.layers is None else len(chosen.sites)
             first = trained.first if whole else min(site.layer for site in chosen.sites)
             key = (0, False) if self.quick else (first, trained.layers is not None)
             if key not in known:
-                known[key] = self._tuning_cost(partial(self._tuned, chosen, stands_for), first, whole)
+                known[key] = self._tuning_cost(partial(self._tuned, chosen, stands_for), first, whole, sites)
             cost = known[key]
             rows = {f"tune.{size}": getattr(options, size) for size in ("batch_size", "text_batch_size")}
             more = "" if options.gradient_checkpointing else "--set tune.gradient_checkpointing=true, or "
@@ -222,12 +223,12 @@ class Costs:
             result.append(self._stage(f"tune {name}", cost.sample, disk, {"steps": sum(cost.steps.values())}, at_most))
         return result
 
-    def _tuning_cost(self, make: Callable[[int, int], Tuned], first: int, whole: bool) -> StageCost:
+    def _tuning_cost(self, make: Callable[[int, int], Tuned], first: int, whole: bool, sites: int) -> StageCost:
         """tuning_cost. Of tune.gradient_checkpointing=auto: with it, if without it a step would not fit where the run looks."""
 
         def cost(checkpointing: Checkpointing) -> StageCost:
             tune = self.recipe.tune.model_copy(update={"gradient_checkpointing": checkpointing})
-            return tuning_cost(self.patient, self.recipe.model_copy(update={"tune": tune}), make, first, whole)
+            return tuning_cost(self.patient, self.recipe.model_copy(update={"tune": tune}), make, first, whole, sites)
 
         if (chosen := self.recipe.tune.gradient_checkpointing) != "auto":
             return cost(chosen)
@@ -236,7 +237,8 @@ class Costs:
 
     def _tuned(self, chosen: Plan, name: str, depth: int, first: int) -> Tuned:
         trained: Trained = self._models(chosen, depth, first).trained[name]
-        return Tuned(trained.model, trained.layers, adopt(self.patient.at(depth)))
+        sites = _grafts(trained.plan) if trained.layers is None else len(trained.layers)
+        return Tuned(trained.model, trained.layers, adopt(self.patient.at(depth)), sites)
 
     def bench(self, chosen: Plan) -> Stage:
         """bench, of all models together."""
@@ -290,3 +292,8 @@ def _import_what_a_run_needs() -> None:
     import accelerate  # noqa: F401
     import matplotlib.figure  # noqa: F401
     import scipy.optimize  # noqa: F401
+
+
+def _grafts(plan: Plan) -> int:
+    """How many heads, or layers, a plan grafts."""
+    return sum(max(1, len(site.heads)) for site in plan.sites)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.jobs.costs import sample as sample_module
 from surgery.jobs.costs.sample import Patient, Sample, extended, sampled
 from surgery.records.recipe import Align, Calibrate, Data, Recipe, Tune
+from surgery.splicing.splice import graft_parameters
 from surgery.tuning.batches import BUFFER, loaders
 from surgery.tuning.loop import started_run
 
@@ -22,11 +23,13 @@ STATES = 4  # of a trained number, in float32: itself, its gradient, and Adam's 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What is tuned: a model, and of a control the numbers of its layers that are."""
+    """What is tuned: a model, and of a control the numbers of its layers that are. sites: how many heads or layers are
+    grafted, or how many layers are trained as they are."""
 
     model: PreTrainedModel
     layers: list[int] | None
     teacher: PreTrainedModel
+    sites: int
 
 
 @dataclass(frozen=True)
@@ -51,19 +54,25 @@ def stages_of(options: Tune, control: bool = False) -> dict[str, int]:
     return steps
 
 
-def tuning_cost(patient: Patient, recipe: Recipe, make: Callable[[int, int], Tuned], first: int, whole: bool) -> StageCost:
-    """make: from a number of layers and the first that is trained, what is tuned there, with weights of its own. first: in the
-    whole model. whole: at the depth of the whole model, `make` is tried at `first` alone."""
+def tuning_cost(
+    patient: Patient, recipe: Recipe, make: Callable[[int, int], Tuned], first: int, whole: bool, sites: int
+) -> StageCost:
+    """make: from a number of layers and the first that is trained, what is tuned there, with weights of its own. first, sites
+    (as Tuned has them): in the whole model. whole: at the depth of the whole model, `make` is tried at `first` alone."""
     few = _fewer(recipe.tune, patient)
     control = make(patient.depths[0], 0).layers is not None
     steps = stages_of(recipe.tune, control)
     costs: dict[tuple[int, int], dict[str, Sample]] = {}
-    numbers = 0
+    at_site = 0.0
+    elsewhere: dict[int, Sample] = {}  # adapters: by the number of layers
 
     def cost(depth: int, at: int) -> dict[str, Sample]:
-        nonlocal numbers
+        nonlocal at_site
         if (depth, at) not in costs:
-            costs[depth, at], numbers = _stages(make(depth, at), patient.tokenizer, recipe, few, steps)
+            tuned = make(depth, at)
+            costs[depth, at], numbers = _stages(tuned, patient.tokenizer, recipe, few, steps)
+            own = numbers if control else sum(p.numel() for p in graft_parameters(tuned.model).values())
+            at_site, elsewhere[depth] = own / tuned.sites, Sample(0.0, max(0, numbers - own))
         return costs[depth, at]
 
     result = Sample()
@@ -78,6 +87,7 @@ def tuning_cost(patient: Patient, recipe: Recipe, make: Callable[[int, int], Tun
             saved = [max(0.0, a - b) / below for a, b in _pairs(cost(large, 0)[stage], higher)]
             each = Sample(lowest.seconds - saved[0] * first, lowest.bytes - saved[1] * first)
         result += each * count
+    numbers = round(at_site * sites + (extended(sorted(elsewhere.items()), patient.depth).bytes if elsewhere else 0.0))
     fixed = STATES * 4 * numbers
     return StageCost(steps, Sample(result.seconds, result.bytes + fixed), numbers)
 
