@@ -7,10 +7,12 @@ from surgery.evaluation import markdown
 from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, value
 from surgery.records.pretrain_recipe import read_pretrain_recipe
+from tools.copy_cache import CopyCache
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "tiny-books.yaml"
 CARD = ROOT / "checkpoints" / "tiny-books" / "README.md"
+CACHE = ROOT / "recipes" / "copy-cache.json"
 REPORT = ROOT / "recipes" / "books.report.json"
 
 
@@ -48,9 +50,31 @@ def operation() -> str:
             *parts,
             "Nats per token; in brackets the paired difference to the base, with its 95% interval.",
             "![Loss on recall hits](../../recipes/books.hits.png)",
+            _copy_cache(),
             did_it_help(report),
             f"Grafted: {markdown.places(chosen)}, behind a gate of {chosen.blend}. Measured {made.created[:10]} on "
             f"{made.machine}, seed {made.seed} (`recipes/books.report.json`).",
+        ]
+    )
+
+
+def _copy_cache() -> str:
+    """The rival that nobody trains, on the same tokens."""
+    record = CopyCache.read(CACHE, unsealed="refuse")
+    lengths = sorted({int(task.partition(".")[2]) for task in record.change})
+    names = {HITS: "recall hits", OTHERS: "other tokens", "all": "all tokens"}
+    header = ["copy cache, untrained", *(f"rows of {length:,} tokens" for length in lengths)]
+    body = [
+        [title, *(f"{record.cached[task].value:.3f} ({record.change[task]})" for task in (f"{kind}.{n}" for n in lengths))]
+        for kind, title in names.items()
+    ]
+    given = ", ".join(f"{share:.2f} after {order} token{'s' * (order != '1')}" for order, share in record.shares.items())
+    return "\n\n".join(
+        [
+            markdown.table(header, body),
+            f"The copy cache is a table of n-grams of the row so far, mixed into the base's probabilities; nothing is trained "
+            f"and nothing grafted. Its share is {given} that stood before, chosen on {' and '.join(record.chosen_on)}. "
+            f"Measured {record.created[:10]} by version {record.toolkit} (`recipes/copy-cache.json`).",
         ]
     )
 
