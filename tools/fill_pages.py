@@ -26,6 +26,8 @@ from surgery.records.renamed import current
 from surgery.studies import Findings, studies
 from surgery.studies.cohort import headline
 from tools import books_page, campaign_page, costs_page, mixers_page, reference_parts
+from tools.foreign_words import RECORD as FOREIGN
+from tools.foreign_words import ForeignWords
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -104,6 +106,23 @@ def _short(model: ModelReport) -> list[str]:
     accuracies = [*(model.kv[size] for size in ("16", "32", "64")), unseen, model.knowledge]
     assert model.perplexity is not None
     return [f"{accuracy.accuracy:.3f}" for accuracy in accuracies] + [f"{model.perplexity.value:.2f}"]  # type: ignore[union-attr]
+
+
+def foreign_words() -> str:
+    """Keys from outside the world."""
+    record = ForeignWords.read(FOREIGN, unsealed="refuse")
+    kinds = {"unseen": "unseen keys", "foreign": "words outside the world", "capitals": "unseen keys, Capitalised"}
+    sizes = list(record.accuracy["base"]["unseen"])
+    header = ["", *(f"{title}, KV {size}" for title in kinds.values() for size in sizes)]
+    body = [
+        [name, *(f"{accuracy[kind][size].accuracy:.3f}" for kind in kinds for size in sizes)]
+        for name, accuracy in record.accuracy.items()
+    ]
+    n = record.accuracy["base"]["unseen"][sizes[0]].n
+    return f"""{markdown.table(header, body)}
+
+{n} questions a cell, seed {record.seed}. Measured {record.created[:10]} by version {record.toolkit} \
+(`recipes/foreign-words.json`, which lists the words)."""
 
 
 def demo() -> str:
@@ -302,6 +321,7 @@ def gguf() -> str:
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"demo table": short_demo, "mixers table": mixers_page.table},
     DOCS / "ideas" / "evidence.md": {
+        "foreign-words": foreign_words,
         "demo": demo,
         "demo-auto": demo_auto,
         "mamba-1 table": mamba1,
