@@ -34,7 +34,7 @@ def bench(
         list[str] | None,
         typer.Option(
             "--require", metavar="REQUIREMENT",
-            help="E.g. 'kv.64 >= base + 0.3', 'perplexity <= base * 1.02'; of every model but the base, or of one: "
+            help="E.g. 'no loss', 'kv.64 >= base + 0.3', 'perplexity <= base * 1.02'; of every model but the base, or of one: "
             "'tuned.kv.64 >= 0.9'. If one is not met: exit status 1.",
         ),
     ] = None,

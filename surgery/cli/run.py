@@ -44,7 +44,8 @@ def run(
 ) -> None:
     """Do everything that a recipe says.
 
-    That is the main job (locate, plan, splice, tune, bench, export) or a study. The output goes to runs/<recipe>.
+    That is the main job (locate, plan, splice, tune, bench, export) or a study. The output goes to runs/<recipe>. Where the
+    hybrid gains and loses another skill of the base, the exit status is 1; all files are written.
 
     Examples:
       surgery run recipes/demo.yaml --dry-run
@@ -54,7 +55,7 @@ def run(
     out = out or Path("runs") / recipe.stem
     with starting():
         from surgery.evaluation import markdown
-        from surgery.evaluation.judgement import did_it_help
+        from surgery.evaluation.judgement import did_it_help, judge
         from surgery.jobs import run as job
         from surgery.jobs.costs.estimate import estimate
         from surgery.studies import studies
@@ -84,6 +85,8 @@ def run(
     show("")
     prose(did_it_help(report))
     show(f"\nReport: {out / 'report.html'} (and .md, .json)\nHybrid: {out / 'hybrid'}")
+    if any(judgement.verdict == "mixed" for judgement in judge(report)):
+        raise typer.Exit(1)
 
 
 def _show_estimate(estimate: "Estimate", as_json: bool) -> None:

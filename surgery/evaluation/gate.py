@@ -1,6 +1,8 @@
-"""Requirements on a comparison, for a CI: "kv.64 >= base + 0.3", "tuned.knowledge >= base - 0.01", "perplexity <= base * 1.02".
+"""Requirements on a comparison, for a CI: "no loss", "kv.64 >= base + 0.3", "tuned.knowledge >= base - 0.01".
 
-    [MODEL.]TASK  >= | <= | > | <  NUMBER | MODEL [+ | - | * NUMBER]
+    no loss  |  [MODEL.]TASK  >= | <= | > | <  NUMBER | MODEL [+ | - | * NUMBER]
+
+"no loss": no skill of the base falls beyond its bound (judgement.lost).
 
 Without a model on the left, every model but the base has to meet it. On the right, a model stands for its own value of the same
 task, and `base` for the base's, whatever it is called. Values are the report's: accuracies, mean scores, perplexities.
@@ -11,8 +13,10 @@ import re
 from dataclasses import dataclass
 
 from surgery.errors import UserError
+from surgery.evaluation.judgement import said_of_losses
 from surgery.evaluation.report import Report, value
 
+NO_LOSS = "no loss"
 COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 CHANGES = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
@@ -53,11 +57,27 @@ class Requirement:
         return lines
 
 
-def requirement(text: str, models: list[str], tasks: list[str]) -> Requirement:
+@dataclass(frozen=True)
+class NoLoss:
+    """That the models keep what the base can do."""
+
+    models: tuple[str, ...]
+
+    def failures(self, report: Report) -> list[str]:
+        """One line for each model that does not."""
+        losses = {name: said_of_losses(report, name) for name in self.models}
+        return [f"requirement '{NO_LOSS}' failed: {name} loses {said}" for name, said in losses.items() if said]
+
+
+def requirement(text: str, models: list[str], tasks: list[str]) -> Requirement | NoLoss:
     """Read one. models: as in the report, the base first. Raises UserError for what cannot be read or is not measured."""
+    if text.strip() == NO_LOSS:
+        return NoLoss(tuple(models[1:]))
     match = FORM.fullmatch(text.strip())
     if not match:
-        raise UserError(f"--require takes TASK >= NUMBER or TASK >= MODEL + NUMBER (or <=, >, <; -, *), not '{text}'")
+        raise UserError(
+            f"--require takes '{NO_LOSS}', TASK >= NUMBER or TASK >= MODEL + NUMBER (or <=, >, <; -, *), not '{text}'"
+        )
     left, comparison, alone, other, change, number = match.groups()
     held: list[str] = models[1:]
     task = left

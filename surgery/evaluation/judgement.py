@@ -1,7 +1,8 @@
 """Did it help? One answer from a report, in words, for the terminal, report.md and report.html.
 
 A gain is called a gain only where the base retrieves at all, where the difference holds among all comparisons (Holm), and where
-a control was measured and none does as well. What it costs stands beside it.
+a control was measured and none does as well. A model that gains there and loses another skill beyond BOUND is no "yes": the
+answer names both. What it costs stands beside it.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ UNSEEN = "kv_unseen"
 CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
 CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 NAMED = 6  # tasks in a sentence
+BOUND, BOUND_OF_LOSS = 0.02, 0.01  # by how much a skill may fall: accuracy, and nats
 
-Verdict = Literal["yes", "perhaps", "unclear", "no", "not to be judged"]
+Verdict = Literal["yes", "mixed", "perhaps", "unclear", "no", "not to be judged"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,28 @@ def judge(report: Report) -> list[Judgement]:
     if {"spliced", "tuned"} <= {*names}:
         names.remove("spliced")
     return [_judged(report, name) for name in names]
+
+
+def lost(report: Report, name: str) -> list[str]:
+    """The tasks at which a model falls from the base by more than BOUND, with an interval that leaves out 0; the largest fall
+    first."""
+    model = report.models[name]
+    falls = {task: change.value if is_loss(task) else -change.value for task, change in model.change.items()}
+    beyond = [
+        task
+        for task, change in model.change.items()
+        if falls[task] > (BOUND_OF_LOSS if is_loss(task) else BOUND) and (change.ci95[0] > 0 or change.ci95[1] < 0)
+    ]
+    return sorted(beyond, key=lambda task: falls[task], reverse=True)
+
+
+def said_of_losses(report: Report, name: str) -> str:
+    """What `lost` names, each with the model's result and the base's; empty if nothing is."""
+    before, after = (report.models[key].results() for key in (next(iter(report.models)), name))
+    tasks = lost(report, name)
+    more = f" and {len(tasks) - NAMED} more" if len(tasks) > NAMED else ""
+    each = (f"{heading(task)} {written(value(after[task]))} (base {written(value(before[task]))})" for task in tasks[:NAMED])
+    return ", ".join(each) + more
 
 
 def heading(task: str) -> str:
@@ -110,15 +134,18 @@ def _judged(report: Report, name: str) -> Judgement:
     elif chance:
         answer = f"No: {compared}. The base is at chance {chance}; choose a probe that it can do in part."
     else:
-        verdict, answer = _answer(direction, compared, clear, "ask more examples (bench.limit)")
+        losses = said_of_losses(report, name)
+        verdict, answer = _answer(direction, compared, clear, "ask more examples (bench.limit)", losses)
         if direction == "no difference seen" and accuracy.accuracy >= CEILING:
             answer += " The base leaves next to nothing to gain on this probe; a gain could not show. Ask for more pairs."
     return Judgement(name, verdict, answer, tuple(filter(None, (control, _text(base, model), _cost(base, model)))))
 
 
-def _answer(direction: str, compared: str, clear: bool | None, advice: str) -> tuple[Verdict, str]:
+def _answer(direction: str, compared: str, clear: bool | None, advice: str, losses: str) -> tuple[Verdict, str]:
     """What a comparison with the base says. clear: whether no control does about as well; None: none was measured. advice: how
-    to see more."""
+    to see more. losses: what else fell beyond its bound."""
+    if direction == "better" and losses:
+        return "mixed", f"It gains and loses: {compared}; it loses {losses}."
     if direction == "better" and clear:
         return "yes", f"Yes: {compared}."
     if direction == "better":
@@ -163,7 +190,8 @@ def _judged_by(task: str, compared: str, advice: str, report: Report, name: str,
     """By one task. compared: what it says, in words. rest: a sentence on what else was measured."""
     base, model = next(iter(report.models.values())), report.models[name]
     control, clear = _controls(report, name, task)
-    verdict, answer = _answer(_direction(task, model.change[task], model.evidence.get(task)), compared, clear, advice)
+    direction, losses = _direction(task, model.change[task], model.evidence.get(task)), said_of_losses(report, name)
+    verdict, answer = _answer(direction, compared, clear, advice, losses)
     return Judgement(name, verdict, answer, tuple(filter(None, (control, rest, _cost(base, model)))))
 
 

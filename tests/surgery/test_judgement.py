@@ -2,8 +2,9 @@
 
 import pytest
 
+from surgery.evaluation.gate import requirement
 from surgery.evaluation.html import render as page
-from surgery.evaluation.judgement import did_it_help, judge
+from surgery.evaluation.judgement import did_it_help, heading, judge, lost
 from surgery.evaluation.markdown import render
 from surgery.evaluation.report import Located, Report
 from surgery.statistics import Estimate, Proportion, at_chance
@@ -153,3 +154,51 @@ def test_chance_is_said_of_the_probe_that_it_is_true_of(report):
     located = Located(probe="mqar", accuracy=Proportion(accuracy=0.05, ci95=(0.02, 0.08), n=256), chance=1 / 32)
     (judged,) = judge(report.model_copy(update={"located": located}))
     assert "at chance on the probe that located the heads (mqar: 0.050" in judged.answer
+
+
+def with_change(report, task, value, low, high):
+    """The report with another difference of the tuned model to the base in one task."""
+    tuned = report.models["tuned"]
+    changes = tuned.change | {task: Estimate(value=value, ci95=(low, high), n=1000)}
+    return report.model_copy(update={"models": report.models | {"tuned": tuned.model_copy(update={"change": changes})}})
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "is_lost"),
+    [
+        ("letters", (-0.66, -0.7, -0.62), True),
+        ("letters", (-0.03, -0.04, -0.021), True),
+        ("letters", (-0.03, -0.07, 0.01), False),  # the interval holds 0
+        ("letters", (-0.015, -0.02, -0.01), False),  # within the bound
+        ("letters", (0.1, 0.05, 0.15), False),
+        ("kv.4", (-0.05, -0.06, -0.04), True),
+        ("perplexity", (0.02, 0.015, 0.025), True),
+        ("perplexity", (0.006, 0.004, 0.008), False),
+        ("perplexity", (-0.2, -0.3, -0.1), False),
+    ],
+)
+def test_a_gain_beside_a_loss_is_no_yes(report, task, change, is_lost):
+    """The first sentence names what was gained and what was lost, and the gate for a CI fails."""
+    report = with_change(report, task, *change)
+    (judged,) = judge(report)
+    assert lost(report, "tuned") == ([task] if is_lost else [])
+    assert judged.verdict == ("mixed" if is_lost else "yes")
+    if is_lost:
+        assert judged.answer.startswith(
+            "It gains and loses: with 64 pairs tuned answers 0.936 of the questions, the base 0.279"
+        )
+        assert f"it loses {heading(task)} " in judged.answer
+        assert "It gains and loses" in page(report)
+    required = requirement("no loss", [*report.models], ["kv.64"])
+    failed = [line for line in required.failures(report) if " tuned loses" in line]
+    assert len(failed) == is_lost
+
+
+@pytest.mark.parametrize("name", ["letters", "letters-choice"])
+def test_the_verdict_on_a_head_that_is_for_two_skills(name):
+    """tiny-letters answers lettered questions with the head that is found for dictionaries."""
+    report = Report.read(ROOT / "recipes" / f"{name}.report.json", unsealed="refuse")
+    (judged,) = judge(report)
+    assert judged.verdict == "mixed"
+    assert "letters" in lost(report, "tuned")
+    assert "it loses letters" in judged.answer
