@@ -1,7 +1,7 @@
 """The tables of docs/reference/costs.md, from recipes/full-size.json (tools/full_size.py), recipes/estimates.json
 (tools/estimate_check.py) and the published configurations."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from surgery.evaluation import markdown
 from surgery.records.recipe import read_recipe
@@ -13,12 +13,12 @@ from tools.published import Published, names, published
 
 ESTIMATES = ROOT / "recipes" / "estimates.json"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-UNKNOWN = "unknown"
-# What the page is about -> whether a stage was measured on such a machine, and the memory of its GPU in GB.
-MACHINES: dict[str, tuple[Callable[[str], bool], int | None]] = {
-    "laptop": (lambda device: device == "cpu", None),
-    "GPU of 24 GB": (lambda device: device != "cpu" and 20 <= int(device) <= 26, 24),
-    "GPU of 80 GB": (lambda device: device != "cpu" and 70 <= int(device) <= 90, 80),
+NOT_DONE = "not measured"
+# What the page is about -> whether a stage was measured on such a machine.
+MACHINES: dict[str, Callable[[str], bool]] = {
+    "laptop": lambda device: device == "cpu",
+    "GPU of 24 GB": lambda device: device != "cpu" and 20 <= int(device) <= 26,
+    "GPU of 80 GB": lambda device: device != "cpu" and 70 <= int(device) <= 90,
 }
 
 
@@ -27,27 +27,25 @@ def recorded() -> FullSize:
 
 
 def recipes(record: FullSize | None = None) -> str:
-    """A row for every model and machine: what its recipe takes, as it is."""
+    """A row for every model: what its recipe takes, as it is."""
     record = recorded() if record is None else record
-    body = [list(row) for name in names() for row in _rows(published(name), record)]
-    return markdown.table(["recipe", "machine", "time", "memory", "disk"], body)
+    body = [_row(published(name), record) for name in names()]
+    return markdown.table(["recipe", "weights", "disk", "time and memory of the recipe"], body)
 
 
-def _rows(model: Published, record: FullSize) -> Iterator[tuple[str, ...]]:
+def _row(model: Published, record: FullSize) -> list[str]:
     recipe = read_recipe(recipe_of(model.name))
     weights = model.parameters * BYTES[recipe.dtype]
     grafted = "plan" in recipe.model_fields_set
     disk = model.parameters * BYTES[model.stored] + (weights if grafted else 0)
-    for i, (machine, (fits, memory)) in enumerate(MACHINES.items()):
+    known = []
+    for machine, fits in MACHINES.items():
         here = {stage.stage: stage for stage in record.stages if _whole(stage, model) and fits(stage.device)}
         if (run := here.get("recipe")) is not None:
-            time, peak = f"{duration(run.seconds)} (measured)", f"{_gib(run.peak)} (measured)"
+            known.append(f"{machine}: {duration(run.seconds)}, {_gib(run.peak)} (measured)")
         elif (run := here.get("estimate")) is not None and run.foretold is not None:
-            time = f"{duration(run.foretold.seconds)} (extrapolated)"
-            peak = f"{_gib(run.foretold.memory)} (extrapolated)"
-        else:
-            time, peak = UNKNOWN, UNKNOWN if memory is None else f"{UNKNOWN}; weights alone: {_share(weights, memory)}"
-        yield f"`{model.name}`" if i == 0 else "", machine, time, peak, f"{_gb(disk)} (extrapolated)"
+            known.append(f"{machine}: {duration(run.foretold.seconds)}, {_gib(run.foretold.memory)} (extrapolated)")
+    return [f"`{model.name}`", _gb(weights), _gb(disk), "; ".join(known) or NOT_DONE]
 
 
 def stages(record: FullSize | None = None) -> str:
@@ -99,7 +97,3 @@ def _gb(size: float) -> str:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
-
-
-def _share(weights: int, memory: int) -> str:
-    return f"{_gb(weights)} of {memory}"

@@ -20,6 +20,7 @@ from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.result_tables import cell_rows, describe
 from surgery.evaluation import markdown
 from surgery.evaluation.found import found, rounds
+from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import ModelReport, Report, value
 from surgery.exporting.engines import EngineProof
 from surgery.records.renamed import current
@@ -35,6 +36,10 @@ DOCS = ROOT / "docs"
 PAPER = ROOT / "recipes" / "paper"
 DEMO = ROOT / "recipes" / "demo.report.json"
 AUTO = ROOT / "recipes" / "demo-auto.report.json"
+LETTERS = {
+    ROOT / "recipes" / "letters.report.json": "`plan.heads: auto`, `tune.steps: auto`",
+    ROOT / "recipes" / "letters-choice.report.json": "`plan.by: choice`, hints and LoRA, as in the cohort",
+}
 MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
 KERNELS_BEFORE = ROOT / "recipes" / "kernels.before.json"  # an earlier version's, measured in the same way
@@ -147,6 +152,17 @@ def demo_auto() -> str:
 {_measured(AUTO)}
 
 ![Retrieval against dictionary size](../../recipes/demo-auto.retrieval.png)"""
+
+
+def letters() -> str:
+    """Two operations that take the letters."""
+    parts = []
+    for path, title in LETTERS.items():
+        report = Report.read(path)
+        assert report.plan is not None
+        named = f"**{title}** ({markdown.places(report.plan)})"
+        parts += [f"{named}. {did_it_help(report)}", markdown.table(*markdown.rows(report)), _measured(path)]
+    return "\n\n".join(parts)
 
 
 def _measured(path: Path) -> str:
@@ -324,6 +340,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "foreign-words": foreign_words,
         "demo": demo,
         "demo-auto": demo_auto,
+        "letters": letters,
         "mamba-1 table": mamba1,
         "seeds": seeds,
         "retrieval-aware": retrieval_aware,

@@ -290,7 +290,7 @@ def test_no_verb_runs_what_it_was_not_told_to(place):
     assert not found, "\n".join(sorted({*found}))
     for written in (out["tuned"], f"hf {NAME}"):
         config = json.loads((place / "work" / written / "config.json").read_text())
-        assert config["auto_map"].keys() == {"AutoConfig", "AutoModelForCausalLM"}
+        assert config["auto_map"].keys() == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
         assert not any("--" in value for value in config["auto_map"].values())
         assert "auto_map" not in json.loads((place / "work" / written / "tokenizer_config.json").read_text())
 

@@ -100,5 +100,5 @@ def test_the_old_name_of_format_is_read_with_a_line_of_advice(surgery, models):
     assert status == 2
     assert err.splitlines() == [
         "advice: --as is now --format; old names are read until version 1.0",
-        "surgery: cannot export as 'onnx'; there are hf, patch, nemotron_h, mamba_ssm, gguf",
+        "surgery: cannot export as 'onnx'; there are hf, gguf, mamba_ssm, nemotron_h, patch",
     ]

@@ -322,7 +322,7 @@ def _unsealed(folder):
         (lambda f: (f / "notes.txt").write_text("x"), "not as it was verified: 'notes.txt' was added"),
         (lambda f: _forge(f, proof=_proof(f, tolerance=-1)), "was not verified: its logits differ by"),
         (lambda f: _forge(f, format="new"), "which this version does not know"),
-        (lambda f: _edit(f / RECORD, '"tolerance": 0.0001', '"tolerance": 1'), "export.json is not as it was written"),
+        (lambda f: _edit(f / RECORD, '"tolerance": 0.', '"tolerance": 1.'), "export.json is not as it was written"),
         (lambda f: _unseal(f / RECORD), "export.json has no seal: it is of version 0.5.1 or earlier"),
         (lambda f: _forge(f, digest="0" * 64), "report.json did not measure the weights that export.json names"),
         (_unsealed, "report.json has no seal: it is of version 0.5.1 or earlier"),

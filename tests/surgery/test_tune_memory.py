@@ -213,7 +213,7 @@ def test_a_tuning_that_ran_out_of_memory_is_resumed_with_checkpointing(tokenizer
 def test_the_estimate_decides_as_the_run_will(checkpointing, free, tried, monkeypatch):
     asked = []
 
-    def cost(patient, recipe, make, first, whole):
+    def cost(patient, recipe, make, first, whole, sites):
         asked.append(recipe.tune.gradient_checkpointing)
         return StageCost({}, Sample(1.0, 50.0), 0)
 
@@ -221,5 +221,5 @@ def test_the_estimate_decides_as_the_run_will(checkpointing, free, tried, monkey
     costs = object.__new__(estimate.Costs)
     costs.recipe, costs.patient = Recipe(model="x", tune=Tune(gradient_checkpointing=checkpointing)), None
     costs.available, costs.held = 30 + free, 30
-    costs._tuning_cost(lambda depth, first: None, 0, True)
+    costs._tuning_cost(lambda depth, first: None, 0, True, 1)
     assert asked == tried
