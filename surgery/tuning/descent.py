@@ -7,6 +7,7 @@ main process writes and prints.
 
 import math
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from surgery.errors import UserError
 from surgery.models.finite import broken_weight
 from surgery.models.offloaded import hooks
 from surgery.records.recipe import Tune
-from surgery.runtime.progress import Track
+from surgery.runtime.deferring import deferred
+from surgery.runtime.processes import gather
+from surgery.runtime.progress import Track, say
 from surgery.tuning.distil import Distillation
 from surgery.tuning.optimizer import cosine_schedule, falling_schedule, parameter_groups
 from surgery.tuning.shards import apart, collect, divided
@@ -32,6 +35,7 @@ from surgery.tuning.trackers import begin_trackers, finish_trackers
 
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory")  # in RuntimeErrors: on a CPU there is no OutOfMemoryError
 CLIP = 1.0  # the largest norm of the gradient
+SAVE_SECONDS = 300.0  # between two checkpoints, at most, where steps take long
 
 AfterStep = Callable[[int], tuple[dict[str, float], bool]]
 
@@ -116,8 +120,11 @@ class Descent:
 
         use: from a Distillation and a part of a batch to the losses. batches: for every step a list of the parts, each of them
         the further arguments of `use`. after_step: from the number of a step to more figures for its record, and whether it was
-        the last. span: as falling_schedule takes it; by default the learning rate falls as tune.decay says, of distil. Raises
-        UserError where a loss or a gradient is not finite."""
+        the last. span: as falling_schedule takes it; by default the learning rate falls as tune.decay says, of distil.
+
+        A checkpoint is written every `save_steps` steps, every SAVE_SECONDS, and where SIGINT or SIGTERM came during a step: this
+        is finished and saved, then the signal goes to whatever listens. Raises UserError where a loss or a gradient is not
+        finite, and where a signal has ended the steps and nobody else did anything about it."""
         state, module, optimizer = self.state, prepared.module, prepared.optimizer
         warmup, decay = self.options.warmup_steps, self.options.decay if state.stage == "distil" else 1.0
         schedule = falling_schedule(optimizer, warmup, span) if span else cosine_schedule(optimizer, warmup, steps, decay)
@@ -126,22 +133,36 @@ class Descent:
         progress = Track(batches, description, steps, before=start)
         self.checkpoints.restore(optimizer, schedule)
         module.train()
-        for parts in progress:
-            self._seed()
-            figures = self._step(prepared, use, parts, description, first=state.step == start)
-            schedule.step()
-            state.step += 1
-            more, last = after_step(state.step) if after_step else ({}, False)
-            state.log.append({"stage": stage, "step": state.step, **figures, **more})
-            self.track(state.log[-1:])
-            progress.note = ", ".join(f"{name} {value:.4g}" for name, value in (figures | more).items() if name != "loss")
-            if last:
-                break
-            if state.step % self.options.save_steps == 0 and state.step < steps:
-                self.collect(prepared)
-                self.checkpoints.save(state, optimizer, schedule)
+        stopped, saved = False, time.monotonic()
+        with deferred() as came:
+            for parts in progress:
+                self._seed()
+                figures = self._step(prepared, use, parts, description, first=state.step == start)
+                schedule.step()
+                state.step += 1
+                more, last = after_step(state.step) if after_step else ({}, False)
+                state.log.append({"stage": stage, "step": state.step, **figures, **more})
+                self.track(state.log[-1:])
+                progress.note = ", ".join(f"{name} {value:.4g}" for name, value in (figures | more).items() if name != "loss")
+                if last:
+                    break
+                stopped, late = self._agreed(came(), time.monotonic() - saved > SAVE_SECONDS)
+                if stopped or ((late or state.step % self.options.save_steps == 0) and state.step < steps):
+                    self.collect(prepared)
+                    self.checkpoints.save(state, optimizer, schedule)
+                    saved = time.monotonic()
+                if stopped:
+                    kept = "" if self.checkpoints.out is None else f"; what was learnt is kept in {self.checkpoints.out}"
+                    say(f"{description}: stopped after step {state.step} of {steps}{kept}")
+                    break
+        if stopped:
+            raise UserError(f"{description}: a signal ended it after step {state.step}")
         module.eval()
         self.collect(prepared)
+
+    def _agreed(self, *own: bool) -> list[bool]:
+        """Each of these, if it is so in any of the processes: all of them have to do the same."""
+        return [any(column) for column in zip(*gather([own]), strict=True)] if self.accelerator.num_processes > 1 else [*own]
 
     def _seed(self) -> None:
         """Seed torch by the step alone, so that a resumed run draws the same random numbers."""

@@ -18,7 +18,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Align, Calibrate, Data, EarlyStopping, Lesson, Lora, Tune
 from surgery.runtime import ownership
 from surgery.splicing.splice import graft_parameters, splice
-from surgery.tuning import early_stopping, stages, state
+from surgery.tuning import descent, early_stopping, stages, state
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
 
@@ -133,6 +133,43 @@ def test_killed_again_and_again_it_ends_where_the_uninterrupted_run_does(name, b
     assert kills > 5
     assert any(name.startswith(".checkpoint") for name in stages)  # it did die while it wrote
     assert equal(load_file(result), wanted)
+
+
+def signalled(patch, number, after):
+    """A signal comes within the `after`-th forward in training."""
+    own, left = Distillation.forward, iter(range(after))
+
+    def forward(*args, **kwargs):
+        if next(left, None) is None:
+            patch.undo()
+            os.kill(os.getpid(), number)
+        return own(*args, **kwargs)
+
+    patch.setattr(Distillation, "forward", forward)
+
+
+def test_a_signal_ends_a_step_when_it_is_saved(base, hybrid, tokenizer, tmp_path, monkeypatch, capsys):
+    """As soon as the step is whole: nothing of it is lost, and the end is the same."""
+    options = SHORT.model_copy(update={"save_steps": 1000})
+    wanted = tune(splice(base, Plan(sites=("L1.H3",), blend=0.5)), tokenizer, options)
+    signalled(monkeypatch, signal.SIGINT, after=3)
+    with pytest.raises(KeyboardInterrupt):
+        tune(hybrid, tokenizer, options, out=tmp_path / "run")
+    (kept,) = checkpoints(tmp_path / "run")
+    step = int(kept.removeprefix("checkpoint-"))
+    assert 0 < step < options.steps
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"tune: stopped after step {step} of {options.steps}; what was learnt is kept in" in said
+    assert tune(hybrid, tokenizer, options, out=tmp_path / "run", resume=True) == wanted
+
+
+def test_checkpoints_are_also_written_by_time(hybrid, tokenizer, tmp_path, monkeypatch):
+    written = []
+    save = state.Checkpoints.save
+    monkeypatch.setattr(state.Checkpoints, "save", lambda *args: written.append(args[1].step) or save(*args))
+    monkeypatch.setattr(descent, "SAVE_SECONDS", 0.0)
+    tune(hybrid, tokenizer, SHORT.model_copy(update={"save_steps": 1000}), out=tmp_path / "run")
+    assert written == [1, 2, 3, 4, 5, 0]  # the last one is at the end of the stage
 
 
 RANDOM = ALL.model_copy(  # all that is random, and all that changes from step to step

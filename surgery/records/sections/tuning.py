@@ -200,7 +200,7 @@ class Tune(Section):
     warmup_steps: int = Field(default=10, ge=0, le=MOST)
     """Steps over which the learning rate rises."""
     save_steps: Count = 50
-    """Write a checkpoint after every so many steps, from which --resume continues."""
+    """Write a checkpoint after every so many steps, from which --resume continues; also every 5 minutes and on Ctrl-C."""
     align: Align | None = None
     """A stage before the steps, or instead of them (section tune.align). {} for its defaults."""
     calibrate: Calibrate | None = None
