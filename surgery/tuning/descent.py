@@ -122,8 +122,8 @@ class Descent:
         the further arguments of `use`. after_step: from the number of a step to more figures for its record, and whether it was
         the last. span: as falling_schedule takes it; by default the learning rate falls as tune.decay says, of distil.
 
-        A checkpoint is written every `save_steps` steps, every SAVE_SECONDS, and where SIGINT or SIGTERM came during a step: this
-        is finished and saved, then the signal goes to whatever listens. Raises UserError where a loss or a gradient is not
+        A checkpoint is written every `save_steps` steps, every SAVE_SECONDS, and where SIGINT or SIGTERM comes. The step is
+        finished and saved then, before the signal goes to whatever listens. Raises UserError where a loss or a gradient is not
         finite, and where a signal has ended the steps and nobody else did anything about it."""
         state, module, optimizer = self.state, prepared.module, prepared.optimizer
         warmup, decay = self.options.warmup_steps, self.options.decay if state.stage == "distil" else 1.0
