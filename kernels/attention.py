@@ -19,7 +19,6 @@ from surgery.kernels.flex_attention import FLEX
 from surgery.kernels.functions import in_forward_mode, seeded
 from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing
-from surgery.kernels.triton_attention import attend, refuses
 
 
 def graft_attention(
@@ -85,18 +84,12 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
     return q, k, v, None
 
 
-def _declines(q: Tensor, *_: Tensor | None) -> str | None:
-    return "in float32 no tensor core helps it, and torch's kernels are better tuned" if q.dtype == torch.float32 else None
-
-
-# FlashAttention first, where it wastes little (its `declines` says when: queries and values of one of its widths). Then ours,
-# in Triton, and in C for CPUs, which take widths as they are, values of any width, and holes in the keys. torch's serves the
-# rest: float32 on GPUs, float64, masks of pairs, a few queries on CPUs; on a GPU it computes and stores every score when the
-# widths differ or queries are fewer than keys, so flex_attention comes before it where it can.
+# On GPUs FlashAttention first, where it wastes little (its `declines` says when), then flex_attention: torch's own kernels
+# compute and store every score when the widths differ or queries are fewer than keys. On CPUs ours in C, which takes widths as
+# they are. torch's serves the rest: float32 on GPUs, float64, values or queries too wide for the others, a few queries.
 GRAFT_ATTENTION = Operation(
     "graft_attention",
     *FLASH,
-    Backend("triton", attend, refuses, _declines, probed=True, opaque=True),
     FLEX,
     Backend("native", attend_native, refuses_native, declines_native, probed=True, opaque=True, passes=PASSES),
     Backend("sdpa", _sdpa, in_forward_mode),

@@ -3,8 +3,8 @@
 FlashAttention wants heads of certain widths, multiples of 8, and those of queries and values may differ in few of its versions
 (`takes`). A query-key pair of a sequence becomes an entry of the batch; queries, keys and values are padded with zeros, which
 changes no score; and a value wider than a head is cut into pieces, which are heads with the same query and key (expanded, not
-copied). What that wastes is compared with what our Triton kernel computes, and where it is too much these backends serve only
-if they are asked for by name.
+copied). What that wastes is compared with what flex_attention computes, and where it is too much these backends serve only if
+they are asked for by name.
 
 No package is imported before a call needs it.
 """
@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend
+from surgery.kernels.flex_attention import WIDEST, columns
 from surgery.kernels.functions import capability, learns, on_gpu, traced, transformed
-from surgery.kernels.triton_attention import blocks
 
 # Columns of queries and values for which the kernels are compiled; others are computed as the next of them.
 WIDTHS = (32, 64, 96, 128, 192, 256)
@@ -140,8 +140,8 @@ def _objections(version: int, package: str, q: Tensor, k: Tensor, v: Tensor, mas
         yield f"the package {package} is not installed"
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         yield "it takes bfloat16 or float16, the same for queries, keys and values"
-    if q.shape[-1] > 256:
-        yield "queries and keys are wider than 256"
+    if q.shape[-1] > WIDEST:
+        yield f"queries and keys are wider than {WIDEST}"
     if not 0 < q.shape[2] <= k.shape[2]:
         yield "it needs a query, and a key for every query"
     if q.shape[0] * q.shape[1] > 65535:
@@ -169,23 +169,20 @@ def _installed(package: str) -> bool:
 
 
 def _declines(version: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
-    """From first principles, until tools/bench_attention.py says otherwise: FlashAttention-2 and a Triton kernel reach much
-    the same rate, FlashAttention-3 and 4 one and a half times that (arXiv 2407.08608), so the one may waste next to nothing and
-    the others half as much again. Queries of 129 are computed as 192 there and as 144 here, and a value of 64 as 192 and as 64;
-    what fits FlashAttention are queries and values of one of its widths, with version 3 in a forward pass 129 beside 128, and
-    with version 4 on compute capability 9 all widths."""
+    """From first principles, until tools/bench_attention.py says otherwise: FlashAttention-2 and flex_attention, which is
+    compiled to Triton, reach much the same rate, FlashAttention-3 and 4 one and a half times that (arXiv 2407.08608), so the
+    one may compute a tenth more columns and the others half as many again. Of wider values than flex_attention takes, torch's
+    own kernels would store every score."""
     w, dv = q.shape[-1], v.shape[-1]
-    if w > 256:
+    if w > WIDEST:
         return None  # it refuses
     c = _cut(version, q, k, v)
     if q.shape[2] < 64 and (c.query, c.pieces * c.value) != (w, dv):
         return "padding the keys would cost more than the attention of a few queries"
-    w1, w2, block = blocks(w, dv)
-    ours = -(-dv // block) * (w1 + w2 + block)
-    theirs = c.work(version)
-    return (
-        f"it would compute {theirs} columns a score, Triton {ours}" if theirs > ours * (1.5 if version > 2 else 1.1) else None
-    )
+    own, flex = c.work(version), columns(w, dv)
+    if dv > WIDEST or own <= flex * (1.5 if version > 2 else 1.1):
+        return None
+    return f"it would compute {own} columns a score, flex_attention {flex}"
 
 
 def _cut(version: int, q: Tensor, k: Tensor, v: Tensor) -> Cut:

@@ -1,5 +1,5 @@
-"""Graft attention by PyTorch's flex_attention: on a GPU, where neither FlashAttention nor our Triton kernel serves and torch's
-own kernels would store every score, which is what they do for masks of pairs and for values of another width.
+"""Graft attention by PyTorch's flex_attention: on a GPU, where FlashAttention does not serve and torch's own kernels would
+store every score, which is what they do for masks of pairs and for values of another width.
 
 On a GPU it is compiled, when it is first called. On a CPU it runs as it is, forward only, and only if it is asked for by name.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from surgery.kernels.dispatch import Backend
 from surgery.kernels.functions import learns, on_gpu, transformed
 
-WIDEST = 256  # of queries, keys and values on a GPU: blocks of wider ones may not fit its shared memory
+WIDEST = 256  # of queries, keys and values on a GPU, as FlashAttention's: blocks of wider ones may not fit its shared memory
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -24,6 +24,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     t, s = q.shape[2], k.shape[2]
     blocks = _causal(t, s, str(q.device)) if mask is None else _blocks(_pairs(mask, s - t), len(q), t, s, q.device)
     return run(q, k, v, block_mask=blocks, scale=1.0)
+
+
+def columns(w: int, dv: int) -> int:
+    """Columns that it computes for every score on a GPU: it rounds both widths up to powers of two, 16 at least."""
+    return sum(max(16, 1 << (width - 1).bit_length()) for width in (w, dv))
 
 
 def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str | None:

@@ -1,7 +1,7 @@
 """Operations as operators of PyTorch (torch.library): for torch.compile, torch.export, FakeTensorMode and all else that looks
 at a call without computing it.
 
-Where PyTorch cannot look into a backend (C, Triton, a foreign package, a loop over the text), a trace calls the operator of its
+Where PyTorch cannot look into a backend (C, a foreign package, a loop over the text), a trace calls the operator of its
 operation, which carries the backend's name: the choice is made when the call is traced, and holds in every thread that runs the
 trace later. An operator knows the shapes and dtypes of its results without computing, and has a gradient, which is an operator
 as well: that of `ssd_scan` is `ssd_scan_backward`. Outside of traces nothing goes through here: that would take longer than the

@@ -1,10 +1,9 @@
 """Speed of graft attention on a GPU: python -m tools.bench_attention [--out FILE.json] [--longest 32768] [--rounds 20]
 
-Our Triton kernel beside FlashAttention 2, 3 and 4, torch's flex_attention and sdpa, forward, and forward with backward, in the
-shapes of grafts. The contenders take turns within one run, so that clocks and neighbours touch all alike; medians, and ratios
-to Triton's. A contender's TFLOP/s count the products that the call needs (queries of w with keys, weights with values of dv,
-causal), not what a kernel pads or computes twice. What the file holds already, of the same GPU and packages, is not measured
-again.
+FlashAttention 2, 3 and 4, torch's flex_attention and sdpa, forward, and forward with backward, in the shapes of grafts. The
+contenders take turns within one run, so that clocks and neighbours touch all alike; medians, and ratios to flex_attention's.
+A contender's TFLOP/s count the products that the call needs (queries of w with keys, weights with values of dv, causal), not
+what a kernel pads or computes twice. What the file holds already, of the same GPU and packages, is not measured again.
 """
 
 import argparse
@@ -21,7 +20,7 @@ import torch
 from surgery.kernels.attention import GRAFT_ATTENTION
 from surgery.kernels.dispatch import Backend
 
-CONTENDERS = ("triton", "flash4", "flash3", "flash2", "flex", "sdpa")
+CONTENDERS = ("flash4", "flash3", "flash2", "flex", "sdpa")
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 
@@ -100,7 +99,7 @@ def measure(shape: Shape, tokens: int, queries: int, train: bool, rounds: int) -
     rate = {name: operations(shape, tokens, queries, train) / ms / 1e9 for name, ms in times.items()}
     return {
         "shape": shape._asdict(), "tokens": tokens, "queries": queries, "train": train, "milliseconds": times, "tflops": rate,
-        "times_triton": {name: ms / times["triton"] for name, ms in times.items() if "triton" in times}, "absent": absent,
+        "times_flex": {name: ms / times["flex"] for name, ms in times.items() if "flex" in times}, "absent": absent,
     }  # fmt: skip
 
 
@@ -150,7 +149,7 @@ def main() -> None:
     }
     cells += measured_before(Path(options.out), record)
     before = {_key(cell) for cell in cells}
-    print(f"{record['gpu']}, {record['versions']}\nmilliseconds (TFLOP/s, times Triton)")
+    print(f"{record['gpu']}, {record['versions']}\nmilliseconds (TFLOP/s, times flex)")
     print(f"{'':46}{'tokens':>7} {'pass':8}" + "".join(f"{name:>24}" for name in CONTENDERS))
     lengths = [n for n in (1024, 4096, 8192, 16384, 32768) if n <= options.longest]
     for shape in SHAPES:
@@ -161,7 +160,7 @@ def main() -> None:
                 cell = measure(shape, tokens, queries, train, options.rounds)
                 cells.append(cell)
                 columns = [
-                    f"{cell['milliseconds'][name]:9.3f} ({cell['tflops'][name]:5.0f}, {cell['times_triton'].get(name, 0):5.2f})"
+                    f"{cell['milliseconds'][name]:9.3f} ({cell['tflops'][name]:5.0f}, {cell['times_flex'].get(name, 0):5.2f})"
                     if name in cell["milliseconds"]
                     else "-"
                     for name in CONTENDERS

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-NEEDED = ("torch", "triton", "transformers", "accelerate", "peft", "pydantic", "typer", "pytest")
+NEEDED = ("torch", "transformers", "accelerate", "peft", "pydantic", "typer", "pytest")
 GRACE = 15.0  # seconds in which a part that is interrupted writes down how far it is
 LEAST = 20.0  # seconds: with less left, no other part is begun
 PASSED, FAILED, UNFINISHED = "passed", "failed", "out of time"

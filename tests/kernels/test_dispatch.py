@@ -246,3 +246,12 @@ def test_operations_listen_to_their_own_names(monkeypatch):
                         call()
                 else:
                     call()
+
+
+def test_a_backend_that_declines_or_waits_to_be_asked_serves_by_its_name():
+    modest = Backend("modest", lambda x: (x, "modest"), declines=lambda x: "too short" if len(x) < 2 else None)
+    op = operation(shy=Backend("shy", lambda x: (x, "shy"), on_request=True), modest=modest)
+    assert op(torch.ones(2))[1] == "modest"
+    assert op(torch.ones(1))[1] == "best"
+    assert op(torch.ones(1), backend="modest")[1] == "modest"
+    assert op(torch.ones(1), backend="shy")[1] == "shy"
