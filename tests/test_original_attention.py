@@ -1,8 +1,6 @@
 """Original folders with attention layers (mamba2attn): against loops in float64, and against themselves."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,31 +13,31 @@ from surgery.hybrids.mamba2 import Mamba2HybridForCausalLM
 from surgery.loading.original import load_original, original_config
 from surgery.models.anatomy import anatomy
 from surgery.world.tokenizer import build_tokenizer
-from tests import test_original as mamba2
-from tests import test_original_mamba as mamba1
-from tests.test_original import IDS, REAL_130M, agrees, reference_logits, refused, refused_config, state_of, write
+from tests.test_original import (
+    GENERATIONS,
+    IDS,
+    REAL2,
+    agrees,
+    reference_logits,
+    refused,
+    refused_config,
+    state_of,
+    stock,
+    write,
+)
 
 # The whole config.json of state-spaces/mamba2attn-2.7b.
-REAL: dict[str, Any] = {
-    **REAL_130M,
-    "d_model": 2560,
-    "n_layer": 64,
-    "attn_layer_idx": [9, 18, 27, 36, 45, 56],
+REAL = {
+    **REAL2, "d_model": 2560, "n_layer": 64, "attn_layer_idx": [9, 18, 27, 36, 45, 56],
     "attn_cfg": {
-        "causal": True,
-        "d_conv": 4,
-        "head_dim": 128,
-        "num_heads": 30,
-        "out_proj_bias": False,
-        "qkv_proj_bias": False,
+        "causal": True, "d_conv": 4, "head_dim": 128, "num_heads": 30, "out_proj_bias": False, "qkv_proj_bias": False,
         "rotary_emb_dim": 64,
     },
-}
+}  # fmt: skip
 # Two heads of 12 on a width of 16 or 20, which they do not divide, as 30 heads of 128 do not divide 2560.
-ATTN: dict[str, Any] = {**REAL["attn_cfg"], "head_dim": 12, "num_heads": 2, "rotary_emb_dim": 6}
-MODULES: dict[str, Any] = {"Mamba1": mamba1, "Mamba2": mamba2}
+ATTN = {**REAL["attn_cfg"], "head_dim": 12, "num_heads": 2, "rotary_emb_dim": 6}
 CLASSES = {"Mamba1": MambaHybridForCausalLM, "Mamba2": Mamba2HybridForCausalLM}
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "as published": {},
     "no convolution": {"d_conv": 0},
     "no positions": {"rotary_emb_dim": 0},
@@ -51,17 +49,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def folder_of(layer: str, *, layers: int = 3, where: tuple[int, ...] = (1,), **attn: Any) -> tuple[dict[str, Any], dict]:
+def folder_of(layer, *, layers=3, where=(1,), **attn):
     """The config of a small folder and random tensors for it, made without the code under test."""
-    module = MODULES[layer]
+    of = GENERATIONS[layer]
     given = {name: value for name, value in {**ATTN, **attn}.items() if value is not None}
-    config = {**module.TINY, "n_layer": layers, "attn_layer_idx": list(where), "attn_cfg": given}
-    state = {name: tensor.clone() for name, tensor in state_of(module.stock(num_hidden_layers=layers)).items()}
+    config = {**of.tiny, "n_layer": layers, "attn_layer_idx": list(where), "attn_cfg": given}
+    state = {name: tensor.clone() for name, tensor in state_of(stock(of, num_hidden_layers=layers)).items()}
     state["lm_head.weight"] = state["backbone.embedding.weight"]
     heads, width = given["num_heads"], config["d_model"]
     dim = given.get("head_dim", width // heads)
     rows = dim * (heads + 2 * given.get("num_heads_kv", heads))
-    shapes: dict[str, tuple[int, ...]] = {"in_proj.weight": (rows, width), "out_proj.weight": (width, heads * dim)}
+    shapes = {"in_proj.weight": (rows, width), "out_proj.weight": (width, heads * dim)}
     if given["d_conv"]:
         shapes |= {"conv1d.weight": (rows, 1, given["d_conv"]), "conv1d.bias": (rows,)}
     if given["qkv_proj_bias"]:
@@ -76,23 +74,14 @@ def folder_of(layer: str, *, layers: int = 3, where: tuple[int, ...] = (1,), **a
     return config, state
 
 
-def test_real_config() -> None:
+def test_real_config():
     config = original_config(REAL)
     assert config.model_type == "mamba2_hybrid"
     assert [graft["layer"] for graft in config.grafts] == [9, 18, 27, 36, 45, 56]
     assert config.grafts[0] == {
-        "kind": "layer",
-        "layer": 9,
-        "num_heads": 30,
-        "num_key_value_heads": 30,
-        "head_dim": 128,
-        "scale": 128**-0.5,
-        "rope": {"dim": 64, "theta": 10000.0},
-        "qk_norm": None,
-        "conv": 4,
-        "mlp": None,
-        "bias": ["qkv_conv"],
-    }
+        "kind": "layer", "layer": 9, "num_heads": 30, "num_key_value_heads": 30, "head_dim": 128, "scale": 128**-0.5,
+        "rope": {"dim": 64, "theta": 10000.0}, "qk_norm": None, "conv": 4, "mlp": None, "bias": ["qkv_conv"],
+    }  # fmt: skip
     assert (config.num_heads, config.head_dim, config.n_groups, config.vocab_size) == (80, 64, 1, 50288)
     with torch.device("meta"):
         sizes = {name: tuple(p.shape) for name, p in Mamba2HybridForCausalLM(config).named_parameters() if ".graft." in name}
@@ -103,17 +92,17 @@ def test_real_config() -> None:
 
 @pytest.mark.parametrize(("variant", "layer"), [("as published", "Mamba1"), *((variant, "Mamba2") for variant in VARIANTS)])
 @torch.no_grad()
-def test_logits_agree_with_the_loops(tmp_path: Path, variant: str, layer: str) -> None:
+def test_logits_agree_with_the_loops(tmp_path, variant, layer):
     config, state = folder_of(layer, **VARIANTS[variant])
-    assert type(agrees(tmp_path, config, state, MODULES[layer].scan, bound=2e-4)) is CLASSES[layer]
+    assert type(agrees(tmp_path, config, state, GENERATIONS[layer].scan, bound=2e-4)) is CLASSES[layer]
 
 
-@pytest.mark.parametrize("layer", MODULES)
+@pytest.mark.parametrize("layer", GENERATIONS)
 @torch.no_grad()
-def test_several_attention_layers_token_by_token(tmp_path: Path, layer: str) -> None:
+def test_several_attention_layers_token_by_token(tmp_path, layer):
     config, state = folder_of(layer, layers=4, where=(3, 0))
     model = load_original(tmp_path, write(tmp_path, config, state))
-    exact = reference_logits({n: t.double() for n, t in state.items()}, config, IDS, MODULES[layer].scan)
+    exact = reference_logits({n: t.double() for n, t in state.items()}, config, IDS, GENERATIONS[layer].scan)
     cache, pieces = None, []
     for piece in IDS.split([7, 1, 1, 10], dim=1):
         output = model(piece, cache_params=cache, use_cache=True)
@@ -124,7 +113,7 @@ def test_several_attention_layers_token_by_token(tmp_path: Path, layer: str) -> 
 
 @pytest.mark.parametrize("kind", ["bin", "safetensors"])
 @torch.no_grad()
-def test_it_is_mapped_and_survives_transformers_own_format(tmp_path: Path, kind: str) -> None:
+def test_it_is_mapped_and_survives_transformers_own_format(tmp_path, kind):
     """Queries, keys and values are views of one tensor of the file: nothing is copied, and nothing is saved twice."""
     config, state = folder_of("Mamba2")
     model = load_original(tmp_path, write(tmp_path, config, state, kind))
@@ -138,7 +127,7 @@ def test_it_is_mapped_and_survives_transformers_own_format(tmp_path: Path, kind:
     assert [file.read_bytes() for file in sorted(tmp_path.iterdir()) if file.is_file()] == before
 
 
-def test_surgery_load_knows_its_heads(tmp_path: Path) -> None:
+def test_surgery_load_knows_its_heads(tmp_path):
     config, state = folder_of("Mamba2", where=(1,))
     write(tmp_path, config, state)
     build_tokenizer().save_pretrained(tmp_path)
@@ -148,7 +137,7 @@ def test_surgery_load_knows_its_heads(tmp_path: Path) -> None:
     assert loaded.model.generation_config.eos_token_id == 0
 
 
-def test_special_tokens_of_a_folder_that_names_them(tmp_path: Path) -> None:
+def test_special_tokens_of_a_folder_that_names_them(tmp_path):
     config, state = folder_of("Mamba2")
     write(tmp_path, config, state)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6], "pad_token_id": 3}))
@@ -172,32 +161,20 @@ def test_special_tokens_of_a_folder_that_names_them(tmp_path: Path) -> None:
         ({"d_intermediate": 8192}, ("d_intermediate", "8192")),  # transformerpp-2.7b
     ],
 )
-def test_refused_fields(change: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_refused_fields(change, words):
     refused_config({**REAL, **change}, *words)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("causal", False),
-        ("causal", None),
-        ("num_heads", None),
-        ("num_heads", 0),
-        ("num_heads_kv", 7),
-        ("head_dim", "128"),
-        ("mlp_dim", 256),
-        ("qkv_proj_bias", 0),
-        ("out_proj_bias", "no"),
-        ("softmax_scale", 0),
-        ("d_conv", -1),
-        ("rotary_emb_dim", 63),
-        ("rotary_emb_dim", 130),
-        ("rotary_emb_base", float("inf")),
-        ("rotary_emb_interleaved", True),
+        ("causal", False), ("causal", None), ("num_heads", None), ("num_heads", 0), ("num_heads_kv", 7), ("head_dim", "128"),
+        ("mlp_dim", 256), ("qkv_proj_bias", 0), ("out_proj_bias", "no"), ("softmax_scale", 0), ("d_conv", -1),
+        ("rotary_emb_dim", 63), ("rotary_emb_dim", 130), ("rotary_emb_base", float("inf")), ("rotary_emb_interleaved", True),
         ("window_size", 128),
     ],
-)
-def test_refused_fields_of_attn_cfg(name: str, value: Any) -> None:
+)  # fmt: skip
+def test_refused_fields_of_attn_cfg(name, value):
     with pytest.raises(UserError, match=rf"^config\.json: attn_cfg\.{name} [^\n]+$"):
         original_config({**REAL, "attn_cfg": {**REAL["attn_cfg"], name: value}})
     bare = {name: value for name, value in REAL["attn_cfg"].items() if name != "head_dim"}
@@ -205,7 +182,7 @@ def test_refused_fields_of_attn_cfg(name: str, value: Any) -> None:
         original_config({**REAL, "attn_cfg": bare})
 
 
-def test_refused_tensors(tmp_path: Path) -> None:
+def test_refused_tensors(tmp_path):
     config, state = folder_of("Mamba2")
     whole, conv = "backbone.layers.1.mixer.in_proj.weight", "backbone.layers.1.mixer.conv1d.bias"
     for changed, words in (

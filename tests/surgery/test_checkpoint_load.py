@@ -16,24 +16,22 @@ from surgery.errors import UserError
 from surgery.loading import checkpoint
 from surgery.loading.checkpoint import fingerprint, load
 from surgery.world.tokenizer import build_tokenizer
-from tests import test_original as mamba2
-from tests import test_original_mamba as mamba1
 from tests.conftest import SAME, float64, random_base
-from tests.test_original import IDS, state_of, write
+from tests.test_original import IDS, MAMBA1, MAMBA2, state_of, stock, write
 
 HAS_GPU = torch.cuda.is_available()
-MODELS: dict[str, Any] = {"mamba": mamba1, "mamba2": mamba2}
+MODELS: dict[str, Any] = {"mamba": MAMBA1, "mamba2": MAMBA2}
 Both = Callable[..., tuple[Path, Path, Any]]
 
 
 def write_both(folder: Path, model_type: str, dtype: torch.dtype = torch.float32) -> tuple[Path, Path, Any]:
     """An original folder, transformers' own of the same model, in shards, and the model."""
-    module = MODELS[model_type]
-    model = module.stock(dtype, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    of = MODELS[model_type]
+    model = stock(of, dtype, bos_token_id=0, eos_token_id=0, pad_token_id=0)
     for name in ("original", "hf"):
         (folder / name).mkdir()
         build_tokenizer().save_pretrained(folder / name)
-    write(folder / "original", module.TINY, state_of(model))
+    write(folder / "original", of.tiny, state_of(model))
     model.save_pretrained(folder / "hf", max_shard_size="5KB")
     return folder / "original", folder / "hf", model
 

@@ -24,12 +24,10 @@ from surgery.models.answers import LENGTHS, answers, described, tensors
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice
 from surgery.world.tokenizer import build_tokenizer
-from tests import test_original as original2
-from tests import test_original_mamba as original1
 from tests.conftest import BASES, random_base
 from tests.kernels.inputs import assert_near, rounding
 from tests.surgery.test_layer_graft import random_donor
-from tests.test_original import IDS, reference_logits, refused
+from tests.test_original import GENERATIONS, IDS, Evil, reference_logits, refused, write
 from tests.test_original_attention import folder_of
 
 LAYER = Plan(kind="layer", sites=("L1",), width=16)
@@ -192,7 +190,7 @@ def test_what_is_written_for_mamba_ssm_computes_the_same_by_its_layout(name, tmp
     config = json.loads((tmp_path / "config.json").read_text())
     state = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert set(map(type, state.values())) == {torch.Tensor}
-    scan = (original1 if config["ssm_cfg"]["layer"] == "Mamba1" else original2).scan
+    scan = GENERATIONS[config["ssm_cfg"]["layer"]].scan
     exact = reference_logits({name: tensor.double() for name, tensor in state.items()}, config, IDS, scan)
     assert_near(hybrid(IDS).logits, exact, ERROR)
 
@@ -202,7 +200,7 @@ def test_an_original_folder_with_attention_comes_back_as_it_was(layer, tmp_path)
     config, state = folder_of(layer, softmax_scale=0.5, rotary_emb_base=100.0, num_heads=4, num_heads_kv=2)
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
-    model = load_original(tmp_path / "first", original2.write(tmp_path / "first", config, state))
+    model = load_original(tmp_path / "first", write(tmp_path / "first", config, state))
     written(mamba_ssm, model, tmp_path / "second")
     again = torch.load(tmp_path / "second" / "pytorch_model.bin", weights_only=True)
     assert again.keys() == state.keys()
@@ -236,7 +234,7 @@ def test_a_pickle_that_would_run_code_is_not_read_back(tmp_path):
     hybrid = hybrid_of("mamba")
     written(mamba_ssm, hybrid, tmp_path)
     state = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
-    torch.save({**state, "evil": original2.Evil(tmp_path / "marker")}, tmp_path / "pytorch_model.bin")
+    torch.save({**state, "evil": Evil(tmp_path / "marker")}, tmp_path / "pytorch_model.bin")
     refused(tmp_path, json.loads((tmp_path / "config.json").read_text()), "more than tensors")
     assert not (tmp_path / "marker").exists()
 
