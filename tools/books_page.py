@@ -1,4 +1,4 @@
-"""What docs/ideas/tiny-books.md says of the natural base and of the operation on it: from the recipe, the checkpoint's card and
+"""What docs/evidence/text.md says of the natural base and of the operation on it: from the recipe, the checkpoint's card and
 the report, as far as they are there."""
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What docs/ideas/evidence.md says of the campaigns, from the records that `make campaign` writes: recipes/kills.json and
+"""What docs/contributing/campaigns.md says, from the records that `make campaign` writes: recipes/kills.json and
 recipes/fuzz.json."""
 
 import json

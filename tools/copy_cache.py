@@ -5,7 +5,7 @@
 FOLDER holds books/ as recipes/books.yaml names it. Where the last tokens stood in the row before (of ORDERS the most that did),
 the cache says what followed there, each time with equal weight. Its share of the probability is one number an order, chosen on
 two of the novels that the grafts were chosen on. It is measured where recipes/books.report.json measured the grafts, and
-recipes/copy-cache.json keeps it, from which tools/fill_pages.py fills docs/ideas/tiny-books.md.
+recipes/copy-cache.json keeps it, from which tools/fill_pages.py fills docs/evidence/text.md.
 """
 
 import argparse

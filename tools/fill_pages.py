@@ -21,24 +21,23 @@ from surgery.doctor.result_tables import cell_rows, describe
 from surgery.evaluation import markdown
 from surgery.evaluation.found import found, rounds
 from surgery.evaluation.judgement import did_it_help
-from surgery.evaluation.report import ModelReport, Report, value
+from surgery.evaluation.report import Report, value
 from surgery.exporting.engines import EngineProof
 from surgery.records.renamed import current
 from surgery.studies import Findings, studies
 from surgery.studies.cohort import headline
-from tools import books_page, campaign_page, costs_page, mixers_page, reference_parts
-from tools.foreign_words import RECORD as FOREIGN
-from tools.foreign_words import ForeignWords
+from tools import books_page, campaign_page, claims_page, costs_page, mixers_page, reference_parts
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
+EVIDENCE = DOCS / "evidence"
 PAPER = ROOT / "recipes" / "paper"
 DEMO = ROOT / "recipes" / "demo.report.json"
 AUTO = ROOT / "recipes" / "demo-auto.report.json"
 LETTERS = {
     ROOT / "recipes" / "letters.report.json": "`plan.heads: auto`, `tune.steps: auto`",
-    ROOT / "recipes" / "letters-choice.report.json": "`plan.by: choice`, hints and LoRA, as in the cohort",
+    ROOT / "recipes" / "letters-choice.report.json": "`plan.by: choice` with hints and LoRA",
 }
 MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
@@ -85,38 +84,10 @@ pair of models, not kept, whose hints were for all heads of a layer, attribution
 }
 
 
-# Of the demo's table, what fits the first screen: the last row is the strongest control.
-SHORT_ROWS = {
-    "base": "base",
-    "spliced": "spliced, not trained",
-    "tuned": "tuned",
-    "control_tuned": "control: tuned without a graft",
-    "control_same_layer_tuned": "control: other heads of the same layer, tuned",
-}
-
-
-def short_demo() -> str:
-    """The demo's table for the README."""
-    report = Report.read(DEMO)
-    body = [[label, *_short(report.models[name])] for name, label in SHORT_ROWS.items()]
-    header = ["", "KV 16", "KV 32", "KV 64", "64, unseen keys", "knowledge", "perplexity"]
-    return f"""{markdown.table(header, body)}
-
-KV n: accuracy of retrieval from n pairs (chance 1/n). Unseen keys: words that tuning never used. Knowledge: facts asked as \
-cloze. {_measured(DEMO)}"""
-
-
-def _short(model: ModelReport) -> list[str]:
-    unseen = model.tasks["kv_unseen.64"]
-    accuracies = [*(model.kv[size] for size in ("16", "32", "64")), unseen, model.knowledge]
-    assert model.perplexity is not None
-    return [f"{accuracy.accuracy:.3f}" for accuracy in accuracies] + [f"{model.perplexity.value:.2f}"]  # type: ignore[union-attr]
-
-
 def foreign_words() -> str:
     """Keys from outside the world."""
-    record = ForeignWords.read(FOREIGN, unsealed="refuse")
-    kinds = {"unseen": "unseen keys", "foreign": "words outside the world", "capitals": "unseen keys, Capitalised"}
+    record = claims_page.words()
+    kinds = {"unseen": "unseen keys", "foreign": "other words", "capitals": "unseen keys, capitalised"}
     sizes = list(record.accuracy["base"]["unseen"])
     header = ["", *(f"{title}, KV {size}" for title in kinds.values() for size in sizes)]
     body = [
@@ -155,7 +126,7 @@ def demo_auto() -> str:
 
 
 def letters() -> str:
-    """Two operations that take the letters."""
+    """Two edits that take the letters."""
     parts = []
     for path, title in LETTERS.items():
         report = Report.read(path)
@@ -172,6 +143,7 @@ def _measured(path: Path) -> str:
     examples = next(iter(report.models["base"].kv.values())).n
     threads = f"{measured.threads} thread{'s' * (measured.threads > 1)}"
     return f"""Measured {measured.created[:10]} on {measured.machine} ({threads}), \
+version {measured.toolkit}, \
 seed {measured.seed}, {examples} examples a cell, {sum(report.timings.values()):.0f} seconds in all (`recipes/{path.name}`)."""
 
 
@@ -184,7 +156,7 @@ def mamba1() -> str:
     return f"""{markdown.table(*markdown.rows(report))}
 
 Grafted: {markdown.places(chosen)}, behind a gate of {chosen.blend}; {recipe["tune"]["steps"]} steps. Measured \
-{measured.created[:10]} on {measured.machine}, seed {measured.seed}, {examples} examples a cell \
+{measured.created[:10]} on {measured.machine}, version {measured.toolkit}, seed {measured.seed}, {examples} examples a cell \
 (`recipes/demo-mamba1.report.json`)."""
 
 
@@ -207,7 +179,8 @@ def serving() -> str:
     made = report.provenance
     return f"""{markdown.table(header, body)}
 
-{markdown.served(report)} Measured {made.created[:10]} on {made.machine} (`recipes/serving.json`)."""
+{markdown.served(report)} Measured {made.created[:10]} on {made.machine}, version \
+{made.toolkit} (`recipes/serving.json`)."""
 
 
 def findings() -> str:
@@ -229,7 +202,7 @@ def findings() -> str:
 
 {verdict}
 
-Measured {origin.created[:10]} on {origin.machine}, seed {origin.seed}, {examples} examples.""")
+Measured {origin.created[:10]} on {origin.machine}, version {origin.toolkit}, seed {origin.seed}, {examples} examples.""")
     return "\n\n".join(sections)
 
 
@@ -264,8 +237,8 @@ def retrieval_aware() -> str:
 
 The Transformer's heads that were kept, in this order: {", ".join(about["chosen"])}; at random: {", ".join(about["random"])}; \
 operated on: {", ".join(about["operated"])}. A head of the Transformer is as wide as {about["heads for each"]} of the \
-converted model. Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread, seed {origin.seed}, \
-{recipe["bench"]["limit"]} examples a cell, {study["steps"]} steps of each mixer \
+converted model. Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread, version {origin.toolkit}, \
+seed {origin.seed}, {recipe["bench"]["limit"]} examples a cell, {study["steps"]} steps of each mixer \
 (`recipes/retrieval-aware.findings.json`)."""
 
 
@@ -280,7 +253,7 @@ def state_size() -> str:
 ![{studies()[result.study].title}](../../recipes/state-size.png)
 
 `{origin.base}`, grafted at {", ".join(result.about["sites"])}, {recipe["tune"]["steps"]} steps of tuning. \
-Measured {origin.created[:10]} on {origin.machine}, seed {origin.seed}, \
+Measured {origin.created[:10]} on {origin.machine}, version {origin.toolkit}, seed {origin.seed}, \
 {recipe["bench"]["limit"]} examples a cell (`recipes/state-size.findings.json`)."""
 
 
@@ -298,8 +271,9 @@ def cohort(path: Path = COHORT) -> str:
 
 ![{studies()[result.study].title}](../../recipes/{name}.png)
 
-Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread{"s" * (origin.threads > 1)}, seed {origin.seed}, \
-{current(recipe)["bench"]["limit"]} examples a cell (`recipes/{path.name}` has all sizes and intervals)."""
+Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread{"s" * (origin.threads > 1)}, \
+version {origin.toolkit}, seed {origin.seed}, {current(recipe)["bench"]["limit"]} examples a cell \
+(`recipes/{path.name}` has all sizes and intervals)."""
 
 
 def lengths() -> str:
@@ -320,39 +294,45 @@ def lengths() -> str:
 
 ![Accuracy on needles against the length of the prompt](../../recipes/lengths.png)
 
-Grafted: {markdown.places(chosen)}. Measured {made.created[:10]} on {made.machine}, seed {made.seed}, {examples} questions a \
-cell (`recipes/lengths.report.json`)."""
+Grafted: {markdown.places(chosen)}. Measured {made.created[:10]} on {made.machine}, version {made.toolkit}, seed {made.seed}, \
+{examples} questions a cell (`recipes/lengths.report.json`)."""
 
 
 def mlx() -> str:
     """What mlx-lm answered."""
-    return f"> Also {EngineProof.read(MLX).line()}."
+    return _proved(MLX)
 
 
 def gguf() -> str:
     """What llama.cpp answered."""
-    return f"> Also {EngineProof.read(GGUF).line()}."
+    return _proved(GGUF)
+
+
+def _proved(path: Path) -> str:
+    line = EngineProof.read(path).line()
+    return f"{line[0].upper()}{line[1:]} (`recipes/{path.name}`)."
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    README: {"demo table": short_demo, "mixers table": mixers_page.table},
-    DOCS / "ideas" / "evidence.md": {
-        "foreign-words": foreign_words,
-        "demo": demo,
-        "demo-auto": demo_auto,
-        "letters": letters,
-        "mamba-1 table": mamba1,
-        "seeds": seeds,
-        "retrieval-aware": retrieval_aware,
-        "state-size": state_size,
-        "lengths": lengths,
-        "cohort": cohort,
-        "seed-2": partial(cohort, SEED2),
-        "kills": campaign_page.kills,
-        "fuzz": campaign_page.fuzz,
+    README: {
+        "picture": claims_page.picture,
+        "output": claims_page.output,
+        "mamba2-130m": claims_page.shape_of_130m,
+        "status": claims_page.status,
     },
-    DOCS / "ideas" / "tiny-books.md": {"tiny-books": books_page.base, "books": books_page.operation},
-    DOCS / "howto" / "serve.md": {"serving table": serving, "mlx": mlx, "gguf": gguf},
+    EVIDENCE / "index.md": {"claims": claims_page.claims},
+    EVIDENCE / "demo.md": {"demo": demo, "demo-auto": demo_auto, "foreign-words": foreign_words},
+    EVIDENCE / "letters.md": {"letters": letters},
+    EVIDENCE / "mixers.md": {"mixers table": mixers_page.table, "mamba-1 table": mamba1, "seeds": seeds},
+    EVIDENCE / "cohort.md": {"cohort": cohort, "seed-2": partial(cohort, SEED2)},
+    EVIDENCE / "lengths.md": {"lengths": lengths},
+    EVIDENCE / "transformer.md": {"retrieval-aware": retrieval_aware},
+    EVIDENCE / "state.md": {"state-size": state_size},
+    EVIDENCE / "text.md": {"tiny-books": books_page.base, "books": books_page.operation},
+    DOCS / "contributing" / "campaigns.md": {"kills": campaign_page.kills, "fuzz": campaign_page.fuzz},
+    DOCS / "howto" / "serve-vllm.md": {"serving table": serving},
+    DOCS / "howto" / "serve-mlx-lm.md": {"mlx": mlx},
+    DOCS / "howto" / "serve-llama-cpp.md": {"gguf": gguf},
     DOCS / "reference" / "kernels.md": {"kernel table": kernels},
     DOCS / "reference" / "verbs.md": {"verbs": reference_parts.verbs},
     DOCS / "reference" / "settings.md": {"settings": reference_parts.settings},

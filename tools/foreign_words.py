@@ -4,7 +4,7 @@
 
 The dictionaries are those of the demo's unseen keys, with other words in their places: WORDS, none of which is in the world
 that the base was trained on, or the same words with a capital letter. It writes recipes/foreign-words.json, from which
-tools/fill_pages.py fills docs/ideas/evidence.md.
+tools/fill_pages.py fills docs/evidence/demo.md.
 """
 
 import argparse

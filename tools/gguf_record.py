@@ -1,6 +1,6 @@
 """What llama.cpp answers for the built-in model with two layer grafts: python -m tools.gguf_record
 
-Writes llama.cpp's proof in the export's record to recipes/gguf.json, for docs/howto/serve.md. It needs what
+Writes llama.cpp's proof in the export's record to recipes/gguf.json, for docs/howto/serve-llama-cpp.md. It needs what
 `make serving-llama-cpp` fetches.
 """
 

@@ -1,4 +1,4 @@
-"""What README.md says of every kind of mixer: from the findings of the study of seeds, a base for each kind."""
+"""What docs/evidence/mixers.md says of every kind of mixer: from the findings of the study of seeds, a base for each kind."""
 
 from pathlib import Path
 from statistics import fmean

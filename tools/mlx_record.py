@@ -1,6 +1,6 @@
 """What mlx-lm answers for the built-in model with two layer grafts: python -m tools.mlx_record [PYTHON]
 
-Writes mlx-lm's proof in the export's record to recipes/mlx.json, for docs/howto/serve.md. PYTHON: of an environment with
+Writes mlx-lm's proof in the export's record to recipes/mlx.json, for docs/howto/serve-mlx-lm.md. PYTHON: of an environment with
 mlx-lm, as `make serving-mlx` makes one.
 """
 

@@ -1,5 +1,5 @@
 """What a hybrid costs in vLLM beside its base, on this machine: recipes/serving.json, from which tools/fill_pages.py fills the
-table in docs/howto/serve.md.
+table in docs/howto/serve-vllm.md.
 
     python -m tools.serving_record ENVIRONMENT/bin/python
 

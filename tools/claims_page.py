@@ -1,0 +1,319 @@
+"""What README.md and docs/evidence/index.md claim, with every number from a record."""
+
+import json
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from surgery.evaluation import markdown
+from surgery.evaluation.judgement import did_it_help
+from surgery.evaluation.report import HITS, Report, value
+from surgery.studies import Findings
+from surgery.studies.cohort import SAME_LAYER, UNSEEN, WELL
+from surgery.studies.seeds import BASE, CONTROL, SEED, TEXT
+from tools.copy_cache import CopyCache
+from tools.estimate_check import Check
+from tools.foreign_words import ForeignWords
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+SHOWN, PRICE, PART, NOT, LOSS = "shown", "shown, at a price", "in part", "not shown", "a loss, shown"
+OUTPUT = ("base", "spliced", "tuned", "control_tuned")  # of the demo's models, the last is the strongest control
+WITHOUT_GRAFT = {"control_tuned": "tuned without a graft", "control_lora_tuned": "LoRA without a graft"}
+
+
+def report(name: str) -> Report:
+    return Report.read(RECIPES / f"{name}.report.json")
+
+
+def findings(name: str) -> Findings:
+    return Findings.read(RECIPES / f"{name}.findings.json")
+
+
+def of(record: Report, model: str, task: str) -> float:
+    """A model's result at a task."""
+    return value(record.models[model].results()[task])
+
+
+def rows_of(record: Findings) -> dict[str, dict[str, float]]:
+    """Row -> figure -> value."""
+    return {row.what: {name: value(figure) for name, figure in row.figures.items()} for row in record.rows}
+
+
+def over_seeds(record: Findings, model: str, figure: str) -> list[float]:
+    """One value a seed."""
+    return [figures[figure] for row, figures in rows_of(record).items() if row.startswith(f"{model}{SEED}")]
+
+
+def source(record: Report | Findings, file: str) -> str:
+    """Which record, of which version and day."""
+    made = record.provenance
+    return f"`{file}`, {made.toolkit}, {made.created[:10]}"
+
+
+def claims() -> str:
+    """The table of claims."""
+    parts: tuple[Callable[[], Sequence[str]], ...] = (
+        _demo, _auto, _seeds, _mamba1, _deltanet, _mlstm, _cohort, _seed2, _lengths, _transformer, _state, _text, _words,
+        lambda: _letters("letters", "`plan.heads: auto`"), lambda: _letters("letters-choice", "`plan.by: choice` with LoRA"),
+    )  # fmt: skip
+    return markdown.table(["claim", "scope", "best control", "record", "verdict"], [list(part()) for part in parts])
+
+
+def _kv(name: str, pairs: int) -> tuple[Report, str]:
+    record = report(name)
+    base, tuned = (of(record, model, f"kv.{pairs}") for model in ("base", "tuned"))
+    return record, f"{base:.3f} to {tuned:.3f}"
+
+
+def _controls(record: Report, task: str) -> str:
+    """The control that comes closest to the tuned model."""
+    best = _closest(record, task)
+    return f"{_titled(best)}: {of(record, best, task):.3f}"
+
+
+def _closest(record: Report, task: str) -> str:
+    return max((name for name in record.models if name.startswith("control")), key=lambda name: of(record, name, task))
+
+
+def _titled(control: str) -> str:
+    if control in WITHOUT_GRAFT:
+        return WITHOUT_GRAFT[control]
+    where = "at other heads of the layer" if "same_layer" in control else "in other layers"
+    return f"graft {where}{', tuned' if control.endswith('_tuned') else ''}"
+
+
+def _demo() -> list[str]:
+    record, change = _kv("demo", 64)
+    return [
+        f"[Two gated heads](demo.md) raise retrieval from 64 pairs from {change}", "`tiny-mamba2`, 1 seed",
+        _controls(record, "kv.64"), source(record, "demo.report.json"), SHOWN,
+    ]  # fmt: skip
+
+
+def _auto() -> list[str]:
+    record, change = _kv("demo-auto", 64)
+    return [
+        f"[Heads, gate and steps chosen by measuring](demo.md#heads-gate-and-steps-chosen-by-measuring): {change}",
+        "`tiny-mamba2`, 1 seed", _controls(record, "kv.64"), source(record, "demo-auto.report.json"), SHOWN,
+    ]  # fmt: skip
+
+
+def _five(name: str, title: str, way: str, pairs: int, verdict: str, more: str = "") -> list[str]:
+    record, task = findings(name), f"kv.{pairs}"
+    low, high = min(over_seeds(record, way, task)), max(over_seeds(record, CONTROL, task))
+    base = max(over_seeds(record, BASE, task))
+    return [
+        f"[{title}](mixers.md): {pairs} pairs from at most {base:.3f} to at least {low:.3f}{more}",
+        f"`{Path(record.provenance.base).name}`, {len(over_seeds(record, way, task))} seeds",
+        f"tuned without a graft: at most {high:.3f}", source(record, f"{name}.findings.json"), verdict,
+    ]  # fmt: skip
+
+
+def _seeds() -> list[str]:
+    return _five("seeds", "The gain holds on other seeds", "distil", 64, SHOWN)
+
+
+def _mamba1() -> list[str]:
+    return _five("seeds-mamba1", "Mamba-1", "tuned", 64, SHOWN)
+
+
+def _mlstm() -> list[str]:
+    return _five("seeds-mlstm", "mLSTM", "tuned", 32, SHOWN)
+
+
+def _deltanet() -> list[str]:
+    return _five("seeds-deltanet", "Gated DeltaNet", "tuned", 64, PRICE, f"; loss on text rises by {deltanet_price()} nats")
+
+
+def deltanet_price() -> str:
+    worse = over_seeds(findings("seeds-deltanet"), "tuned", TEXT)
+    return f"{min(worse):.2f} to {max(worse):.2f}"
+
+
+def cohort_counts(task: str = "kv.64", model: str = "tuned") -> int:
+    """How many models of the cohort reach WELL. A model that does not retrieve reaches it nowhere."""
+    return sum(
+        figures.get(task, 0) >= WELL for row, figures in rows_of(findings("cohort")).items() if row.endswith(f": {model}")
+    )
+
+
+def _cohort() -> list[str]:
+    record = findings("cohort")
+    return [
+        f"[Models trained without the layer-0 curriculum](cohort.md): {cohort_counts()} of {len(record.about)} reach "
+        f"{WELL:.2f} at 64 pairs, {cohort_counts(f'{UNSEEN}64')} with keys not used in tuning",
+        "toys of several shapes, LoRA and hints, 1 seed", f"graft at other heads of the layer, tuned: "
+        f"{cohort_counts(model=SAME_LAYER)} reach it", source(record, "cohort.findings.json"), PART,
+    ]  # fmt: skip
+
+
+def _seed2() -> list[str]:
+    record = findings("seed2")
+    rows = rows_of(record)
+    base, tuned = rows["seed-2: base"], rows["seed-2: tuned"]
+    control = max(figures["kv.64"] for row, figures in rows.items() if row.startswith("seed-2: control"))
+    return [
+        f"[Retrieval spread over layers](cohort.md#retrieval-spread-over-layers): {base['kv.64']:.3f} to {tuned['kv.64']:.3f}, "
+        f"with keys not used in tuning {tuned[f'{UNSEEN}64']:.3f}", "one such toy, LoRA and hints, 1 seed",
+        f"of all controls: {control:.3f}", source(record, "seed2.findings.json"), PART,
+    ]  # fmt: skip
+
+
+def _lengths() -> list[str]:
+    record, task = report("lengths"), "needle.2048.50"
+    return [
+        f"[Longer than the training text](lengths.md): a needle in 2,048 tokens from {of(record, 'base', task):.3f} to "
+        f"{of(record, 'tuned', task):.3f}", "one toy trained on short texts, 1 seed", _controls(record, task),
+        source(record, "lengths.report.json"), SHOWN,
+    ]  # fmt: skip
+
+
+def _transformer() -> list[str]:
+    record = findings("retrieval-aware")
+    rows = rows_of(record)
+    none, four, random = (rows[name]["kv.16"] for name in ("no head kept", "4 heads kept", "4 heads at random"))
+    return [
+        f"[A Transformer's retrieval heads kept](transformer.md) while the rest becomes Mamba-2: 16 pairs, no head {none:.3f}, "
+        f"4 heads {four:.3f}", "`tiny-llama`, 1 seed", f"4 heads in random layers: {random:.3f}",
+        source(record, "retrieval-aware.findings.json"), SHOWN,
+    ]  # fmt: skip
+
+
+def _state() -> list[str]:
+    record = findings("state-size")
+    rows = rows_of(record)
+    whole, half = (rows[f"tuned, state of {size}"]["kv.64"] for size in (16, 8))
+    alone = rows["base, state of 8"]["kv.64"]
+    return [
+        f"[Half of the state](state.md) is enough beside grafts: 64 pairs {half:.3f}, with the whole state {whole:.3f}",
+        "`tiny-mamba2`, 1 seed", f"base with half of its state: {alone:.3f}", source(record, "state-size.findings.json"), PART,
+    ]  # fmt: skip
+
+
+def _text() -> list[str]:
+    record, task = report("books"), f"{HITS}.4096"
+    base, tuned = of(record, "base", task), of(record, "tuned", task)
+    random = of(record, "control_random_site_tuned", task)
+    cache = copy_cache().cached[task].value
+    return [
+        f"[Prose](text.md): loss on repeated rare bigrams from {base:.2f} to {tuned:.2f} nats", "`tiny-books`, 1 seed, 1 novel",
+        f"untrained n-gram cache: {cache:.2f}; grafts at random places: {random:.2f}", source(record, "books.report.json"), NOT,
+    ]  # fmt: skip
+
+
+def copy_cache() -> CopyCache:
+    return CopyCache.read(RECIPES / "copy-cache.json", unsealed="refuse")
+
+
+def words() -> ForeignWords:
+    return ForeignWords.read(RECIPES / "foreign-words.json", unsealed="refuse")
+
+
+def _words() -> list[str]:
+    record = words()
+    base, hybrid = (record.accuracy[name]["foreign"]["16"].accuracy for name in ("base", "hybrid"))
+    return [
+        f"[Keys from outside the base's pretraining](demo.md#keys-from-outside-the-pretraining): 16 pairs {base:.3f} to "
+        f"{hybrid:.3f}", "the demo's hybrid", "none", f"`foreign-words.json`, {record.toolkit}, {record.created[:10]}", NOT,
+    ]  # fmt: skip
+
+
+def _letters(name: str, way: str) -> list[str]:
+    record, change = _kv(name, 64)
+    before, after = (of(record, model, "letters") for model in ("base", "tuned"))
+    control = _closest(record, "kv.64")
+    return [
+        f"[Another skill of the same head](letters.md), {way}: 64 pairs {change}, letters {before:.3f} to {after:.3f}",
+        "`tiny-letters`, 1 seed", f"{_controls(record, 'kv.64')}; letters {of(record, control, 'letters'):.3f}",
+        source(record, f"{name}.report.json"), LOSS,
+    ]  # fmt: skip
+
+
+# README.md
+
+
+def picture() -> str:
+    """The demo's picture under its message."""
+    record = report("demo")
+    assert record.plan is not None
+    heads = sum(len(site.heads) for site in record.plan.sites)
+    base, tuned, control = (of(record, model, "kv.64") for model in ("base", "tuned", "control_tuned"))
+    cost = {name: record.models[name].cost[-1] for name in ("base", "tuned")}
+    cache, time = ({name: each.cache_bytes / 1024 for name, each in cost.items()},
+                   {name: each.milliseconds for name, each in cost.items()})  # fmt: skip
+    shape = json.loads((RECIPES.parent / "checkpoints" / record.provenance.base / "config.json").read_text())
+    of_all = shape["num_heads"] * shape["num_hidden_layers"]
+    message = f"Attention at {heads} of {of_all} heads raises retrieval from 64 pairs from {base:.2f} to {tuned:.2f}"
+    made = record.provenance
+    return f"""**{message}**
+
+![{message}](recipes/demo.retrieval.png)
+
+The attention is mixed in behind a gate that begins at {record.plan.blend} and is learned. The same tuning without a graft \
+ends at {control:.3f}. The price: after {cost["base"].context:,} tokens the cache holds \
+{cache["tuned"]:,.0f} KiB instead of {cache["base"]:,.0f} and grows with the text, and a token takes {time["tuned"]:.1f} ms \
+instead of {time["base"]:.1f}. Measured {made.created[:10]} by version {made.toolkit} (`recipes/demo.report.json`)."""
+
+
+def output() -> str:
+    """What `make demo` prints at the end, abridged."""
+    record = report("demo")
+    tasks = {"KV 16": "kv.16", "KV 64": "kv.64", "knowledge": "knowledge", "perplexity": "perplexity"}
+    lines = [f"{'model':<15}" + "".join(f"{name:>12}" for name in tasks)]
+    lines += [f"{name:<15}" + "".join(f"{_result(record, name, task):>12.3f}" for task in tasks.values()) for name in OUTPUT]
+    answer = textwrap.fill(did_it_help(record), 100)
+    text = "\n".join([*lines, "...", answer, "", "Report: runs/demo/report.html (and .md, .json)", "Hybrid: runs/demo/hybrid"])
+    return f"```text\n{text}\n```\n\n{_demo_words(record)}"
+
+
+def _result(record: Report, name: str, task: str) -> float:
+    if task == "perplexity":
+        perplexity = record.models[name].perplexity
+        assert perplexity is not None
+        return perplexity.value
+    return of(record, name, task)
+
+
+def _demo_words(record: Report) -> str:
+    seconds = sum(record.timings.values())
+    return (
+        f"KV n: accuracy on dictionaries of n pairs (chance 1/n). spliced: grafted and not tuned. control_tuned: the same "
+        f"tuning without a graft. The record took {seconds:.0f} seconds on {record.provenance.machine.partition(', ')[2]}, "
+        "after installing."
+    )
+
+
+def status() -> str:
+    """What is shown, in part, and not."""
+    books, task = report("books"), f"{HITS}.4096"
+    saved = {name: of(books, "base", task) - of(books, name, task) for name in ("tuned", "control_random_site_tuned")}
+    cache = -copy_cache().change[task].value
+    letters = {name: report(name) for name in ("letters", "letters-choice")}
+    left = [of(record, "tuned", "letters") for record in letters.values()]
+    foreign = words().accuracy
+    return f"""\
+- **Shown** on toy models (Mamba-2, Mamba-1, mLSTM): the gain in retrieval, against controls, on five seeds each.
+- **Shown at a price** on a Gated DeltaNet toy: loss on text rises by {deltanet_price()} nats.
+- **In part**: of {len(findings("cohort").about)} toys trained without our layer-0 curriculum, {cohort_counts()} reach \
+{WELL:.2f} at 64 pairs; {cohort_counts(f"{UNSEEN}64")} do with keys not used in tuning; random heads of the same layer \
+reach it in {cohort_counts(model=SAME_LAYER)}.
+- **A loss**: on a toy that answers lettered questions ({of(letters["letters"], "base", "letters"):.3f}), two plans left \
+{left[0]:.3f} and {left[1]:.3f} of them. The report says so first.
+- **Not shown** on prose: grafts save {saved["tuned"]:.2f} nats on repeated rare bigrams, grafts at random places \
+{saved["control_random_site_tuned"]:.2f}, an untrained n-gram cache {cache:.2f}.
+- **Not shown** for words that the base does not know: {foreign["base"]["foreign"]["16"].accuracy:.3f} to \
+{foreign["hybrid"]["foreign"]["16"].accuracy:.3f} at 16 pairs.
+- **Not measured**: published checkpoints, and GPUs (the GPU kernels have run in an interpreter only)."""
+
+
+def shape_of_130m() -> str:
+    """What is known of mamba2-130m."""
+    record = Check.read(RECIPES / "estimates.json")
+    case = record.cases["mamba2-130m"]
+    made = case.environment or record.environment
+    return (
+        f"The checkpoint itself was never measured: not its retrieval, nor what an edit gains. A model of its shape with "
+        f"random weights went through a small version of the whole job in {case.whole.seconds[1] / 60:.0f} minutes and "
+        f"{case.whole.memory[1] / 2**30:.1f} GiB on {made.machine.partition(', ')[2]} "
+        f"(`recipes/estimates.json`, version {made.toolkit})."
+    )
