@@ -14,10 +14,10 @@ A 95% interval is over examples, is not corrected for the number of intervals, a
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from scipy import stats
 
 from surgery.records.record import Record
@@ -59,17 +59,6 @@ class Proportion(Record):
 
     def __str__(self) -> str:
         return f"{self.accuracy:.3f} [{self.ci95[0]:.3f}, {self.ci95[1]:.3f}]"
-
-
-def _accuracy(given: Any) -> Any:
-    if isinstance(given, Estimate):
-        given = given.model_dump()
-    if isinstance(given, dict) and "value" in given:
-        return {"accuracy": given["value"], **{name: value for name, value in given.items() if name != "value"}}
-    return given
-
-
-Accuracy = Annotated[Proportion, BeforeValidator(_accuracy)]  # versions up to 0.6 wrote an Estimate here
 
 
 class Evidence(Record):

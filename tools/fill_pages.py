@@ -23,7 +23,6 @@ from surgery.evaluation.found import found, rounds
 from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import Report, value
 from surgery.exporting.engines import EngineProof
-from surgery.records.renamed import current
 from surgery.studies import Findings, studies
 from surgery.studies.cohort import headline
 from tools import books_page, campaign_page, claims_page, costs_page, mixers_page, reference_parts
@@ -214,7 +213,7 @@ def seeds() -> str:
         origin, rows = result.provenance, "\n".join(f"- {line}" for line in result.summary.splitlines())
         recipe = origin.recipe or {}
         last = recipe["seed"] + len({row.what.rpartition(" ")[2] for row in result.rows}) - 1
-        limit = current(recipe)["bench"]["limit"]
+        limit = recipe["bench"]["limit"]
         parts.append(f"""`{origin.base}`, seeds {recipe["seed"]} to {last}, {limit} examples a cell, \
 {origin.threads} thread, version {origin.toolkit}:
 
@@ -264,7 +263,7 @@ def cohort(path: Path = COHORT) -> str:
         return f"There is no record yet: `surgery run recipes/{name}.yaml` makes one."
     result = Findings.read(path)
     origin, recipe = result.provenance, result.provenance.recipe or {}
-    size = max(int(pairs) for pairs in current(recipe)["bench"]["pairs"])
+    size = max(int(pairs) for pairs in recipe["bench"]["pairs"])
     return f"""{headline(result.about, result.rows)} Accuracy at {size} pairs:
 
 {markdown.table(*studies()[result.study].table(result))}
@@ -272,7 +271,7 @@ def cohort(path: Path = COHORT) -> str:
 ![{studies()[result.study].title}](../../recipes/{name}.png)
 
 Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread{"s" * (origin.threads > 1)}, \
-version {origin.toolkit}, seed {origin.seed}, {current(recipe)["bench"]["limit"]} examples a cell \
+version {origin.toolkit}, seed {origin.seed}, {recipe["bench"]["limit"]} examples a cell \
 (`recipes/{path.name}` has all sizes and intervals)."""
 
 
@@ -283,7 +282,7 @@ def lengths() -> str:
     report = Report.read(LENGTHS)
     made, chosen = report.provenance, report.plan
     assert chosen is not None
-    examples = current(made.recipe or {})["bench"]["limit"]
+    examples = (made.recipe or {})["bench"]["limit"]
     parts = []
     for title, tasks in markdown.needles(report).items():
         header = [title, *(f"{length:,} tokens" for length in tasks)]

@@ -24,7 +24,6 @@ from surgery.records.reading import check_name
 def export(
     hybrid: HybridArgument, out: OutRequired,
     form: Annotated[str, typer.Option("--format", help=f"One of {', '.join(names())}.")] = "hf",
-    old_form: Annotated[str | None, typer.Option("--as", hidden=True)] = None,
     base: Annotated[
         str | None, typer.Option(
             "--base", help="Its base, if not as the hybrid says: a folder or, to be published, a Hub id.", callback=check_name
@@ -54,11 +53,6 @@ def export(
     Examples:
       surgery export tuned --format patch --out patch
     """
-    if old_form is not None:
-        from surgery.runtime.progress import say
-
-        say("advice: --as is now --format; old names are read until version 1.0")
-        form = old_form
     check_way(verify)
     check_format(form)
     from surgery.exporting import export as exporting

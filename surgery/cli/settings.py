@@ -33,15 +33,13 @@ def settings(
     from surgery.records.settings import rows, sections
 
     known = sections()
-    section = keys(Recipe).get(section, section)  # an old name
     chosen = [place for place in known if not section or place == section or place.startswith(f"{section}.")]
     if not chosen:
         settings = {row.key: row for place in known for row in rows(place)}
         if section not in settings:
-            present = {**dict(zip(known, known, strict=True)), **{key: key for key in settings}, **keys(Recipe)}
+            advice = named_like(section, {*known, *settings, *keys(Recipe)})
             raise UserError(
-                f"there is no section or key '{section}'"
-                + (named_like(section, present) or f"; the sections are {', '.join(filter(None, known))}")
+                f"there is no section or key '{section}'" + (advice or f"; the sections are {', '.join(filter(None, known))}")
             )
         show("\n".join(_setting(settings[section])))
         return

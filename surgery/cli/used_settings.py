@@ -20,7 +20,7 @@ USED: dict[str, tuple[str, ...]] = {
         *OPENING, "seed", "data", "locate.probe", "locate.options", "tune.early_stopping",
         *(f"bench.{name}" for name in (
             "suites", "tasks", "include_path", "data_path", "task_limit", "pairs", "unseen_pairs", "limit", "seeds", "windows",
-            "window", "contexts", "rare", "depths", "batches", "concurrencies",
+            "window", "contexts", "rare", "batches", "concurrencies",
             "batch_size",
         )),
     ),
@@ -29,13 +29,11 @@ USED: dict[str, tuple[str, ...]] = {
 
 def refuse_unused(verb: str, settings: Sequence[str]) -> None:
     """Raise UserError for the first of `key=value` that the verb would read and pass over."""
-    from surgery.records.recipe import present_key
-
     used = USED.get(verb)
     if used is None:
         return
     for setting in settings:
-        key = present_key(setting.partition("=")[0])
+        key = setting.partition("=")[0].strip()
         if key == "model":
             raise UserError(f"surgery {verb} takes the model as an argument, not by --set {setting}")
         if not any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in used):

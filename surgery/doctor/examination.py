@@ -15,7 +15,7 @@ from surgery.errors import UserError
 from surgery.exporting.engines import ENGINES
 from surgery.exporting.formats import names, of_bases, why_not
 from surgery.families import families, family_of
-from surgery.loading.empty import empty_model, load_empty, read_config
+from surgery.loading.empty import empty_model, read_config
 from surgery.loading.hub import CONFIGURATION, local_folder, one_line
 from surgery.locating.subject import is_graftable
 from surgery.models.anatomy import Anatomy, Kind, Mixer, anatomy, check_decoder
@@ -25,7 +25,7 @@ from surgery.records.record import Marked, Record
 from surgery.records.site import Site
 from surgery.serving import limits
 from surgery.splicing.donor import donor_head, donor_layer
-from surgery.splicing.joining import RECORD, Patch, empty_joined
+from surgery.splicing.joining import RECORD, Patch
 from surgery.splicing.splice import empty_hybrid
 
 VLLM, OWN = "vllm", "hf"  # an engine that refuses some of what this format holds, and nothing in its other formats
@@ -101,16 +101,13 @@ def examine(name: str, trust_remote_code: bool = False) -> Examination:
     to be there. Raises UserError, in one line, for what is no model."""
     folder = local_folder(name, patterns=CONFIGURATION)
     patch = Patch.read(folder / RECORD) if (folder / RECORD).exists() else None
-    if patch is not None and not (folder / "config.json").exists():  # of versions that wrote none
-        model = empty_joined(load_empty(patch.base.place(folder)).config, patch, folder)
-    else:
-        config = read_config(folder, trust_remote_code)
-        if reason := _refusal(_check_language_model, config):
-            return Examination(
-                model=called(name), kind="other", model_type=config.model_type, depth=_depth(config), why_not=reason,
-                exports=_exports(config),
-            )  # fmt: skip
-        model = empty_model(config, name, trust_remote_code)
+    config = read_config(folder, trust_remote_code)
+    if reason := _refusal(_check_language_model, config):
+        return Examination(
+            model=called(name), kind="other", model_type=config.model_type, depth=_depth(config), why_not=reason,
+            exports=_exports(config),
+        )  # fmt: skip
+    model = empty_model(config, name, trust_remote_code)
     own, parts = model.config, None
     if not (reason := _refusal(_check_family, own)) and not (reason := _refusal(anatomy, model)):
         parts = anatomy(model)

@@ -21,7 +21,7 @@ from surgery.loading.digests import Conditions, fingerprint, tokenizer_digest
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import within
 from surgery.probes.knowledge import Part
-from surgery.records.names import called, is_control, is_dose, public
+from surgery.records.names import called, is_control, public
 from surgery.records.plan import published
 from surgery.records.recipe import Bench, Data
 from surgery.records.record import KERNEL_PACKAGES, PACKAGES, environment, provenance
@@ -247,7 +247,7 @@ def _served(
         contexts = readable(options, tokenizer)
         common = {"cell": "serving", **_here(), "engine": versions(python)}
         asked = {"contexts": contexts, "concurrencies": options.concurrencies}
-        for name in Track([name for name in models if not (is_control(name) or is_dose(name))], "serving"):
+        for name in Track([name for name in models if not is_control(name)], "serving"):
             key = common | asked | {"models": [measured_under[name].model_dump()]}
 
             def measure(name: str = name) -> Served:

@@ -20,7 +20,7 @@ from surgery.locating.example import example_matrices, example_tokens, window
 from surgery.locating.mixing_figure import Strips, draw_strips
 from surgery.locating.subject import Subject
 from surgery.probes.encoded import Asked
-from surgery.records.names import is_control, is_dose
+from surgery.records.names import is_control
 from surgery.records.plan import Plan
 from surgery.records.record import Provenance, Record
 from surgery.records.site import Site, SiteText
@@ -72,8 +72,7 @@ class Panel(Record):
 
 
 class Mixing(Record):
-    """tokens: the example's. spans: of each the positions of its tokens (files of versions up to 0.6 have none). answer: which
-    tokens hold the answer."""
+    """tokens: the example's. spans: of each the positions of its tokens. answer: which tokens hold the answer."""
 
     provenance: Provenance
     tokens: tuple[str, ...]
@@ -87,10 +86,10 @@ def mixing(
     places: Callable[[Sequence[Site]], Sequence[int | None]] | None = None,
 ) -> Mixing | None:  # fmt: skip
     """The matrices of the first few grafted sites, in the base (the first entry) and in every model that has a graft there, but
-    for controls and doses. places: where sites stand, the most telling first; None for one that stands nowhere. Returns None
+    for controls. places: where sites stand, the most telling first; None for one that stands nowhere. Returns None
     where there is no graft or no matrix to be had, or the example too long."""
     (base, first), *others = entries.items()
-    grafted = {name: entry for name, entry in others if entry.plan is not None and not is_control(name) and not is_dose(name)}
+    grafted = {name: entry for name, entry in others if entry.plan is not None and not is_control(name)}
     sites = list(dict.fromkeys(site for entry in grafted.values() for site in _parts(entry.plan)))
     place = dict(zip(sites, places(sites), strict=True)) if places else {}
     chosen = sorted(sites, key=lambda site: math.inf if (i := place.get(site)) is None else i)[:MOST_SITES]

@@ -18,17 +18,17 @@ from surgery.evaluation.found import found, rounds
 from surgery.evaluation.head_matrices import Mixing
 from surgery.evaluation.judgement import judge
 from surgery.evaluation.mixing_page import mixing_page
-from surgery.evaluation.page_charts import cost_charts, dose_charts, retrieval_charts
+from surgery.evaluation.page_charts import cost_charts, retrieval_charts
 from surgery.evaluation.report import Report
 from surgery.locating.ranking import Ranking
-from surgery.records.names import is_control, is_dose
+from surgery.records.names import is_control
 
 
 def render(report: Report, ranking: Ranking | None = None, mixing: Mixing | None = None) -> str:
     """The page. ranking: of the base, for the atlas; one of another model is left out."""
     if ranking is not None and ranking.provenance.base_fingerprint != report.provenance.base_fingerprint:
         ranking = None
-    look = looks([name for name in report.models if not is_dose(name)])
+    look = looks(list(report.models))
     base = next(iter(report.models.values()))
     models = summaries(report)
     folder = Path(__file__).parent / "page"
@@ -38,10 +38,10 @@ def render(report: Report, ranking: Ranking | None = None, mixing: Mixing | None
     content: dict[str, Any] = {
         "report": report, "answers": _answers(report), "base": next(iter(report.models)), "looks": look, "symbols": SYMBOLS,
         "explanation": markdown.EXPLANATION, "found": found(report), "rounds": rounds(report),
-        "hybrids": [model for model in models if not (is_control(model.name) or is_dose(model.name))],
+        "hybrids": [model for model in models if not is_control(model.name)],
         "controls": [model for model in models if is_control(model.name)],
         "closest": closest_control(report), "results": markdown.rows(report), "summaries": models,
-        "retrieval": retrieval_charts(report, look), "doses": dose_charts(report), "costs": cost_charts(report, look),
+        "retrieval": retrieval_charts(report, look), "costs": cost_charts(report, look),
         "serving": markdown.serving(report), "served": markdown.served(report),
         "atlas": atlas(ranking, report.plan) if ranking else Atlas(), "mixing": mixing_page(mixing) if mixing else None,
         "compared": sum(len(model.evidence) for model in report.models.values()),

@@ -10,7 +10,7 @@ from typing import Literal
 
 from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, is_loss, needle_tasks, value
 from surgery.probes.needle import CHOICES
-from surgery.records.names import is_control, is_dose
+from surgery.records.names import is_control
 from surgery.statistics import Estimate, Evidence, at_chance, written
 
 UNSEEN = "kv_unseen"
@@ -45,7 +45,7 @@ def did_it_help(report: Report) -> str:
 
 def judge(report: Report) -> list[Judgement]:
     """One judgement for each hybrid of the report; of a run, for the tuned one alone."""
-    names = [name for name in list(report.models)[1:] if not (is_control(name) or is_dose(name))]
+    names = [name for name in list(report.models)[1:] if not is_control(name)]
     if {"spliced", "tuned"} <= {*names}:
         names.remove("spliced")
     return [_judged(report, name) for name in names]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from surgery.evaluation.found import found, rounds
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.report import HITS, NEEDLES, OTHERS, ModelReport, Report, needle_tasks, value
-from surgery.records.names import in_markdown, is_dose, one_line
+from surgery.records.names import in_markdown, one_line
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.runtime.memory import size
@@ -87,7 +87,6 @@ def render(report: Report) -> str:
     parts += _verdicts(changed)
     if base.kv:
         parts.append("![Retrieval against dictionary size](retrieval.png)\n")
-    parts += _doses(report)
     parts += _cost(report)
     if cells := serving(report):
         parts.append(f"## In a serving engine\n\n{named_table(*cells)}\n\n{served(report)}\n")
@@ -173,28 +172,6 @@ def needles(report: Report) -> dict[str, dict[int, str]]:
     of = dict(zip(("needle", *NEEDLES), titles, strict=True))
     panels = needle_tasks(next(iter(report.models.values())).tasks)
     return {of[family]: tasks for family, tasks in panels.items() if len(tasks) > 1}
-
-
-def _doses(report: Report) -> list[str]:
-    """Accuracy against the number of grafted heads."""
-    doses = dosed(report)
-    if len(doses) < 2:
-        return []
-    sizes = list(next(iter(report.models.values())).kv)
-    body = [[str(dose), *(str(model.kv[size]) for size in sizes)] for dose, model in doses.items()]
-    header = ["grafted heads", *(f"KV {size}" for size in sizes)]
-    title = "## Dose and response: the leading heads spliced, no training"
-    return [f"{title}\n\n{named_table(header, body)}\n\n![Dose and response](dose.png)\n"]
-
-
-def dosed(report: Report) -> dict[int, ModelReport]:
-    """Number of grafted heads -> model, where a run measured several; the base is the dose 0."""
-    spliced = {
-        sum(len(site.heads) for site in model.plan.sites): model
-        for name, model in report.models.items()
-        if is_dose(name) and model.plan
-    }
-    return {0: next(iter(report.models.values())), **spliced} if spliced else {}
 
 
 def _cost(report: Report) -> list[str]:

@@ -78,4 +78,4 @@ def _ticks(mixing: Mixing) -> tuple[list[Tick], list[Tick]]:
     for span in mixing.spans:
         text = "".join(mixing.tokens[i] for i in span).replace("\\n", "").strip()
         across.append(Tick(round((float(np.mean(span)) + 0.5) * scale, 2), text, {*span} == {*mixing.answer}))
-    return (down, across) if mixing.spans and len(mixing.spans) <= 12 else ([], [])
+    return (down, across) if len(mixing.spans) <= 12 else ([], [])

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from surgery.evaluation import markdown
 from surgery.evaluation.chance import chance
-from surgery.evaluation.charts import Chart, Look, Point, Series, chart, looks
+from surgery.evaluation.charts import Chart, Look, Point, Series, chart
 from surgery.evaluation.comparisons import count, result_text
 from surgery.evaluation.judgement import UNSEEN
 from surgery.evaluation.report import HITS, NEEDLES, OTHERS, ModelReport, Perplexity, Report, is_loss, value
@@ -37,21 +36,6 @@ def retrieval_charts(report: Report, look: dict[str, Look]) -> list[Chart]:
         quantity, top = (plotting.lower("nats per token"), None) if is_loss(family) else (plotting.ACCURACY, 1.0)
         charts.append(chart(title, label, quantity, series, unit=unit, top=top, chance=lines))
     return charts
-
-
-def dose_charts(report: Report) -> list[Chart]:
-    """Accuracy over the number of grafted heads, a line for every dictionary size."""
-    doses = dict(sorted(markdown.dosed(report).items()))
-    sizes = list(next(iter(doses.values())).kv) if len(doses) > 1 else []
-    if not sizes:
-        return []
-    look = looks([f"{size} pairs" for size in sizes])
-    series = [
-        Series(name, look[name], tuple(_point(dose, model.kv[size]) for dose, model in doses.items()))
-        for name, size in zip(look, sizes, strict=True)
-    ]
-    guesses = [[(dose, 1 / int(size)) for dose in (min(doses), max(doses))] for size in sizes]
-    return [chart("Dose and response", "grafted heads", plotting.ACCURACY, series, unit="heads", top=1.0, chance=guesses)]
 
 
 def cost_charts(report: Report, look: dict[str, Look]) -> list[Chart]:

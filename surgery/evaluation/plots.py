@@ -7,9 +7,9 @@ from typing import Any
 
 from surgery.evaluation.chance import chance
 from surgery.evaluation.charts import looks
-from surgery.evaluation.markdown import dosed, needles
+from surgery.evaluation.markdown import needles
 from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, value
-from surgery.records.names import is_control, is_dose
+from surgery.records.names import is_control
 from surgery.runtime import plotting
 
 
@@ -26,8 +26,6 @@ def draw(report: Report, folder: Path) -> None:
         draw_hits(report, folder / "hits.png")
     if needles(report):
         draw_lengths(report, folder / "lengths.png")
-    if len(dosed(report)) > 1:
-        draw_doses(report, folder / "dose.png")
 
 
 def draw_retrieval(report: Report, path: Path) -> None:
@@ -77,7 +75,7 @@ def _draw_tasks(axis: Any, report: Report, tasks: dict[int, str]) -> None:
     """What all models have at the task of each length: a line each, and one band for all controls."""
 
     cells: dict[str, list[Any]] = {
-        name: [model.tasks[task] for task in tasks.values()] for name, model in report.models.items() if not is_dose(name)
+        name: [model.tasks[task] for task in tasks.values()] for name, model in report.models.items()
     }
     for name, style in _styles(report).items():
         plotting.draw_line(axis, list(tasks), [*map(value, cells[name])], [cell.ci95 for cell in cells[name]], **style)
@@ -116,23 +114,6 @@ def draw_speed(report: Report, path: Path) -> None:
     _draw_costs(report, path, panels, cells)
 
 
-def draw_doses(report: Report, path: Path) -> None:
-    """Accuracy against the number of grafted heads, one line a dictionary size, with 95% intervals and chance."""
-    doses = dict(sorted(dosed(report).items()))
-    sizes = list(next(iter(doses.values())).kv)
-    with plotting.drawing(path, height=4.0) as (figure, axes):
-        axis = axes[0, 0]
-        for size, look in zip(sizes, looks([f"{size} pairs" for size in sizes]).values(), strict=True):
-            cells = [model.kv[size] for model in doses.values()]
-            plotting.draw_line(axis, list(doses), [cell.accuracy for cell in cells], [cell.ci95 for cell in cells],
-                               marker=look.marker, color=look.color, label=f"{size} pairs")  # fmt: skip
-            axis.axhline(1 / int(size), color=look.color, lw=1.2, ls=(0, (1, 2)), zorder=1)
-        axis.plot([], [], color=plotting.CHANCE, lw=1.2, ls=(0, (1, 2)), label="chance, by size")
-        plotting.accuracy_axis(axis, xlabel="grafted heads", xticks=list(doses))
-        axis.set_title("Dose and response, without training")
-        plotting.legend(figure, axis)
-
-
 def _draw_costs(
     report: Report, path: Path, panels: dict[str, tuple[str, str, int]], cells_of: Callable[[ModelReport], Sequence[Any]]
 ) -> None:
@@ -152,7 +133,7 @@ def _draw_costs(
 
 def _styles(report: Report) -> dict[str, dict[str, Any]]:
     """Of the base and every hybrid: colour, mark and name, as in the page."""
-    look = looks([name for name in report.models if not is_dose(name)])
+    look = looks(list(report.models))
     return {
         name: {"color": style.color, "marker": style.marker, "label": plotting.shown(name)}
         for name, style in look.items()

@@ -79,12 +79,11 @@ class Serving(Record):
 
 
 class ModelReport(Record):
-    """One model's results, as far as the suites measured them. conditions: which weights, and with what they were measured
-    (versions up to 0.5.1 did not say). kv: by number of pairs. tasks: everything that has no field of
-    its own, by its name: an accuracy, an Estimate where an example's score is not just right or wrong (of recall_hits and
-    other_tokens the loss in nats per token), or a Perplexity. change: the paired difference to the base on the same examples
-    (accuracies, and "perplexity" and "sliding" as the difference of the mean loss in nats). evidence: what the differences say.
-    seeds: where there are several, the mean of each one."""
+    """One model's results, as far as the suites measured them. conditions: which weights, and with what they were measured. kv:
+    by number of pairs. tasks: everything that has no field of its own, by its name: an accuracy, an Estimate where an example's
+    score is not just right or wrong (of recall_hits and other_tokens the loss in nats per token), or a Perplexity. change: the
+    paired difference to the base on the same examples (accuracies, and "perplexity" and "sliding" as the difference of the mean
+    loss in nats). evidence: what the differences say. seeds: where there are several, the mean of each one."""
 
     description: str
     plan: Plan | None
@@ -123,9 +122,9 @@ def value(result: Proportion | Estimate | Perplexity) -> float:
 
 class Report(Sealed):
     """models: by name, the base first. plan: the graft's. located: how well the base does what its heads were located by; None
-    in a comparison, which locates nothing, and in reports of version 0.6 and earlier. timings: seconds by stage. memory: by
+    in a comparison, which locates nothing. timings: seconds by stage. memory: by
     stage, the most bytes that the run and its child processes held at once (resident; on a GPU, what torch held there); empty
-    in a comparison, and in reports of version 0.7 and earlier. training: the last losses of each tuned model."""
+    in a comparison. training: the last losses of each tuned model."""
 
     schema_version: int = 2
 

@@ -31,6 +31,7 @@ KNOWLEDGE = ("winogrande", "openbookqa", "piqa", "hellaswag", "arc_challenge", "
 PAPER = ("mmlu", "gsm8k", "bbh", "dream", *KNOWLEDGE)
 PAPER_PAIRS = tuple(range(10, 51, 5))
 # How many needles are hidden and asked for; needle.1024.50 has one, in the middle.
+DEPTHS = (0.0, 0.5, 1.0)  # where in a text a needle is hidden: 0 at its beginning, 1 at its end
 SEVERAL = dict(zip(NEEDLES, ({"needles": 8}, {"needles": 8, "queries": 4}), strict=True))
 # Whether greedy decoding would write the answer, in one forward, where the candidates are so many and so long that scoring each
 # of them would take a hundred times as long. Chance is 0.
@@ -148,7 +149,7 @@ def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
         for name in sorted({*probes()} - {"kv", "knowledge", "letters", NEEDLE}):
             result |= {f"{name}.{size}": (name, fields) for size in options.pairs if (fields := sized_options(name, size))}
         for length in options.contexts:
-            for depth in options.depths:
+            for depth in DEPTHS:
                 result[f"needle.{length}.{round(100 * depth)}"] = (NEEDLE, {"length": length, "depth": depth})
     if "length" in options.suites:
         for length in options.contexts:

@@ -42,7 +42,7 @@ class Exported(Sealed, Environment):
     """export.json: what a folder is and how it was verified.
 
     digest, dtype: of the live model (digests.py), and so of what its reader loads; of an export as nemotron_h or mamba_ssm, of
-    the hybrid (as gguf, or the base) that it was made from. Versions up to 0.5.1 wrote none. parameters: how many numbers the
+    the hybrid (as gguf, or the base) that it was made from. parameters: how many numbers the
     grafts hold.
     base_unchanged: whether every tensor of the base is in the hybrid as it was, by the fingerprint in the plan; a layer graft
     has removed some. engines: the serving engines in which it was proved too. files: sha256 of everything in the folder but
@@ -152,8 +152,6 @@ def check_report(report: Report, digest: str, dtype: str) -> None:
     if report.row_of(digest) is not None:
         return
     measured = [model.conditions for model in report.models.values()]
-    if not any(measured):
-        raise UserError("the report does not say which weights it measured: it is of version 0.5.1 or earlier; bench them anew")
     others = sorted({each.dtype for each in measured if each is not None} - {dtype})
     hint = f" (they are in {dtype}, and it measured {' and '.join(others)})" if others else ""
     raise UserError(f"the report measured other weights than these{hint}: bench what is to be exported")

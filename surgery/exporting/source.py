@@ -12,7 +12,7 @@ from surgery.loading.checkpoint import plan_of
 from surgery.loading.digests import dtypes
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
-from surgery.records.recipe import read_back
+from surgery.records.recipe import read_recipe
 from surgery.runtime.progress import say
 from surgery.splicing.joining import RECORD as PATCH
 from surgery.splicing.joining import Patch
@@ -79,7 +79,7 @@ def papers_of(name: str, model: PreTrainedModel, digest: str) -> dict[str, Any]:
         say(f"recipe and report stay behind: {error}")
         return {}
     if (folder / "recipe.yaml").exists():
-        papers["recipe"] = read_back(folder / "recipe.yaml")
+        papers["recipe"] = read_recipe(folder / "recipe.yaml")
     if (folder / "report.json").exists():
         report = Report.read(folder / "report.json", unsealed="refuse")
         try:

@@ -62,7 +62,7 @@ class Proof(Record):
     """How an export was verified, in a fresh process and in float32.
 
     verify: which of VERIFICATIONS it was. reader, version: what read it. why: the reason why the program that the format is for
-    did not. tensors: how many were compared, bit for bit; None in records of versions up to 0.7. difference: the largest one of
+    did not. tensors: how many were compared, bit for bit. difference: the largest one of
     logits to the live model; None if nothing was computed. tolerance: that of the longest text. prompts: their lengths in
     tokens. tokens: how many were then chosen greedily after each prompt of a left-padded batch, the same ones as the live
     model's.

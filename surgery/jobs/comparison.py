@@ -23,7 +23,6 @@ from surgery.records.names import called, public
 from surgery.records.plan import PLAN, Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, read_text
-from surgery.records.renamed import current
 from surgery.records.yaml_text import parse_yaml
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
@@ -93,5 +92,5 @@ def _early_stopping_of(folder: str) -> Any:
     """What tune.early_stopping was when the hybrid in a folder was tuned, by its recipe; None where it was not set."""
     written = Path(folder) / RECIPE
     recipe = parse_yaml(read_text(written, "the recipe"), str(written)) if written.exists() else None
-    tuning = current(recipe).get("tune") if isinstance(recipe, dict) else None
+    tuning = recipe.get("tune") if isinstance(recipe, dict) else None
     return tuning.get("early_stopping") if isinstance(tuning, dict) else None

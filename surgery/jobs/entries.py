@@ -6,7 +6,7 @@ from collections.abc import Callable
 from transformers import PreTrainedModel
 
 from surgery.evaluation.entries import Entry
-from surgery.locating.planning import plan, random_plan
+from surgery.locating.planning import random_plan
 from surgery.locating.ranking import Ranking
 from surgery.probes.knowledge import PARTS, Knowledge
 from surgery.records.plan import Plan
@@ -93,10 +93,6 @@ def _elsewhere(recipe: Recipe, ranking: Ranking, chosen: Plan) -> dict[str, tupl
             name, description = "control_same_layer", "the graft at random other heads of the same layer, no training"
             plans[name] = description, beside
             plans[f"{name}_tuned"] = "the same, its grafts tuned", beside
-    for dose in recipe.bench.doses:
-        leading = plan(ranking, **recipe.plan.given() | {"heads": dose, "sites": None, "blend": chosen.blend}, seed=recipe.seed)
-        leading = leading.model_copy(update={"kept_state": chosen.kept_state})
-        plans[f"dose_{dose}"] = f"the leading heads spliced, {dose} of them, no training", leading
     return plans
 
 

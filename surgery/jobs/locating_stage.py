@@ -77,8 +77,8 @@ def _outdated(ranking: Ranking, recipe: Recipe, subject: Subject) -> str | None:
     """What a ranking depends on that is not the same now; None if all of it is. Model, tokenizer, dtype and device are in its
     conditions, whatever the recipe calls them."""
     earlier, now = dict(ranking.provenance.recipe or {}), public(recipe.model_dump(mode="json"))
-    if "locate" in earlier:
-        earlier["locate"] = Locate().model_dump(mode="json") | earlier["locate"]  # what older versions did not have
+    if "locate" in earlier:  # with what older versions did not have
+        earlier["locate"] = Locate.model_validate(earlier["locate"]).model_dump(mode="json")
     for section in ("seed", "kernels", "locate"):
         if (difference := first_difference(earlier.get(section), now[section], section)) is not None:
             return f"{difference[0]} ({shown(difference[1])})"

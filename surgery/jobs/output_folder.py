@@ -13,7 +13,7 @@ import yaml
 from surgery.errors import UserError
 from surgery.jobs.interruption import note_beginning
 from surgery.records.plan import PLAN
-from surgery.records.recipe import Recipe, read_back
+from surgery.records.recipe import Recipe, read_recipe
 from surgery.records.record import Record, toolkit, write_text
 from surgery.runtime import ownership
 from surgery.runtime.ownership import Folder, check_free, enter, refuse, saying, withdraw
@@ -26,7 +26,7 @@ BEFOREHAND = {RECIPE, RUN, "tuning.json"}
 LOCATE = ("ranking.json", "atlas.png", "mixing.png", "locate")
 BENCH = (
     "report.json", "report.md", "report.html", "mixing.json", "grafts.png", "retrieval.png", "lengths.png", "hits.png",
-    "cost.png", "speed.png", "dose.png", "cells",
+    "cost.png", "speed.png", "cells",
 )  # fmt: skip
 NEEDED = {
     "locate": LOCATE,
@@ -154,6 +154,6 @@ def _real(out: Path) -> Path:
 
 def _earlier(path: Path) -> Recipe | None:
     try:
-        return read_back(path) if path.exists() else None
+        return read_recipe(path) if path.exists() else None
     except UserError:  # of another version, which the stages find out by themselves
         return None

@@ -54,7 +54,6 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
         (layers * heads, 1 if options.grows else options.counted) if options.kind == "head" else (layers, options.layers)
     )
     counts = {f"plan.{options.kind}s": leading} if options.sites is None else {}
-    counts |= {"bench.doses": max(recipe.bench.doses, default=0)}
     for name, count in counts.items():
         if count > most:
             raise UserError(f"{name}: the model has {most} {options.kind}s, and {count} are to be grafted")

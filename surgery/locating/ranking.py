@@ -20,7 +20,7 @@ from surgery.records.names import called
 from surgery.records.record import Provenance, Sealed
 from surgery.records.site import SiteText
 from surgery.runtime.ownership import put
-from surgery.statistics import Accuracy, Estimate
+from surgery.statistics import Estimate, Proportion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,13 +47,13 @@ class Ranking(Sealed):
     not lead. base_accuracy: of the base on the questions; chance: that of guessing. stability: whether other questions rank
     the same heads first, if that was asked. init: how the grafts started that were measured (Plan.init). arrays: only in a
     file that does not list all heads. conditions, questions: which weights were ranked, with what, and a digest of what
-    they were asked. Versions up to 0.5.1 did not say the last two, versions up to 0.6 no chance."""
+    they were asked."""
 
     provenance: Provenance
     conditions: Conditions | None = None
     questions: str | None = None
     probe: dict[str, Any]
-    base_accuracy: Accuracy
+    base_accuracy: Proportion
     chance: float | None = None
     base_loss: Estimate
     heads: Heads

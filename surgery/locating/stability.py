@@ -17,7 +17,7 @@ from surgery.locating.heads import ScoreName
 from surgery.locating.questions import described
 from surgery.records.record import Record
 from surgery.records.site import Site, SiteText
-from surgery.statistics import CHUNK, Accuracy, Estimate, correlation, mean, share_right
+from surgery.statistics import CHUNK, Estimate, Proportion, correlation, mean, share_right
 
 EXACT, PREFILTERED = 5, 10  # the exact leading five should be among attribution's leading ten
 TOPS = (1, 5, 10)
@@ -29,7 +29,7 @@ class Repeat(Record):
 
     probe: dict[str, Any]
     seed: int
-    base_accuracy: Accuracy
+    base_accuracy: Proportion
     leading: tuple[SiteText, ...]
     missed: tuple[SiteText, ...] | None
 

@@ -10,6 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from surgery.records.pretrain_recipe import Curriculum, PretrainRecipe
 from surgery.tuning.sequences import Piece, collate, kv_pieces, letter_pieces, needle_pieces, text_pieces
 
+MOST_NEEDLES = 8  # numbers told in a document
+LETTER_QUESTIONS = 6  # of a sequence
+
 
 class Progress:
     """How far the curriculum has come. A pair is added whenever the running loss falls below the threshold; the curriculum is
@@ -36,7 +39,7 @@ def dictionaries(recipe: PretrainRecipe, rng: random.Random, most: int) -> list[
 def haystacks(recipe: PretrainRecipe, rng: random.Random, end: str) -> list[list[Piece]]:
     """Documents in which numbers are told and asked for, of random sizes: those of the probe are of any."""
     return [
-        needle_pieces(rng, end, rng.randint(0, recipe.needle_sentences), rng.randint(1, recipe.needles), recipe.needle_queries)
+        needle_pieces(rng, end, rng.randint(0, recipe.needle_sentences), rng.randint(1, MOST_NEEDLES), recipe.needle_queries)
         for _ in range(recipe.needle_sequences)
     ]
 
@@ -49,7 +52,7 @@ def lesson(
         "kv": dictionaries(recipe, rng, most),
         "text": [text_pieces(rng, tokenizer.eos_token, recipe.text_sentences) for _ in range(recipe.text_sequences)],
         "needles": haystacks(recipe, rng, tokenizer.eos_token),
-        "letters": [letter_pieces(rng, recipe.letter_questions) for _ in range(recipe.letter_sequences)],
+        "letters": [letter_pieces(rng, LETTER_QUESTIONS) for _ in range(recipe.letter_sequences)],
     }
 
 

@@ -136,7 +136,7 @@ def _check_recipe(out: Path, recipe: PretrainRecipe) -> None:
     if not (made := out / "recipe.yaml").exists():
         return
     try:
-        other = " and another ".join(differences(_making(read_pretrain_recipe(made, quiet=True)), _making(recipe)))
+        other = " and another ".join(differences(_making(read_pretrain_recipe(made)), _making(recipe)))
     except UserError:
         other = "recipe, which cannot be read"
     if other:

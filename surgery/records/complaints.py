@@ -1,7 +1,7 @@
 """What is said of a recipe that does not fit: one line, with the key, the value, and what may have been meant."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import pydantic
@@ -71,7 +71,7 @@ def _with_key(line: str, name: str, root: type[Section], place: tuple[Any, ...])
     """`plan: blend: means nothing` as `plan.blend: means nothing`."""
     section = section_of(root, place)[1]
     key, colon, rest = line.removeprefix(f"{name}: ").partition(": ")
-    return f"{name}.{key}: {rest}".lstrip(".") if colon and section is not None and key in section.model_fields else line
+    return f"{name}.{key}: {rest}".lstrip(".") if colon and section and key in {*section.model_fields, *section.gone} else line
 
 
 def meant(root: type[Section], place: tuple[Any, ...]) -> str:
@@ -84,16 +84,16 @@ def meant(root: type[Section], place: tuple[Any, ...]) -> str:
     return f"; `{' '.join(('surgery settings', *listed.split()))}` lists the keys"
 
 
-def named_like(name: str, known: Mapping[str, str]) -> str:
+def named_like(name: str, known: Iterable[str]) -> str:
     """What a dotted key that does not exist may have meant, as the end of a line, or nothing: the same in lower case, else what
-    ends alike, else what is spelt alike in the same section. known: every key, the old ones too -> the present one."""
+    ends alike, else what is spelt alike in the same section. known: every key."""
     section, _, last = name.lower().rpartition(".")
     leaves = {key: key.rpartition(".")[2] for key in known}
     near = [key for key in known if key == name.lower()] or [key for key, leaf in leaves.items() if leaf == last]
     if not near:
         siblings = {leaf: key for key, leaf in leaves.items() if key.rpartition(".")[0] == section}
         near = [siblings[leaf] for leaf in difflib.get_close_matches(last, siblings, n=1, cutoff=0.7)]
-    return f"; did you mean {_either(list(dict.fromkeys(known[key] for key in near))[:3])}?" if near else ""
+    return f"; did you mean {_either(list(dict.fromkeys(near))[:3])}?" if near else ""
 
 
 def none_named(what: str, name: str, names: Iterable[str]) -> str:

@@ -10,18 +10,12 @@ from surgery.runtime.printable import printable
 # What a run calls the models beside its hybrid (jobs/entries.py). Any other name of a model is the user's.
 CONTROL = re.compile(r"control_((lora_)?tuned|(random_site(_\d+)?|same_layer)(_tuned)?)")
 HUB = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", flags=re.ASCII)  # user/name
-DOSE = re.compile(r"dose_\d+")
 MARKUP = re.compile(r"[\\`*\[\]<>|]")
 
 
 def is_control(name: str) -> bool:
     """Whether a report's model is one of a run's controls."""
     return CONTROL.fullmatch(name) is not None
-
-
-def is_dose(name: str) -> bool:
-    """Whether a report's model is the base with a number of leading heads spliced, which bench.doses asks for."""
-    return DOSE.fullmatch(name) is not None
 
 
 def on_hub(name: str) -> bool:

@@ -1,7 +1,8 @@
 """The recipe of a built-in reference model: what `surgery pretrain` reads. See surgery/pretraining/pretrain.py."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -9,7 +10,6 @@ from pydantic import Field
 from surgery.errors import UserError
 from surgery.records.complaints import complaint
 from surgery.records.record import read_text
-from surgery.records.renamed import advise, current
 from surgery.records.sections.section import (
     EXAMPLES,
     FACTOR,
@@ -114,8 +114,7 @@ OF_THE_TOKENIZER = {"vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"
 # Settings of the small world's lessons, which mean nothing for other text.
 OF_THE_WORLD = (
     "teacher", "curriculum", "first_layer_steps", "first_layers", "hints", "queries", "kv_targets", "text_sequences",
-    "text_sentences", "needle_sequences", "needle_sentences", "needles", "needle_queries", "letter_sequences",
-    "letter_questions",
+    "text_sentences", "needle_sequences", "needle_sentences", "needle_queries", "letter_sequences",
 )  # fmt: skip
 
 
@@ -123,6 +122,7 @@ class PretrainRecipe(Section):
     """How a model is trained from scratch: a built-in reference model on the small world, or a base on one's own text."""
 
     section = "pretrain"
+    gone: ClassVar[Mapping[str, Any]] = {"needles": 8, "letter_questions": 6}
 
     architecture: dict[str, Any] = {}
     """Fields of the Hugging Face configuration. The size of the vocabulary follows from the tokenizer."""
@@ -172,28 +172,12 @@ class PretrainRecipe(Section):
     """Documents in a step in which numbers are told that are asked for at their end: retrieval with text between the pairs."""
     needle_sentences: int = Field(default=6, ge=0, le=ROWS)
     """At most this many sentences of such a document tell no number."""
-    needles: int = Field(default=8, ge=1, le=32)
-    """At most this many numbers are told in it."""
     needle_queries: Count = 4
     """At most this many of them are asked for."""
     letter_sequences: int = Field(default=4, ge=0, le=ROWS)
     """Sequences of lettered questions in a step."""
-    letter_questions: Rows = 6
-    """Questions of such a sequence."""
     examples: int = Field(default=1000, ge=2, le=EXAMPLES)
     """Examples of each measurement on the card."""
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _earlier(cls, tree: Any) -> Any:
-        """Versions up to 0.11 had mixed_precision in the section corpus."""
-        corpus = tree.get("corpus") if isinstance(tree, dict) else None
-        if not (isinstance(corpus, dict) and "mixed_precision" in corpus):
-            return tree
-        if "mixed_precision" in tree:
-            raise ValueError("corpus.mixed_precision is mixed_precision now; leave the former out")
-        rest = {name: value for name, value in corpus.items() if name != "mixed_precision"}
-        return tree | {"corpus": rest, "mixed_precision": corpus["mixed_precision"]}
 
     @pydantic.model_validator(mode="after")
     def _makes_a_model(self) -> Self:
@@ -225,17 +209,13 @@ class PretrainRecipe(Section):
         return self.model_dump(mode="json", exclude={"corpus", "start"} if self.corpus is None else set(OF_THE_WORLD))
 
 
-def read_pretrain_recipe(path: str | Path, *, quiet: bool = False) -> PretrainRecipe:
-    """quiet: without advice on old names of settings, for the recipe of a checkpoint. Raises UserError in one line."""
+def read_pretrain_recipe(path: str | Path) -> PretrainRecipe:
+    """Raises UserError in one line."""
     tree = parse_yaml(read_text(path, "the recipe"), f"recipe {path}")
     if not isinstance(tree, dict):
         raise UserError(f"{path} is not a recipe: it holds no keys")
     if "model" in tree and not {"architecture", "start"} & {*tree}:
         raise UserError(f"{path} is a recipe for `surgery run`; one for `surgery pretrain` has the key architecture")
-    old: dict[str, str] = {}
-    tree = current(tree, PretrainRecipe.section, old)
-    if not quiet:
-        advise(old)
     return parsed_pretrain_recipe(tree, f"recipe {path}")
 
 

@@ -11,7 +11,6 @@ from surgery.errors import UserError
 from surgery.records.complaints import complaint, place_of
 from surgery.records.reading import shown
 from surgery.records.record import read_text
-from surgery.records.renamed import advise, current, current_key
 from surgery.records.sections.benching import Bench, Suite
 from surgery.records.sections.data import Data, Text
 from surgery.records.sections.locating import Auto, Locate, PlanOptions, ProbeChoice
@@ -21,8 +20,7 @@ from surgery.records.yaml_text import parse_yaml
 
 __all__ = [
     "Align", "Auto", "AutoSteps", "Bench", "Calibrate", "Data", "EarlyStopping", "Hints", "Lesson", "Locate", "Lora",
-    "PlanOptions", "ProbeChoice", "Recipe", "Rename", "Suite", "Text", "Tune", "changed", "present_key", "read_back",
-    "read_recipe",
+    "PlanOptions", "ProbeChoice", "Recipe", "Rename", "Suite", "Text", "Tune", "changed", "read_recipe",
 ]  # fmt: skip
 
 
@@ -72,8 +70,6 @@ class Recipe(Section):
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Self:
         """Refuse sections that contradict each other."""
-        if self.bench.doses and self.plan.kind != "head":
-            raise ValueError(f"bench.doses counts heads, and plan.kind is {self.plan.kind}")
         if self.plan.init == "copy" and self.tune.align is not None:
             raise ValueError("tune.align: heads that copy (plan.init) are added, and take nothing's place; leave it out")
         if self.plan.kind == "layer" and self.plan.sites is None and not self.locate.layers:
@@ -87,64 +83,45 @@ def read_recipe(path: str | Path | None, settings: list[str] | None = None, **fi
         raise UserError(f"read_recipe takes the name of a file, not {type(path).__name__}")
     if not (settings is None or (isinstance(settings, list | tuple) and all(isinstance(each, str) for each in settings))):
         raise UserError(f"read_recipe takes a list of settings, such as ['tune.steps=40'], not {settings!r}")
-    old: dict[str, str] = {}
-    tree = {} if path is None else _tree(path, old)
+    tree = {} if path is None else _tree(path)
     for setting in settings or []:
-        _apply(tree, setting, old)
-    advise(old)
+        _apply(tree, setting)
     tree |= {key: value for key, value in fixed.items() if value is not None}
     return _valid(tree, "recipe" if path is None else f"recipe {path}", settings or ())
 
 
-def read_back(path: str | Path) -> Recipe:
-    """The recipe of an earlier run, as it stands in its folder: without advice on old names of settings."""
-    return _valid(_tree(path, {}), f"recipe {path}")
-
-
-def _tree(path: str | Path, old: dict[str, str]) -> dict[str, Any]:
-    """What a recipe's file holds, by the present names."""
+def _tree(path: str | Path) -> dict[str, Any]:
+    """What a recipe's file holds."""
     tree = parse_yaml(read_text(path, "the recipe"), str(path))
     if not isinstance(tree, dict):
         raise UserError(f"{path} is not a recipe: it holds no keys")
     if "architecture" in tree and "model" not in tree:
         raise UserError(f"{path} is a recipe for `surgery pretrain`; one for `surgery run` has the key model")
-    return current(tree, old=old)
+    return tree
 
 
-def _apply(tree: dict[str, Any], setting: str, old: dict[str, str]) -> None:
+def _apply(tree: dict[str, Any], setting: str) -> None:
     """Change a recipe's tree by one `key=value`."""
     key, equals, value = setting.partition("=")
     if not equals:
         raise UserError(f"--set takes key=value, not '{shown(setting)}'")
     branch = tree
     *parents, leaf = key.strip().split(".")
-    for i, parent in enumerate(parents):
-        *_, name = present_key(".".join(parents[: i + 1])).split(".")
-        if name != parent:
-            old[".".join(parents[: i + 1])] = name
+    for name in parents:
         branch[name] = {"name": branch[name]} if name == "study" and isinstance(branch.get(name), str) else branch.get(name)
         if branch[name] is None:
             branch[name] = {}
         branch = branch[name]
         if not isinstance(branch, dict):
-            raise UserError(f"--set {shown(setting)}: '{shown(parent, 40)}' has no keys of its own")
-    branch.update(current({leaf: parse_yaml(value, f"--set {shown(setting)}: the value")}, present_key(".".join(parents)), old))
-
-
-def present_key(key: str) -> str:
-    """A dotted key by its present names."""
-    names: list[str] = []
-    for part in key.strip().split("."):
-        names.append(current_key(".".join(names), part))
-    return ".".join(names)
+            raise UserError(f"--set {shown(setting)}: '{shown(name, 40)}' has no keys of its own")
+    branch[leaf] = parse_yaml(value, f"--set {shown(setting)}: the value")
 
 
 def changed(recipe: Recipe, **changes: Any) -> Recipe:
     """The recipe with some other values; those of a section leave the rest of it. Raises UserError if they do not fit."""
-    tree, old = recipe.model_dump(mode="json"), dict[str, str]()
-    for key, value in current(changes, old=old).items():
+    tree = recipe.model_dump(mode="json")
+    for key, value in changes.items():
         tree[key] = tree[key] | value if isinstance(value, dict) else value
-    advise(old)
     return _valid(tree, "recipe, changed")
 
 
@@ -154,7 +131,7 @@ def _valid(tree: dict[str, Any], source: str, settings: Sequence[str] = ()) -> R
         return Recipe.model_validate(tree)
     except pydantic.ValidationError as error:
         place = f"{place_of(error)}."
-        keys = [f"{present_key(setting.partition('=')[0])}." for setting in settings]
+        keys = [f"{setting.partition('=')[0].strip()}." for setting in settings]
         if any(place.startswith(key) or key.startswith(place) for key in keys):
             source = "--set"
         raise UserError(f"{source}: {complaint(error, Recipe)}") from error

@@ -115,12 +115,12 @@ class Sealed(Marked):
 
     @classmethod
     def read(cls, path: str | Path, *, unsealed: Literal["refuse", "say", "take"] = "say") -> Self:
-        """As Record.read. Raises UserError also if the seal does not fit. unsealed: what to do with a file without a seal, as
-        versions up to 0.5.1 wrote them: refuse it as evidence, say so where it is only shown, or take it as it is."""
+        """As Record.read. Raises UserError also if the seal does not fit. unsealed: what to do with a file without a seal, from
+        which it was removed: refuse it as evidence, say so where it is only shown, or take it as it is."""
         text = cls._file_text(path)
         record = cls._parsed(text, path)
         if record.seal is None and unsealed == "refuse":
-            raise UserError(f"{path} has no seal: it is of version 0.5.1 or earlier, or was edited; make it again")
+            raise UserError(f"{path} has no seal: it was edited; make it again")
         if record.seal is None and unsealed == "say":
             from surgery.runtime.progress import say
 

@@ -51,7 +51,7 @@ class Patch(Environment):
     base_tensors: dict[str, str]
     weights: str
     base_config: dict[str, str] = {}
-    """The fields of the base's configuration that its function depends on, as JSON. Versions up to 0.8 did not write them."""
+    """The fields of the base's configuration that its function depends on, as JSON."""
 
 
 def config_texts(config: Any) -> dict[str, str]:

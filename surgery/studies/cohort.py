@@ -161,7 +161,7 @@ class Cohort(Study):
 def _recipe(name: str, changes: Mapping[str, Any], model: str) -> PretrainRecipe:
     """The recipe of a base."""
     like = Path(str(changes.get(LIKE, model)))
-    tree = read_pretrain_recipe(like if like.is_file() else like / "recipe.yaml", quiet=like.is_dir()).model_dump(mode="json")
+    tree = read_pretrain_recipe(like if like.is_file() else like / "recipe.yaml").model_dump(mode="json")
     tree |= {"first_layer_steps": 0, "hints": None}
     for key, change in changes.items():
         if key == "architecture" and isinstance(change, Mapping) and "model_type" in change:
@@ -176,7 +176,7 @@ def _recipe(name: str, changes: Mapping[str, Any], model: str) -> PretrainRecipe
 def _make(name: str, recipe: PretrainRecipe, folder: Path) -> None:
     """Train a base, unless it is there already. Raises UserError where its losses are not finite, say."""
     kept = folder / "recipe.yaml"
-    if not on_main(lambda: kept.exists() and read_pretrain_recipe(kept, quiet=True) == recipe):
+    if not on_main(lambda: kept.exists() and read_pretrain_recipe(kept) == recipe):
         say(f"training the base {name}")
         on_main(partial(pretrain, recipe, folder, overwrite=True))
 

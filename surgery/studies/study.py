@@ -39,7 +39,8 @@ class Measurements(Record):
 class Findings(Sealed, Measurements):
     """The measurements of a study and their provenance.
 
-    conditions: of the recipe's model. other: the digest of the second model. Files of versions up to 0.5.1 have neither."""
+    conditions: of the recipe's model. other: the digest of the second model. The records of the paper's
+    figures, of version 0.4, have neither."""
 
     provenance: Provenance
     conditions: Conditions | None = None

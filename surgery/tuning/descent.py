@@ -34,6 +34,7 @@ from surgery.tuning.state import Checkpoints, State
 from surgery.tuning.trackers import begin_trackers, finish_trackers
 
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory")  # in RuntimeErrors: on a CPU there is no OutOfMemoryError
+WEIGHT_DECAY = 0.01  # of matrices and convolution filters (optimizer.py)
 CLIP = 1.0  # the largest norm of the gradient
 SAVE_SECONDS = 300.0  # between two checkpoints, at most, where steps take long
 
@@ -98,7 +99,7 @@ class Descent:
         # The classes of modules by which FSDP divides a model.
         vars(module)["_no_split_modules"] = sorted({type(block).__name__ for block in distillation.student.base_model.layers})
         optimizer = torch.optim.AdamW(
-            parameter_groups(module.named_parameters(), self.options.weight_decay), lr=learning_rate, betas=(0.9, 0.95)
+            parameter_groups(module.named_parameters(), WEIGHT_DECAY), lr=learning_rate, betas=(0.9, 0.95)
         )
         placed = None if not hooks(distillation.student) else [False, True]  # accelerate's hooks say where it belongs
         module, optimizer = self.accelerator.prepare(module, optimizer, device_placement=placed)

@@ -171,7 +171,7 @@ def table(model: PreTrainedModel, options: Lora, matched: list[Match]) -> list[s
         rows.append((target, pattern, str(len(counts)), shape, rank, f"{sum(counts.values()):,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [f"{options.method}: {total:,} trainable numbers in {len(matched)} modules", *lines]
+    return [f"lora: {total:,} trainable numbers in {len(matched)} modules", *lines]
 
 
 def _called(model: PreTrainedModel) -> set[str]:
@@ -194,8 +194,6 @@ def _config(options: Lora, matched: list[Match]) -> LoraConfig:
         rank_pattern={match.module: match.rank for match in matched if match.rank != options.r},
         lora_alpha=options.lora_alpha,  # type: ignore[arg-type]  # which may also be a float
         lora_dropout=options.lora_dropout,
-        use_rslora=options.use_rslora,
-        use_dora=options.use_dora,
     )
 
 

@@ -12,7 +12,7 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: fl
     """The parameters that have a gradient, in at most two groups: those with weight decay, and those without.
 
     Matrices and convolution filters decay. Parameters with one number for each channel or head do not: biases, norms, D,
-    dt_bias, tau, gates, DoRA's magnitudes. A_log does not decay either, although it is a matrix in Mamba-1: decay would pull
+    dt_bias, tau, gates. A_log does not decay either, although it is a matrix in Mamba-1: decay would pull
     the time scales of the state to 1. Mamba's own code makes the same exceptions.
     """
     trained = [(name, p) for name, p in named if p.requires_grad]

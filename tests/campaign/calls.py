@@ -104,13 +104,13 @@ def prepare(inputs: Path, call: Callable[..., None]) -> None:
     recipes = {
         "run": plain,
         "earlier": section(["seed=7"], base=plain),
-        "whole": section(["bench.controls=true", "bench.random_sites=1", "bench.doses=[1]", *LORA], base=plain),
+        "whole": section(["bench.controls=true", "bench.random_sites=1", *LORA], base=plain),
         "auto": section(AUTO, base=plain),
         "seeds": section(["study={name: seeds, seeds: 1, ways: {tuned: {}}}"], base=plain),
         "sweep": section(["study={name: kv_sweep, layers: 2, pairs: [2], gather: L0.H1, aggregate: L1.H1}"], base=plain),
         "pretrain": {
             "architecture": ARCHITECTURE, "steps": 3, "first_layer_steps": 2, "warmup_steps": 1, "examples": 4, "kv_targets": 4,
-            "text_sequences": 1, "text_sentences": 2, "letter_sequences": 1, "letter_questions": 1, "queries": 2,
+            "text_sequences": 1, "text_sentences": 2, "letter_sequences": 1, "queries": 2,
         },
     }  # fmt: skip
     for name, tree in recipes.items():

@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
              "text_batch_size": 1, "kl_weight": 1.0, "learning_rate": 0.003, "save_steps": 50,
              "warmup_steps": 1},
     "bench": {"suites": ["quick"], "pairs": [4], "unseen_pairs": [4], "limit": 4, "windows": 2, "window": 16, "contexts": [16],
-              "batches": [1], "depths": [0.5], "batch_size": 4, "controls": False, "random_sites": 1},
+              "batches": [1], "batch_size": 4, "controls": False, "random_sites": 1},
 }  # fmt: skip
 
 

@@ -294,11 +294,11 @@ def test_no_estimate_ends_a_run(folder, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "settings",
-    [["plan.kind=layer", "plan.layers=2"], ["plan.kind=layer", "plan.layers=4"], ["plan.heads=30", "bench.doses=[1,33,60]"]],
+    [["plan.kind=layer", "plan.layers=2"], ["plan.kind=layer", "plan.layers=4"], ["plan.heads=30"]],
     ids=str,
 )
 def test_the_controls_of_a_plan_that_fills_the_cut_are_counted(tokenizer, folder, settings):
-    """In 2 or 4 layers there is no other layer for a control, and no room for a dose, but in the model there is."""
+    """In 2 or 4 layers there is no other layer for a control, but in the model there is."""
     deep = random_base(vocab_size=VOCABULARY, num_hidden_layers=8)
     recipe = read_recipe(folder / "quick.yaml", settings)
     costs = estimate.Costs(recipe, Checkpoint("deep", deep, tokenizer, "f" * 64), 1.0, quick=True)

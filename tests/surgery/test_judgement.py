@@ -137,9 +137,9 @@ def test_without_retrieval_there_is_nothing_to_judge(report):
 
 def test_a_user_may_call_a_hybrid_as_it_pleases(report):
     """In a comparison, names are those of folders: only a run's own controls are controls."""
-    models = {"base": report.models["base"], "controlled": report.models["tuned"], "dose_high": report.models["spliced"]}
+    models = {"base": report.models["base"], "controlled": report.models["tuned"], "tuned_high": report.models["spliced"]}
     judged = judge(report.model_copy(update={"models": models}))
-    assert [each.model for each in judged] == ["controlled", "dose_high"]
+    assert [each.model for each in judged] == ["controlled", "tuned_high"]
     assert {each.verdict for each in judged} == {"unclear"}
 
 

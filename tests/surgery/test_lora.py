@@ -80,11 +80,10 @@ def test_every_module_that_is_accepted_learns(family, tokens):
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
-def test_merged_it_computes_the_same_and_the_base_is_as_it_was(kind, family, tokens):
+def test_merged_it_computes_the_same_and_the_base_is_as_it_was(family, tokens):
     base, hybrid = hybrid_of(family)
     before, untuned, parameters = values(base), logits(hybrid, tokens), dict(hybrid.named_parameters())
-    with adapted(hybrid, Lora(**kind, target_modules=("0.mixer.in_proj", "2.mixer.out_proj"), r=2)):
+    with adapted(hybrid, Lora(target_modules=("0.mixer.in_proj", "2.mixer.out_proj"), r=2)):
         torch.testing.assert_close(logits(hybrid, tokens), untuned, **SAME)  # adapters start as nothing
         scatter(hybrid)
         unmerged = logits(hybrid, tokens)
@@ -206,7 +205,7 @@ ALL = SHORT.model_copy(
     update={
         "align": Align(steps=2, batches=1),
         "calibrate": Calibrate(examples=2, tau=(2.0,), gate=(0.5,), evaluations=0),
-        "lora": Lora(use_dora=True, target_modules=("in_proj",), r=2, lora_dropout=0.1),
+        "lora": Lora(target_modules=("in_proj",), r=2, lora_dropout=0.1),
     }
 )
 
@@ -285,7 +284,7 @@ def test_the_command_refuses_a_dead_end_before_anything_is_written(surgery, tmp_
 
 def test_beside_the_controls_stand_the_adapters_alone(base, tokenizer):
     ranking = locate(base, tokenizer, options={"pairs": 4}, examples=4, exact=False)
-    bench = {"random_sites": 1, "doses": []}
+    bench = {"random_sites": 1}
     recipe = Recipe(model="base", tune={"lora": {"target_modules": ["in_proj"]}}, bench=bench)
     tuned = {}
     entries = entries_of(base, recipe, ranking, PLAN, None, lambda name, model, plan, layers=None: tuned.update({name: layers}))

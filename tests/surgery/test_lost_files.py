@@ -74,7 +74,7 @@ def test_pretraining_with_another_recipe_is_not_replaced(tmp_path, monkeypatch):
     """A trial in the place of a long training would end it. What training does not depend on may be another."""
     monkeypatch.setattr("surgery.pretraining.pretrain.check_architecture", lambda _: 1 / 0)  # as far as it gets
     world, books = (copied(f"checkpoints/{name}", tmp_path / name) for name in ("tiny-mamba2", "tiny-books"))
-    of_world, of_books = (read_pretrain_recipe(folder / "recipe.yaml", quiet=True) for folder in (world, books))
+    of_world, of_books = (read_pretrain_recipe(folder / "recipe.yaml") for folder in (world, books))
 
     def with_corpus(**changes):
         return of_books.model_copy(update={"corpus": of_books.corpus.model_copy(update=changes)})

@@ -17,7 +17,7 @@ from surgery.locating.ranking import LISTED, Ranking
 from surgery.records.plan import Start
 from surgery.records.record import provenance
 from surgery.records.site import Site
-from surgery.statistics import Estimate, Intervals, intervals, mean
+from surgery.statistics import Estimate, Intervals, intervals, mean, proportion
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import VOCABULARY, random_base
 
@@ -26,7 +26,7 @@ LAYERS, CHANNELS = 64, 8192
 
 def made(heads):
     zero, probe = mean(np.zeros(3)), {"name": "kv", "options": {"pairs": 4}, "seed": 3, "examples": 3}
-    return Ranking(provenance=provenance("x", "f" * 64, 0, {}), probe=probe, base_accuracy=zero, base_loss=zero, heads=heads,
+    return Ranking(provenance=provenance("x", "f" * 64, 0, {}), probe=probe, base_accuracy=proportion(np.ones(3)), base_loss=zero, heads=heads,
                    layers=(Score(site=Site(0)),))  # fmt: skip
 
 

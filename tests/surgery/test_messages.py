@@ -93,12 +93,3 @@ def test_attention_that_starts_at_random_is_to_be_tuned_before_use(surgery, mode
     assert status == 0, err
     assert err.count("tune it before use") == 1
     assert "random: its attention started at random, and no tuning is on record" in err
-
-
-def test_the_old_name_of_format_is_read_with_a_line_of_advice(surgery, models):
-    status, _, err = surgery("export", models / "hybrid", "--as", "onnx", "--out", "x")
-    assert status == 2
-    assert err.splitlines() == [
-        "advice: --as is now --format; old names are read until version 1.0",
-        "surgery: cannot export as 'onnx'; there are hf, gguf, mamba_ssm, nemotron_h, patch",
-    ]

@@ -21,7 +21,7 @@ from surgery.records.record import provenance
 from surgery.records.site import Site
 from surgery.runtime import plotting
 from surgery.splicing.splice import adopt, splice
-from surgery.statistics import mean
+from surgery.statistics import mean, proportion
 from surgery.studies import redraw
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, VOCABULARY, random_base
@@ -152,7 +152,7 @@ def ranking(layers, heads, **scores):
         for i, site in enumerate(sites)
     )
     zero, probe = mean(np.zeros(3)), {"name": "kv", "options": {"pairs": 4}, "seed": 3, "examples": 3}
-    return Ranking(provenance=provenance("x", "f" * 64, 0, {}), probe=probe, base_accuracy=zero, base_loss=zero, heads=rows,
+    return Ranking(provenance=provenance("x", "f" * 64, 0, {}), probe=probe, base_accuracy=proportion(np.ones(3)), base_loss=zero, heads=rows,
                    layers=())  # fmt: skip
 
 

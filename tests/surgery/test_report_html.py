@@ -43,7 +43,6 @@ def entries(base):
         "base": Entry(base, "unchanged"),
         "spliced": Entry(splice(base, PLAN), EVIL, PLAN),
         "control_random_site": Entry(splice(base, elsewhere), "elsewhere", elsewhere),
-        "dose_1": Entry(splice(base, Plan(sites=("L1.H2",))), "one", Plan(sites=("L1.H2",))),
     }
 
 
@@ -87,7 +86,9 @@ def measured(entries, tokenizer):
     ]
     zero = mean(np.zeros(3))
     probe = {"name": "kv", "options": {"pairs": 4}, "seed": 3}
-    ranking = Ranking(provenance=made, probe=probe, base_accuracy=zero, base_loss=zero, heads=tuple(heads[::-1]), layers=())
+    ranking = Ranking(
+        provenance=made, probe=probe, base_accuracy=proportion(np.ones(3)), base_loss=zero, heads=tuple(heads[::-1]), layers=()
+    )
     report = Report(provenance=made, plan=PLAN, models=models, timings={"bench": 1.0}, training={"x": {"kl": 0.5}}, settings={})
     return report, ranking, mixing(entries, tokenizer, short_question(tokenizer, "kv", {"pairs": 6}, 3), made)
 
@@ -107,7 +108,6 @@ def test_everything_is_in_it_and_nothing_else_is_asked_for(page, measured):
     for title in (
         "In short",
         "Retrieval",
-        "Dose and response",
         "Controls",
         "The atlas of heads",
         "Speed and memory",
@@ -311,7 +311,7 @@ def test_in_a_browser(page, measured, tmp_path):
         assert frame["title"].startswith(EVIL)
         assert frame["wide"] == []
         assert frame["small"] == 0
-        assert frame["plots"] == [True] * (2 + 1 + 2 + 3)  # retrieval of two probes, doses, cost, speed
+        assert frame["plots"] == [True] * (2 + 2 + 3)  # retrieval of two probes, cost, speed
         assert frame["maps"] == [True] * 5
         assert frame["images"] == [len(matrices.tokens)] * 4
         result = report.models["spliced"].kv["6"]

@@ -1,4 +1,4 @@
-"""Settings: their old names, where they are listed, and what is said of wrong ones."""
+"""Settings: those of earlier versions, where they are listed, and what is said of wrong ones."""
 
 import re
 from functools import cache
@@ -16,109 +16,48 @@ from surgery.jobs.preparing import check_run
 from surgery.kernels.dispatch import OPERATIONS
 from surgery.loading.checkpoint import load
 from surgery.probes import probes
-from surgery.records import renamed
-from surgery.records.pretrain_recipe import PretrainRecipe, read_pretrain_recipe
-from surgery.records.recipe import Bench, Lora, Recipe, Suite, Text, Tune, changed, read_back, read_recipe
-from surgery.records.renamed import RENAMED, current
+from surgery.records.pretrain_recipe import read_pretrain_recipe
+from surgery.records.recipe import Recipe, Suite, Text, read_recipe
 from surgery.records.settings import rows, sections
 from surgery.records.site import Site
 from surgery.studies import studies
 from tests.conftest import ROOT
 
-OLD = """
+# As version 0.19 wrote them, with what went since at its default.
+OF_019 = """
 model: m
-tune: {accumulate: 2, checkpointing: true, warmup: 3, save_every: 7, trackers: [tensorboard], precision: bf16,
-       keep: {every: 5}, lora: {kind: dora, targets: [in_proj], rank: 2, alpha: 4, dropout: 0.1}}
-bench: {examples: 9, task_examples: 8, tasks_path: x}
-"""
-NEW = """
-model: m
-tune: {gradient_accumulation_steps: 2, gradient_checkpointing: true, warmup_steps: 3, save_steps: 7, report_to: [tensorboard],
-       mixed_precision: bf16, early_stopping: {eval_steps: 5},
-       lora: {use_dora: true, target_modules: [in_proj], r: 2, lora_alpha: 4, lora_dropout: 0.1}}
-bench: {limit: 9, task_limit: 8, include_path: x}
+tune: {steps: 7, weight_decay: 0.01, lora: {target_modules: [in_proj], r: 2, use_rslora: false, use_dora: false}}
+bench: {limit: 9, doses: [], depths: [0.0, 0.5, 1.0], engine_python: null}
 """
 
 
-@pytest.fixture(autouse=True)
-def _nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(renamed, "_advised", set())
+def test_recipes_of_earlier_versions_are_read_where_what_went_was_at_its_default(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(OF_019)
+    recipe = read_recipe(tmp_path / "recipe.yaml")
+    assert (recipe.tune.steps, recipe.tune.lora.r, recipe.bench.limit) == (7, 2, 9)
+    kept = {section: names for section, kind in sections().items() if (names := kind.gone)}
+    assert {section: set(names) for section, names in kept.items()} == {
+        "tune": {"weight_decay"}, "tune.lora": {"use_rslora", "use_dora"}, "bench": {"doses", "depths", "engine_python"},
+        "pretrain": {"needles", "letter_questions"},
+    }  # fmt: skip
+    assert read_pretrain_recipe(ROOT / "checkpoints" / "tiny-letters" / "recipe.yaml").letter_sequences
 
 
-def leaves(tree, section=""):
-    for key, value in tree.items():
-        yield from leaves(value, f"{section}{key}.") if isinstance(value, dict) else [f"{section}{key}={yaml.safe_dump(value)}"]
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("bench.doses=[1]", "bench.doses: went with version 0.20, which does as doses: [] did; leave it out"),
+        ("tune.weight_decay=0.1", "tune.weight_decay: went with version 0.20, which does as weight_decay: 0.01 did"),
+        ("tune.lora={target_modules: in_proj, use_dora: true}", "use_dora: went with version 0.20"),
+    ],
+)
+def test_what_went_is_said_to_have_gone_where_it_was_set(setting, line):
+    assert line in said(setting)
 
 
-@pytest.fixture
-def recipes(tmp_path):
-    for name, text in (("old", OLD), ("new", NEW)):
-        (tmp_path / f"{name}.yaml").write_text(text)
-    return tmp_path / "old.yaml", tmp_path / "new.yaml"
-
-
-def test_old_names_are_read_with_one_line_of_advice(recipes, capsys):
-    old, new = recipes
-    assert read_recipe(old) == read_recipe(new)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("advice: tune.accumulate is now gradient_accumulation_steps, ")
-    assert "tune.lora.kind is now use_rslora or use_dora" in line
-    assert line.endswith("old names are read until version 1.0")
-    read_recipe(old)
-    assert capsys.readouterr().err == ""
-
-
-def test_old_names_in_settings(recipes, capsys):
-    settings = list(leaves(yaml.safe_load(OLD)))
-    assert len(settings) == 16
-    assert read_recipe(None, settings) == read_recipe(recipes[1])
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_old_names_in_python(recipes, capsys):
-    given, expected = yaml.safe_load(OLD), read_recipe(recipes[1])
-    assert Tune(**given["tune"]) == expected.tune
-    assert Bench(**given["bench"]) == expected.bench
-    assert Lora(**given["tune"]["lora"]) == expected.tune.lora
-    assert Recipe(**given) == expected
-    assert PretrainRecipe(architecture={"model_type": "mamba2"}, warmup=7).warmup_steps == 7
-    assert "tune.accumulate is now" in capsys.readouterr().err
-    assert changed(Recipe(model="m"), tune=given["tune"]).tune == expected.tune
-
-
-def test_a_setting_replaces_an_old_name_of_the_file(recipes):
-    recipe = read_recipe(recipes[0], ["tune.save_steps=11", "tune.lora.r=3", "bench.examples=4"])
-    assert (recipe.tune.save_steps, recipe.tune.lora.r, recipe.bench.limit) == (11, 3, 4)
-
-
-def test_what_was_written_earlier_is_read_without_advice(recipes, capsys):
-    assert read_back(recipes[0]) == read_recipe(recipes[1])
-    assert capsys.readouterr().err == ""
-
-
-def test_both_names_of_one_setting_are_refused():
-    for tree in ({"save_steps": 1, "save_every": 1}, {"save_every": 1, "save_steps": 1}):
-        with pytest.raises(UserError, match=r"tune\.save_steps is there by its old name, too"):
-            Tune(**tree)
-    with pytest.raises(UserError, match=r"tune\.lora\.kind: 'adalora' is none of lora, rslora, dora"):
-        Lora(kind="adalora", target_modules=("x",))
-
-
-def test_files_are_written_with_present_names(recipes):
-    written = read_recipe(recipes[0]).model_dump(mode="json")
-    assert current(written) == written
-    for section, names in RENAMED.items():
-        branch = written
-        for part in section.split("."):
-            branch = branch[part] if section != "pretrain" else PretrainRecipe(architecture={"model_type": "x"}).model_dump()
-        assert not set(names) & set(branch)
-
-
-def test_no_shipped_recipe_uses_an_old_name(capsys):
-    for path in (ROOT / "recipes").rglob("*.yaml"):
-        if "\nmodel:" in f"\n{path.read_text()}":
-            read_recipe(path)
-    assert capsys.readouterr().err == ""
+def test_every_shipped_recipe_is_read():
+    for path in [*(ROOT / "recipes").rglob("*.yaml"), *(ROOT / "checkpoints").glob("*/recipe.yaml")]:
+        (read_recipe if "\nmodel:" in f"\n{path.read_text()}" else read_pretrain_recipe)(path)
 
 
 def said(*settings, path=None):
@@ -134,8 +73,8 @@ def said(*settings, path=None):
         ("tune.stpes=7", "unknown key 'tune.stpes'; did you mean tune.steps?"),
         ("steps=7", "unknown key 'steps'; did you mean tune.steps or tune.align.steps?"),
         ("tune.early_stopping={every_steps: 3}", "did you mean tune.early_stopping.eval_steps?"),
-        ("tune.lora.rnak=3", "unknown key 'tune.lora.rnak'; did you mean tune.lora.r?"),
-        ("bench.task_example=3", "did you mean bench.task_limit?"),
+        ("tune.lora.lora_alfa=3", "unknown key 'tune.lora.lora_alfa'; did you mean tune.lora.lora_alpha?"),
+        ("bench.task_limits=3", "did you mean bench.task_limit?"),
         ("tune.lessons=[{pairs: 8}]", "unknown key 'tune.lessons.0.pairs'; did you mean bench.pairs?"),
         ("tune.foo=1", "unknown key 'tune.foo'; `surgery settings tune` lists the keys"),
         ("xyz=1", "unknown key 'xyz'; `surgery settings` lists the keys"),
@@ -188,7 +127,7 @@ def test_the_source_of_what_is_wrong_is_named(tmp_path):
     assert said(path=path).startswith(f"recipe {path}: bench.limit takes")
     assert said("bench.limit=few", path=path).startswith("--set: bench.limit takes a whole number, not 'few'")
     assert said("bench.limit=7", "plan.kind=layer", "plan.blend=1", path=path).startswith("--set: plan.blend: means nothing")
-    assert said("tune.keep.evry=3", "bench.limit=7", path=path).startswith("--set: unknown key 'tune.early_stopping.evry'")
+    assert said("tune.lora.evry=3", "bench.limit=7", path=path).startswith("--set: unknown key 'tune.lora.evry'")
 
 
 def test_a_model_is_missing():
@@ -203,7 +142,6 @@ def test_a_model_is_missing():
         (["plan.kind=layer", "plan.heads=2"], "plan.heads: counts heads, and kind is layer; set plan.layers"),
         (["plan.layers=2"], "plan.layers: counts layers, and kind is head"),
         (["plan.kind=layer", "locate.layers=false"], "locate.layers=false ranks none"),
-        (["plan.kind=layer", "bench.doses=1,2"], "bench.doses counts heads, and plan.kind is layer"),
         (["plan.mlp=true"], "plan.mlp: means nothing for a head graft that starts dual"),
         (["plan.donor_heads={L1.H0: L2.H0}"], "plan.donor_heads: means nothing for a head graft that starts dual"),
         (["plan.donor=x", "plan.sites=L1.H0", "plan.donor_heads={L2.H0: L2.H0}"], "L2.H0 is not among the sites"),
@@ -222,7 +160,7 @@ def test_sections_that_contradict_themselves_or_each_other_are_refused(settings,
         ("bench.pairs=16,32", (16, 32)),
         ("bench.pairs=[16, 32]", (16, 32)),
         ("bench.suites=quick,speed", ("quick", "speed")),
-        ("bench.depths=.5", (0.5,)),
+        ("plan.auto.gates=.5", (0.5,)),
         ("bench.tasks=", None),
         ("tune.report_to=tensorboard", ("tensorboard",)),
         ("tune.lora.target_modules=in_proj, out_proj", ("in_proj", "out_proj")),
@@ -323,8 +261,7 @@ def test_settings_are_listed(surgery):
     assert surgery("settings", "tune.stpes")[::2] == (
         2, "surgery: there is no section or key 'tune.stpes'; did you mean tune.steps?\n"
     )  # fmt: skip
-    assert "tune.report_to  [" in surgery("settings", "tune.trackers")[1]
-    for wrong, meant in {"keep": "tune.early_stopping", "tune.Steps": "tune.steps?", "TUNE": "tune"}.items():
+    for wrong, meant in {"tune.Steps": "tune.steps?", "TUNE": "tune"}.items():
         assert surgery("settings", wrong)[2].startswith(f"surgery: there is no section or key '{wrong}'; did you mean {meant}")
     assert "; the sections are data, " in surgery("settings", "nonsense")[2]
     assert surgery("list", "probe")[::2] == (2, "surgery: no list is named 'probe'; did you mean probes?\n")
@@ -363,7 +300,6 @@ def test_what_a_verb_uses_exists():
     [
         (["plan.heads=999"], "plan.heads: the model has 32 heads, and 999 are to be grafted"),
         (["plan={kind: layer, layers: 5}"], "plan.layers: the model has 4 layers, and 5 are to be grafted"),
-        (["bench.doses=1,99"], "bench.doses: the model has 32 heads, and 99 are to be grafted"),
         (["plan.sites=L9.H0"], "the model has no site L9.H0"),
         (["tune.report_to=nope"], "tune.report_to: there is no 'nope'"),
         (["plan={donor: ./nope}"], "no such folder: ./nope"),
@@ -401,11 +337,3 @@ def test_a_run_is_refused_before_it_writes(surgery, tmp_path, monkeypatch):
     status, _, error = surgery("run", "recipes/demo.yaml", "--out", str(tmp_path / "out"), "--set", "plan.heads=999")
     assert (status, error) == (2, "surgery: plan.heads: the model has 32 heads, and 999 are to be grafted\n")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("kind", "method"), [("lora", "lora"), ("rslora", "rslora"), ("dora", "dora")])
-def test_the_old_kind_of_adapters_replaces_another(tmp_path, kind, method):
-    for before in ("lora", "rslora", "dora"):
-        path = tmp_path / "recipe.yaml"
-        path.write_text(f"model: m\ntune: {{lora: {{kind: {before}, targets: [in_proj]}}}}\n")
-        assert read_recipe(path, [f"tune.lora.kind={kind}"]).tune.lora.method == method

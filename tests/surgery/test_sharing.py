@@ -216,7 +216,7 @@ def test_a_run_costs_what_it_trains(folder, tmp_path, measured, live_bytes):
     package.load(folder / "base")
     before = live_bytes()
     recipe = Recipe(
-        model=str(folder / "base"), bench=QUICK | {"random_sites": 1, "doses": [2]}, plan={"heads": 1},
+        model=str(folder / "base"), bench=QUICK | {"random_sites": 1}, plan={"heads": 1},
         locate={"examples": 2, "options": {"pairs": 3}, "layers": False},
         tune={"steps": 2, "batch_size": 2, "text_batch_size": 2, "text_tokens": 16, "lessons": [{"options": {"pairs": 3}}]},
     )  # fmt: skip
@@ -225,7 +225,7 @@ def test_a_run_costs_what_it_trains(folder, tmp_path, measured, live_bytes):
     models = {name: entry.model for name, entry in measured_entries.items()}
     layer = measured_entries["tuned"].plan.sites[0].layer
     mixer = sum(p.nbytes for p in trainable(models["control_tuned"], [layer]).values())
-    assert len(models) == 9
+    assert len(models) == 8
     assert total(list(models.values())) == own_bytes(models["base"]) + mixer + sum(map(grafts, models.values()))
     assert 0 <= held - before - total(list(models.values())) < 2**12  # beside them some token ids
     del measured_entries, models
@@ -257,6 +257,6 @@ def test_a_donor_is_let_go_before_anything_is_tuned(base, monkeypatch):
         gc.collect()
         tuned.append((name, alive()))
 
-    recipe = Recipe(model="base", bench={"controls": False, "doses": []})
+    recipe = Recipe(model="base", bench={"controls": False})
     assert [*entries.entries_of(base, recipe, None, PLANS["heads"], donors.pop, tune)] == ["base", "spliced", "tuned"]
     assert tuned == [("tuned", None)]

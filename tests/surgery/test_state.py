@@ -280,7 +280,7 @@ bench: {pairs: [4], unseen_pairs: [], limit: 10, windows: 2, contexts: [64]}
 def test_what_it_costs_is_known_before_and_every_hybrid_of_a_run_is_cut():
     base = load(ROOT / "checkpoints" / "tiny-mamba2")
     settings = [f"model={ROOT}/checkpoints/tiny-mamba2", "plan={sites: L0.H3, state_size: 4}", "tune.text_tokens=16"]
-    recipe = read_recipe(None, [*settings, "bench.doses=[1]"])
+    recipe = read_recipe(None, settings)
     patient = Patient(base.model, base.tokenizer, base.model.dummy_inputs["input_ids"][:2, :8])
     windows, cost = shrinking_cost(patient, recipe, assumed(recipe, patient.depth, patient.heads))
     assert windows == 32
@@ -290,7 +290,7 @@ def test_what_it_costs_is_known_before_and_every_hybrid_of_a_run_is_cut():
     sizes = {name: state_size(entry.model) for name, entry in entries.items()}
     whole = {"base", "control_tuned"}
     assert sizes == {name: 16 if name in whole else 3 for name in sizes}
-    assert {"dose_1", "control_random_site_tuned", "control_same_layer"} < set(sizes)
+    assert {"control_random_site_tuned", "control_same_layer"} < set(sizes)
 
 
 def test_the_verbs_cut_alike(surgery, tmp_path):

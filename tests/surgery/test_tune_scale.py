@@ -54,7 +54,7 @@ MORE = ALL.model_copy(
     update={
         "repeat": 2,
         "gradient_checkpointing": True,
-        "lora": Lora(use_dora=True, target_modules=("in_proj", "1.mixer.out_proj"), r=2),
+        "lora": Lora(target_modules=("in_proj", "1.mixer.out_proj"), r=2),
     }
 )
 BF16 = DISTIL.model_copy(update={"mixed_precision": "bf16", "gradient_accumulation_steps": 1})

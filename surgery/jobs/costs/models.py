@@ -52,11 +52,7 @@ def models_of(patient: Patient, recipe: Recipe, chosen: Plan, depth: int, first:
         trained[name] = Trained(model, plan, layers)
         return model
 
-    doses = tuple(min(dose, depth * patient.heads) for dose in recipe.bench.doses)
-    bench = recipe.bench.model_copy(update={"doses": doses})
-    entries = entries_of(
-        base, _without_donor(recipe).model_copy(update={"bench": bench}), level(depth, patient.heads), plan, None, note
-    )
+    entries = entries_of(base, _without_donor(recipe), level(depth, patient.heads), plan, None, note)
     entries["base"] = Entry(adopt(base), entries["base"].description)
     return Models(entries, trained)
 

@@ -1,6 +1,7 @@
 """What a hybrid and its base are measured on."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -45,9 +46,10 @@ SUITES: dict[Suite, str] = {
 
 
 class Bench(Section):
-    """What models are measured on. `controls`, `random_sites` and `doses` are for `surgery run` alone."""
+    """What models are measured on. `controls` and `random_sites` are for `surgery run` alone."""
 
     section = "bench"
+    gone: ClassVar[Mapping[str, Any]] = {"doses": [], "depths": [0.0, 0.5, 1.0], "engine_python": None}
 
     suites: tuple[Suite, ...] = Field(default=("quick",), min_length=1)
     """What is measured (`surgery list suites`)."""
@@ -77,8 +79,6 @@ class Bench(Section):
     rare: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """Of the suite hits: how often, per million tokens, a pair may stand in the text outside the row. Counted in
     data.train_text; if none is named, in the rest of data.held_out_text."""
-    depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.0, 0.5, 1.0)
-    """Where in the text a needle is hidden: 0 at its beginning, 1 at its end."""
     batches: tuple[Rows, ...] = (1, 8)
     """Batch sizes of the suite speed."""
     concurrencies: tuple[Rows, ...] = (1, 4)
@@ -90,18 +90,6 @@ class Bench(Section):
     heads of the plan's own layers."""
     random_sites: Repeats = 2
     """How many draws of random sites; the first is also tuned."""
-    doses: tuple[Count, ...] = ()
-    """Also measure this many of the leading heads, spliced without training."""
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _starts_nothing(cls, fields: Any) -> Any:
-        """Versions up to 0.17 had a setting that named a program; their records hold it as null."""
-        if isinstance(fields, dict) and "engine_python" in fields:
-            if fields["engine_python"] is not None:
-                raise ValueError("engine_python names a program, which no recipe and no setting starts: give --engine-python")
-            fields = {name: value for name, value in fields.items() if name != "engine_python"}
-        return fields
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:

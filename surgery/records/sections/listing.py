@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any, get_args, get_origin
 
-from surgery.records.renamed import RENAMED, current_key
 from surgery.records.sections.section import Section
 
 
@@ -25,13 +24,9 @@ def walk(section: type[Section], place: str = "") -> Iterator[tuple[str, type[Se
 
 
 @cache
-def keys(root: type[Section]) -> dict[str, str]:
-    """All dotted keys, the old ones included -> the present ones."""
-    return {
-        f"{place}.{name}".lstrip("."): f"{place}.{current_key(section.section, name)}".lstrip(".")
-        for place, section in walk(root)
-        for name in (*section.model_fields, *RENAMED.get(section.section, ()))
-    }
+def keys(root: type[Section]) -> tuple[str, ...]:
+    """All dotted keys."""
+    return tuple(f"{place}.{name}".lstrip(".") for place, section in walk(root) for name in section.model_fields)
 
 
 def section_of(root: type[Section], place: tuple[str | int, ...]) -> tuple[str, type[Section] | None]:

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from surgery.records.reading import check_name
 from surgery.records.record import Record
-from surgery.records.renamed import advise, current
 
 # Upper bounds of settings, beyond what any machine does in its life: what asks for more is refused before it is begun. What a
 # machine cannot hold though it is within them depends on the model: jobs/sizes.py refuses it, and --dry-run estimates the rest.
@@ -57,21 +56,23 @@ def none_for_no(value: Any) -> Any:
 class Section(Record):
     """Part of a recipe. The text below a field says what the setting means: `surgery settings` and the documentation print it.
 
-    section: its place in a recipe ("tune.lora"), by which the old names of its settings are found.
+    section: its place in a recipe ("tune.lora"). gone: settings that 0.17 to 0.19 had, which their files hold at the default.
     """
 
     section: ClassVar[str] = ""
+    gone: ClassVar[Mapping[str, Any]] = {}
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _current(cls, fields: Any) -> Any:
-        """The fields by their present names; one value, or several between commas, where a list is wanted."""
+    def _present(cls, fields: Any) -> Any:
+        """The fields that there still are; one value, or several between commas, where a list is wanted."""
         if not isinstance(fields, Mapping):
             return fields
-        old: dict[str, str] = {}
-        renamed = current(fields, cls.section, old)
-        advise(old)
-        return {name: _listed(value) if name in cls._lists() else value for name, value in renamed.items()}
+        for name in cls.gone.keys() & fields.keys():
+            if fields[name] != cls.gone[name]:
+                raise ValueError(f"{name}: went with version 0.20, which does as {name}: {cls.gone[name]} did; leave it out")
+        lists = cls._lists()
+        return {name: _listed(value) if name in lists else value for name, value in fields.items() if name not in cls.gone}
 
     @classmethod
     def _lists(cls) -> set[str]:

@@ -1,6 +1,7 @@
 """How a hybrid is tuned."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -124,6 +125,7 @@ class Lora(Section):
     """Adapters on the base that learn beside the grafts, by peft."""
 
     section = "tune.lora"
+    gone: ClassVar[Mapping[str, Any]] = {"use_rslora": False, "use_dora": False}
 
     target_modules: Annotated[tuple[str, ...] | dict[str, Width], Field(min_length=1)]
     """Names of modules within the blocks, or how they end (in_proj, 3.mixer.in_proj); or a mapping of those to a rank each."""
@@ -133,15 +135,6 @@ class Lora(Section):
     """Adapters are scaled by lora_alpha / r."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on an adapter's input."""
-    use_rslora: bool = False
-    """Scale by lora_alpha / sqrt(r) instead."""
-    use_dora: bool = False
-    """DoRA: also learn the size of every row of a weight."""
-
-    @property
-    def method(self) -> str:
-        """What to call it in a table."""
-        return {(0, 0): "lora", (1, 0): "rslora", (0, 1): "dora", (1, 1): "rslora, dora"}[self.use_rslora, self.use_dora]
 
 
 class AutoSteps(Section):
@@ -166,6 +159,7 @@ class Tune(Section):
     to its base by a KL term. Several processes divide every batch."""
 
     section = "tune"
+    gone: ClassVar[Mapping[str, Any]] = {"weight_decay": 0.01}
 
     steps: Annotated[Annotated[int, Field(ge=0, le=STEPS)] | Literal["auto"], Field(union_mode="left_to_right")] = 150
     """Training steps. 0: only the stages align and calibrate. auto: until the loss on other lessons and text is flat
@@ -195,8 +189,6 @@ class Tune(Section):
     """The largest learning rate; after the warm-up it falls to 0 along a cosine."""
     decay: float = Field(default=1.0, gt=0, le=1)
     """The share of the steps, at the end, over which the learning rate falls. Before them it stays at its largest."""
-    weight_decay: float = Field(default=0.01, ge=0, le=FACTOR, allow_inf_nan=False)
-    """Weight decay of matrices and convolution filters; nothing else decays."""
     warmup_steps: int = Field(default=10, ge=0, le=MOST)
     """Steps over which the learning rate rises."""
     save_steps: Count = 50
