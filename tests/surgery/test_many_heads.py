@@ -26,7 +26,8 @@ LAYERS, CHANNELS = 64, 8192
 
 def made(heads):
     zero, probe = mean(np.zeros(3)), {"name": "kv", "options": {"pairs": 4}, "seed": 3, "examples": 3}
-    return Ranking(provenance=provenance("x", "f" * 64, 0, {}), probe=probe, base_accuracy=proportion(np.ones(3)), base_loss=zero, heads=heads,
+    return Ranking(provenance=provenance("x", "f" * 64, 0, {}), probe=probe, base_accuracy=proportion(np.ones(3)),
+                   base_loss=zero, heads=heads,
                    layers=(Score(site=Site(0)),))  # fmt: skip
 
 

@@ -152,7 +152,8 @@ def ranking(layers, heads, **scores):
         for i, site in enumerate(sites)
     )
     zero, probe = mean(np.zeros(3)), {"name": "kv", "options": {"pairs": 4}, "seed": 3, "examples": 3}
-    return Ranking(provenance=provenance("x", "f" * 64, 0, {}), probe=probe, base_accuracy=proportion(np.ones(3)), base_loss=zero, heads=rows,
+    return Ranking(provenance=provenance("x", "f" * 64, 0, {}), probe=probe, base_accuracy=proportion(np.ones(3)),
+                   base_loss=zero, heads=rows,
                    layers=())  # fmt: skip
 
 
