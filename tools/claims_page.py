@@ -47,7 +47,7 @@ def over_seeds(record: Findings, model: str, figure: str) -> list[float]:
 def source(record: Report | Findings, file: str) -> str:
     """Which record, of which version and day."""
     made = record.provenance
-    return f"`{file}`, {made.toolkit}, {made.created[:10]}"
+    return f"[{file.partition('.')[0]}](../../recipes/{file}), {made.toolkit}, {made.created[:10]}"
 
 
 def claims() -> str:
@@ -214,7 +214,8 @@ def _words() -> list[str]:
     base, hybrid = (record.accuracy[name]["foreign"]["16"].accuracy for name in ("base", "hybrid"))
     return [
         f"[Keys from outside the base's pretraining](demo.md#keys-from-outside-the-pretraining): 16 pairs {base:.3f} to "
-        f"{hybrid:.3f}", "the demo's hybrid", "none", f"`foreign-words.json`, {record.toolkit}, {record.created[:10]}", NOT,
+        f"{hybrid:.3f}", "the demo's hybrid", "none", f"[foreign-words](../../recipes/foreign-words.json), "
+        f"{record.toolkit}, {record.created[:10]}", NOT,
     ]  # fmt: skip
 
 
@@ -291,8 +292,11 @@ def status() -> str:
     letters = {name: report(name) for name in ("letters", "letters-choice")}
     left = [of(record, "tuned", "letters") for record in letters.values()]
     foreign = words().accuracy
+    least = min(over_seeds(findings("seeds"), "distil", "kv.64"))
+    most = max(over_seeds(findings("seeds"), CONTROL, "kv.64"))
     return f"""\
-- **Shown** on toy models (Mamba-2, Mamba-1, mLSTM): the gain in retrieval, against controls, on five seeds each.
+- **Shown** on toy models (Mamba-2, Mamba-1, mLSTM): the gain in retrieval, on five seeds each. Mamba-2 reaches {least:.3f} or \
+more at 64 pairs; tuned without a graft it reaches {most:.3f} at most.
 - **Shown at a price** on a Gated DeltaNet toy: loss on text rises by {deltanet_price()} nats.
 - **In part**: of {len(findings("cohort").about)} toys trained without our layer-0 curriculum, {cohort_counts()} reach \
 {WELL:.2f} at 64 pairs; {cohort_counts(f"{UNSEEN}64")} do with keys not used in tuning; random heads of the same layer \
