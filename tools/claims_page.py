@@ -185,7 +185,7 @@ def _state() -> list[str]:
     whole, half = (rows[f"tuned, state of {size}"]["kv.64"] for size in (16, 8))
     alone = rows["base, state of 8"]["kv.64"]
     return [
-        f"[Half of the state](state.md) is enough beside grafts: 64 pairs {half:.3f}, with the whole state {whole:.3f}",
+        f"[Half of the state, with grafts](state.md): 64 pairs {half:.3f}; with the whole state {whole:.3f}",
         "`tiny-mamba2`, 1 seed", f"base with half of its state: {alone:.3f}", source(record, "state-size.findings.json"), PART,
     ]  # fmt: skip
 
