@@ -63,7 +63,11 @@ def stages(record: FullSize | None = None) -> str:
         return "Nothing has been measured at full size yet."
     header = ["model", "stage", "time", "CPU time", "peak memory", "of its own", "limit", "within it"]
     first = record.stages[0].environment
-    where = f"Measured from {first.created[:10]} on, {first.machine}, {first.threads} threads (`recipes/full-size.json`)."
+    versions = " and ".join(dict.fromkeys(stage.environment.toolkit for stage in record.stages))
+    where = (
+        f"Measured from {first.created[:10]} on, {first.machine}, {first.threads} threads, versions {versions} "
+        "(`recipes/full-size.json`)."
+    )
     return f"{markdown.table(header, body)}\n\n{where}"
 
 
@@ -74,9 +78,17 @@ def estimates() -> str:
     for name, case in record.cases.items():
         whole = case.whole
         seconds, memory = map(duration, whole.seconds), map(_gib, whole.memory)
-        day = (case.environment or record.environment).created[:10]
+        made = case.environment or record.environment
         body.append(
-            [name, *seconds, f"{whole.seconds_ratio:.2f}", *memory, f"{whole.memory_ratio:.2f}", duration(case.took), day]
+            [
+                name,
+                *seconds,
+                f"{whole.seconds_ratio:.2f}",
+                *memory,
+                f"{whole.memory_ratio:.2f}",
+                duration(case.took),
+                f"{made.created[:10]}, version {made.toolkit}",
+            ]
         )
     header = ["run", "time, estimated", "then", "ratio", "peak memory, estimated", "then", "ratio", "the estimate took", "on"]
     where = record.environment

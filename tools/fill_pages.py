@@ -53,7 +53,7 @@ MLX = ROOT / "recipes" / "mlx.json"
 # In the order of the page: where miniature and paper agree, and where not.
 VERDICTS = {
     "minimal-model": """\
-**Agrees** in that retrieval stands until one layer more is dropped and then falls to chance at once. **Differs**: knowledge
+**Agrees** in that retrieval holds until one layer more is dropped and then falls to chance at once. **Differs**: knowledge
 falls with every layer, where the paper's knowledge tasks stay flat. In four layers none is spare.""",
     "crucial-layers": """\
 **Agrees** in that the last two layers of the minimal model are crucial, and the gather head is in one, the aggregate head in
@@ -65,7 +65,7 @@ put there by hints; that `locate` names those two and no others first is the tes
     "kv-sweep": """\
 **Agrees**: without the aggregate head retrieval falls the further the more pairs there are to choose from, without the gather
 head it is gone, and as many heads at random cost nothing. Measured in the minimal model: in the whole one, heads of the last
-layer stand in for a lost aggregate head.""",
+layer replace a lost aggregate head.""",
     "mixing-matrices": """\
 **Agrees**: the Transformer's gather head looks from each value at its key, its aggregate head from the question at one
 summary, both sharply; the SSM's aggregate head (which nothing hinted) spreads over all summaries, the right one among them.
@@ -77,8 +77,8 @@ stays. The hybrid was trained from scratch with nothing said about where to retr
 mixers' output at the last position is put to zero, which goes for SSMs as well: `surgery/locating/prune.py`.)""",
     "replacement": """\
 **Agrees**: one layer gives everything back without training, and it is the layer of the donor's aggregate head. **Differs**:
-the layer above does nearly as well, because the donor has heads there that stand in. Of locate's measures on the SSM itself
-splice attribution names the right layer; the exact gains name its neighbour, the cost of ablation another. With an earlier
+the layer above does nearly as well, because the donor has heads there that can replace them. Of locate's measures on the SSM,
+splice attribution names the right layer. The exact gains name its neighbour, the cost of ablation another. With an earlier
 pair of models, not kept, whose hints were for all heads of a layer, attribution named it too.""",
 }
 
@@ -163,7 +163,7 @@ def kernels() -> str:
     benchmark, before = Benchmark.read(KERNELS), Benchmark.read(KERNELS_BEFORE)
     return f"""{markdown.table(*cell_rows(benchmark, before))}
 
-{describe(benchmark.environment)} (`recipes/kernels.bench.json`).
+Version {benchmark.environment.toolkit}, {describe(benchmark.environment)} (`recipes/kernels.bench.json`).
 
 The last column is the same ratio in version {before.environment.toolkit}: {describe(before.environment)} \
 (`recipes/kernels.before.json`)."""
