@@ -65,7 +65,7 @@ def stages(record: FullSize | None = None) -> str:
     first = record.stages[0].environment
     versions = " and ".join(dict.fromkeys(stage.environment.toolkit for stage in record.stages))
     where = (
-        f"Measured from {first.created[:10]} on, {first.machine}, {first.threads} threads, versions {versions} "
+        f"Measured from {first.created[:10]} on, {first.machine}, {first.threads} threads, version {versions} "
         "(`recipes/full-size.json`)."
     )
     return f"{markdown.table(header, body)}\n\n{where}"
