@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,33 +48,26 @@ def test_make_gpu_installs_nothing(tmp_path):
     assert (tmp_path / "called").read_text() == "-m tools.gpu\n"
 
 
-def test_the_record(tmp_path):
-    out = tmp_path / "gpu.json"
+def test_what_failed_is_done_again_and_what_passed_is_not(tmp_path):
+    out, count, mended = tmp_path / "gpu.json", tmp_path / "count", tmp_path / "mended"
+    counting = f"import os, sys; open({str(count)!r}, 'a').write('x')"
     todo = [
-        part("first", "import time; time.sleep(0.1); print('12 passed')"),
-        part("second", "import sys; print('bad'); sys.exit(3)"),
-        part("third", "print(1)"),
+        part("first", f"{counting}; import time; time.sleep(0.1); print('12 passed')"),
+        part("second", f"{counting}; print('bad'); sys.exit(3 * (not os.path.exists({str(mended)!r})))"),
+        part("odd", f"import os; print(1 if os.path.exists({str(mended)!r}) else 'no number')", read=int),
     ]
     assert conduct(todo, HERE, out, tmp_path / "log", 60) == 1
     record = json.loads(out.read_text())
     assert record["machine"] == HERE
     assert record["date"].endswith("+00:00")
-    assert outcomes(out) == {"first": "passed", "second": "failed", "third": "passed"}
-    assert record["parts"]["first"]["result"] == "12 passed"
-    assert record["parts"]["second"]["result"] == "bad"
+    assert outcomes(out) == {"first": "passed", "second": "failed", "odd": "failed"}
+    assert [record["parts"][name]["result"] for name in ("first", "second")] == ["12 passed", "bad"]
+    assert "ValueError" in record["parts"]["odd"]["result"]
     assert record["parts"]["first"]["seconds"] >= 0.1
-
-
-def test_what_failed_is_done_again_and_what_passed_is_not(tmp_path):
-    out, count = tmp_path / "gpu.json", tmp_path / "count"
-    counting = f"open({str(count)!r}, 'a').write('x')"
-    todo = [part("first", counting), part("second", f"{counting}; import os; 1 / os.path.exists({str(tmp_path / 'mended')!r})")]
-    assert conduct(todo, HERE, out, tmp_path / "log", 60) == 1
-    (tmp_path / "mended").touch()
-    assert conduct(todo, HERE, out, tmp_path / "log", 60) == 0
-    assert count.read_text() == "xxx"
-    assert conduct(todo, HERE, out, tmp_path / "log", 60) == 0
-    assert count.read_text() == "xxx"
+    mended.touch()
+    for _ in range(2):
+        assert conduct(todo, HERE, out, tmp_path / "log", 60) == 0
+        assert count.read_text() == "xxx"
     assert conduct(todo, HERE | {"code": "b"}, out, tmp_path / "log", 60) == 0  # other code: everything anew
     assert count.read_text() == "xxxxx"
 
@@ -140,12 +134,6 @@ time.sleep(600)
         time.sleep(0.05)
 
 
-def test_a_result_that_cannot_be_read_is_no_pass(tmp_path):
-    out = tmp_path / "gpu.json"
-    assert conduct([part("odd", "print('no number')", read=int)], HERE, out, tmp_path / "log", 60) == 1
-    assert "ValueError" in json.loads(out.read_text())["parts"]["odd"]["result"]
-
-
 def test_what_the_parts_say_is_read(tmp_path):
     assert gpu.summary("..s\n=== 7 passed, 2 skipped in 3.4s ===\n") == "7 passed, 2 skipped"
     report = json.loads((ROOT / "recipes" / "demo.report.json").read_text())
@@ -153,13 +141,7 @@ def test_what_the_parts_say_is_read(tmp_path):
     assert read["models"]["tuned"]["kv"]["64"] == report["models"]["tuned"]["kv"]["64"]["accuracy"]
     assert 0 < read["models"]["base"]["knowledge"] < 1 < read["models"]["base"]["perplexity"]
     for job in gpu.parts(tmp_path):
-        assert importlib_spec(job.command[2]), job.name
-
-
-def importlib_spec(module):
-    from importlib.util import find_spec
-
-    return find_spec(module) is not None
+        assert find_spec(job.command[2]), job.name
 
 
 def test_memory_is_measured(tmp_path):
