@@ -1,9 +1,8 @@
 """Feeds the commands anything: spoilt recipes, settings, plans, rankings, patches, weights, configurations, tokenizers, texts,
 facts, reports, and folders of earlier runs.
 
-    python -m tests.campaign.fuzz                      # 10,000 inputs, resumable; writes recipes/fuzz.json at the end
-    python -m tests.campaign.fuzz --quick              # 500, as in CI
-    python -m tests.campaign.fuzz --only 1234          # one of them again, with what it said; its folder is kept
+    python -m tests.campaign.fuzz [--quick]       # as often as it takes: it goes on where it was stopped
+    python -m tests.campaign.fuzz --only 1234     # one of them again; its folder and what it said are kept
 
 What must hold of each: it is refused with status 2 and a clear line, nothing is written; or it was good after all, and the
 command ends well. No traceback, no end by a signal, nothing over 30 s (of the processor; 300 by the clock), at most a gibibyte
@@ -16,20 +15,18 @@ import os
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-import argparse
-import contextlib
 import gc
 import json
 import random
 import shutil
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-INPUTS, QUICK, SEED = 10_000, 500, 18
+from tests.campaign import trials
+
+INPUTS, QUICK, SEED = 10_000, 300, 18
 POOL_SEED = 5
 
 
@@ -102,31 +99,25 @@ def lay_out(number: int, seed: int, work: Path, materials: Path, pool: list[Any]
     return kind(Bench(materials, folder, rng, pool)), folder
 
 
-def one(number: int, seed: int, work: Path, materials: Path, pool: list[Any], keep: bool = False) -> dict[str, Any]:
+def one(number: int, seed: int, work: Path, materials: Path, pool: list[Any], keep: bool = False) -> trials.Line:
     """Run one input. Its folder is kept where something was wrong."""
     from surgery.records.record import code_digest
     from tests.campaign.trial import attempt
 
     case, folder = lay_out(number, seed, work, materials, pool)
     outcome = attempt(case.arguments, folder, case.statuses)
-    result = {"number": number, "kind": case.kind, "verb": case.verb, "code": code_digest(), **outcome.asdict()}
+    line = {
+        "number": number, "of": f"{case.kind}, {case.verb}", "kind": case.kind, "verb": case.verb, "code": code_digest(),
+        "status": outcome.status, "seconds": outcome.seconds, "memory": outcome.memory, "failures": outcome.wrong,
+    }  # fmt: skip
     if outcome.wrong or keep:
-        (folder.with_name(f"{number}.json")).write_text(json.dumps(result | {"arguments": case.arguments}, indent=1))
+        told = line | {"arguments": case.arguments, "said": outcome.said, "printed": outcome.printed}
+        folder.with_name(f"{number}.json").write_text(json.dumps(told, indent=1))
+        print(f"see {folder.with_name(f'{number}.json')}")
     else:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(folder.with_name(f"{folder.name}.log"), ignore_errors=True)
-        result |= {"said": "", "printed": ""}
-    return result
-
-
-def read_results(work: Path) -> dict[int, dict[str, Any]]:
-    """By number, of all workers and earlier calls. A line that is not whole, since the campaign was killed, is left out."""
-    known = {}
-    for line in (line for path in sorted(work.glob("results-*.jsonl")) for line in path.read_text().splitlines()):
-        with contextlib.suppress(ValueError):
-            result = json.loads(line)
-            known[result["number"]] = result
-    return known
+    return line
 
 
 def record(results: list[dict[str, Any]], seed: int) -> dict[str, Any]:
@@ -137,7 +128,7 @@ def record(results: list[dict[str, Any]], seed: int) -> dict[str, Any]:
     def counts(chosen: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "inputs": len(chosen), "refused": sum(r["status"] == 2 for r in chosen),
-            "accepted": sum(r["status"] in (0, 1) for r in chosen), "failures": sum(bool(r["wrong"]) for r in chosen),
+            "accepted": sum(r["status"] in (0, 1) for r in chosen), "failures": sum(bool(r["failures"]) for r in chosen),
             "longest_processor_seconds": round(max(r["seconds"] for r in chosen), 2),
             "largest_bytes": max(r["memory"] for r in chosen),
         }  # fmt: skip
@@ -150,58 +141,26 @@ def record(results: list[dict[str, Any]], seed: int) -> dict[str, Any]:
     return environment().model_dump() | {"seed": seed, "codes": codes, **counts(results), **tables}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} inputs, all of them again, and no record")
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--inputs", type=int, help="how many inputs")
-    parser.add_argument("--only", type=int, help="this one alone, again")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; the next call goes on")
-    parser.add_argument("--workers", type=int, default=2, help="processes that run inputs, side by side")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "fuzz", help="where inputs and results lie")
-    parser.add_argument("--out", type=Path, default=ROOT / "recipes" / "fuzz.json", help="the record")
-    options = parser.parse_args()
-    begun, work = time.monotonic(), options.work.resolve() / str(options.seed)
-    sys.path.insert(0, str(ROOT))
+def main() -> None:
+    given = trials.options(__doc__, INPUTS, QUICK, SEED)
+    work = (trials.ROOT / "runs" / "fuzz" / str(given.seed)).resolve()
     materials = prepare(work)
     from tests.campaign.mutations import arbitrary
 
-    pool = arbitrary(POOL_SEED + options.seed)
-    if options.only is not None:
-        result = one(options.only, options.seed, work, materials, pool, keep=True)
-        print(json.dumps(result, indent=1), f"\nfolder: {work / 'trials' / str(options.only)}")
-        return int(bool(result["wrong"]))
-    inputs = options.inputs or (QUICK if options.quick else INPUTS)
-    if options.quick:
-        for path in work.glob("results-*.jsonl"):
-            path.unlink()
-    known = read_results(work)
-    left = [number for number in range(inputs) if number not in known]
-    for worker in range(options.workers):
-        if os.fork() == 0:
-            for number in left[worker :: options.workers]:
-                if time.monotonic() - begun > options.seconds:
-                    break
-                result = one(number, options.seed, work, materials, pool)
-                with (work / f"results-{worker}.jsonl").open("a") as file:
-                    file.write(json.dumps(result) + "\n")
-                if result["wrong"]:
-                    print(f"{number} {result['kind']}, {result['verb']}: {'; '.join(result['wrong'])}", flush=True)
-            os._exit(0)
-    for _ in range(options.workers):
-        os.wait()
-    known = read_results(work)
-    done = [known[number] for number in range(inputs) if number in known]
-    failures = [r for r in done if r["wrong"]]
-    counted = Counter("refused" if r["status"] == 2 else "accepted" for r in done)
-    print(f"{len(done):,} of {inputs:,} inputs: {dict(counted)}, {len(failures)} failures, {time.monotonic() - begun:.0f} s")
-    if len(done) == inputs and not options.quick:
-        options.out.write_text(json.dumps(record(done, options.seed), indent=2) + "\n")
-        print(f"record: {options.out}")
-    return int(bool(failures) or len(done) < inputs)
+    pool = arbitrary(POOL_SEED + given.seed)
+
+    def trial(number: int) -> trials.Line:
+        return one(number, given.seed, work, materials, pool, keep=given.only is not None)
+
+    if lines := trials.conduct(trial, given, work / "results.jsonl"):
+        trials.write_record(record(lines, given.seed), trials.ROOT / "recipes" / "fuzz.json")
 
 
 if __name__ == "__main__":
-    status = main()
+    try:
+        main()
+    except SystemExit as stop:
+        sys.stdout.flush()
+        os._exit(int(stop.code or 0))  # without what extensions say of themselves when an interpreter ends
     sys.stdout.flush()
-    os._exit(status)  # without what extensions say of themselves when an interpreter ends
+    os._exit(0)

@@ -1,8 +1,7 @@
 """A campaign of interruptions: every verb that writes is killed, signalled, or finds the disk full or read-only, goes on, and
 has to end with the same files as if nothing had happened.
 
-    python -m tests.campaign.kills --trials 1000 --seed 0     # as often as it takes: it goes on where it was stopped
-    python -m tests.campaign.kills --quick
+    python -m tests.campaign.kills [--quick]     # as often as it takes: it goes on where it was stopped
 
 In a trial one call of the command line meets one or two faults (faults.py) at calls that change files, or at random moments.
 After each, an export is the old folder or the new; a signal or a disk gives one line and no traceback, and what the line of a
@@ -11,7 +10,6 @@ after the next. In the end the files are those of an uninterrupted call, bit for
 Results are appended to a file, one a line; the record is made from it.
 """
 
-import argparse
 import contextlib
 import gc
 import importlib
@@ -22,18 +20,18 @@ import shlex
 import shutil
 import sys
 import time
-import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.campaign import faults
+from tests.campaign import faults, trials
 from tests.campaign.faults import Fault
 from tests.campaign.verdicts import complaints, left_over, part, standing
 
-ROOT = Path(__file__).parents[2]
-WORK, RECORD = ROOT / "runs" / "campaign" / "kills", ROOT / "recipes" / "kills.json"
+WORK = (trials.ROOT / "runs" / "campaign" / "kills").resolve()
+RECORD = trials.ROOT / "recipes" / "kills.json"
 SHARES = {"kill": 50, "tear": 12, "moment": 12, "term": 6, "int": 6, "full": 8, "read-only": 6}  # of a hundred faults
 AGAIN = 0.15  # how often what goes on is interrupted once more
 IMPORTED = ("jobs.run", "jobs.tune_hybrid", "jobs.comparison", "jobs.prune_model", "studies.conduct", "exporting.export",
@@ -59,66 +57,27 @@ class Reference:
 
 
 def main() -> None:
-    options = _options()
-    work = options.work.resolve()
-    faults.preloaded(work)
-    start = time.monotonic()
+    given = trials.options(__doc__, 1000, 30)
+    inputs, known, references = ready(QUICK if given.quick else None)
+    shares = {kind: share for kind, share in SHARES.items() if not (given.quick and kind == "moment")}  # CI knows no chance
+    drawn = draw(references, given.trials, given.seed, shares)
 
-    def took() -> int:
-        return round(time.monotonic() - start)
+    def trial(number: int) -> trials.Line:
+        chosen = drawn[number]
+        return one(chosen, known[chosen.case], references[chosen.case], inputs, WORK / "trials" / str(number))
 
-    inputs = warm_up(work)
+    if lines := trials.conduct(trial, given, WORK / f"results-{given.seed}.jsonl"):
+        trials.write_record(record(lines, given.seed), RECORD)
+
+
+def ready(names: Sequence[str] | None) -> tuple[Path, dict[str, Any], dict[str, "Reference"]]:
+    """What a campaign begins with: the folder of inputs, the calls of these names, or all, and how each ends undisturbed."""
+    faults.preloaded(WORK)
+    inputs = warm_up(WORK)
     from tests.campaign.calls import cases
 
-    known = {case.name: case for case in cases(inputs) if not options.quick or case.name in QUICK}
-    end = start + options.seconds if options.seconds else float("inf")
-    references = {}
-    for name, case in known.items():
-        references[name] = reference(case, inputs, work)
-        if time.monotonic() > end:
-            print(f"{len(references)} of {len(known)} uninterrupted calls are done; call it again", flush=True)
-            return
-    shares = {kind: share for kind, share in SHARES.items() if not (options.quick and kind == "moment")}  # CI knows no chance
-    trials = draw(references, options.trials, options.seed, shares)
-    results = work / f"results-{options.seed}.jsonl"
-    if options.quick or options.trial is not None:
-        results = work / "results-alone.jsonl"
-        results.unlink(missing_ok=True)
-    if options.trial is not None:
-        trials = [trials[options.trial]]
-    done = {line["number"] for line in read(results)}
-    todo = [trial for trial in trials if trial.number not in done]
-    print(f"{len(trials)} trials of {len(known)} calls, {len(done)} done before; ready after {took()} s", flush=True)
-    workers = []
-    for worker in range(options.workers):
-        if (child := os.fork()) == 0:
-            work_through(todo[worker :: options.workers], known, references, inputs, work, results, end)
-        workers.append(child)
-    for child in workers:
-        os.waitpid(child, 0)
-    lines = read(results)
-    failures = [line for line in lines if line["failures"]]
-    for line in failures:
-        print(f"trial {line['number']} ({line['case']}, {line['faults']}): {'; '.join(line['failures'])}")
-    struck = sum(len(line["struck"]) for line in lines)
-    print(f"{struck} interruptions in {len(lines)} of {len(trials)} trials, {len(failures)} failures, {took()} s")
-    if len(lines) == len(trials) and not options.quick and options.trial is None:
-        write_record(lines, options.seed)
-    sys.exit(bool(failures) or (len(lines) < len(trials) and not options.seconds))
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trials", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="50 trials of a part of the calls, as in CI")
-    parser.add_argument("--seconds", type=float, help="begin no trial after this many; the next call goes on")
-    parser.add_argument("--trial", type=int, help="this one alone, once more")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--work", type=Path, default=WORK)
-    options = parser.parse_args()
-    options.trials = options.trials or (50 if options.quick else 1000)
-    return options
+    known = {case.name: case for case in cases(inputs) if names is None or case.name in names}
+    return inputs, known, {name: reference(case, inputs, WORK) for name, case in known.items()}
 
 
 def warm_up(work: Path) -> Path:
@@ -194,7 +153,7 @@ def draw(references: dict[str, Reference], count: int, seed: int, shares: dict[s
     rng = random.Random(seed)
     weights = {name: made.calls**0.5 / (2 if name.startswith("run") else 1) for name, made in references.items()}
     places: dict[str, list[int]] = {name: [] for name in references}
-    trials = []
+    drawn = []
     for number in range(count):
         (name,) = [list(references)[number]] if number < len(references) else rng.choices(list(weights), list(weights.values()))
         chosen = []
@@ -204,28 +163,8 @@ def draw(references: dict[str, Reference], count: int, seed: int, shares: dict[s
                 places[name] = rng.sample(range(1, references[name].calls + 1), references[name].calls)
             at = rng.random() if kind == "moment" else places[name].pop()
             chosen.append(Fault(kind, at))
-        trials.append(Trial(number, name, chosen))
-    return trials
-
-
-def work_through(
-    trials: list[Trial], known: dict, references: dict[str, Reference], inputs: Path, work: Path, results: Path, end: float
-) -> None:
-    """In a process of its own, which ends here."""
-    status = 1
-    try:
-        for trial in trials:
-            if time.monotonic() > end:
-                break
-            line = one(trial, known[trial.case], references[trial.case], inputs, work / "trials" / str(trial.number))
-            with results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+        drawn.append(Trial(number, name, chosen))
+    return drawn
 
 
 def one(trial: Trial, case: Any, expected: Reference, inputs: Path, folder: Path) -> dict[str, Any]:
@@ -266,38 +205,25 @@ def one(trial: Trial, case: Any, expected: Reference, inputs: Path, folder: Path
     if not failures:
         shutil.rmtree(folder)
     return {
-        "number": trial.number, "case": trial.case, "faults": [(fault.kind, fault.at) for fault in trial.faults],
+        "number": trial.number, "of": trial.case, "faults": [(fault.kind, fault.at) for fault in trial.faults],
         "struck": struck, "failures": failures, "seconds": round(time.monotonic() - start, 2), "code": code_digest(),
     }  # fmt: skip
 
 
-def read(results: Path) -> list[dict[str, Any]]:
-    """The lines of the file; one that is not whole, since the campaign itself was killed, is left out."""
-    lines = []
-    for line in results.read_text().splitlines() if results.exists() else []:
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(line))
-    return lines
-
-
-def write_record(lines: list[dict[str, Any]], seed: int) -> None:
+def record(lines: list[trials.Line], seed: int) -> trials.Line:
     """recipes/kills.json. codes: digest of the package's sources -> how many trials it met, if it was changed between calls of
     the campaign."""
     from surgery.records.record import environment
 
-    kinds = Counter(kind for line in lines for kind in line["struck"])
-    calls = Counter(line["case"] for line in lines for _ in line["struck"])
-    record = {
+    return {
         "environment": environment().model_dump(), "seed": seed, "codes": dict(Counter(line["code"] for line in lines)),
-        "trials": len(lines),
-        "interruptions": sum(len(line["struck"]) for line in lines),
-        "by_kind": dict(sorted(kinds.items())), "by_call": dict(sorted(calls.items())),
+        "trials": len(lines), "interruptions": sum(len(line["struck"]) for line in lines),
+        "by_kind": dict(sorted(Counter(kind for line in lines for kind in line["struck"]).items())),
+        "by_call": dict(sorted(Counter(line["of"] for line in lines for _ in line["struck"]).items())),
         "ended_before": sum(not line["struck"] for line in lines),
         "seconds": round(sum(line["seconds"] for line in lines)),
         "failures": [line for line in lines if line["failures"]],
     }  # fmt: skip
-    RECORD.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"the record: {RECORD}")
 
 
 if __name__ == "__main__":

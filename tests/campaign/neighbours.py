@@ -1,7 +1,6 @@
 """A campaign of neighbours: every verb that writes works among files that are not its own, and all of them survive it.
 
-    python -m tests.campaign.neighbours --trials 500 --seed 0     # as often as it takes: it goes on where it was stopped
-    python -m tests.campaign.neighbours --quick
+    python -m tests.campaign.neighbours [--quick]     # as often as it takes: it goes on where it was stopped
 
 In a trial the output, what is below it, its parent and its neighbours hold random files of a user's: with names of ours and
 like ours, records of ours and like ours, files of ours that were edited, links, other modes. While one call of the command line
@@ -9,24 +8,21 @@ works, more of them appear. Some calls are killed, signalled, or find the disk f
 every one of these files is there, byte for byte and mode for mode, and every link leads where it led.
 """
 
-import argparse
 import json
 import os
 import random
 import shutil
 import stat
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.campaign import faults, kills
+from tests.campaign import faults, kills, trials
 from tests.campaign.faults import Fault
 
-ROOT = Path(__file__).parents[2]
-WORK, RECORD = ROOT / "runs" / "campaign" / "kills", ROOT / "recipes" / "neighbours.json"
+RECORD = trials.ROOT / "recipes" / "neighbours.json"
 NAMES = (
     "thesis.txt", "model.safetensors", "config.json", "plan.json", "ranking.json", "report.json", "run.json", "export.json",
     "recipe.yaml", "README.md", "tuning.json", "lora.txt", "common.py", "checkpoint-2/state.json", "checkpoint-best/model.pt",
@@ -46,47 +42,14 @@ Files = dict[str, tuple[str, int, bytes]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trials", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="30 trials of a part of the calls, as in CI")
-    parser.add_argument("--workers", type=int, default=2)
-    options = parser.parse_args()
-    work = WORK.resolve()
-    faults.preloaded(work)
-    count = options.trials or (30 if options.quick else 500)
-    inputs = kills.warm_up(work)
-    from tests.campaign.calls import cases
+    given = trials.options(__doc__, 500, 21)
+    inputs, known, references = kills.ready(QUICK if given.quick else None)
 
-    known = {case.name: case for case in cases(inputs) if not options.quick or case.name in QUICK}
-    references = {name: kills.reference(case, inputs, work) for name, case in known.items()}
-    results = work / f"neighbours-{'quick' if options.quick else options.seed}.jsonl"
-    if options.quick:
-        results.unlink(missing_ok=True)
-    done = {line["number"] for line in kills.read(results)}
-    todo = [number for number in range(count) if number not in done]
-    for worker in range(options.workers):
-        if os.fork() == 0:
-            status = 1
-            try:
-                for number in todo[worker :: options.workers]:
-                    line = one(number, options.seed, known, references, inputs, work / "neighbours" / str(number))
-                    with results.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
-                status = 0
-            finally:
-                os._exit(status)
-    for _ in range(options.workers):
-        os.wait()
-    lines = kills.read(results)
-    failures = [line for line in lines if line["failures"]]
-    for line in failures:
-        print(f"trial {line['number']} ({line['case']}, {line['fault']}): {'; '.join(line['failures'])}")
-    files = sum(line["files"] for line in lines)
-    print(f"{files} files in {len(lines)} of {count} trials, {len(failures)} failures")
-    if len(lines) == count and not options.quick:
-        write_record(lines, options.seed)
-    sys.exit(bool(failures) or len(lines) < count)
+    def trial(number: int) -> trials.Line:
+        return one(number, given.seed, known, references, inputs, kills.WORK / "neighbours" / str(number))
+
+    if lines := trials.conduct(trial, given, kills.WORK / f"neighbours-{given.seed}.jsonl"):
+        trials.write_record(record(lines, given.seed), RECORD)
 
 
 def one(number: int, seed: int, known: dict, references: dict, inputs: Path, folder: Path) -> dict[str, Any]:
@@ -114,7 +77,7 @@ def one(number: int, seed: int, known: dict, references: dict, inputs: Path, fol
             os.chmod(place, 0o755)
         shutil.rmtree(folder)
     return {
-        "number": number, "case": case.name, "fault": kind, "status": [ended.status, again.status], "files": len(theirs),
+        "number": number, "of": case.name, "fault": kind, "status": [ended.status, again.status], "files": len(theirs),
         "failures": failures, "seconds": round(time.monotonic() - start, 2),
     }  # fmt: skip
 
@@ -208,20 +171,18 @@ def written(writer: int, folder: Path) -> Files:
     return {name: ("file", 0o666 & ~umask, text.encode()) for name, text in saved}
 
 
-def write_record(lines: list[dict[str, Any]], seed: int) -> None:
+def record(lines: list[trials.Line], seed: int) -> trials.Line:
     """recipes/neighbours.json."""
     from surgery.records.record import environment
 
-    record = {
+    return {
         "environment": environment().model_dump(), "seed": seed, "trials": len(lines),
         "files": sum(line["files"] for line in lines),
         "by_fault": dict(sorted(Counter(line["fault"] for line in lines).items())),
-        "by_call": dict(sorted(Counter(line["case"] for line in lines).items())),
+        "by_call": dict(sorted(Counter(line["of"] for line in lines).items())),
         "refused": sum(2 in line["status"] for line in lines), "seconds": round(sum(line["seconds"] for line in lines)),
         "failures": [line for line in lines if line["failures"]],
     }  # fmt: skip
-    RECORD.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"the record: {RECORD}")
 
 
 if __name__ == "__main__":

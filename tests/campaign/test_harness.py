@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from surgery.runtime.ownership import Folder
-from tests.campaign import kills
+from tests.campaign import kills, trials
 from tests.campaign.calls import Case
 from tests.campaign.faults import NUMBERS, SIGNALS, SOURCE, Ended, Fault
 from tests.campaign.kills import Reference, Trial, draw
@@ -90,10 +90,10 @@ def test_a_difference_is_seen_and_a_date_is_none(tmp_path):
 
 def test_what_a_campaign_draws_depends_on_its_seed_and_takes_every_place_once():
     references = {"a": Reference({}, 5, 1.0), "b": Reference({}, 90, 2.0)}
-    trials = draw(references, 80, 3)
-    assert trials == draw(references, 80, 3) != draw(references, 80, 4)
-    assert {trial.case for trial in trials[:2]} == {"a", "b"}
-    places = [fault.at for trial in trials for fault in trial.faults if trial.case == "b" and fault.kind != "moment"]
+    drawn = draw(references, 80, 3)
+    assert drawn == draw(references, 80, 3) != draw(references, 80, 4)
+    assert {trial.case for trial in drawn[:2]} == {"a", "b"}
+    places = [fault.at for trial in drawn for fault in trial.faults if trial.case == "b" and fault.kind != "moment"]
     assert len(set(places)) == len(places) > 40
 
 
@@ -162,7 +162,7 @@ def test_a_folder_that_was_moved_aside_stands(tmp_path):
 
 def test_a_line_that_was_cut_off_is_done_again(tmp_path):
     (tmp_path / "results").write_text('{"number": 0}\n{"numb')
-    assert kills.read(tmp_path / "results") == [{"number": 0}]
+    assert trials.read(tmp_path / "results") == [{"number": 0}]
 
 
 def test_what_is_left_over_is_named_once(tmp_path):
