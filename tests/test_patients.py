@@ -1,7 +1,7 @@
 """The whole job, and every verb by itself, on the awkward patients of patients.py.
 
-The default suite takes every published model once, and in these every tokenizer; the product of all is marked `slow` and needs
-SURGERY_ALL_PATIENTS, as it takes the better part of an hour.
+`make test` takes every family once, `make test-slow` every published model, and in these every tokenizer; the product of all
+needs SURGERY_ALL_PATIENTS, as it takes the better part of an hour.
 """
 
 import csv
@@ -22,7 +22,7 @@ from surgery.loading.original import original_config
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
 from surgery.splicing.splice import splice
-from tests.conftest import SAME, float64
+from tests.conftest import SAME, but_slow, float64
 from tests.patients import DTYPES, LAYOUTS, PUBLISHED, TOKENIZERS, Patient, original, stock
 
 NAMES, WORDS = tuple(PUBLISHED), tuple(TOKENIZERS)
@@ -32,7 +32,10 @@ SOME = [
     Patient(name, DTYPES[1 + (i + i // 4) % 2], LAYOUTS[i % 3 % 2], WORDS[i % len(WORDS)], spare=0 if i == 0 else 37)
     for i, name in enumerate(NAMES)
 ]
-PAINTED = "mistralai/Mamba-Codestral-7B-v0.1"  # with figures of tokens that no font has
+PAINTED = "mistralai/Mamba-Codestral-7B-v0.1"  # with controls, and figures of tokens that no font has
+QUICK = [
+    p for p in SOME if p.published in (PAINTED, "state-spaces/mamba-130m", "tiiuae/falcon-mamba-7b", "cartesia-ai/Llamba-3B")
+]
 # Fewer of everything than by default, and nothing else.
 FEW = """
 locate: {examples: 4, options: {pairs: 4}}
@@ -83,9 +86,10 @@ def whole_job(surgery, admitted, tmp_path, patient: Patient) -> None:
     folder, _ = admitted(patient)
     words = f"tokenizer: {folder}/tokenizer\n" if (folder / "tokenizer").exists() else ""
     (tmp_path / "few.yaml").write_text(f"model: {folder}\n{words}{FEW}")
-    status, out, err = surgery("run", "few.yaml")
+    controls = patient.published == PAINTED
+    status, out, err = surgery("run", "few.yaml", "--set", f"bench.controls={str(controls).lower()}")
     assert status == 0, err
-    assert "control_same_layer" in out
+    assert ("control_same_layer" in out) == controls
     done = tmp_path / "runs" / "few"
     report = json.loads((done / "report.json").read_text())
     assert report["models"]["tuned"]["kv"]["4"]["n"] == 4
@@ -95,7 +99,7 @@ def whole_job(surgery, admitted, tmp_path, patient: Patient) -> None:
     assert {str(p.dtype) for n, p in hybrid.model.named_parameters() if ".graft." not in n} == {f"torch.{patient.dtype}"}
 
 
-@pytest.mark.parametrize("patient", SOME, ids=str)
+@pytest.mark.parametrize("patient", but_slow(SOME, *QUICK), ids=str)
 def test_the_whole_job(surgery, admitted, tmp_path, request, patient):
     if patient.published != PAINTED:
         request.getfixturevalue("blank")
@@ -109,7 +113,7 @@ def test_the_whole_job_on_everyone(surgery, admitted, tmp_path, blank, patient):
     whole_job(surgery, admitted, tmp_path, patient)
 
 
-@pytest.mark.parametrize("words", ["Llama 2", "no special tokens"])
+@pytest.mark.parametrize("words", but_slow(["Llama 2", "no special tokens"], "Llama 2"))
 def test_heads_by_choice_learn_from_hints(surgery, admitted, tmp_path, blank, words):
     """Choice and hints have to find the answer's tokens in the prompt, whatever the tokenizer makes of its beginning."""
     folder, _ = admitted(Patient("mistralai/Mamba-Codestral-7B-v0.1", "float16", "one file", words))
@@ -156,7 +160,7 @@ def step_by_step(surgery, admitted, tmp_path, patient: Patient) -> None:
         assert "Nothing was sent to someone/hybrid" in call("publish", name, "someone/hybrid", "--dry-run")
 
 
-@pytest.mark.parametrize("patient", STEP_BY_STEP, ids=str)
+@pytest.mark.parametrize("patient", but_slow(STEP_BY_STEP, STEP_BY_STEP[0]), ids=str)
 def test_every_verb_by_itself(surgery, admitted, tmp_path, blank, patient):
     step_by_step(surgery, admitted, tmp_path, patient)
 
@@ -184,10 +188,9 @@ def test_a_model_without_a_tokenizer_is_told_how_to_give_one(admitted):
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_a_published_configuration_computes_what_transformers_does(tmp_path, name):
-    """Read in float64 by both; and stored in any precision, it is loaded
-    in that."""
+    """Read in float64 by both; and stored in a precision, it is loaded in that."""
     ids = torch.randint(1, 600, (2, 19), generator=torch.Generator().manual_seed(0))
-    for dtype, layout in zip(DTYPES, ("shards", "one file", "shards"), strict=True):
+    for dtype, layout in (("bfloat16", "shards"), ("float16", "one file")):
         patient, folder = Patient(name, dtype, layout, "GPT-NeoX"), tmp_path / dtype
         patient.write(folder)
         words = str(patient.tokenizer_in(folder))
@@ -204,12 +207,10 @@ def test_a_published_configuration_computes_what_transformers_does(tmp_path, nam
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("state-spaces/mamba-130m-hf", {"rms_norm": False}),
-        ("state-spaces/mamba-130m-hf", {"rms_norm": None}),
-        ("state-spaces/mamba-130m-hf", {"d_model": 768}),
-        ("state-spaces/mamba-130m-hf", {"n_layer": 24}),
-        ("state-spaces/mamba-130m-hf", {"ssm_cfg": {"dt_rank": 7}}),
-        ("state-spaces/mamba-130m-hf", {"fused_add_norm": "yes"}),
+        *(("state-spaces/mamba-130m-hf", change) for change in (
+            {"rms_norm": False}, {"rms_norm": None}, {"d_model": 768}, {"n_layer": 24}, {"ssm_cfg": {"dt_rank": 7}},
+            {"fused_add_norm": "yes"},
+        )),
         ("state-spaces/mamba-130m-hf", {"norm_before_gate": False}),  # it has no such norm
         ("mistralai/Mamba-Codestral-7B-v0.1", {"rms_norm": False}),
         ("mistralai/Mamba-Codestral-7B-v0.1", {"norm_before_gate": "always"}),
@@ -223,7 +224,7 @@ def test_a_published_configuration_computes_what_transformers_does(tmp_path, nam
         ("cartesia-ai/Llamba-3B", {"lm_head_prenorm": "layer"}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_field_that_would_compute_something_else_is_refused(tmp_path, name, change):
     patient = Patient(name, "float32", "one file", "GPT-NeoX")
     ((field, value),) = change.items()
@@ -247,7 +248,7 @@ def test_what_an_original_folder_may_also_hold():
         original_config(plain | {"ssm_cfg": ssm | {"process_group": "world"}})
 
 
-@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("words", but_slow(WORDS, "Llama 2", "no special tokens"))
 def test_bench_decides_as_lm_eval_does_on_the_exported_folder(admitted, tmp_path, words):
     """Answer by answer, whatever the tokenizer makes of a prompt and its candidates."""
     lm_eval = pytest.importorskip("lm_eval", reason="needs the extra 'eval' (lm-evaluation-harness)")

@@ -53,7 +53,14 @@ def saved(place, what, tokenizer, dtype=torch.bfloat16):
     return hybrid, {"tokenizer": tokenizer, "plan": plan, "base": str(place)}
 
 
-@pytest.mark.parametrize(("form", "what"), [(form, what) for form, every in CASES.items() for what in every])
+FIRST = [  # of every form; the others of it are slow
+    pytest.param(form, what, marks=pytest.mark.slow if i else ())
+    for form, every in CASES.items()
+    for i, what in enumerate(every)
+]
+
+
+@pytest.mark.parametrize(("form", "what"), FIRST)
 def test_weights_stay_in_their_files(form, what, tokenizer, tmp_path, monkeypatch):
     """While the model of the folder answers; the graft of a patch, which is small, is read at once."""
     hybrid, options = saved(tmp_path, what, tokenizer)

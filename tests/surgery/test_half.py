@@ -55,7 +55,10 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=MODELS, ids=lambda name: name.replace(",", "").replace(" ", "-"))
+QUICK = ("plain, gated", "mamba, heads", "mamba, no time step", "falcon mamba, gated", "llamba, heads", "falcon mamba, layer")
+
+
+@pytest.fixture(params=but_slow(MODELS, *QUICK), ids=lambda name: name.replace(",", "").replace(" ", "-"))
 def model(request):
     base, plan = MODELS[request.param]
     return splice(BASES[base](), plan)
@@ -258,6 +261,7 @@ def test_the_control_and_what_is_tuned_of_it(bases, tokenizer):
     assert ends[1] == pytest.approx(ends[0], rel=0.05)
 
 
+@pytest.mark.slow  # in float32 it has a quick test in test_tune_resume.py
 @mamba_1
 def test_resumed_it_ends_bit_for_bit(bases, tokenizer, tmp_path, monkeypatch):
     base, plan = bases(torch.float16)

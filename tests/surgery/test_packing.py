@@ -14,10 +14,10 @@ from surgery.tuning.distil import Distillation
 from surgery.tuning.graft_alignment import alignment_error, gather_states
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.trainable import trainable, training
-from tests.conftest import BASES, SAME, random_base
+from tests.conftest import BASES, SAME, but_slow, random_base
 from tests.kernels.inputs import assert_near, rounding
 from tests.surgery.test_hybrid import PLANS
-from tests.surgery.test_laws import LAYERS, MODELS, UNTOUCHED, over
+from tests.surgery.test_laws import LAYERS, MODELS, SLOW, UNTOUCHED, over
 
 LENGTHS = [[1, 17, 3, 30, 9], [28, 32]]
 ADOPTED = {f"{name}: adopted": lambda name=name: adopt(BASES[name]()) for name in ("groups", "mamba", "falcon mamba")}
@@ -62,7 +62,7 @@ def gradients(model, loss):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@over(PACKED)
+@over(but_slow(PACKED, *(name for name in PACKED if name not in SLOW or name in ONE_A_FAMILY)))
 def test_packed_equals_separate(model, ids, request):
     """Logits and gradients: in float64, and in float32 up to its rounding."""
     weights = torch.randn(2, 60, model.config.vocab_size, generator=torch.Generator().manual_seed(6))

@@ -113,6 +113,7 @@ RUN_SETTINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow  # locating in two processes is tested above, tuning in test_tune_scale.py
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a forked process cannot use CUDA")
 @pytest.mark.usefixtures("in_float64")
 def test_a_run_in_two_processes_ends_with_the_report_of_one(surgery, folder, tmp_path, monkeypatch):

@@ -222,9 +222,10 @@ def launch(task, make, tokenizer, folder):
 
 
 without_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+divided = pytest.mark.slow  # 14 s; whole models in two processes have quick tests
 HOW = [
     with_whole_models,
-    with_divided_models,
+    pytest.param(with_divided_models, marks=divided),
     pytest.param(with_zero_2, marks=without_deepspeed),
     pytest.param(with_zero_3, marks=without_deepspeed),
 ]
@@ -293,6 +294,7 @@ def test_two_processes_have_the_losses_of_one(how, together, alone):
     assert left == [f"checkpoint-{len(two['logs']['all'])}"]
 
 
+@divided
 def test_divided_models_are_divided(together, alone):
     *both, _ = together(with_divided_models)
     assert all(divided for one in both for divided, _ in one["held"])
@@ -303,6 +305,7 @@ def test_divided_models_are_divided(together, alone):
     assert max(first) < 0.7 * whole
 
 
+@divided
 def test_what_divided_models_export_is_what_whole_ones_do(together, alone, tokenizer):
     tokens = torch.randint(1, 99, (2, 37), generator=torch.Generator().manual_seed(1))
     *_, folder = together(with_divided_models)
