@@ -88,21 +88,21 @@ def test_untrained_gain(surgery, tmp_path):
 
 SEEDS = """
 model: checkpoints/tiny-mamba2
-locate: {examples: 8, layers: false, confirm: 0.1, options: {pairs: 8}}
-tune: {steps: 2, batch_size: 2, text_batch_size: 1, lessons: [{probe: kv, options: {pairs: 8}}]}
-bench: {pairs: [4, 8], limit: 10, windows: 2, contexts: []}
+locate: {examples: 4, layers: false, confirm: 0.1, options: {pairs: 4}}
+tune: {steps: 1, batch_size: 2, text_batch_size: 1, lessons: [{probe: kv, options: {pairs: 8}}]}
+bench: {pairs: [4, 8], unseen_pairs: [], limit: 4, windows: 2, contexts: []}
 study: {name: seeds, seeds: 2, ways: {distil: {}, calibrate: {steps: 0, calibrate: {examples: 2, tau: [1, 2], evaluations: 0}}}}
 """
 
 
-def test_seeds(surgery, tmp_path, monkeypatch):
+def test_seeds(surgery, tmp_path, blank, monkeypatch):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     (tmp_path / "seeds.yaml").write_text(SEEDS)
     assert surgery("run", "seeds.yaml", "--out", "out")[0] == 0
     findings = Findings.read(tmp_path / "out" / "findings.json")
     names = ("base", "untrained", "distil", "calibrate", "no graft", "random heads")
     assert [row.what for row in findings.rows] == [f"{name}, seed {seed}" for seed in (0, 1) for name in names]
-    assert all(row.figures["knowledge, change"].n == 10 for row in findings.rows if not row.what.startswith("base"))
+    assert all(row.figures["knowledge, change"].n == 4 for row in findings.rows if not row.what.startswith("base"))
     worst = min(row.figures["kv.8"].accuracy for row in findings.rows if row.what.startswith("distil"))
     assert "distil: KV 4 at least" in findings.summary
     assert f"KV 8 at least {worst:.3f} (" in findings.summary
