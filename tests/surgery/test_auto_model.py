@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from surgery.records.plan import Plan
 from surgery.splicing.splice import splice
-from tests.conftest import BASES
+from tests.conftest import BASES, but_slow
 from tests.surgery.test_stock_hybrids import KINDS, base_of
 
 MADE = {**BASES, **{name: lambda name=name: base_of(name) for name in KINDS}}
@@ -32,7 +32,7 @@ def test_the_backbone_is_that_of_the_language_model(kind, tmp_path):
     assert {*made.state_dict()} == {*backbone.state_dict()}
 
 
-@pytest.mark.parametrize("kind", ["plain", "bamba"])
+@pytest.mark.parametrize("kind", but_slow(["plain", "bamba"], "plain"))
 def test_the_backbone_loads_where_the_package_is_not_installed(kind, tmp_path):
     """The package's folder is not on the path of that process, which knows the classes by the folder's own code only."""
     hybrid = splice(MADE[kind](), Plan(sites=("L1.H1",))).eval()
