@@ -32,6 +32,7 @@ class Family(Protocol):
     model_type: str
     hybrid_type: str
     donor_heads: bool  # whether a head graft can start from a donor's head: it reads the mixer's input, as the donor's does
+    copies: bool  # whether grafts can copy: what a mixer puts out is added to the residual stream as it is
 
     def check(self, config: PreTrainedConfig) -> None:
         """Raise UserError if the configuration holds a field that is neither handled nor at its default."""

@@ -25,7 +25,7 @@ OWN = ("model_type", "architectures", "grafts", "layer_types", "auto_map")
 class DualFamily:
     """A family whose hybrid is a class of surgery/hybrids/. Subclasses say where heads are and how a graft starts."""
 
-    donor_heads = False
+    donor_heads = copies = False
     own: tuple[str, ...] = OWN
 
     def __init__(self, base: type, hybrid: type, handled: frozenset[str]):

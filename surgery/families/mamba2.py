@@ -17,7 +17,7 @@ from surgery.records.site import Site
 class Mamba2Family(DualFamily):
     gate_first = True  # whether in_proj has the gate before what the convolution takes
 
-    donor_heads = True
+    donor_heads = copies = True
 
     def shape(self, config: Any) -> tuple[int, int]:
         return config.num_hidden_layers, config.num_heads

@@ -33,6 +33,7 @@ class StockFamily(DualFamily):
 
     base: Any
     hybrid: Any
+    copies = False  # some scale what is added
     own = tuple(name for name in OWN if name != "layer_types")  # which are the base's
 
     def __init__(self, hybrid: Any):

@@ -1,4 +1,4 @@
-"""What the hybrids of all families have in common: configuration, backbone, language model, and the gate of a graft.
+"""Hybrids whose forward is ours: configuration, block, backbone, language model.
 
 The files of this package travel with every exported checkpoint (see sources.py), so they depend on torch, transformers and the
 kernels only. A hybrid is a base whose mixers are ours: each works in three steps (project, mix, finish), and the middle one may
@@ -15,12 +15,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mamba2Output
 
-from surgery.hybrids.constants import Constant, Index
 from surgery.hybrids.layer_graft import is_layer_graft, make_mixer, whole_block
 from surgery.hybrids.packed import PACKED, packing
 from surgery.hybrids.parts import RMSNorm, as_weight, at, normed
 from surgery.hybrids.spliced import Spliced, classes_of
-from surgery.kernels.functions import own_precision, traced
+from surgery.kernels.functions import traced
 
 
 def describe_layers(config: Any, module: str, name: str) -> None:
@@ -54,66 +53,6 @@ def positions(config: Any, hidden: Tensor, attention_mask: Tensor | None, cache:
     if attention_mask is not None and attention_mask.shape == (len(hidden), past + t):
         return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -t:]
     return torch.arange(past, past + t, device=hidden.device)[None]
-
-
-class Graft(nn.Module):
-    """The attention of a layer's grafted heads. A family's own says how queries and keys are made.
-
-    heads: sorted. gate: where a head keeps its SSM beside the attention, the share of the latter, one number a head.
-    """
-
-    def __init__(self, spec: dict[str, Any], scores: int, all_heads: int):
-        super().__init__()
-        self.heads: list[int] = spec["heads"]
-        self.signs = spec["signs"]
-        self.grafted = Index(self.heads)
-        self.others = Index(sorted({*range(all_heads)} - {*self.heads}))
-        place = {head: i for i, head in enumerate(self.others.values + self.heads)}
-        self.in_order = Index([place[head] for head in range(all_heads)])  # of the others' outputs and the grafted heads'
-        self.width: int = spec["width"]
-        self.time_step: bool = spec["time_step"]
-        self.log_tau = nn.Parameter(torch.zeros(scores))
-        self.gate = None if spec["blend"] is None else nn.Parameter(torch.full((len(self.heads),), float(spec["blend"])))
-
-    @property
-    def signs(self) -> list[int]:
-        """sigma, +1 or -1 for each matrix of scores."""
-        return self._signs.values
-
-    @signs.setter
-    def signs(self, values: list[int]) -> None:
-        self._signs: Any = Constant(values)
-
-    def sign(self, like: Tensor) -> Tensor:
-        """sigma, (scores, 1, 1)."""
-        return self._signs.on(like)[:, None, None]
-
-    def sharpen(self, q: Tensor) -> Tensor:
-        """q (b, scores, t, width), times sigma and tau."""
-        return q * (self.sign(q) * self.log_tau.exp()[:, None, None]).to(q.dtype)
-
-    def blend(self, y: Tensor, attended: Tensor) -> Tensor:
-        """All heads' output (b, t, h, p) from the SSM's, of all heads or of those without a graft, and the attention of the
-        grafted ones (b, t, grafted heads, p)."""
-        attended = attended.to(y.dtype)  # a graft may be trained in another one
-        if self.gate is not None:
-            change = (attended - self.grafted.of(y, 2)) * self.gate[..., None, :, None].to(y.dtype)
-            return y.index_add(2, self.grafted.on(y, torch.long), change)
-        with own_precision(y.device.type):  # autocast to bfloat16 takes no float16 here
-            return self.in_order.of(torch.cat([y, attended], dim=2), 2)
-
-    @classmethod
-    def of(cls, config: Any, mixer: Any) -> Any:
-        """The graft of a mixer, which stands in the layer `mixer.layer_idx` and has all its own modules, or None."""
-        spec = next((graft for graft in config.grafts if graft["layer"] == mixer.layer_idx), None)
-        kind: Any = cls  # whose constructor takes these two
-        return None if spec is None else kind(mixer, spec)
-
-    @staticmethod
-    def scanned(graft: "Graft | None", heads: int) -> list[int]:
-        """Of all heads of a layer those whose SSM is computed; the others cost no scan."""
-        replaced = set() if graft is None or graft.gate is not None else set(graft.heads)
-        return [head for head in range(heads) if head not in replaced]
 
 
 class HybridBlock(GradientCheckpointingLayer):

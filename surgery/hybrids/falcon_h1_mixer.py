@@ -6,6 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.hybrids.dual import SSDProjected
 from surgery.hybrids.ssd_mixer import SSDMixer
 
 
@@ -14,7 +15,7 @@ class FalconH1SSDMixer(SSDMixer):
     mup_vector: Tensor
     mamba_rms_norm: bool
 
-    def project(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple:
+    def project(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> SSDProjected:
         return super().project(hidden_states * self.ssm_in_multiplier, *args, **kwargs)
 
     def read(self, hidden_states: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ well. What differs from Mamba-2:
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,34 +35,26 @@ from torch import Tensor
 from transformers import Cache
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
-from surgery.hybrids.dual import READ, DualGraft, DualMixer
-from surgery.hybrids.parts import fetching, time_step
+from surgery.hybrids.dual import DualMixer, DualProjected
+from surgery.hybrids.mixer import SMALLEST
+from surgery.hybrids.parts import time_step
 from surgery.kernels.delta import delta_matrix, delta_rule, delta_step, unit
 from surgery.kernels.packing import Packing
 
 SHARPNESS = 32.0  # in docs/ideas/derivations.md: below 8 a graft harms, from 32 on nothing more is gained
 
 
-class DeltaGraft(DualGraft):
-    """Queries and keys of length 1, unless they are a donor's."""
+@dataclass(eq=False)
+class DeltaProjected(DualProjected):
+    """rate, log_decay (b, t, h): beta, and the logarithm of alpha, in float32 at least."""
 
-    def split(self, qk: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """As DualGraft's; dt (b, t, 2, h): the rates, and the logarithms of the decay, which is left out."""
-        if not self.direct:
-            lengths = math.sqrt(SHARPNESS)
-            qk = (unit(qk.unflatten(-1, (-1, self.width))) * lengths).to(qk.dtype).flatten(-2)
-        return super().split(qk, dt[:, :, 0])
+    rate: Tensor
+    log_decay: Tensor
 
 
 class DeltaMixer(DualMixer):
-    """Stands before a stock mixer of this kind. A subclass says where its projections are.
+    """Stands before a stock mixer of this kind. A subclass says where its projections are."""
 
-    Among what DualMixer passes from step to step, x is v, B is k, C is q, and dt (b, t, 2, h) holds the rates beta and the
-    logarithms of the decay alpha.
-    """
-
-    graft_class = DeltaGraft
-    D = None
     most_rate = 1.0  # of beta
 
     num_heads = property(lambda self: self.num_v_heads)
@@ -74,49 +67,45 @@ class DeltaMixer(DualMixer):
         raise NotImplementedError
 
     def project(
-        self: Any, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None,
+        self: Any, hidden_states: Tensor, cache: Cache | None = None, attention_mask: Tensor | None = None,
         packing: Packing | None = None,
-    ) -> tuple:  # fmt: skip
-        """u (b, t, d) -> gate z (b, t, h, p), v (b, t, h, p), k and q (b, t, g, n), rates and log decays (b, t, 2, h) in
-        float32 at least, and the grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's conv state."""
+    ) -> DeltaProjected:  # fmt: skip
         hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
         qkv, z, b, a = self.parts(hidden_states)
-        qkv, qk = self.convolve(hidden_states, qkv, cache_params, attention_mask, packing)
+        qkv, qk = self.convolve(hidden_states, qkv, cache, attention_mask, packing)
         q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
         q, k = (m.unflatten(-1, (self.num_k_heads, self.head_k_dim)) for m in (q, k))
         v, z = (m.unflatten(-1, (self.num_v_heads, self.head_v_dim)) for m in (v, z))
         log_decay = -torch.exp(self.A_log.float()) * time_step(a.float() + self.dt_bias)
         beta = (b.sigmoid() * self.most_rate).to(log_decay.dtype)
-        return z, v, k, q, torch.stack([beta, log_decay], 2), qk
+        return DeltaProjected(v, k, q, z, qk, beta, log_decay)
 
-    def scan(
-        self: Any, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None,
-        packing: Packing | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The delta rule of `heads`, all or those that are not grafted: (b, t, heads, p). x (b, t, len(heads), p), dt (b, t, 2,
-        len(heads)), B and C of all groups."""
-        if len(heads) < self.num_heads and self.n_groups > 1:  # the remaining heads need not fill their groups evenly
-            B, C = (self.graft.other_groups.of(m, 2) for m in (B, C))
-        beta, log_decay = dt.unbind(2)
-        beta = beta.to(x.dtype)  # as in transformers
-        state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
-        if state is not None and x.shape[1] == 1:
-            return delta_step(state, *(m[:, 0] for m in (C, B, x, log_decay, beta)))[:, None]
-        y, state = delta_rule(C, B, x, log_decay, beta, state, packing=packing)
-        if cache_params is not None:
-            cache_params.update_recurrent_state(state, layer_idx=self.layer_idx)
+    def prepare(self: Any, qk: Tensor) -> Tensor:
+        """Queries and keys of length 1, but for SHARPNESS."""
+        return (unit(qk.unflatten(-1, (-1, self.graft.width))) * math.sqrt(SHARPNESS)).to(qk.dtype).flatten(-2)
+
+    def log_write(self: Any, projected: DeltaProjected) -> Tensor:
+        return self.graft.grafted.of(projected.rate, -1).clamp_min(SMALLEST).log()
+
+    def scan(self: Any, projected: DeltaProjected, cache: Cache | None = None, packing: Packing | None = None) -> Tensor:
+        k, q, v = projected.keys, projected.queries, self.of_scanned(projected.values, 2)
+        if len(self.ssm_heads) < self.num_heads and self.n_groups > 1:  # the remaining heads need not fill their groups evenly
+            k, q = (self.graft.other_groups.of(m, 2) for m in (k, q))
+        rate = self.of_scanned(projected.rate, -1).to(v.dtype)  # as in transformers
+        inputs = (q, k, v, self.of_scanned(projected.log_decay, -1), rate)
+        state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
+        if state is not None and v.shape[1] == 1:
+            return delta_step(state, *(m[:, 0] for m in inputs))[:, None]
+        y, state = delta_rule(*inputs, state, packing=packing)
+        if cache is not None:
+            cache.update_recurrent_state(state, layer_idx=self.layer_idx)
         return y
 
-    @fetching("", *READ)
-    def matrices(self: Any, hidden_states: Tensor, rows: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:
-        """The mixing matrices of `heads` (of all, unless given) for one sequence (1, t, d): (heads, rows, t), such that y is
-        M v. Grafted heads: their attention (where a blend gate is open, the mixture)."""
-        _, _, k, q, dt, qk = self.project(hidden_states)
-        matrix = delta_matrix(q, k, dt[:, :, 1], dt[:, :, 0], heads=heads, rows=rows)[0]
-        return matrix if self.graft is None or qk is None else self.graft.into(matrix, qk, dt, rows, heads)
+    def own_matrices(self: Any, projected: DeltaProjected, rows: Tensor | None, heads: Sequence[int] | None) -> Tensor:
+        q, k = projected.queries, projected.keys
+        return delta_matrix(q, k, projected.log_decay, projected.rate, heads=heads, rows=rows)[0]
 
     def finish(self: Any, y: Tensor, gate: Tensor) -> Tensor:
-        """Norm, gate and output projection: (..., h, p) -> (..., d)."""
         y = self.norm(y.reshape(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim))
         return self.out_proj(y.to(gate.dtype).view(*gate.shape[:-2], -1))
 

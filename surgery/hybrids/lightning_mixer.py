@@ -21,6 +21,7 @@ is no convolution: what is said of it in mlstm_mixer.py holds here.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,8 +30,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxCache, apply_mask_to_padding_states
 
-from surgery.hybrids.dual import READ, DualGraft, DualMixer
-from surgery.hybrids.parts import fetching
+from surgery.hybrids.dual import DualMixer, DualProjected
 from surgery.hybrids.states import StateLayer
 from surgery.kernels.lightning import lightning_scan
 from surgery.kernels.mixing import ssd_matrix
@@ -40,23 +40,17 @@ from surgery.kernels.ssd import ssd_scan, ssd_step
 SIZES = 1  # which state of a layer is that of the grafted heads' r
 
 
-class LightningGraft(DualGraft):
-    """dt holds r. There is no time step in the scores: nothing is written with more strength than anything else."""
+@dataclass(eq=False)
+class LightningProjected(DualProjected):
+    """sizes (b, t, grafted heads): r; None without a graft."""
 
-    def weighed(self, attention: Tensor, dt: Tensor, rows: Tensor | None) -> Tensor:
-        sizes = dt if rows is None else dt[rows]
-        return attention * sizes.T[..., None].to(attention.dtype)
+    sizes: Tensor | None
 
 
 class LightningMixer(DualMixer):
-    """Stands before MiniMax's mixer.
+    """Stands before MiniMax's mixer. Nothing is written with more strength than anything else: no graft has a time step."""
 
-    Among what DualMixer passes from step to step, x is v, B is k, C is q, and dt (b, t, h) holds r, of the grafted heads.
-    """
-
-    graft_class = LightningGraft
     returns_pair = True
-    D = None
 
     num_heads = property(lambda self: self.num_attention_heads)
     n_groups = num_heads  # every head has a query and a key of its own
@@ -64,77 +58,59 @@ class LightningMixer(DualMixer):
     in_proj = property(lambda self: self.qkv_proj)
 
     def project(
-        self: Any, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None,
+        self: Any, hidden_states: Tensor, cache: Cache | None = None, attention_mask: Tensor | None = None,
         packing: Packing | None = None,
-    ) -> tuple:  # fmt: skip
-        """u (b, t, d) -> what stands before gate g (b, t, h * p), v (b, t, h, p), k and q (b, t, h, p), r (b, t, h), and the
-        grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's state of r."""
+    ) -> LightningProjected:  # fmt: skip
+        """Updates the cache's state of r."""
         qkv = apply_mask_to_padding_states(self.act_fn(self.qkv_proj(hidden_states)), attention_mask)
         q, k, v = qkv.unflatten(-1, (self.num_heads, -1)).split(self.head_dim, dim=-1)
-        sizes, qk = torch.zeros_like(q[..., 0]), None
+        gate, qk, sizes = self.output_gate(hidden_states), None, None
         if self.graft is not None:
-            qk = self.graft.project(hidden_states)
-            qk = qk if self.graft.direct else self.act_fn(qk)
-            sizes = self.sizes(q, k, cache_params, packing)
-        return self.output_gate(hidden_states), v, k, q, sizes, qk
+            qk, sizes = self.graft.project(hidden_states), self.sizes(q, k, cache, packing)
+        return LightningProjected(v, k, q, gate, qk, sizes)
+
+    def prepare(self: Any, qk: Tensor) -> Tensor:
+        return self.act_fn(qk)
+
+    def weights(self: Any, projected: LightningProjected) -> Tensor | None:
+        return projected.sizes
 
     @property
     def slope(self: Any) -> Tensor:
         """a, (h,)."""
         return self.slope_rate.flatten()
 
-    def sizes(self: Any, q: Tensor, k: Tensor, cache_params: Cache | None, packing: Packing | None) -> Tensor:
-        """r of the grafted heads, zero of the others, (b, t, h)."""
+    def sizes(self: Any, q: Tensor, k: Tensor, cache: Cache | None, packing: Packing | None) -> Tensor:
+        """r of the grafted heads, (b, t, grafted heads)."""
         grafted, layer = self.graft.grafted, self.layer_idx
         q, k, A = grafted.of(q, 2), grafted.of(k, 2), -grafted.of(self.slope, 0)
         ones = torch.ones_like(k[..., :1])
-        state = None if cache_params is None else cache_params.get_recurrent_state(layer, SIZES)
+        state = None if cache is None else cache.get_recurrent_state(layer, SIZES)
         if state is not None and q.shape[1] == 1:
             r = ssd_step(state, ones[:, 0], ones[:, 0, :, 0], A, k[:, 0], q[:, 0])[:, None]
         else:
             r, state = ssd_scan(ones, ones[..., 0], A, k, q, None, state, packing=packing)
-            if cache_params is not None:
-                cache_params.update_recurrent_state(state, layer, SIZES)
-        all_heads = r.new_zeros(*r.shape[:2], self.num_heads)
-        return all_heads.index_add(2, grafted.on(r, torch.long), r[..., 0].abs())
+            if cache is not None:
+                cache.update_recurrent_state(state, layer, SIZES)
+        return r[..., 0].abs()
 
-    def scan(
-        self: Any, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None,
-        packing: Packing | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The sums of `heads`, all or those that are not grafted: (b, t, heads, p). x (b, t, len(heads), p), B and C of all
-        heads."""
-        slope = self.slope
-        if len(heads) < self.num_heads:
-            others = self.graft.others
-            B, C, slope = others.of(B, 2), others.of(C, 2), others.of(slope, 0)
-        state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
-        if state is not None and x.shape[1] == 1:
-            ones = torch.ones_like(x[:, 0, :, 0])
-            return ssd_step(state, x[:, 0], ones, -slope, B[:, 0], C[:, 0])[:, None]
-        y, state = lightning_scan(C, B, x, slope, state, block_size=self.block_size, packing=packing)
-        if cache_params is not None:
-            cache_params.update_recurrent_state(state, self.layer_idx)
+    def scan(self: Any, projected: LightningProjected, cache: Cache | None = None, packing: Packing | None = None) -> Tensor:
+        q, k, v = (self.of_scanned(m, 2) for m in (projected.queries, projected.keys, projected.values))
+        slope = self.of_scanned(self.slope, 0)
+        state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
+        if state is not None and v.shape[1] == 1:
+            ones = torch.ones_like(v[:, 0, :, 0])
+            return ssd_step(state, v[:, 0], ones, -slope, k[:, 0], q[:, 0])[:, None]
+        y, state = lightning_scan(q, k, v, slope, state, block_size=self.block_size, packing=packing)
+        if cache is not None:
+            cache.update_recurrent_state(state, self.layer_idx)
         return y
 
-    def attend(
-        self: Any, x: Tensor, dt: Tensor, qk: Tensor, cache_params: Cache | None = None,
-        causal_mask: Tensor | Packing | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The grafts' mixing: (b, t, grafted heads, p)."""
-        y = super().attend(x, dt, qk, cache_params, causal_mask)
-        return y * self.graft.grafted.of(dt, -1)[..., None].to(y.dtype)
-
-    @fetching("", *READ)
-    def matrices(self: Any, hidden_states: Tensor, rows: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:
-        """The mixing matrices of `heads` (of all, unless given) for one sequence (1, t, d): (heads, rows, t), such that y is
-        M v. Grafted heads: their attention times r (where a blend gate is open, the mixture)."""
-        _, _, k, q, dt, qk = self.project(hidden_states)
-        matrix = ssd_matrix(torch.ones_like(dt), -self.slope, k, q, heads=heads, rows=rows)[0]
-        return matrix if self.graft is None or qk is None else self.graft.into(matrix, qk, dt, rows, heads)
+    def own_matrices(self: Any, projected: LightningProjected, rows: Tensor | None, heads: Sequence[int] | None) -> Tensor:
+        ones = torch.ones_like(projected.values[..., 0])
+        return ssd_matrix(ones, -self.slope, projected.keys, projected.queries, heads=heads, rows=rows)[0]
 
     def finish(self: Any, y: Tensor, gate: Tensor) -> Tensor:
-        """Norm, gate and output projection: (..., h, p) -> (..., d)."""
         return self.out_proj((torch.sigmoid(gate) * self.norm(y.flatten(-2))).to(gate.dtype))
 
 

@@ -34,9 +34,9 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
-from surgery.hybrids.dual import READ, DualMixer
+from surgery.hybrids.dual import DualMixer, SSDProjected
 from surgery.hybrids.layer_graft import make_mixer, whole_block
-from surgery.hybrids.parts import RMSNorm, at, fetching, gated, normed, time_step
+from surgery.hybrids.parts import RMSNorm, at, gated, normed, time_step
 from surgery.hybrids.spliced import register
 from surgery.kernels.conv import SILU
 from surgery.kernels.functions import result_dtype
@@ -127,7 +127,7 @@ class LlambaConfig(PretrainedConfig):
 
 
 class LlambaMixer(DualMixer, nn.Module):
-    """A discrete Mamba-2 in three steps: project, mix, finish."""
+    """A discrete Mamba-2. Keys are B, queries C, values x."""
 
     def __init__(self, config: LlambaConfig, layer_idx: int):
         super().__init__()
@@ -151,46 +151,34 @@ class LlambaMixer(DualMixer, nn.Module):
         self.take_grafts(config)
 
     def project(
-        self, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None,
+        self, hidden_states: Tensor, cache: Cache | None = None, attention_mask: Tensor | None = None,
         packing: Packing | None = None,
-    ) -> tuple:  # fmt: skip
-        """u (b, t, d) -> gate z with its bias (b, t, h * p), x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h) in float32 at
-        least, and the grafts' queries and keys (b, t, 2 * pairs * width) or None. Updates the cache's conv state."""
+    ) -> SSDProjected:  # fmt: skip
         b, t, _ = hidden_states.shape
         xBC, gate, dt = self.in_proj(hidden_states).split([self.conv_dim, self.intermediate_size, self.num_heads], dim=-1)
         if self.z_bias is not None:
             gate = gate + self.z_bias
         # Pads are not cleared before in_proj, whose bias they would then have.
-        xBC, qk = self.convolve(hidden_states, xBC, cache_params, attention_mask, packing, clear=True)
+        xBC, qk = self.convolve(hidden_states, xBC, cache, attention_mask, packing, clear=True)
         state = self.n_groups * self.ssm_state_size
         x, B, C = xBC.split([self.intermediate_size, state, state], dim=-1)
         dt = time_step(dt).clamp_min(LEAST)
         B, C = (m.reshape(b, t, self.n_groups, self.ssm_state_size) for m in (B, C))
-        return gate, x.reshape(b, t, self.num_heads, self.head_dim), B, C, dt, qk
+        return SSDProjected(x.reshape(b, t, self.num_heads, self.head_dim), B, C, gate, qk, dt)
 
-    def scan(
-        self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None,
-        packing: Packing | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The SSM's mixing for `heads`, all or those not grafted; x (b, t, len(heads), p) and dt (b, t, len(heads))."""
-        D: Tensor = self.D
-        if len(heads) < self.num_heads:
-            D = self.graft.others.of(D, 0)  # type: ignore[union-attr]
+    def scan(self, projected: SSDProjected, cache: Cache | None = None, packing: Packing | None = None) -> Tensor:
+        D, x, dt = self.of_scanned(self.D, 0), self.of_scanned(projected.values, 2), self.of_scanned(projected.dt, -1)
         # In float32 at least: x / dt would be rounded coarsely in bfloat16 and overflow in float16.
-        A, B, C, write = dt.new_full((len(heads),), -1.0), B.to(dt.dtype), C.to(dt.dtype), x.to(dt.dtype) / dt[..., None]
-        y = self.run_ssd(write, dt, A, B, C, None, heads, cache_params, packing)
+        B, C, write = projected.keys.to(dt.dtype), projected.queries.to(dt.dtype), x.to(dt.dtype) / dt[..., None]
+        y = self.run_ssd(write, dt, dt.new_full(dt.shape[-1:], -1.0), B, C, None, cache, packing)
         return (y + D[:, None] * x).to(result_dtype(x))
 
-    @fetching("", *READ)
-    def matrices(self, hidden_states: Tensor, rows: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:
-        """The mixing matrices of `heads` (of all, unless given) for one sequence (1, t, d): (heads, rows, t). SSM heads: such
-        that y = M x + D x. Grafted heads: their attention (where a blend gate is open, the mixture)."""
-        _, _, B, C, dt, qk = self.project(hidden_states)
-        matrix = ssd_matrix(dt, dt.new_full((self.num_heads,), -1.0), B, C, heads=heads, rows=rows, time_step=False)[0]
-        return matrix if self.graft is None or qk is None else self.graft.into(matrix, qk, dt, rows, heads)
+    def own_matrices(self, projected: SSDProjected, rows: Tensor | None, heads: Sequence[int] | None) -> Tensor:
+        """D not included."""
+        dt, B, C = projected.dt, projected.keys, projected.queries
+        return ssd_matrix(dt, dt.new_full((self.num_heads,), -1.0), B, C, heads=heads, rows=rows, time_step=False)[0]
 
     def finish(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Gate and output projection: (..., h, p) -> (..., d)."""
         return gated(self.out_proj, y.flatten(-2), gate)
 
 

@@ -26,6 +26,7 @@ the score. What differs from Mamba-2:
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,34 +34,25 @@ from torch import Tensor
 from transformers import Cache
 from transformers.models.xlstm.modeling_xlstm import soft_cap
 
-from surgery.hybrids.dual import READ, DualGraft, DualMixer
-from surgery.hybrids.parts import fetching
+from surgery.hybrids.dual import DualMixer, DualProjected
 from surgery.kernels.mlstm import mlstm_matrix, mlstm_scan, mlstm_step
 from surgery.kernels.packing import Packing
 
 LEAST = -70.0  # of what is added to a score: of a token that is not written
 
 
-class MLSTMGraft(DualGraft):
-    """Queries and keys divided by the square root of their width, together, unless they are a donor's."""
+@dataclass(eq=False)
+class MLSTMProjected(DualProjected):
+    """write, forget (b, t, h): l and m."""
 
-    def split(self, qk: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """As DualGraft's; dt (b, t, 2, h): l and m. The latter is left out."""
-        return super().split(qk if self.direct else qk * self.width**-0.25, dt[:, :, 0])
-
-    def log_write(self, dt: Tensor) -> Tensor:
-        return dt.clamp_min(LEAST)
+    write: Tensor
+    forget: Tensor
 
 
 class MLSTMMixer(DualMixer):
-    """Stands before transformers' xLSTMLayer.
+    """Stands before transformers' xLSTMLayer."""
 
-    Among what DualMixer passes from step to step, x is v, B is k, C is q, and dt (b, t, 2, h) holds l and m.
-    """
-
-    graft_class = MLSTMGraft
     returns_pair = True
-    D = None
 
     num_heads = property(lambda self: self.config.num_heads)
     n_groups = num_heads  # every head has a query and a key of its own
@@ -76,11 +68,9 @@ class MLSTMMixer(DualMixer):
         return *qkvo, *self.ifgate_preact(hidden_states).chunk(2, dim=-1)
 
     def project(
-        self: Any, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None,
+        self: Any, hidden_states: Tensor, cache: Cache | None = None, attention_mask: Tensor | None = None,
         packing: Packing | None = None,
-    ) -> tuple:  # fmt: skip
-        """u (b, t, d) -> what stands before gate o (b, t, h * p), v (b, t, h, p), k and q (b, t, h, n), l and m (b, t, 2, h),
-        and the grafts' queries and keys (b, t, 2 * pairs * width) or None."""
+    ) -> MLSTMProjected:  # fmt: skip
         *qkv, gate, write, forget = self.parts(hidden_states)
         q, k, v = (m.unflatten(-1, (self.num_heads, -1)) for m in qkv)
         write, forget = (soft_cap(m, self.config.gate_soft_cap) for m in (write, forget))
@@ -88,37 +78,33 @@ class MLSTMMixer(DualMixer):
             pads = ~attention_mask.bool()[..., None]
             write, forget = write.masked_fill(pads, -torch.inf), forget.masked_fill(pads, torch.inf)
         qk = None if self.graft is None else self.graft.project(hidden_states)
-        return gate, v, k, q, torch.stack([write, forget], 2), qk
+        return MLSTMProjected(v, k, q, gate, qk, write, forget)
 
-    def scan(
-        self: Any, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: list[int], cache_params: Cache | None,
-        packing: Packing | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The memories of `heads`, all or those that are not grafted: (b, t, heads, p). x (b, t, len(heads), p), dt (b, t, 2,
-        len(heads)), B and C of all heads."""
-        if len(heads) < self.num_heads:
-            B, C = (self.graft.others.of(m, 2) for m in (B, C))
-        write, forget = dt.unbind(2)
+    def prepare(self: Any, qk: Tensor) -> Tensor:
+        """Divided by the square root of their width, together."""
+        return qk * self.graft.width**-0.25
+
+    def log_write(self: Any, projected: MLSTMProjected) -> Tensor:
+        return self.graft.grafted.of(projected.write, -1).clamp_min(LEAST)
+
+    def scan(self: Any, projected: MLSTMProjected, cache: Cache | None = None, packing: Packing | None = None) -> Tensor:
+        parts = (projected.queries, projected.keys, projected.values, projected.write, projected.forget)
+        q, k, v, write, forget = inputs = [self.of_scanned(m, 2) for m in parts]
         layer, eps = self.layer_idx, self.config.eps
         state: Any = None
-        if cache_params is not None and (memory := cache_params.get_recurrent_state(layer)) is not None:
-            state = memory, cache_params.get_recurrent_state(layer, 1)
-        if state is not None and x.shape[1] == 1:
-            return mlstm_step(state, *(m[:, 0] for m in (C, B, x, write, forget)), eps=eps)[:, None]
-        y, state = mlstm_scan(C, B, x, write, forget, state, eps=eps, chunk_size=self.config.chunk_size, packing=packing)
-        if cache_params is not None:
+        if cache is not None and (memory := cache.get_recurrent_state(layer)) is not None:
+            state = memory, cache.get_recurrent_state(layer, 1)
+        if state is not None and v.shape[1] == 1:
+            return mlstm_step(state, *(m[:, 0] for m in inputs), eps=eps)[:, None]
+        y, state = mlstm_scan(q, k, v, write, forget, state, eps=eps, chunk_size=self.config.chunk_size, packing=packing)
+        if cache is not None:
             for place, part in enumerate(state):
-                cache_params.update_recurrent_state(part, layer, place)
+                cache.update_recurrent_state(part, layer, place)
         return y
 
-    @fetching("", *READ)
-    def matrices(self: Any, hidden_states: Tensor, rows: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:
-        """The mixing matrices of `heads` (of all, unless given) for one sequence (1, t, d): (heads, rows, t), such that y is
-        M v. Grafted heads: their attention (where a blend gate is open, the mixture)."""
-        _, _, k, q, dt, qk = self.project(hidden_states)
-        matrix = mlstm_matrix(q, k, dt[:, :, 0], dt[:, :, 1], eps=self.config.eps, heads=heads, rows=rows)[0]
-        return matrix if self.graft is None or qk is None else self.graft.into(matrix, qk, dt, rows, heads)
+    def own_matrices(self: Any, projected: MLSTMProjected, rows: Tensor | None, heads: Sequence[int] | None) -> Tensor:
+        q, k, eps = projected.queries, projected.keys, self.config.eps
+        return mlstm_matrix(q, k, projected.write, projected.forget, eps=eps, heads=heads, rows=rows)[0]
 
     def finish(self: Any, y: Tensor, gate: Tensor) -> Tensor:
-        """Norm, gate and output projection: (b, t, h, p) -> (b, t, d)."""
         return self.out_proj((self.ogate_act_fn(gate) * self.multihead_norm(y)).to(gate.dtype))

@@ -1,6 +1,7 @@
 """The mixer of Mamba-1 (mamba.py has its mathematics) as it stands in transformers' Mamba and Falcon-Mamba, and in Jamba."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,18 +10,15 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.models.mamba.modeling_mamba import apply_mask_to_padding_states
 
-from surgery.hybrids.common import Graft
 from surgery.hybrids.constants import Index
-from surgery.hybrids.parts import at, at_least_float32, convolved, fetching, gated, is_quantised_weight, seen_keys, time_step
+from surgery.hybrids.mixer import SMALLEST, Graft, GraftedMixer, Projected
+from surgery.hybrids.parts import at_least_float32, convolved, gated, is_quantised_weight, seen_keys, time_step
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import SILU
 from surgery.kernels.functions import own_precision, result_dtype
 from surgery.kernels.mixing import attention_matrix, selective_matrix
 from surgery.kernels.packing import Packing
 from surgery.kernels.selective import selective_scan, selective_step
-
-READ = ("conv1d", "dt_proj", "graft")  # modules of a mixer whose tensors are read without calling them
-SMALLEST = 1e-30  # time step: softplus reaches 0, in float32 too
 
 
 class ChannelGraft(Graft):
@@ -71,39 +69,28 @@ class ChannelGraft(Graft):
         return self.channels(y * self.sign(y).transpose(0, 1))
 
 
-class SelectiveMixer:
-    """Stands before a stock mixer of the kind of MambaMixer: three steps (project, mix, finish), the middle one partly
-    attention."""
+@dataclass(eq=False)
+class ChannelProjected(Projected):
+    """values (b, t, channels, 1), keys and queries (b, t, 1, n), gate (b, t, channels). dt (b, t, channels): time steps ready
+    for use, in float32 at least."""
 
-    returns_pair = False  # see DualMixer
+    dt: Tensor
 
-    def take_grafts(self: Any, config: Any) -> None:
-        """Make room for what the configuration says of this layer."""
-        self.graft = ChannelGraft.of(config, self)
-        self.ssm_heads = Graft.scanned(self.graft, self.intermediate_size)
 
-    @fetching(*READ)
-    def forward(
-        self: Any, hidden_states: Tensor, cache_params: Cache | None = None, attention_mask: Tensor | None = None,
-        causal_mask: Tensor | None = None, positions_to_keep: Tensor | None = None, packing: Packing | None = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
-        x, dt, B, C, gate = self.project(hidden_states, cache_params, attention_mask, packing)
-        y = self.mix(x, dt, B, C, cache_params, causal_mask, packing)
-        return self.finish(at(positions_to_keep, y), at(positions_to_keep, gate))
+class SelectiveMixer(GraftedMixer):
+    """Stands before a stock mixer of the kind of MambaMixer. A head is a channel; keys are B, queries C, values x."""
+
+    graft_class = ChannelGraft
+    num_heads = property(lambda self: self.intermediate_size)
 
     def project(
-        self: Any,
-        hidden_states: Tensor,
-        cache_params: Cache | None = None,
-        attention_mask: Tensor | None = None,
+        self: Any, hidden_states: Tensor, cache: Cache | None = None, attention_mask: Tensor | None = None,
         packing: Packing | None = None,
-    ) -> tuple[Tensor, ...]:
-        """u (b, t, d) -> x and dt, ready for use, (b, t, channels), dt in float32 at least, B and C (b, t, n), gate z
-        (b, t, channels). Updates the cache's conv state."""
+    ) -> ChannelProjected:  # fmt: skip
         hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
         x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
         silu = self.activation in SILU
-        x = convolved(x, self.conv1d.weight, self.conv1d.bias, cache_params, self.layer_idx, silu, packing)
+        x = convolved(x, self.conv1d.weight, self.conv1d.bias, cache, self.layer_idx, silu, packing)
         x = apply_mask_to_padding_states(x if silu else self.act(x), attention_mask)
         sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
         dt, B, C = self.normalise(*self.x_proj(x).split(sizes, dim=-1))
@@ -113,120 +100,77 @@ class SelectiveMixer:
             dt = self.dt_proj.weight @ dt.transpose(1, 2)  # b channels t
             if self.dt_proj.bias is not None:
                 dt = dt + self.dt_proj.bias.to(dt.dtype)[:, None]
-        return x, time_step(dt).transpose(1, 2), B, C, gate
+        return ChannelProjected(x[..., None], B[:, :, None], C[:, :, None], gate, time_step(dt).transpose(1, 2))
 
     def normalise(self, dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What Falcon-Mamba and Jamba do to them, and Mamba-1 does not."""
         return dt, B, C
 
-    def mix(
-        self: Any,
-        x: Tensor,
-        dt: Tensor,
-        B: Tensor,
-        C: Tensor,
-        cache_params: Cache | None = None,
-        causal_mask: Tensor | None = None,
-        packing: Packing | None = None,
-    ) -> Tensor:
-        """Every channel's own mixing, the D skip included: (b, t, channels)."""
-        heads = self.ssm_heads
-        if len(heads) == self.intermediate_size:
-            y = self.scan(x, dt, B, C, heads, cache_params, packing)
-        elif heads:
-            others = self.graft.others
-            y = self.scan(others.of(x, -1), others.of(dt, -1), B, C, heads, cache_params, packing)
-        else:
-            y = x[..., :0].to(result_dtype(x))
-        if self.graft is None:
-            return y
-        attended = self.attend(x, dt, cache_params, packing or causal_mask)
-        return self.graft.blend(y[..., None], attended[..., None]).squeeze(-1)
-
-    def scan(
-        self: Any,
-        x: Tensor,
-        dt: Tensor,
-        B: Tensor,
-        C: Tensor,
-        heads: list[int],
-        cache_params: Cache | None,
-        packing: Packing | None = None,
-    ) -> Tensor:
-        """The SSM's mixing for the channels `heads`, all or those that are not grafted; x and dt (b, t, len(heads))."""
-        A, D = -torch.exp(self.A_log.float()), self.D.float()
-        if len(heads) < self.intermediate_size:
-            A, D = self.graft.others.of(A, 0), self.graft.others.of(D, 0)
+    def scan(self: Any, projected: ChannelProjected, cache: Cache | None = None, packing: Packing | None = None) -> Tensor:
+        A, D = self.of_scanned(-torch.exp(self.A_log.float()), 0), self.of_scanned(self.D.float(), 0)
+        x, dt = self.of_scanned(projected.values[..., 0], -1), self.of_scanned(projected.dt, -1)
+        B, C = projected.keys[:, :, 0], projected.queries[:, :, 0]
         dt = dt.to(x.dtype)  # as in transformers
-        state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
+        state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         if state is not None and x.shape[1] == 1:
-            return selective_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
+            return selective_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None, :, None]
         y, state = selective_scan(x, dt, A, B, C, D, state, packing=packing)
-        if cache_params is not None:
-            cache_params.update_recurrent_state(state, self.layer_idx)
-        return y
+        if cache is not None:
+            cache.update_recurrent_state(state, self.layer_idx)
+        return y[..., None]
 
     def attend(
-        self: Any, x: Tensor, dt: Tensor, cache_params: Cache | None = None, causal_mask: Tensor | Packing | None = None
+        self: Any, projected: ChannelProjected, cache: Cache | None = None, mask: Tensor | Packing | None = None
     ) -> Tensor:
-        """The grafts' mixing: (b, t, grafted channels)."""
         graft: ChannelGraft = self.graft
-        q, k = self.queries(x)
+        x = projected.values[..., 0]
+        q, k = self.queries_and_keys(x)
         own = graft.grafted.of(x, -1)
         v = graft.values(own)
         if graft.time_step:
-            write = graft.grafted.of(dt, -1).clamp_min(SMALLEST)
+            write = graft.grafted.of(projected.dt, -1).clamp_min(SMALLEST)
             # float16 has no room for time steps and what they multiply: many would be 0, and so would be divided by 0.
             dtype = result_dtype(x)
             v = torch.cat([graft.values(write * own), graft.values(write)], dim=-1).to(dtype)
             q, k = q.to(dtype), k.to(dtype)
-        if cache_params is not None:
-            k, v = seen_keys(cache_params, self.layer_idx, k, v)
-        return graft.attend(q, k, v, causal_mask) + graft.grafted.of(self.D, 0) * own
+        if cache is not None:
+            k, v = seen_keys(cache, self.layer_idx, k, v)
+        return (graft.attend(q, k, v, mask) + graft.grafted.of(self.D, 0) * own)[..., None]
 
-    def queries(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def queries_and_keys(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (b, t, channels) -> the graft's q and k (b, pairs, t, width)."""
         qk = torch.cat([self.graft.q_proj(x), self.graft.k_proj(x)], dim=-1)
         return self.graft.split(qk, self.normalise_qk)
 
     normalise_qk: Any = None
 
-    @fetching("", *READ)
-    def halves(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For locate: every channel's SSM mixing (b, t, c, 1), the grafted ones' attention (b, t, grafted channels, 1), both
-        with their D skip, and the gate that `finish` takes."""
-        x, dt, B, C, gate = self.project(hidden_states)
-        y = self.scan(x, dt, B, C, self.ssm_heads, None)
-        return y[..., None], self.attend(x, dt)[..., None], gate
+    def own_matrices(self: Any, projected: ChannelProjected, rows: Tensor | None, heads: Sequence[int] | None) -> Tensor:
+        """The time step included, D not."""
+        A, B, C = -torch.exp(self.A_log.float()), projected.keys[:, :, 0], projected.queries[:, :, 0]
+        channels = list(range(self.num_heads) if heads is None else heads)
+        return selective_matrix(projected.dt, A, B, C, rows=rows, channels=channels)[0]
 
-    @fetching("", *READ)
-    def matrices(self: Any, hidden_states: Tensor, rows: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:
-        """The mixing matrices of channels (`heads`; of all, unless given) for one sequence (1, t, d): (channels, rows, t). SSM
-        channels: time step included, D not. Grafted ones: their attention (where a blend gate is open, the mixture)."""
-        x, dt, B, C, _ = self.project(hidden_states)
-        channels = list(range(self.intermediate_size) if heads is None else heads)
-        row_of = {channel: row for row, channel in enumerate(channels)}
-        matrix = selective_matrix(dt, -torch.exp(self.A_log.float()), B, C, rows=rows, channels=channels)[0]
-        graft: ChannelGraft | None = self.graft
-        if graft is None:
-            return matrix
-        shared = attention_matrix(*self.queries(x), rows=rows)[0].to(matrix.dtype)  # pairs rows t
+    def grafted_matrices(
+        self: Any, matrices: Tensor, projected: ChannelProjected, rows: Tensor | None, heads: Sequence[int] | None
+    ) -> Tensor:
+        graft: ChannelGraft = self.graft
+        row_of = {channel: row for row, channel in enumerate(range(self.num_heads) if heads is None else heads)}
+        shared = attention_matrix(*self.queries_and_keys(projected.values[..., 0]), rows=rows)[0]  # pairs rows t
+        shared = shared.to(matrices.dtype)
         for pair, places in enumerate(graft.pairs):
             for place in places:
                 if (channel := graft.heads[place]) in row_of:
                     own = shared[pair]
                     if graft.time_step:
-                        own = own * dt[0, :, channel].clamp_min(SMALLEST)
+                        own = own * projected.dt[0, :, channel].clamp_min(SMALLEST)
                         own = own / own.sum(-1, keepdim=True)
                     share = 1.0 if graft.gate is None else graft.gate[place]
                     row = row_of[channel]
-                    matrix[row] = (1 - share) * matrix[row] + share * graft.signs[pair] * own
-        return matrix
+                    matrices[row] = (1 - share) * matrices[row] + share * graft.signs[pair] * own
+        return matrices
 
     def finish(self: Any, y: Tensor, gate: Tensor) -> Tensor:
-        """Gate and output projection: (..., c) or (..., c, 1) -> (..., d)."""
-        y = y.squeeze(-1) if y.dim() > gate.dim() else y
-        return gated(self.out_proj, y, gate)
+        return gated(self.out_proj, y.squeeze(-1), gate)
 
 
 class NormedSelectiveMixer(SelectiveMixer):

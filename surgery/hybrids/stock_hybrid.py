@@ -7,12 +7,8 @@ becomes one of ours: same object, same parameters under the same names, and a gr
 other layer, the model is the stock model. Nothing is spliced by editing its forward.
 
 A family says three things: the stock language model, the stock class of its mixers (one a layer at most, found wherever it
-stands in a block), and the class of ours that such a mixer becomes. The latter stands before the stock class, so it reads the
-stock mixer's attributes. It has
-
-    take_grafts(config)   sets `graft` (a Graft, or None) and `ssm_heads` (the heads whose recurrence is computed)
-    forward(hidden_states, cache_params, attention_mask, causal_mask, packing=...)   as DualMixer's and SelectiveMixer's
-    project, scan, attend, mix, finish, halves, matrices   for locate; see DualMixer
+stands in a block), and the class of ours (a GraftedMixer, mixer.py) that such a mixer becomes. The latter stands before the
+stock class, so it reads the stock mixer's attributes.
 
 Two of the stock model's ways have to be bridged (InStock, GraftCache). It hands a mixer no cache for keys: its layer has none,
 or one for an attention of its own. And it hands it a mask of padding for a prompt alone; attention needs it ever after.

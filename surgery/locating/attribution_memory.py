@@ -64,7 +64,8 @@ def activations(gated: Subject, row: Sequence[int]) -> Activations:
 
     def listen(_layer: int, _mixer: Any, y: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         # What attention waits for on the way back, and what it is compared with.
-        for tensor in (y, *args, *kwargs.values()):
+        projected, *others = args
+        for tensor in (y, *vars(projected).values(), *others, *kwargs.values()):
             keep(tensor)
         return y.detach().requires_grad_()
 
@@ -103,7 +104,7 @@ def listening(mixers: Sequence[Any], listen: Listen, *, always: bool = False) ->
 
         def put_off(*args: Any, **kwargs: Any) -> Tensor:
             waiting.append((args, kwargs))
-            return args[0].new_zeros(())  # nobody looks at it
+            return args[0].values.new_zeros(())  # nobody looks at it
 
         def blend(y: Tensor, _: Tensor) -> Tensor:
             args, kwargs = waiting.pop()

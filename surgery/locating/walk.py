@@ -7,6 +7,7 @@ spliced) changes that layer's output and runs the layers above alone.
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,8 +77,9 @@ def _changes(
     """(kind, site, change) for every site, one after the other, so that few tensors are held at a time."""
     spliced = grafted.ssm(layer.index) if grafted is not None and "splice" in kinds else None
     if sites and spliced is not None:
-        mixer, number = spliced.module, layer.mixers.index(next(m for m in layer.mixers if m.kind == "ssm"))
-        y, attended, gate = (layer.take(part) for part in mixer.halves(layer.entering[number]))  # type: ignore[operator]
+        mixer: Any = spliced.module  # a Mixer
+        number = layer.mixers.index(next(m for m in layer.mixers if m.kind == "ssm"))
+        y, attended, gate = (layer.take(part) for part in mixer.halves(layer.entering[number]))
     for site in sites:
         if "ablate" in kinds:
             yield "ablate", site, layer.ablation(site.heads or None, how)
@@ -85,4 +87,4 @@ def _changes(
             changed = y.clone()
             chosen = list(site.heads) or slice(None)
             changed[..., chosen, :] = attended[..., chosen, :].to(y.dtype)  # in half precision, one may be in float32
-            yield "splice", site, layer.replacement(mixer.finish(changed, gate), number)  # type: ignore[operator]
+            yield "splice", site, layer.replacement(mixer.finish(changed, gate), number)

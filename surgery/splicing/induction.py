@@ -31,9 +31,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.families import family_of
+from surgery.families import families, family_of
 from surgery.families.dual_start import generator
-from surgery.hybrids.dual import DualGraft
+from surgery.hybrids.dual import DualMixer
 from surgery.models.anatomy import mixer_at
 from surgery.models.offloaded import device_of, fetched
 from surgery.models.quantised import dense
@@ -42,7 +42,6 @@ from surgery.records.plan import Plan
 TOKENS = 1024  # that are read, at most; drawn from the vocabulary
 ROWS = 256  # read at a time
 SHARP = 16.0  # the score of equal tokens at tau 1, about
-COPIES = ("mamba2", "llamba")  # families that add what a mixer puts out to the residual stream as it is
 POWER = 0.355  # the mean of SiLU(z) ** 2 for a standard normal z
 BACK = 1  # the token before a key is compared, unless the plan knows at which place its head reads
 
@@ -50,15 +49,17 @@ BACK = 1  # the token before a key is compared, unless the plan knows at which p
 def check_induction(base: PreTrainedModel, hybrid: PreTrainedModel, plan: Plan) -> None:
     """Raise UserError where grafts of the base's family cannot start as induction heads."""
     for site in plan.sites:
-        graft: Any = mixer_at(hybrid, site.layer).graft
-        if type(graft) is not DualGraft or graft.qk_conv is None or graft.qk_conv.kernel_size[0] <= BACK:
+        mixer = mixer_at(hybrid, site.layer)
+        conv = getattr(mixer.graft, "qk_conv", None)
+        if conv is None or conv.kernel_size[0] <= BACK or type(mixer).prepare is not DualMixer.prepare:
             raise UserError(
                 "init: an induction head looks one token back, by a convolution of its queries and keys as Mamba-2 has it, and "
                 f"grafts of {family_of(base.config).model_type} have none; take init: dual"
             )
-    if plan.init == "copy" and family_of(base.config).model_type not in COPIES:
+    if plan.init == "copy" and not family_of(base.config).copies:
+        known = sorted({family.model_type for family in families().values() if family.copies}, reverse=True)
         raise UserError(
-            f"init: copy is for {' and '.join(COPIES)}, whose mixers add to the residual stream as it is; take init: induction"
+            f"init: copy is for {' and '.join(known)}, whose mixers add to the residual stream as it is; take init: induction"
         )
 
 

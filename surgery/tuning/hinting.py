@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.hybrids.common import Graft
 from surgery.hybrids.layer_graft import LayerGraft
+from surgery.hybrids.mixer import Graft
 from surgery.probes.hits import NONE
 
 

@@ -9,6 +9,7 @@ group of each layer the leading dimensions stay.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.families import family_of
+from surgery.hybrids.mixer import Mixer, Projected
 from surgery.loading.opened import Checkpoint, model_of, plan_for
 from surgery.locating.subject import Subject
 from surgery.models.anatomy import mixer_at
@@ -28,7 +30,6 @@ from surgery.splicing.splice import install
 from surgery.splicing.state import check_cuttable, state_size
 from surgery.tuning.batches import held_out_windows
 
-C = 3  # its place in what a mixer's `project` returns
 WINDOWS = 32
 
 
@@ -65,7 +66,7 @@ def check_size(hybrid: PreTrainedModel, size: int, name: str) -> None:
     now = state_size(hybrid)
     if not isinstance(size, int) or not 1 <= size < now:
         raise UserError(f"plan.state_size: the state of {name} has {now} dimensions; {size!r} is not 1 to {now - 1}")
-    if not all(hasattr(mixer_at(hybrid, layer), "project") for layer in family.graftable(hybrid)):
+    if not all(isinstance(mixer_at(hybrid, layer), Mixer) for layer in family.graftable(hybrid)):
         known = "it is measured in mamba and mamba2"
         raise UserError(f"plan.state_size: which dimensions count is not measured in a {family.model_type}; {known}")
 
@@ -95,17 +96,16 @@ def state_scores(hybrid: PreTrainedModel, ids: Tensor, real: Tensor) -> dict[int
 
 @contextmanager
 def _gated(hybrid: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
-    """While this lasts, C of every layer is multiplied by a gate of ones, by layer: (groups, n), or (n,) in Mamba-1."""
+    """While this lasts, C of every layer is multiplied by a gate of ones, by layer: (groups, n)."""
     gates: dict[int, Tensor] = {}
     mixers = {layer: mixer_at(hybrid, layer) for layer in family_of(hybrid.config).graftable(hybrid)}
 
     def gated(layer: int, own: Any) -> Any:
-        def project(*args: Any, **kwargs: Any) -> tuple:
-            parts = list(own(*args, **kwargs))
+        def project(*args: Any, **kwargs: Any) -> Projected:
+            projected = own(*args, **kwargs)
             if layer not in gates:
-                gates[layer] = torch.ones(parts[C].shape[2:], dtype=parts[C].dtype, device=parts[C].device, requires_grad=True)
-            parts[C] = parts[C] * gates[layer]
-            return tuple(parts)
+                gates[layer] = torch.ones_like(projected.queries[0, 0], requires_grad=True)
+            return replace(projected, queries=projected.queries * gates[layer])
 
         return project
 

@@ -15,7 +15,7 @@ from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice, unsplice
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, SAME, VOCABULARY, random_selective
+from tests.conftest import BASES, VOCABULARY, random_selective
 from tests.surgery.outside import OutsideConfig, OutsideForCausalLM
 from tests.surgery.test_stock_hybrids import CONFIGURATIONS
 
@@ -72,17 +72,3 @@ def test_located_spliced_generating_saved_and_loaded_again(name, tmp_path):
     hybrid.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again.generate(**prompt, max_new_tokens=4, do_sample=False), written)
-
-
-@pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("name", ONE_EACH)
-def test_the_matrix_times_the_value_is_the_scan(name):
-    """Without the D skip; Mamba-1's channels have one value each."""
-    mixer = adopt(BASES[name]()).backbone.layers[1].mixer
-    u = torch.randn(1, 19, mixer.in_proj.in_features, generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        parts = mixer.project(u)
-        x = parts[0][..., None] if name in ("mamba", "falcon mamba") else parts[1]
-        mixed = mixer.mix(*parts[:4]) if name in ("mamba", "falcon mamba") else mixer.mix(*parts[1:5])
-        skipped = (mixed.view_as(x) - mixer.D[:, None] * x)[0]
-        torch.testing.assert_close(torch.einsum("hts,shp->thp", mixer.matrices(u), x[0]), skipped, **SAME)

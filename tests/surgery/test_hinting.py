@@ -7,8 +7,8 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from surgery.errors import UserError
-from surgery.hybrids.common import Graft
 from surgery.hybrids.layer_graft import LayerGraft
+from surgery.hybrids.mixer import Graft
 from surgery.probes import make, needle
 from surgery.probes.hits import NONE
 from surgery.records.plan import Plan

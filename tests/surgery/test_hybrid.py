@@ -159,14 +159,15 @@ def test_dual_graft_is_the_formula(tokens, sign, time_step):
     hybrid = splice(base, Plan(sites=("L0.H5",), starts={"L0.H5": Start(sign=sign, tau=0.7)}, time_step=time_step))
     mixer = hybrid.backbone.layers[0].mixer
     u = hybrid.backbone.layers[0].norm(hybrid.backbone.embeddings(tokens))
-    _, x, B, C, dt, qk = mixer.project(u)
+    projected = mixer.project(u)
+    x, B, C, dt = projected.values, projected.keys, projected.queries, projected.dt
     scores = sign * 0.7 * torch.einsum("btn,bsn->bts", C[:, :, 1], B[:, :, 1])  # head 5 of 8 is in group 1 of 2
     if time_step:
         scores = scores + dt[:, None, :, 5].log()
     causal = torch.ones(37, 37, dtype=torch.bool).tril()
     mixed = scores.masked_fill(~causal, -torch.inf).softmax(-1) @ x[:, :, 5]
     wanted = sign * mixed + mixer.D[5] * x[:, :, 5]
-    torch.testing.assert_close(mixer.mix(x, B, C, dt, qk)[:, :, 5], wanted, **SAME)
+    torch.testing.assert_close(mixer.mix(projected)[:, :, 5], wanted, **SAME)
 
 
 def test_grafted_heads_are_not_scanned(monkeypatch, tokens):
@@ -193,10 +194,11 @@ def test_a_channel_is_the_attention_of_its_formula(tokens):
     plan = Plan(sites=("L1.H3,7,9",), starts={"L1.H3": Start(sign=-1, tau=0.5), "L1.H9": Start(sign=-1, tau=0.5)})
     mixer = splice(BASES["mamba"](), plan).backbone.layers[1].mixer
     u = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(2))
-    x, dt, B, C, _ = mixer.project(u)
+    projected = mixer.project(u)
+    x, B, C, dt = projected.values[..., 0], projected.keys[:, :, 0], projected.queries[:, :, 0], projected.dt
     assert mixer.graft.pairs == [[0, 2], [1]]
     causal = torch.ones(11, 11, dtype=torch.bool).tril()
-    y = mixer.mix(x, dt, B, C)
+    y = mixer.mix(projected)[..., 0]
     for channel, sign, tau in ((3, -1, 0.5), (7, 1, 1.0), (9, -1, 0.5)):
         scores = sign * tau * C @ B.transpose(1, 2) + dt[:, None, :, channel].log()
         attention = sign * scores.masked_fill(~causal, -torch.inf).softmax(-1)
@@ -225,7 +227,7 @@ def test_too_narrow_a_graft_is_refused():
 def test_sources_import_nothing_but_torch_and_transformers(tmp_path):
     write_sources(tmp_path, Mamba2HybridForCausalLM)
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"mamba2.py", "common.py", "sources.py", "ssd.py", "native.py", "conv_norm_native.py"} <= names
+    assert {"mamba2.py", "common.py", "mixer.py", "sources.py", "ssd.py", "native.py", "conv_norm_native.py"} <= names
     assert "selective.py" not in names  # what another family needs stays at home
     for path in tmp_path.iterdir():
         assert not re.search(r"^\s*(from|import) surgery", path.read_text(), flags=re.M)

@@ -8,12 +8,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from surgery.hybrids.dual import SSDProjected
 from surgery.hybrids.llamba import LEAST, LlambaConfig, LlambaForCausalLM
 from surgery.kernels.dispatch import use
 from surgery.kernels.ssd import SSD_SCAN
-from surgery.records.plan import Plan
-from surgery.records.site import Site
-from surgery.splicing.splice import splice
 from tests.conftest import SAME
 from tests.kernels.inputs import assert_near, rounding
 
@@ -137,7 +135,7 @@ def test_gradients_are_those_of_the_equations_and_reach_every_parameter(llamba, 
 
 def test_the_mixer_remembers_and_forgets_without_bound():
     """Decays of exactly 1 and 0 among ordinary ones: x / dt neither overflows nor loses what it stands for."""
-    llamba, heads = random_llamba(), [0, 1, 2, 3]
+    llamba = random_llamba()
     mixer = llamba.backbone.layers[0].mixer
     torch.manual_seed(1)
     x, B, C = (torch.randn(2, 200, 4, 8) for _ in range(3))
@@ -146,7 +144,7 @@ def test_the_mixer_remembers_and_forgets_without_bound():
     logit[0], logit[1, :, 0] = -1e4, 1e4  # one row that never forgets; one head that always does
     x.requires_grad_(), logit.requires_grad_()
     dt = F.softplus(logit).clamp_min(LEAST)
-    y = mixer.scan(x, B, C, dt, heads, None)
+    y = mixer.scan(SSDProjected(x, B, C, x, None, dt))
     state, wanted = torch.zeros(2, 4, 8, 8, dtype=torch.float64), []
     for t in range(200):
         decay = torch.exp(-F.softplus(logit[:, t].double()))[..., None, None]
@@ -161,7 +159,8 @@ def test_the_mixer_remembers_and_forgets_without_bound():
     with torch.no_grad():
         for t in range(200):
             cache.update_conv_state(torch.zeros(2, 1, 1), 0, conv_kernel_size=4)  # without it there is no past for the cache
-            steps.append(mixer.scan(x[:, t : t + 1], B[:, t : t + 1], C[:, t : t + 1], dt[:, t : t + 1], heads, cache))
+            x_t, B_t, C_t, dt_t = (m[:, t : t + 1] for m in (x, B, C, dt))
+            steps.append(mixer.scan(SSDProjected(x_t, B_t, C_t, x_t, None, dt_t), cache))
     torch.testing.assert_close(torch.cat(steps, 1).double(), wanted, rtol=1e-5, atol=1e-4)
 
 
@@ -175,27 +174,6 @@ def test_every_precision_with_decays_of_one_and_zero(dtype, error):
     exact = reference(llamba, tokens)
     logits = llamba.to(dtype)(tokens).logits
     assert (logits - exact).norm() < error * exact.norm()
-
-
-@pytest.mark.usefixtures("in_float64")
-def test_a_part_of_the_heads_is_scanned_alone(llamba, tokens):
-    """Of the others there is attention."""
-    block = llamba.backbone.layers[0]
-    _, x, B, C, dt, none = block.mixer.project(block.input_layernorm(llamba.backbone.embedding(tokens)))
-    assert none is None
-    heads = [head for head in range(block.mixer.num_heads) if head not in (1, 2)]
-    whole = block.mixer.mix(x, B, C, dt)[:, :, [1, 2]]
-    grafted = splice(llamba, Plan(sites=(Site(layer=0, heads=tuple(heads)),))).backbone.layers[0].mixer
-    torch.testing.assert_close(grafted.scan(x[:, :, [1, 2]], B, C, dt[..., [1, 2]], [1, 2], None), whole, **SAME)
-
-
-@pytest.mark.usefixtures("in_float64")
-def test_the_matrices_are_the_mixing(llamba, tokens):
-    block = llamba.backbone.layers[0]
-    u = block.input_layernorm(llamba.backbone.embedding(tokens[:1]))
-    _, x, B, C, dt, _ = block.mixer.project(u)
-    mixed = torch.einsum("hts,shp->thp", block.mixer.matrices(u), x[0]) + block.mixer.D[:, None] * x[0]
-    torch.testing.assert_close(block.mixer.mix(x, B, C, dt)[0], mixed, **SAME)
 
 
 def test_generation_reads_each_token_once(tokens, monkeypatch):

@@ -152,9 +152,9 @@ def test_mixing_matrices_of_a_hybrid_reproduce_its_mixing(tokens):
     mixer = hybrid.backbone.layers[0].mixer
     every = mixing_matrices(subject(hybrid), tokens[0])
     matrix = torch.stack([every[Site(0, (head,))] for head in range(8)])
-    _, x, B, C, dt, qk = mixer.project(hybrid.backbone.layers[0].norm(hybrid.backbone.embeddings(tokens[:1])))
-    wanted = mixer.mix(x, B, C, dt, qk)[0]
-    values = x[0].clone()
+    projected = mixer.project(hybrid.backbone.layers[0].norm(hybrid.backbone.embeddings(tokens[:1])))
+    wanted = mixer.mix(projected)[0]
+    values = projected.values[0]
     mixed = torch.einsum("hts,shp->thp", matrix, values) + mixer.D[:, None] * values
     torch.testing.assert_close(mixed, wanted, **SAME)
     rows = matrix.sum(-1)

@@ -1,5 +1,7 @@
 """A smaller state: what a plan keeps of it, what is shared, and how much each dimension counts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import BambaConfig, BambaForCausalLM, FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM
@@ -210,11 +212,10 @@ def test_a_dimension_counts_by_the_derivative_of_its_gate(name):
         own = mixer.project
 
         def project(*args, **kwargs):
-            parts = list(own(*args, **kwargs))
-            scale = torch.ones_like(parts[3][0, 0])
+            projected = own(*args, **kwargs)
+            scale = torch.ones_like(projected.queries[0, 0])
             scale.view(-1, 8)[0, 4] = gate
-            parts[3] = parts[3] * scale
-            return tuple(parts)
+            return replace(projected, queries=projected.queries * scale)
 
         vars(mixer)["project"] = project
         try:

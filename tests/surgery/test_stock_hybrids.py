@@ -245,14 +245,9 @@ def test_the_start_is_the_heads_own_query_and_key(base):
     with torch.no_grad():
         mixer.A_log.fill_(-40)  # A is 0
         matrix = family_matrix(mixer, u)
-        if hasattr(mixer, "dt_bias"):
-            dt = mixer.project(u)[4][0, :, mixer.graft.heads]
-            q, k = mixer.graft.split(mixer.project(u)[5], mixer.project(u)[4])
-            scores = (q @ k.transpose(-1, -2))[0].tril() * dt.T[:, None]
-        else:
-            x, dt, *_ = mixer.project(u)
-            q, k = mixer.queries(x)
-            scores = (q @ k.transpose(-1, -2))[0].tril() * dt[0, :, mixer.graft.heads].T[:, None]
+        projected = mixer.project(u)
+        q, k = mixer.queries_and_keys(projected)
+        scores = (q @ k.transpose(-1, -2))[0].tril() * projected.dt[0, :, mixer.graft.heads].T[:, None]
         torch.testing.assert_close(scores, matrix, **SAME)
 
 
