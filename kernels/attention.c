@@ -25,7 +25,7 @@ _Static_assert(BLOCK % WIDE == 0 && WIDE % 4 == 0, "a block is whole panels, and
 #define LOG2E 1.4426950408889634f
 #define LOWEST -3.4028235e38f
 
-typedef quad loose_quad __attribute__((aligned(4)));
+typedef quad unaligned_quad __attribute__((aligned(4)));
 
 typedef struct { /* (batch, pair, time, and contiguous), strides in elements */
     float *data;
@@ -106,20 +106,14 @@ static void scatter(float *to, int64_t columns, int64_t n, const float *weights,
 
 /* ---- to and from memory ---- */
 
-/* The transpose of a square of four. */
-INLINE void turn(quad x[4]) {
-    const quad even = zip_low(x[0], x[2]), odd = zip_low(x[1], x[3]), even2 = zip_high(x[0], x[2]), odd2 = zip_high(x[1], x[3]);
-    x[0] = zip_low(even, odd), x[1] = zip_high(even, odd), x[2] = zip_low(even2, odd2), x[3] = zip_high(even2, odd2);
-}
-
 /* `rows` rows of `columns` numbers, times `factor`, into the columns of a panel; zeros for the others */
 static void load_columns(float *to, const float *from, int64_t stride, int64_t rows, int64_t columns, float factor) {
     for (int64_t i = 0; i < WIDE; i += 4) {
         int64_t c = 0;
         for (; i + 4 <= rows && c + 4 <= columns; c += 4) {
             quad x[4];
-            for (int k = 0; k < 4; k++) x[k] = *(const loose_quad *)(from + (i + k) * stride + c) * factor;
-            turn(x);
+            for (int k = 0; k < 4; k++) x[k] = *(const unaligned_quad *)(from + (i + k) * stride + c) * factor;
+            transpose4x4(x);
             for (int k = 0; k < 4; k++) *(quad *)(to + (c + k) * WIDE + i) = x[k];
         }
         for (; c < columns; c++)
@@ -133,11 +127,11 @@ static void store_columns(float *to, const float *from, int64_t stride, int64_t 
         for (; i + 4 <= rows && c + 4 <= columns; c += 4) {
             quad x[4];
             for (int k = 0; k < 4; k++) x[k] = *(const quad *)(from + (c + k) * WIDE + i);
-            turn(x);
-            for (int k = 0; k < 4; k++) *(loose_quad *)(to + (i + k) * stride + c) = x[k];
+            transpose4x4(x);
+            for (int k = 0; k < 4; k++) *(unaligned_quad *)(to + (i + k) * stride + c) = x[k];
         }
         for (; c < columns; c++)
-            for (int64_t k = i; k < smaller(i + 4, rows); k++) to[k * stride + c] = from[c * WIDE + k];
+            for (int64_t k = i; k < min_i64(i + 4, rows); k++) to[k * stride + c] = from[c * WIDE + k];
     }
 }
 
@@ -146,7 +140,7 @@ static void load_rows(float *to, const float *from, int64_t stride, int64_t rows
     for (int64_t c = 0; c < columns; c += WIDE)
         for (int64_t i = 0; i < BLOCK; i++, to += WIDE) {
             memset(to, 0, WIDE * sizeof(float));
-            if (i < rows) memcpy(to, from + i * stride + c, smaller(WIDE, columns - c) * sizeof(float));
+            if (i < rows) memcpy(to, from + i * stride + c, min_i64(WIDE, columns - c) * sizeof(float));
         }
 }
 
@@ -158,9 +152,9 @@ static float *place(const view *v, int64_t b, int64_t pair, int64_t t) {
 
 /* How many of the block of keys the queries of a panel may attend to at most. */
 static int64_t seen(const attention *s, const unit *u, int64_t panel) {
-    int64_t last = u->start + smaller((panel + 1) * WIDE, u->count) - 1 + s->keys - s->queries;
+    int64_t last = u->start + min_i64((panel + 1) * WIDE, u->count) - 1 + s->keys - s->queries;
     int64_t n = last + 1 - u->key;
-    return n < 0 ? 0 : smaller(n, u->keys);
+    return n < 0 ? 0 : min_i64(n, u->keys);
 }
 
 /* The scores of a panel, in units of ln 2, -infinity where a query may not attend. */
@@ -198,18 +192,18 @@ static void attend(const attention *s, const unit *u, int64_t panel, int64_t n) 
 
 /* Sets the first block of keys that a row has at all, and asks for the others: whether there is one. */
 static int next_keys(const attention *s, unit *u) {
-    int64_t end = smaller(s->keys, u->start + u->count + s->keys - s->queries);
+    int64_t end = min_i64(s->keys, u->start + u->count + s->keys - s->queries);
     u->key += u->keys;
     while (u->exists && u->key < end && !u->exists[u->key]) u->key++; /* padding on the left costs nothing */
-    u->keys = smaller(KEYS, end - u->key);
+    u->keys = min_i64(KEYS, end - u->key);
     return u->key < end;
 }
 
 static void take_queries(const attention *s, unit *u, int64_t block) {
-    u->start = block * BLOCK, u->count = smaller(BLOCK, s->queries - u->start), u->key = u->keys = 0;
+    u->start = block * BLOCK, u->count = min_i64(BLOCK, s->queries - u->start), u->key = u->keys = 0;
     for (int64_t p = 0; p * WIDE < u->count; p++) {
         const float *q = place(&s->q, u->b, u->pair, u->start + p * WIDE);
-        load_columns(u->qT + p * s->width * WIDE, q, s->q.time, smaller(WIDE, u->count - p * WIDE), s->width, LOG2E);
+        load_columns(u->qT + p * s->width * WIDE, q, s->q.time, min_i64(WIDE, u->count - p * WIDE), s->width, LOG2E);
     }
 }
 
@@ -240,7 +234,7 @@ static void forward_unit(const attention *s, unit *u, int64_t i) {
         const vec *share = (const vec *)(u->total + p * WIDE);
         for (int64_t k = 0; k < s->value * COLS; k++) out[k] *= share[k % COLS];
         float *y = place(&s->y, u->b, u->pair, u->start + p * WIDE);
-        store_columns(y, (float *)out, s->y.time, smaller(WIDE, u->count - p * WIDE), s->value);
+        store_columns(y, (float *)out, s->y.time, min_i64(WIDE, u->count - p * WIDE), s->value);
     }
 }
 
@@ -261,7 +255,7 @@ static void take_gradients(const attention *s, unit *u) {
     if (!s->dq.data) return;
     load_rows(u->q, place(&s->q, u->b, u->pair, u->start), s->q.time, u->count, s->width);
     for (int64_t p = 0; p * WIDE < u->count; p++)
-        load_columns(u->dyT + p * s->value * WIDE, dy + p * WIDE * s->dy.time, s->dy.time, smaller(WIDE, u->count - p * WIDE),
+        load_columns(u->dyT + p * s->value * WIDE, dy + p * WIDE * s->dy.time, s->dy.time, min_i64(WIDE, u->count - p * WIDE),
                      s->value, 1);
     memset(u->dqT, 0, PANELS * s->width * WIDE * sizeof(float));
 }
@@ -312,7 +306,7 @@ static void backward_unit(const attention *s, unit *u, int64_t i) {
             }
         for (int64_t p = 0; s->dq.data && p * WIDE < u->count; p++)
             store_columns(place(&s->dq, u->b, u->pair, u->start + p * WIDE), u->dqT + p * s->width * WIDE, s->dq.time,
-                          smaller(WIDE, u->count - p * WIDE), s->width);
+                          min_i64(WIDE, u->count - p * WIDE), s->width);
     }
     if (s->dq.data) store_keys(s, u, &s->dks, u->dk, u->w, s->width);
     if (s->dv.data) store_keys(s, u, &s->dvs, u->dv, u->d, s->value);
@@ -325,21 +319,21 @@ static void backward_unit(const attention *s, unit *u, int64_t i) {
 
 static float *space(unit *u, int64_t floats) {
     int64_t start = u->used;
-    u->used += padded(floats, 16);
+    u->used += round_up(floats, 16);
     return u->space ? u->space + start : 0;
 }
 
-static void divide(const attention *s, unit *u, int backward) {
-    u->w = padded(s->width, LANES), u->d = padded(s->value, LANES);
+static void carve_workspace(const attention *s, unit *u, int backward) {
+    u->w = round_up(s->width, LANES), u->d = round_up(s->value, LANES);
     u->qT = space(u, BLOCK * s->width), u->scores = space(u, BLOCK * KEYS);
     u->peak = space(u, BLOCK), u->total = space(u, BLOCK), u->dot = space(u, BLOCK);
     if (!backward) {
         u->out = space(u, BLOCK * s->value);
         return;
     }
-    if (s->dv.data) u->dy = space(u, BLOCK * padded(s->value, WIDE)), u->dv = space(u, s->keys * u->d);
+    if (s->dv.data) u->dy = space(u, BLOCK * round_up(s->value, WIDE)), u->dv = space(u, s->keys * u->d);
     if (!s->dq.data) return;
-    u->q = space(u, BLOCK * padded(s->width, WIDE)), u->dk = space(u, s->keys * u->w);
+    u->q = space(u, BLOCK * round_up(s->width, WIDE)), u->dk = space(u, s->keys * u->w);
     u->dyT = space(u, BLOCK * s->value), u->dqT = space(u, BLOCK * s->width), u->dscores = space(u, BLOCK * KEYS);
 }
 
@@ -347,16 +341,17 @@ static void divide(const attention *s, unit *u, int backward) {
 static void work(attention *s, int backward) {
     unit u = {0};
     void *memory = 0;
-    divide(s, &u, backward); /* without space: how much it takes */
+    carve_workspace(s, &u, backward); /* without space: how much it takes */
     if (posix_memalign(&memory, 64, u.used * sizeof(float))) {
         s->failed = 1;
         return;
     }
     u.space = memory, u.used = 0;
-    divide(s, &u, backward);
+    carve_workspace(s, &u, backward);
     const int64_t units = s->batch * s->pairs * (backward ? s->parts : (s->queries + BLOCK - 1) / BLOCK);
     status before = flush();
-    for (int64_t i; (i = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < units;) (backward ? backward_unit : forward_unit)(s, &u, i);
+    for (int64_t i; (i = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < units;)
+        (backward ? backward_unit : forward_unit)(s, &u, i);
     restore(before);
     free(memory);
 }

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.kernels.attention_native import PASSES, attend_native, declines_native, refuses_native
+from surgery.kernels.attention_native import attend_native, declines_native, refuses_native
 from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.flash_attention import BACKENDS as FLASH
 from surgery.kernels.flex_attention import FLEX
@@ -91,7 +91,7 @@ GRAFT_ATTENTION = Operation(
     "graft_attention",
     *FLASH,
     FLEX,
-    Backend("native", attend_native, refuses_native, declines_native, probed=True, opaque=True, passes=PASSES),
+    Backend("native", attend_native, refuses_native, declines_native, probed=True, opaque=True),
     Backend("sdpa", _sdpa, in_forward_mode),
     Backend("reference", _reference),
     example=_example,

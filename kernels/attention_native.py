@@ -1,18 +1,14 @@
 """Graft attention in C (attention.c) and its gradient: the calls.
 
-What the backward pass needs beside the arguments and the result are two numbers per query, of its softmax.
+What the backward pass needs beside the arguments is the result in float32 and two numbers per query, of its softmax.
 """
 
-from ctypes import Structure, c_int64, c_void_p
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from surgery.kernels.functions import without_autocast
-from surgery.kernels.native import View, check, fill, learns, load, rows, run
+from surgery.kernels.native import Work, check, fields, rows
 from surgery.kernels.native import refuses as not_here
 from surgery.kernels.operators import Passes
 
@@ -22,14 +18,14 @@ ALONE = 2**20  # products up to which starting a second thread takes longer than
 FEW = 8  # queries, fewer than which would leave most of a vector empty
 
 
-class _Attention(Structure):
+class _Attention(Work):
     """`attention` in attention.c."""
 
-    _fields_ = (
-        *((size, c_int64) for size in ("batch", "pairs", "queries", "keys", "width", "value", "parts")),
-        *((name, View) for name in ("q", "k", "v", "y", "dy", "dq", "dk", "dv", "dks", "dvs")),
-        *((name, c_void_p) for name in ("exists", "softmax", "done")),
-        *((name, c_int64) for name in ("next", "failed")),
+    file = "attention"
+    _fields_ = fields(
+        "batch pairs queries keys width value parts",
+        "q k v y dy dq dk dv dks dvs exists softmax done",
+        views="q k v y dy dq dk dv dks dvs",
     )
 
 
@@ -47,38 +43,19 @@ def declines_native(q: Tensor, *_: Tensor | None) -> str | None:
     return "torch's kernels are quicker for a few queries" if q.shape[2] < FEW else None
 
 
-def attend_native(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Arguments and result as in graft attention, one value a pair."""
-    inputs = _inputs(q, k, v, mask)
-    y = _NativeAttention.apply(*inputs) if learns(*inputs[:3]) else _forward(*inputs, keep=False)[0]
-    return y.to(q.dtype)
-
-
 def _inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple:
-    """In float32. Raises ValueError for shapes that do not fit."""
+    """In float32, their last dimension contiguous. Raises ValueError for shapes that do not fit."""
     (b, pairs, _, w), s = q.shape, k.shape[2]
     check((k, (b, pairs, s, w)), (v, (b, pairs, s, v.shape[-1])))
     if mask is not None:
         mask = mask.expand(b, s).contiguous()
-    return q.float(), k.float(), v.float(), mask
+    return *rows(q.float(), k.float(), v.float()), mask
 
 
-def _attention(parts: int = 1, **tensors: Any) -> _Attention:
-    """The structure for C."""
+def _run(name: str, parts: int, units: int, **tensors: Any) -> None:
     (b, pairs, t, w), (s, value) = tensors["q"].shape, tensors["v"].shape[2:]
-    attention = _Attention(b, pairs, t, s, w, value, parts)
-    fill(attention, tensors)
-    return attention
-
-
-def _call(name: str, attention: _Attention, units: int) -> None:
-    work = attention.batch * attention.pairs * attention.queries * attention.keys * (attention.width + attention.value)
-    run(_function(name), attention, 1 if work <= ALONE else units)
-
-
-@cache
-def _function(name: str) -> Any:
-    return getattr(load("attention"), name)
+    alone = b * pairs * t * s * (w + value) <= ALONE
+    _Attention(b, pairs, t, s, w, value, parts, **tensors).run(name, 1 if alone else units)
 
 
 def _time_first(pairs: int, t: int, like: Tensor, width: int) -> Tensor:
@@ -87,37 +64,26 @@ def _time_first(pairs: int, t: int, like: Tensor, width: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, keep: bool) -> tuple[Tensor, Tensor | None]:
-    """The result, and m and 1 / l of every query (b, pairs, t, 2), if they are to be kept."""
+    """The result, and what is kept: one after the other the result, and m and 1 / l of every query (b, pairs, t, 2)."""
+    (b, pairs, t, _), dtype = q.shape, q.dtype
+    q, k, v, mask = _inputs(q, k, v, mask)
+    kept = q.new_empty(_kept(q, k, v, mask)[0]) if keep else None
+    y, softmax = (_time_first(pairs, t, q, v.shape[3]), None) if kept is None else _split(kept, q, v)
+    _run("attend_forward", 1, b * pairs * -(-t // BLOCK), q=q, k=k, v=v, exists=mask, y=y, softmax=softmax)
+    return y.to(dtype), kept
+
+
+def _split(kept: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     b, pairs, t, _ = q.shape
-    q, k, v = rows(q, k, v)
-    y, softmax = _time_first(pairs, t, q, v.shape[3]), q.new_empty(b, pairs, t, 2) if keep else None
-    attention = _attention(q=q, k=k, v=v, exists=mask, y=y, softmax=softmax)
-    _call("attend_forward", attention, b * pairs * -(-t // BLOCK))
-    return y, softmax
+    y, softmax = kept.split([b * t * pairs * v.shape[3], b * t * pairs * 2])
+    return y.view(b, t, pairs, -1).transpose(1, 2), softmax
 
 
-class _NativeAttention(torch.autograd.Function):
-    @staticmethod
-    @without_autocast
-    def forward(ctx, q, k, v, mask):
-        y, softmax = _forward(q, k, v, mask, keep=True)
-        ctx.save_for_backward(q, k, v, mask, y, softmax)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    @without_autocast
-    def backward(ctx, dy):
-        q, k, v, mask, y, softmax = ctx.saved_tensors
-        return *_gradients(dy, q, k, v, mask, y, softmax, ctx.needs_input_grad), None
-
-
-def _gradients(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, y: Tensor, softmax: Tensor, needed: Any
-) -> tuple[Tensor | None, ...]:
+def _backward(gradients: Any, arguments: Any, kept: Tensor, needed: Any) -> tuple[Tensor | None, ...]:
     """By q, k and v, where they are needed."""
+    q, k, v, mask = _inputs(*arguments)
     (b, pairs, t, w), (s, value) = q.shape, v.shape[2:]
-    q, k, v, y, dy = rows(q, k, v, y, dy)
+    (dy,), (y, softmax) = rows(gradients[0].float()), _split(kept, q, v)
     parts = min(PARTS, -(-t // BLOCK), -(-2 * PARTS // (b * pairs)))
     dq = dk = dks = dv = dvs = done = None
     if needed[0] or needed[1]:
@@ -128,24 +94,17 @@ def _gradients(
         dvs = dv if parts == 1 else v.new_empty(parts * b, pairs, s, value)
     if parts > 1:
         done = torch.zeros(b, pairs, dtype=torch.int64, device=q.device)
-    attention = _attention(
-        parts, q=q, k=k, v=v, exists=mask, y=y, softmax=softmax, dy=dy, dq=dq, dk=dk, dv=dv, dks=dks, dvs=dvs, done=done
-    )
     if dq is not None or dv is not None:
-        _call("attend_backward", attention, b * pairs * parts)
-    return tuple(m if want else None for m, want in zip((dq, dk, dv), needed, strict=False))
+        _run(
+            "attend_backward", parts, b * pairs * parts, q=q, k=k, v=v, exists=mask, y=y, softmax=softmax, dy=dy,
+            dq=dq, dk=dk, dv=dv, dks=dks, dvs=dvs, done=done,
+        )  # fmt: skip
+    return dq, dk, dv, None
 
 
-def _keeping(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    y, softmax = _forward(*_inputs(q, k, v, mask), keep=True)
-    assert softmax is not None
-    return y.to(q.dtype), torch.cat([y, softmax], dim=-1)
+def _kept(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[tuple[int, ...], torch.dtype]:
+    b, pairs, t, _ = q.shape
+    return (b * t * pairs * (v.shape[3] + 2),), torch.float32
 
 
-def _backward(gradients, arguments, kept, needed) -> tuple[Tensor | None, ...]:
-    y, softmax = kept.split([kept.shape[-1] - 2, 2], dim=-1)
-    q, k, v, mask = _inputs(*arguments)
-    return *_gradients(gradients[0].float(), q, k, v, mask, y, softmax.contiguous(), needed), None
-
-
-PASSES = Passes(_keeping, _backward, lambda q, k, v, mask: ((*q.shape[:3], v.shape[3] + 2), torch.float32))
+attend_native = Passes(_forward, _backward, _kept)

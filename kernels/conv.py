@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.kernels.conv_norm_native import CONVOLUTION, convolution_refuses, convolve
+from surgery.kernels.conv_norm_native import convolution_refuses, convolve
 from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.functions import seeded
 from surgery.kernels.operators import Signature
@@ -100,7 +100,7 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 CAUSAL_CONV = Operation(
     "causal_conv",
     Backend("causal_conv1d", _causal_conv1d, _not_for_causal_conv1d, probed=True, opaque=True),
-    Backend("native", convolve, convolution_refuses, probed=True, opaque=True, passes=CONVOLUTION),
+    Backend("native", convolve, convolution_refuses, probed=True, opaque=True),
     Backend("shifted", _shifted, _not_for_shifted),
     Backend("stock", _stock),
     Backend("reference", _reference),

@@ -16,12 +16,12 @@ typedef struct { /* (batch, time, contiguous); strides in elements */
 } view;
 
 typedef struct { /* mirrored in conv_norm_native.py. Those marked ? may be NULL */
+    double epsilon;
     int64_t batch, before, length, channels, taps, silu, group;
     view x, gate /*?*/, y;         /* x of the convolution has `before` tokens more than `length` */
     view dy, dx, dgate /*?*/;      /* gradients; dx is as long as x */
     const float *weight, *bias /*?*/; /* of the convolution (taps, channels), the newest token's first; of the norm (channels) */
     float *shares /*?*/; /* of every unit in the gradients of weight and bias: (units, taps + 1 or 1, channels) */
-    double epsilon;
     int64_t next, failed; /* the counter; never set here */
 } conv_norm;
 
@@ -39,7 +39,7 @@ static inline vec slope(vec v, vec s) { return s * (1.0f + v * (1.0f - s)); }
 
 static int take(conv_norm *w, int64_t *unit, int64_t *b, int64_t *from, int64_t *to) {
     int64_t per_sequence = (w->length + TOKENS - 1) / TOKENS, i = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED);
-    *unit = i, *b = i / per_sequence, *from = i % per_sequence * TOKENS, *to = smaller(*from + TOKENS, w->length);
+    *unit = i, *b = i / per_sequence, *from = i % per_sequence * TOKENS, *to = min_i64(*from + TOKENS, w->length);
     return *b < w->batch;
 }
 
@@ -62,7 +62,7 @@ void convolve(conv_norm *w) {
     while (take(w, &unit, &b, &from, &to))
         for (int64_t t = from; t < to; t++) {
             const float *x = at(&w->x, b, t + w->before);
-            const int64_t taps = smaller(w->taps, t + w->before + 1); /* nothing lies before the first token */
+            const int64_t taps = min_i64(w->taps, t + w->before + 1); /* nothing lies before the first token */
             if (taps == 4) convolve_token(w, 4, x, at(&w->y, b, t));
             else convolve_token(w, taps, x, at(&w->y, b, t));
         }
@@ -73,12 +73,12 @@ void convolve(conv_norm *w) {
    so those of a unit's last inputs come from tokens of the next. Inlined, for `most`, the number of taps, to be a constant. */
 INLINE void convolve_back(
     const conv_norm *w, int64_t most, int64_t b, int64_t from, int64_t to, int64_t c, float *shares) {
-    const int64_t count = w->channels - c, last = smaller(to + most - 1, w->length);
+    const int64_t count = w->channels - c, last = min_i64(to + most - 1, w->length);
     vec inner[TOKENS + MOST_TAPS], weight[MOST_TAPS], dweight[MOST_TAPS] = {0}, dbias = {0};
     for (int64_t i = 0; i < most; i++) weight[i] = get(w->weight + i * w->channels + c, count);
     for (int64_t t = from; t < last; t++) {
         const float *x = at(&w->x, b, t + w->before) + c;
-        const int64_t taps = smaller(most, t + w->before + 1);
+        const int64_t taps = min_i64(most, t + w->before + 1);
         vec d = get(at(&w->dy, b, t) + c, count);
         if (w->silu) {
             vec sum = w->bias ? get(w->bias + c, count) : all(0);
@@ -92,7 +92,7 @@ INLINE void convolve_back(
         }
     }
     /* the first unit has the context, too, of which no more than taps - 1 tokens were read */
-    for (int64_t t = from ? from : -smaller(w->before, most - 1); t < to; t++) {
+    for (int64_t t = from ? from : -min_i64(w->before, most - 1); t < to; t++) {
         vec d = {0};
         for (int64_t i = t < from ? from - t : 0; i < most && t + i < last; i++) d += weight[i] * inner[t + i - from];
         put(at(&w->dx, b, t + w->before) + c, d, count);

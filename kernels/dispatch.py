@@ -54,7 +54,6 @@ class Backend:
     must succeed first. on_request: whether it serves, or is even tried, only if it is asked for by name (because it downloads).
     without_gradient: which of its results have no gradient, and say so when one is asked for.
     opaque: whether PyTorch cannot look into `run`, so that a trace (torch.compile) has to call the operation's operator.
-    passes: for that operator, its forward and its backward pass.
     """
 
     name: str
@@ -65,7 +64,11 @@ class Backend:
     on_request: bool = False
     without_gradient: tuple[int, ...] = ()
     opaque: bool = False
-    passes: Passes | None = None
+
+    @property
+    def passes(self) -> Passes | None:
+        """Of a kernel that has two, for the operator."""
+        return self.run if isinstance(self.run, Passes) else None
 
 
 class Operation:

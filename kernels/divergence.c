@@ -43,7 +43,7 @@ static scale scale_of(const float *logits, int64_t words) {
     for (int i = 1; i < LANES; i++) s.most = most[i] > s.most ? most[i] : s.most;
     for (int64_t block = 0; block < words; block += BLOCK) {
         vec sum = {0};
-        for (int64_t w = block; w < smaller(block + BLOCK, words); w += LANES)
+        for (int64_t w = block; w < min_i64(block + BLOCK, words); w += LANES)
             sum += probability(logits_at(logits, w, words) - s.most, 0);
         whole += lane_sum(sum);
     }
@@ -60,7 +60,7 @@ static double diverge_token(const divergence *k, int64_t token) {
     double whole = 0;
     for (int64_t block = 0; block < k->words; block += BLOCK) {
         vec sum = {0};
-        for (int64_t w = block; w < smaller(block + BLOCK, k->words); w += LANES) {
+        for (int64_t w = block; w < min_i64(block + BLOCK, k->words); w += LANES) {
             const int64_t count = k->words - w;
             vec x = logits_at(student, w, k->words) - s.most, target = logits_at(teacher, w, k->words) - t.most;
             vec p = probability(target, t.log2_sum), term = p * (target - x - offset);

@@ -7,14 +7,12 @@ than the rest of a step of tuning. `native` (divergence.c) is ours, in C for a C
 of PyTorch; `reference` writes the formulas down.
 """
 
-from ctypes import Structure, c_int64, c_void_p
-
 import torch
 from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.functions import seeded
-from surgery.kernels.native import ALONE, check, contiguous, fill, load, run
+from surgery.kernels.native import ALONE, Work, check, contiguous, fields
 from surgery.kernels.native import refuses as not_here
 from surgery.kernels.operators import Signature
 
@@ -26,14 +24,11 @@ def kl_divergence(student: Tensor, teacher: Tensor, *, backend: str | None = Non
         return KL_DIVERGENCE(student, teacher, backend=backend)
 
 
-class _Divergence(Structure):
+class _Divergence(Work):
     """`divergence` in divergence.c."""
 
-    _fields_ = (
-        *((size, c_int64) for size in ("tokens", "words")),
-        *((name, c_void_p) for name in ("student", "teacher", "gradient", "divergence")),
-        *((name, c_int64) for name in ("next", "failed")),
-    )
+    file = "divergence"
+    _fields_ = fields("tokens words", "student teacher gradient divergence")
 
 
 def _refuses(student: Tensor, teacher: Tensor) -> str | None:
@@ -44,9 +39,8 @@ def _native(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     check((teacher, (n := len(student), words := student.shape[1])))
     own, target = contiguous(student.float(), teacher.float())
     gradient, sums = torch.empty_like(own), own.new_empty(n, dtype=torch.double)
-    work = _Divergence(n, words)
-    fill(work, {"student": own, "teacher": target, "gradient": gradient, "divergence": sums})
-    run(load("divergence").diverge, work, 1 if own.numel() <= ALONE else n)
+    work = _Divergence(n, words, student=own, teacher=target, gradient=gradient, divergence=sums)
+    work.run("diverge", 1 if own.numel() <= ALONE else n)
     return sums.sum().float(), gradient.to(student.dtype)
 
 

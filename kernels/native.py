@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from struct import Struct
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -151,26 +151,74 @@ class View(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3))
 
 
-_VIEW, _PLACE = Struct("@P3q"), Struct("@P")
+_VIEW, _POINTER = Struct("@P3q"), Struct("@P")
 
 
-def fill(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> None:
-    """Enter tensors into a structure: each as a View where it has one, else as a pointer."""
-    places = _places(type(structure))
-    for name, m in tensors.items():
-        if m is None:
-            continue
-        offset, view = places[name]
-        if view:  # a fraction of what it takes to make the object
-            _VIEW.pack_into(structure, offset, m.data_ptr(), *m.stride()[:3])
-        else:
-            _PLACE.pack_into(structure, offset, m.data_ptr())
+class Work(ctypes.Structure):
+    """What a kernel's functions are given: a subclass mirrors the structure of its C file. Create it with the numbers, in the
+    order of the fields, and with the tensors by name.
+
+    file: the C file's name, without its ending.
+    """
+
+    file: ClassVar[str]
+
+    def __init__(self, *numbers: float, **tensors: Tensor | None):
+        super().__init__(*numbers)
+        self.fill(**tensors)
+
+    def fill(self, **tensors: Tensor | None) -> None:
+        """Enter tensors: each as a View where the field is one, else as a pointer."""
+        offsets = _offsets(type(self))
+        for name, m in tensors.items():
+            if m is None:
+                continue
+            offset, view = offsets[name]
+            if view:  # a fraction of what it takes to make the object
+                _VIEW.pack_into(self, offset, m.data_ptr(), *m.stride()[:3])
+            else:
+                _POINTER.pack_into(self, offset, m.data_ptr())
+
+    def call(self, name: str) -> int:
+        """What a function gives that computes a number alone."""
+        return function(self.file, name)(ctypes.byref(self))
+
+    def run(self, name: str, units: int) -> None:
+        """Calls a function in as many threads as torch uses, at most `units`; each call works until no unit is left. Raises
+        MemoryError where it says that there was no memory."""
+        in_threads(function(self.file, name), self, units)
+
+
+def fields(integers: str, tensors: str, views: str = "", reals: str = "") -> tuple:
+    """The fields of a Work, by their names in order: real numbers, integers, tensors (with their strides those that are in
+    `views`, too); and what all end with: `next`, the counter of units, and `failed`, whether there was no memory."""
+    kinds = dict.fromkeys(views.split(), View)
+    return (
+        *((name, ctypes.c_double) for name in reals.split()),
+        *((name, ctypes.c_int64) for name in integers.split()),
+        *((name, kinds.get(name, ctypes.c_void_p)) for name in tensors.split()),
+        *((name, ctypes.c_int64) for name in ("next", "failed")),
+    )
 
 
 @cache
-def _places(kind: type[ctypes.Structure]) -> dict[str, tuple[int, bool]]:
+def _offsets(kind: type[ctypes.Structure]) -> dict[str, tuple[int, bool]]:
     """Field -> its offset, and whether it is a View."""
     return {name: (getattr(kind, name).offset, of is View) for name, of in kind._fields_}  # type: ignore[misc]
+
+
+@cache
+def function(file: str, name: str) -> Any:
+    """A function of a C file, made where it is not there yet. Raises RuntimeError as `load` does."""
+    compiled = getattr(load(file), name)
+    compiled.restype = ctypes.c_int64  # of those that have a result
+    return compiled
+
+
+@cache
+def constant(file: str, name: str) -> int:
+    """A number that a C file defines. Raises RuntimeError as `load` does."""
+    return ctypes.c_int64.in_dll(load(file), name).value
 
 
 def refuses(*tensors: Tensor | None) -> str | None:
@@ -199,6 +247,11 @@ def check(*shapes: tuple[Tensor | None, tuple[int, ...]]) -> None:
             raise ValueError(f"a tensor of shape {tuple(m.shape)} where {shape} belongs")
 
 
+def floats(*tensors: Any) -> list[Any]:
+    """Each in float32."""
+    return [None if m is None else m.float() for m in tensors]
+
+
 def contiguous(*tensors: Any) -> list[Any]:
     """Each contiguous, as C expects what is not passed as a View."""
     return [None if m is None else m.contiguous() for m in tensors]
@@ -209,19 +262,16 @@ def rows(*tensors: Tensor) -> list[Tensor]:
     return [m if m.stride(-1) == 1 else m.contiguous() for m in tensors]
 
 
-def run(function: Any, work: ctypes.Structure, units: int) -> None:
-    """Calls `function` with `work` in as many threads as torch uses, at most `units`; each call works until no unit is left.
-
-    work: its last two fields are `next`, the counter of units, and `failed`. Raises MemoryError where this one was set.
-    """
+def in_threads(run: Any, work: Work, units: int) -> None:
+    """Calls `run` with `work` in as many threads as torch uses, at most `units`."""
     threads = min(torch.get_num_threads(), units)
     if threads == 1:
-        function(ctypes.byref(work))
+        run(ctypes.byref(work))
     elif team := _team(os.getpid()):
-        team(function, ctypes.byref(work), threads, 0)
+        team(run, ctypes.byref(work), threads, 0)
     else:
-        waiting = [_pool(os.getpid(), threads - 1).submit(function, ctypes.byref(work)) for _ in range(threads - 1)]
-        function(ctypes.byref(work))
+        waiting = [_pool(os.getpid(), threads - 1).submit(run, ctypes.byref(work)) for _ in range(threads - 1)]
+        run(ctypes.byref(work))
         for future in waiting:
             future.result()
     if work.failed:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.kernels.conv_norm_native import NORM, norm_refuses, normalise
+from surgery.kernels.conv_norm_native import norm_refuses, normalise
 from surgery.kernels.dispatch import Backend, Operation, not_for_cuda_package
 from surgery.kernels.functions import seeded
 from surgery.kernels.operators import Signature
@@ -56,7 +56,7 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 RMS_NORM = Operation(
     "rms_norm",
     Backend("mamba_ssm", _mamba_ssm, not_for_cuda_package, probed=True, opaque=True),
-    Backend("native", normalise, norm_refuses, probed=True, opaque=True, passes=NORM),
+    Backend("native", normalise, norm_refuses, probed=True, opaque=True),
     Backend("stock", _stock),
     Backend("reference", _reference),
     example=_example,

@@ -19,21 +19,52 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from surgery.kernels.functions import own_precision
+from surgery.kernels.functions import learns, own_precision, without_autocast
 
 Likeness = tuple[Sequence[int], torch.dtype]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Passes:
-    """A kernel's two passes, without autograd. forward: (*arguments) -> (*results, kept), one tensor more, for the other pass.
-    kept: (*arguments) -> its shape and dtype. backward: (gradients of the results, arguments, kept, needed) -> a gradient for
-    every tensor among the arguments, or None where it is not needed. A result that nobody used has None for its gradient."""
+    """A kernel of two passes, each written without autograd. Called with the operation's arguments, it gives the results, with
+    their gradient.
 
-    forward: Callable[..., tuple[Tensor, ...]]
+    forward: (*arguments, keep) -> (*results, kept), where `kept` is a tensor for the other pass, or None.
+    backward: (gradients of the results, arguments, kept, needed) -> a gradient for every argument, None where it is not needed.
+    A result that nobody used has None for its gradient.
+    kept: (*arguments) -> shape and dtype of what is kept; None where nothing is.
+    unread: numbers of the arguments that the backward pass does not read: they may change before it."""
+
+    forward: Callable[..., tuple]
     backward: Callable[..., Sequence[Tensor | None]]
-    kept: Callable[..., Likeness]
+    kept: Callable[..., Likeness] | None = None
+    unread: tuple[int, ...] = ()
+
+    def __call__(self, *args: Any) -> Any:
+        if learns(*(m for m in args if isinstance(m, Tensor))):
+            return _Differentiable.apply(self, *args)
+        return _one_or_all(self.forward(*args, keep=False)[:-1])
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, passes: Passes, *args: Any) -> Any:
+        *results, kept = passes.forward(*args, keep=True)
+        ctx.passes = passes
+        _save(ctx, [None if i in passes.unread else m for i, m in enumerate(args)], kept)
+        return _one_or_all(results)
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        *args, kept = _restored(ctx)
+        needed = ctx.needs_input_grad[1:]
+        computed = ctx.passes.backward(gradients, args, kept, needed)
+        return None, *(m if want else None for m, want in zip(computed, needed, strict=True))
 
 
 @dataclass(frozen=True)
@@ -72,34 +103,38 @@ class Operator:
                 self._backward,
                 self._like_backward,
             )
-            torch.library.register_autograd(self.forward, self._differentiate, setup_context=_save, lib=LIBRARY)
+            torch.library.register_autograd(self.forward, self._differentiate, setup_context=_save_call, lib=LIBRARY)
 
     def __call__(self, *args: Any, backend: str) -> Any:
         """Call it, with the operation's arguments."""
         if not self.learns:
             return self.forward(*args, backend)
         keep = torch.is_grad_enabled() and any(args[i] is not None and args[i].requires_grad for i in self.tensors)
-        results = self.forward(*args, keep, backend)[: self.results]
-        return results[0] if self.results == 1 else results
+        return _one_or_all(self.forward(*args, keep, backend)[: self.results])
 
     def _forward(self, *given: Any) -> Any:
         (*args, keep, backend) = given if self.learns else (*given[:-1], False, given[-1])
         chosen = self.backends[backend]
         with own_precision(args[0].device.type), torch.no_grad():
             if keep and chosen.passes is not None:
-                *results, kept = chosen.passes.forward(*args)
+                *results, kept = chosen.passes.forward(*args, keep=True)
             else:
-                results, kept = _tuple(chosen.run(*args)), args[0].new_empty(0)
+                results, kept = _tuple(chosen.run(*args)), None
             fitted = [_fitted(result, dtype) for result, (_, dtype) in zip(results, self.like(*args), strict=True)]
-        return (*fitted, kept) if self.learns else fitted[0] if len(fitted) == 1 else tuple(fitted)
+        if not self.learns:
+            return _one_or_all(fitted)
+        kept = _nothing(args[0]) if kept is None else kept
+        shared = any(m.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr() for m in fitted)
+        return *fitted, kept.clone() if shared else kept  # results of an operator share no memory
 
     def _like_forward(self, *given: Any) -> Any:
         (*args, keep, backend) = given if self.learns else (*given[:-1], False, given[-1])
         results = [args[0].new_empty(shape, dtype=dtype) for shape, dtype in self.like(*args)]
         if not self.learns:
-            return results[0] if len(results) == 1 else tuple(results)
+            return _one_or_all(results)
         passes = self.backends[backend].passes
-        shape, dtype = passes.kept(*args) if keep and passes is not None else ((0,), args[0].dtype)
+        kept = passes.kept if keep and passes is not None else None
+        shape, dtype = ((0,), args[0].dtype) if kept is None else kept(*args)
         return (*results, args[0].new_empty(shape, dtype=dtype))
 
     def _backward(self, *given: Any) -> tuple[Tensor, ...]:
@@ -108,8 +143,10 @@ class Operator:
         tensors = [args[i] for i in self.tensors]
         with own_precision(args[0].device.type):
             if chosen.passes is not None:
+                flags = dict(zip(self.tensors, needed, strict=True))
                 with torch.no_grad():
-                    computed = list(chosen.passes.backward(gradients, args, kept, needed))
+                    of_all = chosen.passes.backward(gradients, args, kept, [flags.get(i, False) for i in range(len(args))])
+                computed = [of_all[i] for i in self.tensors]
             else:
                 computed = self._again(chosen.run, gradients, args, needed)
         return tuple(
@@ -141,7 +178,7 @@ class Operator:
         return gradients, kept, args, needed, backend
 
     def _differentiate(self, ctx: Any, *gradients: Tensor | None) -> tuple:
-        *args, kept = self._restored(ctx)
+        *args, kept = _restored(ctx)
         needed = [ctx.needs_input_grad[i] for i in self.tensors]
         computed = self.backward(*gradients[: self.results], kept, *args, needed, ctx.backend)
         result: list[Tensor | None] = [None] * (len(args) + 2)
@@ -149,21 +186,26 @@ class Operator:
             result[i] = gradient if want else None
         return tuple(result)
 
-    def _restored(self, ctx: Any) -> list:
-        saved = iter(ctx.saved_tensors)
-        return [next(saved) if constant is _SAVED else constant for constant in ctx.constants]
-
 
 _SAVED = object()
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+def _save_call(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     *args, _, ctx.backend = inputs
-    kept = output[-1]
-    ctx.mark_non_differentiable(kept)
+    ctx.mark_non_differentiable(output[-1])
+    _save(ctx, args, output[-1])
+
+
+def _save(ctx: Any, args: Sequence[Any], kept: Tensor | None) -> None:
     ctx.set_materialize_grads(False)
     ctx.constants = [_SAVED if isinstance(m, Tensor) else m for m in (*args, kept)]
     ctx.save_for_backward(*(m for m in (*args, kept) if isinstance(m, Tensor)))
+
+
+def _restored(ctx: Any) -> list:
+    """The arguments and what was kept."""
+    saved = iter(ctx.saved_tensors)
+    return [next(saved) if constant is _SAVED else constant for constant in ctx.constants]
 
 
 def _define(name: str, schema: str, compute: Callable[..., Any], like: Callable[..., Any]) -> Any:
@@ -191,6 +233,10 @@ LIBRARY = _library()
 
 def _tensors(number: int) -> str:
     return ", ".join(["Tensor"] * number)
+
+
+def _one_or_all(results: Sequence[Tensor]) -> Any:
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _tuple(results: Any) -> tuple[Tensor, ...]:

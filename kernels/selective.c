@@ -154,7 +154,7 @@ static int take(scan *s, unit *w) {
     int64_t i = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED);
     if (i >= s->batch * groups) return 0;
     w->group = i % groups, w->b = i / groups, w->first = w->group * group_channels;
-    w->vectors = (smaller(group_channels, s->channels - w->first) + LANES - 1) / LANES;
+    w->vectors = (min_i64(group_channels, s->channels - w->first) + LANES - 1) / LANES;
     w->padded = (s->size + PAIR - 1) / PAIR * PAIR;
     w->chunks = (s->length + CHUNK - 1) / CHUNK;
     return 1;
@@ -166,16 +166,16 @@ static void forward_unit(const scan *s, const unit *w, vec *space) {
     float *B = (float *)(state + GROUP * m), *C = B + m * CHUNK;
     memset(space, 0, (2 * GROUP * sizeof(vec) + 2 * CHUNK * sizeof(float)) * m);
     for (int64_t v = 0; v < w->vectors; v++) {
-        int64_t c = w->first + v * LANES, width = smaller(LANES, s->channels - c);
+        int64_t c = w->first + v * LANES, width = min_i64(LANES, s->channels - c);
         load_state(A + v * m, s->A + c * n, n, width, LOG2E);
         load_state(state + v * m, s->initial ? s->initial + (w->b * s->channels + c) * n : 0, n, width, 1);
     }
     for (int64_t chunk = 0; chunk < w->chunks; chunk++) {
-        int64_t t0 = chunk * CHUNK, tokens = smaller(CHUNK, s->length - t0);
+        int64_t t0 = chunk * CHUNK, tokens = min_i64(CHUNK, s->length - t0);
         load_rows(B, &s->B, w->b, t0, tokens, n);
         load_rows(C, &s->C, w->b, t0, tokens, n);
         for (int64_t v = 0; v < w->vectors; v++) {
-            int64_t c = w->first + v * LANES, width = smaller(LANES, s->channels - c);
+            int64_t c = w->first + v * LANES, width = min_i64(LANES, s->channels - c);
             if (s->checkpoints)
                 store_state(state + v * m, s->checkpoints + ((w->b * w->chunks + chunk) * s->channels + c) * n, n, width);
             vec skip = {0};
@@ -190,7 +190,7 @@ static void forward_unit(const scan *s, const unit *w, vec *space) {
     }
     for (int64_t v = 0; v < w->vectors; v++) {
         int64_t c = w->first + v * LANES;
-        store_state(state + v * m, s->final + (w->b * s->channels + c) * n, n, smaller(LANES, s->channels - c));
+        store_state(state + v * m, s->final + (w->b * s->channels + c) * n, n, min_i64(LANES, s->channels - c));
     }
 }
 
@@ -202,17 +202,17 @@ static void backward_unit(const scan *s, const unit *w, vec *space) {
     memset(space, 0, ((3 * GROUP + 1 + 2 * CHUNK) * sizeof(vec) + 2 * CHUNK * sizeof(float)) * m);
     memset(dD, 0, sizeof dD);
     for (int64_t v = 0; v < w->vectors; v++) {
-        int64_t c = w->first + v * LANES, width = smaller(LANES, s->channels - c);
+        int64_t c = w->first + v * LANES, width = min_i64(LANES, s->channels - c);
         load_state(A + v * m, s->A + c * n, n, width, LOG2E);
         load_state(g + v * m, s->dfinal + (w->b * s->channels + c) * n, n, width, 1);
     }
     for (int64_t chunk = w->chunks - 1; chunk >= 0; chunk--) {
-        int64_t t0 = chunk * CHUNK, tokens = smaller(CHUNK, s->length - t0);
+        int64_t t0 = chunk * CHUNK, tokens = min_i64(CHUNK, s->length - t0);
         load_rows(B, &s->B, w->b, t0, tokens, n);
         load_rows(C, &s->C, w->b, t0, tokens, n);
         memset(dB, 0, 2 * m * CHUNK * sizeof(vec));
         for (int64_t v = 0; v < w->vectors; v++) {
-            int64_t c = w->first + v * LANES, width = smaller(LANES, s->channels - c);
+            int64_t c = w->first + v * LANES, width = min_i64(LANES, s->channels - c);
             vec skip = {0};
             for (int64_t i = 0; s->D && i < width; i++) skip[i] = s->D[c + i];
             load_state(state, s->checkpoints + ((w->b * w->chunks + chunk) * s->channels + c) * n, n, width, 1);
@@ -239,7 +239,7 @@ static void backward_unit(const scan *s, const unit *w, vec *space) {
                 s->dB[at] = sum_of(dB + j * CHUNK + t), s->dC[at] = sum_of(dC + j * CHUNK + t);
     }
     for (int64_t v = 0; v < w->vectors; v++) {
-        int64_t c = w->first + v * LANES, width = smaller(LANES, s->channels - c), at = w->b * s->channels + c;
+        int64_t c = w->first + v * LANES, width = min_i64(LANES, s->channels - c), at = w->b * s->channels + c;
         store_state(dA + v * m, s->dA + at * n, n, width);
         store_state(g + v * m, s->dinitial + at * n, n, width);
         for (int64_t i = 0; i < width; i++) s->dD[at + i] = dD[v][i];
@@ -271,9 +271,9 @@ static inline float step_channel(float *S, const float *A, float dt, float u, co
     vec sum = {0};
     int64_t j = 0;
     for (; j + LANES <= n; j += LANES) {
-        vec state = exp2_vec(*(const loose *)(A + j) * (dt * LOG2E)) * *(loose *)(S + j) + u * *(const loose *)(B + j);
-        *(loose *)(S + j) = state;
-        sum += state * *(const loose *)(C + j);
+        vec state = exp2_vec(get(A + j, LANES) * (dt * LOG2E)) * get(S + j, LANES) + u * get(B + j, LANES);
+        put(S + j, state, LANES);
+        sum += state * get(C + j, LANES);
     }
     if (j < n) { /* a call of memcpy costs more than all of the above */
         const size_t bytes = (n - j) * sizeof(float);
@@ -291,7 +291,7 @@ void scan_step(scan *s) {
     const int64_t n = s->size, width = GROUP * LANES, groups = (s->channels + width - 1) / width;
     status before = flush();
     for (int64_t i; (i = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->batch * groups;) {
-        int64_t b = i / groups, first = i % groups * width, end = smaller(first + width, s->channels);
+        int64_t b = i / groups, first = i % groups * width, end = min_i64(first + width, s->channels);
         const float *B = s->B.data + b * s->B.batch, *C = s->C.data + b * s->C.batch;
         for (int64_t c = first; c < end; c++) {
             float x = s->x.data[b * s->x.batch + c * s->x.last], dt = s->dt.data[b * s->dt.batch + c * s->dt.last];

@@ -26,8 +26,8 @@ from surgery.kernels.native import refuses, step_refuses
 from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing, check_no_state
 from surgery.kernels.selective_chunked import run as run_chunked
-from surgery.kernels.selective_native import PASSES, step
-from surgery.kernels.selective_native import run as run_native
+from surgery.kernels.selective_native import scan as native_scan
+from surgery.kernels.selective_native import step
 
 
 def selective_scan(
@@ -120,7 +120,7 @@ SELECTIVE_SCAN = Operation(
         opaque=True,
         without_gradient=(1,),
     ),
-    Backend("native", run_native, refuses, probed=True, opaque=True, passes=PASSES),
+    Backend("native", native_scan, refuses, probed=True, opaque=True),
     Backend("chunked", run_chunked, transformed, opaque=True),
     Backend("stock", _stock, _from_zero, probed=True),
     Backend("reference", _reference),

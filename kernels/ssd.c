@@ -77,7 +77,7 @@ INLINE void down(vec out[ROWS][COLS], matrix left, int64_t m, matrix right, int6
 /* its rows are m, its columns k from `start` to `end` */
 INLINE void along(vec out[ROWS][COLS], matrix left, int64_t m, matrix right, int64_t panel, int64_t start, int64_t end) {
     for (int64_t k = start, stop; k < end; k = stop) {
-        stop = smaller(end, (k / WIDE + 1) * WIDE);
+        stop = min_i64(end, (k / WIDE + 1) * WIDE);
         multiply(ROWS, COLS, out, number(left, m, k), WIDE, 1, (float *)at(right, k, panel), stop - k);
     }
 }
@@ -102,7 +102,7 @@ static void update(matrix out, float keep, matrix left, matrix right, int64_t co
 /* The lower triangle, out_ji for i >= j: left (k, j), right (k, i). Some of the rest is written, too. */
 static void triangle(matrix out, matrix left, matrix right, int64_t count, int64_t tokens) {
     for (int64_t panel = 0; panel < Q / WIDE; panel++)
-        for (int64_t m = 0; m < smaller(tokens, (panel + 1) * WIDE); m += ROWS) {
+        for (int64_t m = 0; m < min_i64(tokens, (panel + 1) * WIDE); m += ROWS) {
             vec block[ROWS][COLS] = {{{0}}};
             down(block, left, m, right, panel, count);
             put_block(out, m, panel, block);
@@ -119,7 +119,7 @@ INLINE void tokens_out(matrix out, const float *scale, matrix left, matrix state
             for (int r = 0; r < ROWS; r++)
                 for (int c = 0; c < COLS; c++) block[r][c] *= scale[m + r];
             if (back) along(block, mixing, m, right, panel, m, tokens);
-            else down(block, mixing, m, right, panel, smaller(m + ROWS, tokens));
+            else down(block, mixing, m, right, panel, min_i64(m + ROWS, tokens));
             put_block(out, m, panel, block);
         }
 }
@@ -158,7 +158,7 @@ static void load(matrix m, const view *v, int64_t b, int64_t t, int64_t head, in
             __builtin_prefetch(from + i * v->time + c + columns);
             if (i >= tokens) memset(to, 0, WIDE * sizeof(float));
             else if (columns - c >= WIDE)
-                for (int k = 0; k < COLS; k++) ((vec *)to)[k] = ((const loose *)(from + i * v->time + c))[k];
+                for (int k = 0; k < COLS; k++) ((vec *)to)[k] = ((const unaligned_vec *)(from + i * v->time + c))[k];
             else memset(to, 0, WIDE * sizeof(float)), memcpy(to, from + i * v->time + c, (columns - c) * sizeof(float));
         }
 }
@@ -169,7 +169,7 @@ static void store(matrix m, const view *v, int64_t b, int64_t t, int64_t head, i
         for (int64_t i = 0; i < tokens; i++) {
             const vec *from = at(m, i, c / WIDE);
             if (columns - c >= WIDE)
-                for (int k = 0; k < COLS; k++) ((loose *)(to + i * v->time + c))[k] = from[k];
+                for (int k = 0; k < COLS; k++) ((unaligned_vec *)(to + i * v->time + c))[k] = from[k];
             else memcpy(to + i * v->time + c, from, (columns - c) * sizeof(float));
         }
 }
@@ -178,11 +178,10 @@ static void store(matrix m, const view *v, int64_t b, int64_t t, int64_t head, i
 static void transpose(matrix to, matrix from, int64_t rows, int64_t columns) {
     for (int64_t r = 0; r < rows; r += 4)
         for (int64_t c = 0; c < columns; c += 4) {
-            const quad *x = (quad *)number(from, r, c);
-            const quad x0 = x[0], x1 = x[WIDE / 4], x2 = x[2 * WIDE / 4], x3 = x[3 * WIDE / 4];
-            const quad even = zip_low(x0, x2), odd = zip_low(x1, x3), even2 = zip_high(x0, x2), odd2 = zip_high(x1, x3);
-            *(quad *)number(to, c, r) = zip_low(even, odd), *(quad *)number(to, c + 1, r) = zip_high(even, odd);
-            *(quad *)number(to, c + 2, r) = zip_low(even2, odd2), *(quad *)number(to, c + 3, r) = zip_high(even2, odd2);
+            quad x[4];
+            for (int k = 0; k < 4; k++) x[k] = *(quad *)number(from, r + k, c);
+            transpose4x4(x);
+            for (int k = 0; k < 4; k++) *(quad *)number(to, c + k, r) = x[k];
         }
 }
 
@@ -279,7 +278,7 @@ static void forward_unit(const scan *s, unit *w) {
     for (int64_t h = 0; h < w->heads; h++)
         load_state(state_of(w, w->states, 0, h), remote(s, w, s->initial, h), p, n, w->p);
     for (int64_t chunk = 0; chunk < w->chunks; chunk++) {
-        int64_t t = chunk * Q, tokens = smaller(Q, s->length - t);
+        int64_t t = chunk * Q, tokens = min_i64(Q, s->length - t);
         load_group(s, w, t, tokens);
         for (int64_t h = 0; h < w->heads; h++) {
             matrix state = state_of(w, w->states, 0, h);
@@ -382,7 +381,7 @@ static void backward_unit(const scan *s, unit *w) {
     for (int64_t h = 0; h < w->heads; h++)
         load_state(state_of(w, w->dstates, 0, h), remote(s, w, s->dfinal, h), p, n, w->p);
     for (int64_t segment = (w->chunks + KEEP - 1) / KEEP - 1; segment >= 0; segment--) {
-        int64_t start = segment * KEEP, chunks = smaller(KEEP, w->chunks - start);
+        int64_t start = segment * KEEP, chunks = min_i64(KEEP, w->chunks - start);
         memcpy(w->states, kept(s, w, start, 0), w->heads * floats * sizeof(float));
         for (int64_t k = 0; k + 1 < chunks; k++) { /* the states that enter the other chunks, again */
             load(w->B, &s->B, w->b, (start + k) * Q, w->group, Q, n);
@@ -397,7 +396,7 @@ static void backward_unit(const scan *s, unit *w) {
             }
         }
         for (int64_t k = chunks - 1; k >= 0; k--) {
-            int64_t t = (start + k) * Q, tokens = smaller(Q, s->length - t);
+            int64_t t = (start + k) * Q, tokens = min_i64(Q, s->length - t);
             load_group(s, w, t, tokens);
             memset(w->dscores.at, 0, Q * Q * sizeof(float));
             memset(w->dBT.at, 0, Q * w->n * sizeof(float));
@@ -428,10 +427,10 @@ INLINE float step_row(float *s, float keep, float u, const float *B, const float
     int64_t j = 0;
     for (; j + 2 * LANES <= n; j += 2 * LANES)
         for (int k = 0; k < 2; k++) {
-            loose *at = (loose *)(s + j) + k;
-            vec new = keep * *at + u * ((const loose *)(B + j))[k];
+            unaligned_vec *at = (unaligned_vec *)(s + j) + k;
+            vec new = keep * *at + u * ((const unaligned_vec *)(B + j))[k];
             *at = new;
-            sum[k] += new * ((const loose *)(C + j))[k];
+            sum[k] += new * ((const unaligned_vec *)(C + j))[k];
         }
     sum[0] += sum[1];
     const quad *part = (const quad *)sum;
@@ -460,22 +459,22 @@ static void step_head(const scan *s, int64_t b, int64_t h) {
 /* of the states that enter every KEEP-th chunk: (b, chunks / KEEP, h, padded state) */
 int64_t kept_floats(const scan *s) {
     int64_t chunks = (s->length + Q * KEEP - 1) / (Q * KEEP);
-    return s->batch * chunks * s->heads * padded(s->size, FOURS) * padded(s->width, WIDE);
+    return s->batch * chunks * s->heads * round_up(s->size, FOURS) * round_up(s->width, WIDE);
 }
 
 static float *part(unit *w, int64_t floats) {
     int64_t start = w->used;
-    w->used += padded(floats, 16);
+    w->used += round_up(floats, 16);
     return w->space ? w->space + start : 0;
 }
 
 static matrix make(unit *w, int64_t rows, int64_t columns) {
-    return (matrix){part(w, rows * padded(columns, WIDE)), rows};
+    return (matrix){part(w, rows * round_up(columns, WIDE)), rows};
 }
 
-static void divide(const scan *s, unit *w, int backward) {
+static void carve_workspace(const scan *s, unit *w, int backward) {
     const int64_t heads = (s->heads / s->groups + s->parts - 1) / s->parts;
-    w->n = padded(s->size, FOURS), w->p = padded(s->width, WIDE), w->chunks = (s->length + Q - 1) / Q;
+    w->n = round_up(s->size, FOURS), w->p = round_up(s->width, WIDE), w->chunks = (s->length + Q - 1) / Q;
     w->B = make(w, Q, w->n), w->C = make(w, Q, w->n), w->BT = make(w, w->n, Q), w->CT = make(w, w->n, Q);
     w->scores = make(w, Q, Q), w->mixing = make(w, Q, Q);
     w->x = make(w, Q, w->p), w->weighted = make(w, Q, w->p), w->out = make(w, Q, w->p);
@@ -490,7 +489,7 @@ static void divide(const scan *s, unit *w, int backward) {
 static void work(scan *s, int backward) {
     unit w = {0};
     void *space = 0;
-    divide(s, &w, backward); /* without space: how much it takes */
+    carve_workspace(s, &w, backward); /* without space: how much it takes */
     size_t bytes = w.used * sizeof(float);
     if (posix_memalign(&space, 64, bytes)) {
         s->failed = 1;
@@ -498,7 +497,7 @@ static void work(scan *s, int backward) {
     }
     memset(space, 0, bytes);
     w.space = space, w.used = 0;
-    divide(s, &w, backward);
+    carve_workspace(s, &w, backward);
     status before = flush();
     while (take(s, &w)) (backward ? backward_unit : forward_unit)(s, &w);
     restore(before);

@@ -24,7 +24,8 @@ from surgery.kernels.native import step_refuses
 from surgery.kernels.operators import Signature
 from surgery.kernels.packing import Packing, check_no_state
 from surgery.kernels.ssd_chunked import chunked_scan
-from surgery.kernels.ssd_native import PASSES, refuses, run, step
+from surgery.kernels.ssd_native import refuses, step
+from surgery.kernels.ssd_native import scan as native_scan
 
 
 def ssd_scan(
@@ -93,7 +94,7 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple:
 SSD_SCAN = Operation(
     "ssd_scan",
     Backend("mamba_ssm", _mamba_ssm, not_for_cuda_package, probed=True, opaque=True),
-    Backend("native", run, refuses, probed=True, opaque=True, passes=PASSES),
+    Backend("native", native_scan, refuses, probed=True, opaque=True),
     Backend("chunked", chunked_scan, transformed, opaque=True),
     Backend("stock", _stock, probed=True),  # where mamba_ssm is installed it breaks on a CPU
     Backend("reference", _reference),

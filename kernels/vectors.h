@@ -23,13 +23,13 @@ _Static_assert(LANES == 4 || LANES == 8 || LANES == 16, "vectors are read as fou
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef float loose __attribute__((vector_size(4 * LANES), aligned(4))); /* where it is not aligned */
+typedef float unaligned_vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float quad __attribute__((vector_size(16)));
 typedef float half __attribute__((vector_size(2 * LANES)));
 typedef double wide __attribute__((vector_size(4 * LANES))); /* of half as many numbers */
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t padded(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
+static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t round_up(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
 static inline vec all(float s) { return s - (vec){0}; }
 
 /* Half of the lanes, in float64. */
@@ -48,7 +48,7 @@ static inline vec chosen(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a
 
 /* `count` floats, and those of `rest` if there are fewer than LANES */
 static inline vec get_or(const float *from, int64_t count, vec rest) {
-    if (count >= LANES) return *(const loose *)from;
+    if (count >= LANES) return *(const unaligned_vec *)from;
     memcpy(&rest, from, count * sizeof(float));
     return rest;
 }
@@ -56,7 +56,7 @@ static inline vec get_or(const float *from, int64_t count, vec rest) {
 static inline vec get(const float *from, int64_t count) { return get_or(from, count, (vec){0}); }
 
 static inline void put(float *to, vec v, int64_t count) {
-    if (count >= LANES) *(loose *)to = v;
+    if (count >= LANES) *(unaligned_vec *)to = v;
     else memcpy(to, &v, count * sizeof(float));
 }
 
@@ -113,6 +113,11 @@ INLINE void multiply(const int rows, const int cols, vec out[ROWS][COLS], const 
 /* the first halves of a and b, their numbers in turn, and the second halves */
 INLINE quad zip_low(quad a, quad b) { return (quad){a[0], b[0], a[1], b[1]}; }
 INLINE quad zip_high(quad a, quad b) { return (quad){a[2], b[2], a[3], b[3]}; }
+
+INLINE void transpose4x4(quad x[4]) {
+    const quad even = zip_low(x[0], x[2]), odd = zip_low(x[1], x[3]), even2 = zip_high(x[0], x[2]), odd2 = zip_high(x[1], x[3]);
+    x[0] = zip_low(even, odd), x[1] = zip_high(even, odd), x[2] = zip_low(even2, odd2), x[3] = zip_high(even2, odd2);
+}
 
 /* Numbers too small for a normal float32 are 0 between these two. What fades away, a state or a gradient, would else stay among
    them, where processors are slow. */

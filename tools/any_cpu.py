@@ -47,7 +47,7 @@ NUMERICAL = (
         )
     ),
 )
-QUICK = tuple(f"tests/kernels/test_{name}.py" for name in ("ssd", "conv", "norm"))
+QUICK = tuple(f"tests/kernels/test_{name}.py" for name in ("scans", "conv", "norm"))
 QUICK_SETTINGS = (("default", 1), ("avx2", 2))
 
 

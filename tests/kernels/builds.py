@@ -17,16 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.kernels import attention_native, conv_norm_native, divergence, native, probing, selective_native, ssd_native
+from surgery.kernels import native, probing, selective_native
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.conv import causal_conv
 from surgery.kernels.divergence import kl_divergence
 from surgery.kernels.norm import rms_norm
 from surgery.kernels.selective import selective_scan, selective_step
 from surgery.kernels.ssd import ssd_scan, ssd_step
-from tests.kernels import inputs, test_attention, test_selective
-from tests.kernels.inputs import Scan, assert_near
-from tests.kernels.test_ssd import mixer
+from tests.kernels import test_attention
+from tests.kernels.inputs import Scan, assert_near, make_scan, make_selective, ssd_mixer
 
 KERNELS = {
     "ssd": ("scan", "scan_forward scan_backward scan_step kept_floats"),
@@ -35,14 +34,13 @@ KERNELS = {
     "divergence": ("divergence", "diverge"),
     "attention": ("attention", "attend_forward attend_backward"),
 }
-CALLERS = (ssd_native, selective_native, conv_norm_native, divergence, attention_native)
 CONSTANTS = {"chunk_tokens": 128, "group_channels": 128}  # of selective.c
 
 
 def forget() -> None:
-    native.load.cache_clear()
-    ssd_native._function.cache_clear()
-    attention_native._function.cache_clear()
+    """All that is known of the kernels' libraries, and of who serves."""
+    for cached in (native.load, native.function, native.constant):
+        cached.cache_clear()
     probing.forget()
 
 
@@ -74,8 +72,8 @@ class RemoteFunction:
 
     def __call__(self, pointer: Any) -> int:
         work = pointer._obj
-        places = native._places(type(work))
-        regions = [(places[name][0], m.data_ptr(), extent(m)) for name, m in work.tensors.items() if m is not None]
+        offsets = native._offsets(type(work))
+        regions = [(offsets[name][0], m.data_ptr(), extent(m)) for name, m in work.tensors.items() if m is not None]
         numbers = struct.pack("=32s3q", self.name.encode(), self.library.threads, ctypes.sizeof(work), len(regions))
         sent = [numbers, bytes(work)]
         for offset, address, size in regions:
@@ -110,17 +108,18 @@ def remote(monkeypatch: pytest.MonkeyPatch, folder: Path, compiler: Sequence[str
         subprocess.run([*own, "-w", str(driver), "-o", str(program), "-pthread", "-lm"], check=True)
         libraries[name] = Remote([*runner, str(program)], threads)
 
-    def fill(work: Any, tensors: dict[str, Tensor | None]) -> None:
-        native.fill(work, tensors)
+    fill = native.Work.fill
+
+    def fill_and_note(work: Any, **tensors: Tensor | None) -> None:
+        fill(work, **tensors)
         work.tensors = {**getattr(work, "tensors", {}), **tensors}
 
     before = torch.get_num_threads()
     with monkeypatch.context() as patch:
-        for module in CALLERS:
-            patch.setattr(module, "load", libraries.__getitem__)
-            patch.setattr(module, "fill", fill)
-        patch.setattr(selective_native, "_constant", CONSTANTS.__getitem__)
         forget()
+        patch.setattr(native, "load", libraries.__getitem__)
+        patch.setattr(native.Work, "fill", fill_and_note)
+        patch.setattr(selective_native, "constant", lambda _, name: CONSTANTS[name])
         torch.set_num_threads(1)  # the program has threads of its own
         try:
             yield
@@ -175,22 +174,22 @@ def check_ssd(some: bool = False) -> None:
     for seed, (length, width, size) in enumerate(shapes[: 4 if some else None]):
         for forgetting in (1.0,) if some else (1.0, 1e4):
             kwargs = {"per_group": 1 + seed % 5, "groups": 1 + seed % 2, "skip": seed % 3 > 0, "state": seed % 2 > 0}
-            scan = inputs.make_scan(length, width=width, size=size, forgetting=forgetting, seed=seed, **kwargs)
-            compare(ssd_scan, mixer(scan) if seed % 2 else scan)
+            scan = make_scan(length, width=width, size=size, forgetting=forgetting, seed=seed, **kwargs)
+            compare(ssd_scan, ssd_mixer(scan) if seed % 2 else scan)
     for width, size in sizes:
-        check_steps(ssd_step, inputs.make_scan(1, width=width, size=size))
+        check_steps(ssd_step, make_scan(1, width=width, size=size))
 
 
 def check_selective(some: bool = False) -> None:
     """Lengths around a chunk of 128; channels around a vector and a group of 128."""
     shapes = [(130, 33, 5), (1, 1, 1), (17, 130, 3), (129, 7, 16), (128, 16, 2), (300, 3, 33), (5, 128, 4), (127, 257, 2)]
     for seed, (length, channels, size) in enumerate(shapes[: 3 if some else None]):
-        scan = test_selective.make_scan(
+        scan = make_selective(
             length, channels=channels, size=size, forgetting=(1.0, 1e3)[seed % 2], skip=seed % 3 > 0, state=seed % 2 > 0,
             mixer=seed % 4 > 0, seed=seed,
         )  # fmt: skip
         compare(selective_scan, scan)
-        check_steps(selective_step, test_selective.make_scan(1, channels=channels, size=size))
+        check_steps(selective_step, make_selective(1, channels=channels, size=size))
 
 
 def check_steps(step: Callable[..., Tensor], scan: Scan) -> None:

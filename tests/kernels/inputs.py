@@ -1,4 +1,4 @@
-"""Random inputs of an SSD scan, and the error that the kernels are held to."""
+"""Random inputs of the scans of Mamba-2 and Mamba-1, and the error that all kernels are held to."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from surgery.kernels.ssd_chunked import CHUNK
 
 
 class Scan(NamedTuple):
-    """The tensors of ssd_scan, in the order of its arguments."""
+    """The tensors of ssd_scan and of selective_scan, in the order of their arguments."""
 
     x: Tensor
     dt: Tensor
@@ -33,6 +33,12 @@ class Scan(NamedTuple):
         return self.map(Tensor.double)
 
 
+def time_steps(g: torch.Generator, forgetting: float, *shape: int) -> Tensor:
+    """Most are small; the others, with probability 0.2, are up to `forgetting`."""
+    dt = 0.001 + 0.1 * torch.rand(*shape, generator=g)
+    return torch.where(torch.rand(shape, generator=g) < 0.2, forgetting * torch.rand(shape, generator=g), dt)
+
+
 def make_scan(
     length: int,
     *,
@@ -46,12 +52,10 @@ def make_scan(
     state: bool = True,
     seed: int = 0,
 ) -> Scan:
-    """float32. Most time steps are small; the others, with probability 0.2, are up to `forgetting`."""
+    """Of Mamba-2, in float32."""
     g = torch.Generator().manual_seed(seed)
     heads = groups * per_group
-    dt = 0.001 + 0.1 * torch.rand(batch, length, heads, generator=g)
-    strong = torch.rand(dt.shape, generator=g) < 0.2
-    dt = torch.where(strong, forgetting * torch.rand(dt.shape, generator=g), dt)
+    dt = time_steps(g, forgetting, batch, length, heads)
     return Scan(
         x=torch.randn(batch, length, heads, width, generator=g),
         dt=dt,
@@ -61,6 +65,44 @@ def make_scan(
         D=torch.randn(heads, generator=g) if skip else None,
         initial_state=torch.randn(batch, heads, width, size, generator=g) if state else None,
     )
+
+
+def make_selective(
+    length: int, *, batch=2, channels=7, size=5, forgetting=1.0, skip=True, state=True, mixer=False, seed=0
+) -> Scan:
+    """Of Mamba-1, in float32. mixer: laid out as the model's mixer has them."""
+    g = torch.Generator().manual_seed(seed)
+    dt = time_steps(g, forgetting, batch, length, channels)
+    x, B, C = (torch.randn(batch, length, width, generator=g) for width in (channels, size, size))
+    made = Scan(
+        x, dt, -0.5 - 15 * torch.rand(channels, size, generator=g), B, C,
+        torch.randn(channels, generator=g) if skip else None,
+        torch.randn(batch, channels, size, generator=g) if state else None,
+    )  # fmt: skip
+    return selective_mixer(made) if mixer else made
+
+
+def inside(m: Tensor, margin: tuple[int, ...]) -> Tensor:
+    """Equal to m; a part of a tensor that is larger by `margin` at the end, where it is NaN."""
+    around = torch.full([size + more for size, more in zip(m.shape, margin, strict=True)], torch.nan, dtype=m.dtype)
+    part = around[tuple(slice(size) for size in m.shape)]
+    return part.copy_(m)
+
+
+def ssd_mixer(scan: Scan) -> Scan:
+    """As Mamba-2's mixer hands them over: parts of larger tensors, whose other parts are NaN here."""
+    (b, t, h, p), (g, n) = scan.x.shape, scan.B.shape[2:]
+    together = torch.cat([m.flatten(2) for m in (scan.x, scan.B, scan.C)], 2)
+    x, B, C = inside(together, (0, 5, 3)).split([h * p, g * n, g * n], 2)
+    dt = inside(scan.dt, (0, 2, 7))
+    return scan._replace(x=x.view(b, t, h, p), dt=dt, B=B.view(b, t, g, n), C=C.view(b, t, g, n))
+
+
+def selective_mixer(scan: Scan) -> Scan:
+    """As Mamba-1's mixer hands them over."""
+    x, dt = (inside(m.transpose(1, 2), (0, 0, 3)).transpose(1, 2) for m in (scan.x, scan.dt))
+    B, C = inside(torch.cat([scan.B, scan.C], -1), (0, 0, 2)).split(scan.B.shape[-1], -1)
+    return scan._replace(x=x, dt=dt, B=B, C=C)
 
 
 # The lengths at which a chunk begins or ends come first: hypothesis shrinks towards them.

@@ -9,9 +9,8 @@ import pytest
 from surgery.kernels import native
 from surgery.kernels.selective import SELECTIVE_SCAN
 from surgery.kernels.ssd import SSD_SCAN
-from tests.kernels import inputs
 from tests.kernels.builds import CHECKS, building, remote, runs_here
-from tests.kernels.test_selective import make_scan
+from tests.kernels.inputs import make_scan, make_selective
 
 PROCESSORS = {"SSE2": ["-march=x86-64"], "AVX2": ["-march=x86-64-v3"], "AVX-512": ["-march=x86-64-v4"]}
 # Of vectors and of blocks, for processors that are not at hand; -O1 compiles in a third of the time.
@@ -22,7 +21,7 @@ SIZES_ON_ARM = ("-DLANES=4", "-DROWS=8")
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiler():
-    if reason := SELECTIVE_SCAN.why_not(SELECTIVE_SCAN.backends["native"], *make_scan(1)):
+    if reason := SELECTIVE_SCAN.why_not(SELECTIVE_SCAN.backends["native"], *make_selective(1)):
         pytest.skip(reason)
 
 
@@ -103,7 +102,7 @@ def test_a_column_that_is_left_out_is_seen(monkeypatch, tmp_path):
         (sources / name).write_text(text.replace("j / SIDE * SIDE", "j / LANES * LANES"))
     monkeypatch.setattr(native, "FOLDER", sources)
     with building(monkeypatch, tmp_path, ["-O1", *SIZES_ON_ARM]):
-        scan = inputs.make_scan(40, width=16, size=16)
+        scan = make_scan(40, width=16, size=16)
         assert SSD_SCAN.why_not(SSD_SCAN.backends["native"], *scan, 256) is None  # nothing is wrong with the forward pass
         for m in scan:
             m.requires_grad_()

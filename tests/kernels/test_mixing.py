@@ -7,10 +7,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgery.kernels.attention import graft_attention
+from surgery.kernels.delta import delta_matrix, delta_rule
 from surgery.kernels.mixing import attention_matrix, selective_matrix, ssd_matrix
+from surgery.kernels.mlstm import mlstm_matrix, mlstm_scan
 from surgery.kernels.ssd import ssd_scan
 from surgery.kernels.ssd_chunked import CHUNK
 from tests.kernels.inputs import assert_near, make_scan, scans
+from tests.kernels.test_scans import make_delta, make_mlstm
 
 few = settings(deadline=None, max_examples=25)
 
@@ -146,3 +149,27 @@ def test_the_matrix_of_a_channel_times_x_is_its_recurrence(t, forgetting, seed, 
 def test_gradients_of_a_channel_at_strong_decay():
     leaves = [m.requires_grad_() for m in make_selective(9, forgetting=1e6)[1:5]]
     assert all(m.isfinite().all() for m in torch.autograd.grad(selective_matrix(*leaves).square().sum(), leaves))
+
+
+def linear(name: str, t: int) -> tuple:
+    """The arguments of a mixer's matrix in float64, the matrix, and what it has to do to the values."""
+    if name == "delta":
+        q, k, v, log_decay, beta, _ = (None if m is None else m.double() for m in make_delta(t, state=False))
+        return (q, k, log_decay, beta), delta_matrix, v, delta_rule(q, k, v, log_decay, beta)[0]
+    q, k, v, write, forgets = (m.double() for m in make_mlstm(t, state=False)[:5])
+    return (q, k, write, forgets), mlstm_matrix, v, mlstm_scan(q, k, v, write, forgets)[0]
+
+
+@pytest.mark.parametrize("t", [1, 2, 35])
+@pytest.mark.parametrize("name", ["delta", "mlstm"])
+def test_the_matrix_of_a_linear_mixer_times_values_is_its_scan(name, t):
+    args, matrix_of, v, y = linear(name, t)
+    matrix = matrix_of(*args)
+    assert matrix.shape == (2, 4, t, t)
+    assert not matrix.triu(1).any()
+    assert_near(apply(matrix, v), y, 1e-10)
+    rows, heads = torch.tensor([t - 1, 0]), [3, 0, 3]
+    assert_near(matrix_of(*args, heads=heads, rows=rows), matrix[:, heads][:, :, rows], 1e-12)
+    narrow = [m.bfloat16() for m in args]
+    assert matrix_of(*narrow).dtype == torch.float32
+    assert_near(matrix_of(*narrow), matrix_of(*(m.double() for m in narrow)), 1e-4)

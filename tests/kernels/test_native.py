@@ -13,16 +13,13 @@ from subprocess import PIPE, Popen
 import pytest
 import torch
 
-from surgery.kernels import native, probing
+from surgery.kernels import native
 from surgery.kernels.dispatch import KernelError
 from surgery.kernels.divergence import KL_DIVERGENCE
 from surgery.kernels.selective import SELECTIVE_SCAN, selective_scan
-from tests.kernels.test_selective import CHUNK, assert_all_near, gradients, make_scan, truth
-
-
-def forget():
-    native.load.cache_clear()
-    probing.forget()
+from tests.kernels.builds import forget
+from tests.kernels.inputs import make_selective as make_scan
+from tests.kernels.test_scans import assert_all_near, truth
 
 
 @pytest.fixture
@@ -72,7 +69,7 @@ def test_chunked_serves_where_nothing_can_be_built(compiler, fresh, monkeypatch,
     monkeypatch.setenv(variable, value)
     scan = make_scan(9)
     assert SELECTIVE_SCAN.choose(*scan).name == "chunked"
-    assert_all_near(selective_scan(*scan), truth(scan))
+    assert_all_near(selective_scan(*scan), truth("selective", scan))
     with pytest.raises(KernelError, match=f"'native' was asked for and cannot serve: RuntimeError: {reason}"):
         selective_scan(*scan, backend="native")
 
@@ -216,22 +213,8 @@ def test_native_is_preferred(compiler):
     assert SELECTIVE_SCAN.choose(*make_scan(3)).name == "native"
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_threads_change_nothing(compiler, batch):
-    scan = make_scan(CHUNK + 3, batch=batch, channels=300)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append([*selective_scan(*scan, backend="native"), *gradients(scan, "native")])
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(m, n) for m, n in zip(results[0], other, strict=True))
-
-
 def test_without_an_openmp_to_share_the_result_is_the_same(compiler, monkeypatch):
-    scan, before = make_scan(CHUNK + 3, channels=300), torch.get_num_threads()
+    scan, before = make_scan(131, channels=300), torch.get_num_threads()
     try:
         torch.set_num_threads(2)
         shared = selective_scan(*scan, backend="native")

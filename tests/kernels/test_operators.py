@@ -12,7 +12,8 @@ from surgery.kernels import operators
 from surgery.kernels.dispatch import OPERATIONS, use
 from surgery.kernels.operations import operations
 from surgery.kernels.ssd import SSD_SCAN, ssd_scan
-from surgery.kernels.ssd_native import PASSES, SPAN
+from surgery.kernels.ssd_native import SPAN
+from surgery.kernels.ssd_native import scan as native_scan
 from tests.kernels.inputs import make_scan
 
 CPU = torch.device("cpu")
@@ -89,8 +90,8 @@ def test_what_the_scan_keeps_has_the_size_that_a_trace_is_told(length):
     scan = (*make_scan(length, groups=2, per_group=3, width=9, size=7), 256)
     if serving("ssd_scan") != "native":
         pytest.skip("there is no compiler")
-    shape, dtype = PASSES.kept(*scan)
-    kept = PASSES.forward(*scan)[-1]
+    shape, dtype = native_scan.kept(*scan)
+    kept = native_scan.forward(*scan, keep=True)[-1]
     assert (tuple(kept.shape), kept.dtype) == (tuple(shape), dtype)
 
 
