@@ -63,7 +63,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, t: int, silu: bool
 
 def _convolve_backward(gradients: Any, arguments: Any, kept: None, needed: Any) -> tuple[Tensor | None, ...]:
     """By x, weight and bias; these two where they learn."""
-    (b, s, c), t, silu = arguments[0].shape, *arguments[3:]
+    (b, s, c), (t, silu) = arguments[0].shape, arguments[3:]
     x, weight, bias = _convolution_inputs(*arguments[:4])
     (dy,), taps = rows(gradients[0].float()), len(weight)
     dx = dy.new_zeros(b, s, c) if s > t else dy.new_empty(b, s, c)  # context that no output has read has no gradient
