@@ -7,7 +7,7 @@ from surgery.cli.console import prose, show, starting, table
 from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Resume, Settings, Trust, recipe_of
 
 if TYPE_CHECKING:
-    from surgery.locating.ranking import Score
+    from surgery.locating.ranking import Ranking, Score
 
 # Score -> the head of its column.
 SCORES = {
@@ -51,15 +51,35 @@ def locate(
     fields = [field for field in SCORES if any(getattr(score, field) is not None for score in leading)]
     if "splice_gain" in fields and "ablation_drop" in fields:
         fields.remove("ablation_drop")  # too wide a table
-    body = [[str(s.site), s.kind or "", s.role or "", *(_cell(s, field) for field in fields)] for s in leading]
-    table(["site", "kind", "role", *(SCORES[field] for field in fields)], body)
+    if ranking.skills and len(fields) > 3:
+        fields = fields[:3]  # too wide a table
+    body = [
+        [str(s.site), s.role or "", *(_cell(s, field) for field in fields), *_also(ranking, s)] for s in leading
+    ]  # fmt: skip
+    table(["site", "role", *(SCORES[field] for field in fields), *(["also for"] if ranking.skills else [])], body)
     prose(LEGEND)
+    if ranking.skills:
+        prose(_of_skills(ranking))
     if ranking.stability is not None:
         table(*ranking.stability.table())
         prose(ranking.stability.summary())
     chance = "" if ranking.chance is None else f", chance {ranking.chance:.3f}"
     prose(f"Layers: {anatomy(base.model).kinds()}. Accuracy of the base: {ranking.base_accuracy}{chance}.")
     show(f"Ranking: {out / 'ranking.json'}, maps: {out / 'atlas.png'}")
+
+
+def _also(ranking: "Ranking", score: "Score") -> list[str]:
+    """The last cell of a row, where other skills were measured."""
+    return [", ".join(ranking.also_for(score.site))] if ranking.skills else []
+
+
+def _of_skills(ranking: "Ranking") -> str:
+    """What else the base can do, and how many heads that needs."""
+    said = []
+    for skill in ranking.skills:
+        accuracy = "" if skill.base_accuracy is None else f" (accuracy {skill.base_accuracy.accuracy:.3f})"
+        said.append(f"{skill.name}{accuracy}: {len(skill.serving)} heads serve it, {len(skill.at_risk)} cost it when grafted")
+    return f"Other skills of the base. {'; '.join(said)}."
 
 
 def _cell(score: "Score", field: str) -> str:

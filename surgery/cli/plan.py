@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from surgery.cli.console import show, starting
+from surgery.cli.console import prose, show, starting
 from surgery.cli.options import Out, PlaceArgument, RecipeOption, Settings, recipe_of
 from surgery.errors import UserError
 from surgery.records.reading import check_name
@@ -50,6 +50,11 @@ def plan(
     chosen = _measured(options, ranked, seed) if measures else planning.plan(ranked, **options.plan.given(), seed=seed)
     chosen.write(out)
     show(f"attention at {', '.join(map(str, chosen.sites))}: {out}")
+    for skill, heads in chosen.at_risk.items():
+        prose(
+            f"At risk: {skill}. Grafts without a gate at {', '.join(heads)} cost the base that skill, untrained. "
+            "plan.heads=auto looks for a plan that keeps it."
+        )
 
 
 def _measured(options: "Recipe", ranked: "Ranking", seed: int | None) -> "Plan":

@@ -20,7 +20,6 @@ from surgery.evaluation.text_hits import no_hits
 from surgery.loading.digests import Conditions, fingerprint, tokenizer_digest
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import within
-from surgery.probes.knowledge import Part
 from surgery.records.names import called, is_control, public
 from surgery.records.plan import published
 from surgery.records.recipe import Bench, Data
@@ -41,13 +40,12 @@ def bench(
     data: Data | None = None,
     seed: int = 0,
     cells: Path | None = None,
-    part: Part | None = None,
 ) -> Report:
     """Measure models on the same examples: bench(base, hybrid, ...), or bench({"base": base, "any name": hybrid, ...}).
 
     Each model is one of transformers or what load() returned; the first is what the others are compared with. tokenizer: unless
     it is given, by name or by position, that of the first model which load() has opened. options: what is measured. cells and
-    part: as for measure(). The Report prints as a table with its verdict; `show()` shows its page in a notebook.
+    seed: as for measure(). The Report prints as a table with its verdict; `show()` shows its page in a notebook.
 
     Raises UserError for arguments of another type, for models with another tokenizer than the base's, for a suite whose data or
     package is missing, and if two models were not asked the same.
@@ -72,7 +70,7 @@ def bench(
     return Report(
         provenance=origin,
         plan=next((published(each.plan) for each in entries.values() if each.plan), None),
-        models=measure(entries, words, options, data=data, seed=seed, cells=cells, part=part),
+        models=measure(entries, words, options, data=data, seed=seed, cells=cells),
         timings={},
         training={},
         settings=public(options.model_dump(mode="json")),
@@ -124,21 +122,19 @@ def measure(
     data: Data | None = None,
     seed: int = 0,
     cells: Path | None = None,
-    part: Part | None = None,
 ) -> dict[str, ModelReport]:
     """Measure every model; the first is the base that the others are compared with.
 
     A model that its entry does not hold is opened for its turn, and timed by itself. cells: a folder that keeps each finished
     measurement, so that it is not repeated. A cell is found again by what it depends on: the questions, and the Conditions.
     Processes that accelerate started share the cells; the main one alone times.
-    part: "bench" where a model was tuned under tune.early_stopping, which asked the other part of a file's facts.
 
     Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
     """
     options, data = options or Bench(), data or Data()
     check_serving(options)
     named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
-    todo = tasks(options, tokenizer, data, seed, part)
+    todo = tasks(options, tokenizer, data, seed)
     if without := next((task.name for task in todo if not task.count and task.name.startswith(HITS)), None):
         raise no_hits(without, data)
     models, words = Turns(named), tokenizer_digest(tokenizer)

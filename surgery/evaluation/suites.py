@@ -20,10 +20,10 @@ from surgery.evaluation.language import sliding_losses, sliding_rows
 from surgery.evaluation.report import MIDDLE, NEEDLES, is_loss
 from surgery.evaluation.text_hits import ChosenTokens, hit_names, hit_texts, rows_at_once
 from surgery.probes import make, probes
-from surgery.probes.knowledge import Part
 from surgery.probes.perplexity import Perplexity
 from surgery.probes.question import Completion, CompletionProbe, Probe, Question
 from surgery.probes.scoring import answer, answer_shapes, complete, complete_shapes
+from surgery.probes.skills import names_of
 from surgery.records.recipe import Bench, Data
 from surgery.records.record import package_version
 
@@ -73,9 +73,9 @@ class Task:
         return "loss" if is_loss(self.name) else "accuracy"
 
 
-def names(options: Bench) -> list[str]:
+def names(options: Bench, data: Data | None = None) -> list[str]:
     """The tasks of the suites, in the order of the report. Known without a model."""
-    result = list(_probes(options))
+    result = [*_probes(options), *own_skills(options, data or Data())]
     if "quick" in options.suites:
         result.append("perplexity")
     if "language" in options.suites:
@@ -90,12 +90,12 @@ def standard(options: Bench) -> list[str]:
     return list(dict.fromkeys([*(PAPER if paper else KNOWLEDGE if knowledge else ()), *options.tasks]))
 
 
-def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int, part: Part | None = None) -> list[Task]:
+def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> list[Task]:
     """All tasks of all seeds. An example that an earlier seed asked, too, is not asked twice; a task that cannot ask another
-    example (a fixed set of them) has one cell. part: of a file's facts, those to ask about."""
+    example (a fixed set of them) has one cell."""
     result: list[Task] = []
-    for name, (probe, fields) in _probes(options).items():
-        facts = {"source": data.facts, "part": part} if probe in ("knowledge", "letters") else {}
+    for name, (probe, fields) in (_probes(options) | own_skills(options, data)).items():
+        facts = {"source": data.facts, "part": "bench"} if probe in ("knowledge", "letters") else {}
         result += _probe_tasks(name, probe, fields | facts, options, tokenizer, data, seed)
     result += _text_tasks(options, tokenizer, data, seed)
     result += _hit_tasks(options, tokenizer, data, seed)
@@ -159,6 +159,15 @@ def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
     if "quick" in options.suites:
         result |= {name: (name, {}) for name in ("knowledge", "letters")}
     return result
+
+
+def own_skills(options: Bench, data: Data) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Those of data.skills that no suite measures: task -> the probe and its options."""
+    if data.skills == "auto" or "quick" not in options.suites:
+        return {}
+    known = {"knowledge", "letters", *(f"kv.{size}" for size in options.pairs)}
+    asked = {name: (skill.probe, {**skill.options}) for name, skill in zip(names_of(data.skills), data.skills, strict=True)}
+    return {name: asked[name] for name in asked if name not in known and not (name == "kv" and options.pairs)}
 
 
 def sized_options(name: str, size: int) -> dict[str, Any] | None:

@@ -11,19 +11,17 @@ from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.evaluation.serving import try_engine
 from surgery.jobs.opening import open_compared
-from surgery.jobs.output_folder import RECIPE, begin, check_folder, withdrawn_if_refused
+from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.jobs.preparing import check
 from surgery.jobs.report_folder import REPORT, write_report
 from surgery.kernels.dispatch import use
 from surgery.loading.digests import Conditions, tokenizer_digest
 from surgery.loading.opened import Checkpoint
 from surgery.locating.example import short_question
-from surgery.probes.knowledge import part_for_bench
 from surgery.records.names import called, public
 from surgery.records.plan import PLAN, Plan
 from surgery.records.recipe import Recipe
-from surgery.records.record import provenance, read_text
-from surgery.records.yaml_text import parse_yaml
+from surgery.records.record import provenance
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
 
@@ -47,7 +45,6 @@ def compare(
     on_main(partial(check_folder, out, "bench", resume=resume, overwrite=overwrite))
     with busy("opening the models"):
         recipe, base, beside = open_compared(recipe, others, trust_remote_code)
-    part = part_for_bench([recipe.tune.early_stopping, *map(_early_stopping_of, (recipe.model, *others))])
     entries = {"base": Entry(base.model, called(base.name))}
     for label, other in beside.items():
         plan = Path(other.name) / PLAN
@@ -66,9 +63,7 @@ def compare(
         if resume and (earlier := on_main(partial(_finished, out, settings, now))) is not None:
             say(f"nothing has changed, and everything is finished: this is the result in {out}")
             return earlier
-        measured = measure(
-            entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells", part=part
-        )
+        measured = measure(entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
     origin = provenance(base.name, base.fingerprint, recipe.seed, settings)
     report = Report(provenance=origin, plan=None, models=measured, timings={}, training={}, settings=settings["bench"])
     with busy("drawing the report"):
@@ -86,11 +81,3 @@ def _finished(out: Path, settings: dict[str, Any], now: dict[str, Conditions]) -
     if report is None or report.provenance.recipe != settings:
         return None
     return report if {name: model.conditions for name, model in report.models.items()} == now else None
-
-
-def _early_stopping_of(folder: str) -> Any:
-    """What tune.early_stopping was when the hybrid in a folder was tuned, by its recipe; None where it was not set."""
-    written = Path(folder) / RECIPE
-    recipe = parse_yaml(read_text(written, "the recipe"), str(written)) if written.exists() else None
-    tuning = recipe.get("tune") if isinstance(recipe, dict) else None
-    return tuning.get("early_stopping") if isinstance(tuning, dict) else None

@@ -52,7 +52,7 @@ def located(
     options, shape = recipe.locate, subject.anatomy
     heads = f"{len(shape.places[0]):,} heads in {len(shape.layers())} layers"
     say(f"locating: {options.examples} questions of {described(options.probe, options.options)}, {heads}")
-    ranking = rank(subject, recipe.locate, seed=recipe.seed, recipe=settings, kept=kept)
+    ranking = rank(subject, recipe.locate, data=recipe.data, seed=recipe.seed, recipe=settings, kept=kept)
 
     def write() -> None:
         if figures:
@@ -82,6 +82,9 @@ def _outdated(ranking: Ranking, recipe: Recipe, subject: Subject) -> str | None:
     for section in ("seed", "kernels", "locate"):
         if (difference := first_difference(earlier.get(section), now[section], section)) is not None:
             return f"{difference[0]} ({shown(difference[1])})"
+    before, after = (settings.get("data", {}).get("skills") for settings in (earlier, now))
+    if (difference := first_difference(before, after, "data.skills")) is not None:
+        return f"{difference[0]} ({shown(difference[1])})"
     if ranking.conditions is None:
         return "version"
     if (other := ranking.conditions.differs(subject.conditions)) is not None:

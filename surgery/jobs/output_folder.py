@@ -33,7 +33,20 @@ NEEDED = {
     "bench": BENCH,
     "prune": ("pruning.json",),
     "tune": ("tuning.json", "adapter", "lora.txt"),
-    "run": (*LOCATE, *BENCH, PLAN, "planning", "tuning", "hybrid", "findings.json", "figure.png", "bases", "jobs"),
+    "run": (
+        *LOCATE,
+        *BENCH,
+        PLAN,
+        "planning",
+        "tuning",
+        "hybrid",
+        "findings.json",
+        "figure.png",
+        "frontier.json",
+        "frontier.png",
+        "bases",
+        "jobs",
+    ),
 }
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -40,7 +40,6 @@ from surgery.locating.example import short_question
 from surgery.locating.questions import described
 from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
-from surgery.probes.knowledge import part_for_bench
 from surgery.records.names import public
 from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
@@ -147,7 +146,10 @@ class _Job:
         else:
             chosen = planned(self.recipe, self.base, ranking)
         on_main(partial(chosen.write, self.out / PLAN))
-        say(f"plan: attention at {markdown.places(chosen)}")
+        gate = "" if chosen.blend is None else f", under a gate of {chosen.blend:g}"
+        say(f"plan: attention at {markdown.places(chosen)}{gate}")
+        for skill, heads in chosen.at_risk.items():
+            say(f"plan: at risk: {skill}, which grafts without a gate at {', '.join(heads)} cost the base")
         return chosen
 
     def finished(self, chosen: Plan) -> Report | None:
@@ -195,7 +197,6 @@ class _Job:
         with self.stage("bench", f"measuring {len(entries)} models: {', '.join(entries)}"):
             measured = measure(
                 entries, self.base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=self.out / "cells",
-                part=part_for_bench([recipe.tune.early_stopping]),
             )  # fmt: skip
         report = Report(
             provenance=provenance(self.base.name, self.base.fingerprint, recipe.seed, self.settings),

@@ -8,7 +8,7 @@ from surgery.records.recipe import Recipe
 # Stage -> the sections and keys of a recipe that are its own. It also depends on the stages before it.
 STAGES = {
     "locate": ("model", "tokenizer", "dtype", "device", "seed", "kernels", "locate"),
-    "plan": ("plan",),
+    "plan": ("plan", "data"),
     "tune": ("tune", "data"),
     "bench": ("bench", "data"),
     "study": ("study",),

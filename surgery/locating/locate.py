@@ -16,6 +16,7 @@ from surgery.families import family_of
 from surgery.loading.opened import Checkpoint
 from surgery.locating import roles
 from surgery.locating.budget import look_at_base, with_exactness
+from surgery.locating.estimates import SHARES, are_decisions, estimated, everywhere
 from surgery.locating.exact import Exact
 from surgery.locating.heads import KINDS, ROLES, SCORES, Heads, Score
 from surgery.locating.ledger import Ledger
@@ -24,21 +25,20 @@ from surgery.locating.questions import QuestionSet, question_sets, questions_dig
 from surgery.locating.ranking import Ranking
 from surgery.locating.replay import How
 from surgery.locating.search import LEADING, Search, drawn, of_heads
+from surgery.locating.skill_scores import skill_scores, skill_sets
 from surgery.locating.stability import EXACT, Column, Stability, stability
 from surgery.locating.subject import Subject, is_graftable
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan, Start
-from surgery.records.recipe import Locate
+from surgery.records.recipe import Data, Locate
 from surgery.records.record import first_line, provenance
 from surgery.records.site import Site
 from surgery.runtime.ownership import writing
 from surgery.splicing.splice import check_start
-from surgery.statistics import LEVEL, Intervals, changed_decisions, intervals, mean, means
+from surgery.statistics import LEVEL, mean, means
 
 ROLE_EXAMPLES = 32  # mixing matrices vary little between dictionaries
 ROLE_HEADS = 2048  # of more heads, matrices are written out for those alone that were measured exactly
-DECISIONS = ("ablation_drop", "splice_gain")  # scores that are differences of right and wrong answers
-SHARES = ("answer_mass", "pair_mass")
 TESTED = ("ablation_loss", "splice_gain", *SHARES)  # scores on which roles stand
 
 
@@ -58,6 +58,7 @@ def locate(
     seeds: int = 1,
     also: Sequence[Mapping[str, Any]] = (),
     budget: float = 600.0,
+    data: Data | None = None,
     seed: int = 0,
     name: str | None = None,
     recipe: dict[str, Any] | None = None,
@@ -80,6 +81,7 @@ def locate(
     do not fit into memory.
     seeds, also: repeat the ranking (its score alone, with the same grafts) with the questions of seed + 1, ..., and of other
     probes ({"probe": name, "options": {...}}), and compare; see stability.py.
+    data: its skills (Data.skills) are what the heads are also measured on, on fewer questions; see skill_scores.py.
     name: what the ranking calls the base; a Checkpoint has one. kept: a folder for what is measured, batch by batch; what is
     there already is not measured again.
 
@@ -98,7 +100,7 @@ def locate(
     except ValidationError as error:
         raise UserError(f"locate: {first_line(error)}") from error
     with writing(kept):
-        return rank(Subject.of(base, tokenizer, name), chosen, seed=seed, recipe=recipe, kept=kept)
+        return rank(Subject.of(base, tokenizer, name), chosen, data=data, seed=seed, recipe=recipe, kept=kept)
 
 
 def check_locatable(base: PreTrainedModel, exact: bool | None = None, init: str = "dual") -> None:
@@ -119,8 +121,9 @@ def check_locatable(base: PreTrainedModel, exact: bool | None = None, init: str 
 
 
 def rank(
-    subject: Subject, options: Locate, *, seed: int = 0, recipe: dict[str, Any] | None = None, kept: Path | None = None
-) -> Ranking:
+    subject: Subject, options: Locate, *, data: Data | None = None, seed: int = 0, recipe: dict[str, Any] | None = None,
+    kept: Path | None = None,
+) -> Ranking:  # fmt: skip
     """What locate does, with its options in one record."""
     check_locatable(subject.model, options.exact, options.init)
     first, *others = sets = question_sets(subject.tokenizer, options, seed=seed, device=subject.model.device)
@@ -149,6 +152,10 @@ def rank(
     even = float(np.mean([1 / max(1, len(question.spans)) for question in shown]))
     scores = _with_roles(scores, columns, even, pair_mass)
     compared = _compare(search, first, others, measured, attributions, control) if others else None
+    skills = [
+        skill_scores(search, questions, heads, scores)
+        for questions in skill_sets(subject, data or Data(), options, first, seed=seed)
+    ]
     return Ranking(
         provenance=provenance(subject.name, subject.fingerprint, seed, recipe),
         conditions=subject.conditions,
@@ -166,6 +173,7 @@ def rank(
         init=options.init,
         drawn=tuple(control),
         stability=compared,
+        skills=tuple(skills),
     )  # fmt: skip
 
 
@@ -181,32 +189,10 @@ def _scores(subject: Subject, columns: Mapping[str, Column], starts: Mapping[str
         kinds[(layers == mixer.layer) & (heads >= mixer.first) & (heads < mixer.first + mixer.heads)] = KINDS.index(mixer.kind)
     estimates = {}
     for name in (name for name in SCORES if name in columns):
-        whole = _everywhere(_intervals(name, columns[name]), columns[name].at, len(layers))
+        whole = everywhere(estimated(name, columns[name]), columns[name].at, len(layers))
         if whole.n.any():
             estimates[name] = whole
     return Heads(layers, heads, kinds, np.zeros(len(layers), dtype=np.uint8), sign, tau, estimates)
-
-
-def _intervals(name: str, column: Column, level: float = LEVEL) -> Intervals:
-    """Of a score, those of the heads that were measured."""
-    value, low, high, n = intervals(column.values, decisions=_decisions(name, column.values), level=level)
-    if name in SHARES and level == LEVEL:
-        low, high = np.maximum(low, 0), np.minimum(high, 1)
-    return Intervals(value, low, high, n)
-
-
-def _decisions(name: str, values: np.ndarray) -> bool:
-    """Whether a score is of single decisions; of a row of text, several are right or wrong."""
-    return name in DECISIONS and changed_decisions(values)
-
-
-def _everywhere(part: Intervals, at: np.ndarray | None, count: int) -> Intervals:
-    """The intervals of some heads among all."""
-    if at is None:
-        return part
-    ends, n = np.full((3, count), np.nan), np.zeros(count, dtype=int)
-    ends[:, at], n[at] = part[:3], part.n
-    return Intervals(ends[0], ends[1], ends[2], n)
 
 
 def _with_roles(scores: Heads, columns: Mapping[str, Column], chance: float, pair_mass: np.ndarray) -> Heads:
@@ -217,7 +203,7 @@ def _with_roles(scores: Heads, columns: Mapping[str, Column], chance: float, pai
     for name in TESTED:
         low[name] = np.full(len(scores), np.nan)
         at = columns[name].at
-        low[name][slice(None) if at is None else at] = _intervals(name, columns[name], level).low
+        low[name][slice(None) if at is None else at] = estimated(name, columns[name], level).low
     known = pair_mass.mean(0)
     typical = float(np.nanmedian(known)) if np.isfinite(known).any() else math.inf
     numbers = scores.role.copy()
@@ -252,7 +238,7 @@ def _layer_scores(subject: Subject, measured: Exact, attributions: np.ndarray | 
         of_layers = attributions[:, layers].astype(float)
         columns["attribution"] = np.where(np.isnan(of_layers).all(-1), np.nan, np.nansum(of_layers, -1))
     estimates: dict[str, list[Any]] = {
-        name: means(column, decisions=_decisions(name, column)) for name, column in columns.items()
+        name: means(column, decisions=are_decisions(name, column)) for name, column in columns.items()
     }  # fmt: skip
     scores = []
     for i, site in enumerate(sites):

@@ -70,6 +70,8 @@ def plan(
         places = ranking.columns.find(parts)
         starts = {str(head): ranking.columns.start(i) for head, i in zip(parts, places, strict=True) if i is not None}
         fields["starts"] = {head: start for head, start in starts.items() if start is not None}
+    if kind == "head":
+        fields["at_risk"] = ranking.at_risk(head for site in chosen for head in site.each())
     try:
         complete = Plan(**fields)
     except ValidationError as error:

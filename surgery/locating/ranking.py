@@ -1,5 +1,6 @@
 """The ranking: scores of all sites, as a table, a data frame and a figure."""
 
+from collections.abc import Iterable
 from functools import partial
 from html import escape
 from io import BytesIO
@@ -15,10 +16,11 @@ from surgery.loading.digests import Conditions
 from surgery.locating import heads_file
 from surgery.locating.heads import KINDS, ORDER, ROLES, Heads, Role, Score, ScoreName, gain
 from surgery.locating.questions import described
+from surgery.locating.skill_scores import SkillScores
 from surgery.locating.stability import Stability
 from surgery.records.names import called
 from surgery.records.record import Provenance, Sealed
-from surgery.records.site import SiteText
+from surgery.records.site import Site, SiteText
 from surgery.runtime.ownership import put
 from surgery.statistics import Estimate, Proportion
 
@@ -45,9 +47,9 @@ class Ranking(Sealed):
     """Heads, best place for a graft first (or, in a family without grafts, the one whose ablation costs most), and whole
     layers in order. drawn: heads that were measured exactly not because they led but at random, as a control of what did
     not lead. base_accuracy: of the base on the questions; chance: that of guessing. stability: whether other questions rank
-    the same heads first, if that was asked. init: how the grafts started that were measured (Plan.init). arrays: only in a
-    file that does not list all heads. conditions, questions: which weights were ranked, with what, and a digest of what
-    they were asked."""
+    the same heads first, if that was asked. skills: what the heads do to other skills of the base. init: how the grafts started
+    that were measured (Plan.init). arrays: only in a file that does not list all heads. conditions, questions: which weights
+    were ranked, with what, and a digest of what they were asked."""
 
     provenance: Provenance
     conditions: Conditions | None = None
@@ -61,6 +63,7 @@ class Ranking(Sealed):
     init: Literal["dual", "induction"] = Field(default="dual", exclude_if=lambda init: init == "dual")
     drawn: tuple[SiteText, ...] = ()
     stability: Stability | None = None
+    skills: tuple[SkillScores, ...] = Field(default=(), exclude_if=lambda skills: not skills)
     arrays: heads_file.Arrays | None = None
 
     @property
@@ -108,19 +111,30 @@ class Ranking(Sealed):
             raise UserError(f"Ranking.top takes a number of heads from 1 on, not {k}")
         return tuple(self.heads[:k])
 
+    def at_risk(self, sites: Iterable[Site]) -> dict[str, tuple[str, ...]]:
+        """Skill -> those of single heads that a graft costs it (SkillScores.at_risk)."""
+        named = set(sites)
+        risks = {skill.name: tuple(str(site) for site in skill.at_risk if site in named) for skill in self.skills}
+        return {name: heads for name, heads in risks.items() if heads}
+
     def table(self, k: int = SHOWN) -> tuple[list[str], list[list[str]]]:
         """Header and body: the k leading heads and what was measured of them; what they are sorted by, with its interval."""
         first, *others = names = self._shown()
         body = []
         for score in self.top(k):
             cells = [str(getattr(score, first) or ""), *(_cell(score, name) for name in others)]
-            body.append([str(score.site), score.role or "", *cells])
-        return ["site", "role", *(name.replace("_", " ") for name in names)], body
+            also = [", ".join(self.also_for(score.site))] if self.skills else []
+            body.append([str(score.site), score.role or "", *cells, *also])
+        return ["site", "role", *(name.replace("_", " ") for name in names), *(["also for"] if self.skills else [])], body
+
+    def also_for(self, site: Site) -> list[str]:
+        """The names of the other skills that a head serves, or that a graft there costs."""
+        return [skill.name for skill in self.skills if site in skill.serving or site in skill.at_risk]
 
     def _shown(self) -> list[str]:
         """The scores in a table, first what the heads are sorted by."""
         others = [name for name in LEGEND if name != self.score and any(getattr(score, name) for score in self.top())]
-        return [self.score, *others[:2]]
+        return [self.score, *others[: 1 if self.skills else 2]]
 
     def to_pandas(self) -> "DataFrame":
         """A row for every head, in the ranking's order: site, layer, head, kind, role, drawn, sign and tau (of its start), and
@@ -185,7 +199,8 @@ class Ranking(Sealed):
     def _notes(self, shown: int) -> list[str]:
         left = len(self.heads) - shown
         more = [f"... and {left:,} more heads: see top(k), to_pandas() and plot()"] if left > 0 else []
-        return [*more, *(f"{name.replace('_', ' ')}: {LEGEND[name]}" for name in self._shown())]
+        also = ["also for: other skills that leaving the head out, or a graft in its place, costs"] if self.skills else []
+        return [*more, *(f"{name.replace('_', ' ')}: {LEGEND[name]}" for name in self._shown()), *also]
 
 
 def _cell(score: Score, name: str) -> str:

@@ -46,7 +46,7 @@ class Search:
     def first(self, questions: QuestionSet, values: np.ndarray | None) -> tuple[Exact, list[Site], list[Site]]:
         """What a ranking says in full: (the measurements, leading heads, heads drawn among the others). values: attributions
         (examples, layers, heads)."""
-        measured = self._exact(questions)
+        measured = self.exact(questions)
         if not self.options.exact:
             measured.measure([], layers=False)
             return measured, [], []
@@ -68,7 +68,7 @@ class Search:
     def again(self, questions: QuestionSet, always: Sequence[Site]) -> Scores:
         """What ranks heads, and nothing else, on other questions; `always`: heads that are not given up."""
         values = None if self.prefilter is None else self.prefilter.attributions(questions.groups)
-        measured = self._exact(questions)
+        measured = self.exact(questions)
         if not self.options.exact:
             measured.measure([], layers=False)
         elif self.options.confirm is None:
@@ -90,7 +90,8 @@ class Search:
         probe = {"name": questions.name, "options": questions.options}
         return Scores(probe, questions.seed, measured.correct["base", None], columns, len(anatomy.places[0]))
 
-    def _exact(self, questions: QuestionSet) -> Exact:
+    def exact(self, questions: QuestionSet) -> Exact:
+        """What measures sites on questions."""
         gated, ledger = (self.prefilter.gated, self.prefilter.ledger) if self.prefilter else (None, self.ledger)
         return Exact(self.subject, questions, gated=gated, ablation=self.options.ablation, ledger=ledger)
 

@@ -4,14 +4,13 @@ Without a file, the facts of the small world (as cloze, each in its held-out tem
 split). With a file, its lines: {"prompt": "The capital of France is", "answer": " Paris", "choices": [" Paris",
 " Rome", ...]}, and "question" where the lettered form should ask something else than the prompt.
 
-A file's facts have one prompt each. Where tuning measures knowledge (tune.early_stopping), they are divided: a quarter, by a
-hash of the prompt, is for tuning to ask, and bench asks the others alone. The world's need no division: tuning asks them in
+A file's facts have one prompt each. So they are divided: a quarter, by a hash of the prompt, is asked while planning and
+tuning, and bench asks the others (of fewer than four, both ask all). The world's need no division: tuning asks them in
 templates that bench never uses.
 """
 
 import random
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,16 +22,10 @@ from surgery.records.reading import parse_json_lines
 from surgery.records.record import read_text
 from surgery.world.facts import facts
 
-Part = Literal["keep", "bench"]
+Part = Literal["tune", "bench"]
 PARTS: tuple[Part, ...] = get_args(Part)
-SHARE = 4  # one fact in so many is for tune.early_stopping
+SHARE = 4  # one fact in so many is for planning and tuning
 CAPITALS = Path(__file__).parent / "capitals.jsonl"
-
-
-def part_for_bench(watched: Iterable[object]) -> Part | None:
-    """The part of a file's facts that bench asks: its own where a model was tuned under tune.early_stopping, which asked the
-    other; else all (None). watched: that setting of every model that was tuned; None where it was not set."""
-    return "bench" if any(bounds is not None for bounds in watched) else None
 
 
 def _lines(source: str, part: Part | None = None) -> list[dict]:
@@ -44,13 +37,14 @@ def _lines(source: str, part: Part | None = None) -> list[dict]:
         items.append(item)
     if not items:
         raise UserError(f"{source} holds no facts")
-    chosen = [item for item in items if part is None or _for_tuning(item["prompt"]) == (part == "keep")]
-    if not chosen:
-        raise UserError(
-            f"{source} has too few facts to be divided between tune.early_stopping and bench; add facts, or leave out "
-            "tune.early_stopping"
-        )
-    return chosen
+    return items if part is None or len(items) < SHARE else _of_part(items, part)
+
+
+def _of_part(items: list[dict], part: Part) -> list[dict]:
+    """Those of a part, in order. The quarter with the smallest hashes is for planning and tuning."""
+    hashes = [zlib.crc32(item["prompt"].encode("utf-8", "surrogatepass")) for item in items]
+    bound = sorted(hashes)[len(items) // SHARE - 1]
+    return [item for item, value in zip(items, hashes, strict=True) if (value <= bound) == (part == "tune")] or items
 
 
 def _wrong_with(item: Any) -> str | None:
@@ -68,17 +62,12 @@ def _wrong_with(item: Any) -> str | None:
     )
 
 
-def _for_tuning(prompt: str) -> bool:
-    """Whether a fact is in the quarter that tuning asks."""
-    return zlib.crc32(prompt.encode("utf-8", "surrogatepass")) % SHARE == 0
-
-
 @dataclass(frozen=True)
 class Knowledge:
     """Facts as sentences to be completed, which only the weights can know.
 
     source: "world", "capitals" (58 real ones, for real models), or a JSON-lines file. part: of a file's facts those for
-    tune.early_stopping, or those for bench; all of them without."""
+    planning and tuning, or those for bench; all of them without."""
 
     source: str = "world"
     part: Part | None = None

@@ -67,6 +67,9 @@ class Plan(Marked):
     For the hints of tuning (tune.hints); {}: anywhere in the span. For kind head."""
     seed: int = Field(default=0, ge=0, lt=2**52)
     """Of what starts at random."""
+    at_risk: dict[str, tuple[str, ...]] = Field(default={}, exclude_if=lambda skills: not skills)
+    """Skill -> heads of this plan at which an untrained graft costs the base that skill, as its ranking measured
+    (data.skills). For the reader; splice does not look at it."""
     growth: Growth | None = Field(default=None, exclude_if=lambda growth: growth is None)
     """How its heads were found, where plan.heads is auto."""
     provenance: Provenance | None = None

@@ -12,7 +12,7 @@ from surgery.records.complaints import complaint, place_of
 from surgery.records.reading import shown
 from surgery.records.record import read_text
 from surgery.records.sections.benching import Bench, Suite
-from surgery.records.sections.data import Data, Text
+from surgery.records.sections.data import Data, Skill, Text
 from surgery.records.sections.locating import Auto, Locate, PlanOptions, ProbeChoice
 from surgery.records.sections.section import Name, Section
 from surgery.records.sections.tuning import Align, AutoSteps, Calibrate, EarlyStopping, Hints, Lesson, Lora, Rename, Tune
@@ -20,7 +20,7 @@ from surgery.records.yaml_text import parse_yaml
 
 __all__ = [
     "Align", "Auto", "AutoSteps", "Bench", "Calibrate", "Data", "EarlyStopping", "Hints", "Lesson", "Locate", "Lora",
-    "PlanOptions", "ProbeChoice", "Recipe", "Rename", "Suite", "Text", "Tune", "changed", "read_recipe",
+    "PlanOptions", "ProbeChoice", "Recipe", "Rename", "Skill", "Suite", "Text", "Tune", "changed", "read_recipe",
 ]  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from surgery.statistics import Estimate, Proportion
 from surgery.studies.figures import LINES
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 
-KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
+KNOWLEDGE, TEXT, LETTERS = "knowledge, change", "loss on text, change in nats", "letters"
 UNSEEN = "unseen keys, kv."  # what lessons teach of their own words need not hold for others
 BASE, SPLICED, TUNED = "base", "spliced", "tuned"
 LIKE = "like"  # the key of a base that names a folder or a recipe other than the model's
@@ -115,7 +115,9 @@ class Cohort(Study):
         """One row a base, at the largest size."""
         size = _largest(findings.rows)
         of_tuned = [f"tuned, {name}" for name in ("unseen keys", KNOWLEDGE, TEXT)]
+        lettered = [model for model in (BASE, TUNED, SAME_LAYER) if any(LETTERS in row.figures for row in findings.rows)]
         header = ["", "plan", "predicted is best", *COLUMNS.values(), *of_tuned]
+        header += [f"letters, {COLUMNS[model]}" for model in lettered]
         body = []
         for name, about in findings.about.items():
             models = _of_base(findings.rows, name)
@@ -128,7 +130,8 @@ class Cohort(Study):
             if "agree" in about:
                 as_good = f"as good as {about['best']}" if about["agree"] else f"no: {about['best']}"
                 agrees = "yes" if about["predicted"] == about["best"] else as_good
-            body.append([name, plan, agrees, *accuracies, *unseen, *costs])
+            letters = [f"{value(models[m][LETTERS]):.3f}" if LETTERS in models.get(m, {}) else "" for m in lettered]
+            body.append([name, plan, agrees, *accuracies, *unseen, *costs, *letters])
         return header, body
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
@@ -193,11 +196,9 @@ def _measured(folder: Path, sizes: Sequence[int]) -> dict[str, dict[str, Proport
 
 def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
     figures: dict[str, Proportion | Estimate] = {f"kv.{size}": accuracy for size, accuracy in report.kv.items()}
-    figures |= {
-        UNSEEN + name.partition(".")[2]: of
-        for name, of in report.tasks.items()
-        if isinstance(of, Proportion) and name.startswith("kv_unseen.")
-    }
+    decisions = {name: of for name, of in report.tasks.items() if isinstance(of, Proportion)}
+    figures |= {UNSEEN + name.partition(".")[2]: of for name, of in decisions.items() if name.startswith("kv_unseen.")}
+    figures |= {LETTERS: decisions[LETTERS]} if LETTERS in decisions else {}
     for column, name in ((KNOWLEDGE, "knowledge"), (TEXT, "perplexity")):
         if name in report.change:
             figures[column] = report.change[name]
@@ -222,6 +223,7 @@ def _about(out: Path, report: Report | None, stopped: str) -> dict[str, Any]:
         }  # fmt: skip
     if report is not None and report.plan is not None:
         about["plan"] = list(map(str, report.plan.sites))
+        about["gate"] = report.plan.blend
         about["training"] = report.training
     return about
 
@@ -287,6 +289,8 @@ def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
         told += [f"best control {max(controls):.3f}"] if controls else []
         if (unseen := f"{UNSEEN}{size[3:]}") in models[TUNED]:
             told += [f"unseen keys {value(models[BASE][unseen]):.3f} to {value(models[TUNED][unseen]):.3f}"]
+        if LETTERS in models.get(BASE, {}) and LETTERS in models[TUNED]:
+            told += [f"letters {value(models[BASE][LETTERS]):.3f} to {value(models[TUNED][LETTERS]):.3f}"]
         change = models[TUNED].get(KNOWLEDGE)
         told += [f"knowledge {value(change):+.3f}"] if change is not None else []
         lines.append(f"{name} ({markdown.shortened(_planned(each))}), KV {size[3:]}: {', '.join(told)}.")

@@ -24,7 +24,6 @@ from surgery.jobs.locating_stage import located
 from surgery.jobs.planning_stage import KEPT, planned
 from surgery.jobs.tuning_stage import SECONDS, tuned
 from surgery.locating.planning import random_plan
-from surgery.probes.knowledge import part_for_bench
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
 from surgery.records.record import write_text
@@ -131,7 +130,6 @@ def _run_seed(
         seconds[name] = on_main(partial(_recorded, folder / SECONDS, round(time.monotonic() - start, 1)))
     reports = measure(
         models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells",
-        part=part_for_bench(way.tune.early_stopping for way in recipes.values()),
     )  # fmt: skip
     return chosen, reports, seconds
 

@@ -103,7 +103,7 @@ class Subjects:
         options = self.recipe.locate
         if options.exact is None:  # roles need ablations, however long they take
             options = options.model_copy(update={"exact": True})
-        return rank(subject, options, seed=self.recipe.seed, recipe=self.recipe.model_dump(mode="json"))
+        return rank(subject, options, data=self.recipe.data, seed=self.recipe.seed, recipe=self.recipe.model_dump(mode="json"))
 
     def minimal_model(self, layers: int | None, holding: Collection[Site] = ()) -> tuple[int, Outcome]:
         """The minimal model: its number of layers, and its accuracy on both probes.

@@ -9,7 +9,6 @@ fills a row, each has its own row and the order does not change.
 
 import dataclasses
 import math
-import os
 import random
 import sys
 from collections.abc import Sequence
@@ -25,10 +24,11 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.probes import make, probes, without_unseen
 from surgery.probes.hits import NONE, PairCounts
-from surgery.probes.knowledge import PARTS, Knowledge
+from surgery.probes.knowledge import Knowledge
 from surgery.probes.needle import WORLDS
 from surgery.probes.question import PassageProbe
-from surgery.records.recipe import Bench, Data, Lesson, Tune
+from surgery.probes.skills import FACTS, same_file, skill_questions, skills_of
+from surgery.records.recipe import Bench, Data, Lesson, Skill, Tune
 from surgery.records.record import read_text
 from surgery.runtime.processes import on_main
 from surgery.tuning.draws import Draws, open_sources
@@ -36,7 +36,16 @@ from surgery.tuning.leaks import check_apart
 from surgery.tuning.packed_rows import cut, pack, pad, pad_packed, pad_packed_with_hits
 from surgery.tuning.rare_pairs import training_pairs
 from surgery.tuning.renaming import Renaming
-from surgery.tuning.sequences import IGNORE, Evidence, Piece, collate, collate_with_evidence, kv_pieces, probe_pieces
+from surgery.tuning.sequences import (
+    IGNORE,
+    Evidence,
+    Piece,
+    collate,
+    collate_with_evidence,
+    kv_pieces,
+    probe_pieces,
+    question_pieces,
+)
 from surgery.tuning.text_sources import HELD_OUT, Reading
 
 BUFFER = 16  # steps whose documents are packed together and sorted by length
@@ -60,7 +69,7 @@ def loaders(
     _check_lessons(tokenizer, options, data)
     steps, size = options.most_steps, options.batch_size
     if options.lessons:
-        lessons: Any = Subset(Lessons(tokenizer, options, seed), range(start * size, steps * size))
+        lessons: Any = Subset(Lessons(tokenizer, options, data, seed), range(start * size, steps * size))
         collating: Any = collate if options.hints is None else collate_with_evidence
         lesson_loader = DataLoader(lessons, batch_size=size, collate_fn=partial(collating, tokenizer))
     else:
@@ -109,21 +118,22 @@ def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: 
     if data.held_out_text != "world" and (trained := [item for item in trained if item[0] != "world"]):
         bench = bench or Bench()
         on_main(partial(check_apart, data.held_out_text, trained, bench.windows * bench.window))
-    for path in _lesson_sources(options, ("knowledge", "letters")):
+    for path in _lesson_sources(options, FACTS):
+        if same_file(path, data.facts):
+            continue  # which is divided
         measured = _prompts(data.facts)
         if shared := len(measured & _prompts(path)):
             same = f"{path} holds {shared} of the {len(measured)} facts that are measured (data.facts)"
             raise UserError(f"tune.lessons: {same}; give it another options.source")
-    if options.early_stopping is not None:
-        for part in PARTS:
-            Knowledge(data.facts, part).questions(1, seed=0)
+    for skill in skills_of(data, [lesson.probe for lesson in options.lessons]):
+        skill_questions(skill, tokenizer, data, 1, seed)
 
 
 class Lessons(Dataset[list[Piece]]):
     """The sequences of `steps` batches. Those of a batch belong to one lesson, with the same numbers drawn from its ranges."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, seed: int):
-        self.tokenizer, self.options, self.seed = tokenizer, options, seed
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int):
+        self.tokenizer, self.options, self.data, self.seed = tokenizer, options, data, seed
         self._chosen = Draws(f"lesson {seed}", [lesson.weight for lesson in options.lessons], options.most_steps)
 
     def __len__(self) -> int:
@@ -140,6 +150,9 @@ class Lessons(Dataset[list[Piece]]):
             rng = random.Random(f"dictionary {self.seed} {index}")
             return kv_pieces(rng, drawn["pairs"], lesson.queries or QUERIES)
         seed = FIRST_SEED + random.Random(f"question {self.seed} {index}").getrandbits(63)
+        if lesson.probe in FACTS:  # in words, or about facts, that bench does not use
+            skill = Skill(probe=lesson.probe, options=drawn)
+            return question_pieces(skill_questions(skill, self.tokenizer, self.data, 1, seed)[0])
         probe: Any = make(lesson.probe, tokenizer=self.tokenizer, **without_unseen(lesson.probe, drawn))
         return probe_pieces(probe, seed)
 
@@ -260,10 +273,9 @@ def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data
                     "tune.hit_weight"
                 )
             source = getattr(probe, "source", None)
-            key = "facts" if lesson.probe in ("knowledge", "letters") else "held_out_text"
-            if source and os.path.realpath(source) == os.path.realpath(getattr(data, key)):
-                other = "source: lessons" if source == "world" and key == "held_out_text" else "another source"
-                where = f"'{source}', which is measured on (data.{key})"
+            if source and lesson.probe not in FACTS and same_file(source, data.held_out_text):
+                other = "source: lessons" if source == "world" else "another source"
+                where = f"'{source}', which is measured on (data.held_out_text)"
                 raise UserError(f"tune.lessons: '{lesson.probe}' reads {where}; give it {other} (options)")
             known |= any(isinstance(flag, Evidence) for _, flag in probe_pieces(probe, FIRST_SEED))
     if not known:

@@ -5,6 +5,7 @@ carry the answer as soon as it is told where to look, as hints do. So here heads
 on questions that no head was ranked by.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -12,15 +13,17 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
 from surgery.locating.ledger import Ledger
-from surgery.locating.oracles import TRIED, Oracles, plan_at
+from surgery.locating.oracles import TRIED, Carrier, Oracles, plan_at
 from surgery.locating.planning import plan
 from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
+from surgery.probes.skills import skills_of
 from surgery.records.plan import Plan
-from surgery.records.recipe import PlanOptions
+from surgery.records.recipe import Data, PlanOptions, Tune
 from surgery.runtime.progress import say
-from surgery.tuning.growing import fresh_questions
+from surgery.tuning.bounded import Bounds, Measuring, decided, growth_of
+from surgery.tuning.growing import fresh_questions, gate
 
 
 def tried(options: PlanOptions) -> int:
@@ -34,15 +37,19 @@ def most_measured(options: PlanOptions) -> int:
 
 
 def by_choice(
-    base: PreTrainedModel | Checkpoint, ranking: Ranking, options: PlanOptions, *, batch_size: int = 32,
-    seed: int | None = None, kept: Path | None = None,
+    base: PreTrainedModel | Checkpoint, ranking: Ranking, options: PlanOptions, *, data: Data | None = None,
+    tuning: Tune | None = None, batch_size: int = 32, seed: int | None = None, kept: Path | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of `options.heads` heads with which a perfect choice saves most loss, each with the sign with which it carries
     the answer and the place at which it reads it. Where heads is auto, they are added while one saves
     `options.auto.least_gain` nats.
 
-    base: what was ranked. batch_size: questions in a forward. seed: the ranking's, unless given. kept: a folder for what is
-    measured; what is there already is not measured again. Raises UserError where no head saves anything."""
+    All heads share the largest gate within the bounds of plan.auto, untrained and after a few steps of tuning; fewer heads are
+    tried as well.
+
+    base: what was ranked. data, tuning: as for growing.grow. batch_size: questions in a forward. seed: the ranking's, unless
+    given. kept: a folder for what is measured; what is there already is not measured again. Raises UserError where no head
+    saves anything, NoPlan where no plan is within the bounds."""
     subject = Subject.of(base, verb="plan")
     seed = ranking.provenance.seed if seed is None else seed
     questions = fresh_questions(subject.tokenizer, ranking, options.auto.examples, seed)
@@ -57,6 +64,27 @@ def by_choice(
         right = f"{outcome.correct.mean():.3f} right, {outcome.loss.mean():.3f} nats"
         say(f"plan: head {number}, a perfect choice at {carrier} too: {right}")
     carriers = [carrier for carrier, _ in found]
+    whole = _plan(ranking, options, carriers, seed)
+    data, tuning = data or Data(), tuning or Tune()
+    if not skills_of(data, {ranking.probe["name"], *(lesson.probe for lesson in tuning.lessons)}):
+        return whole
+    measuring = Measuring.of(
+        subject, questions, options.auto, data=data, tuning=tuning, taught=ranking.probe["name"], batch_size=batch_size,
+        seed=seed, kept=kept,
+    )  # fmt: skip
+    (before,) = measuring.measure([None], "plan, the base")
+    bounds = Bounds(measuring, before, options.auto)
+    gates = [options.blend] if options.blend is not None else [gate(each) for each in sorted(options.auto.gates, reverse=True)]
+    counts = sorted({len(carriers), -(-len(carriers) // 2), 1}, reverse=True)
+    plans = [
+        _plan(ranking, options.model_copy(update={"blend": each}), carriers[:count], seed) for count in counts for each in gates
+    ]
+    growth = growth_of(ranking.probe, measuring, before)
+    return decided(measuring, bounds, plans, growth, by_preference=True)
+
+
+def _plan(ranking: Ranking, options: PlanOptions, carriers: Sequence[Carrier], seed: int) -> Plan:
+    """The plan of some heads, each with the sign and the place with which it carries the answer."""
     chosen = plan(ranking, **options.given() | {"heads": 1, "sites": tuple(carrier.site for carrier in carriers)}, seed=seed)
     perfect = plan_at(carriers)
     own = perfect.starts

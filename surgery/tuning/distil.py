@@ -1,4 +1,4 @@
-"""The losses of tuning: cross-entropy on retrieval, KL to the teacher on text.
+"""The losses of tuning: cross-entropy on retrieval, KL to the teacher on text and on the answers that show its other skills.
 
 Student and teacher share most of their modules, and shared modules are run once for both. Below the first block that is
 trained, or that differs between the two, both compute the same states from the tokens: these are computed without autograd, and
@@ -38,7 +38,8 @@ from surgery.tuning.shared_parts import StateCache, around_blocks, arranged, blo
 Lesson = tuple[Tensor, ...]  # ids and targets, and with hints what the targets are read from
 # ids, which of them are no padding, position_ids, and perhaps where the pairs of recall hits stood before
 Text = tuple[Tensor, ...]
-Batch = tuple[Lesson, Text | None]
+Skills = tuple[Tensor, Tensor, Tensor]  # ids, which positions predict a token of an answer, position_ids
+Batch = tuple[Lesson, Text | None, Skills | None]
 
 
 class Distillation(nn.Module):
@@ -56,6 +57,7 @@ class Distillation(nn.Module):
         teacher: PreTrainedModel,
         *,
         kl_weight: float = 1.0,
+        skill_weight: float = 0.0,
         hit_weight: float = 0.0,
         hint_weight: float = 0.0,
         places: Mapping[str, int] | None = None,
@@ -67,6 +69,7 @@ class Distillation(nn.Module):
         self.recomputing = Recomputing(checkpointing)
         self.student, self.bf16, self.cache = student, bf16, StateCache(cache_bytes)
         self.kl_weight, self.hit_weight, self.places = kl_weight, hit_weight, places or {}
+        self.skill_weight = skill_weight
         self.hint_weight = hint_weight if has_grafts(student) else 0.0  # a control without grafts has nothing to hint at
         self._documents: tuple[Tensor, Packing | None] | None = None  # of the last position_ids
         ours, theirs = list(student.base_model.layers), blocks_of(teacher)
@@ -97,24 +100,27 @@ class Distillation(nn.Module):
         counts: tuple[float, ...] | None = None,
         key: Any = None,
         evidence: Tensor | None = None,
+        skills: Skills | None = None,
     ) -> dict[str, Tensor]:
         """The losses in nats. "loss": the weighted sum that is minimised. "retrieval": the cross-entropy per target. "kl":
         KL(teacher || student) per token of text. "hits", where they have a weight: the cross-entropy per recall hit of the
         text; these tokens are left out of the KL. "hints", where they have a weight: minus the logarithm of the attention that
-        the grafts pay to what an answer is read from, per target, and to what a hit is read from, per hit.
+        the grafts pay to what an answer is read from, per target, and to what a hit is read from, per hit. "skills", where they
+        have a weight: KL(teacher || student) per token of an answer to a question about another skill of the base.
 
         ids, targets (b, t): targets[i] is what position i has to predict, or IGNORE. text: ids (b, t), which of them are no
         padding, and their positions, which begin again with every document of a row, and where hits have a weight, what
-        packed_rows.pad_packed_with_hits says of them; without text the KL is 0. counts: the numbers of targets, of text tokens
-        and of hits in the whole batch, where this is only a part of it: of several processes, their means. key: identifies a
+        packed_rows.pad_packed_with_hits says of them; without text the KL is 0. skills: questions with their answers, as
+        skills.skill_loader gives them. counts: the numbers of targets, of text tokens, of hits and of answers' tokens in the
+        whole batch, where this is only a part of it: of several processes, their means. key: identifies a
         batch (or a part) that comes again. evidence: what the targets are read from, as sequences.collate_with_evidence gives
         it.
         """
         with self.autocast(ids.device):
             positions = _positions(targets != IGNORE)
             # Of none there is nothing to divide. Means over processes may be less than 1.
-            all_counts = counts or counted(targets, text)
-            target_count, token_count, hits = (count or 1 for count in all_counts)
+            all_counts = counts or counted(targets, text, skills)
+            target_count, token_count, hits, answers = (count or 1 for count in all_counts)
             more: dict[str, Tensor] = {}
             if all_counts[0] or not self.hit_weight:
                 below = self._below(ids, (key, "lesson"))
@@ -136,8 +142,11 @@ class Distillation(nn.Module):
                     more["hints"] = more.get("hints", 0) + hints
             elif text is not None and self.kl_weight:
                 kl = self._text_losses(*text, key=key)[0] / token_count
+            if self.skill_weight and all_counts[3]:
+                more["skills"] = kl.new_zeros(()) if skills is None else self._skills_lost(*skills, key=key) / answers
             loss = ce + self.kl_weight * kl
-            for name, weight in (("hits", self.hit_weight), ("hints", self.hint_weight)):
+            weights = {"hits": self.hit_weight, "hints": self.hint_weight, "skills": self.skill_weight}
+            for name, weight in weights.items():
                 loss = loss + weight * more[name] if name in more else loss
             return {"loss": loss, "retrieval": ce, "kl": kl, **more}
 
@@ -266,6 +275,13 @@ class Distillation(nn.Module):
         student = self._logits(hidden).log_softmax(-1)
         return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum"), entropy, hints
 
+    def _skills_lost(self, ids: Tensor, answers: Tensor, places: Tensor, *, key: Any) -> Tensor:
+        """The sum of KL(teacher || student) over all tokens of answers."""
+        below, positions = self._below(ids, (key, "skills"), places), _positions(answers)
+        teacher = self._teacher_logits(ids, below, positions, places, (key, "teacher of skills"))
+        student = self._logits(self._above(below, positions, places)).log_softmax(-1)
+        return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum")
+
     def _missed_hits(self, seen: Seen, evidence: Tensor, places: Tensor) -> Tensor:
         """What hinting.missed says of rows of documents."""
         if self.in_stock:  # which has read every document as a row of its own (_each_document)
@@ -320,10 +336,11 @@ class Distillation(nn.Module):
         return head(as_weight(hidden, head.weight)).float()
 
 
-def counted(targets: Tensor, text: Text | None) -> list[int]:
-    """How many targets, tokens of text and hits a batch has."""
-    tokens = 0 if text is None else int(text[1].sum())
-    return [int((targets != IGNORE).sum()), tokens, 0 if text is None or len(text) < 4 else int((text[3] != NONE).sum())]
+def counted(targets: Tensor, text: Text | None, skills: Skills | None = None) -> list[int]:
+    """How many targets, tokens of text, hits and tokens of answers about skills a batch has."""
+    tokens, answers = (0 if part is None else int(part[1].sum()) for part in (text, skills))
+    hits = 0 if text is None or len(text) < 4 else int((text[3] != NONE).sum())
+    return [int((targets != IGNORE).sum()), tokens, hits, answers]
 
 
 def _documents(places: Tensor) -> Packing:

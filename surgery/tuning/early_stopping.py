@@ -1,13 +1,9 @@
-"""Early stopping: measures during tuning what it must not cost, knowledge and perplexity.
+"""Early stopping: measures during tuning what it must not cost, the base's other skills (skills.py) and perplexity.
 
-Bench measures on other examples. The dictionaries are drawn from other seeds. The text comes from documents that are neither
-trained on nor in bench's held-out text. The small world's facts are the same, but are asked here in sentences of the training
-split, which bench never uses. The facts of a file (data.facts) have one sentence each, so they are divided: bench does not ask
-those that are asked here (probes/knowledge.py).
+Bench measures on other examples. The text comes from documents that are neither trained on nor in bench's held-out text.
 """
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -17,14 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.models.finite import checked, explained
 from surgery.models.pieces import logits_in_pieces
-from surgery.probes.knowledge import Knowledge
-from surgery.probes.question import Question
 from surgery.probes.scoring import answer
+from surgery.probes.skills import names_of, skill_questions, skills_of
 from surgery.records.recipe import Data, EarlyStopping, Tune
 from surgery.runtime.processes import gather, share
 from surgery.tuning.batches import held_out_windows
 from surgery.tuning.distil import Distillation
-from surgery.world.facts import RELATIONS, Fact, facts
 
 BATCH = 16
 
@@ -47,19 +41,27 @@ class Guard:
     ):
         self.tokenizer, self.bounds = tokenizer, bounds
         own_share: Callable[[Sequence], list] = share if divided else list
-        self.questions = own_share(questions(data.facts, bounds.examples, seed))
+        skills = skills_of(data, [lesson.probe for lesson in options.lessons])
+        self.questions = {
+            name: own_share(skill_questions(skill, tokenizer, data, bounds.examples, seed))
+            for name, skill in zip(names_of(skills), skills, strict=True)
+        }
         rows = own_share(range(bounds.windows))
         ids, real = held_out_windows(tokenizer, data, options, bounds.windows, seed)
         self.text = ids[rows], real[rows]
 
     def measure(self, distillation: Distillation, base: bool = False) -> dict[str, float]:
-        """{"knowledge": accuracy, "perplexity": per token} of the student as it is, or of the base."""
+        """{skill: accuracy, ..., "perplexity": per token} of the student as it is, or of the base."""
         whole = distillation.as_teacher() if base else nullcontext(distillation.student)
         with whole as model, distillation.autocast(model.device):
-            correct = answer(model, self.tokenizer, self.questions).correct.sum() if self.questions else 0
-            shares = gather([(int(correct), len(self.questions), *self._loss(model))])
-        correct, questions, nats, tokens = (sum(column) for column in zip(*shares, strict=True))
-        return {"knowledge": correct / questions, "perplexity": math.exp(nats / tokens)}
+            own = []
+            for questions in self.questions.values():
+                correct = answer(model, self.tokenizer, questions).correct.sum() if questions else 0
+                own += [int(correct), len(questions)]
+            totals = [sum(column) for column in zip(*gather([(*own, *self._loss(model))]), strict=True)]
+        *answers, nats, tokens = totals
+        skills = zip(self.questions, answers[::2], answers[1::2], strict=True)
+        return {name: correct / asked for name, correct, asked in skills} | {"perplexity": math.exp(nats / tokens)}
 
     @torch.no_grad()
     def _loss(self, model: PreTrainedModel) -> tuple[float, int]:
@@ -78,21 +80,6 @@ class Guard:
 
     def allows(self, figures: dict[str, float], base: dict[str, float]) -> bool:
         """Whether a model with these figures is within the bounds, given the figures of the base."""
-        lost = base["knowledge"] - figures["knowledge"]
+        lost = max((base[skill] - figures[skill] for skill in self.questions), default=0.0)
         risen = figures["perplexity"] / base["perplexity"] - 1
-        return lost <= self.bounds.knowledge and risen <= self.bounds.perplexity
-
-
-def questions(source: str, n: int, seed: int) -> list[Question]:
-    """At most n questions about the facts of `source`. Of a file: the part that bench does not ask. Of the world: in sentences
-    that training uses."""
-    if source != "world":
-        return Knowledge(source, "keep").questions(n, seed)
-    rng, known = random.Random(f"keep {seed}"), facts()
-    chosen = rng.sample(known, min(n, len(known)))
-    return [Question(_seen(rng, f), tuple(f" {c}" for c in f.choices), f.choices.index(f.value)) for f in chosen]
-
-
-def _seen(rng: random.Random, fact: Fact) -> str:
-    templates = range(len(RELATIONS[fact.relation][2]))
-    return fact.prompt(rng.choice([template for template in templates if template != fact.held_out_template]))
+        return lost <= self.bounds.accuracy and risen <= self.bounds.perplexity

@@ -44,7 +44,7 @@ def gather_states(distillation: Distillation, batches: Iterable[Batch], most: in
     those of its share of a batch; the squared norms are means over the processes."""
     gathered: list[States] = []
     held = 0.0
-    for (ids, targets, *_), text in batches:
+    for (ids, targets, *_), text, _ in batches:
         real = (targets != IGNORE).flip(1).cumsum(1).flip(1) > 0  # up to the last target
         parts: dict[int, list[Part]] = {}
         for tokens, mask, places in [(ids, real, None)] + ([] if text is None else [text[:3]]):

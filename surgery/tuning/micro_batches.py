@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from surgery.probes.hits import PairCounts
+from surgery.probes.skills import skills_of
 from surgery.records.recipe import Data, Tune
 from surgery.tuning.batches import loaders
 from surgery.tuning.distil import Batch, Distillation, counted
 from surgery.tuning.rare_pairs import training_pairs
+from surgery.tuning.skill_batches import skill_loader
 
 
 class MicroBatches:
@@ -39,17 +42,17 @@ class MicroBatches:
 
     def split(self, key: Any, batch: Batch) -> list[tuple]:
         """A batch in `gradient_accumulation_steps` parts, each the arguments of Distillation.forward."""
-        lesson, text = batch
+        lesson, text, skills = batch
         ids, targets = lesson[:2]
         n = self.options.gradient_accumulation_steps
         exact = torch.float32 if ids.device.type == "mps" else torch.float64  # which MPS has not
-        own_counts = torch.tensor(counted(targets, text), device=ids.device, dtype=exact)
+        own_counts = torch.tensor(counted(targets, text, skills), device=ids.device, dtype=exact)
         counts = tuple(self.accelerator.reduce(own_counts, "mean").tolist())
         lessons = zip(*(side.tensor_split(n) for side in lesson), strict=True)
-        texts = [None] * n if text is None else list(zip(*(side.tensor_split(n) for side in text), strict=True))
+        texts, questions = (_parts(side, n) for side in (text, skills))
         return [
-            (ids, targets, part if part and len(part[0]) else None, counts, None if key is None else (key, i), *evidence)
-            for i, ((ids, targets, *evidence), part) in enumerate(zip(lessons, texts, strict=True))
+            (ids, targets, text, counts, None if key is None else (key, i), evidence[0] if evidence else None, asked)
+            for i, ((ids, targets, *evidence), text, asked) in enumerate(zip(lessons, texts, questions, strict=True))
         ]
 
     def losses(self, name: str, examples: int, seed: int) -> Callable[[Distillation], dict[str, float]]:
@@ -86,8 +89,16 @@ class MicroBatches:
         return [self.split((name, i), batch) for i, batch in enumerate(self.full_size(count, seed))]
 
     def _batches(self, options: Tune, seed: int, start: int) -> Iterator[Batch]:
-        both: list[DataLoader] = [
-            self.accelerator.prepare_data_loader(loader)
-            for loader in loaders(self.tokenizer, options, self.data, seed, start, self._pairs)
+        skills = skills_of(self.data, (lesson.probe for lesson in options.lessons))
+        all_three: list[DataLoader] = [
+            *loaders(self.tokenizer, options, self.data, seed, start, self._pairs),
+            skill_loader(skills, self.tokenizer, options, self.data, seed, start),
         ]
-        return zip(*both, strict=False)
+        return zip(*map(self.accelerator.prepare_data_loader, all_three), strict=False)
+
+
+def _parts(batch: tuple[Tensor, ...] | None, n: int) -> list[tuple[Tensor, ...] | None]:
+    """A batch in n parts, None for one without rows."""
+    if batch is None:
+        return [None] * n
+    return [part if len(part[0]) else None for part in zip(*(side.tensor_split(n) for side in batch), strict=True)]

@@ -19,7 +19,7 @@ from surgery.models.tokens import divided, following, opening, summary, token_sp
 from surgery.probes import needle
 from surgery.probes.kv import OPENING, ask, dictionary
 from surgery.probes.letters import lettered
-from surgery.probes.question import CompletionProbe, Probe
+from surgery.probes.question import CompletionProbe, Probe, Question
 from surgery.world.facts import facts
 from surgery.world.text import document
 from surgery.world.words import KEYS, Keys
@@ -58,7 +58,11 @@ def probe_pieces(probe: Probe | CompletionProbe, seed: int) -> list[Piece]:
     if isinstance(probe, CompletionProbe):
         completion = probe.completions(1, seed)[0]
         return [(completion.prompt, False), (completion.answer, True)]
-    question = probe.questions(1, seed)[0]
+    return question_pieces(probe.questions(1, seed)[0])
+
+
+def question_pieces(question: Question) -> list[Piece]:
+    """A question with its right answer, which is the target."""
     known = question.evidence is not None and question.spans
     evidence = Evidence(*question.spans[question.evidence]) if known else True  # type: ignore[index]
     return [(question.prompt, False), (question.choices[question.answer], evidence)]

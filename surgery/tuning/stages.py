@@ -68,6 +68,7 @@ class Run:
             model,
             teacher,
             kl_weight=options.kl_weight,
+            skill_weight=options.skill_weight,
             hit_weight=options.hit_weight,
             hint_weight=options.hints.weight if options.hints else 0.0,
             places=surgery.plan.places if (surgery := getattr(model, "surgery", None)) is not None else {},

@@ -8,10 +8,11 @@ from surgery.errors import UserError
 from surgery.locating.locate import locate
 from surgery.locating.oracles import Oracles
 from surgery.records.plan import Plan
-from surgery.records.recipe import Auto, PlanOptions
+from surgery.records.recipe import Auto, Data, PlanOptions
 from surgery.tuning.choosing import by_choice, most_measured
 from tests.conftest import ROOT, TINY
 
+NO_SKILLS = Data(skills=())  # test_skills.py has the bounds
 FEW = PlanOptions(heads=2, by="choice", auto=Auto(examples=8, candidates=2))
 NO_GAIN = "auto: {least_gain: 99, examples: 4, candidates: 1, max_heads: 1}"
 
@@ -30,14 +31,14 @@ def test_a_plan_by_choice(tiny, ranking, tmp_path, monkeypatch):
         return own(self, carriers, **options)
 
     monkeypatch.setattr(Oracles, "outcome", outcome)
-    chosen = by_choice(tiny, ranking, FEW, kept=tmp_path)
+    chosen = by_choice(tiny, ranking, FEW, data=NO_SKILLS, kept=tmp_path)
     assert 1 < len(measured) <= most_measured(FEW)
     assert 1 <= sum(len(site.heads) for site in chosen.sites) <= 2
     assert {site.layer for site in chosen.sites} == {0}
     assert {head for site in chosen.sites for head in map(str, site.each())} == {*chosen.starts} == {*chosen.places}
     assert chosen.provenance == ranking.provenance
     monkeypatch.setattr(Oracles, "outcome", None)
-    assert by_choice(tiny, ranking, FEW, kept=tmp_path) == chosen
+    assert by_choice(tiny, ranking, FEW, data=NO_SKILLS, kept=tmp_path) == chosen
 
 
 def test_auto_adds_heads_while_they_are_worth_it(tiny, ranking):
@@ -45,7 +46,7 @@ def test_auto_adds_heads_while_they_are_worth_it(tiny, ranking):
 
     def chosen(heads, **auto):
         auto = FEW.auto.model_copy(update={"max_heads": 3, **auto})
-        return {*by_choice(tiny, ranking, FEW.model_copy(update={"heads": heads, "auto": auto})).places}
+        return {*by_choice(tiny, ranking, FEW.model_copy(update={"heads": heads, "auto": auto}), data=NO_SKILLS).places}
 
     best = chosen(1)
     assert len(best) == 1
@@ -55,7 +56,7 @@ def test_auto_adds_heads_while_they_are_worth_it(tiny, ranking):
 
 def test_as_a_setting(surgery, tmp_path, ranking):
     ranking.write(tmp_path / "ranking.json")
-    few = ("--set", "plan.auto={examples: 4, candidates: 1}", "--set", "plan.blend=0.5")
+    few = ("--set", "plan.auto={examples: 4, candidates: 1}", "--set", "plan.blend=0.5", "--set", "data.skills=[]")
     status, out, error = surgery("plan", "ranking.json", "--set", "plan.by=choice", *few, "--base", TINY)
     assert status == 0, error
     chosen = Plan.read(tmp_path / "plan.json")
@@ -89,4 +90,4 @@ def test_what_it_would_cost_is_estimated(surgery, tmp_path):
 def test_a_probe_without_spans_is_refused(tiny, ranking):
     letters = ranking.model_copy(update={"probe": json.loads(json.dumps(ranking.probe)) | {"name": "knowledge", "options": {}}})
     with pytest.raises(UserError, match="says where its answers stand"):
-        by_choice(tiny, letters, FEW)
+        by_choice(tiny, letters, FEW, data=NO_SKILLS)

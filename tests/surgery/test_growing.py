@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,11 +20,12 @@ from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import answer
 from surgery.records.growth import Saved
 from surgery.records.plan import Plan
-from surgery.records.recipe import Auto, PlanOptions, read_recipe
+from surgery.records.recipe import Auto, Data, PlanOptions, read_recipe
 from surgery.splicing.splice import install
 from surgery.tuning import growing
 from surgery.tuning.growing import Measured, Measuring, fresh_questions, grow, most_plans
 
+NO_SKILLS = Data(skills=())  # test_skills.py has the bounds
 FEW = {"examples": 12, "windows": 2, "candidates": 2, "max_heads": 3}
 
 
@@ -65,7 +67,7 @@ def leading(ranking, count) -> list[str]:
 def test_heads_are_added_while_they_save_enough(base, tokenizer, ranking, monkeypatch):
     first, second, third, fourth = leading(ranking, 4)
     measurements = made(monkeypatch, {second: 0.5, third: 0.3, first: 0.01, fourth: 0.005})
-    found = grow(base, ranking, options(), tokenizer=tokenizer)
+    found = grow(base, ranking, options(), tokenizer=tokenizer, data=NO_SKILLS)
     assert found.growth is not None
     assert found.growth.heads() == [second, third]
     assert [each.added for each in found.growth.rounds] == [True, True, False]
@@ -82,23 +84,23 @@ def test_what_hurts_the_text_gets_a_small_gate(base, tokenizer, ranking, monkeyp
     first = leading(ranking, 1)[0]
     for cost, gate in ((0.0, None), (0.2, 0.5), (5.0, 0.1)):
         made(monkeypatch, {first: 2.0}, cost=cost)
-        assert grow(base, ranking, options(text_weight=4.0), tokenizer=tokenizer).blend == gate
+        assert grow(base, ranking, options(text_weight=4.0), tokenizer=tokenizer, data=NO_SKILLS).blend == gate
     made(monkeypatch, {first: 2.0}, cost=1.0)
     fixed = options().model_copy(update={"blend": 0.25})
-    assert grow(base, ranking, fixed, tokenizer=tokenizer).blend == 0.25
+    assert grow(base, ranking, fixed, tokenizer=tokenizer, data=NO_SKILLS).blend == 0.25
     made(monkeypatch, {first: 2.0}, cost=5.0)
-    assert grow(base, ranking, options(text_weight=0.0), tokenizer=tokenizer).blend is None
+    assert grow(base, ranking, options(text_weight=0.0), tokenizer=tokenizer, data=NO_SKILLS).blend is None
 
 
 def test_it_stops_at_the_most_heads_and_where_nothing_is_sure(base, tokenizer, ranking, monkeypatch):
     made(monkeypatch, dict.fromkeys(leading(ranking, 6), 1.0))
-    assert len(grow(base, ranking, options(), tokenizer=tokenizer).growth.heads()) == 3
+    assert len(grow(base, ranking, options(), tokenizer=tokenizer, data=NO_SKILLS).growth.heads()) == 3
     first = leading(ranking, 1)[0]
     made(monkeypatch, {first: 0.015})
     with pytest.raises(UserError, match=r"no head is worth its cache: of the 4 leading ones none saves 0.02 nats \(the best, "):
-        grow(base, ranking, options(), tokenizer=tokenizer)
+        grow(base, ranking, options(), tokenizer=tokenizer, data=NO_SKILLS)
     made(monkeypatch, {first: 0.015})
-    assert grow(base, ranking, options(least_gain=0.01), tokenizer=tokenizer).growth.heads() == [first]
+    assert grow(base, ranking, options(least_gain=0.01), tokenizer=tokenizer, data=NO_SKILLS).growth.heads() == [first]
     unsure = Made({})
 
     def by_chance(_, chosen):
@@ -109,7 +111,7 @@ def test_it_stops_at_the_most_heads_and_where_nothing_is_sure(base, tokenizer, r
 
     monkeypatch.setattr(Measuring, "_measure", by_chance)
     with pytest.raises(UserError, match="no head is worth its cache"):
-        grow(base, ranking, options(), tokenizer=tokenizer)
+        grow(base, ranking, options(), tokenizer=tokenizer, data=NO_SKILLS)
 
 
 def test_measurements_are_of_the_hybrid_on_questions_that_ranked_nothing(base, tokenizer, ranking):
@@ -132,7 +134,7 @@ def test_measurements_are_of_the_hybrid_on_questions_that_ranked_nothing(base, t
 
 def test_what_was_measured_is_kept_and_the_plan_comes_out_the_same(base, tokenizer, ranking, tmp_path, monkeypatch):
     def found() -> str:
-        chosen = grow(base, ranking, options(least_gain=0.0, gates=(1.0,)), tokenizer=tokenizer, kept=tmp_path)
+        chosen = grow(base, ranking, options(least_gain=0.0, gates=(1.0,)), tokenizer=tokenizer, data=NO_SKILLS, kept=tmp_path)
         return chosen.model_dump_json(exclude={"provenance"})
 
     monkeypatch.setattr(growing._Growing, "_saved", lambda self, before, after, level=0.05: Saved(value=1.0, ci95=(1.0, 1.0)))
@@ -146,7 +148,7 @@ def test_what_was_measured_is_kept_and_the_plan_comes_out_the_same(base, tokeniz
 
 def test_growth_is_written_into_the_plan_and_only_there(tmp_path, base, tokenizer, ranking, monkeypatch):
     made(monkeypatch, {leading(ranking, 1)[0]: 1.0})
-    found = grow(base, ranking, options(), tokenizer=tokenizer)
+    found = grow(base, ranking, options(), tokenizer=tokenizer, data=NO_SKILLS)
     found.write(tmp_path / "plan.json")
     assert Plan.read(tmp_path / "plan.json") == found
     assert "growth" not in json.loads(plan(ranking, 1).model_dump_json())
@@ -163,6 +165,7 @@ def test_no_growth_measures_more_than_is_announced(max_heads, candidates, gates,
             return [Measured(np.zeros(2), np.zeros(2), np.zeros(2), 0.0) for _ in those]
 
     rounds = growing._Growing(Nothing(), None, PlanOptions(heads="auto", auto=auto), [], 0)
+    rounds.bounds = SimpleNamespace(beyond=lambda _: ())
     rounds._plan = lambda sites, blend: (tuple(sites), blend)
     rounds._saved = lambda before, after: Saved(value=rng.random(), ci95=(0, 0))
     sites, left, blend = [], list(range(heads)), None

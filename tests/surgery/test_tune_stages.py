@@ -1,7 +1,6 @@
 """Stages and cheap steps: what each may change, and that saving work changes no figure."""
 
 import copy
-import json
 import math
 from functools import partial
 
@@ -11,22 +10,18 @@ import torch.nn.functional as F
 from transformers import MambaConfig, MambaForCausalLM
 
 from surgery.errors import UserError
-from surgery.evaluation.cells import digest
-from surgery.evaluation.suites import tasks
-from surgery.probes.knowledge import Knowledge, Letters
 from surgery.records.plan import Plan
-from surgery.records.recipe import Align, Bench, Calibrate, Data, EarlyStopping, Lesson, Tune
+from surgery.records.recipe import Align, Calibrate, Data, EarlyStopping, Lesson, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
-from surgery.tuning.batches import check, loaders
+from surgery.tuning.batches import loaders
 from surgery.tuning.calibrate import calibrate
 from surgery.tuning.distil import Distillation
-from surgery.tuning.early_stopping import Guard, questions
+from surgery.tuning.early_stopping import Guard
 from surgery.tuning.loop import tune
 from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.shared_parts import StateCache
 from surgery.tuning.trainable import trainable, training
-from surgery.world.facts import facts
 from tests.conftest import SAME, VOCABULARY, random_base, random_llamba, random_selective
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
@@ -345,38 +340,13 @@ def test_the_best_weights_within_the_bounds_are_kept(hybrid, tokenizer, monkeypa
     assert all(torch.equal(p, seen[1][name]) for name, p in graft_parameters(hybrid).items())
 
 
-def test_keep_asks_about_the_world_in_other_words_than_bench():
-    asked, measured = questions("world", 500, seed=0), Knowledge().questions(500, seed=0)
-    assert not {question.prompt for question in asked} & {question.prompt for question in measured}
-    seen = {fact.prompt(i): fact for fact in facts() for i in range(4) if i != fact.held_out_template}
-    assert all(question.choices[question.answer] == f" {seen[question.prompt].value}" for question in asked)
-
-
-def test_keep_and_bench_divide_the_facts_of_a_file(tiny, tmp_path):
-    def asked(part):
-        return {task.name: {*task.identity.split()[1:]} for task in tasks(Bench(), tiny.tokenizer, data, 0, part)}
-
-    data = Data(facts="capitals")
-    kept, all_of_it = questions("capitals", 500, seed=0), Knowledge("capitals").questions(500, seed=0)
-    digests = {digest(repr(question)) for question in kept}
-    measured = asked("bench")["knowledge"]
-    assert not digests & measured
-    assert digests | measured == asked(None)["knowledge"] == {digest(repr(question)) for question in all_of_it}
-    assert len(kept) > 8
-    asked_by_letter = {question.prompt for question in Letters("capitals", "bench").questions(500, seed=0)}
-    assert not [question for question in kept if any(question.prompt in prompt for prompt in asked_by_letter)]
-    line = json.dumps({"prompt": "One is", "answer": " a", "choices": [" a", " b"]})
-    (tmp_path / "few.jsonl").write_text(line)
-    with pytest.raises(UserError, match=r"few.jsonl has too few facts to be divided between tune.early_stopping and bench"):
-        check(tiny.tokenizer, Tune(early_stopping=EarlyStopping()), Data(facts=str(tmp_path / "few.jsonl")))
-    check(tiny.tokenizer, Tune(), Data(facts=str(tmp_path / "few.jsonl")))
-
-
 @pytest.mark.parametrize(("figures", "allowed"), [((0.895, 10.05), True), ((0.88, 10.0), False), ((0.9, 10.2), False)])
 def test_bounds(figures, allowed, tokenizer):
     guard = Guard(tokenizer, EarlyStopping(examples=2, windows=2), Data(), SHORT, 0)
-    named = (dict(zip(("knowledge", "perplexity"), pair, strict=True)) for pair in (figures, (0.9, 10.0)))
+    named = [dict(zip(("knowledge", "perplexity"), pair, strict=True)) | {"letters": 0.5} for pair in (figures, (0.9, 10.0))]
     assert guard.allows(*named) == allowed
+    named[0]["letters"] = 0.4
+    assert not guard.allows(*named)  # each skill has the bound
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -13,7 +13,6 @@ from surgery.evaluation.speed import decode_cost, decode_forwards, speed
 from surgery.evaluation.suites import WINDOW_ROWS, Task, standard, tasks
 from surgery.jobs.costs.sample import Patient, Sample, extended, sampled, total
 from surgery.loading.digests import conditions
-from surgery.probes.knowledge import part_for_bench
 from surgery.records.recipe import Bench, Recipe
 
 COUNTED = 10_000  # examples of a task that are made; how many more cost is extended from these
@@ -47,7 +46,6 @@ def bench_cost(
     """kinds: from a number of layers to a model of the kind. entries: the kind of every model that is measured. quick: hybrids
     alone are tried, on fewer examples, and nothing is counted."""
     options, tokenizer = recipe.bench, patient.tokenizer
-    part = part_for_bench([recipe.tune.early_stopping])
     rows = patient.rows(options.batch_size)
     rows = max(1, min(rows, options.batch_size // 8)) if quick else rows
     few = options.model_copy(
@@ -57,11 +55,11 @@ def bench_cost(
         }
     )  # fmt: skip
     contexts = readable(options, tokenizer)
-    samples = tasks(few, tokenizer, recipe.data, recipe.seed, part)
+    samples = tasks(few, tokenizer, recipe.data, recipe.seed)
     tried = {(task.name, task.part): task for task in samples}
     # All examples of all tasks take a while to be made; their number is known where the harness does not say it.
     counted = options.model_copy(update={"limit": min(options.limit, COUNTED)})
-    todo = samples if quick and not standard(options) else tasks(counted, tokenizer, recipe.data, recipe.seed, part)
+    todo = samples if quick and not standard(options) else tasks(counted, tokenizer, recipe.data, recipe.seed)
     of: dict[Kind, Sample] = {}
     for kind, make in kinds.items():
         if kind not in entries.values():

@@ -10,8 +10,9 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.splicing.splice import install
 from surgery.tuning.batches import held_out_windows
+from surgery.tuning.bounded import Measuring
 from surgery.tuning.choosing import most_measured
-from surgery.tuning.growing import Measuring, most_plans
+from surgery.tuning.growing import most_plans
 from surgery.tuning.state_sizes import WINDOWS, state_scores
 
 

@@ -1,6 +1,6 @@
 """Where text and facts come from."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -32,8 +32,29 @@ def _mixture(value: Any) -> Any:
     return ({"source": value},) if isinstance(value, str) else value
 
 
+class Skill(Section):
+    """What a base can do beside what it is edited for: a probe with choices."""
+
+    section = "data.skills"
+
+    probe: str
+    """A probe by name (`surgery list probes`)."""
+    options: dict[str, Any] = {}
+    """The probe's options."""
+
+
+def _skills(value: Any) -> Any:
+    """Skills by the names of their probes alone, or with options."""
+    if value in ("auto", ["auto"], ("auto",)):
+        return "auto"
+    given = value.split(",") if isinstance(value, str) else value
+    if not isinstance(given, list | tuple):
+        return value
+    return tuple({"probe": each.strip()} if isinstance(each, str) else each for each in given if each != "")
+
+
 class Data(Section):
-    """The text that tuning sees, and the text and facts that a model is measured on."""
+    """The text that tuning sees, the text and facts that a model is measured on, and the skills that it must not lose."""
 
     section = "data"
 
@@ -43,7 +64,12 @@ class Data(Section):
     """Text for perplexity: `world`, or a file. It must be other text than train_text: contents are compared, and at most 5% may
     be shared."""
     facts: Name = "world"
-    """Facts for the knowledge probes: `world`, `capitals` (real ones, for real models), or a .jsonl file."""
+    """Facts for the knowledge probes: `world`, `capitals` (real ones, for real models), or a .jsonl file. Of a file a quarter
+    is asked while planning and tuning, and the rest by bench."""
+    skills: Annotated[Literal["auto"] | tuple[Skill, ...], pydantic.BeforeValidator(_skills)] = "auto"
+    """What an edit must not cost (section data.skills). locate measures each head on these skills, plan.heads: auto and the
+    early stopping of tuning stay within bounds of them, tuning holds the answers to the base's, and bench compares them. auto:
+    kv with 16 pairs, letters and knowledge, but for what tune.lessons teach. []: none."""
 
     @pydantic.field_validator("train_text")
     @classmethod

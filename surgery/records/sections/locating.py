@@ -7,7 +7,7 @@ from pydantic import Field
 
 from surgery.records.plan import Plan
 from surgery.records.record import first_line
-from surgery.records.sections.section import EXAMPLES, FACTOR, Count, Examples, Name, Rows, Section, Width
+from surgery.records.sections.section import EXAMPLES, FACTOR, STEPS, Count, Examples, Name, Rows, Section, Width
 from surgery.records.site import Site, SitesText, SiteText
 
 
@@ -53,8 +53,10 @@ class Locate(ProbeChoice):
 
 
 class Auto(Section):
-    """How `plan.heads: auto` adds head after head. What counts is what tuning will minimise: the loss on questions of
-    locate.probe, other ones than those that ranked the heads, and the loss on text, which a graft must not hurt."""
+    """How `plan.heads: auto` adds head after head, and how it and `plan.by: choice` stay within bounds. What counts is what
+    tuning will minimise: the loss on questions of locate.probe, other ones than those that ranked the heads, and the loss on
+    text, which a graft must not hurt. A plan that costs another skill of the base (data.skills) more than the bounds, or may do
+    so by its 95% interval, is not taken: untrained, and once more after a few steps of tuning."""
 
     section = "plan.auto"
 
@@ -72,8 +74,19 @@ class Auto(Section):
     least_gain: float = Field(default=0.02, ge=0, allow_inf_nan=False)
     """A head is worth its cache, which grows with every token, if it saves this many nats, and the 95% interval of what it
     saves leaves out 0. At .02, right answers become 2% more probable."""
+    skill_examples: int = Field(default=512, ge=2, le=EXAMPLES)
+    """Questions about each other skill, for each measurement."""
+    accuracy_bound: float = Field(default=0.02, ge=0, le=1)
+    """The accuracy on each other skill may fall by this much."""
+    text_bound: float = Field(default=0.01, ge=0, le=FACTOR, allow_inf_nan=False)
+    """The loss on text may rise by so many nats per token."""
+    finalists: Count = 3
+    """So many of the best plans within the bounds are tuned for a few steps, and the best of them is taken."""
+    steps: int = Field(default=25, ge=0, le=STEPS)
+    """Those few steps. 0: the best plan untrained is taken."""
     gates: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = (0.1, 0.25, 0.5, 1.0)
-    """The gates that are tried, unless plan.blend says which; at 1, attention replaces the SSM, without a gate."""
+    """The gates that are tried, unless plan.blend says which; at 1, attention replaces the SSM, without a gate. With by:
+    choice, under which all heads share one, the largest within the bounds."""
 
 
 class PlanOptions(Section):

@@ -80,19 +80,19 @@ class Calibrate(Section):
 
 
 class EarlyStopping(Section):
-    """End the steps where the model has lost too much of what its base knows, and keep the weights that retrieve best within
-    both bounds. Of a file of facts a quarter is asked here, and bench asks the rest."""
+    """End the steps where the model has lost too much of what its base can do (data.skills), and keep the weights that retrieve
+    best within both bounds."""
 
     section = "tune.early_stopping"
 
     eval_steps: Count = 25
     """Measure after every so many steps."""
-    knowledge: float = Field(default=0.01, ge=0, allow_inf_nan=False)
-    """The accuracy on facts may be this much below the base's."""
+    accuracy: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    """The accuracy on each skill may be this much below the base's."""
     perplexity: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     """The perplexity may be above the base's by this share of it."""
     examples: Examples = 256
-    """Questions for each measurement."""
+    """Questions about each skill, for each measurement."""
     windows: Examples = 32
     """Windows of text for each measurement."""
 
@@ -179,6 +179,10 @@ class Tune(Section):
     """Tokens of a row of text. Shorter documents share a row."""
     kl_weight: float = Field(default=1.0, ge=0, le=FACTOR, allow_inf_nan=False)
     """Weight of the KL divergence from the base on text."""
+    skill_weight: float = Field(default=1.0, ge=0, le=FACTOR, allow_inf_nan=False)
+    """Weight of the KL divergence from the base on the answers to questions about its other skills (data.skills)."""
+    skill_batch_size: Rows = 16
+    """Such questions in a step."""
     hit_weight: float = Field(default=0.0, ge=0, le=FACTOR, allow_inf_nan=False)
     """Weight of the loss on recall hits of the text: tokens that complete a pair seen before in their document and rare in
     data.train_text. They are learnt from the text itself, and left out of the KL divergence from the base, which misses them.

@@ -1,0 +1,136 @@
+"""What is a head also for? What ablating it, and splicing it, does to the base's other skills.
+
+Heads are measured on each skill as they are on the ranking's probe, with the same grafts, and on fewer questions: all skills
+together take no more tokens than the probe does, so that locating costs at most twice as much.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from surgery.locating.estimates import estimated, everywhere
+from surgery.locating.heads import SCORES, Heads
+from surgery.locating.questions import QuestionSet
+from surgery.locating.search import Search, of_heads
+from surgery.locating.stability import Column
+from surgery.locating.subject import Subject
+from surgery.probes.encoded import Asked
+from surgery.probes.perplexity import Perplexity
+from surgery.probes.question import Passage, Question
+from surgery.probes.scoring import batches
+from surgery.probes.skills import names_of, skill_questions, skills_of
+from surgery.records.recipe import Data, Locate
+from surgery.records.record import Record
+from surgery.records.site import Site, SiteText
+from surgery.statistics import LEVEL, Proportion, share_right
+
+BOUND, BOUND_OF_TEXT = 0.02, 0.01  # what a head must cost to be named: accuracy, and nats per token
+TEXT, WINDOW = "text", 64  # running text as a skill, in rows of so many tokens
+SEED = 60_013  # added to the ranking's: no other questions have it
+FEWEST, KEPT = 8, 1_000  # questions about a skill; heads of a model in which none was measured exactly
+
+
+class SkillScores(Record):
+    """name: of the skill. probe: what was asked (name, options, examples). base_accuracy: of the base; chance: that of
+    guessing; both None for text. serving: heads whose ablation costs the skill more than BOUND (of text: BOUND_OF_TEXT);
+    at_risk: heads at which an untrained graft does. Both stand on intervals that are corrected for the number of heads.
+    heads: the scores of those that were measured exactly, or of the leading ones by attribution."""
+
+    name: str
+    probe: dict[str, Any]
+    base_accuracy: Proportion | None
+    chance: float | None
+    serving: tuple[SiteText, ...] = ()
+    at_risk: tuple[SiteText, ...] = ()
+    heads: Heads
+
+
+def skill_sets(subject: Subject, data: Data, options: Locate, first: QuestionSet, *, seed: int) -> list[QuestionSet]:
+    """The questions about every skill but the ranking's probe, and rows of text, where data.train_text is one plain text.
+    first: the questions that rank the heads."""
+    skills = skills_of(data, {options.probe})
+    if not skills:
+        return []
+    tokenizer, share = subject.tokenizer, tokens_of(first) / (len(skills) + 1)
+    sets = []
+    for name, skill in zip(names_of(skills), skills, strict=True):
+
+        def drawn(n: int, skill: Any = skill) -> Sequence[Asked]:
+            return skill_questions(skill, tokenizer, data, n, seed + SEED)
+
+        questions = _affordable(drawn, subject, options, share)
+        groups = list(batches(tokenizer, questions, options.batch_size))
+        sets.append(QuestionSet(name, {"probe": skill.probe, **skill.options}, seed, questions, groups))
+    if (text := _text(subject, data, int(share // WINDOW), options, seed)) is not None:
+        sets.append(text)
+    return sets
+
+
+def tokens_of(questions: QuestionSet) -> int:
+    """How many tokens go through the model for each head."""
+    return sum(len(row) for _, encoded in questions.groups for row in encoded.rows)
+
+
+def _affordable(drawn: Any, subject: Subject, options: Locate, tokens: float) -> Sequence[Asked]:
+    """So many questions as take that many tokens, at most `options.examples` and at least FEWEST."""
+    sample = drawn(FEWEST)
+    each = sum(len(row) for _, encoded in batches(subject.tokenizer, sample, FEWEST) for row in encoded.rows) / len(sample)
+    return drawn(max(FEWEST, min(options.examples, int(tokens // each))))
+
+
+def _text(subject: Subject, data: Data, rows: int, options: Locate, seed: int) -> QuestionSet | None:
+    """Rows of the text that tuning sees."""
+    source = data.train_text[0]
+    plain = source.source == "world" or source.source.endswith((".txt", ".md"))
+    if len(data.train_text) > 1 or not plain or rows < 2:
+        return None
+    count = min(rows, options.examples)
+    ids = Perplexity(source.source, count, WINDOW).token_windows(subject.tokenizer, seed + SEED).tolist()
+    passages = [Passage(tuple(row), tuple((i, 0) for i in range(1, len(row))), 1 / (len(row) - 1)) for row in ids]
+    groups = list(batches(subject.tokenizer, passages, options.batch_size))
+    return QuestionSet(TEXT, {"tokens": WINDOW}, seed, passages, groups)
+
+
+def skill_scores(search: Search, questions: QuestionSet, heads: Sequence[Site], ranked: Heads) -> SkillScores:
+    """What the heads do to one skill. heads: those to be measured exactly. ranked: the ranking's, in the model's order."""
+    anatomy, exact = search.subject.anatomy, search.exact(questions)
+    exact.measure(heads, layers=False)
+    columns = {name: Column(values, anatomy.numbers(heads)) for name, values in exact.effects(heads).items()} if heads else {}
+    if search.prefilter is not None:
+        columns["attribution"] = Column(of_heads(search.prefilter.attributions(questions.groups), anatomy))
+    count = len(ranked)
+    estimates = {
+        name: everywhere(estimated(name, columns[name]), columns[name].at, count) for name in SCORES if name in columns
+    }
+    estimates = {name: estimate for name, estimate in estimates.items() if estimate.n.any()}
+    nothing = np.zeros(count, dtype=np.uint8)
+    whole = Heads(ranked.layer, ranked.head, ranked.kind, nothing, ranked.sign, ranked.tau, estimates)
+    kept = anatomy.numbers(heads) if heads else whole.order()[:KEPT]
+    text = questions.name == TEXT
+    chances = [each.chance for each in questions.questions if isinstance(each, Question)]
+    serving, at_risk = (
+        tuple(whole.site(i) for i in _costing(columns, names, count, text))
+        for names in ((("ablation_loss", 1),) if text else (("ablation_drop", 1),),
+                      (("splice_loss", -1),) if text else (("splice_gain", -1),))
+    )  # fmt: skip
+    return SkillScores(
+        name=questions.name, probe={**questions.options, "examples": len(questions.questions)},
+        base_accuracy=None if text else share_right(exact.correct["base", None]),
+        chance=float(np.mean(chances)) if chances else None,
+        serving=serving, at_risk=at_risk, heads=whole.take(kept),
+    )  # fmt: skip
+
+
+def _costing(columns: dict[str, Column], names: Any, count: int, text: bool) -> list[int]:
+    """The numbers of the heads that cost more than the bound, by an interval that is corrected for their number. names: (score,
+    the sign with which it is a cost)."""
+    costing: set[int] = set()
+    for name, sign in names:
+        if name not in columns:
+            continue
+        part = everywhere(estimated(name, columns[name], LEVEL / count), columns[name].at, count)
+        least = part.low if sign > 0 else -part.high
+        bound = BOUND_OF_TEXT if text else BOUND
+        costing |= {int(i) for i in np.flatnonzero((sign * part.value > bound) & (least > 0))}
+    return sorted(costing)

@@ -1,0 +1,269 @@
+"""Plans within bounds: what a plan does to the probe, to text and to the base's other skills, untrained and after a few steps.
+
+Whatever proposes plans (growing.py, choosing.py), no plan is taken that costs another skill of the base more than the bounds of
+plan.auto allow, or may do so by its interval. What is lost untrained can come back in tuning, and what is kept untrained can be
+lost. So the best plans within the bounds are tuned for a few steps, as the run will tune them, and judged once more.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.locating.ledger import Ledger, Tensors
+from surgery.locating.subject import Subject
+from surgery.models.finite import within
+from surgery.probes.encoded import Asked
+from surgery.probes.perplexity import token_losses
+from surgery.probes.question import Question
+from surgery.probes.scoring import answer
+from surgery.probes.skills import keeps, names_of, skill_questions, skills_of
+from surgery.records.growth import Candidate, Growth, Round, Saved
+from surgery.records.plan import Plan
+from surgery.records.recipe import Auto, Data, Tune
+from surgery.runtime import processes
+from surgery.runtime.progress import counting, say
+from surgery.splicing.splice import install
+from surgery.statistics import LEVEL, at_chance, intervals, mean, proportion
+from surgery.tuning.batches import held_out_windows
+from surgery.tuning.loop import tune
+
+SEED = 30_013  # added to the ranking's: no other questions have it (bench, calibrate and early stopping add less)
+TEXTS = 8  # windows of text in a forward
+TEXT = "text"
+
+
+class NoPlan(UserError):
+    """No plan is worth its cache within the bounds. growth: what was measured."""
+
+    def __init__(self, message: str, growth: Growth):
+        super().__init__(message)
+        self.growth = growth
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A plan, or the base: of every question its loss and whether the answer was right, of every window of text its loss, and
+    of every other skill whether its answers were right."""
+
+    loss: np.ndarray
+    correct: np.ndarray
+    text: np.ndarray
+    seconds: float
+    skills: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+class Measuring:
+    """Measures plans on the same questions and text. questions: see growing.fresh_questions. text: (ids, real) of windows.
+    skills: questions about each other skill. tuning: how a plan is tuned that is measured after a few steps."""
+
+    def __init__(
+        self, subject: Subject, questions: Sequence[Asked], text: tuple[Tensor, Tensor], batch_size: int = 32,
+        kept: Path | None = None, *, skills: Mapping[str, Sequence[Question]] | None = None, tuning: Tune | None = None,
+        data: Data | None = None, seed: int = 0,
+    ):  # fmt: skip
+        self.subject, self.questions, self.text, self.batch_size = subject, list(questions), text, batch_size
+        self.skills = {name: list(asked) for name, asked in (skills or {}).items()}
+        self.tuning, self.data, self.seed = tuning or Tune(), data or Data(), seed
+        conditions = subject.conditions.model_dump() if kept is not None else None
+        asked = (self.questions, [part.tolist() for part in self.text], *([self.skills] if self.skills else []))
+        self.ledger = Ledger(kept, "grow", conditions, hashlib.sha256(repr(asked).encode()).hexdigest(), batch_size)
+        self.count = 0
+        self.seconds = 0.0
+
+    @classmethod
+    def of(
+        cls, subject: Subject, questions: Sequence[Asked], auto: Auto, *, data: Data, tuning: Tune, taught: str,
+        batch_size: int, seed: int, kept: Path | None,
+    ) -> "Measuring":  # fmt: skip
+        """As plan.auto and the run's data say. taught: the probe that the plan is for."""
+        skills = skills_of(data, {taught, *(lesson.probe for lesson in tuning.lessons)})
+        asked = {
+            name: skill_questions(skill, subject.tokenizer, data, auto.skill_examples, seed + SEED)
+            for name, skill in zip(names_of(skills), skills, strict=True)
+        }
+        text = held_out_windows(subject.tokenizer, data, tuning, auto.windows, seed + SEED)
+        return cls(subject, questions, text, batch_size, kept, skills=asked, tuning=tuning, data=data, seed=seed)
+
+    def measure(self, plans: Sequence[Plan | None], description: str, steps: int = 0) -> list[Measured]:
+        """Of each plan, untrained or after so many steps; None stands for the base."""
+
+        def key(number: int) -> Any:
+            chosen = plans[number]
+            if chosen is None:
+                return None
+            plan = chosen.model_dump(mode="json", exclude={"provenance", "growth", "at_risk"})
+            if not steps:
+                return plan
+            return [plan, steps, self.seed, self.tuning.model_dump(mode="json"), self.data.model_dump(mode="json")]
+
+        def tensors(number: int) -> Tensors:
+            measured = self._measure(plans[number], steps) if steps else self._measure(plans[number])
+            advance()
+            arrays = {"loss": measured.loss, "correct": measured.correct, "text": measured.text, "seconds": measured.seconds}
+            arrays |= {f"skill {name}": correct for name, correct in measured.skills.items()}
+            return {name: torch.as_tensor(array) for name, array in arrays.items()}
+
+        # Tuning divides its batches among the processes, so that all of them take part in each.
+        alone = steps and processes.state().num_processes > 1
+        with counting(len(plans) if alone else len(processes.share(range(len(plans)))), description) as advance:
+            if alone:
+                gathered = {number: tensors(number) for number in range(len(plans))}
+            else:
+                gathered = self.ledger.gather(range(len(plans)), key, tensors)
+        results = [
+            Measured(
+                each["loss"].numpy(), each["correct"].numpy(), each["text"].numpy(), each["seconds"].item(),
+                {name: each[f"skill {name}"].numpy() for name in self.skills},
+            )
+            for each in gathered.values()
+        ]  # fmt: skip
+        self.count += len(results)
+        self.seconds += sum(result.seconds for result in results)
+        return results
+
+    def _measure(self, chosen: Plan | None, steps: int = 0) -> Measured:
+        start = time.monotonic()
+        model = self.subject.model if chosen is None else install(self.subject.model, chosen).eval()
+        with within("the base" if chosen is None else f"attention at {', '.join(map(str, chosen.sites))}"):
+            if steps:
+                self._tune(model, steps)
+            answers = answer(model, self.subject.tokenizer, self.questions, self.batch_size)
+            losses = []
+            for ids, real in zip(*(side.to(model.device).split(TEXTS) for side in self.text), strict=True):
+                wanted = real[:, 1:]
+                sums = (token_losses(model, ids) * wanted).sum(1)
+                losses.append((sums / wanted.sum(1).clamp_min(1)).double().cpu())
+            skills = {
+                name: answer(model, self.subject.tokenizer, asked, self.batch_size).correct
+                for name, asked in self.skills.items()
+            }
+        return Measured(answers.loss, answers.correct, torch.cat(losses).numpy(), time.monotonic() - start, skills)
+
+    def _tune(self, model: PreTrainedModel, steps: int) -> None:
+        """As the run will, for a few steps."""
+        warmup = min(self.tuning.warmup_steps, steps // 2)
+        few = {"steps": steps, "decay": 1.0, "warmup_steps": warmup, "early_stopping": None, "report_to": ()}
+        options = self.tuning.model_copy(update=few)
+        names = ", ".join(f"L{graft['layer']}" for graft in model.config.grafts)
+        tune(model, self.subject.tokenizer, options, data=self.data, seed=self.seed, description=f"a trial, {names}",
+             teacher=self.subject.model)  # fmt: skip
+        model.eval()
+
+
+class Bounds:
+    """What a plan must not cost, given what was measured of the base. Skills that the base does not have are left out."""
+
+    def __init__(self, measuring: Measuring, base: Measured, auto: Auto):
+        self.base, self.auto = base, auto
+        self.skills: list[str] = []
+        for name, asked in measuring.skills.items():
+            accuracy, chance = proportion(base.skills[name]), float(np.mean([question.chance for question in asked]))
+            if at_chance(accuracy, chance):
+                say(f"plan: the base is at chance on {name} ({accuracy}, chance {chance:.3f}), so that nothing bounds it there")
+            else:
+                self.skills.append(name)
+
+    def beyond(self, measured: Measured) -> tuple[str, ...]:
+        """The skills that a plan costs more than the bounds, or may do so by its interval; and "text"."""
+        bound = self.auto.accuracy_bound
+        lost = [name for name in self.skills if not keeps(self.base.skills[name], measured.skills[name], bound)]
+        risen = mean(measured.text - self.base.text).ci95[1] > self.auto.text_bound
+        return (*lost, *([TEXT] if risen and self.skills else []))
+
+    def accuracies(self, measured: Measured) -> dict[str, float]:
+        """Of the skills that the base has."""
+        return {name: float(measured.skills[name].mean()) for name in self.skills}
+
+    def candidate(self, plan: Plan, measured: Measured, steps: int = 0) -> Candidate:
+        """A plan's record."""
+        return Candidate(
+            sites=plan.sites, blend=plan.blend, steps=steps, saved=saved(self.base, measured, self.auto.text_weight),
+            accuracy=float(measured.correct.mean()), loss=float(measured.loss.mean()),
+            text_loss=float((measured.text - self.base.text).mean()), skills=self.accuracies(measured),
+            beyond=self.beyond(measured),
+        )  # fmt: skip
+
+
+def saved(before: Measured, after: Measured, text_weight: float, level: float = LEVEL) -> Saved:
+    """The two parts are of different examples, so that the squares of their margins add up."""
+    parts = [(before.loss - after.loss, 1.0), (before.text - after.text, text_weight)]
+    value, low, high = 0.0, 0.0, 0.0
+    for values, weight in parts:
+        (centre,), (least,), (most,), _ = intervals(values[:, None], level=level)
+        value += weight * centre
+        low += (weight * (centre - least)) ** 2
+        high += (weight * (most - centre)) ** 2
+    return Saved(value=float(value), ci95=(float(value - low**0.5), float(value + high**0.5)))
+
+
+def decided(
+    measuring: Measuring, bounds: Bounds, plans: Sequence[Plan], growth: Growth, *, by_preference: bool = False
+) -> Plan:  # fmt: skip
+    """The best of some plans within the bounds, untrained and after a few steps, with how it was found. Raises NoPlan, which
+    shows the frontier, where none is within them.
+
+    plans: those that are proposed, the preferred ones first. growth: what is known of how they came about. by_preference: the
+    first of them within the bounds are tuned, not those that save most untrained."""
+    auto = bounds.auto
+    if not bounds.skills:  # nothing but text to lose, which the choice of the plans has weighed
+        return plans[0].model_copy(update={"growth": growth})
+    measured = measuring.measure(plans, "plan, candidates")
+    untrained = [bounds.candidate(*each) for each in zip(plans, measured, strict=True)]
+    candidates = [*untrained]
+
+    def ended() -> Growth:
+        return growth.model_copy(
+            update={
+                "candidates": tuple(candidates), "skills": bounds.accuracies(bounds.base), "measured": measuring.count,
+                "seconds": round(measuring.seconds, 2),
+            }
+        )  # fmt: skip
+
+    allowed = [i for i, each in enumerate(untrained) if not each.beyond]
+    if not allowed:
+        raise NoPlan(refusal(ended(), auto), ended())
+    finalists = (allowed if by_preference else sorted(allowed, key=lambda i: -untrained[i].saved.value))[: auto.finalists]
+    if not auto.steps:
+        return plans[finalists[0]].model_copy(update={"growth": ended()})
+    tuned = measuring.measure([plans[i] for i in finalists], f"plan, after {auto.steps} steps", auto.steps)
+    after = [bounds.candidate(plans[i], each, auto.steps) for i, each in zip(finalists, tuned, strict=True)]
+    candidates += after
+    for each in after:
+        say(f"plan: {each}" + (f" (beyond the bounds: {', '.join(each.beyond)})" if each.beyond else ""))
+    kept = [number for number, each in enumerate(after) if not each.beyond]
+    if not kept:
+        raise NoPlan(refusal(ended(), auto), ended())
+    best = max(kept, key=lambda number: after[number].saved.value)
+    return plans[finalists[best]].model_copy(update={"growth": ended()})
+
+
+def refusal(growth: Growth, auto: Auto) -> str:
+    """That no plan keeps the bounds, and the frontier: what a gain costs."""
+    lines = [f"  {candidate} (beyond: {', '.join(candidate.beyond)})" for candidate in growth.frontier()]
+    skills = "".join(f", {name} {accuracy:.3f}" for name, accuracy in growth.skills.items())
+    return "\n".join([
+        f"no plan keeps what the base can do: each of the {len(growth.candidates)} that were measured costs another skill more "
+        f"than {auto.accuracy_bound:g} (plan.auto.accuracy_bound), or text more than {auto.text_bound:g} nats "
+        "(plan.auto.text_bound), or may do so by its 95% interval. What a gain costs:",
+        f"  the base: accuracy {growth.accuracy:.3f}{skills}",
+        *lines,
+        "  Ask more questions (plan.auto.skill_examples), widen a bound, take skills out of data.skills, or set plan.sites.",
+    ])  # fmt: skip
+
+
+def growth_of(probe: Mapping[str, Any], measuring: Measuring, base: Measured, rounds: Sequence[Round] = ()) -> Growth:
+    """The record of a search on questions of a probe."""
+    return Growth(
+        probe={**probe, "examples": len(measuring.questions), "windows": len(measuring.text[0])},
+        accuracy=float(base.correct.mean()), loss=float(base.loss.mean()), rounds=tuple(rounds), measured=measuring.count,
+        seconds=round(measuring.seconds, 2),
+    )  # fmt: skip
