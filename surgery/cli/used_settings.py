@@ -7,17 +7,19 @@ from surgery.errors import UserError
 OPENING = ("tokenizer", "dtype", "device", "kernels")  # how a model is opened
 # Verb -> the keys and sections that it uses. `surgery run` uses all.
 USED: dict[str, tuple[str, ...]] = {
-    "locate": (*OPENING, "seed", "locate"),
+    "locate": (*OPENING, "seed", "locate", "data.skills", "data.facts", "data.train_text"),
     "prune": (
         *OPENING, "seed", "locate.probe", "locate.options", "locate.examples", "locate.batch_size", "data.facts",
     ),
-    "plan": (*OPENING, "plan", "seed", "data.train_text", "tune.text_tokens", "locate.batch_size"),
+    "plan": (
+        *OPENING, "plan", "seed", "data.skills", "data.facts", "data.train_text", "tune", "locate.batch_size",
+    ),  # tune: by which the last candidates are tuned for a few steps
     "splice": (*OPENING, "seed", "data.train_text", "tune.text_tokens"),  # the text by which --shrink-state measures
     "tune": (*OPENING, "seed", "data", "tune", "bench.windows", "bench.window"),
     "export": OPENING,
-    # locate: the question whose mixing matrices are drawn. early_stopping: which facts tuning left for bench.
+    # locate: the question whose mixing matrices are drawn.
     "bench": (
-        *OPENING, "seed", "data", "locate.probe", "locate.options", "tune.early_stopping",
+        *OPENING, "seed", "data", "locate.probe", "locate.options",
         *(f"bench.{name}" for name in (
             "suites", "tasks", "include_path", "data_path", "task_limit", "pairs", "unseen_pairs", "limit", "seeds", "windows",
             "window", "contexts", "rare", "batches", "concurrencies",

@@ -69,7 +69,7 @@ def loaders(
     _check_lessons(tokenizer, options, data)
     steps, size = options.most_steps, options.batch_size
     if options.lessons:
-        lessons: Any = Subset(Lessons(tokenizer, options, data, seed), range(start * size, steps * size))
+        lessons: Any = Subset(Lessons(tokenizer, options, seed, data), range(start * size, steps * size))
         collating: Any = collate if options.hints is None else collate_with_evidence
         lesson_loader = DataLoader(lessons, batch_size=size, collate_fn=partial(collating, tokenizer))
     else:
@@ -132,8 +132,8 @@ def check(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, bench: 
 class Lessons(Dataset[list[Piece]]):
     """The sequences of `steps` batches. Those of a batch belong to one lesson, with the same numbers drawn from its ranges."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int):
-        self.tokenizer, self.options, self.data, self.seed = tokenizer, options, data, seed
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, seed: int, data: Data | None = None):
+        self.tokenizer, self.options, self.seed, self.data = tokenizer, options, seed, data or Data()
         self._chosen = Draws(f"lesson {seed}", [lesson.weight for lesson in options.lessons], options.most_steps)
 
     def __len__(self) -> int:

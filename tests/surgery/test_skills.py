@@ -21,10 +21,10 @@ from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.skills import keeps, names_of, skill_questions, skills_of
 from surgery.records.growth import Candidate, Growth, Saved
 from surgery.records.plan import Plan
-from surgery.records.recipe import Auto, Data, Locate, PlanOptions, Skill, Tune
+from surgery.records.recipe import Auto, Data, Lesson, Locate, PlanOptions, Skill, Tune
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
-from surgery.tuning.batches import loaders
+from surgery.tuning.batches import Lessons, loaders
 from surgery.tuning.bounded import Measured, Measuring, NoPlan
 from surgery.tuning.distil import Distillation, counted
 from surgery.tuning.growing import grow
@@ -121,6 +121,14 @@ def test_the_batches_of_skills(tokenizer):
         assert (answer in letters) == (row % 2 == 0)  # the skills take turns
     assert batches(skill_weight=0.0) == [None, None]
     assert list(skill_loader((), tokenizer, SHORT, Data(), 3, 0)) == [None, None]
+
+
+@pytest.mark.parametrize(("probe", "kind"), [("letters", Letters), ("knowledge", Knowledge)])
+def test_lessons_about_facts_ask_what_bench_does_not(probe, kind, tokenizer):
+    options = Tune(steps=40, batch_size=4, lessons=(Lesson(probe=probe),))
+    prompts = {pieces[0][0] for pieces in Lessons(tokenizer, options, 0)}
+    assert len(prompts) > 100
+    assert not prompts & {question.prompt for question in kind().questions(500, seed=10_000)}
 
 
 def spliced(vocabulary: int):

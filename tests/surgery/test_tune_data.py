@@ -360,7 +360,6 @@ def test_questions_of_lessons_are_not_those_that_are_measured(tiny):
         (Lesson(probe="mqar", options={"pairs": (2, 64)}), "mqar with 2 pairs takes 1 to 2 queries, not 4"),
         (Lesson(probe="mqar", options={"pairs": 9}, queries=2), "queries are for kv"),
         (Lesson(probe="knowledge", options={"source": (1, 2)}), "option 'source' is 1"),
-        (Lesson(probe="knowledge"), r"'knowledge' reads 'world', which is measured on \(data.facts\)"),
         (
             Lesson(probe="needle", options={"length": 64}),
             r"\(data.held_out_text\); give it source: lessons",
@@ -392,7 +391,7 @@ def test_needles_are_learnt_in_documents_that_lessons_may_hold(tiny, monkeypatch
 
 def test_a_loop_of_links_is_no_file_that_is_measured(tiny, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
-    check(tiny.tokenizer, Tune(lessons=(Lesson(options={"pairs": 3}),)), Data(facts=str(tmp_path / "loop")))
+    check(tiny.tokenizer, Tune(lessons=(Lesson(options={"pairs": 3}),)), Data(facts=str(tmp_path / "loop"), skills=()))
 
 
 def write(folder, name, content):
