@@ -61,8 +61,8 @@ def skill_sets(subject: Subject, data: Data, options: Locate, first: QuestionSet
 
         questions = _affordable(drawn, subject, options, share)
         groups = list(batches(tokenizer, questions, options.batch_size))
-        sets.append(QuestionSet(name, {"probe": skill.probe, **skill.options}, seed, questions, groups))
-    if (text := _text(subject, data, int(share // WINDOW), options, seed)) is not None:
+        sets.append(QuestionSet(name, {"probe": skill.probe, **skill.options}, seed, questions, groups, first.reference))
+    if (text := _text(subject, data, int(share // WINDOW), options, first)) is not None:
         sets.append(text)
     return sets
 
@@ -79,17 +79,17 @@ def _affordable(drawn: Any, subject: Subject, options: Locate, tokens: float) ->
     return drawn(max(FEWEST, min(options.examples, int(tokens // each))))
 
 
-def _text(subject: Subject, data: Data, rows: int, options: Locate, seed: int) -> QuestionSet | None:
+def _text(subject: Subject, data: Data, rows: int, options: Locate, first: QuestionSet) -> QuestionSet | None:
     """Rows of the text that tuning sees."""
     source = data.train_text[0]
     plain = source.source == "world" or source.source.endswith((".txt", ".md"))
     if len(data.train_text) > 1 or not plain or rows < 2:
         return None
     count = min(rows, options.examples)
-    ids = Perplexity(source.source, count, WINDOW).token_windows(subject.tokenizer, seed + SEED).tolist()
+    ids = Perplexity(source.source, count, WINDOW).token_windows(subject.tokenizer, first.seed + SEED).tolist()
     passages = [Passage(tuple(row), tuple((i, 0) for i in range(1, len(row))), 1 / (len(row) - 1)) for row in ids]
     groups = list(batches(subject.tokenizer, passages, options.batch_size))
-    return QuestionSet(TEXT, {"tokens": WINDOW}, seed, passages, groups)
+    return QuestionSet(TEXT, {"tokens": WINDOW}, first.seed, passages, groups, first.reference)
 
 
 def skill_scores(search: Search, questions: QuestionSet, heads: Sequence[Site], ranked: Heads) -> SkillScores:

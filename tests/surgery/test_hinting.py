@@ -277,7 +277,7 @@ def test_two_processes_have_the_losses_and_gradients_of_one(lacking):
 
     def of(row):
         batch = tuple(part[row] for part in (lesson, targets, evidence)), tuple(part[row] for part in text)
-        return batch, counted(batch[0][1], batch[1])
+        return (*batch, None), counted(batch[0][1], batch[1])
 
     whole, counts = of(slice(None))
     mine, own = zip(of(slice(0, 1)), of(slice(1, 2)), strict=True)

@@ -47,9 +47,9 @@ def test_a_ranking_reads_as_a_table(ranking, ablated):
     assert lines[0] == "Ranking of base: 16 heads, by splice loss"
     accuracy, (low, high) = ranking.base_accuracy.accuracy, ranking.base_accuracy.ci95
     assert lines[1].endswith(f"4 examples; base accuracy {accuracy:.3f} [{low:.3f}, {high:.3f}]")
-    assert lines[2].split() == ["site", "role", "splice", "loss", "attribution", "ablation", "loss"]
+    assert lines[2].split() == ["site", "role", "splice", "loss", "attribution", "also", "for"]
     first = ranking.heads[0]
-    others = [f"{first.attribution.value:+.3f}", f"{first.ablation_loss.value:+.3f}"]
+    others = [f"{first.attribution.value:+.3f}", *", ".join(ranking.also_for(first.site)).split()]
     assert lines[3].split() == [str(first.site), *str(first.splice_loss).split(), *others]
     assert [line.split()[0] for line in lines[3:13]] == [str(score.site) for score in ranking.top()]
     assert lines[13].startswith("... and 6 more heads")

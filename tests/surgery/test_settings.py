@@ -71,7 +71,7 @@ def said(*settings, path=None):
     ("setting", "line"),
     [
         ("tune.stpes=7", "unknown key 'tune.stpes'; did you mean tune.steps?"),
-        ("steps=7", "unknown key 'steps'; did you mean tune.steps or tune.align.steps?"),
+        ("steps=7", "unknown key 'steps'; did you mean plan.auto.steps, tune.steps or tune.align.steps?"),
         ("tune.early_stopping={every_steps: 3}", "did you mean tune.early_stopping.eval_steps?"),
         ("tune.lora.lora_alfa=3", "unknown key 'tune.lora.lora_alfa'; did you mean tune.lora.lora_alpha?"),
         ("bench.task_limits=3", "did you mean bench.task_limit?"),

@@ -334,7 +334,7 @@ def test_the_best_weights_within_the_bounds_are_kept(hybrid, tokenizer, monkeypa
 
     monkeypatch.setattr(MicroBatches, "losses", held_out)
     options = SHORT.model_copy(update={"steps": 9, "early_stopping": EarlyStopping(eval_steps=2, examples=4, windows=2)})
-    log = tune(hybrid, tokenizer, options)
+    log = tune(hybrid, tokenizer, options, data=Data(skills=["knowledge"]))
     assert len(log) == 4  # it ended early
     assert (log[-1]["knowledge"], log[-1]["held_out"]) == (0.88, 0.5)
     assert all(torch.equal(p, seen[1][name]) for name, p in graft_parameters(hybrid).items())
