@@ -12,14 +12,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from surgery.evaluation import markdown
 from surgery.evaluation.atlas_page import Atlas, atlas
-from surgery.evaluation.charts import looks
+from surgery.evaluation.charts import chart
 from surgery.evaluation.comparisons import SYMBOLS, closest_control, count, summaries
+from surgery.evaluation.figure import looks
 from surgery.evaluation.found import found, rounds
 from surgery.evaluation.head_matrices import Mixing
 from surgery.evaluation.judgement import judge
 from surgery.evaluation.mixing_page import mixing_page
-from surgery.evaluation.page_charts import cost_charts, retrieval_charts
 from surgery.evaluation.report import Report
+from surgery.evaluation.report_figures import cost_figures, retrieval_figures
 from surgery.locating.ranking import Ranking
 from surgery.records.names import is_control
 
@@ -41,7 +42,8 @@ def render(report: Report, ranking: Ranking | None = None, mixing: Mixing | None
         "hybrids": [model for model in models if not is_control(model.name)],
         "controls": [model for model in models if is_control(model.name)],
         "closest": closest_control(report), "results": markdown.rows(report), "summaries": models,
-        "retrieval": retrieval_charts(report, look), "costs": cost_charts(report, look),
+        "retrieval": [chart(figure) for figure in retrieval_figures(report, look).values()],
+        "costs": [chart(figure) for figure in cost_figures(report, look)],
         "serving": markdown.serving(report), "served": markdown.served(report),
         "atlas": atlas(ranking, report.plan) if ranking else Atlas(), "mixing": mixing_page(mixing) if mixing else None,
         "compared": sum(len(model.evidence) for model in report.models.values()),

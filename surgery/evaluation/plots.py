@@ -1,141 +1,89 @@
-"""The report's figures: retrieval against dictionary size, the length of a prompt and the number of grafted heads, losses on
-recall hits, and what tokens cost."""
+"""Figures of lines as PNG files, by matplotlib."""
 
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from surgery.evaluation.chance import chance
-from surgery.evaluation.charts import looks
-from surgery.evaluation.markdown import needles
-from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, value
-from surgery.records.names import is_control
+from surgery.evaluation.figure import Figure, Series
 from surgery.runtime import plotting
 
-
-def draw(report: Report, folder: Path) -> None:
-    """All figures that there are results for, under the names that report.md uses."""
-    base = next(iter(report.models.values()))
-    if base.kv:
-        draw_retrieval(report, folder / "retrieval.png")
-    if base.cost:
-        draw_cost(report, folder / "cost.png")
-    if base.speed:
-        draw_speed(report, folder / "speed.png")
-    if any(task.startswith(f"{HITS}.") for task in base.tasks):
-        draw_hits(report, folder / "hits.png")
-    if needles(report):
-        draw_lengths(report, folder / "lengths.png")
+WIDTH, PANEL = 7.0, 2.9  # inches
+LETTERS, DIGITS = 72, 60  # of a title's line; of an axis
+LABEL = 0.085  # the height of a label, as a share of the axis
 
 
-def draw_retrieval(report: Report, path: Path) -> None:
-    """Accuracy against pairs: a line for the base and every hybrid, with 95% intervals; one band for all controls; chance."""
-    styles = _styles(report)
-    sizes = sorted(map(int, next(iter(report.models.values())).kv))
-    n = next(iter(report.models.values())).kv[str(sizes[0])].n
-    controls = [model for name, model in report.models.items() if is_control(name)]
-    with plotting.drawing(path, height=4.0) as (figure, axes):
-        axis = axes[0, 0]
-        for name, style in styles.items():
-            cells = [report.models[name].kv[str(size)] for size in sizes]
-            plotting.draw_line(axis, sizes, [cell.accuracy for cell in cells], [cell.ci95 for cell in cells], **style)
-        if controls:
-            plotting.draw_controls(axis, sizes, [[model.kv[str(size)].accuracy for size in sizes] for model in controls])
-        plotting.draw_chance(axis, sizes, [1 / size for size in sizes])
-        plotting.accuracy_axis(axis, xlabel="pairs in the dictionary", xticks=sizes)
-        axis.set_title(f"Key-value retrieval, n = {n} a point, 95% intervals")
-        plotting.legend(figure, axis)
+def draw_lines(figures: Sequence[Figure], path: Path) -> None:
+    """One below the other. The title of each says its result; its lines have their names at their ends. Controls are thin and
+    grey, but for the best one."""
+    height = PANEL * len(figures) + 0.4 * (len(figures) == 1)
+    with plotting.drawing(path, len(figures), height=height, width=WIDTH) as (_, axes):
+        for axis, figure in zip(axes[:, 0], figures, strict=True):
+            _draw(axis, figure)
 
 
-def draw_lengths(report: Report, path: Path) -> None:
-    """Accuracy on needles against the length of the prompt, with 95% intervals; one band for all controls; chance."""
-    panels = needles(report)
-    with plotting.drawing(path, len(panels), height=0.6 + 2.4 * len(panels), sharex=True) as (figure, axes):
-        for axis, (title, tasks) in zip(axes[:, 0], panels.items(), strict=True):
-            _draw_tasks(axis, report, tasks)
-            plotting.draw_chance(axis, list(tasks), [chance(task) or 0.0 for task in tasks.values()])
-            plotting.accuracy_axis(axis, title=title)
-        axes[-1, 0].set_xlabel("tokens of the prompt")
-        plotting.legend(figure, axes[0, 0])
-
-
-def draw_hits(report: Report, path: Path) -> None:
-    """Loss on recall hits, and on other tokens, against the length of rows, with 95% intervals; one band for all controls."""
-    base = next(iter(report.models.values()))
-    lengths = sorted(int(task.partition(".")[2]) for task in base.tasks if task.startswith(f"{HITS}."))
-    with plotting.drawing(path, 2, height=5.5, sharex=True) as (figure, axes):
-        for axis, family in zip(axes[:, 0], (HITS, OTHERS), strict=True):
-            _draw_tasks(axis, report, {length: f"{family}.{length}" for length in lengths})
-            axis.set(ylabel=plotting.lower("nats per token"), title=f"Loss on {family.replace('_', ' ')}")
-        axes[-1, 0].set_xlabel("tokens of a row")
-        plotting.legend(figure, axes[0, 0])
-
-
-def _draw_tasks(axis: Any, report: Report, tasks: dict[int, str]) -> None:
-    """What all models have at the task of each length: a line each, and one band for all controls."""
-
-    cells: dict[str, list[Any]] = {
-        name: [model.tasks[task] for task in tasks.values()] for name, model in report.models.items()
-    }
-    for name, style in _styles(report).items():
-        plotting.draw_line(axis, list(tasks), [*map(value, cells[name])], [cell.ci95 for cell in cells[name]], **style)
-    if controls := [[*map(value, of)] for name, of in cells.items() if is_control(name)]:
-        plotting.draw_controls(axis, list(tasks), controls)
-    axis.set_xscale("log")
-    axis.set_xticks(list(tasks), [f"{length:,}" for length in tasks], minor=False)
+def _draw(axis: Any, figure: Figure) -> None:
+    best, labels = figure.best_control, list[tuple[float, str, str]]()
+    others = [line for line in figure.series if line.look.control and line is not best]
+    for line in (*others, *(line for line in reversed(figure.series) if line not in others)):
+        if line in others:
+            _draw_line(axis, line, whiskers=False, ls="--", color=plotting.OTHERS, lw=1, marker="")
+        else:
+            style = {"color": line.look.color, "marker": line.look.marker, "ls": "--" if line.look.control else "-"}
+            _draw_line(axis, line, whiskers=True, **style)
+            labels.append((line.points[-1].y, plotting.shown(line.name) + " (best)" * (line is best), line.look.color))
+    if others:
+        ends = sorted(line.points[-1].y for line in others)
+        labels.append((ends[len(ends) // 2], plotting.controls_label(len(others), best is not None), plotting.CHANCE))
+    if figure.chance:
+        xs, ys = ([x for x, _ in figure.chance], [y for _, y in figure.chance])
+        axis.plot(xs, ys, color=plotting.CHANCE, lw=1.2, ls=(0, (1, 2)), zorder=1.5, marker="." if len(xs) == 1 else "")
+        labels.append((ys[-1], "chance", plotting.CHANCE))
+    foot, top = figure.span
+    x_label = figure.x_label + " (log scale)" * figure.logarithmic
+    axis.set(xlabel=x_label, ylabel=figure.quantity, ylim=(foot, top + 0.02 * (top - foot)))
+    if figure.logarithmic:
+        axis.set_xscale("log", base=2)
+    ticks = figure.ticks(DIGITS)
+    axis.set_xticks([x for x, _ in ticks], [label for _, label in ticks])
     axis.set_xticks([], minor=True)
+    axis.set_title(textwrap.fill(figure.result, LETTERS))
+    heights = spread([figure.rise(y) / 1.02 for y, _, _ in labels], LABEL)
+    for (y, text, color), place in zip(labels, heights, strict=True):
+        leader = {"arrowstyle": "-", "color": color, "lw": 0.6, "shrinkA": 2, "shrinkB": 4, "relpos": (0, 0.5)}
+        axis.annotate(
+            text, (figure.xs[-1], y), (1.04, place), textcoords="axes fraction", color=color, va="center", fontsize=9.5,
+            arrowprops=leader, annotation_clip=False,
+        )  # fmt: skip
 
 
-def draw_cost(report: Report, path: Path) -> None:
-    """Decoding time and cache bytes against context."""
-
-    def cells(model: ModelReport) -> Sequence[Any]:
-        return model.cost
-
-    panels = {
-        "One more token, batch 1": ("ms", "milliseconds", 1),
-        "Cache, batch 1": ("MiB", "cache_bytes", 2**20),
-    }
-    _draw_costs(report, path, panels, cells)
+def _draw_line(axis: Any, line: Series, *, whiskers: bool, **style: Any) -> None:
+    points = line.points
+    intervals = [
+        (point.y if point.low is None else point.low, point.y if point.high is None else point.high) for point in points
+    ]
+    plotting.draw_line(axis, [p.x for p in points], [p.y for p in points], intervals if whiskers else None, **style)
 
 
-def draw_speed(report: Report, path: Path) -> None:
-    """Prefill, decoding and memory against context; the largest batch."""
-    batch = next(iter(report.models.values())).speed[-1].batch
-
-    def cells(model: ModelReport) -> Sequence[Any]:
-        return [cell for cell in model.speed if cell.batch == batch]
-
-    panels = {
-        f"Prefill, batch {batch}": ("ms", "prefill_milliseconds", 1),
-        f"One more token, batch {batch}": ("ms", "decode_milliseconds", 1),
-        f"Memory of the prefill, batch {batch}": ("MiB", "peak_bytes", 2**20),
-    }
-    _draw_costs(report, path, panels, cells)
-
-
-def _draw_costs(
-    report: Report, path: Path, panels: dict[str, tuple[str, str, int]], cells_of: Callable[[ModelReport], Sequence[Any]]
-) -> None:
-    """panels: title -> unit, field of a cell, and what the field is divided by. A control costs what its model costs."""
-    styles = _styles(report)
-    with plotting.drawing(path, len(panels), height=0.5 + 2.1 * len(panels), sharex=True) as (figure, axes):
-        for axis, (title, (unit, field, scale)) in zip(axes[:, 0], panels.items(), strict=True):
-            for name, style in styles.items():
-                cells = cells_of(report.models[name])
-                values = [getattr(cell, field) / scale for cell in cells]
-                plotting.draw_line(axis, [cell.context for cell in cells], values, **style)
-            axis.set(ylabel=plotting.lower(unit), title=title)
-            axis.set_ylim(bottom=0)
-        axes[-1, 0].set_xlabel("tokens of context")
-        plotting.legend(figure, axes[0, 0])
-
-
-def _styles(report: Report) -> dict[str, dict[str, Any]]:
-    """Of the base and every hybrid: colour, mark and name, as in the page."""
-    look = looks(list(report.models))
-    return {
-        name: {"color": style.color, "marker": style.marker, "label": plotting.shown(name)}
-        for name, style in look.items()
-        if not is_control(name)
-    }
+def spread(places: Sequence[float], least: float) -> list[float]:
+    """Places on a line from 0 to 1, moved apart so that each has `least` to the next, and as little as that needs."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    groups: list[list[int]] = []
+    middles: list[float] = []
+    for i in order:
+        groups.append([i])
+        middles.append(places[i])
+        while True:  # groups that touch become one, around the mean of their places
+            size = (len(groups[-1]) - 1) * least / 2
+            middles[-1] = min(max(middles[-1], size), max(1 - size, size))
+            if len(groups) < 2 or middles[-1] - size >= middles[-2] + (len(groups[-2]) - 1) * least / 2 + least - 1e-9:
+                break
+            last = groups.pop()
+            middles.pop()
+            groups[-1] += last
+            middles[-1] = sum(places[j] for j in groups[-1]) / len(groups[-1])
+    result = [0.0] * len(places)
+    for group, middle in zip(groups, middles, strict=True):
+        for rank, i in enumerate(group):
+            result[i] = middle + (rank - (len(group) - 1) / 2) * least
+    return result

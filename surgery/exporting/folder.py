@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.evaluation.plots import draw_retrieval
 from surgery.evaluation.report import Report
+from surgery.evaluation.report_figures import draw
 from surgery.exporting import card
 from surgery.exporting.engines import EngineProof, prove_in_engine
 from surgery.exporting.formats import Format
@@ -168,8 +168,7 @@ def _papers(
         (folder / "recipe.yaml").write_text(yaml.safe_dump(public(recipe.model_dump(mode="json")), sort_keys=False))
     if report is not None:
         report.write(folder / "report.json")
-        if next(iter(report.models.values())).kv:
-            draw_retrieval(report, folder / "retrieval.png")
+        draw(report, folder, "retrieval.png")
     for name in ("atlas.png", "report.html"):
         if figures is not None and (figures / name).exists():
             shutil.copy(figures / name, folder / name)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from surgery.evaluation import html, markdown
 from surgery.evaluation.head_matrices import Mixing, draw_grafts
-from surgery.evaluation.plots import draw
 from surgery.evaluation.report import Report
+from surgery.evaluation.report_figures import draw
 from surgery.jobs.locating_stage import RANKING
 from surgery.locating.atlas import draw_scores
 from surgery.locating.ranking import Ranking

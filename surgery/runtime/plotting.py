@@ -19,6 +19,7 @@ COLORS = {
     "control_same_layer": "#B8A800", "control_same_layer_tuned": "#8C564B",
 }  # fmt: skip
 CONTROLS = "#CDD3D9"  # the band of all controls
+OTHERS = "#AEB6BF"  # lines of controls beside the best one
 CHANCE = "#57606A"
 WIDTH = 5.6  # inches; at the 700 pixels of a README's column, a point of the font is 1.7 pixels high, on a phone .9
 STYLE: dict[Any, Any] = {
@@ -48,9 +49,9 @@ def shown(name: str) -> str:
     return name.replace("_", " ")
 
 
-def controls_label(count: int) -> str:
-    """What the band of controls is called."""
-    return "1 control" if count == 1 else f"{count} controls (lowest to highest)"
+def controls_label(count: int, others: bool = False) -> str:
+    """What several controls are called. others: beside one that has its name."""
+    return f"{count} {'other ' * others}control{'s' * (count != 1)}"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from surgery.errors import UserError
-from surgery.evaluation import cells, markdown, plots, suites
+from surgery.evaluation import cells, markdown, report_figures, suites
 from surgery.evaluation.bench import measure
 from surgery.evaluation.report import Perplexity, Report
 from surgery.evaluation.suites import tasks
@@ -209,7 +209,7 @@ def test_retrieval_against_the_length_of_the_prompt(pair, tokenizer, tmp_path):
     assert "## needles asked\n\n| tokens | 300 | 600 |" in text
     assert "![Retrieval against the length of the prompt](lengths.png)" in text
     assert [list(tasks) for tasks in markdown.needles(report).values()] == [[300, 600]] * 3
-    plots.draw(report, tmp_path)
+    report_figures.draw(report, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"lengths.png"} <= {*BENCH}
 
 

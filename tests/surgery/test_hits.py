@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from surgery.errors import UserError
-from surgery.evaluation import markdown, plots
+from surgery.evaluation import markdown, report_figures
 from surgery.evaluation.bench import bench
 from surgery.evaluation.judgement import judge
 from surgery.evaluation.suites import tasks
@@ -153,7 +153,7 @@ def test_a_report_shows_and_judges_hits(pair, tokenizer, text, options, tmp_path
     page = markdown.render(report)
     assert "## Loss on recall hits of held-out text, nats per token\n\n| tokens of a row | 32 | 64 |" in page
     assert "![Loss on recall hits](hits.png)" in page
-    plots.draw(report, tmp_path)
+    report_figures.draw(report, tmp_path)
     assert (tmp_path / "hits.png").stat().st_size > 5000
     (judgement,) = judge(report)
     assert "in rows of 64 tokens" in judgement.answer

@@ -1,4 +1,4 @@
-"""Figures: controls as one band, chance, the grafts' own attention, what of an example is drawn, and atlases of many heads."""
+"""Figures: results and names, chance, the grafts' own attention, what of an example is drawn, and atlases of many heads."""
 
 import ast
 from itertools import pairwise
@@ -10,9 +10,11 @@ from matplotlib import image as images
 from surgery.evaluation import plots
 from surgery.evaluation.bench import Entry
 from surgery.evaluation.chance import chance
-from surgery.evaluation.charts import Point, Series, chart, looks
+from surgery.evaluation.charts import chart
+from surgery.evaluation.figure import Figure, Point, Series, looks
 from surgery.evaluation.head_matrices import draw_grafts, mixing
 from surgery.evaluation.report import Report
+from surgery.evaluation.report_figures import cost_figures, draw
 from surgery.locating.atlas import draw_scores, grid
 from surgery.locating.example import short_question, window
 from surgery.locating.ranking import Ranking, Score
@@ -53,36 +55,63 @@ def drawn(monkeypatch):
     return figures
 
 
-def test_controls_are_one_band_and_chance_is_drawn(drawn, tmp_path):
+def test_a_figure_says_its_result_and_names_its_lines(drawn, tmp_path):
     report = Report.read(ROOT / "recipes" / "demo.report.json")
-    plots.draw_retrieval(report, tmp_path / "x.png")
-    ((figure, axes),) = drawn
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    assert sorted(labels) == ["6 controls (lowest to highest)", "base", "chance", "spliced", "tuned"]
-    assert [text.get_text() for text in figure.legends[0].get_texts()][-1] == "chance"
-    assert axes[0, 0].get_ylabel() == "accuracy (higher is better)"
-    named = dict(zip(labels, handles, strict=True))
-    low, high = (limit[1] for limit in named["6 controls (lowest to highest)"].get_datalim(axes[0, 0].transData).get_points())
-    accuracies = [cell.accuracy for name, model in report.models.items() if "control" in name for cell in model.kv.values()]
-    assert (low, high) == pytest.approx((min(accuracies), max(accuracies)))
-    assert list(named["chance"].get_ydata()) == [1 / size for size in (4, 8, 16, 32, 64)]
+    draw(report, tmp_path, "retrieval.png")
+    ((_, axes),) = drawn
+    axis, models = axes[0, 0], report.models
+    best = max((name for name in models if "control" in name), key=lambda name: models[name].kv["64"].accuracy)
+    values = [models[name].kv["64"].accuracy for name in ("tuned", "base", best)]
+    title = "Key-value retrieval at 64 pairs: tuned {:.3f}, base {:.3f}, the best control {:.3f}".format(*values)
+    assert " ".join(axis.get_title(loc="left").split()) == title
+    others = sum("control" in name for name in models) - 1
+    named = {f"{best.replace('_', ' ')} (best)", f"{others} other controls", "base", "spliced", "tuned", "chance"}
+    assert {text.get_text() for text in axis.texts} == named
+    assert axis.get_ylabel() == "accuracy (higher is better)"
+    places = sorted(text.get_position()[1] for text in axis.texts)
+    assert min(b - a for a, b in pairwise(places)) > 0.08  # no label on another
 
 
-def test_the_page_draws_the_same_band():
+def test_labels_move_apart_as_little_as_they_must():
+    assert plots.spread([0.5, 0.1], 0.1) == [0.5, 0.1]
+    assert plots.spread([0.5, 0.5, 0.9], 0.1) == pytest.approx([0.45, 0.55, 0.9])
+    assert plots.spread([0.0, 0.0, 1.0], 0.1) == pytest.approx([0.0, 0.1, 1.0])
+
+
+def test_the_page_draws_the_same_lines():
     look = looks(["base", *CONTROL_NAMES])
     values = dict(zip(look, ((0.5, 0.5), (0.4, 0.2), (0.6, 0.1), (0.5, 0.3)), strict=True))
-    series = [
+    series = tuple(
         Series(name, look[name], tuple(Point(x, y, f"{y}") for x, y in zip((4, 8), values[name], strict=True))) for name in look
-    ]
-    laid = chart("", "pairs", "accuracy", series, unit="pairs", top=1.0, chance=[[(4, 0.25), (8, 0.125)]])
-    assert [line.name for line in laid.lines] == ["base"]
-    assert laid.columns[0].rows == [("3 controls (lowest to highest)", "0.400 to 0.600"), ("base", "0.5")]
-    assert laid.columns[1].rows == [("base", "0.5"), ("3 controls (lowest to highest)", "0.100 to 0.300")]
-    heights = [float(place.rpartition(",")[2]) for place in laid.controls.path.strip("Mz").split("L")]
-    scale = laid.bottom - laid.top
-    assert [round((laid.bottom - height) / scale, 2) for height in heights] == [0.6, 0.3, 0.1, 0.4]
-    assert len(laid.chance) == 1
-    assert laid.header == ["pairs", "base", *CONTROL_NAMES]  # the table has each by itself
+    )
+    figure = Figure("KV", "pairs", "pairs", "accuracy", series, top=1.0, chance=((4, 0.25), (8, 0.125)))
+    assert figure.result == "KV at 8 pairs: base 0.500, the best control 0.300"
+    laid = chart(figure)
+    assert laid.title == figure.result
+    assert [line.name for line in laid.lines] == list(look)
+    assert laid.columns[1].rows[:2] == [("base", "0.5"), ("control_same_layer", "0.3")]
+    heights = [(laid.bottom - y) / (laid.bottom - laid.top) for _, y in laid.lines[1].marks]
+    assert heights == pytest.approx([0.4, 0.2], abs=0.005)
+    assert laid.chance.startswith("M")
+    assert laid.header == ["pairs", "base", *CONTROL_NAMES]
+
+
+def test_models_with_the_same_graft_cost_one_line():
+    report = Report.read(ROOT / "recipes" / "demo.report.json")
+    time, cache = cost_figures(report, looks(list(report.models)))[:2]
+    assert [line.name for line in time.series] == [line.name for line in cache.series] == ["base", "spliced and tuned"]
+    cells = [report.models[name].cost[-1].milliseconds for name in ("spliced", "tuned")]
+    point = time.series[1].points[-1]
+    assert (point.y, point.low, point.high) == (pytest.approx(sum(cells) / 2), min(cells), max(cells))
+    assert cache.series[1].points[-1].low is None  # they are equal
+
+
+def test_losses_do_not_begin_at_zero():
+    look = looks(["base"])["base"]
+    line = Series("base", look, (Point(1, 3.0, "", 2.9, 3.1), Point(2, 3.2, "", 3.1, 3.3)))
+    figure = Figure("Loss", "tokens", "tokens", "nats", (line,), falls=True, from_zero=False)
+    assert figure.span == pytest.approx((2.88, 3.32))
+    assert all(figure.span[0] <= float(label) <= figure.span[1] for _, label in chart(figure).y_ticks)
 
 
 def test_chance_is_known_of_the_projects_probes():
@@ -213,16 +242,12 @@ def test_matplotlib_is_imported_where_a_figure_is_drawn():
             assert not [name for name in names if name.startswith("matplotlib")], path
 
 
-def test_a_single_size_has_its_chance_and_its_controls_too(drawn, tmp_path):
-    look = looks(["base", "control_tuned"])
-    series = [Series(name, look[name], (Point(32, y, ""),)) for name, y in (("base", 0.5), ("control_tuned", 0.4))]
-    laid = chart("", "pairs", "accuracy", series, unit="pairs", top=1.0, chance=[[(32, 0.25)]])
-    assert f"H{laid.right}" in laid.chance[0]
-    assert f"H{laid.right}" in laid.controls.path
+def test_a_single_size_has_its_chance_too(drawn, tmp_path):
+    look = looks(["base"])["base"]
+    series = (Series("base", look, (Point(32, 0.5, ""),)),)
+    laid = chart(Figure("", "pairs", "pairs", "accuracy", series, top=1.0, chance=((32, 0.25),)))
+    assert f"H{laid.right}" in laid.chance
     report = Report.read(ROOT / "recipes" / "demo.report.json")
     small = {name: model.model_copy(update={"kv": {"32": model.kv["32"]}}) for name, model in report.models.items()}
-    plots.draw_retrieval(report.model_copy(update={"models": small}), tmp_path / "x.png")
-    handles, labels = drawn[0][1][0, 0].get_legend_handles_labels()
-    line = handles[labels.index("chance")]
-    assert np.ptp(line.get_xdata()) > 0
-    assert set(line.get_ydata()) == {1 / 32}
+    draw(report.model_copy(update={"models": small}), tmp_path, "retrieval.png")
+    assert "chance" in {text.get_text() for text in drawn[0][1][0, 0].texts}

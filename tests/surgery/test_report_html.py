@@ -16,7 +16,8 @@ from PIL import Image
 from surgery.errors import UserError
 from surgery.evaluation import atlas_page, html
 from surgery.evaluation.bench import Entry
-from surgery.evaluation.charts import Point, Series, chart, looks
+from surgery.evaluation.charts import chart
+from surgery.evaluation.figure import Figure, Point, Series, looks
 from surgery.evaluation.head_matrices import Mixing, mixing
 from surgery.evaluation.report import Cost, ModelReport, Perplexity, Report, Speed
 from surgery.locating import atlas as locating_atlas
@@ -218,13 +219,20 @@ def test_a_layer_is_shown_as_the_mean_of_its_heads(base, tokenizer, measured):
 
 def test_axes():
     look = looks(["a"])["a"]
-    wide = chart("", "tokens", "ms", [Series("a", look, tuple(Point(x, 0.0, "") for x in (1, 2, 1000)))], unit="tokens")
+
+    def laid(xs, y, **options):
+        line = Series("a", look, tuple(Point(x, y, "") for x in xs))
+        return chart(Figure("", "tokens", "tokens", "ms", (line,), **options))
+
+    wide = laid((1, 2, 1000), 0.0)
     assert wide.x_label == "tokens (log scale)"
     assert len(wide.x_ticks) == 3
     assert next(label for _, label in wide.y_ticks) == "0"
-    narrow = chart("", "pairs", "", [Series("a", look, tuple(Point(x, 0.5, "") for x in range(1, 21)))], unit="pairs", top=1.0)
+    narrow = laid(range(1, 21), 0.5, top=1.0)
     assert len(narrow.x_ticks) < len(narrow.columns) == 20
+    assert narrow.x_ticks[-1][1] == "20"
     assert [label for _, label in narrow.y_ticks] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
+    assert [label for _, label in laid((256, 300, 400, 4096), 1.0).x_ticks][-1] == "4,096"
 
 
 def test_the_schema_says_what_report_json_holds(surgery, measured, tmp_path):
