@@ -58,8 +58,11 @@ def positions(config: Any, hidden: Tensor, attention_mask: Tensor | None, cache:
 class HybridBlock(GradientCheckpointingLayer):
     """Norm, mixer, residual: the block of every Mamba. A layer graft with an MLP brings its own.
 
-    positions_to_keep: as the backbone takes it; what follows the mixing is then done for them alone.
+    positions_to_keep: which of the b * t positions' states are wanted, by number; what follows the mixing is then done for them
+    alone, and they are (positions, d).
     """
+
+    keeps_positions = True
 
     def __init__(self, config: Any, mixer: Any):
         super().__init__()
@@ -106,13 +109,10 @@ class HybridBackbone:
         return_dict: bool | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        positions_to_keep: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers. positions_to_keep: which of the b * t positions' last states are wanted, by number; they are then
-        (positions, hidden), and the last block does no more than mix at the others. Documents that share a row (packed.py says
-        how that is told) are computed as if each stood alone, and nothing is cached. packing: what packed.packing says of the
-        same batch, where that is known."""
+        """As in transformers. Documents that share a row (packed.py says how that is told) are computed as if each stood alone,
+        and nothing is cached. packing: what packed.packing says of the same batch, where that is known."""
         config = self.config
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -135,9 +135,8 @@ class HybridBackbone:
         }
         with_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = []
-        for i, block in enumerate(self.layers, 1):
-            keep = positions_to_keep if i == len(self.layers) else None
-            hidden = block(hidden, cache_params=cache_params, positions_to_keep=keep, **places)
+        for block in self.layers:
+            hidden = block(hidden, cache_params=cache_params, **places)
             if with_states:
                 states.append(hidden)
         hidden = getattr(self, self.last_norm)(hidden)
@@ -164,6 +163,7 @@ class HybridBackbone:
 class HybridCausalLM(Spliced):
     """The language model; stands before a family's stock one."""
 
+    packs = True
     backbone_class: ClassVar[type]
     _no_split_modules: Any = ["HybridBlock"]
     _supports_sdpa = True

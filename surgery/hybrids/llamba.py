@@ -185,6 +185,8 @@ class LlambaMixer(DualMixer, nn.Module):
 class LlambaBlock(GradientCheckpointingLayer):
     """Norm, mixer, residual; norm, MLP, residual. A layer graft with an MLP brings all of its own."""
 
+    keeps_positions = True
+
     def __init__(self, config: LlambaConfig, mixer: Any):
         super().__init__()
         self.mixer = mixer

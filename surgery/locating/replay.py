@@ -70,7 +70,8 @@ class Replay:
     ):
         if subject.model.training:
             raise UserError("a replay needs the model in eval mode")
-        self.subject, self.shapes = subject, block_shapes(subject)
+        self.subject = subject
+        self.shapes = block_shapes(subject.model, subject.anatomy.blocks, subject.model.device)
         self.walk = Walk(subject, self.shapes, ids, last, at)
         self.reference = None if reference is None else Walk(subject, self.shapes, *reference)
         if self.reference is not None:

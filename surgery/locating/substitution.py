@@ -1,6 +1,6 @@
 """Modules that do something else for a while. Afterwards all is as before, whatever happened, an interrupt included."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,10 +51,9 @@ def tensor_of(returned: Any) -> Tensor:
     return returned[0] if isinstance(returned, tuple) else returned
 
 
-@torch.inference_mode()
-def block_shapes(subject: Subject) -> list[Shape]:
+@torch.no_grad()
+def block_shapes(model: Any, blocks: Sequence[nn.Module], device: torch.device) -> list[Shape]:
     """The shape of what each block returns, from a forward of two tokens."""
-    model, blocks = subject.model, subject.anatomy.blocks
     shapes: dict[nn.Module, Shape] = {}
 
     def note(block: nn.Module, _: Any, returned: Any) -> None:
@@ -62,7 +61,7 @@ def block_shapes(subject: Subject) -> list[Shape]:
 
     handles = [block.register_forward_hook(note) for block in blocks]
     try:
-        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -81,7 +80,7 @@ def identity(shape: Shape) -> Callable[..., Any]:
 @contextmanager
 def without(subject: Subject, layers: Collection[int]) -> Iterator[None]:
     """The model without some of its layers, mixers and MLPs: they pass on what enters them."""
-    shapes = block_shapes(subject)
+    shapes = block_shapes(subject.model, subject.anatomy.blocks, subject.model.device)
     with replaced({subject.anatomy.blocks[layer]: identity(shapes[layer]) for layer in layers}):
         yield
 

@@ -214,11 +214,16 @@ def _is_linear(model: PreTrainedModel, layer: int) -> bool:
 
 def blocks_of(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     """A model's blocks. Raises UserError if they are under none of BLOCKS."""
+    return tuple(block_list(model))
+
+
+def block_list(model: PreTrainedModel) -> nn.ModuleList:
+    """What holds them, and is iterated over by its forward."""
     check_decoder(model.config)
     for path in BLOCKS:
         blocks = _descend(model.base_model, path)
         if isinstance(blocks, nn.ModuleList) and len(blocks):
-            return tuple(blocks)
+            return blocks
     held = ", ".join(
         f"{name} ({len(part)} x {type(part[0]).__name__})" for name, part in model.base_model.named_modules()
         if isinstance(part, nn.ModuleList) and len(part) and not any(map(str.isdigit, name.split(".")))

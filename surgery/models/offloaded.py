@@ -83,10 +83,11 @@ def same_tensors(first: nn.Module, second: nn.Module) -> bool:
     names = [name for name, _ in first.named_parameters()]
     if names != [name for name, _ in second.named_parameters()]:
         return False
-    return all(_same_tensor(first, second, name) for name in names)
+    return all(same_tensor(first, second, name) for name in names)
 
 
-def _same_tensor(first: nn.Module, second: nn.Module, name: str) -> bool:
+def same_tensor(first: nn.Module, second: nn.Module, name: str) -> bool:
+    """The same of one parameter."""
     if (own := first.get_parameter(name)) is (other := second.get_parameter(name)):
         return True
     if not (own.is_meta or other.is_meta):

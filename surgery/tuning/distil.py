@@ -5,12 +5,13 @@ trained, or that differs between the two, both compute the same states from the 
 kept if the same batch comes again. Above it, the teacher is the student with some blocks exchanged. So every block is one
 module in one place, whichever of the two runs it; libraries that divide a model by its modules rely on that.
 
-A student inside a stock model (hybrids/stock_hybrid.py) is run as a whole, and so is its teacher: what the blocks of such a
-model get beside their states (masks by layer, the embeddings once more) is its own affair, and so is what it does to logits.
+A student whose own forward tells documents of one row apart (`packs`) reads packed text as it is; another one gets every
+document as a row of its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +23,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from surgery.errors import UserError
 from surgery.families import Hybrid
-from surgery.hybrids.common import HybridCausalLM
 from surgery.hybrids.packed import packing
-from surgery.hybrids.parts import as_weight, at
+from surgery.hybrids.parts import at
 from surgery.kernels.packing import Packing, packed
 from surgery.locating.substitution import replaced
 from surgery.models.pieces import rows_at_once
@@ -32,14 +32,36 @@ from surgery.probes.hits import NONE
 from surgery.tuning.backward_memory import Checkpointing, KeepingWeights, Recomputing, casts_fixed_weights, recomputed
 from surgery.tuning.chunked_kl import chunked_kl_divergence
 from surgery.tuning.hinting import Seen, evidence_of_hits, has_grafts, missed, watching
+from surgery.tuning.partial_run import PartialRun, arranged, evaluated
 from surgery.tuning.sequences import IGNORE
-from surgery.tuning.shared_parts import StateCache, around_blocks, arranged, blocks_of, coincide, is_trained
+from surgery.tuning.shared_parts import StateCache, alike_around, blocks_of, coincide, is_trained
 
 Lesson = tuple[Tensor, ...]  # ids and targets, and with hints what the targets are read from
 # ids, which of them are no padding, position_ids, and perhaps where the pairs of recall hits stood before
 Text = tuple[Tensor, ...]
 Skills = tuple[Tensor, Tensor, Tensor]  # ids, which positions predict a token of an answer, position_ids
 Batch = tuple[Lesson, Text | None, Skills | None]
+
+
+@dataclass(frozen=True)
+class Below:
+    """What a batch is in front of some block. ids, states: tokens, and what enters the block; None for what the model gives it.
+    places: position_ids of packed rows, for a model that reads such. documents: of packed rows whose documents are rows of
+    their own here."""
+
+    ids: Tensor
+    states: Tensor | None
+    places: Tensor | None = None
+    documents: Packing | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(m.nbytes for m in (self.ids, self.states, self.places) if m is not None)
+
+
+@dataclass
+class LastStates(MoeModelOutputWithPast):
+    cache_params: None = None
 
 
 class Distillation(nn.Module):
@@ -72,10 +94,9 @@ class Distillation(nn.Module):
         self.skill_weight = skill_weight
         self.hint_weight = hint_weight if has_grafts(student) else 0.0  # a control without grafts has nothing to hint at
         self._documents: tuple[Tensor, Packing | None] | None = None  # of the last position_ids
-        ours, theirs = list(student.base_model.layers), blocks_of(teacher)
-        self.in_stock = not isinstance(student, HybridCausalLM)
-        alike = not self.in_stock and len(ours) == len(theirs)
-        shared = alike and all(coincide(a, b) for a, b in around_blocks(student, teacher))
+        self.part, self.packs = PartialRun(student), packs(student)
+        ours, theirs = list(self.part.blocks), blocks_of(teacher)
+        shared = len(ours) == len(theirs) and alike_around(student, teacher)
         # A teacher that is another model, or whose embeddings or head are trained in the student, is held as a whole.
         self.teacher = None if shared else teacher
         pairs = zip(ours, theirs if shared else ours, strict=True)
@@ -174,22 +195,20 @@ class Distillation(nn.Module):
             yield
 
     @torch.no_grad()
-    def block_states(self, ids: Tensor, places: Tensor | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """For every block that is trained and differs from the teacher's, in order: (its number, the states that enter it in
-        the teacher, the states that leave it). places: position_ids of packed rows. Nothing above the last such block is run.
-        Raises UserError if the teacher has other embeddings or another head."""
-        if self.in_stock:
-            raise UserError(f"tune.align needs blocks that run alone, and those of a {self.student.config.model_type} do not")
+    def block_states(self, ids: Tensor, places: Tensor | None = None) -> Iterator[tuple[int, Below, Tensor]]:
+        """For every block that is trained and differs from the teacher's, in order: (its number, what enters it in the teacher,
+        the states that leave it). places: position_ids of packed rows. Nothing above the last such block is run. Raises
+        UserError if the teacher has other embeddings or another head."""
         if self.teacher is not None:
             raise UserError("tune.align needs the hybrid's own base as teacher; leave out tune.align or the other teacher")
-        with self.autocast(ids.device):
-            hidden = self._below(ids, (None, ""), places)
-            trained = [i for i in self.different if is_trained(self.student.base_model.layers[i])]
+        with self.autocast(ids.device), evaluated(self.student):
+            below = self._below(ids, (None, ""), places)
+            trained = [i for i in self.different if is_trained(self.part.blocks[i])]
             for i in range(self.first, max(trained) + 1):
-                entering, block = hidden, self._all_teacher_blocks()[i]
-                hidden = self.run([block], norm=False, inputs_embeds=entering, position_ids=places)
+                hidden = self.run(below, self._all_teacher_blocks(), i, i + 1)
                 if i in trained:
-                    yield i, entering, hidden
+                    yield i, below, hidden
+                below = replace(below, states=hidden)
 
     @contextmanager
     def as_teacher(self) -> Iterator[PreTrainedModel]:
@@ -197,24 +216,22 @@ class Distillation(nn.Module):
         if self.teacher is not None:
             yield self.teacher
             return
-        with arranged(self.student.base_model, self._all_teacher_blocks(), norm=True):
+        with arranged(self.part.blocks, self._all_teacher_blocks()):
             yield self.student
 
-    def run(self, blocks: Sequence[nn.Module], *, norm: bool, **inputs: Tensor | None) -> Tensor:
-        """The hidden states after some blocks, and after the model's last norm if `norm` is True."""
-        decoder = self.student.base_model
-        places = inputs.get("position_ids")
-        known = {} if places is None else {"packing": self._packing(places)}
+    def run(
+        self, below: Below, blocks: Sequence[nn.Module], first: int, stop: int, *, positions: Tensor | None = None,
+        norm: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """The states behind blocks[first:stop], and behind the model's last norm if `norm` is True; see PartialRun."""
+        places, ids = below.places, below.ids
+        known = {} if places is None else {"position_ids": places, "packing": self._packing(places)}
 
         def first_alone(hidden: Tensor) -> None:
-            with arranged(decoder, blocks[:1], norm=False):
-                decoder(inputs_embeds=hidden, use_cache=False)
+            self.part(ids[:1], blocks, first, first + 1, states=hidden)
 
-        with (
-            self.recomputing.deciding(blocks, inputs.get("inputs_embeds"), first_alone),
-            arranged(decoder, blocks, norm),
-        ):
-            return decoder(**inputs, **known, use_cache=False).last_hidden_state
+        with self.recomputing.deciding(blocks[first:stop], below.states, first_alone):
+            return self.part(ids, blocks, first, stop, states=below.states, positions=positions, norm=norm, **known)
 
     def _packing(self, places: Tensor) -> Packing | None:
         """Which tokens of a batch with these position_ids (b, t) are which documents. Who finds out waits for a GPU, so it is
@@ -223,30 +240,32 @@ class Distillation(nn.Module):
             self._documents = places, packing(places, None, places, None, None, {})
         return self._documents[1]
 
-    def _below(self, ids: Tensor, key: tuple[Any, str], places: Tensor | None = None) -> Tensor:
-        """The states below the first different block, which student and teacher share, without autograd; of a stock model that
-        is run as a whole, the tokens."""
-        if self.in_stock:
-            return ids
-        blocks = list(self.student.base_model.layers)[: self.first]
+    def _below(self, ids: Tensor, key: tuple[Any, str], places: Tensor | None = None) -> Below:
+        """What stands below the first different block, which student and teacher share, without autograd."""
+        documents = None
+        if places is not None and not self.packs:
+            documents, places = _documents(places), None
+            ids = documents.groups[0].unpack(ids)
+        tokens = Below(ids, None, places, documents)
 
         def states() -> Tensor:
-            return self.run(blocks, norm=False, input_ids=ids, position_ids=places)
+            return self.run(tokens, list(self.part.blocks), 0, self.first)
 
-        with torch.no_grad():
-            return self.cache.get(key if self.first else (None, ""), states)
+        with torch.no_grad(), evaluated(self.student):
+            return replace(tokens, states=self.cache.get(key if self.first else (None, ""), states))
 
-    def _above(self, hidden: Tensor, positions: Tensor, places: Tensor | None = None) -> Tensor:
+    def _above(self, below: Below, positions: Tensor, places: Tensor | None = None) -> Tensor:
         """The student's last states at some positions, (positions, d)."""
-        return self._last(list(self.student.base_model.layers)[self.first :], hidden, positions, places)
+        return self._last(list(self.part.blocks), below, positions)
 
-    def _last(self, blocks: Sequence[nn.Module], hidden: Tensor, positions: Tensor, places: Tensor | None) -> Tensor:
-        if self.in_stock:
-            return at(positions, self._each_document(self._last_of_whole, hidden, places))
+    def _last(self, blocks: Sequence[nn.Module], below: Below, positions: Tensor) -> Tensor:
+        assert below.states is not None
+        if below.documents is not None:
+            positions = below.documents.places.flatten()[positions]
         # Selecting all positions would cost time and gain nothing.
-        keep = positions if len(positions) < hidden.shape[:2].numel() else None
-        last = self.run(blocks, norm=True, inputs_embeds=hidden, position_ids=places, positions_to_keep=keep)
-        return last.flatten(0, 1) if keep is None else last
+        every = below.documents is None and len(positions) == below.states.shape[:2].numel()
+        last = self.run(below, blocks, self.first, len(blocks), positions=None if every else positions, norm=True)
+        return last.flatten(0, 1) if every else last
 
     def _text_losses(
         self, ids: Tensor, real: Tensor, places: Tensor, before: Tensor | None = None, *, key: Any
@@ -266,7 +285,7 @@ class Distillation(nn.Module):
         if before is not None and chosen.any():
             entropy = self._cross_entropy(hidden[chosen], at(positions, ids.roll(-1, 1))[chosen])
         if seen:
-            hints = self._missed_hits(seen, evidence, places)
+            hints = self._missed_hits(seen, evidence, below)
         if teacher is None:
             return entropy.new_zeros(()), entropy, hints
         hidden = hidden[others]
@@ -282,22 +301,23 @@ class Distillation(nn.Module):
         student = self._logits(self._above(below, positions, places)).log_softmax(-1)
         return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum")
 
-    def _missed_hits(self, seen: Seen, evidence: Tensor, places: Tensor) -> Tensor:
+    def _missed_hits(self, seen: Seen, evidence: Tensor, below: Below) -> Tensor:
         """What hinting.missed says of rows of documents."""
-        if self.in_stock:  # which has read every document as a row of its own (_each_document)
-            return missed(seen, _documents(places).groups[0].unpack(evidence))
-        return missed(seen, evidence, torch.arange(places.shape[1], device=places.device) - places)
+        if below.documents is not None:
+            return missed(seen, below.documents.groups[0].unpack(evidence))
+        assert below.places is not None
+        return missed(seen, evidence, torch.arange(below.places.shape[1], device=below.places.device) - below.places)
 
     @torch.no_grad()
     def _teacher_logits(
-        self, ids: Tensor, below: Tensor, positions: Tensor, places: Tensor, key: tuple[Any, str]
+        self, ids: Tensor, below: Below, positions: Tensor, places: Tensor, key: tuple[Any, str]
     ) -> Callable[[slice], Tensor]:
         """A function from a slice of the positions to the teacher's logits there."""
         if self.teacher is not None:
             logits = at(positions, self._logits_of_whole_teacher(ids, places)).float()
             return lambda part: logits[part]
-        above = self._all_teacher_blocks()[self.first :]
-        hidden = self.cache.get(key, lambda: self._last(above, below, positions, places))
+        with evaluated(self.student):
+            hidden = self.cache.get(key, lambda: self._last(self._all_teacher_blocks(), below, positions))
         return torch.no_grad()(lambda part: self._logits(hidden[part]))
 
     def _logits_of_whole_teacher(self, ids: Tensor, places: Tensor) -> Tensor:
@@ -310,30 +330,17 @@ class Distillation(nn.Module):
         def logits(ids: Tensor, **more: Tensor) -> Tensor:
             return self.teacher(input_ids=ids, use_cache=False, **more).logits  # type: ignore[misc]
 
-        if isinstance(self.teacher, HybridCausalLM):
-            return logits(ids, position_ids=places)
-        return self._each_document(logits, ids, places)
-
-    def _last_of_whole(self, ids: Tensor) -> Tensor:
-        """The last states (b, t, d) of a student inside a stock model."""
-        return self.student.base_model(input_ids=ids, use_cache=False).last_hidden_state
-
-    @staticmethod
-    def _each_document(compute: Callable[[Tensor], Tensor], ids: Tensor, places: Tensor | None) -> Tensor:
-        """What is computed of ids (b, t), each document as a row of its own."""
-        return compute(ids) if places is None else _documents(places).apply(compute, ids)
+        return logits(ids, position_ids=places) if packs(self.teacher) else _documents(places).apply(logits, ids)
 
     def _all_teacher_blocks(self) -> list[nn.Module]:
         exchanged = dict(zip(self.different, self.teacher_blocks, strict=True))
-        return [exchanged.get(i, block) for i, block in enumerate(self.student.base_model.layers)]
+        return [exchanged.get(i, block) for i, block in enumerate(self.part.blocks)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        if self.in_stock:
-            states = MoeModelOutputWithPast(last_hidden_state=hidden[None])
-            with replaced({self.student.base_model: lambda **_: states}):
-                return self.student(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
-        head = self.student.lm_head
-        return head(as_weight(hidden, head.weight)).float()
+        """What the student's own forward makes of last states (n, d), (n, vocabulary)."""
+        states = LastStates(last_hidden_state=hidden[None])
+        with replaced({self.student.base_model: lambda *_, **__: states}):
+            return self.student(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
 
 
 def counted(targets: Tensor, text: Text | None, skills: Skills | None = None) -> list[int]:
@@ -341,6 +348,11 @@ def counted(targets: Tensor, text: Text | None, skills: Skills | None = None) ->
     tokens, answers = (0 if part is None else int(part[1].sum()) for part in (text, skills))
     hits = 0 if text is None or len(text) < 4 else int((text[3] != NONE).sum())
     return [int((targets != IGNORE).sum()), tokens, hits, answers]
+
+
+def packs(model: Any) -> bool:
+    """Whether a model's own forward tells documents of one row apart."""
+    return getattr(model, "packs", False)
 
 
 def _documents(places: Tensor) -> Packing:

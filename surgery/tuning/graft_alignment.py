@@ -17,11 +17,10 @@ from torch import Tensor
 
 from surgery.errors import UserError
 from surgery.families import Hybrid
-from surgery.tuning.distil import Batch, Distillation
+from surgery.tuning.distil import Batch, Below, Distillation
 from surgery.tuning.sequences import IGNORE
 
-# (states that enter, states that leave, which tokens are no padding, position_ids where documents share rows)
-Part = tuple[Tensor, Tensor, Tensor, Tensor | None]
+Part = tuple[Below, Tensor, Tensor]  # (what enters, states that leave, which tokens are no padding)
 # block -> (a Part for lessons and one for text, the squared norm of what the block adds to all of them)
 States = dict[int, tuple[list[Part], Tensor]]
 
@@ -31,10 +30,9 @@ def alignment_error(distillation: Distillation, states: States) -> dict[str, Ten
     residual stream, on the states of a batch, divided by the square of what it should add."""
     errors = []
     for i, (parts, size) in states.items():
-        block = distillation.student.base_model.layers[i]
-        with distillation.autocast(parts[0][0].device):
-            outputs = [distillation.run([block], norm=False, inputs_embeds=part[0], position_ids=part[3]) for part in parts]
-        squares = [_square(output - leaving, real) for output, (_, leaving, real, _) in zip(outputs, parts, strict=True)]
+        with distillation.autocast(size.device):
+            outputs = [distillation.run(part[0], list(distillation.part.blocks), i, i + 1) for part in parts]
+        squares = [_square(output - leaving, real) for output, (_, leaving, real) in zip(outputs, parts, strict=True)]
         errors.append(torch.stack(squares).sum() / size)
     return {"loss": torch.stack(errors).mean()}
 
@@ -48,10 +46,11 @@ def gather_states(distillation: Distillation, batches: Iterable[Batch], most: in
         real = (targets != IGNORE).flip(1).cumsum(1).flip(1) > 0  # up to the last target
         parts: dict[int, list[Part]] = {}
         for tokens, mask, places in [(ids, real, None)] + ([] if text is None else [text[:3]]):
-            for i, entering, leaving in distillation.block_states(tokens, places):
-                parts.setdefault(i, []).append((entering, leaving, mask, places))
-        squares = {i: [_square(leaving - entering, real) for entering, leaving, real, _ in parts[i]] for i in parts}
-        size = sum(tensor.nbytes for both in parts.values() for part in both for tensor in part if tensor is not None)
+            for i, below, leaving in distillation.block_states(tokens, places):
+                rows = mask if below.documents is None else below.documents.groups[0].unpack(mask)
+                parts.setdefault(i, []).append((below, leaving, rows))
+        squares = {i: [_square(leaving - _entering(below), real) for below, leaving, real in parts[i]] for i in parts}
+        size = sum(below.nbytes + leaving.nbytes + real.nbytes for both in parts.values() for below, leaving, real in both)
         held += accelerator.reduce(torch.tensor(float(size), device=ids.device), "sum").item()
         norms = accelerator.reduce({i: torch.stack(values).sum() for i, values in squares.items()}, "mean")
         if gathered and held > most:
@@ -63,7 +62,7 @@ def gather_states(distillation: Distillation, batches: Iterable[Batch], most: in
 @contextmanager
 def without_gates(model: Hybrid) -> Iterator[None]:
     """Make the grafts of a hybrid attention alone for a while. Meanwhile their gates are not among its parameters."""
-    mixers = [block.mixer for block in model.base_model.layers]
+    mixers = [model.mixer_at(layer) for layer in range(model.config.num_hidden_layers)]
     gated = [mixer for mixer in mixers if getattr(getattr(mixer, "graft", None), "gate", None) is not None]
     if any(getattr(mixer.graft, "own_values", False) for mixer in gated):
         raise UserError("tune.align: heads that copy are added to the base, and take nothing's place; leave it out")
@@ -76,6 +75,11 @@ def without_gates(model: Hybrid) -> Iterator[None]:
     finally:
         for mixer, (gate, heads) in zip(gated, removed, strict=True):
             mixer.graft.gate, mixer.ssm_heads = gate, heads
+
+
+def _entering(below: Below) -> Tensor:
+    assert below.states is not None
+    return below.states
 
 
 def _square(difference: Tensor, real: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
-"""What a student and its teacher share: which modules are the same in both, a backbone with other blocks in it for a while, and
-the states that both compute."""
+"""What a student and its teacher share: which modules are the same in both, and the states that both compute."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from surgery.models.offloaded import same_tensors
+from surgery.loading.digests import function_of
+from surgery.models.anatomy import block_list
+from surgery.models.offloaded import same_tensor, same_tensors
+from surgery.splicing.state import FIELDS as STATE_SIZES
 
 
 class StateCache:
@@ -31,17 +32,25 @@ def blocks_of(model: Any) -> list[nn.Module]:
     return list(getattr(model.base_model, "layers", ()))
 
 
-def around_blocks(student: Any, teacher: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """The pairs of embeddings, last norms and heads."""
-    ours, theirs = (
-        (
-            m.get_input_embeddings(),
-            getattr(m.base_model, getattr(m.base_model, "last_norm", ""), None),
-            m.get_output_embeddings(),
-        )
-        for m in (student, teacher)
+def alike_around(student: Any, teacher: Any) -> bool:
+    """Whether a student and its teacher compute the same outside their blocks, now and after training."""
+    if type(student.base_model) is not type(teacher.base_model) or _function(student) != _function(teacher):
+        return False
+    ours, theirs = (_outside(model) for model in (student, teacher))
+    return ours == theirs and not any(
+        student.get_parameter(name).requires_grad or not same_tensor(student, teacher, name) for name in ours
     )
-    return list(zip(ours, theirs, strict=True))
+
+
+def _function(model: Any) -> dict[str, Any]:
+    """What is done to states, but for what is the mixers' own."""
+    return {name: value for name, value in function_of(model.config).items() if name not in ("grafts", *STATE_SIZES)}
+
+
+def _outside(model: Any) -> list[str]:
+    """The names of the parameters that are in no block."""
+    blocks = {id(p) for p in block_list(model).parameters()}
+    return [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in blocks]
 
 
 def is_trained(module: nn.Module) -> bool:
@@ -53,17 +62,3 @@ def coincide(ours: nn.Module, theirs: nn.Module | None) -> bool:
     if type(ours) is not type(theirs) or theirs is None or is_trained(ours):
         return False
     return same_tensors(ours, theirs)
-
-
-@contextmanager
-def arranged(decoder: Any, blocks: Sequence[nn.Module], norm: bool) -> Iterator[None]:
-    """Put other blocks into a backbone for a while; its last norm is left out unless `norm` is True."""
-    layers, last = decoder.layers, getattr(decoder, decoder.last_norm)
-    try:
-        decoder.layers = nn.ModuleList(blocks)
-        if not norm:
-            setattr(decoder, decoder.last_norm, nn.Identity())
-        yield
-    finally:
-        decoder.layers = layers
-        setattr(decoder, decoder.last_norm, last)

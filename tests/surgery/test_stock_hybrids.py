@@ -32,10 +32,13 @@ from surgery.locating.planning import plan as plan_from
 from surgery.locating.planning import random_plan
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
-from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
+from surgery.records.sections.tuning import Align
+from surgery.splicing.splice import adopt, graft_parameters, splice, stock, unsplice
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
+from surgery.tuning.partial_run import PartialRun
 from surgery.tuning.sequences import IGNORE
+from surgery.tuning.trainable import trainable, training
 from tests.conftest import SAME, VOCABULARY, but_slow
 from tests.surgery.test_tune import SHORT
 
@@ -389,10 +392,30 @@ def test_tuned(name, tokenizer):
     base = base_of(name, vocab_size=VOCABULARY)
     hybrid = splice(base, plan_for(base))
     before = {name: p.clone() for name, p in hybrid.named_parameters()}
-    log = tune(hybrid, tokenizer, SHORT)
-    assert log[0]["kl"] > 0
+    log = tune(hybrid, tokenizer, SHORT.model_copy(update={"align": Align(steps=4, batches=1, learning_rate=1e-4)}))
+    assert log[3]["loss"] < log[0]["loss"]  # each graft by itself comes nearer to what it replaces
+    assert log[4]["kl"] > 0
     changed = {name for name, p in hybrid.named_parameters() if not torch.equal(p, before[name])}
     assert changed == set(graft_parameters(hybrid))
+
+
+@every_kind
+@torch.no_grad()
+@pytest.mark.usefixtures("in_float64")
+def test_blocks_that_are_run_apart_are_the_model(base, tokens):
+    """Whatever they take besides states; the model is as it was, and its teacher shares all but the grafted blocks."""
+    hybrid = splice(base.double(), plan_for(base))
+    whole, part = hybrid.base_model(tokens, use_cache=False).last_hidden_state, PartialRun(hybrid)
+    blocks, positions = list(part.blocks), torch.tensor([73, 0, 7])
+    for split in range(len(blocks)):
+        below = part(tokens, blocks, 0, split)
+        above = part(tokens, blocks, split, len(blocks), states=below, positions=positions, norm=True)
+        torch.testing.assert_close(above, whole.flatten(0, 1)[positions], **SAME)
+    assert torch.equal(hybrid.base_model(tokens, use_cache=False).last_hidden_state, whole)
+    with training(hybrid, trainable(hybrid, None)):
+        distillation = Distillation(hybrid, adopt(stock(hybrid)))
+    assert distillation.teacher is None
+    assert distillation.different == sorted(spec["layer"] for spec in hybrid.config.grafts)
 
 
 @torch.no_grad()

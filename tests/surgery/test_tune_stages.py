@@ -241,9 +241,9 @@ def test_aligned_grafts_do_more_nearly_what_the_base_does(spliced, tokenizer, mo
     options = SHORT.model_copy(update={"steps": 0, "align": Align(steps=12, batches=1)})
     ran, run = [], Distillation.run
 
-    def noted(self, blocks, **named):
-        ran.append((torch.is_grad_enabled(), *blocks))
-        return run(self, blocks, **named)
+    def noted(self, below, blocks, *span):
+        ran.append((torch.is_grad_enabled(), *blocks[slice(*span)]))
+        return run(self, below, blocks, *span)
 
     monkeypatch.setattr(Distillation, "run", noted)
     log = tune(hybrid, tokenizer, options, teacher=adopt(base))
