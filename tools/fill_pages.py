@@ -24,7 +24,8 @@ from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import Report, value
 from surgery.exporting.engines import EngineProof
 from surgery.studies import Findings, studies
-from surgery.studies.cohort import headline
+from surgery.studies.cohort import KNOWLEDGE, OF, SAME_LAYER, TEXT, headline
+from surgery.studies.cohort import LETTERS as LETTERED
 from tools import books_page, campaign_page, claims_page, costs_page, mixers_page, reference_parts
 
 ROOT = Path(__file__).parent.parent
@@ -35,9 +36,12 @@ PAPER = ROOT / "recipes" / "paper"
 DEMO = ROOT / "recipes" / "demo.report.json"
 AUTO = ROOT / "recipes" / "demo-auto.report.json"
 LETTERS = {
-    ROOT / "recipes" / "letters.report.json": "`plan.heads: auto`, `tune.steps: auto`",
-    ROOT / "recipes" / "letters-choice.report.json": "`plan.by: choice` with hints and LoRA",
+    ROOT / "recipes" / "letters.report.json": "Nothing bounded: `plan.heads: auto`, `tune.steps: auto`",
+    ROOT / "recipes" / "letters-choice.report.json": "Nothing bounded: `plan.by: choice` with hints and LoRA",
+    ROOT / "recipes" / "letters-kept.report.json": "The second, within bounds",
 }
+SKILLS = ROOT / "recipes" / "skills.findings.json"
+UNBOUNDED = ROOT / "recipes" / "skills-unbounded.findings.json"
 MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
 KERNELS_BEFORE = ROOT / "recipes" / "kernels.before.json"  # an earlier version's, measured in the same way
@@ -124,8 +128,32 @@ def demo_auto() -> str:
 ![Retrieval against dictionary size](../../recipes/demo-auto.retrieval.png)"""
 
 
+def skills() -> str:
+    """Five bases, each edited within bounds and without, beside grafts at other heads of the same layer."""
+    bounded, unbounded = Findings.read(SKILLS), Findings.read(UNBOUNDED)
+    body = []
+    for name in bounded.about:
+        free, kept = (
+            {model: figures for row in each.rows for base, _, model in [row.what.partition(OF)] if base == name
+             for figures in [row.figures]} for each in (unbounded, bounded)
+        )  # fmt: skip
+        models = [kept["base"], free["tuned"], kept["tuned"], kept[SAME_LAYER]]
+        cells = [f"{value(figures[task]):.3f}" for task in ("kv.64", LETTERED) for figures in models]
+        knowledge, text = (f"{value(kept['tuned'][task]):+.3f}" for task in (KNOWLEDGE, TEXT))
+        body.append([name, *cells, knowledge, text])
+    columns = ("base", "unbounded", "within bounds", "other heads")
+    header = ["", *(f"{task}, {column}" for task in ("KV 64", "letters") for column in columns), KNOWLEDGE, TEXT]
+    made = bounded.provenance
+    examples = next(iter(bounded.rows)).figures["kv.64"].n
+    return f"""{markdown.table(header, body)}
+
+Measured {made.created[:10]} on {made.machine}, version {made.toolkit}, {examples} examples a cell, one seed of locating and \
+tuning a base (`recipes/{SKILLS.name}`, `recipes/{UNBOUNDED.name}`). Other heads: grafts at random other heads of the same layer, \
+under the same gate, tuned alike. Changes are those of the edit within bounds."""
+
+
 def letters() -> str:
-    """Two edits that take the letters."""
+    """Two edits that take the letters, and one that keeps them."""
     parts = []
     for path, title in LETTERS.items():
         report = Report.read(path)
@@ -321,7 +349,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     },
     EVIDENCE / "index.md": {"claims": claims_page.claims},
     EVIDENCE / "demo.md": {"demo": demo, "demo-auto": demo_auto, "foreign-words": foreign_words},
-    EVIDENCE / "letters.md": {"letters": letters},
+    EVIDENCE / "letters.md": {"letters": letters, "skills": skills},
     EVIDENCE / "mixers.md": {"mixers table": mixers_page.table, "mamba-1 table": mamba1, "seeds": seeds},
     EVIDENCE / "cohort.md": {"cohort": cohort, "seed-2": partial(cohort, SEED2)},
     EVIDENCE / "lengths.md": {"lengths": lengths},

@@ -198,7 +198,7 @@ def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
     figures: dict[str, Proportion | Estimate] = {f"kv.{size}": accuracy for size, accuracy in report.kv.items()}
     decisions = {name: of for name, of in report.tasks.items() if isinstance(of, Proportion)}
     figures |= {UNSEEN + name.partition(".")[2]: of for name, of in decisions.items() if name.startswith("kv_unseen.")}
-    figures |= {LETTERS: decisions[LETTERS]} if LETTERS in decisions else {}
+    figures |= {} if report.letters is None else {LETTERS: report.letters}
     for column, name in ((KNOWLEDGE, "knowledge"), (TEXT, "perplexity")):
         if name in report.change:
             figures[column] = report.change[name]
