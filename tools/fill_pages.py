@@ -148,8 +148,8 @@ def skills() -> str:
     return f"""{markdown.table(header, body)}
 
 Measured {made.created[:10]} on {made.machine}, version {made.toolkit}, {examples} examples a cell, one seed of locating and \
-tuning a base (`recipes/{SKILLS.name}`, `recipes/{UNBOUNDED.name}`). Other heads: grafts at random other heads of the same layer, \
-under the same gate, tuned alike. Changes are those of the edit within bounds."""
+tuning a base (`recipes/{SKILLS.name}`, `recipes/{UNBOUNDED.name}`). Other heads: grafts at random other heads of the same \
+layer, under the same gate, tuned alike. Changes are those of the edit within bounds."""
 
 
 def letters() -> str:

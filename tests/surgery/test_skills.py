@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surgery.errors import UserError
+from surgery.evaluation.judgement import judge
+from surgery.evaluation.report import Report, value
 from surgery.locating.exact import Exact
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan
@@ -24,6 +26,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, Data, Lesson, Locate, PlanOptions, Skill, Tune
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
+from surgery.studies import Findings
 from surgery.tuning.batches import Lessons, loaders
 from surgery.tuning.bounded import Measured, Measuring, NoPlan
 from surgery.tuning.distil import Distillation, counted
@@ -31,8 +34,9 @@ from surgery.tuning.growing import grow
 from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.skill_batches import skill_loader
 from surgery.tuning.trainable import trainable, training
-from tests.conftest import SAME, random_base
+from tests.conftest import ROOT, SAME, random_base
 
+RECIPES = ROOT / "recipes"
 LETTERS = (Skill(probe="letters"),)
 SHORT = Tune(steps=2, batch_size=2, text_batch_size=2, text_tokens=24, skill_batch_size=6)
 
@@ -404,3 +408,34 @@ def test_a_plan_is_tuned_for_a_few_steps_and_the_base_stays(tiny, ranking):
     assert not np.array_equal(base.loss, untrained.loss)
     for name, p in tiny.model.named_parameters():
         assert torch.equal(p, before[name]), name
+
+
+# The records
+
+
+def of_record(name):
+    return Report.read(RECIPES / f"{name}.report.json")
+
+
+def test_the_verdicts_of_the_records():
+    """What gains dictionaries and loses letters is no yes; what keeps them is one."""
+    verdicts = {name: judge(of_record(name))[0].verdict for name in ("letters", "letters-choice", "letters-kept")}
+    assert verdicts == {"letters": "mixed", "letters-choice": "mixed", "letters-kept": "yes"}
+    assert "letters 0.322 (base 0.982)" in judge(of_record("letters-choice"))[0].answer
+
+
+def test_five_bases_keep_what_they_could_do():
+    """Within bounds: letters, knowledge and text, and at least two thirds of the gain with nothing bounded."""
+    models: dict[str, dict[str, dict[str, float]]] = {}
+    for name in ("skills", "skills-unbounded"):
+        for row in Findings.read(RECIPES / f"{name}.findings.json").rows:
+            base, _, model = row.what.partition(": ")
+            models.setdefault(base, {})[f"{name}: {model}"] = {task: value(of) for task, of in row.figures.items()}
+    assert len(models) == 5
+    for name, of in models.items():
+        base, tuned, free = (of[model] for model in ("skills: base", "skills: tuned", "skills-unbounded: tuned"))
+        assert tuned["letters"] >= base["letters"] - 0.02, name
+        assert tuned["knowledge, change"] >= -0.02, name
+        assert tuned["loss on text, change in nats"] <= 0.01, name
+        assert tuned["kv.64"] - base["kv.64"] >= 2 / 3 * (free["kv.64"] - base["kv.64"]), name
+        assert "skills: control_same_layer_tuned" in of
