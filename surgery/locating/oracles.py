@@ -152,7 +152,7 @@ class Oracles:
             here = [carrier for carrier in carriers if carrier.site.layer == self.layers[number]]
             if not here:
                 return y
-            y, x = y.clone(), args[0].view_as(y)
+            y, x = y.clone(), args[0].values.view_as(y)
             passed = _skipped(mixer, x[rows, batch.last])
             for carrier in here:
                 (head,) = carrier.site.heads
@@ -224,7 +224,7 @@ class Oracles:
             def listen(
                 number: int, mixer: Any, y: Tensor, args: Any, _: Any, batch: Batch = batch, rows: Tensor = rows
             ) -> Tensor:
-                y, x = y if y.requires_grad else y.detach().requires_grad_(), args[0].detach().view_as(y)
+                y, x = y if y.requires_grad else y.detach().requires_grad_(), args[0].values.detach().view_as(y)
                 own = y.detach()[rows, batch.last] - _skipped(mixer, x[rows, batch.last])
 
                 def read(gradient: Tensor) -> None:
