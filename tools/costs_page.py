@@ -94,7 +94,7 @@ def estimates() -> str:
     where = record.environment
     return f"""{markdown.table(header, body)}
 
-Each is to be within {TIME:.0%} in time and {MEMORY:.0%} in memory. Measured on {where.machine}, \
+Each is to be within a factor of {TIME:g} in time, either way, and {MEMORY:.0%} in memory. Measured on {where.machine}, \
 {where.threads} threads (`recipes/estimates.json`, with every stage)."""
 
 

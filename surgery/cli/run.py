@@ -96,7 +96,7 @@ def _show_estimate(estimate: "Estimate", as_json: bool) -> None:
     table(*estimate.table())
     for line in estimate.lines():
         prose(line)
-    prose("Measured on a small part of each stage, which was done for it. Nothing was written.")
+    prose("Counted from the recipe, with a forward and a few steps of tuning timed here. Nothing was written.")
 
 
 def _say_what_is_there(out: Path, resume: bool, overwrite: bool) -> None:

@@ -123,6 +123,7 @@ class _Job:
         with measured_memory() as peak:
             yield
         self.timings[name] = round(time.monotonic() - start, 2)
+        self.announced.note(name, self.timings[name])
         self.memory[name] = peak.device or peak.total
         say(f"{name}: done in {duration(self.timings[name])}, peak memory {size(self.memory[name])}")
 

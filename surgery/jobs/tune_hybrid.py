@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from surgery.doctor.rehearsal import Rehearsal, rehearse
 from surgery.errors import UserError
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD as EXPORT
@@ -25,6 +24,7 @@ from surgery.runtime.progress import busy, say
 from surgery.splicing.splice import adopt, check_base
 from surgery.tuning import batches
 from surgery.tuning.lora import matches
+from surgery.tuning.rehearsal import Rehearsal, rehearse
 from surgery.tuning.shards import divided
 from surgery.tuning.state import Log
 from surgery.tuning.trackers import check_trackers

@@ -55,6 +55,11 @@ class Activations:
         a_row = tokens * (self.entering + (1 + TRANSIENT) * self.block)
         return Step(None if whole else max(1, min(rows, int(SHARE * free / a_row))), checkpointed=True)
 
+    def bytes(self, encoded: Encoded, step: Step) -> float:
+        """What a step of a batch keeps at once."""
+        rows, tokens = step.rows or len(encoded.rows), max(map(len, encoded.rows))
+        return rows * tokens * ((self.entering if step.checkpointed else self.all_blocks) + (1 + TRANSIENT) * self.block)
+
 
 def activations(gated: Subject, row: Sequence[int]) -> Activations:
     """Measured on one row of tokens, a block after the other. gated: walk.fully_gated."""

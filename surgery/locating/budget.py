@@ -1,22 +1,20 @@
 """Before a search begins: how well does the base do what it is asked, and how long would measuring every head exactly take?"""
 
 import json
-import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from surgery.locating.exact import Exact
 from surgery.locating.ledger import Ledger
+from surgery.locating.passes import batch_of, counted
 from surgery.locating.questions import QuestionSet, described
 from surgery.locating.subject import Subject
 from surgery.models.answers import settle
+from surgery.models.pace import Pace, forward_pace
 from surgery.probes.encoded import padded
 from surgery.probes.question import Question
 from surgery.records.reading import parse_json
@@ -68,19 +66,9 @@ def with_exactness(
     return options if options.exact is not None else options.model_copy(update={"exact": exact})
 
 
-def forwards(subject: Subject, sets: Sequence[QuestionSet], layers: bool) -> float:
-    """How many forwards of a batch an exact scan costs. Ablating or splicing a head costs the layers from its own on."""
-    depth, anatomy = len(subject.anatomy.blocks), subject.anatomy
-    shares = {layer: (depth - layer) / depth for layer in anatomy.layers()}
-    heads = sum(anatomy.heads(layer) * share for layer, share in shares.items())
-    whole = sum(shares.values()) if layers else 0
-    first, *others = (len(questions.groups) for questions in sets)
-    return first * (1 + 2 * (heads + whole)) + sum(others) * (1 + heads)  # repetitions splice alone
-
-
-def is_exact(options: Locate, subject: Subject, sets: Sequence[QuestionSet], step: float) -> bool:
-    """Whether heads will be measured exactly, where a forward of a batch takes `step` seconds; nothing is said."""
-    return _exact(options, subject, lambda: _scan(options, subject, sets, step) <= options.budget)
+def is_exact(options: Locate, subject: Subject, sets: Sequence[QuestionSet], pace: Pace) -> bool:
+    """Whether heads will be measured exactly, by the pace of a forward; nothing is said."""
+    return _exact(options, subject, lambda: _scan(options, subject, sets, pace) <= options.budget)
 
 
 def _exact(options: Locate, subject: Subject, affordable: Callable[[], bool]) -> bool:
@@ -90,17 +78,17 @@ def _exact(options: Locate, subject: Subject, affordable: Callable[[], bool]) ->
     return options.confirm is not None or not subject.graftable or affordable()
 
 
-def _scan(options: Locate, subject: Subject, sets: Sequence[QuestionSet], step: float) -> float:
-    """The seconds of an exact scan, where a forward of a batch takes `step`."""
-    return step * forwards(subject, sets, options.layers) / processes.state().num_processes
+def _scan(options: Locate, subject: Subject, sets: Sequence[QuestionSet], pace: Pace) -> float:
+    """The seconds of an exact scan."""
+    each, share = counted(sets, options.model_copy(update={"exact": True}), subject)
+    return pace.time(batch_of(sets) * each.scan(share)) / processes.state().num_processes
 
 
 def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], kept: Path | None) -> bool:
     settle(subject.model)
-    rows = sets[0].groups[0][1].rows
-    with busy("timing the model"):
-        step = _seconds(partial(_forward, subject, *padded(rows, subject.model.device)))
-    seconds = _scan(options, subject, sets, step)
+    ids, _ = padded(sets[0].groups[0][1].rows, subject.model.device)
+    with busy("timing a forward"):
+        seconds = _scan(options, subject, sets, forward_pace(subject.model, ids))
     affordable = exact = seconds <= options.budget
     if kept is not None:
         exact = _decided(kept / "exact.json", options, subject.conditions.model_dump(mode="json"), exact)
@@ -130,20 +118,3 @@ def _decided(path: Path, options: Locate, conditions: dict[str, Any], exact: boo
         return earlier["exact"]
     write_text(path, json.dumps({**key, "exact": exact}))
     return exact
-
-
-@torch.inference_mode()
-def _forward(subject: Subject, ids: Tensor, last: Tensor) -> None:
-    subject.model(input_ids=ids, use_cache=False, logits_to_keep=last.unique())
-    if ids.device.type == "cuda":
-        torch.cuda.synchronize(ids.device)
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    """The shorter of two times: the first call also sets up what later ones find ready."""
-    best = math.inf
-    for _ in range(2):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best

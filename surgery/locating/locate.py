@@ -37,7 +37,6 @@ from surgery.runtime.ownership import writing
 from surgery.splicing.splice import check_start
 from surgery.statistics import LEVEL, mean, means
 
-ROLE_EXAMPLES = 32  # mixing matrices vary little between dictionaries
 ROLE_HEADS = 2048  # of more heads, matrices are written out for those alone that were measured exactly
 TESTED = ("ablation_loss", "splice_gain", *SHARES)  # scores on which roles stand
 
@@ -138,7 +137,7 @@ def rank(
     search = Search(subject, filtered, ledger, options)
     measured, leading, control = search.first(first, attributions)
     anatomy = subject.anatomy
-    shown = first.questions[:ROLE_EXAMPLES]
+    shown = first.questions[: roles.EXAMPLES]
     measurable = anatomy.sites() if len(anatomy.places[0]) <= ROLE_HEADS else sorted({*leading, *control})
     answer_mass, pair_mass = roles.masses(subject, shown, measurable)
     heads = measured.heads()

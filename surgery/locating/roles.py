@@ -27,6 +27,7 @@ from surgery.probes.question import Passage
 from surgery.records.site import Site
 from surgery.runtime import processes
 
+EXAMPLES = 32  # questions that are looked at: matrices vary little between dictionaries
 COST = 0.001  # nats; less means nothing, though it can be beyond chance where a base is almost certain of its answers
 
 

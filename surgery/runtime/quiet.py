@@ -18,6 +18,7 @@ def hush_transformers() -> None:
     """For the command line: no notes on GPU kernels that are missing or weights that stay in their files, no retries of a Hub
     that cannot be reached, and no bars beside ours. transformers is not imported for that: where it is not yet, it reads the
     environment when it is."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its profiler speaks of blocks that were there before
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # of a size of 0, which is refused in a line
     if "transformers.utils.logging" in sys.modules:

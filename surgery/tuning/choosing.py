@@ -36,6 +36,13 @@ def most_measured(options: PlanOptions) -> int:
     return 1 + TRIED * tried(options) + sum(tried(options) - number for number in range(options.counted))
 
 
+def most_bounded(options: PlanOptions) -> int:
+    """How many plans are then measured at most where skills bound them: the base, each number of heads under each gate, and the
+    finalists after a few steps."""
+    gates = len(options.auto.gates) if options.blend is None else 1
+    return 1 + len(_counts(options.counted)) * gates + options.auto.finalists
+
+
 def by_choice(
     base: PreTrainedModel | Checkpoint, ranking: Ranking, options: PlanOptions, *, data: Data | None = None,
     tuning: Tune | None = None, batch_size: int = 32, seed: int | None = None, kept: Path | None = None,
@@ -75,12 +82,18 @@ def by_choice(
     (before,) = measuring.measure([None], "plan, the base")
     bounds = Bounds(measuring, before, options.auto)
     gates = [options.blend] if options.blend is not None else [gate(each) for each in sorted(options.auto.gates, reverse=True)]
-    counts = sorted({len(carriers), -(-len(carriers) // 2), 1}, reverse=True)
     plans = [
-        _plan(ranking, options.model_copy(update={"blend": each}), carriers[:count], seed) for count in counts for each in gates
+        _plan(ranking, options.model_copy(update={"blend": each}), carriers[:count], seed)
+        for count in _counts(len(carriers))
+        for each in gates
     ]
     growth = growth_of(ranking.probe, measuring, before)
     return decided(measuring, bounds, plans, growth, by_preference=True)
+
+
+def _counts(heads: int) -> list[int]:
+    """How many of the heads are tried together: all, half, one."""
+    return sorted({heads, -(-heads // 2), 1}, reverse=True)
 
 
 def _plan(ranking: Ranking, options: PlanOptions, carriers: Sequence[Carrier], seed: int) -> Plan:

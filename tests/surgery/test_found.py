@@ -7,14 +7,14 @@ from surgery.evaluation import html, markdown
 from surgery.evaluation.found import found, rounds
 from surgery.evaluation.report import Report
 from surgery.jobs import run as job
-from surgery.jobs.costs.growing import growing_cost
-from surgery.jobs.costs.models import assumed
-from surgery.jobs.costs.sample import Patient
+from surgery.jobs.costs.counts import planning, plans_measured
+from surgery.locating.questions import asked
+from surgery.locating.subject import Subject
 from surgery.records.growth import Saved
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, read_recipe
 from surgery.tuning import growing
-from surgery.tuning.growing import Measuring
+from surgery.tuning.bounded import Measuring
 from tests.conftest import ROOT
 
 RECIPE = """
@@ -83,20 +83,30 @@ def test_a_report_of_counted_heads_speaks_of_nothing_found():
 
 def test_what_it_may_cost_is_known_before(recipe):
     base = load(recipe.model)
-    patient = Patient(base.model, base.tokenizer, base.model.dummy_inputs["input_ids"][:2, :8])
-    count, cost = growing_cost(patient, recipe, assumed(recipe, patient.depth, patient.heads))
-    assert count == 1 + 2 + 2 * 4 + 2 * 3  # the finalists, untrained and after a few steps
-    assert cost.seconds > 0
+    assert plans_measured(recipe, 32) == 1 + 2 + 2 * 4 + 2 * 3  # the finalists, untrained and after a few steps
+    subject = Subject.of(base, verb="plan")
+    _, questions_of = asked(base.tokenizer, recipe.locate.probe, recipe.locate.options)
+    auto = recipe.plan.auto
+    measuring = Measuring.of(
+        subject, questions_of(auto.examples, recipe.seed), auto, data=recipe.data, tuning=recipe.tune, taught="kv",
+        batch_size=recipe.locate.batch_size, seed=recipe.seed, kept=None,
+    )  # fmt: skip
+    calls = []
+    handle = subject.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    measuring.measure([None], "the base")
+    handle.remove()
+    assert len(measuring.skills) == 2
+    assert planning(recipe, base.tokenizer, 32).calls == 17 * len(calls)
 
 
 @pytest.mark.slow
 def test_an_estimate_names_the_plan(recipe):
     cost = estimate(recipe)
     names = [stage.name for stage in cost.stages]
-    assert names[:4] == ["locate", "plan", "plan and splice", "tune tuned"]
+    assert names[:3] == ["locate", "plan", "tune tuned"]
     stages = {stage.name: stage for stage in cost.stages}
     assert stages["plan"].at_most
-    assert stages["plan"].work() == "17 plans measured"
+    assert stages["plan"].work() == "17 plans measured, 75 steps"
     assert stages["tune tuned"].at_most
     assert stages["tune tuned"].counts == {"steps": 8}
     assert any("plan.auto.max_heads" in line for line in cost.assumptions)

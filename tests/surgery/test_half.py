@@ -22,7 +22,6 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from surgery.doctor.rehearsal import rehearse
 from surgery.errors import UserError
 from surgery.hybrids.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.kernels.dispatch import use
@@ -38,6 +37,7 @@ from surgery.records.recipe import Align, Calibrate, EarlyStopping, Lesson, Lora
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning import descent
 from surgery.tuning.loop import tune
+from surgery.tuning.rehearsal import rehearse
 from surgery.tuning.trainable import trainable, training
 from tests.conftest import BASES, VOCABULARY, but_slow, random_base, random_selective, subject
 

@@ -12,6 +12,7 @@ from surgery.jobs.tuning_stage import TUNED, tuned
 from surgery.loading.opened import Checkpoint
 from surgery.locating import budget
 from surgery.locating.locate import locate
+from surgery.models.pace import Pace
 from surgery.records.plan import Plan
 from surgery.records.recipe import Locate, Recipe, changed
 from surgery.runtime import progress, tables
@@ -32,7 +33,7 @@ FEW = {"options": {"pairs": 3}, "examples": 8, "layers": False}
     ],
 )
 def test_heads_are_measured_exactly_within_the_budget(base, tokenizer, monkeypatch, capsys, seconds, options, exact):
-    monkeypatch.setattr(budget, "_seconds", lambda _: seconds)
+    monkeypatch.setattr(budget, "forward_pace", lambda *_: Pace((seconds, 0.0)))
     ranking = locate(base, tokenizer, **FEW, **options)
     assert ranking.probe["exact"] is exact
     assert any(score.splice_loss is not None for score in ranking.heads) is exact
@@ -56,7 +57,7 @@ def test_a_clock_does_not_decide_twice(base, tokenizer, tmp_path, monkeypatch):
 def test_a_decision_that_was_kept_is_said_as_one(base, tokenizer, tmp_path, monkeypatch, capsys):
     """What would fit the budget now is not said to take longer than the budget."""
     for seconds in (1e6, 1e-6):
-        monkeypatch.setattr(budget, "_seconds", lambda _, seconds=seconds: seconds)
+        monkeypatch.setattr(budget, "forward_pace", lambda *_, seconds=seconds: Pace((seconds, 0.0)))
         assert locate(base, tokenizer, **FEW, kept=tmp_path).probe["exact"] is False
     said = " ".join(capsys.readouterr().err.split())
     assert said.count("more than locate.budget") == 1

@@ -11,9 +11,8 @@ from surgery.evaluation import markdown
 from surgery.exporting.export import export
 from surgery.exporting.formats.patch import write
 from surgery.exporting.source import holds_base
-from surgery.jobs.costs.growing import shrinking_cost
-from surgery.jobs.costs.models import assumed, level
-from surgery.jobs.costs.sample import Patient
+from surgery.jobs.costs.counts import planning
+from surgery.jobs.costs.models import level
 from surgery.jobs.entries import entries_of
 from surgery.loading.checkpoint import load
 from surgery.records.plan import Plan
@@ -282,10 +281,7 @@ def test_what_it_costs_is_known_before_and_every_hybrid_of_a_run_is_cut():
     base = load(ROOT / "checkpoints" / "tiny-mamba2")
     settings = [f"model={ROOT}/checkpoints/tiny-mamba2", "plan={sites: L0.H3, state_size: 4}", "tune.text_tokens=16"]
     recipe = read_recipe(None, settings)
-    patient = Patient(base.model, base.tokenizer, base.model.dummy_inputs["input_ids"][:2, :8])
-    windows, cost = shrinking_cost(patient, recipe, assumed(recipe, patient.depth, patient.heads))
-    assert windows == 32
-    assert cost.seconds > 0
+    assert planning(recipe, base.tokenizer, 32).tokens == 3 * 32 * 16  # forwards and backwards of windows of text
     cut = keeping(range(4), 1)
     entries = entries_of(base.model, recipe, level(4, 8), cut, None, lambda name, model, *_: model)
     sizes = {name: state_size(entry.model) for name, entry in entries.items()}

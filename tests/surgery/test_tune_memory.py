@@ -11,10 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FalconMambaConfig, FalconMambaForCausalLM
 
 from surgery.jobs.costs import estimate
-from surgery.jobs.costs.sample import Sample
-from surgery.jobs.costs.tuning import StageCost
 from surgery.jobs.stages import first_change
 from surgery.models import pieces
+from surgery.models.pace import Pace, Work
 from surgery.models.quantised import has_quantised_weight
 from surgery.records.plan import Plan
 from surgery.records.recipe import Lesson, Lora, Recipe, Tune
@@ -212,14 +211,11 @@ def test_a_tuning_that_ran_out_of_memory_is_resumed_with_checkpointing(tokenizer
 )
 def test_the_estimate_decides_as_the_run_will(checkpointing, free, tried, monkeypatch):
     asked = []
-
-    def cost(patient, recipe, make, first, whole, sites):
-        asked.append(recipe.tune.gradient_checkpointing)
-        return StageCost({}, Sample(1.0, 50.0), 0)
-
-    monkeypatch.setattr(estimate, "tuning_cost", cost)
+    held = Pace((1.0, 0.0), (50.0, 0.0))
+    monkeypatch.setattr(estimate, "step_work", lambda *_: (Work(1, 8, 8), None))
     costs = object.__new__(estimate.Costs)
-    costs.recipe, costs.patient = Recipe(model="x", tune=Tune(gradient_checkpointing=checkpointing)), None
+    monkeypatch.setattr(costs, "_rehearsed", lambda options: asked.append(options.gradient_checkpointing) or (held, 0))
+    costs.recipe, costs.tokenizer = Recipe(model="x", tune=Tune(gradient_checkpointing=checkpointing)), None
     costs.available, costs.held = 30 + free, 30
-    costs._tuning_cost(lambda depth, first: None, 0, True, 1)
+    costs._timed_step()
     assert asked == tried

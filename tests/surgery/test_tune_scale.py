@@ -19,7 +19,6 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from surgery.doctor.rehearsal import rehearse
 from surgery.errors import UserError
 from surgery.exporting.export import export
 from surgery.records.plan import Plan
@@ -31,6 +30,7 @@ from surgery.tuning import descent, state, trackers
 from surgery.tuning.batches import loaders
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
+from surgery.tuning.rehearsal import rehearse
 from tests.conftest import VOCABULARY, float64, random_base
 
 DISTIL = Tune(

@@ -5,47 +5,64 @@ from pathlib import Path
 
 import torch
 
-from surgery.jobs.costs.estimate import Costs
-from surgery.jobs.costs.exporting import started
+from surgery.jobs.costs.estimate import Costs, started
 from surgery.jobs.costs.record import Stage
 from surgery.loading.checkpoint import Checkpoint
 from surgery.loading.hub import one_line
 from surgery.records.recipe import Recipe
 from surgery.runtime import memory
 from surgery.runtime.processes import several_processes
-from surgery.runtime.progress import busy, say, silently
+from surgery.runtime.progress import busy, duration, say, silently
 
-SHORT = 60.0  # seconds: of a run that takes no longer, nothing is measured or said
+SHORT = 120.0  # seconds: of a run that takes no longer, by one forward, no step is timed and nothing is said
+KNOWN = 1.15  # the factor, either way, for a stage of a kind that this run has done
 
 
 class Announced:
-    """The costs of a run that goes on in `out`, measured when its first stage starts; of what is finished by then, nothing is
-    said. Several processes would each have to measure, so that they say nothing."""
+    """The costs of a run that goes on in `out`, estimated when its first stage starts; of what is finished by then, nothing is
+    said. What a stage then took replaces the estimate for all of its kind. Several processes would each have to measure, so
+    that they say nothing."""
 
     def __init__(self, recipe: Recipe, base: Checkpoint, out: Path, verify: str = "auto"):
         self.recipe, self.base, self.out, self.verify, self.start = recipe, base, out, verify, started()
+        self.spread = 1.0
+        self.factors: dict[str, float] = {}  # by kind of stage: what one took, over its estimate
         self._stages: dict[str, Stage] | None = None
 
     def say(self, name: str) -> None:
-        """Say what a stage will cost, as far as it is known."""
+        """Say what a stage will cost, as far as it is known, and what is left of the run."""
         if several_processes():
             return
         if self._stages is None:
             self._stages = {}
-            with busy("measuring a part of each stage"):
-                advice = self._measure(name)
+            with busy("estimating the costs"):
+                advice = self._estimate(name)
             for line in advice:
                 say(f"warning: {line}")
         if name in self._stages:
-            say(self._stages[name].line())
+            names = list(self._stages)
+            left = sum(self._known(each).seconds for each in names[names.index(name) :])
+            spread = KNOWN if _kind(name) in self.factors else self.spread
+            say(f"{self._known(name).line(spread)}; about {duration(left)} left in all")
 
-    def _measure(self, first: str) -> tuple[str, ...]:
+    def note(self, name: str, seconds: float) -> None:
+        """What a stage took."""
+        if self._stages and name in self._stages:
+            self.factors[_kind(name)] = seconds / max(1e-9, self._stages[name].seconds)
+
+    def _known(self, name: str) -> Stage:
+        """A stage by what is known so far."""
+        assert self._stages is not None
+        stage, factor = self._stages[name], self.factors.get(_kind(name))
+        return stage if factor is None else stage.model_copy(update={"seconds": factor * stage.seconds, "at_most": False})
+
+    def _estimate(self, first: str) -> tuple[str, ...]:
         """The advice on the stages from the first on."""
         state = random.getstate()
         try:
             with silently(), torch.random.fork_rng():
-                costs = Costs(self.recipe, self.base, self.start, quick=True, verify=self.verify)
-                if costs.roughly() < SHORT:
+                costs = Costs(self.recipe, self.base, self.start, verify=self.verify)
+                if sum(stage.seconds for stage in costs.all_stages(first, timed=False)) < SHORT:
                     return ()
                 stages = costs.all_stages(first)
         except Exception as error:  # what goes wrong in a part goes wrong in the stage, which says what to do
@@ -53,5 +70,10 @@ class Announced:
             return ()
         finally:
             random.setstate(state)
-        self._stages = {stage.name: stage for stage in stages}
+        self._stages, self.spread = {stage.name: stage for stage in stages}, costs.spread
         return costs.advice(stages, memory.free_disk(self.out))
+
+
+def _kind(name: str) -> str:
+    """Models that are tuned cost about the same."""
+    return name.split(maxsplit=1)[0]

@@ -1,43 +1,58 @@
 """estimate(recipe): what `surgery run` will cost on this machine, stage by stage, before any of it is done.
 
-Each stage's own function does a small part of the stage on the recipe's own questions, lessons and text, and is measured. How
-often the stage does that follows from the recipe by the functions that do the work. Nothing is written.
+What each stage will run is counted (counts.py); what a forward and a step of tuning take is timed on the very model, each at
+two sizes (models/pace.py, tuning/rehearsal.py). Nothing is written.
 """
 
+import hashlib
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+import psutil
 
 from surgery.errors import UserError
 from surgery.exporting.verifications import check_way
+from surgery.exporting.verify import NEW_BY_LAYERS, chosen, whole_size
 from surgery.families import family_of
-from surgery.jobs.costs.benching import BenchCost, bench_cost
-from surgery.jobs.costs.exporting import export_cost, started, weights_of
-from surgery.jobs.costs.growing import growing_cost, shrinking_cost
-from surgery.jobs.costs.locating import locating_cost
-from surgery.jobs.costs.models import Models, Trained, all_names, assumed, bare, models_of
+from surgery.jobs.costs import counts
+from surgery.jobs.costs.models import Trained, assumed, cut, held_beyond, models_of, moved, weights_of
 from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
-from surgery.jobs.costs.sample import Patient, Sample, sampled, total
-from surgery.jobs.costs.tuning import STATES, StageCost, Tuned, held_beyond, tuning_cost
 from surgery.jobs.opening import open_base
 from surgery.jobs.preparing import check, check_run
 from surgery.kernels.dispatch import use
 from surgery.loading.checkpoint import Checkpoint
-from surgery.loading.opened import a_type, model_of
-from surgery.locating.questions import question_set
+from surgery.loading.opened import a_type
+from surgery.locating.attribution_memory import activations
+from surgery.locating.budget import is_exact
+from surgery.locating.passes import batch_of, counted, skill_passes
+from surgery.locating.questions import question_sets
+from surgery.locating.skill_scores import skill_sets
+from surgery.locating.subject import Subject
+from surgery.locating.walk import fully_gated
+from surgery.models import pace
+from surgery.models.anatomy import anatomy
+from surgery.models.answers import NEW
+from surgery.models.pace import Pace, Work, forward_pace
 from surgery.probes.encoded import padded
-from surgery.records.plan import Plan
-from surgery.records.recipe import Recipe
+from surgery.records.recipe import Recipe, Tune
 from surgery.records.record import environment
 from surgery.runtime import memory
 from surgery.runtime.processes import several_processes
-from surgery.runtime.progress import busy, silently
-from surgery.splicing.splice import adopt
-from surgery.tuning.backward_memory import Checkpointing, step_fits
+from surgery.runtime.progress import busy, say, silently
+from surgery.splicing.splice import adopt, graft_parameters, splice
+from surgery.tuning.backward_memory import step_fits
+from surgery.tuning.rehearsal import rehearse, step_work
 
 CHECKPOINTS = 2  # of a tuning, while a new one replaces the old
+STATES = 4  # of a trained number, in float32: itself, its gradient, and Adam's two moments
+READINGS = 6  # of all weights in an export: it writes, digests and reads them back
+GUESSED = 4  # forwards: a step of tuning that was not timed
+WHOLE = 2.0  # seconds: of a model whose forward of one row takes longer, the first layers alone are tuned
+CUT = (2, 4)  # layers of it
+SURE = 1.3  # times, either way: what the time of a quiet machine may be off
+UNSURE = 4.0  # the most that is said of a busy one
 SMALLER = "Open the model in less precision (--set dtype=bfloat16), or take a machine with more."
 
 
@@ -45,8 +60,8 @@ def estimate(recipe: Recipe, out: str | Path = "runs", *, verify: str = "auto", 
     """What run(recipe, out, verify=...) will cost: each stage's time, peak memory and disk, against what this machine has, and
     what to change where it does not fit. The result prints as a table.
 
-    It takes a small part of the run: the model is opened, and a batch of each stage is done. Raises UserError for whatever run
-    would refuse before its work begins, and for a recipe of a study.
+    The model is opened, and a forward and a few steps of tuning are done. Raises UserError for whatever run would refuse before
+    its work begins, and for a recipe of a study.
     """
     if not isinstance(recipe, Recipe):
         raise UserError(f"surgery.estimate takes a recipe, as surgery.read_recipe returns it, not {a_type(recipe)}")
@@ -55,7 +70,7 @@ def estimate(recipe: Recipe, out: str | Path = "runs", *, verify: str = "auto", 
     if several_processes():
         raise UserError("an estimate is made by one process; start it without a launcher")
     check_way(verify)
-    begun, cpu = time.perf_counter(), started()
+    begun, cpu, waiting = time.perf_counter(), started(), pace.load()
     with use(**recipe.kernels):
         with busy("opening the model"):
             base = open_base(recipe, trust_remote_code)
@@ -63,68 +78,74 @@ def estimate(recipe: Recipe, out: str | Path = "runs", *, verify: str = "auto", 
         check(recipe, base)
         check_run(recipe, base)
         start = started() - cpu if cpu > 120 else started()  # a notebook has done other work before
-        with busy("measuring a part of each stage"), silently():
-            costs = Costs(recipe, base, start, verify=verify)
-            stages = costs.all_stages()
+        costs = Costs(recipe, base, start, verify=verify, says=True)
+        stages = costs.all_stages()
     return Estimate(
         **environment().model_dump(), model=recipe.model, stages=tuple(stages), available=costs.available,
-        free_disk=memory.free_disk(out), tried=costs.patient.note, assumptions=costs.assumptions(),
-        advice=costs.advice(stages, memory.free_disk(out)), took=time.perf_counter() - begun,
+        free_disk=memory.free_disk(out), tried=costs.tried, assumptions=costs.assumptions(), spread=costs.spread,
+        load=round(waiting, 2), advice=costs.advice(stages, memory.free_disk(out)), took=time.perf_counter() - begun,
     )  # fmt: skip
 
 
 class Costs:
-    """The costs of a run's stages on an open model. start: seconds of CPU time that a process takes to begin.
+    """The costs of a run's stages on an open model. start: seconds of CPU time that a process takes to begin. says: whether it
+    says what it does."""
 
-    quick: less is measured, and nothing counted, so that a run can afford it while it works.
-    """
-
-    def __init__(self, recipe: Recipe, base: Checkpoint, start: float, quick: bool = False, verify: str = "auto"):
-        self.verify = verify
-        self.recipe, self.base, self.start, self.quick = recipe, base, start, quick
-        self.on_gpu = base.model.device.type == "cuda"
-        device = base.model.device
-        options = recipe.locate.model_copy(update={"examples": max(2, min(recipe.locate.batch_size, recipe.locate.examples))})
-        first = question_set(base.tokenizer, options, options, seed=recipe.seed, device=device)
-        ids = padded(first.groups[0][1].rows, device)[0]
+    def __init__(self, recipe: Recipe, base: Checkpoint, start: float, *, verify: str = "auto", says: bool = False):
+        self.recipe, self.start, self.verify, self.says = recipe, start, verify, says
+        self.model, self.tokenizer = adopt(base.model).eval(), base.tokenizer
+        self.device = self.model.device
+        self.depth, self.heads = family_of(self.model.config).shape(self.model.config)
         _import_what_a_run_needs()
-        self.before = self._held_now()
-        self.available = self.before + memory.available(device)
-        self.patient = Patient(base.model, base.tokenizer, ids, quick)
+        on_gpu = self.device.type == "cuda"
+        self.before = self.held = memory.device_held() if on_gpu else memory.resident()
+        self.available = self.before + memory.available(self.device)
+        self.subject = Subject(self.model, self.tokenizer, anatomy(self.model))
+        self.sets = question_sets(self.tokenizer, recipe.locate, seed=recipe.seed, device=self.device)
+        ids, _ = padded(self.sets[0].groups[0][1].rows, self.device)
+        self.row = ids.shape[1]
+        with self._doing("timing a forward"):
+            self.forward = forward_pace(self.model, ids, memory=True)
+        self.plan = assumed(recipe, self.depth, self.heads)
+        self.step: Pace | None = None
+        self.tried = ""
         self.settings: dict[str, tuple[dict[str, int], str]] = {}
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        if self.says:
+            say(f"estimate: {what} ...")
+        with silently():
+            yield
+
+    @property
+    def spread(self) -> float:
+        """The factor, either way, within which times are expected: what they vary by now, with what is left out."""
+        measured = max(self.forward.spread, self.step.spread if self.step else 1.0)
+        return round(min(UNSURE, max(SURE, measured)), 2)
+
+    def all_stages(self, first: str = "locate", timed: bool = True) -> list[Stage]:
+        """The stages in their order, for a plan that is not yet known, from the first on that is not finished. timed: whether
+        steps of tuning are taken; else they are guessed by the forward."""
         self.held = self.before
-        self._models_at: dict[tuple[int, int], Models] = {}
-        self._known_names: dict[str, list[str]] = {}
-
-    def _models(self, chosen: Plan, depth: int, first: int = 0) -> Models:
-        """The run's models at a depth, made once. Those that are tuned for a sample are not asked anything afterwards."""
-        key = depth, 0 if depth == self.patient.depth else first  # the whole model has its grafts where the plan says
-        if key not in self._models_at:
-            self._models_at[key] = models_of(self.patient, self.recipe, chosen, *key)
-        return self._models_at[key]
-
-    def roughly(self) -> float:
-        """Seconds of the whole run, by one forward alone: whether it is worth a closer look."""
-        options, (locate, tune) = self.recipe.bench, (self.recipe.locate, self.recipe.tune)
-        models, tuned = (4 + 2 * options.random_sites, 4 + (tune.lora is not None)) if options.controls else (3, 1)
-        sizes = len(options.pairs) + 4
-        forwards = 2 * locate.examples / locate.batch_size + 4 * tuned * tune.most_steps
-        return self.patient.step * (forwards + models * sizes * options.seeds * options.limit / options.batch_size)
-
-    def _held_now(self) -> int:
-        return memory.device_held() if self.on_gpu else memory.resident()
-
-    def all_stages(self, first: str = "locate") -> list[Stage]:
-        """The stages in their order, for a plan that is not yet known. first: those before it are finished, and not measured;
-        but the models are made, which are held from then on."""
-        chosen = assumed(self.recipe, self.patient.depth, self.patient.heads)
-        stages: list[Stage] = [self.locate()] if first == "locate" else []
-        stages += [self.grow(chosen)] if self.recipe.plan.opens and first in ("locate", "plan") else []
-        made = self.splice(chosen)
-        stages += [made] if first in ("locate", "plan", made.name) else []
-        stages += self.tune(chosen, first) if first not in ("bench", "export") else []
-        stages += [self.bench(chosen)] if first != "export" else []
-        return [*stages, self.export(chosen)]
+        with self._doing("making the models of the run"):
+            entries, tuned = models_of(self.model, self.recipe, self.plan)
+            models = len(entries)
+            stages = [self._locate()]
+            self.held += held_beyond(entries.values(), self.model)
+            del entries
+        if timed and first not in ("bench", "export"):
+            with self._doing("timing steps of tuning"):
+                self.step, adapters = self._timed_step()
+        else:
+            self.step, adapters = self.forward.times(GUESSED), 0
+        with self._doing("counting"):
+            if self.recipe.plan.opens:
+                stages.append(self._planning(next(iter(tuned.values()), None), self.step, adapters))
+            stages += [self._tune(name, trained, self.step, adapters) for name, trained in tuned.items()]
+            stages += [self._bench(models, None if timed else 2 * self.recipe.bench.batch_size), self._export()]
+        names = [stage.name for stage in stages]
+        return stages[names.index(first) if first in names else 0 :]
 
     def assumptions(self) -> tuple[str, ...]:
         """What is not known before the run."""
@@ -144,137 +165,147 @@ class Costs:
             result.append("What tune.repeat keeps of batches that come again is not counted as saved.")
         return tuple(result)
 
-    def locate(self) -> Stage:
+    def _locate(self) -> Stage:
         """locate, with what a search may measure at most."""
-        options = self.recipe.locate
-        cost = locating_cost(self.patient, options, self.recipe.seed, self.quick)
+        options, sets = self.recipe.locate, self.sets
+        options = options.model_copy(update={"exact": is_exact(options, self.subject, sets, self.forward)})
+        each, share = counted(sets, options, self.subject)
+        parts = [(each, batch_of(sets))]
+        if skills := skill_sets(self.subject, self.recipe.data, options, sets[0], seed=self.recipe.seed):
+            heads = len(self.subject.anatomy.places[0])
+            parts.append((skill_passes(skills, options, heads, self.subject.graftable), batch_of(skills)))
+        seconds = sum(
+            self.forward.time(batch * part.forwards(share, batch.tokens / self.row)) for part, batch in parts
+        )  # fmt: skip
+        held = self.forward.memory(max(batch.largest for _, batch in parts))
+        if self.subject.graftable:
+            encoded = max((each for _, each in sets[0].groups), key=lambda each: len(each.rows) * max(map(len, each.rows)))
+            kept = activations(fully_gated(self.subject), min(encoded.rows, key=len))
+            step = kept.step(encoded, memory.spare(self.device), whole="batch_size" in options.model_fields_set)
+            held = max(held, kept.bytes(encoded, step))
         self.settings["locate"] = {"locate.batch_size": options.batch_size}, SMALLER
-        counted = cost.passes
-        counts = {"forwards": counted.base, "forwards and backwards": counted.starts + counted.slopes}
-        counts |= {"heads and layers ablated or spliced in a batch": counted.variants} if counted.variants else {}
-        return self._stage("locate", cost.sample, counts=counts, at_most=counted.at_most)
+        does = {
+            "forwards": sum(part.base for part, _ in parts),
+            "forwards and backwards": sum(part.starts + part.slopes for part, _ in parts),
+        }  # fmt: skip
+        if variants := sum(part.variants for part, _ in parts):
+            does["heads and layers ablated or spliced in a batch"] = variants
+        return self._stage("locate", seconds, held, does=does, at_most=each.at_most)
 
-    def grow(self, chosen: Plan) -> Stage:
-        """plan, where heads are found by measuring, or dimensions of the state are."""
-        counts: dict[str, int] = {}
-        parts: list[Sample] = []
-        self.settings["plan"] = {}, SMALLER
-        if self.recipe.plan.measures:
-            counts["plans measured"], sample = growing_cost(self.patient, self.recipe, bare(chosen))
-            parts.append(sample)
-            self.settings["plan"] = {"locate.batch_size": self.recipe.locate.batch_size}, SMALLER
-        if self.recipe.plan.state_size is not None:
-            counts["forwards and backwards"], sample = shrinking_cost(self.patient, self.recipe, bare(chosen))
-            parts.append(sample)
-        return self._stage("plan", total(parts), counts=counts, at_most=self.recipe.plan.measures)
+    def _planning(self, trained: Trained | None, step: Pace, adapters: int) -> Stage:
+        """plan, where heads are found by measuring, or dimensions of the state are. trained: what a trial trains, about."""
+        work = counts.planning(self.recipe, self.tokenizer, self.depth * self.heads)
+        self.settings["plan"] = {"locate.batch_size": self.recipe.locate.batch_size}, SMALLER
+        measures = self.recipe.plan.measures
+        does = {"plans measured": counts.plans_measured(self.recipe, self.depth * self.heads)} if measures else {}
+        seconds, held = self.forward.time(work), self.forward.memory(work.largest)
+        auto = self.recipe.plan.auto
+        if measures and trained and auto.steps and counts.skills_of_planning(self.recipe):
+            does["steps"] = auto.finalists * auto.steps
+            a_step, seconds_of_trial = self._tuning(counts.trial_of(self.recipe), trained, step)
+            seconds += auto.finalists * seconds_of_trial
+            held = max(held, step.memory(a_step.largest) + STATES * 4 * (trained.numbers + adapters))
+        return self._stage("plan", seconds, held - (self.held - self.before), does=does, at_most=measures)
 
-    def splice(self, chosen: Plan) -> Stage:
-        """plan and splice: the models of the run are made. From here on they are held."""
+    def _tuning(self, recipe: Recipe, trained: Trained, step: Pace) -> tuple[Work, float]:
+        """(a step, the seconds of all that tuning does). A layer below the first that is trained has no backward pass."""
+        options = recipe.tune
+        steps = counts.stages_of(options, trained.layers is not None)
+        a_step, _ = step_work(self.tokenizer, options, recipe.data, recipe.seed)
+        timed_at = 0 if self.tried else min(site.layer for site in self.plan.sites)
+        factor = (3 - 2 * trained.first / self.depth) / (3 - 2 * timed_at / self.depth)
+        share = min(1.0, len({site.layer for site in self.plan.sites}) / self.depth)
+        beside = counts.beside_the_steps(recipe, self.tokenizer, steps, a_step, share)
+        return a_step, step.time(a_step * steps.get("distil", 0)) * factor + self.forward.time(beside)
 
-        def making(depth: int) -> Sample:
-            sample = sampled(lambda: self._models(chosen, depth), repeat=False)
-            entries = self._models(chosen, depth).entries
-            others = [model_of(entry.model, "bench") for entry in entries.values()]
-            lacking = len([name for name in self._names(chosen) if name not in entries])
-            graft = held_beyond([model_of(entries["spliced"].model, "bench")], self.patient.model)
-            return Sample(sample.seconds, held_beyond(others, self.patient.model) + lacking * graft)
-
-        sample = self.patient.along(making)
-        self.held = self.before + int(sample.bytes)
-        return self._stage("plan and splice", Sample(sample.seconds, 0))
-
-    def _names(self, chosen: Plan) -> list[str]:
-        """Of all entries of the run."""
-        if (key := str(chosen)) not in self._known_names:
-            self._known_names[key] = all_names(self.patient, self.recipe, chosen)
-        return self._known_names[key]
-
-    def tune(self, chosen: Plan, start: str = "") -> list[Stage]:
-        """A stage for every model that is tuned. Models whose training begins in the same layer cost the same; one for which
-        there is no room in the layers that are tried costs what the chosen plan does. start: the first stage of them that is
-        not finished, by default the first."""
-        whole = len(self.patient.depths) == 1
+    def _timed_step(self) -> tuple[Pace, int]:
+        """(the pace of a step of the chosen plan, how many numbers of adapters are trained). Of
+        tune.gradient_checkpointing=auto: with it, if without it a step would not fit where the run looks."""
         options = self.recipe.tune
-        tried = self._models(chosen, self.patient.depths[-1]).trained
-        names = [name for name in self._names(chosen) if name.endswith("tuned")]
-        names = names[next((i for i, name in enumerate(names) if f"tune {name}" == start), 0) :]
-        known: dict[tuple[int, bool], Any] = {}
-        result = []
-        for name in names:
-            stands_for = name if name in tried else "tuned"
-            trained = tried[stands_for]
-            sites = _grafts(chosen) if trained.layers is None else len(chosen.sites)
-            first = trained.first if whole else min(site.layer for site in chosen.sites)
-            key = (0, False) if self.quick else (first, trained.layers is not None)
-            if key not in known:
-                known[key] = self._tuning_cost(partial(self._tuned, chosen, stands_for), first, whole, sites)
-            cost = known[key]
-            rows = {f"tune.{size}": getattr(options, size) for size in ("batch_size", "text_batch_size")}
-            more = "" if options.gradient_checkpointing else "--set tune.gradient_checkpointing=true, or "
-            self.settings[f"tune {name}"] = rows, f"Try {more}shorter tune.text_tokens."
-            disk = CHECKPOINTS * (STATES - 1) * 4 * cost.trained
-            at_most = (
-                options.early_stopping is not None
-                or options.steps == "auto"
-                or self.recipe.plan.grows
-                or options.repeat is not None
-                or bool(self.recipe.plan.sites is None and self.patient.depth > 1)
-            )
-            result.append(self._stage(f"tune {name}", cost.sample, disk, {"steps": sum(cost.steps.values())}, at_most))
-        return result
+        auto = options.gradient_checkpointing == "auto"
+        plain = options.model_copy(update={"gradient_checkpointing": False}) if auto else options
+        step, adapters = self._rehearsed(plain)
+        largest = step_work(self.tokenizer, options, self.recipe.data, self.recipe.seed)[0].largest
+        if auto and not step_fits(step.memory(largest), self.available - self.held):
+            return self._rehearsed(options.model_copy(update={"gradient_checkpointing": True}))
+        return step, adapters
 
-    def _tuning_cost(self, make: Callable[[int, int], Tuned], first: int, whole: bool, sites: int) -> StageCost:
-        """tuning_cost. Of tune.gradient_checkpointing=auto: with it, if without it a step would not fit where the run looks."""
+    def _rehearsed(self, options: Tune) -> tuple[Pace, int]:
+        """The same with these options. A deep model is tuned at two depths, from which the line goes on."""
+        deep = self.depth > CUT[1] and self.forward.time(Work(1, self.row)) > WHOLE
+        self.tried = f"{CUT[0]} and {CUT[1]} of its {self.depth} layers" if deep else ""
+        results = []
+        for depth in CUT if deep else (self.depth,):
+            model = cut(self.model, depth) if deep else self.model
+            hybrid = splice(model, moved(self.plan, depth) if deep else self.plan)
+            done = rehearse(
+                hybrid, self.tokenizer, options, data=self.recipe.data, seed=self.recipe.seed, teacher=adopt(model)
+            )  # fmt: skip
+            own = sum(p.numel() for p in graft_parameters(hybrid).values())
+            results.append((done.pace, done.numbers() - own))
+        if not deep:
+            return results[0]
+        (low, few), (high, more) = results
+        part = (self.depth - CUT[0]) / (CUT[1] - CUT[0])
+        return low.along(high, part), round(few + part * (more - few))
 
-        def cost(checkpointing: Checkpointing) -> StageCost:
-            tune = self.recipe.tune.model_copy(update={"gradient_checkpointing": checkpointing})
-            return tuning_cost(self.patient, self.recipe.model_copy(update={"tune": tune}), make, first, whole, sites)
-
-        if (chosen := self.recipe.tune.gradient_checkpointing) != "auto":
-            return cost(chosen)
-        plain = cost(False)
-        return plain if step_fits(plain.sample.bytes, self.available - self.held) else cost(True)
-
-    def _tuned(self, chosen: Plan, name: str, depth: int, first: int) -> Tuned:
-        trained: Trained = self._models(chosen, depth, first).trained[name]
-        sites = _grafts(trained.plan) if trained.layers is None else len(trained.layers)
-        return Tuned(trained.model, trained.layers, adopt(self.patient.at(depth)), sites)
-
-    def bench(self, chosen: Plan) -> Stage:
-        """bench, of all models together."""
-        plain = () if self.quick else ("base", "control_tuned", "control_lora_tuned")
-        kinds = {name: "base" if name in plain else "hybrid" for name in self._names(chosen)}
-
-        def hybrid(depth: int) -> Any:
-            return model_of(self._models(chosen, depth).entries["spliced"].model, "bench").eval()
-
-        cost: BenchCost = bench_cost(self.patient, self.recipe, {"base": self.patient.at, "hybrid": hybrid}, kinds, self.quick)
-        self.settings["bench"] = {"bench.batch_size": self.recipe.bench.batch_size}, SMALLER
-        counts = {"models": len(kinds)} | ({} if cost.forwards is None else {"forwards": cost.forwards * len(kinds)})
-        return self._stage("bench", cost.sample, counts=counts)
-
-    def export(self, chosen: Plan) -> Stage:
-        """export, with its proof in a fresh process."""
-
-        def hybrid(depth: int) -> Any:
-            return model_of(self._models(chosen, depth).entries["spliced"].model, "bench").eval()
-
-        process = 0 if self.on_gpu else self.before - weights_of(self.patient.model)
-        sample, child = export_cost(self.patient, hybrid, self.start, max(0, process), self.verify, self.quick)
-        self.settings["export"] = {}, "Try --verify layers, which takes less, or --verify tensors."
-        whole = Sample(sample.seconds, sample.bytes if self.on_gpu else max(sample.bytes, child))  # one after the other
-        return self._stage("export", whole, weights_of(self.patient.model))
-
-    def _stage(
-        self, name: str, sample: Sample, disk: int = 0, counts: dict[str, int] | None = None, at_most: bool = False
-    ) -> Stage:
-        return Stage(
-            name=name, seconds=sample.seconds, memory=int(self.held + sample.bytes), disk=int(disk), counts=counts or {},
-            at_most=at_most,
+    def _tune(self, name: str, trained: Trained, step: Pace, adapters: int) -> Stage:
+        """Of a model that is tuned."""
+        options = self.recipe.tune
+        steps = counts.stages_of(options, trained.layers is not None)
+        a_step, seconds = self._tuning(self.recipe, trained, step)
+        numbers = trained.numbers + adapters
+        rows = {f"tune.{size}": getattr(options, size) for size in ("batch_size", "text_batch_size")}
+        more = "" if options.gradient_checkpointing else "--set tune.gradient_checkpointing=true, or "
+        self.settings[f"tune {name}"] = rows, f"Try {more}shorter tune.text_tokens."
+        at_most = (
+            options.early_stopping is not None or options.steps == "auto" or self.recipe.plan.grows
+            or options.repeat is not None or bool(self.recipe.plan.sites is None and self.depth > 1)
+        )  # fmt: skip
+        return self._stage(
+            f"tune {name}", seconds, step.memory(a_step.largest) + STATES * 4 * numbers,
+            disk=CHECKPOINTS * (STATES - 1) * 4 * numbers, does={"steps": sum(steps.values())}, at_most=at_most,
         )  # fmt: skip
 
+    def _bench(self, models: int, limit: int | None) -> Stage:
+        """bench, of all models together. limit: of the examples that are made to be counted."""
+        work, encoding, exact = counts.benching(self.recipe, self.model, self.tokenizer, limit)
+        self.settings["bench"] = {"bench.batch_size": self.recipe.bench.batch_size}, SMALLER
+        does = {"models": models} | ({"forwards": round(work.calls) * models} if exact else {})
+        seconds = models * (self.forward.time(work) + encoding + self._reading())
+        return self._stage("bench", seconds, self.forward.memory(work.largest), does=does)
+
+    def _export(self) -> Stage:
+        """export, with its proof in a fresh process."""
+        way = chosen(self.verify, self.model)
+        proof = self.forward.time(Work.of(counts.proof_shapes({"full": NEW, "layers": NEW_BY_LAYERS, "tensors": 0}[way])))
+        self.settings["export"] = {}, "Try --verify layers, which takes less, or --verify tensors."
+        weights = weights_of(self.model)
+        if self.device.type == "cuda":  # the proof is on the CPU
+            held = 0.0
+        else:
+            largest = max(p.nbytes for p in self.model.parameters())
+            process = max(0, self.before - weights)
+            held = process + {"full": whole_size(self.model), "layers": 2.0 * largest, "tensors": float(largest)}[way]
+        return self._stage("export", 2 * proof + READINGS * self._reading() + self.start, held, disk=weights)
+
+    def _reading(self) -> float:
+        """The seconds of a digest of all weights."""
+        part = bytes(2**24)
+        begun = pace.clock()
+        hashlib.sha256(part).digest()
+        return (pace.clock() - begun) * weights_of(self.model) / len(part)
+
+    def _stage(
+        self, name: str, seconds: float, held: float, *, disk: float = 0, does: dict[str, int] | None = None,
+        at_most: bool = False,
+    ) -> Stage:  # fmt: skip
+        return Stage(
+            name=name, seconds=seconds, memory=int(self.held + held), disk=int(disk), counts=does or {}, at_most=at_most
+        )
+
     def advice(self, stages: list[Stage], free: int) -> tuple[str, ...]:
-        """A line for every stage that does not fit, one for the disk, and one for the stage that takes most of a long run."""
+        """A line for every stage that does not fit, and one for the disk."""
         result = []
         for stage in stages:
             if stage.memory > self.available:
@@ -287,13 +318,15 @@ class Costs:
         return tuple(result)
 
 
+def started() -> float:
+    """The CPU seconds that this process has taken so far: for its imports, and to open the model, which another would take
+    again."""
+    times = psutil.Process().cpu_times()
+    return times.user + times.system
+
+
 def _import_what_a_run_needs() -> None:
     """What stages import when they begin is in memory from then on."""
     import accelerate  # noqa: F401
     import matplotlib.figure  # noqa: F401
     import scipy.optimize  # noqa: F401
-
-
-def _grafts(plan: Plan) -> int:
-    """How many heads, or layers, a plan grafts."""
-    return sum(max(1, len(site.heads)) for site in plan.sites)

@@ -1,77 +1,54 @@
-"""The models of a run before anything was located: its entries, made by the run's own function at a depth that can be tried."""
+"""The models of a run before anything was located: its entries as the run makes them, and of a deep model its first layers."""
 
+import copy
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from surgery.evaluation.bench import Entry
-from surgery.jobs.costs.sample import Patient, moved
-from surgery.jobs.entries import entries_of, names_of
+from surgery.families import family_of
+from surgery.jobs.entries import entries_of
+from surgery.loading.opened import model_of
 from surgery.locating.heads import Heads, Score
 from surgery.locating.ranking import Ranking
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.site import Site
-from surgery.splicing.splice import adopt
+from surgery.splicing.splice import share
 from surgery.statistics import Estimate, Intervals
+from surgery.tuning.trainable import trainable
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that is to be tuned: its plan, and of a control the layers whose mixers are trained."""
+    """A model that is tuned. first: the lowest layer that is trained. layers: of a control, those whose mixers are. numbers:
+    how many are trained, adapters apart."""
 
-    model: PreTrainedModel
-    plan: Plan
+    first: int
     layers: list[int] | None
-
-    @property
-    def first(self) -> int:
-        """The first layer that is trained."""
-        return min(self.layers or [site.layer for site in self.plan.sites])
+    numbers: int
 
 
-@dataclass(frozen=True)
-class Models:
-    """entries: by name, what is measured. trained: by name, what is tuned."""
-
-    entries: dict[str, Entry]
-    trained: dict[str, Trained]
-
-
-def models_of(patient: Patient, recipe: Recipe, chosen: Plan, depth: int, first: int = 0) -> Models:
-    """The models of a run, before they are tuned, in the first `depth` layers of the base. Where these are not all, the first
-    graft is in the layer `first`. Grafts that would start from a donor start without it: that changes no cost."""
-    base = patient.at(depth)
-    plan = bare(chosen) if depth == patient.depth else moved(bare(chosen), depth, first)
-    trained: dict[str, Trained] = {}
+def models_of(base: PreTrainedModel, recipe: Recipe, chosen: Plan) -> tuple[dict[str, Entry], dict[str, Trained]]:
+    """(by name what is measured, by name what is tuned). Grafts that would start from a donor start without it: that changes no
+    cost."""
+    tuned: dict[str, Trained] = {}
 
     def note(name: str, model: PreTrainedModel, plan: Plan, layers: list[int] | None = None) -> PreTrainedModel:
-        trained[name] = Trained(model, plan, layers)
+        numbers = sum(p.numel() for p in trainable(model, layers).values())
+        tuned[name] = Trained(min(layers or [site.layer for site in plan.sites]), layers, numbers)
         return model
 
-    entries = entries_of(base, _without_donor(recipe), level(depth, patient.heads), plan, None, note)
-    entries["base"] = Entry(adopt(base), entries["base"].description)
-    return Models(entries, trained)
-
-
-def all_names(patient: Patient, recipe: Recipe, chosen: Plan) -> list[str]:
-    """The names of a run's entries in the whole model: fewer layers may leave no room for some of the controls."""
-    return names_of(_without_donor(recipe), level(patient.depth, patient.heads), bare(chosen))
-
-
-def _without_donor(recipe: Recipe) -> Recipe:
     options = recipe.plan.model_copy(update={"donor": None, "donor_heads": {}, "donor_layers": {}, "mlp": False})
-    return recipe.model_copy(update={"plan": options})
-
-
-def bare(plan: Plan) -> Plan:
-    """The plan without a donor."""
-    if plan.donor is None:
-        return plan
-    return Plan(kind=plan.kind, sites=plan.sites, width=plan.width, blend=plan.blend, seed=plan.seed)
+    without_donor = recipe.model_copy(update={"plan": options})
+    depth, heads = family_of(base.config).shape(base.config)
+    return entries_of(base, without_donor, level(depth, heads), chosen, None, note), tuned
 
 
 def assumed(recipe: Recipe, depth: int, heads: int) -> Plan:
@@ -104,3 +81,45 @@ def level(depth: int, heads: int) -> Ranking:
     loss = Estimate.model_construct(value=0.0, ci95=(0.0, 0.0), n=1)
     layers = tuple(Score.model_construct(site=Site(layer), start=None, splice_loss=loss) for layer in range(depth))
     return Ranking.model_construct(provenance=None, heads=every, layers=layers)
+
+
+def cut(model: PreTrainedModel, depth: int) -> PreTrainedModel:
+    """The first layers of a model without grafts, with its embeddings and its head; all tensors are the model's own."""
+    config = copy.deepcopy(model.config)
+    for name in ("num_hidden_layers", "num_blocks"):  # as xLSTM has it as well
+        if hasattr(config, name):
+            setattr(config, name, depth)
+    if isinstance(getattr(config, "layer_types", None), list):
+        with suppress(AttributeError):  # of some configurations it follows from others
+            config.layer_types = config.layer_types[:depth]
+    shallow = family_of(config).empty(config, None)
+    share(model, shallow, "the base lacks the tensor '{}'")
+    return shallow.eval()
+
+
+def moved(plan: Plan, depth: int) -> Plan:
+    """The plan in a model of fewer layers: its layers, in their order, are the first. Where there are not enough, the last
+    takes the rest."""
+    layers = sorted({site.layer for site in plan.sites})
+    heads: dict[int, set[int]] = {}
+    for site in plan.sites:
+        heads.setdefault(min(layers.index(site.layer), depth - 1), set()).update(site.heads)
+    sites = tuple(Site(layer, tuple(sorted(chosen))) for layer, chosen in sorted(heads.items()))
+    return plan.model_copy(update={"sites": sites, "starts": {}, "provenance": None})
+
+
+def held_beyond(entries: Iterable[Entry], base: PreTrainedModel) -> int:
+    """The bytes that models hold together and the base does not."""
+    own = set(storages([base]))
+    return sum(size for place, size in storages(model_of(e.model, "bench") for e in entries).items() if place not in own)
+
+
+def weights_of(model: PreTrainedModel) -> int:
+    """The bytes of a model's weights, tied ones once."""
+    return sum(storages([model]).values())
+
+
+def storages(models: Iterable[PreTrainedModel]) -> dict[int, int]:
+    """The bytes of what models hold, by address."""
+    tensors: list[torch.Tensor] = [t for model in models for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

@@ -4,6 +4,9 @@ from surgery.records.record import Environment, Record
 from surgery.runtime.memory import size
 from surgery.runtime.progress import duration
 
+BUSY = 0.75  # programs that run or wait, for every CPU: with more, a machine is busy
+VARIED = 1.5  # times, between equal pieces of work: the same
+
 # What stages count, of one.
 SINGULAR = {
     "forwards": "forward", "forwards and backwards": "forward and backward", "steps": "step", "models": "model",
@@ -27,9 +30,16 @@ class Stage(Record):
     at_most: bool = False
     """Whether it may turn out to be less, as that depends on results."""
 
-    def line(self) -> str:
-        """As it is said when the stage starts: "tune tuned: about 2 min, 1.1 GiB"."""
-        return f"{self.name}: {'at most' if self.at_most else 'about'} {duration(self.seconds)}, {size(self.memory)}"
+    def time(self, spread: float) -> str:
+        """As a range: so many times less and more; of what may be less, the upper end."""
+        low, high = duration(self.seconds / spread), duration(self.seconds * spread)
+        if self.at_most:
+            return f"at most {high}"
+        return high if low == high else f"{low} to {high}"
+
+    def line(self, spread: float) -> str:
+        """As it is said when the stage starts: "tune tuned: 2 to 3 min, 1.1 GiB"."""
+        return f"{self.name}: {self.time(spread)}, {size(self.memory)}"
 
     def work(self) -> str:
         """What it counts: "3 models, 1 forward"."""
@@ -51,6 +61,10 @@ class Estimate(Environment):
     """What is taken for granted until results are there."""
     advice: tuple[str, ...]
     """What to change where the run does not fit."""
+    spread: float
+    """Times are expected within this factor, either way."""
+    load: float
+    """Programs that ran or waited before the estimate began, for every CPU."""
     took: float
     """Seconds that the estimate itself took."""
 
@@ -78,19 +92,29 @@ class Estimate(Environment):
         """Header and body: a row for every stage, one for all of them, and one for what there is."""
         body = [
             [
-                stage.name, f"{'at most ' if stage.at_most else ''}{duration(stage.seconds)}", size(stage.memory),
+                stage.name, stage.time(self.spread), size(stage.memory),
                 size(stage.disk) if stage.disk else "", stage.work(),
             ]
             for stage in self.stages
         ]  # fmt: skip
-        body.append(["in all", duration(self.seconds), size(self.memory), size(self.disk), ""])
+        whole = Stage(name="in all", seconds=self.seconds, memory=0)
+        body.append(["in all", whole.time(self.spread), size(self.memory), size(self.disk), ""])
         body.append(["this machine", "", size(self.available), size(self.free_disk), ""])
         return ["stage", "time", "peak memory", "disk", "what it does"], body
 
     def lines(self) -> list[str]:
         """What stands below the table."""
-        tried = f"Measured on {self.tried} and extended from there." if self.tried else ""
-        return [line for line in (tried, *self.assumptions, *self.advice) if line]
+        tried = f"Steps of tuning were timed on {self.tried}, and extended from there." if self.tried else ""
+        return [line for line in (self.busy(), tried, *self.assumptions, *self.advice) if line]
+
+    def busy(self) -> str:
+        """A word on a machine that does other work; empty where it does none."""
+        if self.load <= BUSY and self.spread <= VARIED:
+            return ""
+        return (
+            f"This machine is busy: {self.load:.1f} programs for every CPU ran or waited, and equal pieces of work differed by "
+            f"a factor of {self.spread:.1f}. The times hold while that lasts."
+        )
 
     def __str__(self) -> str:
         header, body = self.table()

@@ -1,0 +1,176 @@
+"""What the stages of a run will do, counted from the recipe by the functions that do it: forwards, their tokens, and steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.evaluation.contexts import readable
+from surgery.evaluation.speed import ROUNDS, decode_forwards
+from surgery.evaluation.suites import Task, standard, tasks
+from surgery.locating.questions import asked
+from surgery.models import pace
+from surgery.models.answers import LENGTHS
+from surgery.models.pace import Work
+from surgery.probes.encoded import Asked
+from surgery.probes.scoring import answer_shapes
+from surgery.probes.skills import skill_questions, skills_of
+from surgery.records.recipe import Bench, Recipe, Skill, Tune
+from surgery.tuning.bounded import SEED, TEXTS
+from surgery.tuning.choosing import most_bounded, most_measured
+from surgery.tuning.early_stopping import BATCH
+from surgery.tuning.growing import most_plans
+from surgery.tuning.state_sizes import WINDOWS
+
+COUNTED = 2_000  # examples of a task that are made; more go on in the same way
+TRIED = 2  # examples of a task of the harness, which alone knows what it asks
+WITH_BACKWARD = 3  # forwards: a forward and its backward
+LOSS = 2  # forwards: what a batch of tuning costs that is measured only, by student and teacher
+
+
+def stages_of(options: Tune, control: bool = False) -> dict[str, int]:
+    """The steps of each stage, for the early-stopped and for calibration the most that there can be. A control has nothing to
+    align or to calibrate."""
+    steps: dict[str, int] = {}
+    if options.align is not None and not control:
+        steps["align"] = options.align.steps
+    if (search := options.calibrate) is not None and not control:
+        steps["calibrate"] = 1 + sum(len(grid) + search.evaluations + 1 for grid in (search.tau, search.gate))
+    if options.most_steps:
+        steps["distil"] = options.most_steps
+    return steps
+
+
+def beside_the_steps(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, steps: dict[str, int], a_step: Work, share: float
+) -> Work:
+    """What tuning computes beside the steps of distil, in forwards. a_step: of distil. share: of all layers, those that are
+    grafted, which alone are aligned."""
+    options, most = recipe.tune, recipe.tune.most_steps
+    work = Work()
+    if (align := options.align) is not None and "align" in steps:
+        work += a_step * (LOSS * align.batches + WITH_BACKWARD * share * steps["align"])
+    if (search := options.calibrate) is not None and "calibrate" in steps:
+        work += a_step * (LOSS * steps["calibrate"] * -(-search.examples // options.batch_size))
+    if (stopping := options.early_stopping) is not None:
+        text = [(BATCH, options.text_tokens)] * -(-stopping.windows // BATCH)
+        skills = skills_of(recipe.data, [lesson.probe for lesson in options.lessons])
+        facts = _skill_shapes(recipe, tokenizer, skills, stopping.examples, recipe.seed)
+        losses = a_step * (LOSS * -(-stopping.examples // options.batch_size))
+        work += (Work.of([*text, *facts]) + losses) * (2 + -(-most // stopping.eval_steps))
+    if options.steps == "auto":
+        batches = -(-options.auto.examples // options.batch_size)
+        work += a_step * (LOSS * batches * (1 + -(-most // options.auto.eval_steps)))
+    return work
+
+
+def plans_measured(recipe: Recipe, heads: int) -> int:
+    """How many plans plan.heads=auto and plan.by=choice measure, at most, in a model of so many heads."""
+    options = recipe.plan
+    if options.by == "choice":
+        return most_measured(options) + (most_bounded(options) if skills_of_planning(recipe) else 0)
+    return most_plans(options.auto, len(options.auto.gates) if options.blend is None else 1, heads)
+
+
+def skills_of_planning(recipe: Recipe) -> tuple[Skill, ...]:
+    """The skills that bound a plan."""
+    return skills_of(recipe.data, {recipe.locate.probe, *(lesson.probe for lesson in recipe.tune.lessons)})
+
+
+def trial_of(recipe: Recipe) -> Recipe:
+    """The recipe of a trial: as many steps as plan.auto takes with a plan."""
+    return recipe.model_copy(
+        update={"tune": recipe.tune.model_copy(update={"steps": recipe.plan.auto.steps, "early_stopping": None})}
+    )
+
+
+def _skill_shapes(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, skills: Sequence[Skill], n: int, seed: int, batch_size: int = 64
+) -> list[tuple[int, int]]:
+    """(rows, tokens) of the forwards that answer n questions about each skill."""
+    each = (skill_questions(skill, tokenizer, recipe.data, n, seed) for skill in skills)
+    return [shape for questions in each for shape in answer_shapes(tokenizer, questions, batch_size)]
+
+
+def planning(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, heads: int) -> Work:
+    """What plan measures, in forwards; without the steps of its trials."""
+    options, work = recipe.plan, Work()
+    if options.measures:
+        _, questions_of = asked(tokenizer, recipe.locate.probe, recipe.locate.options)
+        each: Sequence[Asked] = questions_of(max(2, options.auto.examples), recipe.seed)
+        shapes = answer_shapes(tokenizer, each, recipe.locate.batch_size)  # type: ignore[arg-type]
+        measured = plans_measured(recipe, heads)
+        if options.by == "choice":  # which asks of the heads the questions alone
+            work += Work.of(shapes) * most_measured(options)
+            measured -= most_measured(options)
+        shapes += [(TEXTS, recipe.tune.text_tokens)] * -(-options.auto.windows // TEXTS)
+        skills, n = skills_of_planning(recipe), options.auto.skill_examples
+        shapes += _skill_shapes(recipe, tokenizer, skills, n, recipe.seed + SEED, recipe.locate.batch_size)
+        work += Work.of(shapes) * measured
+    if options.state_size is not None:
+        work += Work.of([(1, recipe.tune.text_tokens)]) * (WITH_BACKWARD * WINDOWS)
+    return work
+
+
+def benching(
+    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+) -> tuple[Work, float, bool]:
+    """(the forwards of each model in bench, the seconds of encoding what it is asked, whether the forwards are exact). limit:
+    examples of a task that are made for it."""
+    options = recipe.bench
+    few = options.model_copy(update={"limit": min(options.limit, limit or COUNTED), "task_limit": TRIED})
+    todo = tasks(few, tokenizer, recipe.data, recipe.seed)
+    shapes = timed_shapes(options, readable(options, tokenizer))
+    work, exact = Work.of(shapes), few.limit == options.limit and not standard(options)
+    encoding = 0.0
+    for task in todo:
+        if task.shapes is not None:
+            begun = pace.clock()
+            shapes = task.shapes()  # encodes all that is asked, as every model's turn does
+            more = options.limit / few.limit if task.count == few.limit and task.metric == "accuracy" else 1.0
+            work, encoding = work + Work.of(shapes) * more, encoding + (pace.clock() - begun) * more
+    if standard(options):
+        alone = options.model_copy(update={"suites": (), "tasks": tuple(standard(options))})
+        asked_of = tasks(alone, tokenizer, recipe.data, recipe.seed)
+        whole = {(task.name, task.part): task.count for task in asked_of}
+        for task in (each for each in todo if each.shapes is None):
+            work += _tried(task, model) * (whole[task.name, task.part] / max(1, task.count))
+    return work, encoding, exact
+
+
+def timed_shapes(options: Bench, contexts: Sequence[int]) -> list[tuple[int, int]]:
+    """(rows, tokens) of the forwards that are timed. A token after a cache counts as a row of one."""
+    shapes: list[tuple[int, int]] = []
+    decoded = decode_forwards() - 1
+    for context in contexts:
+        if "quick" in options.suites:
+            shapes += [(1, context), *[(1, 1)] * decoded]
+        if "speed" in options.suites:
+            for rows in options.batches:
+                shapes += [(rows, context)] * (ROUNDS + 1) + [(rows, 1)] * decoded
+    return shapes
+
+
+def _tried(task: Task, model: PreTrainedModel) -> Work:
+    """What a few examples of a task of the harness take, by doing them."""
+    shapes: list[tuple[int, int]] = []
+
+    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids: Any = kwargs.get("input_ids", args[0] if args else None)
+        shapes.append((len(ids), ids.shape[1]))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            task.measure(model)
+    finally:
+        handle.remove()
+    return Work.of(shapes)
+
+
+def proof_shapes(new: int) -> list[tuple[int, int]]:
+    """(rows, tokens) of the forwards by which one side proves an export, with so many new tokens."""
+    if not new:
+        return []
+    return [*((1, length) for length in LENGTHS), (len(LENGTHS), max(LENGTHS)), *[(len(LENGTHS), 1)] * (new - 1)]

@@ -1,0 +1,90 @@
+"""What a search runs: counted before, from its questions, and the same in whole forwards of a batch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from surgery.locating.attribution import STARTS
+from surgery.locating.prefilter import deciding
+from surgery.locating.questions import QuestionSet
+from surgery.locating.roles import EXAMPLES
+from surgery.locating.search import DRAWN, LEADING
+from surgery.locating.subject import Subject
+from surgery.models.pace import Work
+from surgery.records.recipe import Locate
+
+# In forwards of the same batch, measured on the built-in Mambas and at mamba2-130m's shape (CPU, float32).
+WALK = 3.0  # layer by layer, beside its variants
+SLOPE = 2.5  # a forward and its backward
+START = 0.7  # the attention of all heads by one more start, on the way back
+MATRICES = 2.0  # of one question
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Through the whole model, of one batch each. base: forwards of the base. starts, slopes: forwards with a backward, with
+    all starts and with one. walks: layer by layer, for an exact scan. variants: what an exact scan tries in all its walks, each
+    of which costs the layers above it. matrices: questions whose mixing matrices are written out. at_most: whether fewer heads
+    may be measured than are counted."""
+
+    base: int
+    starts: int
+    slopes: int
+    walks: int
+    variants: int
+    matrices: int
+    at_most: bool
+
+    def scan(self, share: float) -> float:
+        """What ablating and splicing costs, and the base, in forwards of a batch. share: of all layers, those that a variant
+        computes."""
+        return self.base + WALK * self.walks + share * self.variants
+
+    def forwards(self, share: float, rows: float) -> float:
+        """All of it, in forwards of a batch of so many rows."""
+        backward = (self.starts + self.slopes) * SLOPE + self.starts * (len(STARTS) - 1) * START
+        return self.scan(share) + backward + MATRICES * self.matrices / rows
+
+
+def passes(sets: Sequence[QuestionSet], options: Locate, heads: int, layers: int, graftable: bool = True) -> Passes:
+    """The passes of a search, in a model of so many heads and layers. options: with `exact` decided."""
+    first, *others = (len(questions.groups) for questions in sets)
+    shown = min(EXAMPLES, len(sets[0].questions))
+    starts = deciding(sets[0].groups) if graftable else 0
+    slopes = first - starts + sum(others) if graftable else 0
+    whole, kinds = layers if options.layers else 0, 2 if graftable else 1
+    if not options.exact:
+        return Passes(first + first + sum(others), starts, slopes, 0, 0, shown, False)
+    if options.confirm is None:
+        variants = first * kinds * (heads + whole) + sum(others) * heads
+        return Passes(first, starts, slopes, first + sum(others), variants, shown, False)
+    chosen = min(heads, math.ceil(options.confirm * heads) + DRAWN)
+    best = min(LEADING, chosen) if graftable else 0
+    # The leading heads of the spliced are ablated in a walk of their own; without grafts, whole layers are.
+    variants = first * (chosen + best + (kinds * whole if graftable else layers)) + sum(others) * 2 * chosen
+    return Passes(first, starts, slopes, 2 * first + 2 * sum(others), variants, shown, True)
+
+
+def skill_passes(sets: Sequence[QuestionSet], options: Locate, heads: int, graftable: bool = True) -> Passes:
+    """The passes of a search on other skills, after those of its own questions. options, heads: as for passes."""
+    batches = sum(len(questions.groups) for questions in sets)
+    slopes = batches if graftable else 0
+    if not options.exact:
+        return Passes(batches, 0, slopes, 0, 0, 0, False)
+    chosen = heads if options.confirm is None else min(heads, math.ceil(options.confirm * heads) + DRAWN)
+    return Passes(0, 0, slopes, batches, batches * chosen * (2 if graftable else 1), 0, options.confirm is not None)
+
+
+def counted(sets: Sequence[QuestionSet], options: Locate, subject: Subject) -> tuple[Passes, float]:
+    """(the passes, what share of all layers a variant computes): those from its own layer on."""
+    anatomy = subject.anatomy
+    depth, layers = len(anatomy.blocks), anatomy.layers()
+    each = passes(sets, options, len(anatomy.places[0]), len(layers), subject.graftable)
+    shares = [((depth - layer) / depth, anatomy.heads(layer)) for layer in layers]
+    return each, sum(share * heads for share, heads in shares) / sum(heads for _, heads in shares)
+
+
+def batch_of(sets: Sequence[QuestionSet]) -> Work:
+    """An average batch, with the tokens of the largest."""
+    whole = Work.of((len(batch.rows), max(map(len, batch.rows))) for questions in sets for _, batch in questions.groups)
+    return whole * (1 / whole.calls)
