@@ -20,7 +20,7 @@ TUNE = [
 ]  # fmt: skip
 STAGES = [
     "tune.align={steps: 2, batches: 1}", "tune.calibrate={examples: 1, tau: [1.0], gate: [0.5], evaluations: 1}",
-    "tune.early_stopping={eval_steps: 1, examples: 2, windows: 1, knowledge: 1.0, perplexity: 9.0}",
+    "tune.early_stopping={eval_steps: 1, examples: 2, windows: 1, accuracy: 1.0, perplexity: 9.0}",
 ]  # fmt: skip
 AUTO = [
     "plan.heads=auto", "plan.auto={examples: 2, windows: 1, candidates: 1, max_heads: 2, gates: [1.0]}",

@@ -266,7 +266,7 @@ def test_the_control_and_what_is_tuned_of_it(bases, tokenizer):
 def test_resumed_it_ends_bit_for_bit(bases, tokenizer, tmp_path, monkeypatch):
     base, plan = bases(torch.float16)
     whole, hybrid, again = (splice(base, plan) for _ in range(3))
-    keep = EarlyStopping(eval_steps=2, knowledge=1.0, perplexity=10.0, examples=2, windows=1)
+    keep = EarlyStopping(eval_steps=2, accuracy=1.0, perplexity=10.0, examples=2, windows=1)
     options = STAGES.model_copy(update={"lora": None, "steps": 4, "early_stopping": keep})
     log = tune(whole, tokenizer, options)
     step, taken = descent.Descent._step, []

@@ -144,7 +144,7 @@ def test_another_model_takes_the_same_steps_at_the_same_rates(straight, tokenize
 
 
 def test_early_stopping_watches_beside_it(tokenizer):
-    bounds = EarlyStopping(eval_steps=100, knowledge=1, perplexity=10, examples=4, windows=2)
+    bounds = EarlyStopping(eval_steps=100, accuracy=1, perplexity=10, examples=4, windows=2)
     log = tune(made(), tokenizer, SMALL.model_copy(update={"early_stopping": bounds}), seed=3)
     assert "held_out" in log[-1]  # the last step is measured, whichever it is
 

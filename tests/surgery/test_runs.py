@@ -71,7 +71,7 @@ def test_the_first_stage_whose_settings_changed():
     for changes, stage, key in (
         ({"bench": {"limit": 9}}, "bench", "bench.limit"),
         ({"tune": {"steps": 9}, "bench": {"limit": 9}}, "tune", "tune.steps"),
-        ({"data": {"facts": "capitals"}}, "tune", "data.facts"),
+        ({"data": {"facts": "capitals"}}, "plan", "data.facts"),  # whose bounds ask about them
         ({"plan": {"heads": 2}, "tune": {"steps": 9}}, "plan", "plan.heads"),
         ({"locate": {"options": {"pairs": 9}}, "plan": {"heads": 2}}, "locate", "locate.options.pairs"),
         ({"seed": 9}, "locate", "seed"),

@@ -34,7 +34,7 @@ ALL = SHORT.model_copy(
     update={
         "align": Align(steps=4, batches=2),
         "calibrate": Calibrate(examples=2, tau=(2.0,), gate=(0.5,), evaluations=2),
-        "early_stopping": EarlyStopping(eval_steps=2, knowledge=1.0, perplexity=10.0, examples=4, windows=1),
+        "early_stopping": EarlyStopping(eval_steps=2, accuracy=1.0, perplexity=10.0, examples=4, windows=1),
         "save_steps": 2,
     }
 )

@@ -47,7 +47,7 @@ ALL = DISTIL.model_copy(
     update={
         "align": Align(steps=2, batches=2),
         "calibrate": Calibrate(examples=4, tau=(2.0,), gate=(0.5,), evaluations=1),
-        "early_stopping": EarlyStopping(eval_steps=3, knowledge=1.0, perplexity=10.0, examples=5, windows=3),
+        "early_stopping": EarlyStopping(eval_steps=3, accuracy=1.0, perplexity=10.0, examples=5, windows=3),
     }
 )
 MORE = ALL.model_copy(
