@@ -218,13 +218,20 @@ def _draw_leading(axis: Any, ranking: Ranking, planned: set[Site]) -> None:
         range(len(leading)), [v.value for v in values], xerr=errors, color="#56B4E9", error_kw={"lw": 1, "ecolor": "#57606A"},
         edgecolor=["#24292F" if score.site in planned else "none" for score in leading], linewidth=1.8,
     )  # fmt: skip
-    also = [", ".join(ranking.also_for(score.site)) for score in leading]
-    labels = [
-        f"{name} · " * bool(name) + f"{score.site} {score.role[0].upper() if score.role else ' '}"
-        for name, score in zip(also, leading, strict=True)
-    ]
+    labels = [f"{score.site} {score.role[0].upper() if score.role else ' '}" for score in leading]
+    for i, score in enumerate(leading):
+        also = ", ".join(ranking.also_for(score.site))
+        axis.annotate(
+            also,
+            (1, i),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="center",
+            fontsize=7.5,
+            color="#D55E00",
+            bbox={"fc": "white", "ec": "none", "alpha": 0.85, "pad": 0.5},
+        )
     axis.set_yticks(range(len(leading)), labels, fontsize=8.5)
     axis.axvline(0, color="#57606A", lw=0.8)
     axis.set_xlabel(ORDERED_BY[order], fontsize=8.5)
-    title = "Leading heads (and other skills that they serve)" if any(also) else "Leading heads, 95% intervals"
-    axis.set_title(title, fontsize=9.5)
+    axis.set_title("Leading heads" + (", and what else they serve" if ranking.skills else ", 95% intervals"), fontsize=9.5)

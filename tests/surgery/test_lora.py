@@ -176,9 +176,8 @@ def test_tuned_it_is_held_to_the_base_without_adapters(family, tokens, monkeypat
     forward = Distillation.forward
 
     def watched(self, *args, **kwargs):
-        with torch.no_grad():
-            hidden = self.run(self._all_teacher_blocks(), norm=True, input_ids=tokens)
-            teachers.append(self._logits(hidden))
+        with torch.no_grad(), self.as_teacher() as teacher:
+            teachers.append(teacher(input_ids=tokens, use_cache=False).logits)
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(Distillation, "forward", watched)

@@ -15,6 +15,7 @@ from surgery.locating.locate import locate
 from surgery.locating.planning import plan, random_plan
 from surgery.locating.ranking import LISTED, Ranking
 from surgery.records.plan import Start
+from surgery.records.recipe import Data
 from surgery.records.record import provenance
 from surgery.records.site import Site
 from surgery.statistics import Estimate, Intervals, intervals, mean, proportion
@@ -206,7 +207,7 @@ def test_until_both_files_are_written_the_earlier_ranking_stands(tmp_path, monke
 def test_a_search_says_the_same_whichever_way_it_is_written(tmp_path, monkeypatch):
     tokenizer = build_tokenizer()
     base = random_base(vocab_size=VOCABULARY)
-    found = locate(base, tokenizer, options={"pairs": 4}, examples=4, exact=True)
+    found = locate(base, tokenizer, options={"pairs": 4}, examples=4, exact=True, data=Data(skills=()))
     found.write(tmp_path / "all.json")
     monkeypatch.setattr(rankings, "MANY", 3)
     monkeypatch.setattr(rankings, "LISTED", 2)
