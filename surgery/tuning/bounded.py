@@ -230,7 +230,7 @@ def decided(
 
     allowed = [i for i, each in enumerate(untrained) if not each.beyond]
     if not allowed:
-        raise NoPlan(refusal(ended(), auto), ended())
+        raise refused(ended(), auto)
     finalists = (allowed if by_preference else sorted(allowed, key=lambda i: -untrained[i].saved.value))[: auto.finalists]
     if not auto.steps:
         return plans[finalists[0]].model_copy(update={"growth": ended()})
@@ -241,23 +241,24 @@ def decided(
         say(f"plan: {each}" + (f" (beyond the bounds: {', '.join(each.beyond)})" if each.beyond else ""))
     kept = [number for number, each in enumerate(after) if not each.beyond]
     if not kept:
-        raise NoPlan(refusal(ended(), auto), ended())
+        raise refused(ended(), auto)
     best = max(kept, key=lambda number: after[number].saved.value)
     return plans[finalists[best]].model_copy(update={"growth": ended()})
 
 
-def refusal(growth: Growth, auto: Auto) -> str:
-    """That no plan keeps the bounds, and the frontier: what a gain costs."""
-    lines = [f"  {candidate} (beyond: {', '.join(candidate.beyond)})" for candidate in growth.frontier()]
+def refused(growth: Growth, auto: Auto) -> NoPlan:
+    """Says what a gain costs, a line for each candidate of the frontier, and returns that no plan keeps the bounds."""
     skills = "".join(f", {name} {accuracy:.3f}" for name, accuracy in growth.skills.items())
-    return "\n".join([
+    say(f"what a gain costs; the base: accuracy {growth.accuracy:.3f}{skills}")
+    for candidate in growth.frontier():
+        say(f"  {candidate} (beyond the bounds: {', '.join(candidate.beyond)})")
+    return NoPlan(
         f"no plan keeps what the base can do: each of the {len(growth.candidates)} that were measured costs another skill more "
         f"than {auto.accuracy_bound:g} (plan.auto.accuracy_bound), or text more than {auto.text_bound:g} nats "
-        "(plan.auto.text_bound), or may do so by its 95% interval. What a gain costs:",
-        f"  the base: accuracy {growth.accuracy:.3f}{skills}",
-        *lines,
-        "  Ask more questions (plan.auto.skill_examples), widen a bound, take skills out of data.skills, or set plan.sites.",
-    ])  # fmt: skip
+        "(plan.auto.text_bound), or may do so by its 95% interval; ask more questions (plan.auto.skill_examples), widen a bound, "
+        "take skills out of data.skills, or set plan.sites",
+        growth,
+    )
 
 
 def growth_of(probe: Mapping[str, Any], measuring: Measuring, base: Measured, rounds: Sequence[Round] = ()) -> Growth:

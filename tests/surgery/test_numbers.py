@@ -241,7 +241,7 @@ def test_a_ranking_is_resumed_only_for_the_same_weights(surgery, place, tmp_path
     assert "out/ranking.json is of another locate.ablation (zero): locating again" in err
     Path("out/recipe.yaml").unlink()
 
-    falsified = {"base_accuracy": {"value": 1.0, "ci95": [1.0, 1.0], "n": 4}}
+    falsified = {"base_accuracy": {"accuracy": 1.0, "ci95": [1.0, 1.0], "n": 4}}
     for change, complaint in ((falsified, "does not fit its seal"), ({"seal": None}, "cannot be spliced")):
         Path("out/ranking.json").write_text(json.dumps(json.loads(before) | change))
         status, out, err = surgery("locate", "hybrid", *ASKED, "--out", "out", "--resume")
@@ -351,7 +351,7 @@ def test_a_card_takes_only_a_report_on_its_own_weights(surgery, place, tmp_path,
     del falsified["seal"]
     Path("unsealed.json").write_text(json.dumps(falsified))
     for name, complaint in {
-        "old.json": "does not say which weights it measured", "falsified.json": "does not fit its seal",
+        "old.json": "the report measured other weights than these", "falsified.json": "does not fit its seal",
         "unsealed.json": "has no seal",
     }.items():  # fmt: skip
         status, out, err = surgery("export", "spliced", "--report", name, "--out", "no")
