@@ -25,7 +25,7 @@ from surgery.locating.questions import QuestionSet, question_sets, questions_dig
 from surgery.locating.ranking import Ranking
 from surgery.locating.replay import How
 from surgery.locating.search import LEADING, Search, drawn, of_heads
-from surgery.locating.skill_scores import skill_scores, skill_sets
+from surgery.locating.skill_scores import skill_scores, skill_sets, slopes
 from surgery.locating.stability import EXACT, Column, Stability, stability
 from surgery.locating.subject import Subject, is_graftable
 from surgery.models.anatomy import anatomy
@@ -134,6 +134,8 @@ def rank(
     filtered, attributions = None, None
     if subject.graftable:
         filtered, attributions = prefilter(subject, first.groups, ledger, whole="batch_size" in options.model_fields_set)
+    of_skills = skill_sets(subject, data or Data(), options, first, seed=seed)
+    attributed = [slopes(filtered, questions, subject.anatomy) if filtered else None for questions in of_skills]
     search = Search(subject, filtered, ledger, options)
     measured, leading, control = search.first(first, attributions)
     anatomy = subject.anatomy
@@ -152,8 +154,7 @@ def rank(
     scores = _with_roles(scores, columns, even, pair_mass)
     compared = _compare(search, first, others, measured, attributions, control) if others else None
     skills = [
-        skill_scores(search, questions, heads, scores)
-        for questions in skill_sets(subject, data or Data(), options, first, seed=seed)
+        skill_scores(search, questions, heads, scores, slope) for questions, slope in zip(of_skills, attributed, strict=True)
     ]
     return Ranking(
         provenance=provenance(subject.name, subject.fingerprint, seed, recipe),

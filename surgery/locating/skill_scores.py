@@ -11,10 +11,12 @@ import numpy as np
 
 from surgery.locating.estimates import estimated, everywhere
 from surgery.locating.heads import SCORES, Heads
+from surgery.locating.prefilter import Prefilter
 from surgery.locating.questions import QuestionSet
 from surgery.locating.search import Search, of_heads
 from surgery.locating.stability import Column
 from surgery.locating.subject import Subject
+from surgery.models.anatomy import Anatomy
 from surgery.probes.encoded import Asked
 from surgery.probes.perplexity import Perplexity
 from surgery.probes.question import Passage, Question
@@ -23,7 +25,7 @@ from surgery.probes.skills import names_of, skill_questions, skills_of
 from surgery.records.recipe import Data, Locate
 from surgery.records.record import Record
 from surgery.records.site import Site, SiteText
-from surgery.statistics import LEVEL, Proportion, share_right
+from surgery.statistics import LEVEL, Intervals, Proportion, share_right
 
 BOUND, BOUND_OF_TEXT = 0.02, 0.01  # what a head must cost to be named: accuracy, and nats per token
 TEXT, WINDOW = "text", 64  # running text as a skill, in rows of so many tokens
@@ -92,17 +94,25 @@ def _text(subject: Subject, data: Data, rows: int, options: Locate, first: Quest
     return QuestionSet(TEXT, {"tokens": WINDOW}, first.seed, passages, groups, first.reference)
 
 
-def skill_scores(search: Search, questions: QuestionSet, heads: Sequence[Site], ranked: Heads) -> SkillScores:
-    """What the heads do to one skill. heads: those to be measured exactly. ranked: the ranking's, in the model's order."""
+def slopes(prefilter: Prefilter, questions: QuestionSet, anatomy: Anatomy) -> Intervals:
+    """The attribution of all heads on one skill. To be taken before anything is measured exactly: an offloaded model may hold
+    weights without gradients afterwards."""
+    return estimated("attribution", Column(of_heads(prefilter.attributions(questions.groups), anatomy)))
+
+
+def skill_scores(
+    search: Search, questions: QuestionSet, heads: Sequence[Site], ranked: Heads, slope: Intervals | None
+) -> SkillScores:  # fmt: skip
+    """What the heads do to one skill. heads: those to be measured exactly. ranked: the ranking's, in the model's order. slope:
+    their attribution, if there is one."""
     anatomy, exact = search.subject.anatomy, search.exact(questions)
     exact.measure(heads, layers=False)
     columns = {name: Column(values, anatomy.numbers(heads)) for name, values in exact.effects(heads).items()} if heads else {}
-    if search.prefilter is not None:
-        columns["attribution"] = Column(of_heads(search.prefilter.attributions(questions.groups), anatomy))
     count = len(ranked)
     estimates = {
         name: everywhere(estimated(name, columns[name]), columns[name].at, count) for name in SCORES if name in columns
     }
+    estimates |= {} if slope is None else {"attribution": slope}
     estimates = {name: estimate for name, estimate in estimates.items() if estimate.n.any()}
     nothing = np.zeros(count, dtype=np.uint8)
     whole = Heads(ranked.layer, ranked.head, ranked.kind, nothing, ranked.sign, ranked.tau, estimates)

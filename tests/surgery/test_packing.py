@@ -331,7 +331,7 @@ def test_grafts_are_aligned_on_the_same_states_packed(ids):
     with training(hybrid, trainable(hybrid, None)):
         distillation = Distillation(hybrid, adopt(random_base()).double())
         nothing = torch.full_like(ids, IGNORE)
-        states = [gather_states(distillation, [((ids, nothing), text)], 0, Accelerator())[0] for text in in_rows(ids)]
+        states = [gather_states(distillation, [((ids, nothing), text, None)], 0, Accelerator())[0] for text in in_rows(ids)]
         off = [alignment_error(distillation, some)["loss"] for some in states]
     assert states[0].keys() == {1, 2}
     for i in states[0]:
