@@ -107,7 +107,7 @@ def test_no_recipe_and_no_setting_starts_a_program(tmp_path):
     """Only a flag of the command line, or the user's own Python."""
     (tmp_path / "recipe.yaml").write_text("model: base\nbench: {suites: [serving], engine_python: ./evil.sh}\n")
     for arguments in ((tmp_path / "recipe.yaml",), (None, ["model=base", "bench.engine_python=./evil.sh"])):
-        with pytest.raises(UserError, match="which no recipe and no setting starts: give --engine-python"):
+        with pytest.raises(UserError, match=r"bench.engine_python: went with version 0.20"):
             read_recipe(*arguments)
 
 

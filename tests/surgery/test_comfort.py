@@ -254,7 +254,7 @@ def test_wrong_types_are_named(folder, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-QUICK = surgery.Recipe(model="x", bench={"pairs": [4], "examples": 20, "windows": 2, "window": 32, "contexts": []}).bench
+QUICK = surgery.Recipe(model="x", bench={"pairs": [4], "limit": 20, "windows": 2, "window": 32, "contexts": []}).bench
 
 
 def test_bench_takes_models_and_gives_a_report(folder, tmp_path, capsys):

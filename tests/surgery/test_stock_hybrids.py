@@ -249,7 +249,8 @@ def test_the_start_is_the_heads_own_query_and_key(base):
         mixer.A_log.fill_(-40)  # A is 0
         matrix = family_matrix(mixer, u)
         projected = mixer.project(u)
-        q, k = mixer.queries_and_keys(projected)
+        of_channels = base.config.model_type == "jamba"  # whose queries and keys are made of the values
+        q, k = mixer.queries_and_keys(projected.values[..., 0] if of_channels else projected)
         scores = (q @ k.transpose(-1, -2))[0].tril() * projected.dt[0, :, mixer.graft.heads].T[:, None]
         torch.testing.assert_close(scores, matrix, **SAME)
 
