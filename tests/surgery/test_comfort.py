@@ -88,7 +88,7 @@ def test_merged_adapters_are_switched_off_too(tokens, tokenizer):
     base = random_base(vocab_size=VOCABULARY)
     hybrid, expected = splice(base, HEADS), told(adopt(base), tokens)
     options = surgery.Recipe(model="x", tune={
-        "steps": 2, "batch_size": 2, "text_batch_size": 1, "text_tokens": 16, "lora": {"targets": ["in_proj"]},
+        "steps": 2, "batch_size": 2, "text_batch_size": 1, "text_tokens": 16, "lora": {"target_modules": ["in_proj"]},
         "lessons": [{"options": {"pairs": 2}}],
     }).tune  # fmt: skip
     surgery.tune(hybrid, tokenizer, options)
