@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from surgery.records.growth import Candidate, Growth
+from surgery.records.growth import Growth
 from surgery.records.record import write_text
 from surgery.runtime import plotting
 
@@ -38,13 +38,8 @@ def draw_frontier(growth: Growth, path: Path) -> None:
         )  # fmt: skip
         for each in (frontier[0], frontier[-1])[: len(frontier)]:
             axis.annotate(
-                _named(each), (growth.cost(each), each.accuracy), xytext=(5, -11), textcoords="offset points", fontsize=8
+                each.label, (growth.cost(each), each.accuracy), xytext=(5, -11), textcoords="offset points", fontsize=8
             )
         axis.set(xlabel="accuracy lost on the skill that loses most", ylabel=f"{growth.probe['name']}: {plotting.ACCURACY}")
         figure.suptitle("What a gain costs, by plan", fontsize=11, fontweight="bold", ha="left", x=0.01)
         plotting.legend(figure, axis, columns=2)
-
-
-def _named(candidate: Candidate) -> str:
-    gate = "no gate" if candidate.blend is None else f"gate {candidate.blend:g}"
-    return f"{', '.join(map(str, candidate.sites))}, {gate}"

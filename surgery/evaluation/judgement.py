@@ -10,6 +10,7 @@ from typing import Literal
 
 from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, is_loss, needle_tasks, value
 from surgery.probes.needle import CHOICES
+from surgery.probes.skills import BOUND, BOUND_OF_LOSS
 from surgery.records.names import is_control
 from surgery.statistics import Estimate, Evidence, at_chance, written
 
@@ -17,7 +18,6 @@ UNSEEN = "kv_unseen"
 CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
 CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 NAMED = 6  # tasks in a sentence
-BOUND, BOUND_OF_LOSS = 0.02, 0.01  # by how much a skill may fall: accuracy, and nats
 
 Verdict = Literal["yes", "mixed", "perhaps", "unclear", "no", "not to be judged"]
 

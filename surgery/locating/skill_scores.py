@@ -21,13 +21,12 @@ from surgery.probes.encoded import Asked
 from surgery.probes.perplexity import Perplexity
 from surgery.probes.question import Passage, Question
 from surgery.probes.scoring import batches
-from surgery.probes.skills import names_of, skill_questions, skills_of
+from surgery.probes.skills import BOUND, BOUND_OF_LOSS, names_of, skill_questions, skills_of
 from surgery.records.recipe import Data, Locate
 from surgery.records.record import Record
 from surgery.records.site import Site, SiteText
 from surgery.statistics import LEVEL, Intervals, Proportion, share_right
 
-BOUND, BOUND_OF_TEXT = 0.02, 0.01  # what a head must cost to be named: accuracy, and nats per token
 TEXT, WINDOW = "text", 64  # running text as a skill, in rows of so many tokens
 SEED = 60_013  # added to the ranking's: no other questions have it
 FEWEST, KEPT = 8, 1_000  # questions about a skill; heads of a model in which none was measured exactly
@@ -35,7 +34,7 @@ FEWEST, KEPT = 8, 1_000  # questions about a skill; heads of a model in which no
 
 class SkillScores(Record):
     """name: of the skill. probe: what was asked (name, options, examples). base_accuracy: of the base; chance: that of
-    guessing; both None for text. serving: heads whose ablation costs the skill more than BOUND (of text: BOUND_OF_TEXT);
+    guessing; both None for text. serving: heads whose ablation costs the skill more than BOUND (of text: BOUND_OF_LOSS);
     at_risk: heads at which an untrained graft does. Both stand on intervals that are corrected for the number of heads.
     heads: the scores of those that were measured exactly, or of the leading ones by attribution."""
 
@@ -119,28 +118,23 @@ def skill_scores(
     kept = anatomy.numbers(heads) if heads else whole.order()[:KEPT]
     text = questions.name == TEXT
     chances = [each.chance for each in questions.questions if isinstance(each, Question)]
-    serving, at_risk = (
-        tuple(whole.site(i) for i in _costing(columns, names, count, text))
-        for names in ((("ablation_loss", 1),) if text else (("ablation_drop", 1),),
-                      (("splice_loss", -1),) if text else (("splice_gain", -1),))
-    )  # fmt: skip
+    of_ablation, of_splicing = ("ablation_loss", "splice_loss") if text else ("ablation_drop", "splice_gain")
+    bound = BOUND_OF_LOSS if text else BOUND
+    serving = _costing(columns.get(of_ablation), of_ablation, 1, count, bound)
+    at_risk = _costing(columns.get(of_splicing), of_splicing, -1, count, bound)
     return SkillScores(
         name=questions.name, probe={**questions.options, "examples": len(questions.questions)},
         base_accuracy=None if text else share_right(exact.correct["base", None]),
         chance=float(np.mean(chances)) if chances else None,
-        serving=serving, at_risk=at_risk, heads=whole.take(kept),
+        serving=tuple(map(whole.site, serving)), at_risk=tuple(map(whole.site, at_risk)), heads=whole.take(kept),
     )  # fmt: skip
 
 
-def _costing(columns: dict[str, Column], names: Any, count: int, text: bool) -> list[int]:
-    """The numbers of the heads that cost more than the bound, by an interval that is corrected for their number. names: (score,
-    the sign with which it is a cost)."""
-    costing: set[int] = set()
-    for name, sign in names:
-        if name not in columns:
-            continue
-        part = everywhere(estimated(name, columns[name], LEVEL / count), columns[name].at, count)
-        least = part.low if sign > 0 else -part.high
-        bound = BOUND_OF_TEXT if text else BOUND
-        costing |= {int(i) for i in np.flatnonzero((sign * part.value > bound) & (least > 0))}
-    return sorted(costing)
+def _costing(column: Column | None, name: str, sign: int, count: int, bound: float) -> list[int]:
+    """The numbers of the heads, of `count`, that cost more than the bound, by an interval that is corrected for their number.
+    sign: with which the score is a cost. column: None where it was not measured."""
+    if column is None:
+        return []
+    part = everywhere(estimated(name, column, LEVEL / count), column.at, count)
+    least = part.low if sign > 0 else -part.high
+    return np.flatnonzero((sign * part.value > bound) & (least > 0)).tolist()

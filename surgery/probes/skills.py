@@ -23,6 +23,7 @@ from surgery.world.facts import RELATIONS, Fact, facts
 
 AUTO = (Skill(probe="kv", options={"pairs": 16}), Skill(probe="letters"), Skill(probe="knowledge"))
 FACTS = ("letters", "knowledge")  # probes that ask about data.facts
+BOUND, BOUND_OF_LOSS = 0.02, 0.01  # what counts as a loss: accuracy, and nats per token
 
 
 def skills_of(data: Data, taught: Iterable[str]) -> tuple[Skill, ...]:

@@ -52,14 +52,15 @@ class Candidate(Record):
     skills: dict[str, float] = {}
     beyond: tuple[str, ...] = ()
 
+    @property
+    def label(self) -> str:
+        """Its heads and their gate."""
+        return f"{', '.join(map(str, self.sites))}, {'no gate' if self.blend is None else f'gate {self.blend:g}'}"
+
     def __str__(self) -> str:
-        gate = "no gate" if self.blend is None else f"gate {self.blend:g}"
         skills = "".join(f", {name} {accuracy:.3f}" for name, accuracy in self.skills.items())
         tuned = f" after {self.steps} steps" if self.steps else " untrained"
-        return (
-            f"{', '.join(map(str, self.sites))}, {gate}{tuned}: accuracy {self.accuracy:.3f}{skills}, text "
-            f"{self.text_loss:+.4f} nats"
-        )
+        return f"{self.label}{tuned}: accuracy {self.accuracy:.3f}{skills}, text {self.text_loss:+.4f} nats"
 
 
 class Growth(Record):

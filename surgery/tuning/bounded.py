@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.locating.ledger import Ledger, Tensors
+from surgery.locating.skill_scores import TEXT
 from surgery.locating.subject import Subject
 from surgery.models.finite import within
 from surgery.probes.encoded import Asked
@@ -38,7 +39,6 @@ from surgery.tuning.loop import tune
 
 SEED = 30_013  # added to the ranking's: no other questions have it (bench, calibrate and early stopping add less)
 TEXTS = 8  # windows of text in a forward
-TEXT = "text"
 
 
 class NoPlan(UserError):
@@ -187,10 +187,16 @@ class Bounds:
         """A plan's record."""
         return Candidate(
             sites=plan.sites, blend=plan.blend, steps=steps, saved=saved(self.base, measured, self.auto.text_weight),
-            accuracy=float(measured.correct.mean()), loss=float(measured.loss.mean()),
-            text_loss=float((measured.text - self.base.text).mean()), skills=self.accuracies(measured),
-            beyond=self.beyond(measured),
+            **self.figures(measured),
         )  # fmt: skip
+
+    def figures(self, measured: Measured) -> dict[str, Any]:
+        """What the records of all plans say alike."""
+        return {
+            "accuracy": float(measured.correct.mean()), "loss": float(measured.loss.mean()),
+            "text_loss": float((measured.text - self.base.text).mean()), "skills": self.accuracies(measured),
+            "beyond": self.beyond(measured),
+        }  # fmt: skip
 
 
 def saved(before: Measured, after: Measured, text_weight: float, level: float = LEVEL) -> Saved:

@@ -1,4 +1,4 @@
-"""Early stopping: measures during tuning what it must not cost, the base's other skills (skills.py) and perplexity.
+"""Early stopping: measures during tuning what it must not cost, the base's other skills (probes/skills.py) and perplexity.
 
 Bench measures on other examples. The text comes from documents that are neither trained on nor in bench's held-out text.
 """

@@ -95,11 +95,14 @@ class _Growing:
             if not candidates:
                 break
             tried = self._round(sites, candidates, blend, before)
-            trials = [self._trial(*key, measured, before, base) for key, measured in tried.items()]
+            trials = [
+                Trial(site=site, blend=gate_of, saved=self._saved(before, measured), **self.bounds.figures(measured))
+                for (site, gate_of), measured in tried.items()
+            ]
             within = [i for i, trial in enumerate(trials) if not trial.beyond]
-            for i, ((site, gate_of), measured) in enumerate(tried.items()):
-                if i in within:
-                    allowed[(*sites, site), gate_of] = saved(base, measured, self.auto.text_weight).value
+            for ((site, gate_of), measured), trial in zip(tried.items(), trials, strict=True):
+                if not trial.beyond:
+                    allowed[(*sites, site), gate_of] = self._saved(base, measured).value
             best = max(within or range(len(trials)), key=lambda i: trials[i].saved.value)
             (site, gate_of), measured = [*tried.items()][best]
             least = self._saved(before, measured, LEVEL / len(trials)).ci95[0]
@@ -170,13 +173,6 @@ class _Growing:
 
     def _saved(self, before: Measured, after: Measured, level: float = LEVEL) -> Saved:
         return saved(before, after, self.auto.text_weight, level)
-
-    def _trial(self, site: Site, blend: float | None, after: Measured, before: Measured, base: Measured) -> Trial:
-        return Trial(
-            site=site, blend=blend, saved=self._saved(before, after), accuracy=float(after.correct.mean()),
-            loss=float(after.loss.mean()), text_loss=float((after.text - base.text).mean()),
-            skills=self.bounds.accuracies(after), beyond=self.bounds.beyond(after),
-        )  # fmt: skip
 
 
 def gate(value: float) -> float | None:
