@@ -143,9 +143,9 @@ def test_an_interrupted_locate_goes_on_where_it_was(surgery, folder, whole, tmp_
     counts = watch(monkeypatch)
     counts["stop"] = 13
     assert surgery("locate", folder, *ASKED, "--out", "parts")[0] != 0
-    assert counts["attributions"] == 10  # of the first ranking
+    assert counts["attributions"] == 10 + 15  # of the first ranking, and on the skills of the base
     kept = {path.name for path in (tmp_path / "parts" / "locate").iterdir()}
-    assert len(kept) == 13 + 10
+    assert len(kept) == 13 + 10 + 15
     assert not (tmp_path / "parts" / "ranking.json").exists()
 
     status, out, err = surgery("locate", folder, *ASKED, "--out", "parts")

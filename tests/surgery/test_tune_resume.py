@@ -148,6 +148,15 @@ def signalled(patch, number, after):
     patch.setattr(Distillation, "forward", forward)
 
 
+@pytest.fixture
+def listening():
+    """Python's own answer to Ctrl-C: a shell's background job, and what it starts, ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 def test_a_signal_ends_a_step_when_it_is_saved(base, hybrid, tokenizer, tmp_path, monkeypatch, capsys):
     """As soon as the step is whole: nothing of it is lost, and the end is the same."""
     options = SHORT.model_copy(update={"save_steps": 1000})
