@@ -6,6 +6,9 @@ the loss on both. Heads that serve the text as well want a small gate, so that g
 leading head, in every round for the best one. Heads under one gate share the work, and two need a smaller one than one does: so
 candidates are tried under the gate of the plan and under the next smaller one.
 
+A head of Mamba-1 is a channel, and one channel of thousands changes next to nothing. There a candidate is a block: CHANNELS
+leading channels of one layer.
+
 The best of many trials looks better than it is. So the interval that has to leave out 0 is corrected for the number of trials
 of the round (Bonferroni).
 """
@@ -29,6 +32,8 @@ from surgery.runtime.progress import say
 from surgery.statistics import LEVEL
 from surgery.tuning.bounded import SEED, Bounds, Measured, Measuring, decided, growth_of, saved
 
+CHANNELS = 16  # of a Mamba-1 in a block
+
 
 def grow(
     base: PreTrainedModel | Checkpoint, ranking: Ranking, options: PlanOptions | None = None, *,
@@ -49,15 +54,32 @@ def grow(
     options = options or PlanOptions(heads="auto")
     subject = Subject.of(base, tokenizer, verb="grow")
     seed = ranking.provenance.seed if seed is None else seed
-    leading = plan(ranking, min(len(ranking.heads), options.auto.max_heads + options.auto.candidates - 1)).sites
-    heads = {part for site in leading for part in site.each()}
-    order = [site for site in (ranking.columns.site(i) for i in range(len(ranking.heads))) if site in heads]
+    size = CHANNELS if subject.anatomy.ssms[0].width == 1 else 1
+    order = blocks(ranking, size, options.auto.max_heads + options.auto.candidates - 1)
     questions = fresh_questions(subject.tokenizer, ranking, options.auto.examples, seed)
     measuring = Measuring.of(
         subject, questions, options.auto, data=data or Data(), tuning=tuning or Tune(), taught=ranking.probe["name"],
         batch_size=batch_size, seed=seed, kept=kept,
     )  # fmt: skip
     return _Growing(measuring, ranking, options, order, seed).grown()
+
+
+def blocks(ranking: Ranking, size: int, count: int) -> list[Site]:
+    """At most `count` blocks of `size` heads of one layer each, in the order in which the ranking fills them. Raises UserError
+    for a ranking of a model that cannot be spliced."""
+    plan(ranking, 1)  # which refuses those
+    heads = ranking.columns
+    filling: dict[int, list[int]] = {}
+    filled: list[Site] = []
+    for i in heads.order():
+        if len(filled) == count:
+            break
+        block = filling.setdefault(int(heads.layer[i]), [])
+        block.append(int(heads.head[i]))
+        if len(block) == size:
+            filled.append(Site(int(heads.layer[i]), tuple(block)))
+            block.clear()
+    return filled
 
 
 def fresh_questions(tokenizer: PreTrainedTokenizerBase, ranking: Ranking, n: int, seed: int) -> list[Asked]:
@@ -74,7 +96,7 @@ def fresh_questions(tokenizer: PreTrainedTokenizerBase, ranking: Ranking, n: int
 
 
 class _Growing:
-    """The rounds. order: heads, the leading ones first."""
+    """The rounds. order: heads, or blocks of them, the leading ones first."""
 
     def __init__(self, measuring: Measuring, ranking: Ranking, options: PlanOptions, order: list[Site], seed: int):
         self.measuring, self.ranking, self.options, self.order, self.seed = measuring, ranking, options, order, seed
@@ -198,4 +220,5 @@ def _best(last: Round) -> str:
     trial = last.trials[last.best]
     how = "" if trial.blend is None else f" under a gate of {trial.blend:g}"
     low, high = trial.saved.ci95
-    return f"{trial.site}{how}, saves {trial.saved.value:+.3f} nats [{low:+.3f}, {high:+.3f}]: accuracy {trial.accuracy:.3f}"
+    heads = f"{len(trial.site.heads)} channels of L{trial.site.layer}" if len(trial.site.heads) > 1 else f"{trial.site}"
+    return f"{heads}{how}, saves {trial.saved.value:+.3f} nats [{low:+.3f}, {high:+.3f}]: accuracy {trial.accuracy:.3f}"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import MambaConfig, MambaForCausalLM
 
 import surgery
 from surgery.errors import UserError
@@ -21,9 +22,11 @@ from surgery.probes.scoring import answer
 from surgery.records.growth import Saved
 from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, Data, PlanOptions, read_recipe
+from surgery.records.site import Site
 from surgery.splicing.splice import install
 from surgery.tuning import growing
-from surgery.tuning.growing import Measured, Measuring, fresh_questions, grow, most_plans
+from surgery.tuning.growing import CHANNELS, Measured, Measuring, fresh_questions, grow, most_plans
+from tests.conftest import random_selective
 
 NO_SKILLS = Data(skills=())  # test_skills.py has the bounds
 FEW = {"examples": 12, "windows": 2, "candidates": 2, "max_heads": 3}
@@ -152,6 +155,20 @@ def test_growth_is_written_into_the_plan_and_only_there(tmp_path, base, tokenize
     found.write(tmp_path / "plan.json")
     assert Plan.read(tmp_path / "plan.json") == found
     assert "growth" not in json.loads(plan(ranking, 1).model_dump_json())
+
+
+def test_of_a_mamba_1_blocks_of_channels_are_added(tokenizer, monkeypatch):
+    model = random_selective(MambaConfig, MambaForCausalLM, vocab_size=len(tokenizer))
+    scores = locate(model, tokenizer, options={"pairs": 4}, examples=4, exact=False, layers=False)
+    order = [scores.columns.site(int(i)) for i in scores.columns.order()]
+    made(monkeypatch, {str(head): 0.03 for head in order})
+    found = grow(model, scores, options(), tokenizer=tokenizer, data=NO_SKILLS)
+    assert found.growth is not None
+    added = [Site.parse(text) for text in found.growth.heads()]
+    assert [len(site.heads) for site in added] == [CHANNELS] * 3
+    assert len({head for site in added for head in site.each()}) == 3 * CHANNELS
+    leading = [head for head in order if head.layer == added[0].layer][:CHANNELS]
+    assert added[0] == Site(added[0].layer, tuple(head.heads[0] for head in leading))
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 32))
