@@ -15,10 +15,10 @@ class Saved(Record):
 
 
 class Trial(Record):
-    """A plan that was measured, against the plan before the round. site: the head (of Mamba-1, the block of channels) that it adds. blend: its gate; None where
-    attention replaces the SSM. accuracy: of the answers; loss: on questions, in nats; text_loss: by how much its loss on text
-    is above the base's, in nats per token. skills: its accuracy on each other skill. beyond: what it costs more than the bounds
-    allow (skills, or "text")."""
+    """A plan that was measured, against the plan before the round. site: the head that it adds, of Mamba-1 a block of
+    channels. blend: its gate; None where attention replaces the SSM. accuracy: of the answers; loss: on questions, in nats;
+    text_loss: by how much its loss on text is above the base's, in nats per token. skills: its accuracy on each other skill.
+    beyond: what it costs more than the bounds allow (skills, or "text")."""
 
     site: SiteText
     blend: float | None
