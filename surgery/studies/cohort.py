@@ -23,6 +23,7 @@ from surgery.jobs.run import run
 from surgery.locating.ranking import Ranking
 from surgery.pretraining.fresh_model import check_architecture
 from surgery.pretraining.pretrain import pretrain
+from surgery.probes.letters import LETTERS as OPTIONS
 from surgery.records.names import is_control
 from surgery.records.pretrain_recipe import PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
 from surgery.records.recipe import Recipe, changed
@@ -112,31 +113,32 @@ class Cohort(Study):
 
     @staticmethod
     def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
-        """One row a base, at the largest size."""
-        size = _largest(findings.rows)
+        """One row a base: what its heads were located by (dictionaries: at the largest size), then the other skill."""
+        size, largest = _target(findings.about, findings.rows), _largest(findings.rows)
+        other = largest if size == LETTERS else LETTERS
         of_tuned = [f"tuned, {name}" for name in ("unseen keys", KNOWLEDGE, TEXT)]
-        lettered = [model for model in (BASE, TUNED, SAME_LAYER) if any(LETTERS in row.figures for row in findings.rows)]
+        beside = [model for model in (BASE, TUNED, SAME_LAYER) if any(other in row.figures for row in findings.rows)]
         header = ["", "plan", "predicted is best", *COLUMNS.values(), *of_tuned]
-        header += [f"letters, {COLUMNS[model]}" for model in lettered]
+        header += [f"{_heading(other)}, {COLUMNS[model]}" for model in beside]
         body = []
         for name, about in findings.about.items():
             models = _of_base(findings.rows, name)
             accuracies = [f"{value(models[model][size]):.3f}" if size in models.get(model, {}) else "" for model in COLUMNS]
             tuned = models.get(TUNED, {})
-            unseen = [f"{value(tuned[column]):.3f}" if (column := f"{UNSEEN}{size[3:]}") in tuned else ""]
+            unseen = [f"{value(tuned[column]):.3f}" if (column := f"{UNSEEN}{largest[3:]}") in tuned else ""]
             costs = [f"{value(tuned[column]):+.3f}" if column in tuned else "" for column in (KNOWLEDGE, TEXT)]
             plan = about.get("stopped") or markdown.shortened(_planned(about))
             agrees = ""
             if "agree" in about:
                 as_good = f"as good as {about['best']}" if about["agree"] else f"no: {about['best']}"
                 agrees = "yes" if about["predicted"] == about["best"] else as_good
-            letters = [f"{value(models[m][LETTERS]):.3f}" if LETTERS in models.get(m, {}) else "" for m in lettered]
-            body.append([name, plan, agrees, *accuracies, *unseen, *costs, *letters])
+            others = [f"{value(models[m][other]):.3f}" if other in models.get(m, {}) else "" for m in beside]
+            body.append([name, plan, agrees, *accuracies, *unseen, *costs, *others])
         return header, body
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
         """For every base a line: itself, its hybrid untrained and tuned, and the controls, at the largest size."""
-        names, size = list(findings.about), _largest(findings.rows)
+        names, size = list(findings.about), _target(findings.about, findings.rows)
         with plotting.drawing(path, height=1.4 + 0.36 * len(names), width=7) as (figure, axes):
             axis = axes[0, 0]
             for place, name in enumerate(names):
@@ -153,10 +155,10 @@ class Cohort(Study):
                             value(result), place, xerr=errors, fmt=mark, color=color, capsize=2.5, elinewidth=1.2,
                             label=model if place == 0 else "",
                         )  # fmt: skip
-            axis.axvline(1 / int(size[3:]), color=plotting.CHANCE, lw=1.2, ls=(0, (1, 2)), label="chance")
+            axis.axvline(_chance(size), color=plotting.CHANCE, lw=1.2, ls=(0, (1, 2)), label="chance")
             axis.set_yticks(range(len(names)), names)
             axis.set_ylim(len(names) - 0.5, -0.5)
-            axis.set(xlabel=f"{size.replace('kv.', 'KV ')}: {plotting.ACCURACY}", xlim=(0, 1.02))
+            axis.set(xlabel=f"{_heading(size)}: {plotting.ACCURACY}", xlim=(0, 1.02))
             figure.suptitle(self.title, fontsize=11, fontweight="bold", ha="left", x=0.01)
             plotting.legend(figure, axis, columns=5)
 
@@ -209,7 +211,9 @@ def _about(out: Path, report: Report | None, stopped: str) -> dict[str, Any]:
     """The predicted site and the best one of all, and the plan."""
     about: dict[str, Any] = {"stopped": stopped} if stopped else {}
     if (out / RANKING).exists():
-        heads = Ranking.read(out / RANKING).columns
+        ranking = Ranking.read(out / RANKING)
+        heads = ranking.columns
+        about["probe"] = ranking.probe["name"]
         # Accuracy: by loss, a head that chooses right more often but is sure of what is wrong would be worse.
         gains, predicted = heads.values("splice_gain"), int(np.nanargmax(heads.values("attribution")))
         best = int(np.nanargmax(gains))
@@ -231,6 +235,8 @@ def _about(out: Path, report: Report | None, stopped: str) -> dict[str, Any]:
 def headline(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """How many of the bases that retrieve at all the job does well on."""
     models = {name: _of_base(rows, name) for name in about}
+    if _target(about, rows) == LETTERS:
+        return _headline_of_letters(models)
     sizes = _sizes(rows)
     # A base on which the job stopped was measured when it was trained, at sizes of its own.
     bases = {name: each[BASE] for name, each in models.items() if BASE in each}
@@ -251,6 +257,35 @@ def headline(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
         f"{well} answer at least {WELL:g} of {largest[3:]} pairs, and {unseen} where no lesson held the keys; with grafts at "
         f"random other heads of the same layer, {beside} do."
     )
+
+
+def _headline_of_letters(models: Mapping[str, Mapping[str, Mapping[str, Proportion | Estimate]]]) -> str:
+    """How many of the bases that can do better learn to answer letters, and with which controls."""
+    results = {name: {m: figures[LETTERS] for m, figures in of.items() if LETTERS in figures} for name, of in models.items()}
+    weak = [of for of in results.values() if BASE in of and of[BASE].ci95[0] > _chance(LETTERS) and value(of[BASE]) < WELL]
+
+    def well(model: str) -> int:
+        return sum(model in of and value(of[model]) >= WELL for of in weak)
+
+    return (
+        f"{len(weak)} of {len(models)} bases answer letters better than chance, and fewer than {WELL:g} of them. Of these, "
+        f"{well(TUNED)} answer at least {WELL:g} when they are grafted and tuned; {well('control_tuned')} with the same tuning "
+        f"and no graft; {well('control_random_site_tuned')} with grafts in another layer; {well(SAME_LAYER)} with grafts at "
+        "random other heads of the same layer."
+    )
+
+
+def _target(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """What the heads were located by: letters, or dictionaries, of which the largest size counts."""
+    return LETTERS if any(each.get("probe") == LETTERS for each in about.values()) else _largest(rows)
+
+
+def _heading(task: str) -> str:
+    return task.replace("kv.", "KV ")
+
+
+def _chance(task: str) -> float:
+    return 1 / len(OPTIONS) if task == LETTERS else 1 / int(task[3:])
 
 
 def _planned(about: Mapping[str, Any]) -> list[Site]:
@@ -276,7 +311,7 @@ def _of_base(rows: Sequence[Row], name: str) -> dict[str, dict[str, Proportion |
 
 def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """Over all bases, and a line for each."""
-    size = _largest(rows)
+    size, largest = _target(about, rows), _largest(rows)
     lines = [headline(about, rows)]
     for name, each in about.items():
         models = _of_base(rows, name)
@@ -287,13 +322,14 @@ def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
         controls = [value(figures[size]) for model, figures in models.items() if is_control(model)]
         told += [f"{model} {value(models[model][size]):.3f}" for model in (SPLICED, TUNED)]
         told += [f"best control {max(controls):.3f}"] if controls else []
-        if (unseen := f"{UNSEEN}{size[3:]}") in models[TUNED]:
+        if (unseen := f"{UNSEEN}{largest[3:]}") in models[TUNED]:
             told += [f"unseen keys {value(models[BASE][unseen]):.3f} to {value(models[TUNED][unseen]):.3f}"]
-        if LETTERS in models.get(BASE, {}) and LETTERS in models[TUNED]:
-            told += [f"letters {value(models[BASE][LETTERS]):.3f} to {value(models[TUNED][LETTERS]):.3f}"]
+        other = largest if size == LETTERS else LETTERS
+        if other in models.get(BASE, {}) and other in models[TUNED]:
+            told += [f"{_heading(other)} {value(models[BASE][other]):.3f} to {value(models[TUNED][other]):.3f}"]
         change = models[TUNED].get(KNOWLEDGE)
         told += [f"knowledge {value(change):+.3f}"] if change is not None else []
-        lines.append(f"{name} ({markdown.shortened(_planned(each))}), KV {size[3:]}: {', '.join(told)}.")
+        lines.append(f"{name} ({markdown.shortened(_planned(each))}), {_heading(size)}: {', '.join(told)}.")
     return "\n".join(lines)
 
 
