@@ -18,6 +18,7 @@ UNSEEN = "kv_unseen"
 CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
 CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 NAMED = 6  # tasks in a sentence
+SKILLS = ("letters", "knowledge")  # what a model is judged by where its heads were located by it; else by dictionaries
 
 Verdict = Literal["yes", "mixed", "perhaps", "unclear", "no", "not to be judged"]
 
@@ -107,21 +108,24 @@ def _direction(task: str, change: Estimate, said: Evidence | None) -> str:
 
 def _judged(report: Report, name: str) -> Judgement:
     base, model = next(iter(report.models.values())), report.models[name]
-    if not base.kv and (decided := _judged_by_hits(report, name) or _judged_by_needles(report, name)) is not None:
+    skill = _located_skill(report)
+    if not (base.kv or skill) and (decided := _judged_by_hits(report, name) or _judged_by_needles(report, name)) is not None:
         return decided
-    if not base.kv:
+    if not (base.kv or skill):
         answer = "Not to be judged: retrieval was not measured (bench.suites without quick, retrieval, hits or length)."
         return Judgement(name, "not to be judged", answer, (_cost(base, model),))
-    size = max(base.kv, key=int)  # the largest size, and not the one that looks best
-    task = f"kv.{size}"
-    change, accuracy = model.change.get(task), base.kv[size]
+    size = "" if skill else max(base.kv, key=int)  # the largest size, and not the one that looks best
+    task = skill or f"kv.{size}"
+    change, accuracy = model.change.get(task), base.results()[task]
     if change is None:
         answer = f"Not to be judged: the report does not compare its answers with the base's ({task})."
         return Judgement(name, "not to be judged", answer, (_cost(base, model),))
     direction = _direction(task, change, model.evidence.get(task))
+    least = report.located.chance if skill and report.located is not None else 1 / int(size)
+    where = f"on {skill}" if skill else f"with {size} pairs"
     compared = (
-        f"with {size} pairs {name} answers {model.kv[size].accuracy:.3f} of the questions, the base {accuracy.accuracy:.3f} "
-        f"(difference {change}, chance {1 / int(size):.3f})"
+        f"{where} {name} answers {value(model.results()[task]):.3f} of the questions, "
+        f"the base {value(accuracy):.3f} (difference {change}, chance {least:.3f})"
     )
     chance, (control, clear) = _chance(report), _controls(report, name, task)
     verdict: Verdict = "no"
@@ -136,9 +140,16 @@ def _judged(report: Report, name: str) -> Judgement:
     else:
         losses = said_of_losses(report, name)
         verdict, answer = _answer(direction, compared, clear, "ask more examples (bench.limit)", losses)
-        if direction == "no difference seen" and accuracy.accuracy >= CEILING:
-            answer += " The base leaves next to nothing to gain on this probe; a gain could not show. Ask for more pairs."
+        if direction == "no difference seen" and value(accuracy) >= CEILING:
+            answer += " The base leaves next to nothing to gain on this probe; a gain could not show."
+            answer += "" if skill else " Ask for more pairs."
     return Judgement(name, verdict, answer, tuple(filter(None, (control, _text(base, model), _cost(base, model)))))
+
+
+def _located_skill(report: Report) -> str | None:
+    """The task that the heads were located by, where that is letters or facts: then it is what was to get better."""
+    probe = report.located.probe.split()[0] if report.located is not None else None
+    return probe if probe in SKILLS and probe in next(iter(report.models.values())).results() else None
 
 
 def _answer(direction: str, compared: str, clear: bool | None, advice: str, losses: str) -> tuple[Verdict, str]:

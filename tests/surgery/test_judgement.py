@@ -202,3 +202,19 @@ def test_the_verdict_on_a_head_that_is_for_two_skills(name):
     assert judged.verdict == "mixed"
     assert "letters" in lost(report, "tuned")
     assert "it loses letters" in judged.answer
+
+
+def test_heads_located_by_letters_are_judged_by_letters():
+    report = Report.read(ROOT / "recipes" / "letters.report.json")
+    located = Located(probe="letters", accuracy=Proportion(accuracy=0.98, ci95=(0.95, 1.0), n=128), chance=0.25)
+    (worse,) = judge(report.model_copy(update={"located": located}))
+    assert worse.answer.startswith(
+        "No, worse: on letters tuned answers 0.914 of the questions, the base 0.982 (difference -0.068"
+    )
+    assert worse.answer.endswith("chance 0.250).")
+    turned = report.models | {"base": report.models["tuned"], "tuned": report.models["base"].model_copy(
+        update={"change": {"letters": Estimate(value=0.068, ci95=(0.05, 0.09), n=500)},
+                "evidence": {"letters": report.models["tuned"].evidence["letters"]}}
+    )}  # fmt: skip
+    (better,) = judge(report.model_copy(update={"located": located, "models": turned}))
+    assert better.answer.startswith("Yes: on letters tuned answers 0.982 of the questions, the base 0.914 (difference +0.068")
