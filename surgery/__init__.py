@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from surgery.exporting.export import export
     from surgery.jobs.costs.estimate import estimate
     from surgery.jobs.run import run
-    from surgery.loading.checkpoint import Checkpoint, load
+    from surgery.loading.opened import Checkpoint
     from surgery.locating.locate import locate
     from surgery.locating.planning import plan
     from surgery.locating.ranking import Ranking
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from surgery.records.recipe import Recipe, Tune, read_recipe
     from surgery.records.site import Site
     from surgery.runtime.consent import consenting
+    from surgery.splicing.load import load
     from surgery.splicing.splice import adopt, splice, unsplice
     from surgery.tuning.growing import grow
     from surgery.tuning.loop import tune
@@ -67,7 +68,7 @@ __all__ = [
 
 # Where each name is defined; as in the imports above, which only type checkers and editors see.
 _MODULES = {
-    "Checkpoint": "loading.checkpoint",
+    "Checkpoint": "loading.opened",
     "Plan": "records.plan",
     "Ranking": "locating.ranking",
     "Recipe": "records.recipe",
@@ -80,7 +81,7 @@ _MODULES = {
     "estimate": "jobs.costs.estimate",
     "export": "exporting.export",
     "grow": "tuning.growing",
-    "load": "loading.checkpoint",
+    "load": "splicing.load",
     "locate": "locating.locate",
     "plan": "locating.planning",
     "read_recipe": "records.recipe",
@@ -115,6 +116,7 @@ def _register_hybrids() -> None:
     from surgery.families import register
 
     register()
+    import_module("surgery.splicing.remembered")  # by which a hybrid that transformers loads recalls its plan and base
 
 
 hush_bitsandbytes()

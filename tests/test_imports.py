@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ LAYOUT = (
     {"records", "runtime", "statistics"},
     {"kernels"},
     {"hybrids"},
-    {"families", "models", "loading"},
+    {"models"},
+    {"families"},
+    {"loading"},
     {"world", "probes"},
     {"splicing"},
     {"locating"},
@@ -36,15 +39,6 @@ LAYOUT = (
     {"studies"},
     {"cli"},
 )
-# What imports from further up: (module, package) -> why.
-EXCEPTIONS = {
-    (
-        "surgery.families.dual_start",
-        "splicing",
-    ): "a hybrid that transformers loads recalls its plan and base",
-    ("surgery.loading.checkpoint", "splicing"): "load() opens what splicing wrote: patches, which it joins, and hybrids",
-    ("surgery.loading.opened", "locating"): "a message, for a ranking that was given in place of a plan",
-}
 
 
 def modules() -> dict[str, Path]:
@@ -55,18 +49,26 @@ def modules() -> dict[str, Path]:
     return {name: file for name, file in named.items() if file.name != "dataset.py"}  # read by the harness, as a file
 
 
-def imported(module: str, file: Path) -> set[str]:
-    """The packages of ours that a module imports from, anywhere in it."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "surgery":
-            names |= {f"surgery.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{module}: a relative import"
-            names.add(node.module)
-    return {name.split(".")[1] for name in names if name.startswith("surgery.")}
+@cache
+def imports() -> dict[str, set[str]]:
+    """Module -> those of ours that it imports, anywhere in it."""
+    files = modules()
+    graph = {}
+    for name, file in files.items():
+        graph[name] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                assert node.level == 0, f"{name}: a relative import"
+                found = [f"{node.module}.{alias.name}" for alias in node.names]
+                found = [full if full in files else node.module for full in found]
+            graph[name] |= {other for other in found if other in files and other != name}
+    graph["surgery"] = set()  # of names that are looked up when they are used
+    return graph
+
+
+def package(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
 
 
 def test_every_module_is_imported_as_it_is_written():
@@ -90,13 +92,21 @@ def test_no_package_names_something_else_as_it_names_a_module():
 
 def test_imports_go_one_way():
     row = {package: number for number, packages in enumerate(LAYOUT) for package in packages}
-    upwards = set()
-    for name, file in modules().items():
-        package = name.split(".")[1] if "." in name else None
-        if package in (None, "__main__"):
-            continue
-        upwards |= {(name, other) for other in imported(name, file) if row.get(other, 99) > row[package]}
-    assert upwards == set(EXCEPTIONS), "beside those that are listed with a reason"
+    upwards = {
+        (name, other)
+        for name, others in imports().items()
+        for other in others
+        if name not in ("surgery", "surgery.__main__") and row.get(package(other), -1) > row[package(name)]
+    }
+    assert upwards == set()
+
+
+def test_no_files_import_each_other_in_a_circle():
+    left = dict(imports())
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    assert {name: others & left.keys() for name, others in left.items()} == {}
 
 
 def test_type_checkers_see_what_is_resolved_when_it_is_used():

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from surgery.evaluation import markdown
 from surgery.evaluation.judgement import did_it_help
-from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, value
+from surgery.evaluation.report import Report
+from surgery.evaluation.results import HITS, OTHERS, ModelReport, value
 from surgery.records.pretrain_recipe import read_pretrain_recipe
 from tools.copy_cache import CopyCache
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from surgery.evaluation import markdown
 from surgery.evaluation.judgement import did_it_help
-from surgery.evaluation.report import HITS, Report, value
+from surgery.evaluation.report import Report
+from surgery.evaluation.results import HITS, value
 from surgery.studies import Findings
 from surgery.studies.cohort import SAME_LAYER, UNSEEN, WELL
 from surgery.studies.seeds import BASE, CONTROL, SEED, TEXT

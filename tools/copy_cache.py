@@ -17,7 +17,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from surgery import load
-from surgery.evaluation.report import HITS, OTHERS
+from surgery.evaluation.results import HITS, OTHERS
 from surgery.evaluation.text_hits import ChosenTokens, hit_texts, rows_at_once
 from surgery.probes.hits import by_stretch
 from surgery.records.recipe import Recipe, read_recipe

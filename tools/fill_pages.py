@@ -21,7 +21,8 @@ from surgery.doctor.result_tables import cell_rows, describe
 from surgery.evaluation import markdown
 from surgery.evaluation.found import found, rounds
 from surgery.evaluation.judgement import did_it_help
-from surgery.evaluation.report import Report, value
+from surgery.evaluation.report import Report
+from surgery.evaluation.results import value
 from surgery.exporting.engines import EngineProof
 from surgery.studies import Findings, studies
 from surgery.studies.cohort import KNOWLEDGE, OF, SAME_LAYER, TEXT, headline

@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import fmean
 
 from surgery.evaluation import markdown
-from surgery.evaluation.report import value
+from surgery.evaluation.results import value
 from surgery.statistics import Proportion
 from surgery.studies import Findings
 from surgery.studies.seeds import BASE, CONTROL, ELSEWHERE, SEED, TEXT, UNTRAINED

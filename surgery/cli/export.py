@@ -59,9 +59,9 @@ def export(
     from surgery.exporting.engines import check_engines, read_pythons
     from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, present, report_on
     from surgery.jobs.opening import open_checkpoint
-    from surgery.loading.checkpoint import plan_of
     from surgery.loading.digests import identify
     from surgery.runtime.ownership import check_free
+    from surgery.splicing.load import plan_of
     from surgery.splicing.remembered import PLAN
 
     engines = [engine.strip() for engine in prove.split(",")] if prove is not None else []

@@ -20,12 +20,12 @@ from surgery.loading.hub import CONFIGURATION, local_folder, one_line
 from surgery.locating.subject import is_graftable
 from surgery.models.anatomy import Anatomy, Kind, Mixer, anatomy, check_decoder
 from surgery.records.names import called
-from surgery.records.plan import Plan
+from surgery.records.plan import PATCH, Plan
 from surgery.records.record import Marked, Record
 from surgery.records.site import Site
 from surgery.serving import limits
 from surgery.splicing.donor import donor_head, donor_layer
-from surgery.splicing.joining import RECORD, Patch
+from surgery.splicing.joining import Patch
 from surgery.splicing.splice import empty_hybrid
 
 VLLM, OWN = "vllm", "hf"  # an engine that refuses some of what this format holds, and nothing in its other formats
@@ -100,7 +100,7 @@ def examine(name: str, trust_remote_code: bool = False) -> Examination:
     """Say what can be done with a model. name: a Hub id, a folder, an original folder, or a patch; only its configuration needs
     to be there. Raises UserError, in one line, for what is no model."""
     folder = local_folder(name, patterns=CONFIGURATION)
-    patch = Patch.read(folder / RECORD) if (folder / RECORD).exists() else None
+    patch = Patch.read(folder / PATCH) if (folder / PATCH).exists() else None
     config = read_config(folder, trust_remote_code)
     if reason := _refusal(_check_language_model, config):
         return Examination(

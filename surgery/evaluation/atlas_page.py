@@ -17,7 +17,7 @@ from PIL import Image
 from surgery.evaluation.charts import minus
 from surgery.locating.atlas import MOST_LETTERS, Grid, colors_of, grid, measured_maps, parts
 from surgery.locating.heads import Score
-from surgery.locating.ranking import MANY, Ranking
+from surgery.locating.ranked_heads import MANY, RankedHeads
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.statistics import Estimate
@@ -97,7 +97,7 @@ class Atlas:
     listed: bool = True
 
 
-def atlas(ranking: Ranking, plan: Plan | None) -> Atlas:
+def atlas(ranking: RankedHeads, plan: Plan | None) -> Atlas:
     """Layers from top to bottom, heads from left to right. plan: its heads (or layers) are outlined."""
     layout = grid(ranking)
     large = len(ranking.heads) > MOST
@@ -127,7 +127,7 @@ def atlas(ranking: Ranking, plan: Plan | None) -> Atlas:
     )  # fmt: skip
 
 
-def _shown(ranking: Ranking, grafted: set[Site]) -> list[int]:
+def _shown(ranking: RankedHeads, grafted: set[Site]) -> list[int]:
     """Which heads of many have cells: the leading ones, the grafted ones, and those with a role whose ablation costs most."""
     heads = ranking.columns
     of_plan = [i for i in heads.find(sorted(grafted)) if i is not None]
@@ -136,7 +136,7 @@ def _shown(ranking: Ranking, grafted: set[Site]) -> list[int]:
 
 
 def _map(
-    ranking: Ranking, scores: Sequence[Score], layout: Grid, large: bool, name: str, title: str, unit: str
+    ranking: RankedHeads, scores: Sequence[Score], layout: Grid, large: bool, name: str, title: str, unit: str
 ) -> Map:  # fmt: skip
     import matplotlib
     from matplotlib.colors import to_hex

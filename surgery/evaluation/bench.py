@@ -12,7 +12,8 @@ from surgery.errors import UserError
 from surgery.evaluation.cells import Cell, check_same, kept, values
 from surgery.evaluation.contexts import readable
 from surgery.evaluation.entries import Entry, Turns
-from surgery.evaluation.report import HITS, Cost, ModelReport, Perplexity, Report, Serving, Speed
+from surgery.evaluation.report import Report
+from surgery.evaluation.results import HITS, Cost, ModelReport, Perplexity, Serving, Speed
 from surgery.evaluation.serving import Served, check_serving, serve, versions
 from surgery.evaluation.speed import Timed, decode_cost, speed
 from surgery.evaluation.suites import Task, tasks

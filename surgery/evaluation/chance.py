@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from surgery.evaluation.report import NEEDLES
+from surgery.evaluation.results import NEEDLES
 from surgery.evaluation.suites import WRITTEN, sized_options
 from surgery.probes import make, probes
 from surgery.probes.needle import CHOICES

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from surgery.evaluation import markdown
 from surgery.evaluation.charts import Bar, bar, minus
 from surgery.evaluation.judgement import heading, verdict
-from surgery.evaluation.report import ModelReport, Perplexity, Report, is_loss, value
+from surgery.evaluation.results import ModelReport, Perplexity, Results, is_loss, value
 from surgery.records.names import is_control
 from surgery.statistics import Estimate, Proportion
 
@@ -40,14 +40,14 @@ class Summary:
     sentences: list[str]
 
 
-def summaries(report: Report) -> list[Summary]:
+def summaries(report: Results) -> list[Summary]:
     """Of every model but the base."""
     changes = [item for model in report.models.values() for item in model.change.items()]
     bounds = {loss: _bound([change for task, change in changes if is_loss(task) == loss]) for loss in (True, False)}
     return [_summary(report, name, bounds) for name in list(report.models)[1:]]
 
 
-def closest_control(report: Report) -> str:
+def closest_control(report: Results) -> str:
     """The control that gains most, in the words of a sceptic."""
     base = next(iter(report.models.values()))
     controls = {name: model for name, model in report.models.items() if is_control(name)}
@@ -79,7 +79,7 @@ def count(result: Proportion | Estimate | Perplexity) -> int:
     return result.loss.n if isinstance(result, Perplexity) else result.n
 
 
-def _summary(report: Report, name: str, bounds: dict[bool, float]) -> Summary:
+def _summary(report: Results, name: str, bounds: dict[bool, float]) -> Summary:
     base, model = next(iter(report.models.values())), report.models[name]
     differences = [_difference(base, model, task, bounds[is_loss(task)]) for task in model.change if task in base.results()]
     headline, decisive = "", None

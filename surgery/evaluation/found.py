@@ -1,13 +1,13 @@
 """What a run found by itself, and what that cost: the heads of plan.heads=auto, and the steps of tune.steps=auto."""
 
-from surgery.evaluation.report import Report
+from surgery.evaluation.results import Results
 from surgery.records.growth import Trial
 from surgery.runtime.progress import duration
 
 Table = tuple[list[str], list[list[str]]]
 
 
-def found(report: Report) -> str:
+def found(report: Results) -> str:
     """In sentences; empty where a recipe said everything."""
     sentences = []
     if report.plan is not None and (growth := report.plan.growth) is not None:
@@ -23,7 +23,7 @@ def found(report: Report) -> str:
     return " ".join(sentences)
 
 
-def rounds(report: Report) -> Table | None:
+def rounds(report: Results) -> Table | None:
     """Header and rows: the best of each round, and what it saves."""
     growth = report.plan and report.plan.growth
     if not growth:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from surgery.errors import UserError
 from surgery.evaluation.judgement import said_of_losses
-from surgery.evaluation.report import Report, value
+from surgery.evaluation.results import Results, value
 
 NO_LOSS = "no loss"
 COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -37,7 +37,7 @@ class Requirement:
     change: str
     number: float
 
-    def failures(self, report: Report) -> list[str]:
+    def failures(self, report: Results) -> list[str]:
         """One line for each model that does not meet it, with by how much."""
         lines = []
         for name in self.models:
@@ -63,7 +63,7 @@ class NoLoss:
 
     models: tuple[str, ...]
 
-    def failures(self, report: Report) -> list[str]:
+    def failures(self, report: Results) -> list[str]:
         """One line for each model that does not."""
         losses = {name: said_of_losses(report, name) for name in self.models}
         return [f"requirement '{NO_LOSS}' failed: {name} loses {said}" for name, said in losses.items() if said]

@@ -19,13 +19,13 @@ from surgery.evaluation.found import found, rounds
 from surgery.evaluation.head_matrices import Mixing
 from surgery.evaluation.judgement import judge
 from surgery.evaluation.mixing_page import mixing_page
-from surgery.evaluation.report import Report
 from surgery.evaluation.report_figures import cost_figures, retrieval_figures
+from surgery.evaluation.results import Results
 from surgery.locating.ranking import Ranking
 from surgery.records.names import is_control
 
 
-def render(report: Report, ranking: Ranking | None = None, mixing: Mixing | None = None) -> str:
+def render(report: Results, ranking: Ranking | None = None, mixing: Mixing | None = None) -> str:
     """The page. ranking: of the base, for the atlas; one of another model is left out."""
     if ranking is not None and ranking.provenance.base_fingerprint != report.provenance.base_fingerprint:
         ranking = None
@@ -55,7 +55,7 @@ def render(report: Report, ranking: Ranking | None = None, mixing: Mixing | None
     return environment.get_template("page.html.j2").render(content)
 
 
-def _answers(report: Report) -> list[tuple[str, str, str, str]]:
+def _answers(report: Results) -> list[tuple[str, str, str, str]]:
     """Of every judged model: its name, the verdict in a word or two, what was seen, and controls and cost."""
     answers = []
     for judgement in judge(report):

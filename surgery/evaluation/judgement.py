@@ -8,7 +8,7 @@ answer names both. What it costs stands beside it.
 from dataclasses import dataclass
 from typing import Literal
 
-from surgery.evaluation.report import HITS, OTHERS, ModelReport, Report, is_loss, needle_tasks, value
+from surgery.evaluation.results import HITS, OTHERS, ModelReport, Results, is_loss, needle_tasks, value
 from surgery.probes.needle import CHOICES
 from surgery.probes.skills import BOUND, BOUND_OF_LOSS
 from surgery.records.names import is_control
@@ -33,7 +33,7 @@ class Judgement:
     details: tuple[str, ...]
 
 
-def did_it_help(report: Report) -> str:
+def did_it_help(report: Results) -> str:
     """The answer with controls and cost: a paragraph for the tuned model of a run, one for each model of a comparison."""
     judgements = judge(report)
     if not judgements:
@@ -44,7 +44,7 @@ def did_it_help(report: Report) -> str:
     )
 
 
-def judge(report: Report) -> list[Judgement]:
+def judge(report: Results) -> list[Judgement]:
     """One judgement for each hybrid of the report; of a run, for the tuned one alone."""
     names = [name for name in list(report.models)[1:] if not is_control(name)]
     if {"spliced", "tuned"} <= {*names}:
@@ -52,7 +52,7 @@ def judge(report: Report) -> list[Judgement]:
     return [_judged(report, name) for name in names]
 
 
-def lost(report: Report, name: str) -> list[str]:
+def lost(report: Results, name: str) -> list[str]:
     """The tasks at which a model falls from the base by more than BOUND, with an interval that leaves out 0; the largest fall
     first."""
     model = report.models[name]
@@ -65,7 +65,7 @@ def lost(report: Report, name: str) -> list[str]:
     return sorted(beyond, key=lambda task: falls[task], reverse=True)
 
 
-def said_of_losses(report: Report, name: str) -> str:
+def said_of_losses(report: Results, name: str) -> str:
     """What `lost` names, each with the model's result and the base's; empty if nothing is."""
     before, after = (report.models[key].results() for key in (next(iter(report.models)), name))
     tasks = lost(report, name)
@@ -106,7 +106,7 @@ def _direction(task: str, change: Estimate, said: Evidence | None) -> str:
     return f"perhaps {direction}" if change.ci95[0] > 0 or change.ci95[1] < 0 else "no difference seen"
 
 
-def _judged(report: Report, name: str) -> Judgement:
+def _judged(report: Results, name: str) -> Judgement:
     base, model = next(iter(report.models.values())), report.models[name]
     skill = _located_skill(report)
     if not (base.kv or skill) and (decided := _judged_by_hits(report, name) or _judged_by_needles(report, name)) is not None:
@@ -146,7 +146,7 @@ def _judged(report: Report, name: str) -> Judgement:
     return Judgement(name, verdict, answer, tuple(filter(None, (control, _text(base, model), _cost(base, model)))))
 
 
-def _located_skill(report: Report) -> str | None:
+def _located_skill(report: Results) -> str | None:
     """The task that the heads were located by, where that is letters or facts: then it is what was to get better."""
     probe = report.located.probe.split()[0] if report.located is not None else None
     return probe if probe in SKILLS and probe in next(iter(report.models.values())).results() else None
@@ -167,7 +167,7 @@ def _answer(direction: str, compared: str, clear: bool | None, advice: str, loss
     return "no", f"No difference seen: {compared}." if direction == "no difference seen" else f"No, {direction}: {compared}."
 
 
-def _judged_by_hits(report: Report, name: str) -> Judgement | None:
+def _judged_by_hits(report: Results, name: str) -> Judgement | None:
     """By the loss on recall hits in the longest rows, where no dictionaries were asked; None if it was not measured either."""
     base, model = next(iter(report.models.values())), report.models[name]
     task = _longest(base, HITS)
@@ -181,7 +181,7 @@ def _judged_by_hits(report: Report, name: str) -> Judgement | None:
     return _judged_by(task, compared, "take more text (bench.windows)", report, name, rest)
 
 
-def _judged_by_needles(report: Report, name: str) -> Judgement | None:
+def _judged_by_needles(report: Results, name: str) -> Judgement | None:
     """By the needle in the middle of the longest prompts, where neither dictionaries were asked nor hits measured; None if no
     needle was asked for either. That the base is at chance there, is no objection: at that length it may have forgotten."""
     base, model = next(iter(report.models.values())), report.models[name]
@@ -197,7 +197,7 @@ def _judged_by_needles(report: Report, name: str) -> Judgement | None:
     return _judged_by(task, compared, "ask more examples (bench.limit)", report, name)
 
 
-def _judged_by(task: str, compared: str, advice: str, report: Report, name: str, rest: str = "") -> Judgement:
+def _judged_by(task: str, compared: str, advice: str, report: Results, name: str, rest: str = "") -> Judgement:
     """By one task. compared: what it says, in words. rest: a sentence on what else was measured."""
     base, model = next(iter(report.models.values())), report.models[name]
     control, clear = _controls(report, name, task)
@@ -229,7 +229,7 @@ def _text(base: ModelReport, model: ModelReport) -> str:
     return said[0].upper() + said[1:]
 
 
-def _chance(report: Report) -> str:
+def _chance(report: Results) -> str:
     """Where the base is no better than guessing: on the probe that located the heads, or on every size of retrieval that was
     measured. Empty where it is better."""
     located, kv = report.located, next(iter(report.models.values())).kv
@@ -241,7 +241,7 @@ def _chance(report: Report) -> str:
     return ""
 
 
-def _controls(report: Report, name: str, task: str) -> tuple[str, bool | None]:
+def _controls(report: Results, name: str, task: str) -> tuple[str, bool | None]:
     """The control that comes closest to a model, and whether the model is clearly better than it (their intervals of the
     difference to the base have nothing in common; None: there is no control)."""
     controls = {other: each for other, each in report.models.items() if is_control(other) and task in each.change}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from surgery.evaluation.found import found, rounds
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
-from surgery.evaluation.report import HITS, NEEDLES, OTHERS, ModelReport, Report, needle_tasks, value
+from surgery.evaluation.results import HITS, NEEDLES, OTHERS, ModelReport, Results, needle_tasks, value
 from surgery.records.names import in_markdown, one_line
 from surgery.records.plan import Plan
 from surgery.records.site import Site
@@ -20,7 +20,7 @@ Recall hits: tokens of text that complete a pair which stood before in the same 
 tokens: all others. Less is better. Rows of all lengths are cut from the same text; longer ones hold hits from farther back."""
 
 
-def rows(report: Report) -> tuple[list[str], list[list[str]]]:
+def rows(report: Results) -> tuple[list[str], list[list[str]]]:
     """Header and one row a model. Probes of several sizes have tables of their own, key-value retrieval its columns here, with
     keys that no lesson holds at the largest size."""
     results = [*report.models[next(iter(report.models))].results()]
@@ -56,7 +56,7 @@ def shortened(sites: Sequence[Site]) -> str:
     return ", ".join(f"{len(site.heads)} heads of L{site.layer}" if site.heads else str(site) for site in sites)
 
 
-def results(report: Report) -> str:
+def results(report: Results) -> str:
     """The main table and what its rows are."""
     described = "\n".join(
         f"- **{in_markdown(name)}**: {in_markdown(model.description)}" + (f" ({places(model.plan)})" if model.plan else "")
@@ -69,7 +69,7 @@ def results(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def render(report: Report) -> str:
+def render(report: Results) -> str:
     """report.md."""
     provenance = report.provenance
     base = report.models[next(iter(report.models))]
@@ -106,14 +106,14 @@ def render(report: Report) -> str:
     return "\n".join(parts)
 
 
-def _names_escaped(text: str, report: Report) -> str:
+def _names_escaped(text: str, report: Results) -> str:
     """A sentence in which models are named."""
     for name in report.models:
         text = text.replace(name, in_markdown(name)) if in_markdown(name) != name else text
     return text
 
 
-def _found(report: Report) -> list[str]:
+def _found(report: Results) -> list[str]:
     """What the run found by itself."""
     if not (words := found(report)):
         return []
@@ -140,7 +140,7 @@ def _verdicts(changed: dict[str, ModelReport]) -> list[str]:
     ]
 
 
-def _swept(report: Report) -> list[str]:
+def _swept(report: Results) -> list[str]:
     """A table for every probe of several sizes."""
     families: dict[str, list[str]] = {}
     for task in report.models[next(iter(report.models))].tasks:
@@ -166,7 +166,7 @@ def _swept(report: Report) -> list[str]:
     return parts
 
 
-def needles(report: Report) -> dict[str, dict[int, str]]:
+def needles(report: Results) -> dict[str, dict[int, str]]:
     """Title -> length -> task, of needles that were hidden in prompts of several lengths; a single one in the middle alone."""
     titles = ("A needle in the middle of a text", "One of several needles", "Several needles, one after the other")
     of = dict(zip(("needle", *NEEDLES), titles, strict=True))
@@ -174,7 +174,7 @@ def needles(report: Report) -> dict[str, dict[int, str]]:
     return {of[family]: tasks for family, tasks in panels.items() if len(tasks) > 1}
 
 
-def _cost(report: Report) -> list[str]:
+def _cost(report: Results) -> list[str]:
     """What decoding costs, beside what was gained for it."""
     first, *others = report.models.values()
     parts = []
@@ -214,7 +214,7 @@ def _cost(report: Report) -> list[str]:
     return parts
 
 
-def serving(report: Report) -> tuple[list[str], list[list[str]]] | None:
+def serving(report: Results) -> tuple[list[str], list[list[str]]] | None:
     """Header and rows of what the suite `serving` measured; None if it did not."""
     body = [
         [
@@ -231,7 +231,7 @@ def serving(report: Report) -> tuple[list[str], list[list[str]]] | None:
     return (header, body) if body else None
 
 
-def served(report: Report) -> str:
+def served(report: Results) -> str:
     """How the suite `serving` measured, and in what; empty if it did not."""
     cells = [cell for model in report.models.values() for cell in model.serving]
     if not cells:
@@ -244,7 +244,7 @@ def served(report: Report) -> str:
     )
 
 
-def _weights(report: Report) -> list[str]:
+def _weights(report: Results) -> list[str]:
     """Which weights were measured, and with what."""
     conditions = {name: model.conditions for name, model in report.models.items() if model.conditions is not None}
     if not conditions:

@@ -8,7 +8,7 @@ from surgery.evaluation.comparisons import count, result_text
 from surgery.evaluation.figure import Figure, Look, Point, Series, looks
 from surgery.evaluation.judgement import UNSEEN
 from surgery.evaluation.plots import draw_lines
-from surgery.evaluation.report import HITS, MIDDLE, NEEDLES, OTHERS, ModelReport, Perplexity, Report, is_loss, value
+from surgery.evaluation.results import HITS, MIDDLE, NEEDLES, OTHERS, ModelReport, Perplexity, Results, is_loss, value
 from surgery.records.names import is_control
 from surgery.runtime import plotting
 from surgery.statistics import Estimate, Proportion
@@ -16,7 +16,7 @@ from surgery.statistics import Estimate, Proportion
 NEEDLE_TITLES = dict(zip(NEEDLES, ("One of several needles", "Several needles, one after the other"), strict=True))
 
 
-def draw(report: Report, folder: Path, only: str = "") -> None:
+def draw(report: Results, folder: Path, only: str = "") -> None:
     """Draw the files that report.md names. only: one of them."""
     look = looks(list(report.models))
     figures = retrieval_figures(report, look)
@@ -37,7 +37,7 @@ def draw(report: Report, folder: Path, only: str = "") -> None:
             draw_lines(drawn, folder / name)
 
 
-def retrieval_figures(report: Report, look: dict[str, Look]) -> dict[tuple[str, str], Figure]:
+def retrieval_figures(report: Results, look: dict[str, Look]) -> dict[tuple[str, str], Figure]:
     """By (family of tasks, depth): accuracy over size, for every probe that was asked in several sizes; the needle at each
     depth; the losses of the suite hits over the length of rows."""
     families: dict[tuple[str, str], dict[str, str]] = {}
@@ -66,7 +66,7 @@ def retrieval_figures(report: Report, look: dict[str, Look]) -> dict[tuple[str, 
     return figures
 
 
-def cost_figures(report: Report, look: dict[str, Look]) -> list[Figure]:
+def cost_figures(report: Results, look: dict[str, Look]) -> list[Figure]:
     """Time and memory against context. Models with the same graft are the same computation, and one line: its points are their
     means, its whiskers reach from the lowest to the highest. A control costs what its model costs and is left out."""
     first = next(iter(report.models.values()))

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.evaluation.cells import Kept
-from surgery.evaluation.report import Serving
+from surgery.evaluation.results import Serving
 from surgery.models.quantised import is_quantised
 from surgery.records.recipe import Bench
 from surgery.runtime.consent import consent

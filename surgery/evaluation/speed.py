@@ -15,7 +15,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from surgery.evaluation.cells import Kept
-from surgery.evaluation.report import Cost, Speed
+from surgery.evaluation.results import Cost, Speed
 from surgery.runtime.timing import peak_bytes
 
 CACHES = ("cache_params", "past_key_values")  # as state-space models call them, and as Transformers do

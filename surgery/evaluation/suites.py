@@ -17,7 +17,7 @@ from surgery.evaluation import harness
 from surgery.evaluation.cells import digest, watched
 from surgery.evaluation.contexts import READING_ALONE, readable
 from surgery.evaluation.language import sliding_losses, sliding_rows
-from surgery.evaluation.report import MIDDLE, NEEDLES, is_loss
+from surgery.evaluation.results import MIDDLE, NEEDLES, is_loss
 from surgery.evaluation.text_hits import ChosenTokens, hit_names, hit_texts, rows_at_once
 from surgery.probes import make, probes
 from surgery.probes.perplexity import Perplexity

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.evaluation.cells import watched
 from surgery.evaluation.contexts import readable
-from surgery.evaluation.report import HITS, OTHERS
+from surgery.evaluation.results import HITS, OTHERS
 from surgery.models.finite import checked, explained
 from surgery.probes.hits import PairCounts, by_stretch, hits
 from surgery.probes.perplexity import Perplexity, token_losses

@@ -24,7 +24,7 @@ from surgery.exporting.card import card
 from surgery.exporting.folder import CARD, RECORD, Exported, check
 from surgery.exporting.formats import format_of, names
 from surgery.exporting.verify import Proof
-from surgery.splicing.joining import RECORD as PATCH
+from surgery.records.plan import PATCH
 from surgery.splicing.joining import Patch
 
 # Files at the top of a repository that decide what is loaded from it, whoever wrote them: weights, adapters, configuration and

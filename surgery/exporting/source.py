@@ -8,14 +8,13 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.exporting.folder import RECORD, Exported, check, check_report
-from surgery.loading.checkpoint import plan_of
 from surgery.loading.digests import dtypes
 from surgery.records.names import on_hub
-from surgery.records.plan import Plan
+from surgery.records.plan import PATCH, Plan
 from surgery.records.recipe import read_recipe
 from surgery.runtime.progress import say
-from surgery.splicing.joining import RECORD as PATCH
 from surgery.splicing.joining import Patch
+from surgery.splicing.load import plan_of
 from surgery.splicing.remembered import PLAN, read_surgery
 
 

@@ -30,10 +30,10 @@ from surgery.exporting.fresh_process import KERNELS, NO_MEMORY, OURS, Answers, O
 from surgery.exporting.tolerance import tolerance
 from surgery.exporting.verifications import check_way
 from surgery.kernels.dispatch import use
+from surgery.loading.streamed import by_layers, emptied, take_buffers
 from surgery.models import answers as script
 from surgery.models.answers import LENGTHS, NEW, answers, described, held, named_values, tensors
 from surgery.models.quantised import is_quantised
-from surgery.models.streamed import by_layers, emptied, take_buffers
 from surgery.records.record import Record
 from surgery.runtime.memory import available, size
 from surgery.runtime.progress import say

@@ -82,12 +82,6 @@ class DualFamily:
         """Take over what was chosen for a model and is no field of its configuration's file."""
 
 
-def _recalled(hybrid: Any) -> Any:
-    from surgery.splicing.remembered import recalled  # it lies above this package
-
-    return recalled(hybrid)
-
-
 @contextmanager
 def _saving(hybrid: Any, folder: Any, is_main: bool) -> Iterator[Path]:
     """Where a hybrid is written, before it goes to `folder`: file by file, beside what is there."""
@@ -104,7 +98,7 @@ def _saving(hybrid: Any, folder: Any, is_main: bool) -> Iterator[Path]:
         raise UserError(f"cannot write {folder}: {reason(error)}") from error
 
 
-Spliced.recall, Spliced.saving = _recalled, _saving
+Spliced.saving = _saving
 
 
 def common_spec(plan: Plan, site: Site, state_size: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from surgery.errors import UserError
 from surgery.jobs.opening import advise_base, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.jobs.stages import first_change, first_difference, shown
-from surgery.loading.checkpoint import Checkpoint
+from surgery.loading.opened import Checkpoint
 from surgery.locating.atlas import draw_atlas
 from surgery.locating.locate import check_locatable, rank
 from surgery.locating.questions import check_questions, described, question_sets, questions_digest

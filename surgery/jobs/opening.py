@@ -13,8 +13,8 @@ from surgery.errors import UserError
 from surgery.evaluation.entries import Unheld, writing
 from surgery.kernels.dispatch import requested, use
 from surgery.kernels.operations import operations
-from surgery.loading.checkpoint import Checkpoint, load
 from surgery.loading.digests import conditions
+from surgery.loading.opened import Checkpoint
 from surgery.loading.sharing import own_bytes
 from surgery.models.finite import broken_weight
 from surgery.records.names import on_hub
@@ -23,6 +23,7 @@ from surgery.records.recipe import Recipe, changed
 from surgery.runtime.memory import available
 from surgery.runtime.processes import on_this_machine, own_device
 from surgery.runtime.progress import say
+from surgery.splicing.load import load
 from surgery.splicing.splice import adopt
 
 HELD = 0.5  # of the memory that is free, so much may go to models beside the first; the rest is for the work

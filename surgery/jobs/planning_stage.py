@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from surgery.evaluation.frontier import write_frontier
-from surgery.loading.checkpoint import Checkpoint
+from surgery.loading.opened import Checkpoint
 from surgery.locating.planning import plan
 from surgery.locating.ranking import Ranking
 from surgery.records.plan import Plan

@@ -8,8 +8,8 @@ from surgery.evaluation.suites import bench_seed, check_probes, standard
 from surgery.evaluation.text_hits import check_hits
 from surgery.families import family_of
 from surgery.jobs.sizes import check_bench, check_tuning
-from surgery.loading.checkpoint import Checkpoint
 from surgery.loading.empty import load_empty
+from surgery.loading.opened import Checkpoint
 from surgery.locating.questions import check_questions
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.perplexity import Perplexity

@@ -17,7 +17,8 @@ from surgery.evaluation import markdown
 from surgery.evaluation.bench import measure
 from surgery.evaluation.entries import Entry
 from surgery.evaluation.head_matrices import mixing
-from surgery.evaluation.report import Located, Report
+from surgery.evaluation.report import Report
+from surgery.evaluation.results import Located
 from surgery.evaluation.serving import try_engine
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD, Exported
@@ -34,8 +35,7 @@ from surgery.jobs.report_folder import REPORT, describe, write_report
 from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import steps_of, tuned
 from surgery.kernels.dispatch import use
-from surgery.loading.checkpoint import Checkpoint
-from surgery.loading.opened import a_type
+from surgery.loading.opened import Checkpoint, a_type
 from surgery.locating.example import short_question
 from surgery.locating.questions import described
 from surgery.locating.ranking import Ranking

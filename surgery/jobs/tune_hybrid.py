@@ -15,12 +15,12 @@ from surgery.jobs.output_folder import begin, check_folder, is_empty, withdrawn_
 from surgery.jobs.sizes import check_tuning
 from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import steps_of, tuned
-from surgery.loading.checkpoint import plan_of
 from surgery.loading.digests import model_digest
 from surgery.records.recipe import Recipe
 from surgery.runtime.ownership import check_free
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
+from surgery.splicing.load import plan_of
 from surgery.splicing.splice import adopt, check_base
 from surgery.tuning import batches
 from surgery.tuning.lora import matches

@@ -7,8 +7,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from surgery.jobs.stages import first_difference
-from surgery.loading.checkpoint import Checkpoint
 from surgery.loading.digests import dtypes, model_digest, tokenizer_digest
+from surgery.loading.opened import Checkpoint
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, Tune
 from surgery.records.record import Record

@@ -47,13 +47,9 @@ def plan_for(plan: Any, verb: str) -> Plan:
     """The plan that a verb was given. Raises UserError, in one line that says what to do, for anything else."""
     if isinstance(plan, Plan):
         return plan
-    from surgery.locating.ranking import Ranking  # it lies above this module
-
-    if isinstance(plan, Ranking):
-        raise UserError(f"surgery.{verb} takes a plan, not a ranking; make one: surgery.plan(ranking)")
     if isinstance(plan, str | Path):
         raise UserError(f"surgery.{verb} takes a plan, not its name; read it first: surgery.Plan.read({str(plan)!r})")
-    raise UserError(f"surgery.{verb} takes a plan, as surgery.plan returns it, not {a_type(plan)}")
+    raise UserError(f"surgery.{verb} takes a plan, as surgery.plan(ranking) returns it, not {a_type(plan)}")
 
 
 def a_type(value: Any) -> str:

@@ -16,7 +16,7 @@ from surgery.errors import UserError
 from surgery.locating.heads import ROLES, gain
 from surgery.locating.mixing_figure import draw_mixing
 from surgery.locating.questions import described
-from surgery.locating.ranking import Ranking
+from surgery.locating.ranked_heads import RankedHeads
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.runtime import plotting
@@ -59,7 +59,7 @@ class Grid:
     def columns(self) -> int:
         return self.heads if self.edges is None else len(self.edges) - 1
 
-    def values(self, ranking: Ranking, name: str) -> np.ndarray:
+    def values(self, ranking: RankedHeads, name: str) -> np.ndarray:
         """A score of all heads (layers, columns); of the heads of a cell, the largest in size. NaN: not measured, or a head
         that the layer lacks."""
         heads = ranking.columns
@@ -84,7 +84,7 @@ class Grid:
         return [column for column, _ in ticks], [label for _, label in ticks]
 
 
-def grid(ranking: Ranking) -> Grid:
+def grid(ranking: RankedHeads) -> Grid:
     """Every head in a cell of its own, up to MOST_COLUMNS heads a layer."""
     if not ranking.heads:
         raise UserError("there is nothing to draw: the ranking holds no heads")
@@ -100,12 +100,12 @@ def grid(ranking: Ranking) -> Grid:
     return Grid(count, heads, layers, np.searchsorted(edges, places, side="right") - 1, edges)
 
 
-def measured_maps(ranking: Ranking) -> list[tuple[str, str, str]]:
+def measured_maps(ranking: RankedHeads) -> list[tuple[str, str, str]]:
     """Of MAPS those for which anything was measured."""
     return [about for about in MAPS if ranking.columns.measured(about[0]).any()]
 
 
-def draw_atlas(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranking: Ranking, out: Path) -> None:
+def draw_atlas(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranking: RankedHeads, out: Path) -> None:
     """atlas.png (scores) and mixing.png (mixing matrices) in the folder `out`."""
     draw_scores(ranking, out / "atlas.png")
     draw_mixing(base, tokenizer, ranking, out / "mixing.png")
@@ -116,7 +116,7 @@ def parts(plan: Plan | None) -> set[Site]:
     return {part for site in (plan.sites if plan else ()) for part in (site.each() or (site,))}
 
 
-def draw_scores(ranking: Ranking, path: Path | None = None, plan: Plan | None = None) -> "Figure":
+def draw_scores(ranking: RankedHeads, path: Path | None = None, plan: Plan | None = None) -> "Figure":
     """Heat maps layer x head, one for every score that was measured, and the leading heads as bars, written to `path` if there
     is one. A, G: aggregate and gather heads; framed: the heads of `plan`. White with a cross: not measured, or a head that the
     layer lacks."""
@@ -181,7 +181,7 @@ def _draw_map(figure: Any, axis: Any, layout: Grid, values: np.ndarray, unit: st
     bar.ax.tick_params(labelsize=8.5)
 
 
-def _mark(axis: Any, layout: Grid, ranking: Ranking, planned: set[Site]) -> None:
+def _mark(axis: Any, layout: Grid, ranking: RankedHeads, planned: set[Site]) -> None:
     """The letters of roles, of the costliest heads where there are many, and a frame around planned heads; one of each to a
     cell."""
     from matplotlib.patches import Rectangle
@@ -207,7 +207,7 @@ def _mark(axis: Any, layout: Grid, ranking: Ranking, planned: set[Site]) -> None
                                  path_effects=[withStroke(linewidth=line + 1, foreground="white")]))  # fmt: skip
 
 
-def _draw_leading(axis: Any, ranking: Ranking, planned: set[Site]) -> None:
+def _draw_leading(axis: Any, ranking: RankedHeads, planned: set[Site]) -> None:
     """The first heads of the ranking by what ranks them."""
     order = gain(ranking.heads[0])[0]
     name = {3: "splice_loss", 2: "attribution", 1: "ablation_loss", 0: ""}[order]

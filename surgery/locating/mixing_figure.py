@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.locating.example import Window, example_matrices, example_tokens, short_question, window
-from surgery.locating.ranking import Ranking
+from surgery.locating.ranked_heads import RankedHeads
 from surgery.locating.subject import Subject
 from surgery.runtime import plotting
 
@@ -33,7 +33,9 @@ class Strips:
     panels: Sequence[tuple[str, float | None, np.ndarray]]
 
 
-def draw_mixing(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranking: Ranking, path: Path, top: int = 4) -> None:
+def draw_mixing(
+    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranking: RankedHeads, path: Path, top: int = 4
+) -> None:
     """The mixing matrices of the leading heads (and of the first gather heads) over one example's tokens."""
     heads = ranking.columns
     leading = np.flatnonzero(heads.measured("pair_mass"))[:top].tolist()  # heads whose matrices can be had

@@ -1,28 +1,18 @@
 """The ranking: scores of all sites, as a table, a data frame and a figure."""
 
-from collections.abc import Iterable
 from functools import partial
 from html import escape
 from io import BytesIO
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pydantic
-from pydantic import Field
 
 from surgery.errors import UserError
-from surgery.loading.digests import Conditions
-from surgery.locating import heads_file
-from surgery.locating.heads import KINDS, ORDER, ROLES, Heads, Role, Score, ScoreName, gain
+from surgery.locating.atlas import draw_scores
+from surgery.locating.heads import KINDS, ROLES, Role, Score, gain
 from surgery.locating.questions import described
-from surgery.locating.skill_scores import SkillScores
-from surgery.locating.stability import Stability
+from surgery.locating.ranked_heads import RankedHeads
 from surgery.records.names import called
-from surgery.records.record import Provenance, Sealed
-from surgery.records.site import Site, SiteText
-from surgery.runtime.ownership import put
-from surgery.statistics import Estimate, Proportion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,8 +23,6 @@ __all__ = ["COLUMNS", "Ranking", "Role", "Score", "gain"]
 SHOWN = 10  # heads, where it is not said how many
 COLUMNS = ("splice_loss", "splice_gain", "attribution", "ablation_loss", "ablation_drop", "answer_mass", "pair_mass")
 # Of them a table has the first three that were measured, so that it fits 80 columns.
-LISTED = 1_000  # heads in ranking.json, where there are more than MANY, and arrays beside it
-MANY = 16_384
 LEGEND = {
     "splice_loss": "nats of loss saved when the head becomes attention, untrained",
     "attribution": "the slope of that (nats per unit of gate): it ranks heads, no more",
@@ -43,79 +31,14 @@ LEGEND = {
 }
 
 
-class Ranking(Sealed):
-    """Heads, best place for a graft first (or, in a family without grafts, the one whose ablation costs most), and whole
-    layers in order. drawn: heads that were measured exactly not because they led but at random, as a control of what did
-    not lead. base_accuracy: of the base on the questions; chance: that of guessing. stability: whether other questions rank
-    the same heads first, if that was asked. skills: what the heads do to other skills of the base. init: how the grafts started
-    that were measured (Plan.init). arrays: only in a file that does not list all heads. conditions, questions: which weights
-    were ranked, with what, and a digest of what they were asked."""
-
-    provenance: Provenance
-    conditions: Conditions | None = None
-    questions: str | None = None
-    probe: dict[str, Any]
-    base_accuracy: Proportion
-    chance: float | None = None
-    base_loss: Estimate
-    heads: Heads
-    layers: tuple[Score, ...]
-    init: Literal["dual", "induction"] = Field(default="dual", exclude_if=lambda init: init == "dual")
-    drawn: tuple[SiteText, ...] = ()
-    stability: Stability | None = None
-    skills: tuple[SkillScores, ...] = Field(default=(), exclude_if=lambda skills: not skills)
-    arrays: heads_file.Arrays | None = None
-
-    @property
-    def score(self) -> ScoreName:
-        """What the leading heads are sorted by."""
-        best = gain(self.heads[0])[0] if self.heads else 0
-        return next((name for order, name in ORDER if order == best), "splice_loss")
-
-    @property
-    def columns(self) -> Heads:
-        """The heads' scores as arrays, whatever a copy of this ranking was given for its heads."""
-        return Heads.of(self.heads)
-
-    def write(self, path: str | Path) -> None:
-        """Write a JSON file. Of more than MANY heads it lists the first LISTED, and an array file of the same name beside it
-        (NAME.DIGEST.safetensors, by its content) holds all."""
-        if len(self.heads) <= MANY:
-            super().write(path)
-            return
-        path = Path(path)
-        self.check_place(path)
-        arrays = heads_file.write(self.columns, path)
-        leading = self.columns.take(slice(LISTED))
-        listing = self.model_copy(update={"heads": leading, "arrays": arrays})
-        put(path, listing.text().encode(), own=self.wrote)
-
-    @classmethod
-    def read(cls, path: str | Path, *, unsealed: Literal["refuse", "say", "take"] = "say") -> Self:
-        """As Sealed.read, with the array file beside it, if it names one."""
-        ranking = super().read(path, unsealed=unsealed)
-        if ranking.arrays is None:
-            return ranking
-        heads = heads_file.read(ranking.arrays, Path(path).parent)
-        return ranking.model_copy(update={"heads": heads, "arrays": None})
-
-    @pydantic.model_serializer(mode="wrap")
-    def _without_absent(self, fields: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A file that lists all its heads does not speak of arrays."""
-        content = fields(self)
-        return {name: value for name, value in content.items() if name != "arrays" or value is not None}
+class Ranking(RankedHeads):
+    __doc__ = RankedHeads.__doc__
 
     def top(self, k: int = SHOWN) -> tuple[Score, ...]:
         """The k leading heads' scores, best first (of all heads, if there are fewer). Raises UserError for a k below 1."""
         if not isinstance(k, int) or k < 1:
             raise UserError(f"Ranking.top takes a number of heads from 1 on, not {k}")
         return tuple(self.heads[:k])
-
-    def at_risk(self, sites: Iterable[Site]) -> dict[str, tuple[str, ...]]:
-        """Skill -> those of single heads that a graft costs it (SkillScores.at_risk)."""
-        named = set(sites)
-        risks = {skill.name: tuple(str(site) for site in skill.at_risk if site in named) for skill in self.skills}
-        return {name: heads for name, heads in risks.items() if heads}
 
     def table(self, k: int = SHOWN) -> tuple[list[str], list[list[str]]]:
         """Header and body: the k leading heads and what was measured of them; what they are sorted by, with its interval."""
@@ -126,10 +49,6 @@ class Ranking(Sealed):
             also = [", ".join(self.also_for(score.site))] if self.skills else []
             body.append([str(score.site), score.role or "", *cells, *also])
         return ["site", "role", *(name.replace("_", " ") for name in names), *(["also for"] if self.skills else [])], body
-
-    def also_for(self, site: Site) -> list[str]:
-        """The names of the other skills that a head serves, or that a graft there costs."""
-        return [skill.name for skill in self.skills if site in skill.serving or site in skill.at_risk]
 
     def _shown(self) -> list[str]:
         """The scores in a table, first what the heads are sorted by."""
@@ -167,8 +86,6 @@ class Ranking(Sealed):
     def plot(self) -> "Figure":
         """A matplotlib figure: heat maps layer x head, one for every score that was measured, with letters at aggregate and
         gather heads, and the leading heads as bars. A notebook shows it; for a file, call its savefig."""
-        from surgery.locating.atlas import draw_scores
-
         figure = draw_scores(self)
         vars(figure)["_repr_png_"] = partial(_png, figure)  # for notebooks, whatever their backend
         return figure

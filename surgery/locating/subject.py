@@ -7,8 +7,7 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.families import families
-from surgery.loading.checkpoint import fingerprint
-from surgery.loading.digests import Conditions, conditions
+from surgery.loading.digests import Conditions, conditions, fingerprint
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.anatomy import Anatomy, anatomy
 from surgery.splicing.remembered import opened, remembered_tokenizer

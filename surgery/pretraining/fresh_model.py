@@ -9,13 +9,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from surgery.errors import UserError
-from surgery.loading.checkpoint import load
 from surgery.loading.hub import one_line
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.mixer_starts import start_mixers
 from surgery.records.plan import Plan
 from surgery.records.pretrain_recipe import PretrainRecipe
 from surgery.records.reading import shown
+from surgery.splicing.load import load
 from surgery.splicing.splice import adopt, install
 
 TOKENS = 64  # of the row that is tried where the recipe does not say how long rows are

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.families import families
 from surgery.hybrids.spliced import without_code, written
-from surgery.loading.checkpoint import load
 from surgery.models.tokens import tokenizers_errors
 from surgery.pretraining.checkpoint_card import card
 from surgery.pretraining.corpus import prepared
@@ -34,6 +33,7 @@ from surgery.pretraining.measuring import measure
 from surgery.pretraining.training import train
 from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe, read_pretrain_recipe
 from surgery.runtime.ownership import building, check_free, reason, writing
+from surgery.splicing.load import load
 from surgery.splicing.splice import adopt, unsplice
 from surgery.tuning.state import differences
 from surgery.world.tokenizer import build_tokenizer

@@ -10,6 +10,7 @@ from surgery.records.record import Marked, Provenance, Record
 from surgery.records.site import Site, SitesText, SiteText
 
 PLAN = "plan.json"  # its file, in every folder that holds one
+PATCH = "patch.json"  # of a folder that holds no whole model, but what surgery changed in one
 
 
 class Start(Record):

@@ -24,13 +24,13 @@ from surgery.loading.origin import Origin
 from surgery.models.answers import described, held
 from surgery.models.offloaded import is_offloaded, keep, take_hooks
 from surgery.models.quantised import converted
-from surgery.records.plan import Plan
+from surgery.records.plan import PATCH, Plan
 from surgery.records.reading import shown
 from surgery.records.record import Environment
 from surgery.splicing.remembered import Surgery, remember
 from surgery.splicing.splice import grafted_mixer, remove, share
 
-RECORD, WEIGHTS = "patch.json", "patch.safetensors"
+WEIGHTS = "patch.safetensors"
 
 
 class Patch(Environment):
@@ -100,7 +100,7 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
     Raises UserError if the patch is damaged or belongs to another base.
     """
-    patch = Patch.read(folder / RECORD)
+    patch = Patch.read(folder / PATCH)
     weights = _weights(folder, patch.weights)
     check_tensors(patch, base)
     check_config(patch, base)
@@ -108,7 +108,7 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     shapes = {name: tensor.shape for name, tensor in base.state_dict().items()}
     for name, tensor in hybrid.state_dict().items():
         if name in weights and weights[name].shape != tensor.shape:
-            raise UserError(f"{folder / WEIGHTS} does not fit {RECORD}: the tensor '{name}' has another shape than that says")
+            raise UserError(f"{folder / WEIGHTS} does not fit {PATCH}: the tensor '{name}' has another shape than that says")
     resized = {name: tensor for name, tensor in weights.items() if tensor.shape != shapes.get(name, tensor.shape)}
     share(converted(base, getattr(torch, patch.dtype), patch.base.name), hybrid, "the base lacks the tensor '{}'", resized)
     state, away = hybrid.state_dict(), set(base.state_dict()) if is_offloaded(base) else set()
@@ -132,7 +132,7 @@ def empty_joined(base: PreTrainedConfig, patch: Patch, folder: Path) -> PreTrain
     config = copy.deepcopy(base)
     for name, value in patch.config.items():
         if name in OWN or name not in base.to_dict():  # nothing here may name code
-            raise UserError(f"{folder / RECORD} changes '{name}' of the configuration, which is no field of the base's")
+            raise UserError(f"{folder / PATCH} changes '{name}' of the configuration, which is no field of the base's")
         setattr(config, name, value)
     return family_of(base).empty(config, None, patch.grafts)
 
@@ -141,7 +141,7 @@ def _weights(folder: Path, digest: str) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     try:
         if file_digest(path) != digest:
-            raise UserError(f"{path} is damaged: it is not the file that {RECORD} describes")
+            raise UserError(f"{path} is damaged: it is not the file that {PATCH} describes")
         return load_file(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from surgery.errors import UserError
+from surgery.hybrids.spliced import Spliced
 from surgery.loading.opened import Checkpoint
 from surgery.loading.origin import Origin, origin
 from surgery.records.names import called
@@ -107,3 +108,6 @@ def recalled(hybrid: PreTrainedModel) -> Surgery | None:
         return None if path is None else read_surgery(Path(path).parent)
     except (OSError, UserError):
         return None
+
+
+Spliced.recall = recalled

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from surgery.errors import UserError
-from surgery.evaluation.report import value
+from surgery.evaluation.results import value
 from surgery.locating.oracles import Carrier, Oracles, Outcome, plan_at
 from surgery.locating.paths import PARTS, Travelled, travel
 from surgery.locating.questions import choice_probe

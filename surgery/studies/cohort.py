@@ -17,7 +17,8 @@ from pydantic import Field
 
 from surgery.errors import UserError
 from surgery.evaluation import markdown
-from surgery.evaluation.report import ModelReport, Report, value
+from surgery.evaluation.report import Report
+from surgery.evaluation.results import ModelReport, value
 from surgery.jobs.locating_stage import RANKING
 from surgery.jobs.run import run
 from surgery.locating.ranking import Ranking

@@ -9,7 +9,7 @@ import numpy as np
 
 from surgery.errors import UserError
 from surgery.evaluation.chance import chance
-from surgery.evaluation.report import value
+from surgery.evaluation.results import value
 from surgery.locating.example import example_matrices, example_tokens, window
 from surgery.locating.mixing_figure import Strips, draw_strips, shares
 from surgery.locating.subject import Subject

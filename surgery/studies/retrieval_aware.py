@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
-from surgery.evaluation.report import ModelReport, value
+from surgery.evaluation.results import ModelReport, value
 from surgery.jobs.locating_stage import located
 from surgery.jobs.tuning_stage import tuned
-from surgery.loading.checkpoint import Checkpoint, fingerprint
-from surgery.loading.digests import model_digest
+from surgery.loading.digests import fingerprint, model_digest
+from surgery.loading.opened import Checkpoint
 from surgery.locating.planning import plan
 from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
-from surgery.evaluation.report import ModelReport, value
+from surgery.evaluation.results import ModelReport, value
 from surgery.jobs.locating_stage import located
 from surgery.jobs.planning_stage import KEPT, planned
 from surgery.jobs.tuning_stage import tuned

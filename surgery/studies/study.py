@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from surgery.errors import UserError
-from surgery.loading.checkpoint import Checkpoint
 from surgery.loading.digests import Conditions
+from surgery.loading.opened import Checkpoint
 from surgery.locating.locate import rank
 from surgery.locating.prune import Outcome, Pruner, minimal_model, shorten
 from surgery.locating.ranking import Ranking, Role, Score

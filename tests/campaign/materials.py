@@ -88,9 +88,10 @@ def _texts(folder: Path) -> None:
 
 def _arrays(folder: Path) -> None:
     """The ranking once more as one with many heads: its scores in a file of arrays beside it."""
-    from surgery.locating import ranking as module
+    from surgery.locating import ranked_heads as module
+    from surgery.locating.ranking import Ranking
 
-    ranking = module.Ranking.read(folder / "located/ranking.json")
+    ranking = Ranking.read(folder / "located/ranking.json")
     many, module.MANY = module.MANY, 2
     try:
         ranking.write(folder / "arrays/ranking.json")

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from surgery.evaluation.bench import bench
 from surgery.exporting.export import export
 from surgery.kernels.dispatch import Operation, use
-from surgery.loading.checkpoint import load
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan
 from surgery.locating.prune import prune
@@ -33,6 +32,7 @@ from surgery.probes.knowledge import Knowledge
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Locate, Tune
 from surgery.records.site import Site
+from surgery.splicing.load import load
 from surgery.splicing.splice import graft_parameters, splice, unsplice
 from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer

@@ -10,7 +10,8 @@ import torch
 from surgery.errors import UserError
 from surgery.evaluation import cells, markdown, report_figures, suites
 from surgery.evaluation.bench import measure
-from surgery.evaluation.report import Perplexity, Report
+from surgery.evaluation.report import Report
+from surgery.evaluation.results import Perplexity
 from surgery.evaluation.suites import tasks
 from surgery.jobs.output_folder import BENCH
 from surgery.loading.digests import model_digest

@@ -14,7 +14,8 @@ from transformers import Mamba2ForCausalLM, MambaForCausalLM
 import surgery
 from surgery.errors import UserError
 from surgery.loading import checkpoint
-from surgery.loading.checkpoint import fingerprint, load
+from surgery.loading.digests import fingerprint
+from surgery.splicing.load import load
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import SAME, float64, random_base
 from tests.test_original import IDS, MAMBA1, MAMBA2, state_of, stock, write

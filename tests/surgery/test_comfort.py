@@ -229,14 +229,16 @@ def test_wrong_types_are_named(folder, tmp_path):
     ranking = surgery.Ranking.model_construct()
     hybrid = splice(base, HEADS)
     wrong = {
-        r"surgery\.splice takes a plan, not a ranking; make one: surgery\.plan\(ranking\)": lambda: splice(base, ranking),
+        r"surgery\.splice takes a plan, as surgery\.plan\(ranking\) returns it, not a Ranking": lambda: splice(base, ranking),
         r"a plan, not its name; read it first: surgery\.Plan\.read\('plan\.json'\)": lambda: splice(base, "plan.json"),
         r"surgery\.splice takes a model, not its name; load it first": lambda: splice("somewhere", HEADS),
-        r"takes a plan, as surgery\.plan returns it, not None": lambda: splice(base, None),
+        r"takes a plan, as surgery\.plan\(ranking\) returns it, not None": lambda: splice(base, None),
         r"surgery\.splice takes a model as surgery\.load returns it, not a dict": lambda: splice(base, HEADS, {}),
         r"surgery\.export takes a model, not its name": lambda: surgery.export("here", tmp_path / "x"),
         r"takes a hybrid, and this model holds no grafts: splice it": lambda: surgery.export(base, tmp_path / "x"),
-        r"surgery\.export takes a plan, not a ranking": lambda: surgery.export(hybrid, tmp_path / "x", plan=ranking),
+        r"surgery\.export takes a plan, as .* returns it, not a Ranking": lambda: surgery.export(
+            hybrid, tmp_path / "x", plan=ranking
+        ),
         r"surgery\.export takes a tokenizer as .* not a dict": lambda: surgery.export(hybrid, tmp_path / "x", tokenizer={}),
         r"surgery\.export: base is the base's name": lambda: surgery.export(hybrid, tmp_path / "x", base=3),
         r"surgery\.tune takes a model, not its name": lambda: surgery.tune("hybrid"),

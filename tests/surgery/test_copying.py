@@ -7,7 +7,7 @@ import torch
 from surgery.errors import UserError
 from surgery.jobs.entries import STARTS, names_of
 from surgery.jobs.preparing import check_run
-from surgery.loading.checkpoint import Checkpoint
+from surgery.loading.opened import Checkpoint
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan, random_plan
 from surgery.locating.subject import Subject

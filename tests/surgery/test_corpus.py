@@ -16,13 +16,13 @@ import yaml
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.exporting.export import export
-from surgery.loading.checkpoint import load
 from surgery.pretraining import corpus_training, pretrain, training
 from surgery.pretraining.chunked_entropy import mean_cross_entropy
 from surgery.pretraining.corpus import RECORD, Windows, files, prepared, spread
 from surgery.records.plan import Plan
 from surgery.records.pretrain_recipe import KEYS, CorpusOptions, PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
 from surgery.runtime.deferring import deferred
+from surgery.splicing.load import load
 from surgery.splicing.splice import splice
 from surgery.tuning.state import Checkpoints
 from surgery.world.text import document

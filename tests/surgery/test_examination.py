@@ -13,10 +13,10 @@ from surgery.exporting.formats import format_of, names, patch
 from surgery.families import families
 from surgery.locating.subject import is_graftable
 from surgery.models.anatomy import anatomy
-from surgery.records.plan import Plan
+from surgery.records.plan import PATCH, Plan
 from surgery.records.site import Site
 from surgery.runtime.ownership import RECORD as OWN
-from surgery.splicing.joining import RECORD, Patch
+from surgery.splicing.joining import Patch
 from surgery.splicing.splice import splice
 from tests.conftest import BASES, ROOT, TINY
 from tests.surgery.test_anatomy import ARCHITECTURES
@@ -118,9 +118,9 @@ def test_a_hybrid_and_a_patch_are_examined_as_they_are(tiny, tmp_path):
     (tmp_path / "patch" / patch.WEIGHTS).unlink()
     (tmp_path / "patch" / "tokenizer.json").unlink(missing_ok=True)
     assert examine(str(tmp_path / "patch")) == two, "no weight is read"
-    record = Patch.read(tmp_path / "patch" / RECORD)
+    record = Patch.read(tmp_path / "patch" / PATCH)
     away = record.model_copy(update={"base": record.base.model_copy(update={"name": "gone", "hub": False})})
-    (tmp_path / "patch" / RECORD).write_text(away.text())
+    (tmp_path / "patch" / PATCH).write_text(away.text())
     (tmp_path / "patch" / OWN).unlink()  # which says where the base is
     assert examine(str(tmp_path / "patch")) == two.model_copy(update={"of": "gone"}), "nor the base"
 

@@ -57,7 +57,7 @@ def test_export_loads_everywhere_and_carries_its_papers(hybrid, tokenizer, token
     assert "No licence of the base is known here" in card
     assert folder.check(tmp_path / "out").proof == proof
     loaded = surgery.load(tmp_path / "out")
-    assert loaded.fingerprint == surgery.loading.checkpoint.fingerprint(random_base(vocab_size=hybrid.config.vocab_size))
+    assert loaded.fingerprint == surgery.loading.digests.fingerprint(random_base(vocab_size=hybrid.config.vocab_size))
 
 
 def test_large_weights_are_divided(hybrid, tokenizer, tokens, tmp_path, monkeypatch):
@@ -241,7 +241,7 @@ def test_code_in_a_folder_runs_only_when_asked_for(hybrid, tokenizer, tokens, tm
 
 def test_the_card_says_of_the_base_only_what_is_so(hybrid, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "prove", lambda *_, **__: PROOF)
-    mark = surgery.loading.checkpoint.fingerprint(random_base(vocab_size=hybrid.config.vocab_size))
+    mark = surgery.loading.digests.fingerprint(random_base(vocab_size=hybrid.config.vocab_size))
     plan = PLAN.model_copy(update={"provenance": provenance("b", mark, 0)})
     for unchanged in (True, False):
         export(hybrid, tmp_path / "out", tokenizer=tokenizer, plan=plan, base="b")

@@ -26,8 +26,8 @@ from surgery.exporting.formats import format_of, hf
 from surgery.exporting.verify import Proof, chosen, difference, in_float32, whole_size
 from surgery.jobs.tune_hybrid import tune_hybrid
 from surgery.loading.digests import fingerprint, identify, model_digest
+from surgery.loading.streamed import Live, by_layers
 from surgery.models.answers import LENGTHS, READ, InStep, answers, described, tensors
-from surgery.models.streamed import Live, by_layers
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.runtime.ownership import building

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from surgery.errors import UserError
-from surgery.loading.checkpoint import Checkpoint
+from surgery.loading.opened import Checkpoint
 from surgery.locating import walk
 from surgery.locating.attribution import attribute_starts
 from surgery.locating.attribution_memory import Step, parted

@@ -6,7 +6,8 @@ from surgery.evaluation.gate import requirement
 from surgery.evaluation.html import render as page
 from surgery.evaluation.judgement import did_it_help, heading, judge, lost
 from surgery.evaluation.markdown import render
-from surgery.evaluation.report import Located, Report
+from surgery.evaluation.report import Report
+from surgery.evaluation.results import Located
 from surgery.statistics import Estimate, Proportion, at_chance
 from tests.conftest import ROOT
 

@@ -8,12 +8,12 @@ import pytest
 from surgery.errors import UserError
 from surgery.evaluation.atlas_page import LEADERS, MOST, atlas
 from surgery.jobs.locating_stage import RANKING
-from surgery.locating import heads_file
-from surgery.locating import ranking as rankings
+from surgery.locating import heads_file, ranked_heads
 from surgery.locating.heads import KINDS, ORDER, SCORES, Heads, Score, gain
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan, random_plan
-from surgery.locating.ranking import LISTED, Ranking
+from surgery.locating.ranked_heads import LISTED
+from surgery.locating.ranking import Ranking
 from surgery.records.plan import Start
 from surgery.records.recipe import Data
 from surgery.records.record import provenance
@@ -117,7 +117,7 @@ def test_few_heads_are_written_as_ever(tmp_path):
 
 def test_each_ranking_has_arrays_of_its_own(tmp_path, monkeypatch):
     """Also where its name has a dot, and no ending."""
-    monkeypatch.setattr(rankings, "MANY", 10)
+    monkeypatch.setattr(ranked_heads, "MANY", 10)
     first, second = made(some_scores(20)), made(some_scores(20, seed=1))
     for name, ranking in (("ranking-2.7b", first), ("ranking-2.8b", second), ("ranking.json", second)):
         ranking.write(tmp_path / name)
@@ -168,7 +168,7 @@ def test_half_a_million_are_ranked_in_the_order_of_scores(half_a_million):
 
 
 def test_a_file_that_was_changed_or_lost_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(rankings, "MANY", 10)
+    monkeypatch.setattr(ranked_heads, "MANY", 10)
     ranking = made(some_scores(30))
     path = tmp_path / RANKING
     ranking.write(path)
@@ -190,7 +190,7 @@ def test_a_file_that_was_changed_or_lost_is_refused(tmp_path, monkeypatch):
 
 def test_until_both_files_are_written_the_earlier_ranking_stands(tmp_path, monkeypatch):
     """Each names its own arrays."""
-    monkeypatch.setattr(rankings, "MANY", 10)
+    monkeypatch.setattr(ranked_heads, "MANY", 10)
     path = tmp_path / RANKING
     earlier = made(some_scores(30))
     earlier.write(path)
@@ -198,7 +198,7 @@ def test_until_both_files_are_written_the_earlier_ranking_stands(tmp_path, monke
     def killed(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rankings, "put", killed)
+    monkeypatch.setattr(ranked_heads, "put", killed)
     with pytest.raises(KeyboardInterrupt):
         made(some_scores(30, seed=1)).write(path)
     assert Ranking.read(path) == earlier
@@ -209,8 +209,8 @@ def test_a_search_says_the_same_whichever_way_it_is_written(tmp_path, monkeypatc
     base = random_base(vocab_size=VOCABULARY)
     found = locate(base, tokenizer, options={"pairs": 4}, examples=4, exact=True, data=Data(skills=()))
     found.write(tmp_path / "all.json")
-    monkeypatch.setattr(rankings, "MANY", 3)
-    monkeypatch.setattr(rankings, "LISTED", 2)
+    monkeypatch.setattr(ranked_heads, "MANY", 3)
+    monkeypatch.setattr(ranked_heads, "LISTED", 2)
     found.write(tmp_path / "leading.json")
     listed, arrays = (Ranking.read(tmp_path / name) for name in ("all.json", "leading.json"))
     assert listed == arrays == found

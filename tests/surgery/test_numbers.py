@@ -13,7 +13,8 @@ import surgery as package
 from surgery.errors import UserError
 from surgery.evaluation import cells, entries, suites
 from surgery.evaluation.bench import measure
-from surgery.evaluation.report import ModelReport, Report
+from surgery.evaluation.report import Report
+from surgery.evaluation.results import ModelReport
 from surgery.exporting import folder as export_folder
 from surgery.exporting.export import export
 from surgery.exporting.folder import RECORD, Exported

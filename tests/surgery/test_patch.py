@@ -21,9 +21,9 @@ from surgery.exporting.formats import patch
 from surgery.loading.checkpoint import load_base
 from surgery.loading.digests import file_digest
 from surgery.models.answers import tensors
-from surgery.records.plan import Plan
+from surgery.records.plan import PATCH, Plan
 from surgery.records.recipe import Lora
-from surgery.splicing.joining import RECORD, WEIGHTS, Patch, check_tensors, join
+from surgery.splicing.joining import WEIGHTS, Patch, check_tensors, join
 from surgery.splicing.splice import graft_parameters, splice, unsplice
 from surgery.tuning.lora import adapted, adapters
 from surgery.world.tokenizer import build_tokenizer
@@ -87,7 +87,7 @@ def test_base_and_patch_are_the_exported_hybrid_bit_for_bit(family, plan, tmp_pa
     assert_same(joined, AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))
     assert torch.equal(joined(tokens).logits, hybrid(tokens).logits)
     assert_same(unsplice(joined), base)  # also what a layer graft replaced
-    record = Patch.read(folder / RECORD)
+    record = Patch.read(folder / PATCH)
     assert record.config == {}
     assert bool(record.removed) == (plan is LAYER)
     assert {name for name in tensors(hybrid) if name not in tensors(base)} == set(graft_parameters(hybrid))
@@ -120,7 +120,7 @@ def test_adapters_travel_merged(place, tokenizer, tmp_path):
 
 
 def test_every_altered_tensor_of_the_base_is_refused_by_its_name(place):
-    record, base = Patch.read(place / "patch" / RECORD), load_base(str(place / "base"))
+    record, base = Patch.read(place / "patch" / PATCH), load_base(str(place / "base"))
     check_tensors(record, base)
     every = tensors(base)
     assert len(every) == len(record.base_tensors) > 20
@@ -135,7 +135,7 @@ def test_every_altered_tensor_of_the_base_is_refused_by_its_name(place):
 
 
 def test_a_base_of_another_build_is_refused(place):
-    record = Patch.read(place / "patch" / RECORD)
+    record = Patch.read(place / "patch" / PATCH)
     half = load_base(str(place / "base")).to(torch.bfloat16)
     with pytest.raises(UserError, match="is bfloat16, not float32; a copy in another precision will not do"):
         check_tensors(record, half)
@@ -159,7 +159,7 @@ def test_load_joins_and_says_where_it_comes_from(place):
     assert loaded.fingerprint == package.load(place / "base").fingerprint
     assert loaded.tokenizer.get_vocab() == build_tokenizer().get_vocab()
     assert package.load(place / "patch", dtype="bfloat16").model.dtype == torch.bfloat16
-    record = Patch.read(place / "patch" / RECORD)
+    record = Patch.read(place / "patch" / PATCH)
     assert record.base.licence == {"license": "other", "license_name": "toy"}
     assert (record.base.name, record.base.hub, record.dtype) == ("base", False, "float32")
     assert record.plan == HEADS
@@ -172,9 +172,9 @@ def test_load_joins_and_says_where_it_comes_from(place):
 def test_the_command_puts_both_together_wherever_the_base_is(place, surgery, tmp_path):
     """Of the patch only its two files were mailed, and the base lies elsewhere."""
     (tmp_path / "mailed").mkdir()
-    record = json.loads((place / "patch" / RECORD).read_text())
+    record = json.loads((place / "patch" / PATCH).read_text())
     record["base"]["name"] = "./gone"
-    (tmp_path / "mailed" / RECORD).write_text(json.dumps(record))
+    (tmp_path / "mailed" / PATCH).write_text(json.dumps(record))
     shutil.copy(place / "patch" / WEIGHTS, tmp_path / "mailed")
     shutil.copytree(place / "base", tmp_path / "elsewhere")
     status, out, err = surgery("export", "mailed", "--format", "hf", "--out", "whole")
@@ -220,9 +220,9 @@ def changed(place, tmp_path):
         shutil.copytree(place / "patch", folder, dirs_exist_ok=True)
         if content is not None:
             (folder / WEIGHTS).write_bytes(content)
-        record = json.loads((folder / RECORD).read_text()) | fields
+        record = json.loads((folder / PATCH).read_text()) | fields
         record["base"]["name"] = os.path.relpath(place / "base", folder)
-        (folder / RECORD).write_text(json.dumps(record))
+        (folder / PATCH).write_text(json.dumps(record))
         return folder
 
     return change
@@ -235,7 +235,7 @@ def test_a_damaged_patch_is_refused(place, changed):
         package.load(changed(data))
     with pytest.raises(UserError, match="unknown key 'extra'"):
         package.load(changed(extra=1))
-    grafts = Patch.read(place / "patch" / RECORD).grafts
+    grafts = Patch.read(place / "patch" / PATCH).grafts
     with pytest.raises(UserError, match=r"holds a tensor that the hybrid has no place for, 'backbone\.layers\.2"):
         package.load(changed(grafts=grafts[:1]))
     with pytest.raises(UserError, match=r"lacks the tensor 'backbone\.layers\.0\.mixer\.graft"):
@@ -306,10 +306,10 @@ def test_a_one_head_patch_of_mamba2_130m_fits_in_a_mail(tmp_path, monkeypatch, t
     plan = Plan(sites=("L12.H5",))
     patch.write(splice(base, plan), tmp_path, tokenizer=tokenizer, plan=plan, base="state-spaces/mamba2-130m")
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-    assert sizes.keys() == {RECORD, WEIGHTS, "config.json"}
+    assert sizes.keys() == {PATCH, WEIGHTS, "config.json"}
     print(f"a one-head patch of the mamba2-130m shape: {sizes}")
     assert sizes[WEIGHTS] == 792_140
-    assert sizes[RECORD] < 32_000  # versions and names of machines have no fixed length
+    assert sizes[PATCH] < 32_000  # versions and names of machines have no fixed length
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_a_base_whose_configuration_was_altered_is_another(place, tmp_path, fiel
 
 def test_a_patch_of_before_0_9_says_nothing_of_the_configuration(place, tmp_path):
     shutil.copytree(place / "patch", tmp_path / "patch")
-    path = tmp_path / "patch" / RECORD
+    path = tmp_path / "patch" / PATCH
     content = json.loads(path.read_text())
     assert content.pop("base_config")["layer_norm_epsilon"] == "1e-05"
     path.write_text(json.dumps(content | {"schema_version": 1}))

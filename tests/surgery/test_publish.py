@@ -17,11 +17,11 @@ from surgery.evaluation.report import Report
 from surgery.exporting import publish
 from surgery.exporting.export import export
 from surgery.exporting.folder import CARD, RECORD, Exported, check, digests
-from surgery.loading.checkpoint import load
 from surgery.loading.digests import conditions, model_digest
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.runtime.ownership import RECORD as OWN
+from surgery.splicing.load import load
 from surgery.splicing.splice import splice
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, VOCABULARY, names, random_base

@@ -17,8 +17,7 @@ from transformers import (
 import surgery as package
 from surgery.errors import UserError
 from surgery.exporting.export import export
-from surgery.loading.checkpoint import fingerprint
-from surgery.loading.digests import dtypes, model_digest
+from surgery.loading.digests import dtypes, fingerprint, model_digest
 from surgery.locating.replay import Replay
 from surgery.locating.substitution import replaced
 from surgery.models.anatomy import anatomy

@@ -19,7 +19,8 @@ from surgery.evaluation.bench import Entry
 from surgery.evaluation.charts import chart
 from surgery.evaluation.figure import Figure, Point, Series, looks
 from surgery.evaluation.head_matrices import Mixing, mixing
-from surgery.evaluation.report import Cost, ModelReport, Perplexity, Report, Speed
+from surgery.evaluation.report import Report
+from surgery.evaluation.results import Cost, ModelReport, Perplexity, Speed
 from surgery.locating import atlas as locating_atlas
 from surgery.locating.example import short_question
 from surgery.locating.matrices import mixing_matrices

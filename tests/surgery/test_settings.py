@@ -14,12 +14,12 @@ from surgery.evaluation.folders import TASKS
 from surgery.exporting.formats import names as formats
 from surgery.jobs.preparing import check_run
 from surgery.kernels.dispatch import OPERATIONS
-from surgery.loading.checkpoint import load
 from surgery.probes import probes
 from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.recipe import Recipe, Suite, Text, read_recipe
 from surgery.records.settings import rows, sections
 from surgery.records.site import Site
+from surgery.splicing.load import load
 from surgery.studies import studies
 from tests.conftest import ROOT
 

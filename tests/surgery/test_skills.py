@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from surgery.errors import UserError
 from surgery.evaluation.judgement import judge
-from surgery.evaluation.report import Report, value
+from surgery.evaluation.report import Report
+from surgery.evaluation.results import value
 from surgery.locating.exact import Exact
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan

@@ -14,10 +14,10 @@ from surgery.exporting.source import holds_base
 from surgery.jobs.costs.counts import planning
 from surgery.jobs.costs.models import level
 from surgery.jobs.entries import entries_of
-from surgery.loading.checkpoint import load
 from surgery.records.plan import Plan
 from surgery.records.recipe import read_recipe
 from surgery.splicing.joining import Patch, join
+from surgery.splicing.load import load
 from surgery.splicing.splice import graft_parameters, splice, unsplice
 from surgery.splicing.state import state_size
 from surgery.studies import Findings

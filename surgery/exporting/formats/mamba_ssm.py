@@ -27,7 +27,7 @@ from surgery.hybrids.layer_graft import is_layer_graft
 from surgery.hybrids.spliced import without_code
 from surgery.loading.original import original_names
 from surgery.loading.original_config import original_config
-from surgery.models.streamed import Live
+from surgery.loading.streamed import Live
 from surgery.records.plan import Plan
 from surgery.runtime.ownership import reason
 

@@ -29,7 +29,7 @@ from surgery.exporting.verify import Reader
 from surgery.hybrids.layer_graft import is_layer_graft
 from surgery.hybrids.spliced import without_code
 from surgery.kernels.conv import SILU
-from surgery.models.streamed import Live
+from surgery.loading.streamed import Live
 from surgery.records.plan import Plan
 
 USE = """\

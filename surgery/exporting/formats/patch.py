@@ -19,14 +19,15 @@ from surgery.families import family_of
 from surgery.families.dual_start import OWN
 from surgery.families.stock import StockFamily
 from surgery.hybrids.spliced import without_code
-from surgery.loading.checkpoint import DISK, brings_tokenizer, fingerprint, load_base
+from surgery.loading.checkpoint import DISK, brings_tokenizer, load_base
+from surgery.loading.digests import fingerprint
 from surgery.loading.origin import origin
+from surgery.loading.streamed import Live
 from surgery.models.answers import described, held, held_names
 from surgery.models.quantised import is_quantised
-from surgery.models.streamed import Live
-from surgery.records.plan import Plan, published
+from surgery.records.plan import PATCH, Plan, published
 from surgery.records.record import environment
-from surgery.splicing.joining import RECORD, WEIGHTS, Patch, config_texts
+from surgery.splicing.joining import WEIGHTS, Patch, config_texts
 from surgery.splicing.splice import check_base, graft_parameters
 
 USE = """\
@@ -76,7 +77,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
         base_tensors=before,
         weights=hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
         base_config=config_texts(original.config),
-    ).write(folder / RECORD)
+    ).write(folder / PATCH)
     _write_config(hybrid, folder)
 
 

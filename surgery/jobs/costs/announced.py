@@ -7,8 +7,8 @@ import torch
 
 from surgery.jobs.costs.estimate import Costs, started
 from surgery.jobs.costs.record import Stage
-from surgery.loading.checkpoint import Checkpoint
 from surgery.loading.hub import one_line
+from surgery.loading.opened import Checkpoint
 from surgery.records.recipe import Recipe
 from surgery.runtime import memory
 from surgery.runtime.processes import several_processes

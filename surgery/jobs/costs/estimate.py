@@ -22,8 +22,7 @@ from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
 from surgery.jobs.opening import open_base
 from surgery.jobs.preparing import check, check_run
 from surgery.kernels.dispatch import use
-from surgery.loading.checkpoint import Checkpoint
-from surgery.loading.opened import a_type
+from surgery.loading.opened import Checkpoint, a_type
 from surgery.locating.attribution_memory import activations
 from surgery.locating.budget import is_exact
 from surgery.locating.passes import batch_of, counted, skill_passes
