@@ -1,4 +1,5 @@
-"""How grafts in Gated DeltaNet's mixers start (surgery/hybrids/gated_delta.py). One family for each class that has them."""
+"""How grafts in mixers of the gated delta rule start (surgery/hybrids/gated_delta.py, kda_mixer.py). One family for each way
+their projections are laid out."""
 
 from typing import Any
 
@@ -19,7 +20,7 @@ class DeltaFamily(LinearFamily):
 
     def filters(self, mixer: Any) -> Tensor:
         taps = mixer.conv1d.weight[: 2 * mixer.key_dim]
-        return taps.view(2, mixer.num_k_heads, mixer.head_k_dim, *taps.shape[1:])
+        return taps.view(2, mixer.n_groups, mixer.ssm_state_size, *taps.shape[1:])
 
 
 class FusedDeltaFamily(DeltaFamily):
@@ -42,5 +43,15 @@ class SeparateDeltaFamily(DeltaFamily):
     """OLMo-Hybrid's."""
 
     def rows(self, mixer: Any) -> tuple[Tensor, Tensor]:
-        q, k = (dense(projection).unflatten(0, (mixer.num_k_heads, -1)) for projection in (mixer.q_proj, mixer.k_proj))
+        q, k = (dense(projection).unflatten(0, (mixer.n_groups, -1)) for projection in (mixer.q_proj, mixer.k_proj))
         return q, k
+
+
+class KDAFamily(SeparateDeltaFamily):
+    """Kimi Delta Attention's."""
+
+    def shape(self, config: Any) -> tuple[int, int]:
+        return config.num_hidden_layers, config.linear_num_heads
+
+    def state_size(self, config: Any) -> int:
+        return config.linear_head_dim

@@ -43,8 +43,8 @@ class StockFamily(DualFamily):
         """Nothing is refused: whatever a field says, transformers' own code does."""
 
     def adopted(self, model: Any) -> bool:
-        """The stock model is run as it is."""
-        return isinstance(model, self.base | self.hybrid)
+        """The stock model is run as it is, where only grafted mixers become ours."""
+        return isinstance(model, self.hybrid if self.hybrid.all_mixers else self.base | self.hybrid)
 
     def mixer(self, config: Any) -> Any:
         """A stock mixer, without values."""

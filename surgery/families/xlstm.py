@@ -19,10 +19,6 @@ class XLSTMFamily(LinearFamily):
                 f"gates of xLSTM are handled up to gate_soft_cap {MOST:g}, and this model has {config.gate_soft_cap:g}"
             )
 
-    def adopted(self, model: Any) -> bool:
-        """The stock class takes no mask of padding."""
-        return isinstance(model, self.hybrid)
-
     def shape(self, config: Any) -> tuple[int, int]:
         return config.num_hidden_layers, config.num_heads
 

@@ -46,24 +46,24 @@ SHARPNESS = 32.0  # in docs/ideas/derivations.md: below 8 a graft harms, from 32
 
 @dataclass(eq=False)
 class DeltaProjected(DualProjected):
-    """rate, log_decay (b, t, h): beta, and the logarithm of alpha, in float32 at least."""
+    """rate (b, t, h), log_decay (b, t, h) or (b, t, h, n): beta, and the logarithm of alpha, in float32 at least."""
 
     rate: Tensor
     log_decay: Tensor
 
 
 class DeltaMixer(DualMixer):
-    """Stands before a stock mixer of this kind. A subclass says where its projections are."""
+    """Of the gated delta rule. A subclass says where its projections are, and what its sizes are called."""
 
     most_rate = 1.0  # of beta
 
-    num_heads = property(lambda self: self.num_v_heads)
-    n_groups = property(lambda self: self.num_k_heads)  # of queries and keys
-    ssm_state_size = property(lambda self: self.head_k_dim)
-
     def parts(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """u (b, t, d) -> q, k and v side by side (b, t, channels of the convolution), z (b, t, h * p), and what beta and alpha
-        are made of, (b, t, h) each."""
+        """u (b, t, d) -> q, k and v side by side (b, t, channels of the convolution), z (b, t, h * p), what beta is made of (b,
+        t, h), and what `log_decay` takes."""
+        raise NotImplementedError
+
+    def log_decay(self: Any, a: Tensor) -> Tensor:
+        """The logarithm of alpha, (b, t, h), or, where each channel of the keys has its own, (b, t, h, n)."""
         raise NotImplementedError
 
     def project(
@@ -74,9 +74,9 @@ class DeltaMixer(DualMixer):
         qkv, z, b, a = self.parts(hidden_states)
         qkv, qk = self.convolve(hidden_states, qkv, cache, attention_mask, packing)
         q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-        q, k = (m.unflatten(-1, (self.num_k_heads, self.head_k_dim)) for m in (q, k))
-        v, z = (m.unflatten(-1, (self.num_v_heads, self.head_v_dim)) for m in (v, z))
-        log_decay = -torch.exp(self.A_log.float()) * time_step(a.float() + self.dt_bias)
+        q, k = (m.unflatten(-1, (self.n_groups, self.ssm_state_size)) for m in (q, k))
+        v, z = (m.unflatten(-1, (self.num_heads, self.head_v_dim)) for m in (v, z))
+        log_decay = self.log_decay(a)
         beta = (b.sigmoid() * self.most_rate).to(log_decay.dtype)
         return DeltaProjected(v, k, q, z, qk, beta, log_decay)
 
@@ -92,7 +92,7 @@ class DeltaMixer(DualMixer):
         if len(self.ssm_heads) < self.num_heads and self.n_groups > 1:  # the remaining heads need not fill their groups evenly
             k, q = (self.graft.other_groups.of(m, 2) for m in (k, q))
         rate = self.of_scanned(projected.rate, -1).to(v.dtype)  # as in transformers
-        inputs = (q, k, v, self.of_scanned(projected.log_decay, -1), rate)
+        inputs = (q, k, v, self.of_scanned(projected.log_decay, 2), rate)
         state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         if state is not None and v.shape[1] == 1:
             return delta_step(state, *(m[:, 0] for m in inputs))[:, None]
@@ -110,7 +110,18 @@ class DeltaMixer(DualMixer):
         return self.out_proj(y.to(gate.dtype).view(*gate.shape[:-2], -1))
 
 
-class FusedDeltaMixer(DeltaMixer):
+class GatedDeltaMixer(DeltaMixer):
+    """Stands before a stock mixer of Gated DeltaNet, whose heads decay as a whole."""
+
+    num_heads = property(lambda self: self.num_v_heads)
+    n_groups = property(lambda self: self.num_k_heads)  # of queries and keys
+    ssm_state_size = property(lambda self: self.head_k_dim)
+
+    def log_decay(self: Any, a: Tensor) -> Tensor:
+        return -torch.exp(self.A_log.float()) * time_step(a.float() + self.dt_bias)
+
+
+class FusedDeltaMixer(GatedDeltaMixer):
     """Qwen3-Next's: in_proj_qkvz has query, key, values and gates of one group after the other."""
 
     in_proj = property(lambda self: self.in_proj_qkvz)
@@ -121,8 +132,8 @@ class FusedDeltaMixer(DeltaMixer):
         return torch.cat([m.flatten(2) for m in (q, k, v)], dim=-1), z.flatten(2), b, a
 
 
-class SplitDeltaMixer(DeltaMixer):
-    """Qwen3.5's."""
+class SplitDeltaMixer(GatedDeltaMixer):
+    """Qwen3.5's and Qwen4's."""
 
     in_proj = property(lambda self: self.in_proj_qkv)
 
@@ -131,7 +142,7 @@ class SplitDeltaMixer(DeltaMixer):
         return tuple(projection(hidden_states) for projection in projections)
 
 
-class SeparateDeltaMixer(DeltaMixer):
+class SeparateDeltaMixer(GatedDeltaMixer):
     """OLMo-Hybrid's: a projection for everything, and other names."""
 
     in_proj = property(lambda self: self.q_proj)

@@ -124,6 +124,8 @@ class StockHybrid(Spliced):
         places = {spec["layer"]: place for place, spec in enumerate(config.grafts)}
         for layer in range(config.num_hidden_layers) if self.all_mixers else places:
             mixer = self.mixer_at(layer)
+            if mixer is None and layer not in places:
+                continue
             if mixer is None:
                 raise ValueError(f"layer {layer} holds no {self.stock_mixer.__name__}, and cannot be grafted")
             mixer.__class__ = self.mixer_class

@@ -5,6 +5,7 @@ mixers a start at which nothing is remembered or written: Qwen3-Next's heads dec
 xLSTM's write with exp(-10). No retrieval is learnt from there. Here projections keep the size of what they are given, and
 
 - Gated DeltaNet decays as Mamba-2 does and as in fla: A between 1 and 16, and time steps between .001 and .1;
+  transformers lets Kimi Delta Attention begin so by itself;
 - xLSTM writes with a strength about 1, and its heads forget between a third and a four-hundredth of what they hold. Its first
   layer forgets sooner and, where queries and keys have biases, begins as an average of the last few tokens, as a convolution
   would: there is none, and what the second layer could retrieve has to be gathered first;
@@ -34,12 +35,12 @@ def start_mixers(model: Any) -> None:
             _start_projections(mixer, model.config)
             _start_gates(mixer, first=not layers)
             layers += 1
-        elif hasattr(mixer, "slope_rate"):
+        elif hasattr(mixer, "slope_rate") or hasattr(mixer, "forget_gate"):
             _start_projections(mixer, model.config)
 
 
 def _start_projections(mixer: nn.Module, config: Any) -> None:
-    for projection in (module for module in mixer.children() if isinstance(module, nn.Linear)):
+    for projection in (module for module in mixer.modules() if isinstance(module, nn.Linear)):
         nn.init.kaiming_uniform_(projection.weight, a=math.sqrt(5))
     out: Any = next(module for name, module in mixer.named_children() if name in ("out_proj", "o_proj"))
     out.weight /= math.sqrt(config.num_hidden_layers)

@@ -153,15 +153,16 @@ def test_gradients_of_a_channel_at_strong_decay():
 
 def linear(name: str, t: int) -> tuple:
     """The arguments of a mixer's matrix in float64, the matrix, and what it has to do to the values."""
-    if name == "delta":
-        q, k, v, log_decay, beta, _ = (None if m is None else m.double() for m in make_delta(t, state=False))
+    if name != "mlstm":
+        args = make_delta(t, state=False, by_channel=name == "kda")
+        q, k, v, log_decay, beta, _ = (None if m is None else m.double() for m in args)
         return (q, k, log_decay, beta), delta_matrix, v, delta_rule(q, k, v, log_decay, beta)[0]
     q, k, v, write, forgets = (m.double() for m in make_mlstm(t, state=False)[:5])
     return (q, k, write, forgets), mlstm_matrix, v, mlstm_scan(q, k, v, write, forgets)[0]
 
 
 @pytest.mark.parametrize("t", [1, 2, 35])
-@pytest.mark.parametrize("name", ["delta", "mlstm"])
+@pytest.mark.parametrize("name", ["delta", "kda", "mlstm"])
 def test_the_matrix_of_a_linear_mixer_times_values_is_its_scan(name, t):
     args, matrix_of, v, y = linear(name, t)
     matrix = matrix_of(*args)
@@ -170,7 +171,7 @@ def test_the_matrix_of_a_linear_mixer_times_values_is_its_scan(name, t):
     assert_near(apply(matrix, v), y, 1e-10)
     rows, heads = torch.tensor([t - 1, 0]), [3, 0, 3]
     assert_near(matrix_of(*args, heads=heads, rows=rows), matrix[:, heads][:, :, rows], 1e-12)
-    if name == "delta":  # a row of mLSTM is divided by a sum that may cancel
+    if name != "mlstm":  # a row of which is divided by a sum that may cancel
         narrow = [m.bfloat16() for m in args]
         assert matrix_of(*narrow).dtype == torch.float32
         assert_near(matrix_of(*narrow), matrix_of(*(m.double() for m in narrow)), 1e-4)

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MiniMaxConfig, xLSTMConfig
+from transformers.models.bailing_hybrid import modeling_bailing_hybrid
+from transformers.models.glm5_next import modeling_glm5_next
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.xlstm.modeling_xlstm import xLSTMBackend
 
-from surgery.kernels import native, selective_chunked
+from surgery.kernels import delta, native, selective_chunked
 from surgery.kernels.delta import CHUNK as DELTA_CHUNK
 from surgery.kernels.delta import DELTA_RULE, DELTA_STEP, delta_rule, delta_step, unit
 from surgery.kernels.dispatch import KernelError, Operation
@@ -45,13 +48,16 @@ SELECTIVE_CHUNK, SELECTIVE_SEGMENT = 128, selective_chunked.SEGMENT  # the first
 BLOCK = 8  # of the stock backends of mLSTM and Lightning
 
 
-def make_delta(t: int, *, pairs: int = 2, per_pair: int = 2, state: bool = True, seed: int = 0) -> list:
-    """The arguments of delta_rule in float32. Some tokens forget everything, some write nothing, some twice over, as keys of
-    OLMo-Hybrid may (beta up to 2)."""
+def make_delta(
+    t: int, *, pairs: int = 2, per_pair: int = 2, state: bool = True, by_channel: bool = False, seed: int = 0
+) -> list:
+    """The arguments of delta_rule in float32. Some tokens (by channel, some channels of them) forget everything, some write
+    nothing, some twice over, as keys of OLMo-Hybrid may (beta up to 2)."""
     g = torch.Generator().manual_seed(seed)
     heads = pairs * per_pair
     q, k = (3 * torch.randn(2, t, pairs, 5, generator=g) for _ in range(2))
-    log_decay, beta = -torch.rand(2, t, heads, generator=g), 2 * torch.rand(2, t, heads, generator=g)
+    decays = (2, t, heads, 5) if by_channel else (2, t, heads)
+    log_decay, beta = -torch.rand(decays, generator=g), 2 * torch.rand(2, t, heads, generator=g)
     log_decay[torch.rand(log_decay.shape, generator=g) < 0.1] = -500.0
     beta[torch.rand(beta.shape, generator=g) < 0.1] = 0.0
     v, entering = (torch.randn(2, *shape, generator=g) for shape in ((t, heads, 3), (heads, 5, 3)))
@@ -119,6 +125,11 @@ KERNELS = {
         timed=(0, 1, 2, 3, 4), narrow=(0, 1, 2), step=delta_step,
         steps=DELTA_STEP, tolerances={"stock": 1e-4},  # it sums up the decay in float32
     ),
+    "kda": Kernel(
+        lambda t, **o: make_delta(t, pairs=4, per_pair=1, by_channel=True, **o), delta_rule, DELTA_RULE,
+        (1, DELTA_CHUNK - 1, DELTA_CHUNK, DELTA_CHUNK + 1, 3 * DELTA_CHUNK + 5), timed=(0, 1, 2, 3, 4), narrow=(0, 1, 2),
+        step=delta_step, steps=DELTA_STEP, tolerances={"stock": 1e-4},
+    ),
     "mlstm": Kernel(
         make_mlstm, run_mlstm, MLSTM_SCAN, (1, BLOCK - 1, BLOCK, 3 * BLOCK + 5), timed=(0, 1, 2, 3, 4), narrow=(0, 1, 2, 3, 4),
         states=2, step=lambda memory, largest, *args: mlstm_step((memory, largest), *args),
@@ -130,8 +141,8 @@ KERNELS = {
     ),
 }  # fmt: skip
 OURS = {
-    "ssd": ("native", "chunked"), "selective": ("native", "chunked"), "delta": ("chunked",), "mlstm": ("ssd",),
-    "lightning": ("ssd",),
+    "ssd": ("native", "chunked"), "selective": ("native", "chunked"), "delta": ("chunked",), "kda": ("chunked",),
+    "mlstm": ("ssd",), "lightning": ("ssd",),
 }  # fmt: skip
 OF_MAMBA = [(name, backend) for name in ("ssd", "selective") for backend in OURS[name]]
 every = pytest.mark.parametrize(
@@ -340,7 +351,7 @@ def test_a_state_carries_a_sequence_on(name, backend):
 @pytest.mark.parametrize(("name", "backend"), [*STEPS, ("mlstm", None)])
 def test_steps_equal_the_scan(name, backend):
     kernel = KERNELS[name]
-    to = torch.double if backend == "reference" and name == "delta" else torch.float32
+    to = torch.double if backend == "reference" and name in ("delta", "kda") else torch.float32
     for seed in range(5):
         args = kernel.make(7, seed=seed)
         exact = truth(name, args)
@@ -351,7 +362,7 @@ def test_steps_equal_the_scan(name, backend):
         assert_all_near((torch.stack(y, 1), *states), exact, 1e-5, max(kernel.floor, 0.1))  # the states, in place
 
 
-@pytest.mark.parametrize(("name", "backend"), [step for step in STEPS if step[0] != "delta"])
+@pytest.mark.parametrize(("name", "backend"), [step for step in STEPS if step[0] not in ("delta", "kda")])
 def test_a_step_in_bfloat16_keeps_the_state_in_float32(name, backend):
     args = change(KERNELS[name].make(1), Tensor.bfloat16, KERNELS[name].narrow)
     exact, exact_state = truth(name, args)
@@ -559,9 +570,10 @@ def test_how_mamba_ssm_is_called(monkeypatch):
 # ---- what is particular to one of them ----
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("per_pair", [1, 3])
-def test_value_heads_that_share_a_pair(per_pair):
-    args = double(make_delta(3 * DELTA_CHUNK + 5, per_pair=per_pair))
+def test_value_heads_that_share_a_pair(per_pair, by_channel):
+    args = double(make_delta(3 * DELTA_CHUNK + 5, per_pair=per_pair, by_channel=by_channel))
     assert_backends_agree(lambda leaves, b: delta_rule(*leaves, backend=b), args, ("chunked", "reference"), 1e-11)
 
 
@@ -602,6 +614,22 @@ def test_stock_delta_is_what_transformers_computes_bit_for_bit(model):
     )
     assert all(map(torch.equal, delta_rule(q, k, v, log_decay, beta, state, backend="stock"), theirs))
     assert torch.equal(unit(q), model.l2norm(q))
+
+
+@pytest.mark.parametrize("model", [modeling_kimi_linear, modeling_bailing_hybrid, modeling_glm5_next])
+def test_stock_kda_is_what_transformers_computes_bit_for_bit(model):
+    q, k, v, log_decay, beta, state = KERNELS["kda"].make(50)
+    options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    theirs = model.chunk_kimi_delta_attention(q, k, v, g=log_decay, beta=beta, **options)
+    assert all(map(torch.equal, delta_rule(q, k, v, log_decay, beta, state, backend="stock"), theirs))
+
+
+def test_channels_that_decay_alike_decay_as_a_head_does(monkeypatch):
+    """Also where few chunks fit in memory at once."""
+    monkeypatch.setattr(delta, "MOST", 1)
+    q, k, v, log_decay, beta, state = double(make_delta(3 * DELTA_CHUNK + 5, pairs=4, per_pair=1))
+    alike = log_decay[..., None].expand(*log_decay.shape, k.shape[-1])
+    assert_all_near(delta_rule(q, k, v, alike, beta, state), delta_rule(q, k, v, log_decay, beta, state), 1e-12)
 
 
 @pytest.mark.parametrize("t", [1, 2 * BLOCK + 5])

@@ -1,8 +1,9 @@
-"""What is Gated DeltaNet's own; the laws of all families inside stock models are in test_stock_hybrids.py."""
+"""What is the own of Gated DeltaNet and of Kimi Delta Attention; the laws of all families inside stock models are in
+test_stock_hybrids.py."""
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Glm5NextConfig, Glm5NextForConditionalGeneration
 
 import surgery
 from surgery.errors import UserError
@@ -13,6 +14,7 @@ from surgery.splicing.splice import splice
 from tests.conftest import SAME, VOCABULARY
 from tests.kernels.inputs import assert_near
 from tests.surgery.mixer_checks import entering
+from tests.surgery.test_stock_hybrids import base_of as stock_base
 
 FIELDS = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -25,6 +27,7 @@ MODELS = {
     "qwen3_5_text": {"head_dim": 8},
     "olmo_hybrid": {},
     "olmo_hybrid, rates up to 1": {"linear_allow_neg_eigval": False},
+    "kimi_linear": {"mlp_layer_types": ["dense"] * 2, "linear_num_heads": 4, "linear_head_dim": 8, "num_key_value_heads": 4},
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 
@@ -54,7 +57,7 @@ def test_a_dual_graft_is_softmax_of_the_base_s_own_scores(name, ids):
     y = mixer.mix(projected)
     assert_near(y[:, :, [1, 2]], delta_rule(q, k, v, log_decay, beta)[0][:, :, [1, 2]], 1e-12)
     for head, sign, tau in zip(heads, signs, taus, strict=True):
-        queries, keys = (unit(m[0, :, head // 2]) for m in (q, k))
+        queries, keys = (unit(m[0, :, head * m.shape[2] // 4]) for m in (q, k))
         scores = sign * tau * SHARPNESS * queries @ keys.T + beta[0, :, head].log()
         weights = scores.masked_fill(torch.ones(30, 30).triu(1).bool(), -torch.inf).softmax(-1)
         assert_near(y[0, :, head], sign * weights @ v[0, :, head], 1e-7)  # the convolution of transformers is in float32
@@ -69,6 +72,36 @@ def test_the_rate_is_between_0_and_its_most(name, ids):
     most = 2.0 if name == "olmo_hybrid" else 1.0
     assert 0 < beta.min() < 0.1 * most
     assert 0.9 * most < beta.max() <= most
+
+
+@torch.no_grad()
+def test_every_channel_of_kda_decays_by_itself(ids):
+    """As transformers' gate says; a bounded one (Ling 3, GLM 5.3) is read from the stock module as well."""
+    hybrid = splice(base_of("kimi_linear"), Plan(sites=("L0.H0",)))
+    mixer, u = hybrid.mixer_at(0), entering(hybrid, ids)
+    log_decay = mixer.project(u).log_decay
+    assert log_decay.shape == (1, 30, 4, 8)
+    assert torch.equal(log_decay, mixer.forget_gate(u))
+    assert (log_decay < 0).all()
+    assert log_decay.std(-1).min() > 1e-3
+
+
+@pytest.mark.usefixtures("in_float64")
+@torch.no_grad()
+def test_the_language_model_of_a_glm_folder_is_loaded(tokenizer, ids, tmp_path):
+    """Published ones hold a vision tower, which stays where it is."""
+    base = stock_base("glm5_next_text", vocab_size=VOCABULARY)
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    whole = Glm5NextForConditionalGeneration(Glm5NextConfig(text_config=base.config.to_dict(), vision_config=vision)).eval()
+    whole.model.language_model.load_state_dict(base.model.state_dict())
+    whole.lm_head.load_state_dict(base.lm_head.state_dict())
+    whole.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = surgery.load(tmp_path)
+    assert loaded.model.config.model_type == "glm5_next_text"
+    loaded.model.set_experts_implementation("eager")
+    assert_near(loaded.model(ids).logits, base(ids).logits, 1e-5)
+    assert splice(loaded, Plan(sites=("L1.H1",))).mixer_at(1).graft.heads == [1]
 
 
 def test_a_width_other_than_the_base_s_is_refused():

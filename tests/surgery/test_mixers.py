@@ -36,6 +36,8 @@ MIXERS: dict[str, tuple[Callable[[], PreTrainedModel], int]] = {
     "Gated DeltaNet, fused": (lambda: delta.base_of("qwen3_next"), 0),
     "Gated DeltaNet, split": (lambda: delta.base_of("qwen3_5_text"), 0),
     "Gated DeltaNet, separate": (lambda: delta.base_of("olmo_hybrid"), 0),
+    "Kimi Delta Attention": (lambda: base_of("kimi_linear"), 1),
+    "Kimi Delta Attention of Ling 3": (lambda: base_of("bailing_hybrid"), 1),
     "mLSTM": (lambda: linear.base_of("xlstm"), 0),
     "mLSTM, fused": (lambda: linear.base_of("xlstm", weight_mode="fused", use_bias=True), 0),
     "Lightning": (lambda: linear.base_of("minimax"), 0),

@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
+    BailingHybridConfig,
     BambaConfig,
     FalconH1Config,
+    Glm5NextTextConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
+    KimiLinearConfig,
     MiniMaxConfig,
     NemotronHConfig,
     OlmoHybridConfig,
@@ -18,6 +21,7 @@ from transformers import (
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
+    Qwen4ExpTextConfig,
     Zamba2Config,
     xLSTMConfig,
 )
@@ -52,6 +56,11 @@ DELTA = {
     "num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"],
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
 }  # fmt: skip
+LATENT = {  # attention, and layers with experts
+    "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_local_experts": 4,
+    "moe_intermediate_size": 16, "mlp_layer_types": ["dense", "sparse", "dense"],
+}  # fmt: skip
+KDA = {"num_hidden_layers": 3, "layer_types": DELTA["layer_types"], "linear_num_heads": 4, "linear_head_dim": 8}
 
 # Three or four layers each; in all of them L1 has an SSM, and so has the last.
 CONFIGURATIONS = {
@@ -91,6 +100,21 @@ CONFIGURATIONS = {
         **SIZES, **DELTA, head_dim=8, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16, **EXPERTS,
     ),
     "olmo_hybrid": lambda: OlmoHybridConfig(**SIZES, **DELTA),
+    "qwen4_exp_text": lambda: Qwen4ExpTextConfig(
+        **SIZES | {"eos_token_id": 98}, **DELTA, head_dim=8, num_experts=4, moe_intermediate_size=16, hc_count=2, hc_lowrank=8,
+        shared_expert_intermediate_size=16, ple_layer_ids=[2], heads_per_ngram=2, ngram_vocab_size_base=50,
+        split_ngram_parts=2, make_ngram_vocab_size_divisible_by=2, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8,
+        indexer_budget=16, indexer_compress_ratio=4, **EXPERTS,
+    ),
+    "kimi_linear": lambda: KimiLinearConfig(**SIZES | KDA | LATENT, qk_rope_head_dim=4, **EXPERTS),
+    "bailing_hybrid": lambda: BailingHybridConfig(
+        **SIZES | LATENT, num_hidden_layers=3, layer_types=DELTA["layer_types"], head_dim=8, qk_rope_head_dim=4, n_group=2,
+        topk_group=1, **EXPERTS,
+    ),
+    "glm5_next_text": lambda: Glm5NextTextConfig(
+        **SIZES | KDA | LATENT, q_lora_rank=8, index_topk=16, index_kpool=4, index_head_dim=8, index_n_heads=2, hc_mult=2,
+        **EXPERTS,
+    ),
     "xlstm": lambda: xLSTMConfig(  # of other widths than multiples of 64 transformers 5.23 cannot make the cache
         **SIZES | {"hidden_size": 64}, num_hidden_layers=3, num_heads=4, qk_dim_factor=1.0, chunk_size=8,
     ),
@@ -112,7 +136,7 @@ STOCK = {
     "mlstm_scan": "stock",
     "lightning_scan": "stock",
 }
-ADOPTED = ("xlstm",)  # whose own class takes no mask of padding  # fmt: skip
+ADOPTED = ("xlstm", "kimi_linear", "bailing_hybrid", "glm5_next_text")  # all of whose mixers become ours
 
 PROJECTIONS = "in_proj x_proj in_proj_qkvz in_proj_qkv q_proj k_proj v_proj q k v igate_preact fgate_preact qkv_proj"
 
@@ -149,7 +173,10 @@ def base(request) -> PreTrainedModel:
 
 every_kind = over(CONFIGURATIONS)
 some_kinds = over(but_slow(CONFIGURATIONS, "falcon_h1", "zamba2", "jamba", "qwen3_next"))
-OWN_TESTS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "xlstm", "minimax")  # of how their grafts start
+OWN_TESTS = (  # of how their grafts start
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid",
+    "glm5_next_text", "xlstm", "minimax",
+)  # fmt: skip
 mambas = [name for name in CONFIGURATIONS if name not in OWN_TESTS]
 
 

@@ -1,0 +1,9 @@
+"""Ling 3: Kimi Delta Attention, and latent attention in every sixth layer; most layers with experts."""
+
+from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention, BailingHybridForCausalLM
+
+from surgery.families.delta_start import KDAFamily
+from surgery.hybrids.kda_mixer import FullGateKDAMixer, KDALanguageModel
+from surgery.hybrids.stock_hybrid import stock_hybrid
+
+FAMILY = KDAFamily(stock_hybrid(BailingHybridForCausalLM, BailingHybridDeltaAttention, FullGateKDAMixer, KDALanguageModel))
