@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -17,28 +18,18 @@ from tools.startup import COMMANDS, Startup, measure, slower
 
 ROOT = Path(__file__).parent.parent
 
-# From the bottom to the top: a package imports only from those of its own row and of the rows before.
-LAYOUT = (
-    {"errors"},
-    {"records", "runtime", "statistics"},
-    {"kernels"},
-    {"hybrids"},
-    {"models"},
-    {"families"},
-    {"loading"},
-    {"world", "probes"},
-    {"splicing"},
-    {"locating"},
-    {"tuning"},
-    {"pretraining"},
-    {"serving"},
-    {"evaluation"},
-    {"exporting"},
-    {"doctor"},
-    {"jobs"},
-    {"studies"},
-    {"cli"},
-)
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+ROW = re.compile(r"^\| (`\w+/`(?:, `\w+/`)*) \|", re.MULTILINE)
+BELOW = ("errors", "statistics")  # files beside the folders, which any of them may read; errors imports nothing
+
+
+def folders(heading: str) -> list[set[str]]:
+    """The rows of the table of packages under a heading of docs/architecture.md, from the bottom to the top."""
+    part = ARCHITECTURE.partition(f"\n### {heading}\n")[2].partition("\n#")[0]
+    return [set(re.findall(r"`(\w+)/`", row)) for row in ROW.findall(part)]
+
+
+CORE, AROUND = folders("The core"), folders("Around it")
 
 
 def modules() -> dict[str, Path]:
@@ -67,6 +58,15 @@ def imports() -> dict[str, set[str]]:
     return graph
 
 
+def hidden_names(module: str) -> set[str]:
+    """What a module takes of other packages' private names."""
+    nodes = [node for node in ast.walk(ast.parse(modules()[module].read_text())) if isinstance(node, ast.ImportFrom)]
+    others = [
+        node for node in nodes if (node.module or "").startswith("surgery.") and package(node.module or "") != package(module)
+    ]
+    return {alias.name for node in others for alias in node.names if alias.name.startswith("_")}
+
+
 def package(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
@@ -90,15 +90,36 @@ def test_no_package_names_something_else_as_it_names_a_module():
     assert not set(surgery.__all__) & {name.split(".")[1] for name in modules() if "." in name}
 
 
+def test_every_package_has_its_row_in_the_architecture():
+    there = {package(name) for name in modules()} - {"", "__main__", *BELOW}
+    rows = [*CORE, *AROUND]
+    assert sorted(name for row in rows for name in row) == sorted(there), "each once"
+
+
 def test_imports_go_one_way():
-    row = {package: number for number, packages in enumerate(LAYOUT) for package in packages}
+    """In the order of docs/architecture.md: a package imports from its own row and from those before it."""
+    row = {name: number for number, names in enumerate([*CORE, *AROUND]) for name in names} | dict.fromkeys(BELOW, -1)
     upwards = {
         (name, other)
         for name, others in imports().items()
         for other in others
-        if name not in ("surgery", "surgery.__main__") and row.get(package(other), -1) > row[package(name)]
+        if package(name) not in ("", "__main__", *BELOW) and row.get(package(other), 99) > row[package(name)]
     }
-    assert upwards == set()
+    assert upwards == {("surgery.models.answers", "surgery")}, "a script, for a process of its own"
+
+
+def test_the_core_imports_nothing_that_stands_around_it():
+    """And what does, of the core alone, by public names; the command line, the last row, has all of it."""
+    core, around = set().union(*CORE, BELOW), set().union(*AROUND[:-1])
+    crossing = {
+        (package(name), package(other))
+        for name, others in imports().items()
+        for other in others
+        if package(other) in around and package(name) in core | around - {package(other)}
+    }
+    assert crossing == {("studies", "pretraining")}, "studies that make their own bases"
+    private = {name: names for name in modules() if package(name) in around if (names := hidden_names(name))}
+    assert private == {}
 
 
 def test_no_files_import_each_other_in_a_circle():

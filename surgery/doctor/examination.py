@@ -12,7 +12,7 @@ from typing import Any, Literal
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.exporting.engines import ENGINES
+from surgery.exporting.engines import engine_of, engine_why_not
 from surgery.exporting.formats import names, of_bases, why_not
 from surgery.families import families, family_of
 from surgery.loading.empty import empty_model, read_config
@@ -23,7 +23,6 @@ from surgery.records.names import called
 from surgery.records.plan import PATCH, Plan
 from surgery.records.record import Marked, Record
 from surgery.records.site import Site
-from surgery.serving import limits
 from surgery.splicing.donor import donor_head, donor_layer
 from surgery.splicing.joining import Patch
 from surgery.splicing.splice import empty_hybrid
@@ -202,8 +201,8 @@ def _exports(config: PreTrainedConfig) -> Exports:
     grafted = bool(getattr(config, "grafts", None))
     reasons = {name: _refusal(_check_export, name, config) for name in (names() if grafted else of_bases())}
     if grafted:
-        reasons[VLLM] = limits.why_not(config) or ""
-        if any(not reasons[name] for name in ENGINES[VLLM].formats if name != OWN):
+        reasons[VLLM] = engine_why_not(VLLM, OWN, config) or ""
+        if any(not reasons[name] for name in engine_of(VLLM).FORMATS if name != OWN):
             reasons[VLLM] = ""
     return Exports(
         possible=tuple(name for name, reason in reasons.items() if not reason),

@@ -2,6 +2,7 @@
 model's folder."""
 
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from surgery.evaluation.results import Serving
 from surgery.models.quantised import is_quantised
 from surgery.records.recipe import Bench
 from surgery.runtime.consent import consent
+from surgery.runtime.listing import listed
+from surgery.runtime.other_python import ask, check_python
 from surgery.runtime.processes import is_main
-from surgery.serving import bench_vllm
-from surgery.serving.other_python import ask, check_python
 from surgery.splicing.splice import stock
 
 SETTING = "--engine-python"
@@ -81,4 +82,4 @@ def serve(
 
 
 def _ask(python: Path, job: dict[str, Any]) -> Any:
-    return ask("vllm", "vllm", python, Path(bench_vllm.__file__), job, SETTING)
+    return ask("vllm", "vllm", python, import_module(listed("engines")["vllm"]).BENCH, job, SETTING)

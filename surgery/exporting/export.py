@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.exporting import folder
-from surgery.exporting.engines import Pythons, check_engines
+from surgery.exporting.engines import Pythons, check_engines, engine_why_not
 from surgery.exporting.formats import format_of, integers_why_not, writes_bases
 from surgery.exporting.verifications import check_way
 from surgery.exporting.verify import Proof
@@ -24,7 +24,6 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.runtime.memory import free_disk, size
 from surgery.runtime.progress import say
-from surgery.serving import limits
 from surgery.splicing.remembered import Surgery, remembered_tokenizer
 
 __all__ = ["export"]
@@ -85,8 +84,9 @@ def export(
         raise UserError(f"surgery.export takes a model and the name of a folder, not {a_type(path)}")
     engines = [engines] if isinstance(engines, str) else engines
     pythons = check_engines(engines, format, engine_python)
-    if "vllm" in pythons and format == "hf" and (refused := limits.why_not(model.config)):  # it would say so after the work
-        raise UserError(f"--prove: {refused}")
+    for engine in pythons:
+        if refused := engine_why_not(engine, format, model.config):  # it would say so after the work
+            raise UserError(f"--prove: {refused}")
     is_base = writes_bases(format) and plan is None and not getattr(model.config, "grafts", None)
     plan, base = (None, _named(model, base)) if is_base else (_plan(model, plan), _base(model, base))
     check_space(format, model, Path(path))

@@ -19,7 +19,7 @@ from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.evaluation.report_figures import draw
 from surgery.exporting import card
-from surgery.exporting.engines import EngineProof, prove_in_engine
+from surgery.exporting.engines import EngineProof, engine_of
 from surgery.exporting.formats import Format
 from surgery.exporting.verify import Proof, chosen, prove
 from surgery.loading.digests import Identity, dtypes, file_digest, identify
@@ -99,7 +99,7 @@ def save(
             served: list[EngineProof] = []
             for engine, python in (engines or {}).items():
                 with busy(f"asking {engine}"):
-                    served.append(prove_in_engine(engine, python, hybrid, temporary, verify=way, tokenizer=tokenizer))
+                    served.append(engine_of(engine).prove(python, hybrid, temporary, verify=way, tokenizer=tokenizer))
             if clear := getattr(form, "clear", None):
                 clear(temporary)
             record = Exported(

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, NemotronHForCausalLM, SmolLM3Config
 import surgery
 from surgery.errors import UserError
 from surgery.exporting.folder import Exported
-from surgery.exporting.formats import format_of, mamba_ssm, nemotron_h
+from surgery.exporting.formats import format_of
 from surgery.exporting.tolerance import tolerance
 from surgery.exporting.verify import compare, difference
 from surgery.families import family_of
@@ -22,6 +22,7 @@ from surgery.hybrids.layer_graft import layer_spec
 from surgery.loading.original import load_original
 from surgery.models.answers import LENGTHS, answers, described, tensors
 from surgery.records.plan import Plan
+from surgery.serving.formats import mamba_ssm, nemotron_h
 from surgery.splicing.splice import adopt, splice
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, random_base

@@ -9,14 +9,14 @@ import pytest
 from transformers import FalconMambaConfig, LlamaConfig, Mamba2Config, MambaConfig
 
 from surgery import UserError, export, load, splice
-from surgery.exporting import engines, llama_cpp
-from surgery.exporting.engines import check_engines, prove_in_engine, read_pythons
+from surgery.exporting.engines import check_engines, engine_of, read_pythons
 from surgery.exporting.folder import Exported
-from surgery.exporting.formats import gguf
 from surgery.exporting.publish import publish
-from surgery.exporting.to_gguf import splits_as_gpt2
 from surgery.records.plan import Plan
+from surgery.serving import llama_cpp, proving
 from surgery.serving.ask_llama_cpp import paired
+from surgery.serving.formats import gguf
+from surgery.serving.to_gguf import splits_as_gpt2
 from tests.conftest import names
 from tests.surgery.test_serving import grouped, own_answers, perturbed
 
@@ -151,12 +151,12 @@ def test_a_python_for_each_engine(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("verify", "way"), [("full", "full"), ("layers", "layers"), ("tensors", "layers")])
 def test_an_engines_proof_takes_the_memory_that_verify_says(verify, way, hybrid, monkeypatch, tmp_path):
-    monkeypatch.setattr(engines, "LENGTHS", (3,))
-    monkeypatch.setattr(engines, "NEW", 2)
-    monkeypatch.setattr(engines, "_ask", lambda engine, python, job: own_answers(hybrid, job))
+    monkeypatch.setattr(proving, "LENGTHS", (3,))
+    monkeypatch.setattr(proving, "NEW", 2)
+    monkeypatch.setattr(proving, "_ask", lambda engine, python, job: own_answers(hybrid, job))
     ways = []
-    monkeypatch.setattr(engines, "in_float32", lambda model, way: ways.append(way) or model)
-    prove_in_engine("vllm", Path("/bin/true"), hybrid, tmp_path, verify=verify)
+    monkeypatch.setattr(proving, "in_float32", lambda model, way: ways.append(way) or model)
+    engine_of("vllm").prove(Path("/bin/true"), hybrid, tmp_path, verify=verify)
     assert ways == [way]
 
 
@@ -172,9 +172,9 @@ def llama_cpp_says(model, tokenizer, job):
 @pytest.mark.parametrize("what", ["hybrid", "base"])
 def test_a_file_its_proof_and_its_card(what, base, hybrid, converter, monkeypatch, tmp_path):
     model = hybrid if what == "hybrid" else base.model
-    monkeypatch.setattr(engines, "LENGTHS", (1, 9))
-    monkeypatch.setattr(engines, "NEW", 6)
-    monkeypatch.setattr(engines, "_ask", lambda engine, python, job: llama_cpp_says(model, base.tokenizer, job))
+    monkeypatch.setattr(proving, "LENGTHS", (1, 9))
+    monkeypatch.setattr(proving, "NEW", 6)
+    monkeypatch.setattr(proving, "_ask", lambda engine, python, job: llama_cpp_says(model, base.tokenizer, job))
     out = tmp_path / "out"
     export(
         hybrid if what == "hybrid" else base,
@@ -188,7 +188,7 @@ def test_a_file_its_proof_and_its_card(what, base, hybrid, converter, monkeypatc
     assert {*names(out)} == {"model.gguf", "export.json", "README.md", *papers}
     assert (out / "model.gguf").read_text() == "tiny-mamba2 in f32"
     (proof,) = Exported.read(out / "export.json", unsealed="refuse").engines
-    assert (proof.engine, proof.tokens, proof.texts) == ("llama_cpp", 2 * (6 + 3), len(engines.TEXTS))
+    assert (proof.engine, proof.tokens, proof.texts) == ("llama_cpp", 2 * (6 + 3), len(proving.TEXTS))
     assert (proof.otherwise[0].same, proof.otherwise[0].tokens) == (8, 9)
     card = (out / "README.md").read_text()
     assert "served by llama_cpp 1.0 in float32, without it: all 18 greedy tokens" in card
@@ -198,8 +198,8 @@ def test_a_file_its_proof_and_its_card(what, base, hybrid, converter, monkeypatc
 
 
 def test_an_engine_that_tells_no_probabilities_proves_nothing(hybrid, monkeypatch, tmp_path):
-    monkeypatch.setattr(engines, "LENGTHS", (3,))
-    monkeypatch.setattr(engines, "NEW", 4)
+    monkeypatch.setattr(proving, "LENGTHS", (3,))
+    monkeypatch.setattr(proving, "NEW", 4)
 
     def ask(engine, python, job):
         said = own_answers(hybrid, job)
@@ -207,23 +207,23 @@ def test_an_engine_that_tells_no_probabilities_proves_nothing(hybrid, monkeypatc
             step[1] = {}
         return said
 
-    monkeypatch.setattr(engines, "_ask", ask)
+    monkeypatch.setattr(proving, "_ask", ask)
     with pytest.raises(UserError, match="tells probabilities of 3 of its 8 tokens only"):
-        prove_in_engine("vllm", Path("/bin/true"), hybrid, tmp_path)
+        engine_of("vllm").prove(Path("/bin/true"), hybrid, tmp_path)
 
 
 def test_a_text_that_is_split_otherwise_is_refused(base, hybrid, monkeypatch, tmp_path):
-    monkeypatch.setattr(engines, "LENGTHS", (3,))
-    monkeypatch.setattr(engines, "NEW", 2)
+    monkeypatch.setattr(proving, "LENGTHS", (3,))
+    monkeypatch.setattr(proving, "NEW", 2)
     (tmp_path / "model.gguf").touch()
 
     def ask(engine, python, job):
         said = llama_cpp_says(hybrid, base.tokenizer, job)
         return said | {"texts": [*said["texts"][:-1], [1, 2]]}
 
-    monkeypatch.setattr(engines, "_ask", ask)
+    monkeypatch.setattr(proving, "_ask", ask)
     with pytest.raises(UserError, match=r"llama_cpp splits ' leading .* into other tokens, \[1, 2\]"):
-        prove_in_engine("llama_cpp", Path("/bin/true"), hybrid, tmp_path, tokenizer=base.tokenizer)
+        engine_of("llama_cpp").prove(Path("/bin/true"), hybrid, tmp_path, tokenizer=base.tokenizer)
 
 
 served = pytest.mark.skipif(
@@ -263,9 +263,9 @@ def test_llama_cpp_gives_the_same_answers(case, base, tmp_path, monkeypatch):
     )  # fmt: skip
     (proof,) = Exported.read(out / "export.json", unsealed="refuse").engines
     print(f"\n{case}: {proof.line()}")
-    assert proof.tokens == 2 * sum(engines.NEW - 3 * i for i in range(len(engines.LENGTHS)))
+    assert proof.tokens == 2 * sum(proving.NEW - 3 * i for i in range(len(proving.LENGTHS)))
     assert proof.difference <= proof.tolerance
-    assert proof.texts == len(engines.TEXTS)
+    assert proof.texts == len(proving.TEXTS)
     head = (out / "model.gguf").read_bytes()[:4096]
     grafted = "nemotron_h" if getattr(model.config, "grafts", None) else model.config.model_type
     assert f"{grafted}.block_count".encode() in head

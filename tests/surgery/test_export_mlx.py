@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from surgery import export, load, splice
-from surgery.exporting import engines
 from surgery.exporting.engines import check_engines
 from surgery.exporting.folder import Exported
 from surgery.records.plan import Plan
+from surgery.serving import proving
 from tests.conftest import ROOT
 
 PYTHON = Path(os.environ.get("SURGERY_MLX_PYTHON", ROOT / ".venv-mlx/bin/python"))
@@ -41,5 +41,5 @@ def test_mlx_lm_gives_the_same_answers(hybrid, tmp_path):
     out = tmp_path / "out"
     export(hybrid, out, format="nemotron_h", engines=["mlx_lm"], engine_python=PYTHON)
     (proof,) = Exported.read(out / "export.json", unsealed="refuse").engines
-    assert proof.tokens == 2 * sum(engines.NEW - 3 * i for i in range(len(engines.LENGTHS)))
+    assert proof.tokens == 2 * sum(proving.NEW - 3 * i for i in range(len(proving.LENGTHS)))
     assert proof.difference <= proof.tolerance

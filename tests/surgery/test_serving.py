@@ -14,12 +14,11 @@ import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from surgery import UserError, export, load, splice
-from surgery.exporting import engines
-from surgery.exporting.engines import check_engines, prove_in_engine
+from surgery.exporting.engines import check_engines, engine_of
 from surgery.exporting.folder import Exported
 from surgery.models.answers import held
 from surgery.records.plan import Plan
-from surgery.serving import ask_vllm
+from surgery.serving import ask_vllm, proving
 from surgery.serving.limits import head_size, kv_heads, refusal
 from surgery.serving.patches import FROM_BASE, Patched
 
@@ -69,13 +68,13 @@ def own_answers(model, job):
 
 @pytest.fixture
 def short(monkeypatch):
-    monkeypatch.setattr(engines, "LENGTHS", (1, 9))
-    monkeypatch.setattr(engines, "NEW", 6)
+    monkeypatch.setattr(proving, "LENGTHS", (1, 9))
+    monkeypatch.setattr(proving, "NEW", 6)
 
 
 def test_an_engine_with_the_live_models_answers_is_a_proof(base, short, monkeypatch, tmp_path):
     hybrid = perturbed(splice(base, plan(sites="L0.H2,7", blend=0.4)))
-    monkeypatch.setattr(engines, "_ask", lambda engine, python, job: own_answers(hybrid, job))
+    monkeypatch.setattr(proving, "_ask", lambda engine, python, job: own_answers(hybrid, job))
     export(hybrid, tmp_path / "out", base=BASE, engines=["vllm"], engine_python=Path("/bin/true"))
     record = Exported.read(tmp_path / "out/export.json", unsealed="refuse")
     (proof,) = record.engines
@@ -100,7 +99,7 @@ def test_another_token_or_another_probability_is_refused(base, short, monkeypatc
         return said
 
     for ask, message in ((other_token, "its token 3 is not the live model's"), (other_probability, "differ by 0.001")):
-        monkeypatch.setattr(engines, "_ask", ask)
+        monkeypatch.setattr(proving, "_ask", ask)
         with pytest.raises(UserError, match=message):
             export(hybrid, tmp_path / "out", base=BASE, engines=["vllm"], engine_python=Path("/bin/true"))
         assert list(tmp_path.iterdir()) == []
@@ -136,7 +135,7 @@ def test_what_an_engine_says_is_one_line(errors, message, base, tmp_path):
     python.write_text(f"#!/bin/sh\ncat >&2 <<'EOF'\n{errors}\nEOF\nexit 1\n")
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     with pytest.raises(UserError, match=message) as raised:
-        prove_in_engine("vllm", python, base.model, tmp_path)
+        engine_of("vllm").prove(python, base.model, tmp_path)
     assert "\n" not in str(raised.value)
 
 
@@ -152,7 +151,7 @@ def test_an_interpreter_may_be_named_from_where_the_command_runs(base, tmp_path,
         python.write_text(script)
         python.chmod(0o755)
         with pytest.raises(UserError, match=message):
-            prove_in_engine("vllm", python, base.model, tmp_path)
+            engine_of("vllm").prove(python, base.model, tmp_path)
 
 
 def grouped():
@@ -217,11 +216,11 @@ def ask(jobs, **environment):
 
 
 def job(folder, vocabulary, **settings):
-    prompts = engines._prompts(vocabulary)
+    prompts = proving._prompts(vocabulary)
     return {"folder": str(folder), "prompts": prompts, "new": NEW, "settings": SETTINGS | settings}
 
 
-NEW = [engines.NEW - 3 * i for i in range(len(engines.LENGTHS))]
+NEW = [proving.NEW - 3 * i for i in range(len(proving.LENGTHS))]
 
 
 @pytest.fixture(scope="module")
@@ -249,11 +248,11 @@ def test_vllm_serves_it(case, served_all, monkeypatch, tmp_path):
     """All greedy tokens and log-probabilities are the live model's, of requests alone and of those that join and leave, with
     prompts read in pieces, and with the beginnings of prompts that vLLM has kept."""
     hybrid, answers = served_all[case]
-    monkeypatch.setattr(engines, "_ask", lambda *_, **__: answers)
-    proof = prove_in_engine("vllm", PYTHON, hybrid, tmp_path)
+    monkeypatch.setattr(proving, "_ask", lambda *_, **__: answers)
+    proof = engine_of("vllm").prove(PYTHON, hybrid, tmp_path)
     assert proof.tokens == 2 * sum(NEW)
     assert proof.difference <= proof.tolerance
-    for prompt, cached in zip(engines.LENGTHS, answers["cached"], strict=True):
+    for prompt, cached in zip(proving.LENGTHS, answers["cached"], strict=True):
         assert 0 <= cached < prompt
     if case != "mamba2-130m's widths":  # whose blocks are longer than the prompts
         assert sum(answers["cached"]) > 0
@@ -266,7 +265,7 @@ def test_vllm_serves_compiled_in_its_own_processes(base, tmp_path):
     hybrid = hybrid_of(PATCH, base)
     hybrid.save_pretrained(tmp_path, tokenizer=base.tokenizer)
     base.tokenizer.save_pretrained(tmp_path)
-    proof = prove_in_engine("vllm", PYTHON, hybrid, tmp_path)
+    proof = engine_of("vllm").prove(PYTHON, hybrid, tmp_path)
     assert proof.tokens == 2 * sum(NEW)
 
 
@@ -281,8 +280,8 @@ def test_two_processes_divide_the_layers(base, monkeypatch, tmp_path):
     settings = {"pipeline_parallel_size": 2, "enforce_eager": False}
     said = ask(job(tmp_path, base.model.config.vocab_size, **settings), VLLM_CPU_OMP_THREADS_BIND="nobind")
     assert isinstance(said, dict), said[-3000:]
-    monkeypatch.setattr(engines, "_ask", lambda *_, **__: said)
-    assert prove_in_engine("vllm", PYTHON, hybrid, tmp_path).tokens == 2 * sum(NEW)
+    monkeypatch.setattr(proving, "_ask", lambda *_, **__: said)
+    assert engine_of("vllm").prove(PYTHON, hybrid, tmp_path).tokens == 2 * sum(NEW)
 
 
 @vllm
@@ -292,7 +291,7 @@ def test_vllm_refuses_what_it_would_serve_wrongly(base, tmp_path):
     hybrid.config.time_step_limit = (0.0, 0.5)
     hybrid.save_pretrained(tmp_path, tokenizer=base.tokenizer)
     with pytest.raises(UserError, match="does not bound the time step"):
-        prove_in_engine("vllm", PYTHON, hybrid, tmp_path)
+        engine_of("vllm").prove(PYTHON, hybrid, tmp_path)
 
 
 def settings_of_vllm(**changes):

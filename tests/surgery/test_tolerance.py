@@ -7,9 +7,9 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from surgery import load
-from surgery.exporting import engines
 from surgery.exporting.tolerance import tolerance
 from surgery.records.plan import Plan
+from surgery.serving import proving
 from surgery.splicing.splice import splice
 from tests.conftest import ROOT, random_base, random_llamba, random_selective
 from tests.surgery.test_export_formats import LAYER, lively
@@ -73,4 +73,4 @@ def test_a_defect_is_far_outside(length):
 
 
 def test_long_prompts_are_asked():
-    assert max(engines.LENGTHS) >= 700
+    assert max(proving.LENGTHS) >= 700

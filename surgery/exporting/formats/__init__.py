@@ -1,4 +1,5 @@
-"""The formats of an export, one file each, found by listing this folder: a new format is a new file.
+"""The formats of an export, one file each, found by listing this folder and those of the same name around the core
+(surgery/serving/formats): a new format is a new file.
 
 The first paragraph of the file says what the format is (`surgery list formats` prints it). What else a file holds, the protocol
 Format says. Only a format that is asked for is imported, so that help texts wait for nothing.
@@ -6,11 +7,11 @@ Format says. Only a format that is asked for is imported, so that help texts wai
 
 import ast
 import importlib.util
-import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from surgery.errors import UserError
+from surgery.runtime.listing import listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Format(Protocol):
-    """A module of this folder that writes hybrids in one form.
+    """A module of such a folder that writes hybrids in one form.
 
     It may also hold: OF_BASES = True, if it writes bases too; QUANTISED = True, if it holds integers; `why_not(config)`, why
     it cannot hold a hybrid or a base of that configuration (None if it can); `space(hybrid)`, the bytes that it takes while
@@ -41,7 +42,7 @@ class Format(Protocol):
 
 def names() -> list[str]:
     """Of all formats; the complete folder comes first."""
-    return sorted((module.name for module in pkgutil.iter_modules(__path__)), key=lambda name: (name != "hf", name))
+    return sorted(listed("formats"), key=lambda name: (name != "hf", name))
 
 
 def descriptions() -> dict[str, str]:
@@ -58,7 +59,7 @@ def check_format(name: str) -> None:
 def format_of(name: str) -> Any:
     """The Format of that name. Raises UserError if there is none."""
     check_format(name)
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(listed("formats")[name])
 
 
 def of_bases() -> list[str]:
@@ -92,7 +93,7 @@ def integers_why_not(name: str) -> str | None:
 
 def _first_paragraph(name: str) -> str:
     """Of a file, in one line and without the period."""
-    spec = importlib.util.find_spec(f"{__name__}.{name}")  # finds the file, and does not run it
+    spec = importlib.util.find_spec(listed("formats")[name])  # finds the file, and does not run it
     text = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin is not None else ""
     said = ast.get_docstring(ast.parse(text)) or ""
     return " ".join(said.split("\n\n")[0].split()).removesuffix(".")

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.exporting import llama_cpp
-from surgery.exporting.formats import nemotron_h
 from surgery.exporting.verify import Reader
 from surgery.hybrids.spliced import without_code, written
 from surgery.kernels.conv import SILU
 from surgery.models.answers import held, tensors
 from surgery.records.plan import Plan
+from surgery.serving import llama_cpp
+from surgery.serving.formats import nemotron_h
 
 USE = f"""\
 import xllamacpp

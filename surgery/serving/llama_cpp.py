@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from surgery.errors import UserError
-from surgery.exporting import to_gguf
+from surgery.serving import to_gguf
 
 FILE = "model.gguf"
 HOW = "the page on serving says how to get it"
