@@ -21,6 +21,7 @@ from surgery.runtime.importing import after_import
 from surgery.runtime.quiet import hush_bitsandbytes
 
 if TYPE_CHECKING:
+    from surgery.choosing.gain import grow
     from surgery.evaluation.bench import bench
     from surgery.evaluation.report import Report
     from surgery.exporting.export import export
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from surgery.runtime.consent import consenting
     from surgery.splicing.load import load
     from surgery.splicing.splice import adopt, splice, unsplice
-    from surgery.tuning.growing import grow
     from surgery.tuning.loop import tune
     from surgery.tuning.state_sizes import shrink_state
 
@@ -80,7 +80,7 @@ _MODULES = {
     "consenting": "runtime.consent",
     "estimate": "jobs.costs.estimate",
     "export": "exporting.export",
-    "grow": "tuning.growing",
+    "grow": "choosing.gain",
     "load": "splicing.load",
     "locate": "locating.locate",
     "plan": "locating.planning",

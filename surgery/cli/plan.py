@@ -25,9 +25,9 @@ def plan(
 ) -> None:  # fmt: skip
     """Decide which heads become attention.
 
-    Writes plan.json beside the ranking. The seed is the ranking's, unless it is set. With plan.heads=auto the ranked model is
-    opened, and heads are added until the next one is not worth its cache; with plan.by=choice, those that a perfect choice
-    would help most; with plan.state_size, to see which dimensions of the state text needs.
+    Writes plan.json beside the ranking. The seed is the ranking's, unless it is set. The ranked model is opened with
+    plan.heads=auto, which adds heads until the next one is not worth its cache; with plan.by, for another way of choosing
+    (surgery list ways); and with plan.state_size, to see which dimensions of the state text needs.
 
     Examples:
       surgery plan runs/located/ranking.json --out plan.json
@@ -43,7 +43,7 @@ def plan(
     measures = options.plan.opens
     if base is not None and not measures:
         raise UserError(
-            "--base is for plan.heads=auto, plan.by=choice and plan.state_size, which measure the ranked model; leave it out"
+            "--base is for plan.heads=auto, plan.by and plan.state_size, which measure the ranked model; leave it out"
         )
     out = out or ranking.with_name(PLAN)
     Plan.check_place(out)
@@ -67,7 +67,8 @@ def _measured(options: "Recipe", ranked: "Ranking", seed: int | None) -> "Plan":
         from surgery.runtime.progress import busy
 
     if not (Path(options.model).exists() or on_hub(options.model)):
-        setting = "plan.heads=auto" if options.plan.grows else "plan.by=choice" if options.plan.measures else "plan.state_size"
+        by = f"plan.by={options.plan.by}" if options.plan.measures else "plan.state_size"
+        setting = "plan.heads=auto" if options.plan.grows else by
         raise UserError(f"{setting} measures the ranked model, and there is no {options.model} here; give --base")
     with use(**options.kernels):
         with busy("opening the model"):

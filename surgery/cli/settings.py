@@ -129,6 +129,13 @@ def _formats() -> Names:
     yield from descriptions().items()
 
 
+def _ways() -> Names:
+    from surgery.choosing import names, way_of
+
+    for name in names():
+        yield name, _first_sentence(way_of(name).__doc__ or "")
+
+
 def _studies() -> Names:
     from surgery.studies import studies
 
@@ -145,8 +152,8 @@ def _kernels() -> Names:
 
 
 KINDS: dict[str, Callable[[], Names]] = {
-    "probes": _probes, "suites": _suites, "tasks": _tasks, "families": _families, "formats": _formats, "studies": _studies,
-    "kernels": _kernels,
+    "probes": _probes, "suites": _suites, "tasks": _tasks, "families": _families, "formats": _formats, "ways": _ways,
+    "studies": _studies, "kernels": _kernels,
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Before a job begins: are its inputs there?"""
 
+from surgery.choosing import check_way
 from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.contexts import left_out
@@ -48,6 +49,7 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
     check_trackers(recipe.tune)
     check_tuning(recipe.tune, base.model)
     options = recipe.plan
+    check_way(options.by)
     family = family_of(base.model.config)
     layers, heads = len(family.graftable(base.model)), family.shape(base.model.config)[1]
     most, leading = (

@@ -139,9 +139,8 @@ class _Job:
             what = f"adding heads to the plan while they save {options.auto.least_gain:g} nats or more"
             if not options.measures:
                 what = f"measuring which {options.state_size} dimensions of the state text needs most"
-            elif options.by == "choice":
-                count = f"at most {options.counted}" if options.grows else f"the {options.heads}"
-                what = f"looking for {count} heads that a perfect choice would help most"
+            elif options.by != "gain":
+                what = f"choosing {'at most ' if options.grows else ''}{options.counted} heads by {options.by}"
             with self.stage("plan", what):
                 chosen = planned(self.recipe, self.base, ranking, self.out / KEPT)
         else:

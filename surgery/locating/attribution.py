@@ -14,12 +14,12 @@ attribution is largest.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -55,8 +55,6 @@ def attribute_starts(gated: Subject, encoded: Encoded, starts: Sequence[Start | 
 
 def _attribute(gated: Subject, encoded: Encoded, starts: Sequence[Start | None], checkpointed: bool) -> Tensor:
     """The same in one forward and one backward."""
-    model = gated.model
-    ids, _ = padded(encoded.rows, model.device)
     ssms = gated.anatomy.ssms
     mixers = [mixer.module for mixer in ssms]
     per_row: list[Tensor] = [torch.empty(0)] * len(mixers)
@@ -89,15 +87,9 @@ def _attribute(gated: Subject, encoded: Encoded, starts: Sequence[Start | None],
         return y
 
     try:
-        with frozen(model), listening(mixers, listen), torch.enable_grad():
+        with frozen(gated.model), listening(mixers, listen), torch.enable_grad():
             blocks = {block: _checkpointed(block.forward) for block in gated.anatomy.blocks} if checkpointed else {}
-            final = gated.anatomy.blocks[-1]
-            blocks[final] = handing_on(blocks.get(final, final.forward), encoded.places())
-            with replaced(blocks):
-                logits = model(input_ids=ids, use_cache=False).logits[:, -1]
-                with explained(model, encoded.rows):
-                    losses = encoded.losses(logits)
-                losses.sum().backward()
+            answer_losses(gated, encoded, blocks).sum().backward()
     finally:
         for handle in handles:
             handle.remove()  # where something failed
@@ -112,6 +104,17 @@ def _attribute(gated: Subject, encoded: Encoded, starts: Sequence[Start | None],
     everywhere = totals.new_full((*totals.shape[:2], len(layers), most), math.nan)
     everywhere[:, :, [mixer.layer for mixer in ssms], : totals.shape[3]] = totals
     return everywhere
+
+
+def answer_losses(subject: Subject, encoded: Encoded, blocks: Mapping[nn.Module, Callable[..., Any]] | None = None) -> Tensor:
+    """(questions,): the loss of each, with gradients. blocks: forwards in place of those of some blocks."""
+    ids, _ = padded(encoded.rows, subject.model.device)
+    blocks, final = dict(blocks or {}), subject.anatomy.blocks[-1]
+    blocks[final] = handing_on(blocks.get(final, final.forward), encoded.places())
+    with replaced(blocks):
+        logits = subject.model(input_ids=ids, use_cache=False).logits[:, -1]
+    with explained(subject.model, encoded.rows):
+        return encoded.losses(logits)
 
 
 def _checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -11,11 +11,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from surgery.choosing.gain import _Growing
 from surgery.exporting import verify
 from surgery.kernels.dispatch import use
 from surgery.models.answers import load_and_answer
 from surgery.records.growth import Saved
-from surgery.tuning.growing import _Growing
 
 TOKENS = 2  # greedy ones, of a proof
 

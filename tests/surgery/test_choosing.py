@@ -4,12 +4,13 @@ import json
 
 import pytest
 
+from surgery.choosing.choice import choose, most
+from surgery.choosing.task import Task
 from surgery.errors import UserError
 from surgery.locating.locate import locate
 from surgery.locating.oracles import Oracles
 from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, Data, PlanOptions
-from surgery.tuning.choosing import by_choice, most_measured
 from tests.conftest import ROOT, TINY
 
 NO_SKILLS = Data(skills=())  # test_skills.py has the bounds
@@ -31,14 +32,14 @@ def test_a_plan_by_choice(tiny, ranking, tmp_path, monkeypatch):
         return own(self, carriers, **options)
 
     monkeypatch.setattr(Oracles, "outcome", outcome)
-    chosen = by_choice(tiny, ranking, FEW, data=NO_SKILLS, kept=tmp_path)
-    assert 1 < len(measured) <= most_measured(FEW)
+    chosen = choose(Task.of(tiny, ranking, FEW, data=NO_SKILLS, kept=tmp_path))
+    assert 1 < len(measured) <= most(FEW, 32, bounded=False).asked
     assert 1 <= sum(len(site.heads) for site in chosen.sites) <= 2
     assert {site.layer for site in chosen.sites} == {0}
     assert {head for site in chosen.sites for head in map(str, site.each())} == {*chosen.starts} == {*chosen.places}
     assert chosen.provenance == ranking.provenance
     monkeypatch.setattr(Oracles, "outcome", None)
-    assert by_choice(tiny, ranking, FEW, data=NO_SKILLS, kept=tmp_path) == chosen
+    assert choose(Task.of(tiny, ranking, FEW, data=NO_SKILLS, kept=tmp_path)) == chosen
 
 
 def test_auto_adds_heads_while_they_are_worth_it(tiny, ranking):
@@ -46,7 +47,7 @@ def test_auto_adds_heads_while_they_are_worth_it(tiny, ranking):
 
     def chosen(heads, **auto):
         auto = FEW.auto.model_copy(update={"max_heads": 3, **auto})
-        return {*by_choice(tiny, ranking, FEW.model_copy(update={"heads": heads, "auto": auto}), data=NO_SKILLS).places}
+        return {*choose(Task.of(tiny, ranking, FEW.model_copy(update={"heads": heads, "auto": auto}), data=NO_SKILLS)).places}
 
     best = chosen(1)
     assert len(best) == 1
@@ -84,10 +85,10 @@ def test_what_it_would_cost_is_estimated(surgery, tmp_path):
     status, out, error = surgery("run", ROOT / "recipes" / "demo.yaml", *settings, "--dry-run", "--out", "out")
     assert status == 0, error
     options = PlanOptions(heads=2, by="choice", auto=Auto(examples=4, candidates=1))
-    assert f"{most_measured(options)}" in out
+    assert f"{most(options, 32, bounded=False).asked}" in out
 
 
 def test_a_probe_without_spans_is_refused(tiny, ranking):
     letters = ranking.model_copy(update={"probe": json.loads(json.dumps(ranking.probe)) | {"name": "knowledge", "options": {}}})
     with pytest.raises(UserError, match="says where its answers stand"):
-        by_choice(tiny, letters, FEW, data=NO_SKILLS)
+        choose(Task.of(tiny, letters, FEW, data=NO_SKILLS))

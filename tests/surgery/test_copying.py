@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from surgery.choosing.gain import Measuring, _Growing
 from surgery.errors import UserError
 from surgery.jobs.entries import STARTS, names_of
 from surgery.jobs.preparing import check_run
@@ -19,7 +20,6 @@ from surgery.splicing.induction import token_inputs, token_outputs
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.batches import held_out_windows
 from surgery.tuning.graft_alignment import without_gates
-from surgery.tuning.growing import Measuring, _Growing
 from tests.conftest import BASES, SAME
 
 SITES = ("L0.H1,3", "L2.H0")

@@ -171,7 +171,7 @@ def test_plans_that_are_bounded_are_counted(tokenizer):
     bounded = read_recipe(None, few, model="none")
     free = read_recipe(None, [*few, "data.skills=[]"], model="none")
     gates, finalists = len(bounded.plan.auto.gates), bounded.plan.auto.finalists
-    more = counts.plans_measured(bounded, 24) - counts.plans_measured(free, 24)
+    more = counts.plans_measured(bounded, 24).plans - counts.plans_measured(free, 24).plans
     assert more == 1 + 3 * gates + finalists  # the base; three, two and one of the heads
     assert counts.planning(bounded, tokenizer, 24).calls > counts.planning(free, tokenizer, 24).calls
 

@@ -3,6 +3,8 @@
 import pytest
 
 from surgery import estimate, load
+from surgery.choosing import gain as growing
+from surgery.choosing.bounded import Measuring
 from surgery.evaluation import html, markdown
 from surgery.evaluation.found import found, rounds
 from surgery.evaluation.report import Report
@@ -13,8 +15,6 @@ from surgery.locating.subject import Subject
 from surgery.records.growth import Saved
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, read_recipe
-from surgery.tuning import growing
-from surgery.tuning.bounded import Measuring
 from tests.conftest import ROOT
 
 RECIPE = """
@@ -83,7 +83,7 @@ def test_a_report_of_counted_heads_speaks_of_nothing_found():
 
 def test_what_it_may_cost_is_known_before(recipe):
     base = load(recipe.model)
-    assert plans_measured(recipe, 32) == 1 + 2 + 2 * 4 + 2 * 3  # the finalists, untrained and after a few steps
+    assert plans_measured(recipe, 32).plans == 1 + 2 + 2 * 4 + 2 * 3  # the finalists, untrained and after a few steps
     subject = Subject.of(base, verb="plan")
     _, questions_of = asked(base.tokenizer, recipe.locate.probe, recipe.locate.options)
     auto = recipe.plan.auto

@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from transformers import MambaConfig, MambaForCausalLM
 
 import surgery
+from surgery.choosing import gain as growing
+from surgery.choosing.bounded import Measured, Measuring
+from surgery.choosing.gain import grow, most
+from surgery.choosing.task import CHANNELS, Task
 from surgery.errors import UserError
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan
@@ -24,8 +28,6 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, Data, PlanOptions, read_recipe
 from surgery.records.site import Site
 from surgery.splicing.splice import install
-from surgery.tuning import growing
-from surgery.tuning.growing import CHANNELS, Measured, Measuring, fresh_questions, grow, most_plans
 from tests.conftest import random_selective
 
 NO_SKILLS = Data(skills=())  # test_skills.py has the bounds
@@ -118,7 +120,7 @@ def test_it_stops_at_the_most_heads_and_where_nothing_is_sure(base, tokenizer, r
 
 
 def test_measurements_are_of_the_hybrid_on_questions_that_ranked_nothing(base, tokenizer, ranking):
-    asked = fresh_questions(tokenizer, ranking, 12, 1)
+    asked = Task.of(base, ranking, options(), tokenizer=tokenizer).questions
     assert not {*asked} & {*KVRetrieval(4).questions(8, 1)}
     subject = Subject.of(base, tokenizer)
     ids = torch.randint(1, 200, (3, 10), generator=torch.Generator().manual_seed(0))
@@ -181,9 +183,10 @@ def test_no_growth_measures_more_than_is_announced(max_heads, candidates, gates,
             plans.extend(those)
             return [Measured(np.zeros(2), np.zeros(2), np.zeros(2), 0.0) for _ in those]
 
-    rounds = growing._Growing(Nothing(), None, PlanOptions(heads="auto", auto=auto), [], 0)
+    chosen = PlanOptions(heads="auto", auto=auto)
+    of_plan = {"measuring": Nothing(), "plan": lambda sites, blend: (tuple(sites), blend), "units": lambda count: []}
+    rounds = growing._Growing(SimpleNamespace(options=chosen, gates=[*reversed(auto.gates)], **of_plan))
     rounds.bounds = SimpleNamespace(beyond=lambda _: ())
-    rounds._plan = lambda sites, blend: (tuple(sites), blend)
     rounds._saved = lambda before, after: Saved(value=rng.random(), ci95=(0, 0))
     sites, left, blend = [], list(range(heads)), None
     while left and len(sites) < max_heads:
@@ -191,7 +194,7 @@ def test_no_growth_measures_more_than_is_announced(max_heads, candidates, gates,
         site, blend = rng.choice(list(tried))
         sites.append(site)
         left.remove(site)
-    assert len(plans) == len({*plans}) < most_plans(auto, gates, heads)
+    assert len(plans) == len({*plans}) < most(chosen, heads, bounded=True).plans
 
 
 @pytest.mark.parametrize(

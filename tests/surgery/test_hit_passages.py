@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from surgery.choosing.bounded import Measuring
+from surgery.choosing.choice import choose
+from surgery.choosing.task import Task
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
 from surgery.locating import walk
@@ -26,12 +29,10 @@ from surgery.probes.kv import KVRetrieval
 from surgery.probes.perplexity import token_losses
 from surgery.probes.scoring import answer, batches
 from surgery.records.plan import Plan
-from surgery.records.recipe import Data, Lesson, Locate, PlanOptions, Text, Tune
+from surgery.records.recipe import Auto, Data, Lesson, Locate, PlanOptions, Text, Tune
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
 from surgery.tuning.batches import check, held_out_windows
-from surgery.tuning.choosing import by_choice
-from surgery.tuning.growing import Measuring, fresh_questions
 from surgery.world.text import document
 from tests.conftest import VOCABULARY, random_base
 
@@ -186,7 +187,8 @@ def test_heads_are_ranked_and_planned_by_hits(world_base, tokenizer, options):
     assert ranking.chance is None  # there is nothing to guess among
     assert ranking.heads[0].splice_loss.n == 12
     assert not any(score.role for score in ranking.heads)
-    fresh = fresh_questions(tokenizer, ranking, 4, seed=0)
+    few = PlanOptions(heads="auto", auto=Auto(examples=4))
+    fresh = Task.of(world_base, ranking, few, tokenizer=tokenizer, seed=0).questions
     assert len(fresh) == 4
     assert {*fresh}.isdisjoint(make("hits", tokenizer=tokenizer, **options).passages(12, seed=0))
     chosen, subject = plan(ranking, 2, blend=0.3), Subject.of(world_base, tokenizer)
@@ -214,7 +216,7 @@ def test_where_questions_are_needed_it_is_refused(world_base, tokenizer, options
         check(tokenizer, lessons, Data(train_text=(Text(source="world"),)))
     ranking = locate(world_base, tokenizer, probe="hits", options=options, examples=4, exact=False)
     with pytest.raises(UserError, match="oracles need a probe"):
-        by_choice(Checkpoint("base", world_base, tokenizer, "f" * 64), ranking, PlanOptions(by="choice"))
+        choose(Task.of(Checkpoint("base", world_base, tokenizer, "f" * 64), ranking, PlanOptions(by="choice")))
 
 
 @pytest.mark.parametrize(

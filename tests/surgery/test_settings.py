@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 import yaml
 
+from surgery.choosing import names as ways
 from surgery.cli.settings import KINDS
 from surgery.cli.used_settings import USED
 from surgery.errors import UserError
@@ -236,6 +237,7 @@ NAMES = {
     "suites": lambda: get_args(Suite),
     "studies": studies,
     "formats": formats,
+    "ways": ways,
     "kernels": lambda: OPERATIONS,
     "families": lambda: ("mamba", "mamba2", "falcon_mamba", "llamba"),
     "tasks": lambda: [path.stem for path in TASKS.glob("*.yaml")],

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from surgery.choosing.bounded import Measured, Measuring, NoPlan
+from surgery.choosing.gain import grow
 from surgery.errors import UserError
 from surgery.evaluation.judgement import judge
 from surgery.evaluation.report import Report
@@ -29,9 +31,7 @@ from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
 from surgery.studies import Findings
 from surgery.tuning.batches import Lessons, loaders
-from surgery.tuning.bounded import Measured, Measuring, NoPlan
 from surgery.tuning.distil import Distillation, counted
-from surgery.tuning.growing import grow
 from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.skill_batches import skill_loader
 from surgery.tuning.trainable import trainable, training

@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.choosing import way_of
+from surgery.choosing.bounded import SEED, TEXTS
+from surgery.choosing.task import Most
 from surgery.evaluation.contexts import readable
 from surgery.evaluation.speed import ROUNDS, decode_forwards
 from surgery.evaluation.suites import Task, standard, tasks
@@ -17,10 +20,7 @@ from surgery.probes.encoded import Asked
 from surgery.probes.scoring import answer_shapes
 from surgery.probes.skills import skill_questions, skills_of
 from surgery.records.recipe import Bench, Recipe, Skill, Tune
-from surgery.tuning.bounded import SEED, TEXTS
-from surgery.tuning.choosing import most_bounded, most_measured
 from surgery.tuning.early_stopping import BATCH
-from surgery.tuning.growing import most_plans
 from surgery.tuning.state_sizes import WINDOWS
 
 COUNTED = 2_000  # examples of a task that are made; more go on in the same way
@@ -65,12 +65,9 @@ def beside_the_steps(
     return work
 
 
-def plans_measured(recipe: Recipe, heads: int) -> int:
-    """How many plans plan.heads=auto and plan.by=choice measure, at most, in a model of so many heads."""
-    options = recipe.plan
-    if options.by == "choice":
-        return most_measured(options) + (most_bounded(options) if skills_of_planning(recipe) else 0)
-    return most_plans(options.auto, len(options.auto.gates) if options.blend is None else 1, heads)
+def plans_measured(recipe: Recipe, heads: int) -> Most:
+    """What plan.heads=auto and plan.by measure, at most, in a model of so many heads."""
+    return way_of(recipe.plan.by).most(recipe.plan, heads, bool(skills_of_planning(recipe)))
 
 
 def skills_of_planning(recipe: Recipe) -> tuple[Skill, ...]:
@@ -100,14 +97,12 @@ def planning(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, heads: int) -> 
         _, questions_of = asked(tokenizer, recipe.locate.probe, recipe.locate.options)
         each: Sequence[Asked] = questions_of(max(2, options.auto.examples), recipe.seed)
         shapes = answer_shapes(tokenizer, each, recipe.locate.batch_size)  # type: ignore[arg-type]
-        measured = plans_measured(recipe, heads)
-        if options.by == "choice":  # which asks of the heads the questions alone
-            work += Work.of(shapes) * most_measured(options)
-            measured -= most_measured(options)
+        most = plans_measured(recipe, heads)
+        work += Work.of(shapes) * most.asked
         shapes += [(TEXTS, recipe.tune.text_tokens)] * -(-options.auto.windows // TEXTS)
         skills, n = skills_of_planning(recipe), options.auto.skill_examples
         shapes += _skill_shapes(recipe, tokenizer, skills, n, recipe.seed + SEED, recipe.locate.batch_size)
-        work += Work.of(shapes) * measured
+        work += Work.of(shapes) * most.plans
     if options.state_size is not None:
         work += Work.of([(1, recipe.tune.text_tokens)]) * (WITH_BACKWARD * WINDOWS)
     return work

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from surgery.choosing.task import Most
 from surgery.errors import UserError
 from surgery.exporting.verifications import check_way
 from surgery.exporting.verify import NEW_BY_LAYERS, chosen, whole_size
@@ -196,13 +197,14 @@ class Costs:
         work = counts.planning(self.recipe, self.tokenizer, self.depth * self.heads)
         self.settings["plan"] = {"locate.batch_size": self.recipe.locate.batch_size}, SMALLER
         measures = self.recipe.plan.measures
-        does = {"plans measured": counts.plans_measured(self.recipe, self.depth * self.heads)} if measures else {}
+        most = counts.plans_measured(self.recipe, self.depth * self.heads) if measures else Most(0)
+        does = {"plans measured": most.plans + most.asked} if measures else {}
         seconds, held = self.forward.time(work), self.forward.memory(work.largest)
         auto = self.recipe.plan.auto
-        if measures and trained and auto.steps and counts.skills_of_planning(self.recipe):
-            does["steps"] = auto.finalists * auto.steps
+        if measures and trained and auto.steps and most.tuned:
+            does["steps"] = most.tuned * auto.steps
             a_step, seconds_of_trial = self._tuning(counts.trial_of(self.recipe), trained, step)
-            seconds += auto.finalists * seconds_of_trial
+            seconds += most.tuned * seconds_of_trial
             held = max(held, step.memory(a_step.largest) + STATES * 4 * (trained.numbers + adapters))
         return self._stage("plan", seconds, held - (self.held - self.before), does=does, at_most=measures)
 

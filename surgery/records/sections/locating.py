@@ -53,7 +53,7 @@ class Locate(ProbeChoice):
 
 
 class Auto(Section):
-    """How `plan.heads: auto` adds head after head, and how it and `plan.by: choice` stay within bounds. What counts is what
+    """How `plan.heads: auto` adds head after head, and how it and `plan.by` stay within bounds. What counts is what
     tuning will minimise: the loss on questions of locate.probe, other ones than those that ranked the heads, and the loss on
     text, which a graft must not hurt. A plan that costs another skill of the base (data.skills) more than the bounds, or may do
     so by its 95% interval, is not taken: untrained, and once more after a few steps of tuning."""
@@ -85,8 +85,8 @@ class Auto(Section):
     steps: int = Field(default=25, ge=0, le=STEPS)
     """Those few steps. 0: the best plan untrained is taken."""
     gates: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = (0.1, 0.25, 0.5, 1.0)
-    """The gates that are tried, unless plan.blend says which; at 1, attention replaces the SSM, without a gate. With by:
-    choice, under which all heads share one, the largest within the bounds."""
+    """The gates that are tried, unless plan.blend says which; at 1, attention replaces the SSM, without a gate. Of other ways
+    than by: gain, whose heads share one, the largest within the bounds."""
 
 
 class PlanOptions(Section):
@@ -99,10 +99,9 @@ class PlanOptions(Section):
     heads: Annotated[Count | Literal["auto"], Field(union_mode="left_to_right")] = 1
     """How many of the leading heads are grafted. auto: head after head is added by what it (or, by: choice, a perfect choice
     there) is measured to save, until the next one is not worth its cache (section plan.auto). For kind head."""
-    by: Literal["gain", "choice"] = "gain"
-    """`gain`: the leading heads of the ranking. `choice`: the heads with which a perfect choice among the summaries, as hints
-    teach it (tune.hints), would save most loss, one added to the others after the other, as measured on the model (plan.auto
-    says on how many questions, and how many are tried). Also finds heads that gain nothing untrained. For kind head."""
+    by: Name = "gain"
+    """How heads are chosen (`surgery list ways`). gain: the leading heads of the ranking. All other ways measure plans on the
+    model, on questions and text as plan.auto says, and stay within its bounds. For kind head."""
     layers: Count = 1
     """How many of the leading layers are grafted. For kind layer."""
     sites: SitesText | None = None
@@ -141,10 +140,10 @@ class PlanOptions(Section):
             raise ValueError("heads: counts heads, and kind is layer; set plan.layers")
         if not layer and self.layers != 1:
             raise ValueError("layers: counts layers, and kind is head; set plan.heads, or plan.kind=layer")
-        if self.by == "choice" and (layer or self.sites is not None or self.donor is not None):
+        if self.by != "gain" and (layer or self.sites is not None or self.donor is not None):
             raise ValueError(
-                "by: choice finds heads (plan.heads) of kind head, which start from their own weights; leave out kind, sites "
-                "and donor"
+                f"by: {self.by} finds heads (plan.heads) of kind head, which start from their own weights; leave out kind, "
+                "sites and donor"
             )
         if self.state_size is not None and layer:
             raise ValueError("state_size: is for kind head, beside whose attention an SSM is left; leave out kind")
@@ -175,7 +174,7 @@ class PlanOptions(Section):
     @property
     def measures(self) -> bool:
         """Whether the heads are found by measuring plans of the model."""
-        return self.grows or self.by == "choice"
+        return self.grows or self.by != "gain"
 
     @property
     def opens(self) -> bool:

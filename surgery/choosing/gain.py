@@ -1,4 +1,5 @@
-"""plan.heads: auto. A plan that grows head by head, by what is measured, and stops where the next is not worth its cache.
+"""The leading heads of the ranking. With plan.heads: auto, a plan grows head by head, by what is measured, and stops where the
+next head is not worth its cache.
 
 Each round puts candidates, the leading heads of the ranking, one after the other beside those that are in the plan, untrained,
 and measures the hybrid on questions that no head was ranked by and on held-out text. What counts is what tuning will minimise:
@@ -17,22 +18,17 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.choosing.bounded import Measured, decided, growth_of, saved
+from surgery.choosing.task import Most, Task
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
-from surgery.locating.planning import plan
-from surgery.locating.questions import asked
 from surgery.locating.ranking import Ranking
-from surgery.locating.subject import Subject
-from surgery.probes.encoded import Asked
 from surgery.records.growth import Round, Saved, Trial
 from surgery.records.plan import Plan
-from surgery.records.recipe import Auto, Data, PlanOptions, Tune
+from surgery.records.recipe import Data, PlanOptions, Tune
 from surgery.records.site import Site
 from surgery.runtime.progress import say
 from surgery.statistics import LEVEL
-from surgery.tuning.bounded import SEED, Bounds, Measured, Measuring, decided, growth_of, saved
-
-CHANNELS = 16  # of a Mamba-1 in a block
 
 
 def grow(
@@ -51,64 +47,39 @@ def grow(
     Raises UserError for a ranking of a model that cannot be spliced, and where no head is worth its cache; NoPlan where none is
     within the bounds.
     """
-    options = options or PlanOptions(heads="auto")
-    subject = Subject.of(base, tokenizer, verb="grow")
-    seed = ranking.provenance.seed if seed is None else seed
-    size = CHANNELS if subject.anatomy.ssms[0].width == 1 else 1
-    order = blocks(ranking, size, options.auto.max_heads + options.auto.candidates - 1)
-    questions = fresh_questions(subject.tokenizer, ranking, options.auto.examples, seed)
-    measuring = Measuring.of(
-        subject, questions, options.auto, data=data or Data(), tuning=tuning or Tune(), taught=ranking.probe["name"],
-        batch_size=batch_size, seed=seed, kept=kept,
-    )  # fmt: skip
-    return _Growing(measuring, ranking, options, order, seed).grown()
-
-
-def blocks(ranking: Ranking, size: int, count: int) -> list[Site]:
-    """At most `count` blocks of `size` heads of one layer each, in the order in which the ranking fills them. Raises UserError
-    for a ranking of a model that cannot be spliced."""
-    plan(ranking, 1)  # which refuses those
-    heads = ranking.columns
-    filling: dict[int, list[int]] = {}
-    filled: list[Site] = []
-    for i in heads.order():
-        if len(filled) == count:
-            break
-        block = filling.setdefault(int(heads.layer[i]), [])
-        block.append(int(heads.head[i]))
-        if len(block) == size:
-            filled.append(Site(int(heads.layer[i]), tuple(block)))
-            block.clear()
-    return filled
-
-
-def fresh_questions(tokenizer: PreTrainedTokenizerBase, ranking: Ranking, n: int, seed: int) -> list[Asked]:
-    """At most n questions of a ranking's probe that no head was ranked by. Raises UserError for fewer than two."""
-    _, questions = asked(tokenizer, ranking.probe["name"], ranking.probe["options"])
-    known = {*questions(ranking.probe["examples"], ranking.probe["seed"])}
-    fresh = [question for question in questions(n + len(known), seed + SEED) if question not in known][:n]
-    if len(fresh) < 2:
-        raise UserError(
-            f"plan.heads=auto needs questions that no head was ranked by, and {ranking.probe['name']} has {len(fresh)} of "
-            "them; lower locate.examples, or set plan.heads to a number"
+    return _Growing(
+        Task.of(
+            base, ranking, options or PlanOptions(heads="auto"), verb="grow", tokenizer=tokenizer, data=data, tuning=tuning,
+            batch_size=batch_size, seed=seed, kept=kept,
         )
-    return fresh
+    ).grown()  # fmt: skip
+
+
+def choose(task: Task) -> Plan:
+    """As many heads as are worth their cache. Where plan.heads is a number, nothing has to be measured
+    (locating/planning.py)."""
+    return _Growing(task).grown()
+
+
+def most(options: PlanOptions, heads: int, bounded: bool) -> Most:
+    """The base included, and the finalists untrained once more."""
+    auto, gates = options.auto, len(options.auto.gates) if options.blend is None else 1
+    rounds, candidates = min(auto.max_heads, heads), min(auto.candidates, heads)
+    measured = 1 + gates + rounds * min(candidates * gates, candidates * min(2, gates) + gates)
+    return Most(measured + 2 * auto.finalists, auto.finalists if bounded else 0)
 
 
 class _Growing:
     """The rounds. order: heads, or blocks of them, the leading ones first."""
 
-    def __init__(self, measuring: Measuring, ranking: Ranking, options: PlanOptions, order: list[Site], seed: int):
-        self.measuring, self.ranking, self.options, self.order, self.seed = measuring, ranking, options, order, seed
-        self.auto: Auto = options.auto
-        copies = options.init == "copy"  # which keep a gate of 1
-        gates = [each if copies else gate(each) for each in self.auto.gates]
-        self.gates: list[float | None] = [options.blend] if options.blend is not None else [*gates]
+    def __init__(self, task: Task):
+        self.task, self.options, self.auto = task, task.options, task.options.auto
+        self.order = task.units(count=self.auto.max_heads + self.auto.candidates - 1)
+        self.gates = [*reversed(task.gates)]
         self.rounds: list[Round] = []
 
     def grown(self) -> Plan:
-        (base,) = self.measuring.measure([None], "plan, the base")
-        self.bounds = Bounds(self.measuring, base, self.auto)
+        base, self.bounds, measuring = self.task.before, self.task.bounds, self.task.measuring
         sites: list[Site] = []
         before, blend = base, None
         allowed: dict[tuple[tuple[Site, ...], float | None], float] = {}  # plans within the bounds -> what they save
@@ -134,17 +105,17 @@ class _Growing:
             if not added:
                 break
             sites, before, blend = [*sites, site], measured, gate_of
-        growth = growth_of(self.ranking.probe, self.measuring, base, self.rounds)
+        growth = growth_of(self.task.ranking.probe, measuring, base, self.rounds)
         if not sites and self.rounds and all(trial.beyond for trial in self.rounds[0].trials):
-            plans = [self._plan([trial.site], trial.blend) for trial in self.rounds[0].trials]
-            return decided(self.measuring, self.bounds, plans, growth)  # which shows the frontier
+            plans = [self.task.plan([trial.site], trial.blend) for trial in self.rounds[0].trials]
+            return decided(measuring, self.bounds, plans, growth)  # which shows the frontier
         if not sites:
             raise UserError(
                 f"no head is worth its cache: of the {len(self.order)} leading ones none saves {self.auto.least_gain} nats "
                 f"(the best, {_best(self.rounds[-1])}); locate with another probe, lower plan.auto.least_gain, or set "
                 "plan.heads to a number"
             )
-        return decided(self.measuring, self.bounds, self._proposed(sites, blend, allowed), growth)
+        return decided(measuring, self.bounds, self._proposed(sites, blend, allowed), growth)
 
     def _proposed(
         self, sites: list[Site], blend: float | None, allowed: dict[tuple[tuple[Site, ...], float | None], float]
@@ -159,7 +130,7 @@ class _Growing:
         layers = {site.layer for site in sites}
         order = sorted(others, key=lambda heads: {site.layer for site in heads} == layers)  # stable: by what they save
         chosen = [grown, *((heads, others[heads]) for heads in order)][: self.auto.finalists]
-        return [self._plan([*heads], gate_of) for heads, gate_of in chosen]
+        return [self.task.plan([*heads], gate_of) for heads, gate_of in chosen]
 
     def _round(
         self, sites: list[Site], candidates: list[Site], blend: float | None, before: Measured
@@ -169,9 +140,9 @@ class _Growing:
 
         def attempt(keys: list[tuple[Site, float | None]]) -> None:
             fresh = [key for key in keys if key not in tried]
-            plans = [self._plan([*sites, site], blend) for site, blend in fresh]
+            plans = [self.task.plan([*sites, site], blend) for site, blend in fresh]
             if plans:
-                tried.update(zip(fresh, self.measuring.measure(plans, f"plan, head {len(sites) + 1}"), strict=True))
+                tried.update(zip(fresh, self.task.measuring.measure(plans, f"plan, head {len(sites) + 1}"), strict=True))
 
         def best() -> tuple[Site, float | None]:
             within = [key for key in tried if not self.bounds.beyond(tried[key])]
@@ -189,23 +160,8 @@ class _Growing:
         order = sorted(self.gates, key=lambda gate: -(1 if gate is None else gate))
         return order[order.index(blend) :][:2]
 
-    def _plan(self, sites: list[Site], blend: float | None) -> Plan:
-        given = self.options.given() | {"heads": 1, "sites": tuple(sites), "blend": blend}
-        return plan(self.ranking, **given, seed=self.seed)
-
     def _saved(self, before: Measured, after: Measured, level: float = LEVEL) -> Saved:
         return saved(before, after, self.auto.text_weight, level)
-
-
-def gate(value: float) -> float | None:
-    """As a plan has it: a gate of 1 is none."""
-    return None if value == 1 else value
-
-
-def most_plans(options: Auto, gates: int, heads: int) -> int:
-    """How many plans are measured at most, the base included, in a model of so many heads."""
-    rounds, candidates = min(options.max_heads, heads), min(options.candidates, heads)
-    return 1 + 2 * options.finalists + gates + rounds * min(candidates * gates, candidates * min(2, gates) + gates)
 
 
 def _line(rounds: list[Round], count: int) -> str:

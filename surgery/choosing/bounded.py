@@ -1,6 +1,6 @@
 """Plans within bounds: what a plan does to the probe, to text and to the base's other skills, untrained and after a few steps.
 
-Whatever proposes plans (growing.py, choosing.py), no plan is taken that costs another skill of the base more than the bounds of
+Whatever way proposes plans, no plan is taken that costs another skill of the base more than the bounds of
 plan.auto allow, or may do so by its interval. What is lost untrained can come back in tuning, and what is kept untrained can be
 lost. So the best plans within the bounds are tuned for a few steps, as the run will tune them, and judged once more.
 """
@@ -62,7 +62,7 @@ class Measured:
 
 
 class Measuring:
-    """Measures plans on the same questions and text. questions: see growing.fresh_questions. text: (ids, real) of windows.
+    """Measures plans on the same questions and text. questions: see task.Task. text: (ids, real) of windows.
     skills: questions about each other skill. tuning: how a plan is tuned that is measured after a few steps."""
 
     def __init__(

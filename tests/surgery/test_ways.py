@@ -1,0 +1,141 @@
+"""The ways of choosing heads (plan.by): found by listing, with one interface, and each with the heads that its rule says."""
+
+import numpy as np
+import pytest
+
+import surgery
+from surgery import choosing
+from surgery.choosing import check_way, names, way_of
+from surgery.choosing.bounded import Measured, Measuring
+from surgery.choosing.halving import FEWEST
+from surgery.choosing.task import Task
+from surgery.errors import UserError
+from surgery.locating.locate import locate
+from surgery.records.plan import Plan
+from surgery.records.recipe import Auto, Data, PlanOptions
+from tests.conftest import TINY
+
+AUTO = Auto(examples=8, windows=2, candidates=2, max_heads=2, steps=8, finalists=1, skill_examples=8)
+RULES = ("ablation", "attribution", "last", "random", "uniform")
+
+
+@pytest.fixture(scope="module")
+def ranking(tiny):
+    return locate(tiny, options={"pairs": 16}, examples=8, exact=True, layers=False, seed=1)
+
+
+def task(tiny, ranking, by, heads=2, **fields) -> Task:
+    options = PlanOptions(by=by, heads=heads, blend=0.25, auto=AUTO)
+    return Task.of(tiny, ranking, options, **{"data": Data(skills=())} | fields)
+
+
+def heads(plan: Plan) -> list[str]:
+    return [str(head) for site in plan.sites for head in site.each()]
+
+
+def made(monkeypatch, saves) -> list[tuple[tuple[str, ...], int]]:
+    """Measurements that are made up. saves: (heads, steps) -> nats. Returns what was measured."""
+    asked = []
+
+    def measure(self, plans, description, steps=0):
+        asked.extend((() if plan is None else tuple(heads(plan)), steps) for plan in plans)
+        self.count += len(plans)
+        losses = [5 - (0 if plan is None else saves(heads(plan), steps)) + np.arange(8) / 100 for plan in plans]
+        return [Measured(loss, loss < 4, np.ones(2), 0.5) for loss in losses]
+
+    monkeypatch.setattr(Measuring, "measure", measure)
+    return asked
+
+
+def test_a_way_is_a_file_that_says_what_it_does():
+    assert names()[0] == "gain"
+    assert {*RULES, "choice", "gates", "halving", "marginal"} < {*names()}
+    for name in names():
+        assert way_of(name).__doc__
+        assert all(hasattr(way_of(name), part) for part in ("choose", "most"))
+    with pytest.raises(UserError, match=r"plan\.by: no way of choosing is named 'halfing'; did you mean halving\?"):
+        check_way("halfing")
+
+
+@pytest.mark.parametrize("by", RULES)
+def test_a_rule_takes_the_heads_that_it_says(tiny, ranking, by):
+    chosen = task(tiny, ranking, by)
+    plan = way_of(by).choose(chosen)
+    assert (len(heads(plan)), plan.blend) == (2, 0.25)
+    scores = {str(score.site): score for score in ranking.heads}
+    if by in ("ablation", "attribution"):
+        name = "ablation_loss" if by == "ablation" else by
+        order = sorted(scores, key=lambda head: -getattr(scores[head], name).value)
+        assert {*heads(plan)} == {*order[:2]}
+    layers = [site.layer for site in plan.sites for _ in site.each()]
+    assert by != "last" or layers == [3, 3]
+    assert by != "uniform" or layers == [1, 3]
+    assert by != "random" or way_of(by).choose(task(tiny, ranking, by, seed=3)).sites != plan.sites
+    assert plan.starts == surgery.plan(ranking, sites=plan.sites).starts  # what locate found best for each head
+    assert way_of(by).most(chosen.options, 32, bounded=False).plans == 0 == chosen.measuring.count
+
+
+def test_eight_heads_are_spread_over_four_layers(tiny, ranking):
+    plan = way_of("uniform").choose(task(tiny, ranking, "uniform", heads=8))
+    assert sorted(site.layer for site in plan.sites for _ in site.each()) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_joint_gates_open_where_a_graft_gains(tiny, ranking, monkeypatch):
+    monkeypatch.setattr(way_of("gates"), "STEPS", 4)
+    plan = way_of("gates").choose(task(tiny, ranking, "gates"))
+    assert {site.layer for site in plan.sites} == {0}
+    assert all(p.requires_grad and p.grad is None for p in tiny.model.parameters())
+
+
+def test_marginal_gains_are_of_heads_that_were_tuned_alone(tiny, ranking, monkeypatch):
+    asked = made(monkeypatch, lambda of, steps: {"L2.H1": 2.0, "L1.H0": 1.0}.get(of[0], 0.0) * (steps == AUTO.steps))
+    plan = way_of("marginal").choose(task(tiny, ranking, "marginal"))
+    assert {*heads(plan)} == {"L2.H1", "L1.H0"}
+    assert len([each for each in asked if each[1]]) == 32
+    assert len(asked) <= way_of("marginal").most(PlanOptions(by="marginal", heads=2, auto=AUTO), 32, bounded=True).plans
+
+
+def test_halving_keeps_what_tuning_makes_good(tiny, ranking, monkeypatch):
+    """The heads of layer 2 gain nothing untrained, and most after a few steps."""
+    asked = made(monkeypatch, lambda of, steps: steps * 0.1 if of[0].startswith("L2") else 0.2)
+    chosen = task(tiny, ranking, "halving")
+    plan = way_of("halving").choose(chosen)
+    assert {site.layer for site in plan.sites} == {2}
+    plans = [each for each in asked if each[1] == FEWEST]
+    assert len(plans) == len({*plans}) == 4  # each layer alone, of which one leads in all; one gate
+    assert len(asked) <= way_of("halving").most(chosen.options, 32, bounded=True).plans
+
+
+def test_every_way_stays_within_the_bounds(tiny, ranking, monkeypatch):
+    """Untrained and tuned: what a rule proposes is measured under each gate, and the largest that costs no skill is taken."""
+    measured = Measuring._measure
+
+    def costs(self, chosen, steps=0):
+        got = measured(self, chosen)
+        large = chosen is not None and (chosen.blend is None or chosen.blend > 0.3)
+        skills = {name: np.full_like(right, not large) for name, right in got.skills.items()}
+        return Measured(got.loss, got.correct, np.ones_like(got.text), got.seconds, skills)
+
+    monkeypatch.setattr(Measuring, "_measure", costs)
+    options = PlanOptions(by="last", heads=2, auto=AUTO.model_copy(update={"skill_examples": 200}))
+    chosen = Task.of(tiny, ranking, options, data=Data(skills=("knowledge",)))
+    plan = way_of("last").choose(chosen)
+    assert plan.growth is not None
+    assert (plan.blend, plan.growth.candidates[0].beyond) == (0.25, ("knowledge",))
+    assert chosen.measuring.count <= choosing.way_of("last").most(options, 32, bounded=True).plans
+
+
+def test_as_a_setting(surgery, tmp_path, ranking):
+    ranking.write(tmp_path / "ranking.json")
+    status, out, error = surgery(
+        "plan", "ranking.json", "--set", "plan.by=last", "--set", "plan.blend=0.5", "--set", "data.skills=[]", "--base", TINY
+    )
+    assert status == 0, error
+    assert out.startswith("attention at L3.H")
+    for setting, line in [
+        ("plan.by=furthest", "plan.by: no way of choosing is named 'furthest'"),
+        ("plan={by: last, sites: [L0.H1]}", "by: last finds heads"),
+    ]:
+        status, _, error = surgery("plan", "ranking.json", "--set", setting, "--base", TINY)
+        assert (status, error.count("\n")) == (2, 1)
+        assert line in error
