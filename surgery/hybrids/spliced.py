@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from surgery.hybrids.parts import fetched_state
+from surgery.hybrids.patching import has_note, note_of, set_note
 from surgery.hybrids.sources import write_sources
 from surgery.hybrids.switching import grafts_off
 
@@ -36,9 +37,9 @@ class Spliced:
     def surgery(self: Any) -> Any:
         """What was done to the base: its plan, and the base's name and fingerprint. None for a model without grafts, and where
         mamba-surgery is not installed."""
-        if "_surgery" not in vars(self) and self.config.grafts and self.recall is not None:
-            vars(self)["_surgery"] = self.recall()
-        return vars(self).get("_surgery")
+        if not has_note(self, "surgery") and self.config.grafts and self.recall is not None:
+            set_note(self, "surgery", self.recall())
+        return note_of(self, "surgery")
 
     def disable_grafts(self) -> AbstractContextManager[None]:
         """`with hybrid.disable_grafts(): ...`: meanwhile the hybrid computes what its base computes, bit for bit. Raises
@@ -81,12 +82,12 @@ class Spliced:
         """As in transformers. base.json then names the base without its place on this machine."""
         remembered = self.surgery
         if remembered is not None:
-            vars(self)["_surgery"] = remembered.published()
+            set_note(self, "surgery", remembered.published())
         try:
             return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
         finally:
             if remembered is not None:
-                vars(self)["_surgery"] = remembered
+                set_note(self, "surgery", remembered)
 
     push_to_hub: Any = _push_to_hub  # mypy would compare it with what transformers puts together when it is imported
 

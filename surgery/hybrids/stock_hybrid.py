@@ -30,6 +30,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from surgery.hybrids.packed import packing
+from surgery.hybrids.patching import become
 from surgery.hybrids.sources import Generated
 from surgery.hybrids.spliced import Spliced, classes_of, register
 from surgery.hybrids.states import Handed
@@ -120,7 +121,7 @@ class StockHybrid(Spliced):
     def __init__(self: Any, config: Any):
         super().__init__(config)  # type: ignore[call-arg]
         if self.backbone_class is not None:
-            self.base_model.__class__ = self.backbone_class
+            become(self.base_model, self.backbone_class)
         places = {spec["layer"]: place for place, spec in enumerate(config.grafts)}
         for layer in range(config.num_hidden_layers) if self.all_mixers else places:
             mixer = self.mixer_at(layer)
@@ -128,7 +129,7 @@ class StockHybrid(Spliced):
                 continue
             if mixer is None:
                 raise ValueError(f"layer {layer} holds no {self.stock_mixer.__name__}, and cannot be grafted")
-            mixer.__class__ = self.mixer_class
+            become(mixer, self.mixer_class)
             if not hasattr(mixer, "layer_idx"):
                 mixer.layer_idx = layer
             if layer in places:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from surgery.errors import UserError
 from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.hybrids.parts import take_hook
+from surgery.hybrids.patching import note_of, with_class
 
 
 @contextmanager
@@ -33,8 +34,7 @@ def grafts_off(model: Any) -> Iterator[None]:
         for index in grafted:
             mixer = model.mixer_at(index)
             if in_stock and not model.all_mixers:
-                after.callback(setattr, mixer, "__class__", type(mixer))
-                mixer.__class__ = model.stock_mixer
+                after.enter_context(with_class(mixer, model.stock_mixer))
             elif isinstance(mixer, LayerGraftMixer):
                 after.callback(layers.__setitem__, index, layers[index])
                 layers[index] = _base_block(model, index)
@@ -42,7 +42,7 @@ def grafts_off(model: Any) -> Iterator[None]:
                 for name in ("graft", "ssm_heads"):
                     after.callback(setattr, mixer, name, getattr(mixer, name))
                 mixer.graft, mixer.ssm_heads = None, sorted([*mixer.ssm_heads, *set(mixer.graft.heads) - {*mixer.ssm_heads}])
-        for name, tensor in vars(model).get("unadapted", {}).items():  # tuning/lora.py
+        for name, tensor in note_of(model, "unadapted", {}).items():
             if (merged := _exchange(model, name, tensor)) is not None:
                 after.callback(_exchange, model, name, merged)
         yield
@@ -65,7 +65,7 @@ def _base_block(model: Any, index: int) -> nn.Module:
     common = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     for name in [name for name, _ in (*base_block.named_parameters(), *base_block.named_buffers())]:
         _exchange(base_block, name, mixer.removed.get(here + name, common.get(name)))
-    for name, hook in vars(model).get("base_hooks", {}).items():  # models/offloaded.py
+    for name, hook in note_of(model, "base_hooks", {}).items():
         if f"{name}.".startswith(here):
             take_hook(base_block.get_submodule(f"{name}.".removeprefix(here).rstrip(".")), hook)
     return base_block.train(block.training)

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from surgery.hybrids.patching import replaced
 from surgery.locating.attribution_memory import WHOLE, Step, listening, parted
 from surgery.locating.recording import handing_on
 from surgery.locating.subject import Subject
-from surgery.locating.substitution import replaced
 from surgery.models.finite import checked, explained
 from surgery.models.offloaded import own_fetched
 from surgery.probes.encoded import Encoded, padded

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from surgery.hybrids.patching import replaced
 from surgery.locating.subject import Subject
-from surgery.locating.substitution import Shape, replaced, tensor_of
+from surgery.locating.substitution import Shape, tensor_of
 from surgery.probes.encoded import Encoded
 
 SHARE = 0.4  # of the memory that is free, for activations: scores, and what else runs, need some as well
@@ -118,13 +119,8 @@ def listening(mixers: Sequence[Any], listen: Listen, *, always: bool = False) ->
         return {(mixer, "attend"): put_off, (mixer.graft, "blend"): blend}
 
     methods = {key: method for number, mixer in enumerate(mixers) for key, method in others(number, mixer).items()}
-    try:
-        for (owner, name), method in methods.items():
-            setattr(owner, name, method)
+    with replaced(methods):
         yield
-    finally:
-        for owner, name in methods:
-            owner.__dict__.pop(name, None)
 
 
 def parted(encoded: Encoded, rows: int | None) -> list[Encoded]:

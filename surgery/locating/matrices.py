@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surgery.hybrids.patching import replaced
 from surgery.kernels.mixing import selective_matrix, ssd_matrix
 from surgery.locating.subject import Subject
-from surgery.locating.substitution import replaced
 from surgery.models.anatomy import Mixer
 from surgery.records.site import Site
 

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.hybrids.patching import replaced
 from surgery.locating.attribution import frozen
 from surgery.locating.attribution_memory import listening
 from surgery.locating.ledger import Ledger, Tensors
 from surgery.locating.recording import picked
 from surgery.locating.subject import Subject
-from surgery.locating.substitution import Shape, replaced, tensor_of
+from surgery.locating.substitution import Shape, tensor_of
 from surgery.models.finite import explained
 from surgery.models.tokens import opening, token_spans
 from surgery.probes.encoded import Asked, Encoded, padded

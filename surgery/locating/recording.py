@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.hybrids.parts import bias_of, multiplied, project_in_float16
+from surgery.hybrids.patching import replaced
 from surgery.locating.subject import Subject
-from surgery.locating.substitution import Shape, identity, replaced, tensor_of
+from surgery.locating.substitution import Shape, identity, tensor_of
 from surgery.models.anatomy import Mixer
 from surgery.models.finite import checked
 

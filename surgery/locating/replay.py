@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.errors import UserError
+from surgery.hybrids.patching import replaced
 from surgery.locating.recording import Recorded, Walk, picked, with_states
 from surgery.locating.subject import Subject
-from surgery.locating.substitution import block_shapes, identity, replaced
+from surgery.locating.substitution import block_shapes, identity
 from surgery.models.anatomy import Mixer
 from surgery.models.offloaded import fetched
 from surgery.models.quantised import has_quantised_weight

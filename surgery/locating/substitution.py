@@ -1,6 +1,6 @@
 """Modules that do something else for a while. Afterwards all is as before, whatever happened, an interrupt included."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -8,25 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surgery.hybrids.patching import hooked, replaced
 from surgery.locating.subject import Subject
 from surgery.models.anatomy import Anatomy
 from surgery.records.site import Site
-
-
-@contextmanager
-def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Give modules other forwards."""
-    own = {module: module.__dict__.get("forward") for module in forwards}  # accelerate's hooks put one there, too
-    try:
-        for module, forward in forwards.items():
-            module.forward = forward
-        yield
-    finally:
-        for module, before in own.items():
-            if before is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = before
 
 
 @dataclass(frozen=True)
@@ -59,12 +44,8 @@ def block_shapes(model: Any, blocks: Sequence[nn.Module], device: torch.device) 
     def note(block: nn.Module, _: Any, returned: Any) -> None:
         shapes[block] = Shape.of(returned)
 
-    handles = [block.register_forward_hook(note) for block in blocks]
-    try:
+    with hooked(lambda: [block.register_forward_hook(note) for block in blocks]):
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     return [shapes[block] for block in blocks]
 
 
@@ -104,9 +85,5 @@ def silenced(anatomy: Anatomy, sites: Collection[Site], at: tuple[Tensor, Tensor
                 columns[(*at, head)] = 0
         return (columns, *args[1:])
 
-    handles = [out.register_forward_pre_hook(silence) for out in dead]
-    try:
+    with hooked(lambda: [out.register_forward_pre_hook(silence) for out in dead]):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from surgery.errors import UserError
 from surgery.hybrids.parts import take_hook
+from surgery.hybrids.patching import note_of, set_note
 from surgery.models.answers import fetching_hooks, own_fetched
-
-HOOKS = "base_hooks"  # what a hybrid remembers of its base's: some belong to modules that layer grafts have replaced
 
 
 def is_offloaded(model: nn.Module) -> bool:
@@ -27,7 +26,7 @@ def is_offloaded(model: nn.Module) -> bool:
 def hooks(model: nn.Module) -> dict[str, Any]:
     """accelerate's hooks by the names of their modules; of a hybrid, those of its base."""
     own = {name: module._hf_hook for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
-    return vars(model).get(HOOKS, {}) | own
+    return note_of(model, "base_hooks", {}) | own  # some belong to modules that layer grafts have replaced
 
 
 def take_hooks(source: nn.Module, target: nn.Module) -> None:
@@ -42,7 +41,7 @@ def take_hooks(source: nn.Module, target: nn.Module) -> None:
         if name in modules:
             take_hook(modules[name], hook)
     if shared:
-        vars(target)[HOOKS] = shared
+        set_note(target, "base_hooks", shared)
     if hasattr(source, "hf_device_map"):
         target.hf_device_map = source.hf_device_map
 

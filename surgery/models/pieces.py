@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surgery.hybrids.patching import replaced
+
 LOGITS = 2**23  # of a piece, at most: 32 MiB in float32
 
 
@@ -43,18 +45,12 @@ def logits_in_pieces(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> 
 def computed_once(module: torch.nn.Module) -> Iterator[Callable[[], bool]]:
     """While this lasts, a module returns for every call what it computed for the first. Yields what says whether there has been
     one."""
-    own, forward, known = vars(module).get("forward"), module.forward, list[Any]()
+    forward, known = module.forward, list[Any]()
 
     def first_alone(*args: Any, **kwargs: Any) -> Any:
         if not known:
             known.append(forward(*args, **kwargs))
         return known[0]
 
-    module.forward = first_alone
-    try:
+    with replaced({module: first_alone}):
         yield lambda: bool(known)
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own

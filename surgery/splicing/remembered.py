@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from surgery.errors import UserError
+from surgery.hybrids.patching import note_of, set_note
 from surgery.hybrids.spliced import Spliced
 from surgery.loading.opened import Checkpoint
 from surgery.loading.origin import Origin, origin
@@ -69,7 +70,7 @@ def opened(base: PreTrainedModel | Checkpoint) -> Opened | None:
     """What is known of a base because load() opened it; None for a model from elsewhere."""
     if isinstance(base, Checkpoint):
         return Opened(base.name, base.fingerprint, base.tokenizer)
-    return vars(base).get("_opened")
+    return note_of(base, "opened")
 
 
 def remembered_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
@@ -81,7 +82,10 @@ def remembered_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | No
 
 def remember(model: PreTrainedModel, surgery: Surgery | None = None, base: Opened | None = None) -> None:
     """Let a hybrid remember what was done, and any model what load() knows of it, or of its base."""
-    vars(model).update({name: value for name, value in (("_surgery", surgery), ("_opened", base)) if value is not None})
+    if surgery is not None:
+        set_note(model, "surgery", surgery)
+    if base is not None:
+        set_note(model, "opened", base)
 
 
 def read_surgery(folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Surgery:

@@ -13,6 +13,7 @@ from surgery.errors import UserError
 from surgery.families import Hybrid, families, family_of
 from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.hybrids.parts import is_quantised_weight
+from surgery.hybrids.patching import drop_note, note_of, set_note
 from surgery.loading.digests import fingerprint
 from surgery.loading.opened import Checkpoint, model_of, plan_for
 from surgery.models.anatomy import mixer_at
@@ -25,9 +26,6 @@ from surgery.splicing.induction import check_induction, fill_copy, fill_inductio
 from surgery.splicing.remembered import Surgery, opened, remember
 from surgery.splicing.start import check_donor, fill_heads, fill_layer, head_starts, layer_start
 from surgery.splicing.state import Kept, with_less_state
-
-UNCUT = "uncut"  # of a hybrid with less state: the configuration of the one with all of it, and what its tensors were cut from
-LEARNED = "learned_before"  # whether a parameter of a base had a gradient before its hybrid was made
 
 
 def splice(
@@ -97,9 +95,9 @@ def cut_state(hybrid: PreTrainedModel, kept: Kept) -> PreTrainedModel:
     smaller, cut = with_less_state(hybrid, kept)
     whole = _tensors(hybrid)
     for name, tensor in cut.items():
-        setattr(tensor, LEARNED, getattr(whole[name], LEARNED, whole[name].requires_grad))
+        set_note(tensor, "learned", note_of(whole[name], "learned", whole[name].requires_grad))
     share(hybrid, smaller, "the hybrid lacks the tensor '{}'", cut)
-    vars(smaller)[UNCUT] = hybrid.config, {name: whole[name] for name in cut}
+    set_note(smaller, "whole", (hybrid.config, {name: whole[name] for name in cut}))
     return smaller
 
 
@@ -166,11 +164,11 @@ def unsplice(hybrid: PreTrainedModel) -> PreTrainedModel:
     folder, which does not hold them.
     """
     hybrid = model_of(hybrid, "unsplice")
-    base, learned = stock(hybrid), vars(hybrid).get(LEARNED, {})
+    base, learned = stock(hybrid), note_of(hybrid, "learned", {})
     for name, parameter in base.named_parameters():
         if name in learned:
             parameter.requires_grad_(learned[name])
-            vars(parameter).pop(LEARNED, None)
+            drop_note(parameter, "learned")
     return base
 
 
@@ -178,16 +176,16 @@ def freeze(hybrid: PreTrainedModel) -> None:
     """Let grafts alone learn. What learned before is remembered for unsplice, in each parameter too: the next hybrid of the
     same base finds them frozen."""
     base = {name: tensor for name, tensor in _tensors(hybrid).items() if ".graft." not in name}
-    learned = {name: vars(tensor).get(LEARNED, tensor.requires_grad) for name, tensor in base.items()}
-    vars(hybrid)[LEARNED] = learned
+    learned = {name: note_of(tensor, "learned", tensor.requires_grad) for name, tensor in base.items()}
+    set_note(hybrid, "learned", learned)
     for name, tensor in base.items():
-        vars(tensor)[LEARNED] = learned[name]
+        set_note(tensor, "learned", learned[name])
         tensor.requires_grad_(False)
 
 
 def stock(hybrid: PreTrainedModel) -> PreTrainedModel:
     """As unsplice, with the parameters frozen as they are in the hybrid, which goes on with them."""
-    config, whole = vars(hybrid).get(UNCUT, (hybrid.config, {}))
+    config, whole = note_of(hybrid, "whole", (hybrid.config, {}))
     if not whole and (known := getattr(hybrid, "surgery", None)) is not None and known.plan.kept_state:
         raise UserError("the folder of a hybrid does not hold what its state was cut from; load the base instead")
     base = family_of(config).empty_base(config)
@@ -223,7 +221,7 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     for module in model.modules():
         if isinstance(module, LayerGraftMixer):
             tensors |= module.removed
-    return tensors | vars(model).get("unadapted", {})  # tuning/lora.py
+    return tensors | note_of(model, "unadapted", {})
 
 
 def _quantised(model: PreTrainedModel) -> dict[str, nn.Module]:

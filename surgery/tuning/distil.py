@@ -25,8 +25,8 @@ from surgery.errors import UserError
 from surgery.families import Hybrid
 from surgery.hybrids.packed import packing
 from surgery.hybrids.parts import at
+from surgery.hybrids.patching import replaced
 from surgery.kernels.packing import Packing, packed
-from surgery.locating.substitution import replaced
 from surgery.models.pieces import rows_at_once
 from surgery.probes.hits import NONE
 from surgery.tuning.backward_memory import Checkpointing, KeepingWeights, Recomputing, casts_fixed_weights, recomputed

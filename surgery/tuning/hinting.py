@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from surgery.hybrids.layer_graft import LayerGraft
 from surgery.hybrids.mixer import Graft
+from surgery.hybrids.patching import replaced
 from surgery.probes.hits import NONE
 
 
@@ -64,13 +65,8 @@ def watching(model: nn.Module | None, places: Mapping[str, int] | None = None) -
 
         return attend
 
-    try:
-        for graft, each in grafts.items():
-            vars(graft)["attend"] = watched(graft, each)
+    with replaced({(graft, "attend"): watched(graft, each) for graft, each in grafts.items()}):
         yield seen
-    finally:
-        for graft in grafts:
-            vars(graft).pop("attend", None)
 
 
 def evidence_of_hits(before: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
+from surgery.hybrids.patching import note_of, set_note
 from surgery.models.quantised import has_quantised_weight
 from surgery.records.recipe import Lora
 from surgery.records.record import write_text
@@ -85,7 +86,7 @@ def adapted(model: PreTrainedModel, options: Lora | None, *, seed: int = 0, out:
             _save(model, config, out)
         own = _merge(layers)
         # The first weights count: a second tuning adapts what the first one has merged.
-        vars(model)["unadapted"] = own | vars(model).get("unadapted", {})
+        set_note(model, "unadapted", own | note_of(model, "unadapted", {}))
     finally:
         for name, layer in layers.items():
             model.set_submodule(name, layer.get_base_layer())

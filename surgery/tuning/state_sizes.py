@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.families import family_of
 from surgery.hybrids.mixer import Mixer, Projected
+from surgery.hybrids.patching import replaced
 from surgery.loading.opened import Checkpoint, model_of, plan_for
 from surgery.locating.subject import Subject
 from surgery.models.anatomy import mixer_at
@@ -109,10 +110,5 @@ def _gated(hybrid: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
 
         return project
 
-    try:
-        for layer, mixer in mixers.items():
-            vars(mixer)["project"] = gated(layer, mixer.project)
+    with replaced({(mixer, "project"): gated(layer, mixer.project) for layer, mixer in mixers.items()}):
         yield gates
-    finally:
-        for mixer in mixers.values():
-            vars(mixer).pop("project", None)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Train
 import surgery
 from surgery.errors import UserError
 from surgery.exporting.source import base_of
+from surgery.hybrids.patching import note_of
 from surgery.records.plan import Plan
 from surgery.splicing.remembered import recalled
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
@@ -178,7 +179,7 @@ def test_a_hybrid_remembers_what_was_done(folder, tokenizer, tokens, tmp_path, m
         assert hybrid.surgery.plan is HEADS
         assert (hybrid.surgery.base, hybrid.surgery.base_fingerprint) == (str(folder), base.fingerprint)
     expected = told(hybrid, tokens)
-    assert unsplice(hybrid)._opened.name == str(folder)
+    assert note_of(unsplice(hybrid), "opened").name == str(folder)
     surgery.export(hybrid, tmp_path / "exported")
     hybrid.save_pretrained(tmp_path / "saved", tokenizer=tokenizer)
     monkeypatch.chdir("/")  # places are kept as seen from the folder, not from where the user stood

@@ -104,7 +104,7 @@ def test_a_model_whose_base_is_not_called_is_run_twice_at_most(tokens, monkeypat
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_module_computes_as_before_afterwards(hooked):
+def test_a_module_computes_once(hooked):
     module, calls = torch.nn.Linear(2, 2), []
     if hooked:  # as accelerate does
         own = module.forward

@@ -17,9 +17,9 @@ from transformers import (
 import surgery as package
 from surgery.errors import UserError
 from surgery.exporting.export import export
+from surgery.hybrids.patching import replaced
 from surgery.loading.digests import dtypes, fingerprint, model_digest
 from surgery.locating.replay import Replay
-from surgery.locating.substitution import replaced
 from surgery.models.anatomy import anatomy
 from surgery.models.quantised import dense, exact
 from surgery.records.plan import Plan
