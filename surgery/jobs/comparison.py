@@ -10,6 +10,7 @@ from surgery.evaluation.entries import Entry, Turns
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.evaluation.serving import try_engine
+from surgery.jobs.controls import controls_of, trained
 from surgery.jobs.opening import open_compared
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.jobs.preparing import check
@@ -37,7 +38,7 @@ def compare(
     trust_remote_code: bool = False,
 ) -> Report:
     """Bench the recipe's model against `others` on the same examples. Writes report.json, report.md, report.html and figures
-    into `out`.
+    into `out`. With bench.controls, the recipe's model is also tuned as each of the others was, without a graft, and measured.
 
     resume: go on with an earlier comparison there; a cell of the same model and questions is not measured again. overwrite:
     remove it first. Raises UserError, and writes nothing, where one is there and neither is given.
@@ -52,9 +53,11 @@ def compare(
         entries[label] = Entry(source, called(other.name), Plan.read(plan) if plan.exists() else None)
     check(recipe, base)
     try_engine(recipe.bench)
+    missing = controls_of(recipe, base, {label: other.name for label, other in beside.items()})
     begin(out, "bench", recipe, resume=resume, overwrite=overwrite)
     settings = public(recipe.model_dump(mode="json"))
     with use(**recipe.kernels):
+        entries |= trained(missing, base, out, resume=resume)
         with busy("reading the weights"):
             models, words = Turns(entries), tokenizer_digest(base.tokenizer)
             now = {name: models.measured_under(name, base.tokenizer, words) for name in entries}

@@ -9,6 +9,7 @@ from surgery.evaluation.entries import Entry
 from surgery.locating.planning import random_plan
 from surgery.locating.ranking import Ranking
 from surgery.probes.knowledge import PARTS, Knowledge
+from surgery.records.names import CONTROL_TUNED
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.splicing.splice import splice
@@ -20,6 +21,7 @@ STARTS = {
     "donor": "a donor's", "dual": "the heads' own", "induction": "an induction head's", "copy": "a copying induction head's",
     "random": "random",
 }  # fmt: skip
+SAME = "tuned on the same data for the same steps"
 
 
 def entries_of(
@@ -69,13 +71,16 @@ def _graftless(recipe: Recipe, chosen: Plan) -> dict[str, tuple[list[int], str]]
     its adapters, as the hybrids do."""
     if not recipe.bench.controls:
         return {}
-    layers = [site.layer for site in chosen.sites]
-    names = ", ".join(f"L{layer}" for layer in layers)
-    same = "tuned on the same data for the same steps"
-    controls = {"control_tuned": (layers, f"no graft: the base's own mixer of {names} {same}")}
+    controls = {CONTROL_TUNED: without_graft(chosen)}
     if recipe.tune.lora is not None:
-        controls["control_lora_tuned"] = [], f"no graft: the adapters of tune.lora alone, {same}"
+        controls["control_lora_tuned"] = [], f"no graft: the adapters of tune.lora alone, {SAME}"
     return controls
+
+
+def without_graft(chosen: Plan) -> tuple[list[int], str]:
+    """The cheapest control of a plan: (the layers whose mixers are tuned, description)."""
+    layers = [site.layer for site in chosen.sites]
+    return layers, f"no graft: the base's own mixer of {', '.join(f'L{layer}' for layer in layers)} {SAME}"
 
 
 def _elsewhere(recipe: Recipe, ranking: Ranking, chosen: Plan) -> dict[str, tuple[str, Plan]]:

@@ -30,7 +30,7 @@ BENCH = (
 )  # fmt: skip
 NEEDED = {
     "locate": LOCATE,
-    "bench": BENCH,
+    "bench": (*BENCH, "tuning"),
     "prune": ("pruning.json",),
     "tune": ("tuning.json", "adapter", "lora.txt"),
     "run": (

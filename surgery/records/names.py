@@ -7,8 +7,9 @@ from typing import Any
 
 from surgery.runtime.printable import printable
 
-# What a run calls the models beside its hybrid (jobs/entries.py). Any other name of a model is the user's.
-CONTROL = re.compile(r"control_((lora_)?tuned|(random_site(_\d+)?|same_layer)(_tuned)?)")
+# What a run and a comparison call their controls (jobs/entries.py, jobs/controls.py). Any other name of a model is the user's.
+CONTROL_TUNED = "control_tuned"
+CONTROL = re.compile(r"control_(tuned(_\d+)?|lora_tuned|(random_site(_\d+)?|same_layer)(_tuned)?)")
 HUB = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", flags=re.ASCII)  # user/name
 MARKUP = re.compile(r"[\\`*\[\]<>|]")
 

@@ -46,7 +46,7 @@ SUITES: dict[Suite, str] = {
 
 
 class Bench(Section):
-    """What models are measured on. `controls` and `random_sites` are for `surgery run` alone."""
+    """What models are measured on. `random_sites` is for `surgery run` alone."""
 
     section = "bench"
     gone: ClassVar[Mapping[str, Any]] = {"doses": [], "depths": [0.0, 0.5, 1.0], "engine_python": None}
@@ -86,8 +86,9 @@ class Bench(Section):
     batch_size: Rows = 64
     """Sequences in a forward pass, of windows of text a quarter as many; the scores do not depend on it."""
     controls: bool = True
-    """Also measure three controls: the base tuned without a graft, grafts at random sites of other layers, and grafts at other
-    heads of the plan's own layers."""
+    """Also measure controls, without which no gain is called one. `surgery run`: the base tuned without a graft, grafts at random
+    sites of other layers, and grafts at other heads of the plan's own layers. `surgery bench`: the base tuned without a graft,
+    as the recipe in the hybrid's folder says."""
     random_sites: Repeats = 2
     """How many draws of random sites; the first is also tuned."""
 
