@@ -44,10 +44,11 @@ def bench(
 ) -> None:  # fmt: skip
     """Compare models on the same examples.
 
-    The base is also tuned as each hybrid was, without a graft: without such a control no gain is called one. What that takes is
-    said first; --set bench.controls=false leaves it out. Writes report.html, .md and .json and figures into --out (runs/bench-<first hybrid>). What is measured: bench.suites
-    (`surgery list suites`). With --resume, what an earlier run into the same folder has measured is not measured again.
-    `accelerate launch -m surgery bench ...` divides the work among processes.
+    Writes report.html, .md and .json and figures into --out (runs/bench-<first hybrid>). What is measured: bench.suites
+    (`surgery list suites`). The base is also tuned as each hybrid was, without a graft: without such a control no gain is
+    called one. What that takes is said first; --set bench.controls=false leaves it out. With --resume, what an earlier run
+    into the same folder has measured is not measured again. `accelerate launch -m surgery bench ...` divides the work among
+    processes.
 
     Examples:
       surgery bench checkpoints/tiny-mamba2 tuned --require "kv.32 >= base"

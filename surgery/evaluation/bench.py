@@ -46,7 +46,8 @@ def bench(
 
     Each model is one of transformers or what load() returned; the first is what the others are compared with. tokenizer: unless
     it is given, by name or by position, that of the first model which load() has opened. options: what is measured. cells and
-    seed: as for measure(). The Report prints as a table with its verdict; `show()` shows its page in a notebook.
+    seed: as for measure(). The Report prints as a table with its verdict; `show()` shows its page in a notebook. Nothing is
+    trained here: a control is a model called control_tuned, as in a run's report, and without one no verdict is "yes".
 
     Raises UserError for arguments of another type, for models with another tokenizer than the base's, for a suite whose data or
     package is missing, and if two models were not asked the same.

@@ -247,9 +247,9 @@ def _controls(report: Results, name: str, task: str) -> tuple[str, bool | None]:
     controls = {other: each for other, each in report.models.items() if is_control(other) and task in each.change}
     if not controls:
         return (
-            "What made the difference is not known: the same tuning without a graft may do as well. `surgery bench BASE HYBRID` "
-            "measures that control, for a hybrid whose folder holds its recipe; `surgery run` also measures grafts at random "
-            "heads (bench.controls)."
+            "What made the difference is not known: the same tuning without a graft may do as well. "
+            "`surgery bench BASE HYBRID` measures that control, for a hybrid whose folder holds its recipe; `surgery run` also "
+            "measures grafts at random heads (bench.controls)."
         ), None
     sign = -1 if is_loss(task) else 1
     best = max(controls, key=lambda other: sign * controls[other].change[task].value)

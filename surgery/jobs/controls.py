@@ -1,4 +1,4 @@
-"""The cheapest control of hybrids that were tuned before: their base, tuned alike without a graft. `surgery bench` trains it."""
+"""The cheapest control of hybrids that are tuned: their base, tuned alike without a graft. `surgery bench` trains it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from surgery.evaluation.entries import Entry
 from surgery.jobs.entries import without_graft
 from surgery.jobs.opening import is_hybrid
 from surgery.jobs.tuning_stage import steps_of, tuned
-from surgery.loading.checkpoint import Checkpoint
+from surgery.loading.opened import Checkpoint
 from surgery.records.names import CONTROL_TUNED, is_control
 from surgery.records.plan import PLAN, Plan
 from surgery.records.recipe import Data, Recipe, read_recipe
@@ -31,9 +31,8 @@ class Control:
 
 
 def controls_of(recipe: Recipe, base: Checkpoint, hybrids: Mapping[str, str]) -> list[Control]:
-    """What `surgery bench` has to train: one control for every way in which the hybrids (label -> folder) were tuned. None where
-    the recipe of the comparison says so, or one of the models is a control already. A line says where there is nothing to
-    compare with."""
+    """What `surgery bench` has to train: one control for every way in which the hybrids (label -> folder) were tuned. None
+    where the recipe of the comparison says so, or one of the models is a control already."""
     if not recipe.bench.controls or any(map(is_control, hybrids)) or is_hybrid(base):
         return []
     controls: list[Control] = []
@@ -49,8 +48,8 @@ def controls_of(recipe: Recipe, base: Checkpoint, hybrids: Mapping[str, str]) ->
 
 
 def trained(controls: Iterable[Control], base: Checkpoint, out: Path, *, resume: bool) -> dict[str, Entry]:
-    """The controls by name, tuned in out/tuning; with `resume`, what is there is not tuned again. What each takes is said first.
-    One whose text or facts are not here is left out, and a line says so."""
+    """The controls by name, tuned in out/tuning; with `resume`, what is there is not tuned again. What each takes is said
+    first. One whose text or facts are not here is left out, and a line says so."""
     entries: dict[str, Entry] = {}
     for number, control in enumerate(controls, start=1):
         name = CONTROL_TUNED + (f"_{number}" if number > 1 else "")

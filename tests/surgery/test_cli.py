@@ -187,6 +187,14 @@ def test_the_verbs_one_by_one(surgery, folder, blank, tmp_path):
     status, _, err = surgery("bench", folder / "base", "spliced", "published", *common, "--out", "compared")
     assert status == 0, err
     report = json.loads((tmp_path / "compared" / "report.json").read_text())
+    assert tuple(report["models"]) == ("base", "spliced", "published", "control_tuned")  # as `published` was, without a graft
+    assert "control_tuned: no graft: the base's own mixer of" in err
+    assert "3 steps, about" in err
+    again = ("bench", folder / "base", "spliced", "published", *common, "--out", "compared")
+    status, _, err = surgery(*again, "--resume")
+    assert (status, "nothing has changed" in err, "steps, about" in err) == (0, True, False), err
+    status, _, err = surgery(*again, "--overwrite", "--set", "bench.controls=false")
+    report = json.loads((tmp_path / "compared" / "report.json").read_text())
     assert tuple(report["models"]) == ("base", "spliced", "published")
     tokens = torch.arange(1, 30)[None]
     base, spliced, published = (

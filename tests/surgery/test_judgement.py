@@ -126,7 +126,7 @@ def test_a_comparison_answers_for_every_model_and_misses_the_controls(report):
     assert first.startswith("Did one help? Unclear: with 64 pairs")
     assert second.startswith("Did other help? Unclear: with 64 pairs")
     assert "but no control was measured" in first
-    assert "`surgery run` measures it" in first
+    assert "`surgery bench BASE HYBRID` measures that control" in first
 
 
 def test_without_retrieval_there_is_nothing_to_judge(report):

@@ -86,9 +86,9 @@ class Bench(Section):
     batch_size: Rows = 64
     """Sequences in a forward pass, of windows of text a quarter as many; the scores do not depend on it."""
     controls: bool = True
-    """Also measure controls, without which no gain is called one. `surgery run`: the base tuned without a graft, grafts at random
-    sites of other layers, and grafts at other heads of the plan's own layers. `surgery bench`: the base tuned without a graft,
-    as the recipe in the hybrid's folder says."""
+    """Also measure controls, without which no gain is called one. `surgery run`: the base tuned without a graft, grafts at
+    random sites of other layers, and grafts at other heads of the plan's own layers. `surgery bench`: the base tuned without a
+    graft, as the recipe in the hybrid's folder says."""
     random_sites: Repeats = 2
     """How many draws of random sites; the first is also tuned."""
 
