@@ -14,6 +14,7 @@ RECORDS = {
     "Mamba-2": "seeds",
     "Mamba-1": "seeds-mamba1",
     "Gated DeltaNet": "seeds-deltanet",
+    "Kimi Delta Attention": "seeds-kda",
     "mLSTM": "seeds-mlstm",
     "Lightning": "seeds-lightning",
 }
