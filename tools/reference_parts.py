@@ -10,7 +10,7 @@ from surgery.cli.app import app
 from surgery.evaluation import markdown
 from surgery.evaluation.report import Report
 from surgery.probes import probes
-from surgery.probes.question import CompletionProbe, PassageProbe
+from surgery.probes.question import CompletionProbe, PassageProbe, WritingProbe
 from surgery.records.sections.benching import SUITES
 from surgery.records.settings import rows, sections
 
@@ -100,7 +100,8 @@ def probes_and_suites() -> str:
         options = ", ".join(
             f"`{field.name}`" + ("" if field.default is dataclasses.MISSING else f" (`{field.default}`)") for field in fields
         )
-        asks = "completion" if issubclass(kind, CompletionProbe) else "text" if issubclass(kind, PassageProbe) else "choice"
+        kinds = {"completion": CompletionProbe, "writing": WritingProbe, "text": PassageProbe}
+        asks = next((word for word, protocol in kinds.items() if issubclass(kind, protocol)), "choice")
         body.append([f"`{name}`", asks, options or "none", cell(inspect.getdoc(kind) or "")])
     measured = [[f"`{name}`", cell(text)] for name, text in SUITES.items()]
     return f"""## Probes
@@ -108,7 +109,8 @@ def probes_and_suites() -> str:
 {markdown.table(["probe", "kind", "options (default)", "what it asks"], body)}
 
 A *choice* probe asks questions with candidates, and can locate and teach. A *completion* probe asks for a text, and can be
-measured. A *text* probe asks for tokens of running text, and can locate.
+measured, as can a *writing* probe, which asks for answers that have to stand in what is written. A *text* probe asks for tokens
+of running text, and can locate.
 
 ## Suites
 

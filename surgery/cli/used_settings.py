@@ -22,7 +22,7 @@ USED: dict[str, tuple[str, ...]] = {
         *OPENING, "seed", "data", "locate.probe", "locate.options",
         *(f"bench.{name}" for name in (
             "suites", "tasks", "include_path", "data_path", "task_limit", "pairs", "unseen_pairs", "limit", "seeds", "windows",
-            "window", "contexts", "rare", "batches", "concurrencies", "batch_size", "controls",
+            "window", "contexts", "rare", "words", "batches", "concurrencies", "batch_size", "controls",
         )),
     ),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from surgery.evaluation.report import Report
 from surgery.evaluation.results import HITS, Cost, ModelReport, Perplexity, Serving, Speed
 from surgery.evaluation.serving import Served, check_serving, serve, versions
 from surgery.evaluation.speed import Timed, decode_cost, speed
-from surgery.evaluation.suites import Task, tasks
+from surgery.evaluation.suites import Task, measures, tasks
 from surgery.evaluation.text_hits import no_hits
 from surgery.loading.digests import Conditions, fingerprint, tokenizer_digest
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
@@ -210,7 +210,7 @@ def _timed(
     jobs: list[tuple[str, Callable[[Mapping[str, PreTrainedModel]], Timed]]] = []
     if "quick" in options.suites:
         jobs += [(f"cost {context}", partial(decode_cost, context=context)) for context in contexts]
-    if "speed" in options.suites:
+    if measures(options, "speed"):
         jobs += [(f"speed {c} {b}", partial(speed, context=c, batch=b)) for c in contexts for b in options.batches]
     common = _here()
     timed: dict[str, list[Timed]] = {name: [] for name in models}

@@ -4,8 +4,8 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.records.recipe import Bench
 
-READING_ALONE = {"speed", "serving", "hits", "length"}  # suites that read rows of these lengths, and nothing else
-READING = {*READING_ALONE, "quick", "retrieval"}
+READING_ALONE = {"speed", "serving", "hits", "length", "ruler"}  # suites that read rows of these lengths, and nothing else
+READING = {*READING_ALONE, "quick", "retrieval", "table"}
 
 
 def readable(options: Bench, tokenizer: PreTrainedTokenizerBase) -> list[int]:

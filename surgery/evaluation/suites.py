@@ -21,14 +21,23 @@ from surgery.evaluation.results import MIDDLE, NEEDLES, is_loss
 from surgery.evaluation.text_hits import ChosenTokens, hit_names, hit_texts, rows_at_once
 from surgery.probes import make, probes
 from surgery.probes.perplexity import Perplexity
-from surgery.probes.question import Completion, CompletionProbe, Probe, Question
+from surgery.probes.question import Completion, CompletionProbe, Probe, Question, Writing, WritingProbe
+from surgery.probes.ruler import WRITTEN as RULER_TASKS
 from surgery.probes.scoring import answer, answer_shapes, complete, complete_shapes
 from surgery.probes.skills import names_of
+from surgery.probes.written import write, write_shapes
 from surgery.records.recipe import Bench, Data
 from surgery.records.record import package_version
 
 KNOWLEDGE = ("winogrande", "openbookqa", "piqa", "hellaswag", "arc_challenge", "arc_easy")
 PAPER = ("mmlu", "gsm8k", "bbh", "dream", *KNOWLEDGE)
+TABLE = ("ruler", "documents", "zeroshot", "speed")  # what the suite `table` is
+DOCUMENTS = ("swde", "fda", "squad_completion")
+ZEROSHOT = ("lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge")
+# RULER's variable tracking is by four hops.
+OF_RULER: dict[str, dict[str, Any]] = {
+    **{name: {"task": name} for name in RULER_TASKS}, "ruler_vt_1hop": {"task": "ruler_vt", "hops": 1}
+}  # fmt: skip
 PAPER_PAIRS = tuple(range(10, 51, 5))
 # How many needles are hidden and asked for; needle.1024.50 has one, in the middle.
 DEPTHS = (0.0, 0.5, 1.0)  # where in a text a needle is hidden: 0 at its beginning, 1 at its end
@@ -36,7 +45,7 @@ SEVERAL = dict(zip(NEEDLES, ({"needles": 8}, {"needles": 8, "queries": 4}), stri
 # Whether greedy decoding would write the answer, in one forward, where the candidates are so many and so long that scoring each
 # of them would take a hundred times as long. Chance is 0.
 WRITTEN = ("phonebook",)
-NEEDLE = "needle"
+NEEDLE, RULER = "needle", "ruler"  # probes whose prompts have a length
 WINDOW_ROWS = 4  # of the rows of a batch, what a window of text stands for: it is several times as long as a question
 
 
@@ -86,8 +95,14 @@ def names(options: Bench, data: Data | None = None) -> list[str]:
 
 def standard(options: Bench) -> list[str]:
     """The tasks that lm-evaluation-harness runs."""
-    paper, knowledge = "paper" in options.suites, "knowledge" in options.suites
-    return list(dict.fromkeys([*(PAPER if paper else KNOWLEDGE if knowledge else ()), *options.tasks]))
+    of = {"paper": PAPER, "knowledge": KNOWLEDGE, "documents": DOCUMENTS, "zeroshot": ZEROSHOT}
+    asked = [name for suite, several in of.items() if measures(options, suite) for name in several]
+    return list(dict.fromkeys([*asked, *options.tasks]))
+
+
+def measures(options: Bench, suite: str) -> bool:
+    """Whether a suite is asked for, by itself or as a part of `table`."""
+    return suite in options.suites or ("table" in options.suites and suite in TABLE)
 
 
 def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> list[Task]:
@@ -114,12 +129,13 @@ def check_probes(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data,
         )
     for name, (probe, fields) in _probes(options).items():
         try:
-            if probe != NEEDLE:
-                make(probe, tokenizer=tokenizer, **fields)
-            elif (needle := _needle(fields, options, tokenizer, data)) is not None:
+            asks: Any = _made(probe, fields, options, tokenizer, data)
+            if probe == NEEDLE and asks is not None:
                 # The text may be too short for any question, the shortest length for one of them.
-                shortest = needle.length == min(options.contexts)
-                needle.check(options.limit if shortest else 1, bench_seed(seed))
+                shortest = asks.length == min(options.contexts)
+                asks.check(options.limit if shortest else 1, bench_seed(seed))
+            elif probe == RULER and asks is not None and asks.length == max(readable(options, tokenizer)):
+                asks.check(bench_seed(seed))
         except UserError as error:
             raise UserError(f"bench, {name}: {error}") from error
 
@@ -129,10 +145,14 @@ def bench_seed(seed: int) -> int:
     return seed + 10_000
 
 
-def examples(probe: Probe | CompletionProbe, written: bool, n: int, seed: int) -> list[Question] | list[Completion]:
+def examples(
+    probe: Probe | CompletionProbe | WritingProbe, written: bool, n: int, seed: int
+) -> list[Question] | list[Completion] | list[Writing]:
     """What a probe asks. written: of the answer to a question only whether the model would write it."""
     if isinstance(probe, CompletionProbe):
         return probe.completions(n, seed)
+    if isinstance(probe, WritingProbe):
+        return probe.writings(n, seed)
     questions = probe.questions(n, seed)
     return [Completion(q.prompt, q.choices[q.answer]) for q in questions] if written else questions
 
@@ -146,7 +166,7 @@ def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
         unseen = options.pairs[-1:] if options.unseen_pairs is None else options.unseen_pairs
         result |= {f"kv_unseen.{size}": ("kv", {"pairs": size, "keys": "unseen"}) for size in unseen}
     if "retrieval" in options.suites:
-        for name in sorted({*probes()} - {"kv", "knowledge", "letters", NEEDLE}):
+        for name in sorted({*probes()} - {"kv", "knowledge", "letters", NEEDLE, RULER}):
             result |= {f"{name}.{size}": (name, fields) for size in options.pairs if (fields := sized_options(name, size))}
         for length in options.contexts:
             for depth in DEPTHS:
@@ -156,6 +176,9 @@ def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
             result[f"needle.{length}.{MIDDLE}"] = (NEEDLE, {"length": length, "depth": MIDDLE / 100})
         for name, several in SEVERAL.items():
             result |= {f"{name}.{length}": (NEEDLE, {"length": length, **several}) for length in options.contexts}
+    if measures(options, "ruler"):
+        for name, fields in OF_RULER.items():
+            result |= {f"{name}.{length}": (RULER, {"length": length, **fields}) for length in options.contexts}
     if "quick" in options.suites:
         result |= {name: (name, {}) for name in ("knowledge", "letters")}
     return result
@@ -185,7 +208,7 @@ def sized_options(name: str, size: int) -> dict[str, Any] | None:
 def _probe_tasks(
     name: str, probe: str, fields: dict, options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int
 ) -> list[Task]:
-    asks: Any = _needle(fields, options, tokenizer, data) if probe == NEEDLE else make(probe, tokenizer=tokenizer, **fields)
+    asks: Any = _made(probe, fields, options, tokenizer, data)
     if asks is None:
         return []
     result: list[Task] = []
@@ -196,6 +219,9 @@ def _probe_tasks(
         known |= {*drawn}
         if fresh:
             digests = tuple(digest(repr(example)) for example in fresh)
+            if isinstance(fresh[0], Writing):
+                result.append(_writing_task(name, s, fresh, digests, options, tokenizer))
+                continue
             written = isinstance(fresh[0], Completion)
             ask: Callable = complete if written else answer
             shapes_of: Callable = complete_shapes if written else answer_shapes
@@ -212,11 +238,27 @@ def _probe_tasks(
     return result
 
 
-def _needle(fields: dict[str, Any], options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data) -> Any:
-    """The probe in the held-out text, or None where the model does not read that much."""
+def _writing_task(
+    name: str, seed: int, asked: list[Any], digests: tuple[str, ...], options: Bench, tokenizer: PreTrainedTokenizerBase
+) -> Task:
+    together = options.batch_size * options.window
+
+    def measure(model: PreTrainedModel) -> Outcome:
+        # What models write differs, and is read by them; what they were asked does not.
+        return Outcome(write(model, tokenizer, asked, together), digests, digest(" ".join(digests)))
+
+    shapes = partial(write_shapes, tokenizer, asked, together)
+    return Task(name, seed, f"{name} {' '.join(digests)}", measure, count=len(asked), shapes=shapes)
+
+
+def _made(probe: str, fields: dict[str, Any], options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data) -> Any:
+    """The probe, in the held-out text if it has a length; None where the model does not read that much."""
+    if probe not in (NEEDLE, RULER):
+        return make(probe, tokenizer=tokenizer, **fields)
     if fields["length"] not in readable(options, tokenizer):
         return None
-    return make(NEEDLE, tokenizer=tokenizer, **fields, source=data.held_out_text)
+    words = {"words": options.words} if probe == RULER else {}
+    return make(probe, tokenizer=tokenizer, **fields, **words, source=data.held_out_text)
 
 
 def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> list[Task]:

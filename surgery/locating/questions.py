@@ -13,7 +13,7 @@ from surgery.errors import UserError
 from surgery.models.tokens import opening
 from surgery.probes import make, without_unseen
 from surgery.probes.encoded import Asked, Encoded, padded
-from surgery.probes.question import CompletionProbe, Passage, PassageProbe, Probe, Question
+from surgery.probes.question import CompletionProbe, Passage, PassageProbe, Probe, Question, WritingProbe
 from surgery.probes.scoring import batches
 from surgery.records.recipe import Locate, ProbeChoice
 
@@ -45,7 +45,7 @@ def _made(tokenizer: PreTrainedTokenizerBase, name: str, options: Mapping[str, A
     if "tokenizer" in given:
         raise UserError(f"the probe '{name}' takes the model's tokenizer, and no option of that name")
     probe = make(name, tokenizer=tokenizer, **without_unseen(name, given))
-    if isinstance(probe, CompletionProbe):
+    if isinstance(probe, CompletionProbe | WritingProbe):
         raise UserError(f"the probe '{name}' asks for completions; locating and pruning need one that asks questions")
     return probe
 

@@ -2,7 +2,8 @@
 
 One file per probe, found by listing this folder: a new probe is a new file that defines `PROBES`, name -> dataclass. The first
 sentence of the dataclass says what the probe asks (`surgery list probes` prints it), its fields are the probe's options. A
-probe makes `Question`s with choices, `Completion`s or `Passage`s from a seed; `surgery.probes.scoring` puts them to a model.
+probe makes `Question`s with choices, `Completion`s or `Passage`s from a seed, which `surgery.probes.scoring` puts to a model,
+or `Writing`s (`surgery.probes.written`).
 """
 
 import dataclasses
@@ -16,11 +17,11 @@ import pydantic
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.probes.question import CompletionProbe, PassageProbe, Probe
+from surgery.probes.question import CompletionProbe, PassageProbe, Probe, WritingProbe
 from surgery.records.complaints import none_named
 from surgery.records.reading import shown
 
-AnyProbe = Probe | CompletionProbe | PassageProbe
+AnyProbe = Probe | CompletionProbe | WritingProbe | PassageProbe
 MOST = 10**6  # words, tokens or pairs of one question
 
 

@@ -1,4 +1,4 @@
-"""What probes ask: a question with choices, a text to be completed, or some tokens of running text."""
+"""What probes ask: a question with choices, a text to be completed, answers to be written, or some tokens of running text."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
@@ -33,6 +33,15 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Writing:
+    """A prompt, behind which `tokens` tokens are written, and the answers that have to stand among them."""
+
+    prompt: str
+    answers: tuple[str, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Passage:
     """A row of running text, some of whose tokens are asked for, each behind all tokens before it.
 
@@ -60,6 +69,14 @@ class CompletionProbe(Protocol):
     """What asks for completions."""
 
     def completions(self, n: int, seed: int) -> list[Completion]:
+        """At most n, the same for the same seed."""
+
+
+@runtime_checkable
+class WritingProbe(Protocol):
+    """What asks for answers in a text that is written."""
+
+    def writings(self, n: int, seed: int) -> list[Writing]:
         """At most n, the same for the same seed."""
 
 

@@ -16,7 +16,7 @@ from surgery.errors import UserError
 from surgery.probes import make, without_unseen
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.letters import lettered
-from surgery.probes.question import CompletionProbe, PassageProbe, Question
+from surgery.probes.question import CompletionProbe, PassageProbe, Question, WritingProbe
 from surgery.records.recipe import Data, Skill
 from surgery.statistics import difference
 from surgery.world.facts import RELATIONS, Fact, facts
@@ -48,7 +48,7 @@ def skill_questions(skill: Skill, tokenizer: PreTrainedTokenizerBase, data: Data
         # What bench asks about is divided; other facts are free to be asked.
         return kind(source, "tune" if same_file(source, data.facts) else None).questions(n, seed)
     probe = make(skill.probe, tokenizer=tokenizer, **options)
-    if isinstance(probe, CompletionProbe | PassageProbe):
+    if isinstance(probe, CompletionProbe | PassageProbe | WritingProbe):
         raise UserError(f"data.skills: '{skill.probe}' asks no questions with choices; kv, letters, knowledge and others do")
     return probe.questions(n, seed)
 

@@ -26,7 +26,7 @@ from surgery.probes import make, probes, without_unseen
 from surgery.probes.hits import NONE, PairCounts
 from surgery.probes.knowledge import Knowledge
 from surgery.probes.needle import WORLDS
-from surgery.probes.question import PassageProbe
+from surgery.probes.question import PassageProbe, WritingProbe
 from surgery.probes.skills import FACTS, same_file, skill_questions, skills_of
 from surgery.records.recipe import Bench, Data, Lesson, Skill, Tune
 from surgery.records.record import read_text
@@ -267,6 +267,8 @@ def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data
         ends = [value if isinstance(value, tuple) else (value,) for value in lesson_options.values()]
         for values in product(*ends):
             probe: Any = make(lesson.probe, tokenizer=tokenizer, **dict(zip(lesson_options, values, strict=True)))
+            if isinstance(probe, WritingProbe):
+                raise UserError(f"tune.lessons: '{lesson.probe}' asks for answers in what is written, and is no lesson")
             if isinstance(probe, PassageProbe):
                 raise UserError(
                     f"tune.lessons: '{lesson.probe}' asks for tokens of text, and is no lesson; to learn from recall hits, set "

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from surgery.errors import UserError
 from surgery.jobs.preparing import check
 from surgery.probes import make, probes
-from surgery.probes.question import Completion, CompletionProbe, Passage, PassageProbe, Question
+from surgery.probes.question import Completion, CompletionProbe, Passage, PassageProbe, Question, WritingProbe
 from surgery.probes.scoring import answer, complete
 from surgery.records.recipe import Bench, Recipe
 from surgery.world.tokenizer import build_tokenizer
@@ -36,6 +36,8 @@ OPTIONS = {
     "selective_copying": {"count": 4, "length": 12},
     "needle": {"length": 120, "depth": 0.5},
     "recall": {"source": README, "words": 128, "rare": 1000.0},
+    "ruler": {"task": "niah_single_1", "length": 900},
+    "two_hops": {"pairs": 8},
     "hits": {"source": README, "tokens": 128, "rare": 1000.0},
 }
 
@@ -78,6 +80,8 @@ def characters() -> PreTrainedTokenizerFast:
 def ask(probe, n: int, seed: int) -> list:
     if isinstance(probe, PassageProbe):
         return probe.passages(n, seed)
+    if isinstance(probe, WritingProbe):
+        return probe.writings(n, seed)
     return probe.completions(n, seed) if isinstance(probe, CompletionProbe) else probe.questions(n, seed)
 
 
@@ -134,10 +138,10 @@ def test_what_does_not_fit_is_refused_in_one_line(name, options, message, charac
 
 
 def test_only_what_counts_tokens_needs_a_tokenizer():
-    for name in ("needle", "hits"):
+    for name in ("needle", "hits", "ruler"):
         with pytest.raises(UserError, match=f"the probe '{name}' needs a tokenizer"):
             make(name, **OPTIONS[name])
-    assert all(make(name, **options) for name, options in OPTIONS.items() if name not in ("needle", "hits"))
+    assert all(make(name, **options) for name, options in OPTIONS.items() if name not in ("needle", "hits", "ruler"))
 
 
 def test_whole_numbers_are_depths_too(characters):

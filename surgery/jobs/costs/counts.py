@@ -11,7 +11,7 @@ from surgery.choosing.bounded import SEED, TEXTS
 from surgery.choosing.task import Most
 from surgery.evaluation.contexts import readable
 from surgery.evaluation.speed import ROUNDS, decode_forwards
-from surgery.evaluation.suites import Task, standard, tasks
+from surgery.evaluation.suites import Task, measures, standard, tasks
 from surgery.locating.questions import asked
 from surgery.models import pace
 from surgery.models.answers import LENGTHS
@@ -141,7 +141,7 @@ def timed_shapes(options: Bench, contexts: Sequence[int]) -> list[tuple[int, int
     for context in contexts:
         if "quick" in options.suites:
             shapes += [(1, context), *[(1, 1)] * decoded]
-        if "speed" in options.suites:
+        if measures(options, "speed"):
             for rows in options.batches:
                 shapes += [(rows, context)] * (ROUNDS + 1) + [(rows, 1)] * decoded
     return shapes

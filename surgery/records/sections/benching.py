@@ -19,7 +19,10 @@ from surgery.records.sections.section import (
     check_tokens,
 )
 
-Suite = Literal["quick", "retrieval", "length", "language", "hits", "knowledge", "paper", "speed", "serving"]
+Suite = Literal[
+    "quick", "retrieval", "length", "ruler", "language", "hits", "knowledge", "documents", "zeroshot", "paper", "speed",
+    "serving", "table",
+]  # fmt: skip
 SUITES: dict[Suite, str] = {
     "quick": (
         "Key-value retrieval (bench.pairs, and bench.unseen_pairs with keys that no lesson holds), knowledge and letters, "
@@ -30,18 +33,25 @@ SUITES: dict[Suite, str] = {
         "Retrieval against the length of the prompt (bench.contexts), hidden in held-out text: a needle in its middle, one of "
         "eight needles (key-value pairs with text between them), and the same after three of them were asked for."
     ),
+    "ruler": (
+        "RULER's needles, variables and frequent words, written after prompts of each length of bench.contexts; running text "
+        "is the held-out text, words are bench.words."
+    ),
     "language": "Perplexity by a sliding window.",
     "hits": (
         "Loss on recall hits of the held-out text (tokens that complete a pair seen before in the context and rare elsewhere), "
         "and on its other tokens, in rows of each length of bench.contexts."
     ),
     "knowledge": "The paper's six knowledge tasks.",
+    "documents": "Facts of documents: SWDE, FDA, SQuAD completion.",
+    "zeroshot": "LAMBADA, PIQA, HellaSwag, WinoGrande, ARC-Easy, ARC-Challenge.",
     "paper": "MMLU, GSM8K, BBH, DREAM, those six, and key-value retrieval at the paper's sizes.",
     "speed": "Prefill, decoding, memory and cache against context.",
     "serving": (
         "Tokens per second, time to the first token and cache in vLLM, by its own benchmark client, against context and "
         "concurrency (--engine-python, bench.concurrencies)."
     ),
+    "table": "ruler, documents, zeroshot and speed: the columns of `surgery table`.",
 }
 
 
@@ -79,6 +89,9 @@ class Bench(Section):
     rare: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """Of the suite hits: how often, per million tokens, a pair may stand in the text outside the row. Counted in
     data.train_text; if none is named, in the rest of data.held_out_text."""
+    words: Literal["own", "wonderwords"] = "own"
+    """Of the suite ruler: the words that are keys, the project's own, or those of RULER, for which wonderwords has to be
+    installed."""
     batches: tuple[Rows, ...] = (1, 8)
     """Batch sizes of the suite speed."""
     concurrencies: tuple[Rows, ...] = (1, 4)
@@ -95,6 +108,6 @@ class Bench(Section):
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:
         check_tokens(windows=self.windows, window=self.window)
-        if "speed" in self.suites:
+        if {"speed", "table"} & {*self.suites}:
             check_tokens(contexts=max(self.contexts, default=0), batches=max(self.batches, default=0))
         return self

@@ -1,0 +1,52 @@
+"""Two hops: the value of a key is the key of another entry, and the value of that one is asked for.
+
+A dictionary as that of kv.py, from keys to words, and from these words to distinct numbers; its lines stand in any order, so
+that either may come first. Chance is 1 / pairs. A model that answers one hop alone has to find the first line, and then to
+look for what it has found: by the same heads, or by others behind them.
+"""
+
+import random
+from dataclasses import dataclass
+
+from surgery.errors import UserError
+from surgery.probes.kv import MOST_PAIRS, OPENING
+from surgery.probes.question import Question
+from surgery.world.words import Keys, key_words
+
+
+@dataclass(frozen=True)
+class TwoHops:
+    """Two hops: a dictionary leads from keys to words and from these to numbers, and the number behind a key is asked for.
+
+    pairs: ways of two entries each, at most 64. keys: which words may be keys, as for `kv`; without "all", at most 32 pairs.
+    """
+
+    pairs: int
+    keys: Keys = "all"
+
+    def __post_init__(self) -> None:
+        if self.pairs < 1:
+            raise UserError(f"two_hops takes at least 1 pair, not {self.pairs}")
+        key_words(self.keys, 2 * self.pairs)
+
+    def questions(self, n: int, seed: int) -> list[Question]:
+        rng = random.Random(f"two hops {self.pairs} {seed}")
+        return [self._question(rng) for _ in range(n)]
+
+    def _question(self, rng: random.Random) -> Question:
+        words = rng.sample(key_words(self.keys, 2 * self.pairs), 2 * self.pairs)
+        keys, between = words[: self.pairs], words[self.pairs :]
+        numbers = [str(number) for number in rng.sample(range(MOST_PAIRS), self.pairs)]
+        entries = [*zip(keys, between, strict=True), *zip(between, numbers, strict=True)]
+        chosen = rng.randrange(self.pairs)
+        order = rng.sample(range(2 * self.pairs), 2 * self.pairs)
+        prompt, spans = OPENING, []
+        for i in order:
+            line = ":".join(entries[i]) + "\n"
+            spans.append((len(prompt), len(prompt) + len(line)))
+            prompt += line
+        prompt += f"The value of the value of the key '{keys[chosen]}' is"
+        return Question(prompt, tuple(numbers), chosen, tuple(spans), order.index(self.pairs + chosen))
+
+
+PROBES = {"two_hops": TwoHops}

@@ -1,0 +1,187 @@
+"""RULER's prompts, answers and scores are those of lm-evaluation-harness, and of the definition."""
+
+import importlib
+import random
+import sys
+from importlib import metadata
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from surgery.errors import UserError
+from surgery.probes import make, ruler
+from surgery.probes.kv import KVRetrieval
+from surgery.probes.question import Writing
+from surgery.probes.ruler import WRITTEN
+from surgery.probes.written import Texts, batches, write, write_shapes
+from tests.conftest import TINY
+
+ADJECTIVES, NOUNS, VERBS = (
+    [f"{one}{two}{kind}" for one in ("bo", "da", "fi", "gu", "ke", "la", "mi") for two in ("ra", "se", "ti", "vo", "zu")]
+    for kind in ("c", "n", "b")
+)
+HARNESS = {
+    **{name: ("niah_utils", name) for name in ruler.MAGIC},
+    "ruler_vt": ("vt_utils", "get_vt_dataset"),
+    "ruler_cwe": ("cwe_utils", "get_cw_dataset"),
+    "ruler_fwe": ("fwe_utils", "fwe_download"),
+}
+MODULES = ("common_utils", "prepare_niah", "niah_utils", "vt_utils", "cwe_utils", "fwe_utils")
+TEXT = " ".join(f"The {noun} of {verb} is {adjective}." for noun in NOUNS for verb in VERBS for adjective in ADJECTIVES[:9])
+
+
+@pytest.fixture
+def words(monkeypatch):
+    """wonderwords with few words, so that nothing has to be installed, and reading millions of them takes no time."""
+    stub = ModuleType("wonderwords")
+
+    class RandomWord:
+        _categories = {"noun": NOUNS, "adjective": ADJECTIVES, "verb": VERBS}
+        _categories |= {"nouns": NOUNS, "adjectives": ADJECTIVES, "verbs": VERBS}
+
+    stub.RandomWord = RandomWord
+    stub.__spec__ = importlib.machinery.ModuleSpec("wonderwords", None)
+    monkeypatch.setitem(sys.modules, "wonderwords", stub)
+    for known in (ruler._compounds, ruler._single):
+        known.cache_clear()
+    yield
+    for known in (ruler._compounds, ruler._single):
+        known.cache_clear()
+
+
+@pytest.fixture
+def harness(words, monkeypatch, tokenizer):
+    """The harness's own generators: (task, length) -> examples, as they are when a process begins."""
+    pytest.importorskip("lm_eval")
+    nltk = ModuleType("nltk")
+    nltk.data = ModuleType("data")
+    nltk.data.find, nltk.sent_tokenize = (lambda name: name), (lambda text: ruler._sentences(text.split()))
+    monkeypatch.setitem(sys.modules, "nltk", nltk)
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "9" if name == "nltk" else version(name))
+
+    def examples(task, length, seed, n):
+        for name in MODULES:
+            monkeypatch.delitem(sys.modules, f"lm_eval.tasks.ruler.{name}", raising=False)
+        modules = {name: importlib.import_module(f"lm_eval.tasks.ruler.{name}") for name in MODULES}
+        module, function = HARNESS[task]
+        for name in ("niah_utils", "vt_utils", "cwe_utils", "fwe_utils"):
+            modules[name].get_tokenizer = lambda name: tokenizer
+            modules[name].tqdm = iter_few = lambda items, desc="": items[:n]  # of its 500 examples
+        modules["prepare_niah"].tqdm = iter_few
+        haystack = modules["prepare_niah"].get_haystack
+        modules["niah_utils"].get_haystack = lambda type_haystack: (
+            TEXT.split() if type_haystack == "essay" else haystack(type_haystack)
+        )
+        random.seed(f"{task} {length} {seed}")
+        np.random.seed(seed)
+        docs = getattr(modules[module], function)(tokenizer="x", max_seq_lengths=[length])["test"]
+        for name in MODULES:
+            monkeypatch.delitem(sys.modules, f"lm_eval.tasks.ruler.{name}")
+        return [*docs]
+
+    return examples
+
+
+def prompt_of(doc, task):
+    """As the harness joins the parts of an example."""
+    return doc["input"] + ("\n\n" if task == "ruler_cwe" else " ") + doc["gen_prefix"]
+
+
+@pytest.mark.parametrize("task", WRITTEN)
+def test_every_example_is_the_harness_s(task, harness, tokenizer, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    for length in (2048, 4096):
+        if length < ruler.LONG and (task == "ruler_vt" or "essay" in str(ruler.MAGIC.get(task))):
+            continue  # the harness finds no end, or leaves the text out
+        theirs = harness(task, length, 7, 3)
+        source = str(tmp_path / "text.txt")
+        probe = make("ruler", tokenizer=tokenizer, task=task, length=length, source=source, words="wonderwords")
+        ours = probe.writings(3, 7)
+        assert [each.prompt for each in ours] == [prompt_of(doc, task) for doc in theirs]
+        assert [[*each.answers] for each in ours] == [doc["outputs"] for doc in theirs]
+
+
+@pytest.mark.parametrize("written", ["The Answer is ABCDE, then fghij.", "abcd", " ABCDEFGHIJ\n", ""])
+def test_the_score_is_the_harness_s(written, harness, tokenizer):
+    from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
+
+    texts = Texts(tokenizer, [("abcde", "FGHIJ")], 1)
+    ids = tokenizer(f"{written}<|endoftext|>", return_tensors="pt")["input_ids"]
+    texts(ids.new_zeros(1, 1).new_tensor([[0, *ids[0].tolist()]]), None)
+    assert texts.shares.tolist() == [string_match_all(postprocess_pred([written]), [["abcde", "FGHIJ"]])]
+
+
+def test_an_example_by_hand(tokenizer):
+    """Of the paper's definition: a needle among equal lines, told once, asked for at the end."""
+    (one,) = make("ruler", tokenizer=tokenizer, task="niah_single_1", length=512).writings(1, 3)
+    key = one.prompt.split(" for ")[1].split(" is:")[0]
+    first, *lines, last = one.prompt.split("\n")
+    told = f"One of the special magic numbers for {key} is: {one.answers[0]}."
+    assert first.startswith("A special magic number is hidden")
+    assert lines.count(told) == 1
+    assert {*lines} == {told, ruler.NOISE}
+    assert len(lines) % 5 == 1  # in steps of five
+    assert last == (
+        f"What is the special magic number for {key} mentioned in the provided text? The special magic number for {key} "
+        "mentioned in the provided text is"
+    )
+    assert one.tokens == 128
+    assert len(tokenizer(one.prompt)["input_ids"]) + 128 <= 512 + 24  # what the answer begins with
+
+
+@pytest.mark.parametrize("hops", [1, 4])
+def test_a_chain_of_variables_leads_from_each_answer_to_the_next(tokenizer, hops):
+    (one,) = make("ruler", tokenizer=tokenizer, task="ruler_vt", length=4096, hops=hops).writings(1, 3)
+    example, question = one.prompt.split("\n\n\n\n")
+    value = question.rsplit("the value ", 1)[1].split(",")[0]
+    assert len(one.answers) == hops + 1 == len(example.split("they are:")[1].split())
+    for name, before in zip(one.answers, [value, *(f"VAR {name}" for name in one.answers)], strict=False):
+        assert question.count(f"VAR {name} = {before}") == 1
+
+
+def test_what_does_not_fit_is_not_asked(tokenizer, tmp_path):
+    for task in WRITTEN:
+        assert make("ruler", tokenizer=tokenizer, task=task, length=150).writings(2, 0) == []
+    (tmp_path / "text.txt").write_text("A few words.")
+    with pytest.raises(UserError, match=r"has 3 words; niah_single_2 of 1,024 tokens needs more"):
+        make("ruler", tokenizer=tokenizer, task="niah_single_2", length=1024, source=str(tmp_path / "text.txt")).writings(1, 0)
+    for wrong in ({"task": "niah"}, {"task": "ruler_vt", "hops": 11}, {"task": "ruler_vt", "length": 0}):
+        with pytest.raises(UserError):
+            make("ruler", tokenizer=tokenizer, **{"length": 512} | wrong)
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """Some that the model can answer, and another answer that it does not give."""
+    questions = KVRetrieval(pairs=4).questions(6, 0)
+    return [Writing(q.prompt[i:], (q.choices[q.answer], "nothing"), 5 + i % 2) for i, q in enumerate(questions)]
+
+
+def test_scores_are_the_harness_s_and_do_not_depend_on_the_batch(asked):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    import surgery
+
+    tiny = surgery.load(TINY)
+    asker = HFLM(pretrained=tiny.model, tokenizer=tiny.tokenizer, backend="causal", batch_size=1)
+    kinds = [{"until": [], "max_gen_toks": each.tokens, "do_sample": False, "temperature": 0.0} for each in asked]
+    pairs = list(zip(asked, kinds, strict=True))
+    requests = [Instance("generate_until", {}, (each.prompt, kind), i) for i, (each, kind) in enumerate(pairs)]
+    texts = asker.generate_until(requests, disable_tqdm=True)
+    theirs = [sum(a.lower() in t.lower() for a in each.answers) / 2 for each, t in zip(asked, texts, strict=True)]
+    assert 0.5 in theirs
+    for tokens in (1, 10_000):
+        assert write(tiny.model, tiny.tokenizer, asked, tokens).tolist() == theirs
+
+
+def test_batches_hold_so_many_tokens(asked, tokenizer):
+    assert sorted(i for chosen, _ in batches(tokenizer, asked, 100) for i in chosen) == list(range(6))
+    for chosen, rows in batches(tokenizer, asked, 100):
+        assert len(rows) == 1 or len(rows) * max(map(len, rows)) <= 100
+        assert len({asked[i].tokens for i in chosen}) == 1
+    shapes = write_shapes(tokenizer, asked, 100)
+    assert sum(rows for rows, tokens in shapes if tokens == 1) == sum(each.tokens - 1 for each in asked)
