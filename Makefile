@@ -1,12 +1,16 @@
-# Two commands on a fresh machine: `make demo` runs the main job on the built-in checkpoint, `make test` passes the tests.
-# Each makes the environment (.venv) first.
+# Two commands on a fresh machine: `make demo` runs the main job on the built-in checkpoint in three minutes, `make test` passes
+# the tests. Each makes the environment (.venv) first: the demo with what it needs, the others with everything for development.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow any-cpu any-cpu-quick aarch64 sanitize campaign campaign-quick gpu check promises docs serving serving-llama-cpp serving-mlx clean
+.PHONY: demo record test test-slow any-cpu any-cpu-quick aarch64 sanitize campaign campaign-quick gpu check promises docs serving serving-llama-cpp serving-mlx clean
 
-demo: .venv/.installed
-	$(BIN)/surgery run recipes/demo.yaml --resume
+demo: .venv/.core
+	$(BIN)/surgery run recipes/demo-short.yaml --resume --out runs/demo
+
+# The same with more questions, sizes and controls, as its record in recipes/demo.report.json.
+record: .venv/.core
+	$(BIN)/surgery run recipes/demo.yaml --resume --out runs/record
 
 test: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
@@ -71,10 +75,13 @@ check: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-.venv/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt torch
+# Without --no-compile, pip spends most of its time on modules that nothing here imports.
+.venv/.core: pyproject.toml constraints.txt
+	[ -x $(BIN)/pip ] || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e .
+	touch $@
+
+.venv/.installed: .venv/.core
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 

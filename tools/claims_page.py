@@ -9,6 +9,7 @@ from surgery.evaluation import markdown
 from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import HITS, value
+from surgery.records.recipe import read_recipe
 from surgery.studies import Findings
 from surgery.studies.cohort import SAME_LAYER, UNSEEN, WELL
 from surgery.studies.seeds import BASE, CONTROL, SEED, TEXT
@@ -279,13 +280,15 @@ instead of {time["base"]:.1f}. Measured {made.created[:10]} by version {made.too
 
 
 def output() -> str:
-    """What `make demo` prints at the end, abridged."""
+    """What `make record` prints at the end, abridged."""
     record = report("demo")
     tasks = {"KV 16": "kv.16", "KV 64": "kv.64", "knowledge": "knowledge", "perplexity": "perplexity"}
     lines = [f"{'model':<15}" + "".join(f"{name:>12}" for name in tasks)]
     lines += [f"{name:<15}" + "".join(f"{_result(record, name, task):>12.3f}" for task in tasks.values()) for name in OUTPUT]
     answer = textwrap.fill(did_it_help(record), 100)
-    text = "\n".join([*lines, "...", answer, "", "Report: runs/demo/report.html (and .md, .json)", "Hybrid: runs/demo/hybrid"])
+    text = "\n".join(
+        [*lines, "...", answer, "", "Report: runs/record/report.html (and .md, .json)", "Hybrid: runs/record/hybrid"]
+    )
     return f"```text\n{text}\n```\n\n{_demo_words(record)}"
 
 
@@ -298,11 +301,12 @@ def _result(record: Report, name: str, task: str) -> float:
 
 
 def _demo_words(record: Report) -> str:
-    seconds = sum(record.timings.values())
+    seconds, asked = sum(record.timings.values()), read_recipe(RECIPES / "demo-short.yaml").bench.limit
     return (
         f"KV n: accuracy on dictionaries of n pairs (chance 1/n). spliced: grafted and not tuned. control_tuned: the same "
-        f"tuning without a graft. The record took {seconds:.0f} seconds on {record.provenance.machine.partition(', ')[2]}, "
-        "after installing."
+        f"tuning without a graft. The record took {seconds:.0f} seconds on {record.provenance.machine.partition(', ')[2]}. "
+        f"`make demo` writes to `runs/demo` and asks {asked} questions a cell instead of {record.settings['limit']:,}, for "
+        "wider intervals and the same answer."
     )
 
 

@@ -177,7 +177,8 @@ def _measured(
     models: Turns, measured_under: dict[str, Conditions], todo: list[Task], folder: Path | None
 ) -> dict[str, dict[str, list[Cell]]]:
     """By model and task, one cell a seed, or a part of a group. Each process measures its share."""
-    jobs = [(name, task) for name in models for task in todo]
+    # A task is asked of all models that are there at once before the next: its questions are encoded once.
+    jobs = [(name, task) for names in models.together() for task in todo for name in names]
     say(f"measuring {len(models)} models on {len({task.name for task in todo})} tasks: {len(jobs)} cells")
     progress = Track(share(jobs), "bench")
     mine: list[Cell] = []

@@ -101,6 +101,7 @@ def render(report: Results) -> str:
         f"({provenance.threads_in_words}); seed {provenance.seed}; {examples}{packages}. Base fingerprint "
         f"`{provenance.base_fingerprint[:16]}`.\n"
         + (f"\nTime: {timings}.\n" if timings else "")
+        + (f"\nProcessor time: {sum(report.cpu.values()):.0f} s in all.\n" if report.cpu else "")
         + (f"\nPeak memory: {peaks}.\n" if peaks else "")
     )
     return "\n".join(parts)

@@ -4,6 +4,8 @@ reads these; the Report itself (report.py) lies above, since it shows itself."""
 from collections.abc import Iterable
 from typing import Any
 
+from pydantic import Field
+
 from surgery.loading.digests import Conditions
 from surgery.records.plan import Plan
 from surgery.records.record import Provenance, Record, Sealed
@@ -120,9 +122,10 @@ def value(result: Proportion | Estimate | Perplexity) -> float:
 
 class Results(Sealed):
     """models: by name, the base first. plan: the graft's. located: how well the base does what its heads were located by; None
-    in a comparison, which locates nothing. timings: seconds by stage. memory: by
-    stage, the most bytes that the run and its child processes held at once (resident; on a GPU, what torch held there); empty
-    in a comparison. training: the last losses of each tuned model."""
+    in a comparison, which locates nothing. timings: seconds by stage. cpu: seconds of processor time by
+    stage, of all threads and child processes; `start` is what came before the first stage. memory: by stage, the most bytes
+    that the run and its child processes held at once (resident; on a GPU, what torch held there). All three are empty in a
+    comparison. training: the last losses of each tuned model."""
 
     schema_version: int = 2
 
@@ -131,6 +134,7 @@ class Results(Sealed):
     located: Located | None = None
     models: dict[str, ModelReport]
     timings: dict[str, float]
+    cpu: dict[str, float] = Field(default={}, exclude_if=lambda cpu: not cpu)  # which reports before 0.21 lack
     memory: dict[str, int] = {}
     training: dict[str, dict[str, float]]
     settings: dict[str, Any]

@@ -215,7 +215,7 @@ def _probe_tasks(
     known: set = set()
     for s in range(seed, seed + options.seeds):
         drawn = examples(asks, probe in WRITTEN, options.limit, bench_seed(s))
-        fresh = [example for example in drawn if example not in known]
+        fresh = tuple(example for example in drawn if example not in known)
         known |= {*drawn}
         if fresh:
             digests = tuple(digest(repr(example)) for example in fresh)
@@ -227,7 +227,7 @@ def _probe_tasks(
             shapes_of: Callable = complete_shapes if written else answer_shapes
 
             def measure(
-                model: PreTrainedModel, fresh: list = fresh, digests: tuple[str, ...] = digests, ask: Callable = ask
+                model: PreTrainedModel, fresh: tuple = fresh, digests: tuple[str, ...] = digests, ask: Callable = ask
             ) -> Outcome:
                 with watched(model) as inputs:
                     correct = ask(model, tokenizer, fresh, options.batch_size).correct

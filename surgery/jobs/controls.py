@@ -33,7 +33,7 @@ class Control:
 def controls_of(recipe: Recipe, base: Checkpoint, hybrids: Mapping[str, str]) -> list[Control]:
     """What `surgery bench` has to train: one control for every way in which the hybrids (label -> folder) were tuned. None
     where the recipe of the comparison says so, or one of the models is a control already."""
-    if not recipe.bench.controls or any(map(is_control, hybrids)) or is_hybrid(base):
+    if not recipe.bench.has("tuned") or any(map(is_control, hybrids)) or is_hybrid(base):
         return []
     controls: list[Control] = []
     for label, name in hybrids.items():

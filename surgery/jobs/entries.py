@@ -69,7 +69,7 @@ def names_of(recipe: Recipe, ranking: Ranking, chosen: Plan) -> list[str]:
 def _graftless(recipe: Recipe, chosen: Plan) -> dict[str, tuple[list[int], str]]:
     """The controls without a graft, by name: (the layers whose mixers are tuned, description). With tune.lora all of them have
     its adapters, as the hybrids do."""
-    if not recipe.bench.controls:
+    if not recipe.bench.has("tuned"):
         return {}
     controls = {CONTROL_TUNED: without_graft(chosen)}
     if recipe.tune.lora is not None:
@@ -86,18 +86,19 @@ def without_graft(chosen: Plan) -> tuple[list[int], str]:
 def _elsewhere(recipe: Recipe, ranking: Ranking, chosen: Plan) -> dict[str, tuple[str, Plan]]:
     """Hybrids with other plans than the chosen one, by name: (description, plan)."""
     plans: dict[str, tuple[str, Plan]] = {}
-    if recipe.bench.controls:
+    if recipe.bench.has("random_site"):
         for i in range(recipe.bench.random_sites):
             if elsewhere := random_plan(ranking, chosen, recipe.seed + i):
                 name = "control_random_site" + (f"_{i + 1}" if i else "")
                 plans[name] = "the graft at random heads of other layers, no training", elsewhere
                 if i == 0:
                     plans[f"{name}_tuned"] = "the same, its grafts tuned", elsewhere
-        # Heads that copy are the same at every head of a layer.
-        if chosen.init != "copy" and (beside := random_plan(ranking, chosen, recipe.seed, same_layers=True)):
-            name, description = "control_same_layer", "the graft at random other heads of the same layer, no training"
-            plans[name] = description, beside
-            plans[f"{name}_tuned"] = "the same, its grafts tuned", beside
+    # Heads that copy are the same at every head of a layer.
+    same_layer = recipe.bench.has("same_layer") and chosen.init != "copy"
+    if same_layer and (beside := random_plan(ranking, chosen, recipe.seed, same_layers=True)):
+        name, description = "control_same_layer", "the graft at random other heads of the same layer, no training"
+        plans[name] = description, beside
+        plans[f"{name}_tuned"] = "the same, its grafts tuned", beside
     return plans
 
 

@@ -48,6 +48,7 @@ from surgery.runtime.memory import measured as measured_memory
 from surgery.runtime.memory import size, trim
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, duration, say
+from surgery.runtime.timing import processor_seconds
 from surgery.splicing.splice import adopt
 from surgery.tuning.lora import matches
 from surgery.tuning.plateau import taken
@@ -107,6 +108,7 @@ class _Job:
             self.subject = Subject.of(base, known_fingerprint=base.fingerprint)
             self.conditions = self.subject.conditions
         self.timings: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
         self.memory: dict[str, int] = {}
         self.announced = Announced(recipe, base, out, verify)
         self.training: dict[str, dict[str, float]] = {}
@@ -118,11 +120,13 @@ class _Job:
         self.announced.say(name)
         if announcement is not None:
             say(announcement)
-        start = time.monotonic()
+        start, cpu = time.monotonic(), processor_seconds()
+        self.cpu.setdefault("start", round(cpu, 2))
         trim()  # what the stage before has freed is no part of this one's memory
         with measured_memory() as peak:
             yield
         self.timings[name] = round(time.monotonic() - start, 2)
+        self.cpu[name] = round(processor_seconds() - cpu, 2)
         self.announced.note(name, self.timings[name])
         self.memory[name] = peak.device or peak.total
         say(f"{name}: done in {duration(self.timings[name])}, peak memory {size(self.memory[name])}")
@@ -204,6 +208,7 @@ class _Job:
             located=_located(ranking),
             models=measured,
             timings=self.timings,
+            cpu=self.cpu,
             memory=self.memory,
             training=self.training,
             settings=self.settings["bench"],
@@ -225,7 +230,7 @@ class _Job:
                 hybrid, self.out / "hybrid", tokenizer=self.base.tokenizer, plan=chosen, base=self.base.name, recipe=recipe,
                 report=report, figures=self.out, verify=self.verify,
             )  # fmt: skip
-        report = report.model_copy(update={"timings": self.timings, "memory": self.memory})
+        report = report.model_copy(update={"timings": self.timings, "cpu": self.cpu, "memory": self.memory})
         describe(report, self.out, matrices)
         return report
 

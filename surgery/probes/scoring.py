@@ -15,6 +15,9 @@ from surgery.models.pieces import logits_in_pieces
 from surgery.probes.encoded import Asked, Encoded, EncodedPassages, encode, padded, tokens_of
 from surgery.probes.question import Completion, Passage, Question
 
+REMEMBERED = 2**20  # tokens of questions, which are Python's numbers: 36 MiB
+_last: tuple[PreTrainedTokenizerBase, tuple[Asked, ...], int, list[tuple[list[int], Encoded]]] | None = None
+
 
 @dataclass(frozen=True)
 class Result:
@@ -26,7 +29,24 @@ class Result:
 
 def batches(tokenizer: PreTrainedTokenizerBase, asked: Sequence[Asked], batch_size: int) -> Iterator[tuple[list[int], Encoded]]:
     """Questions of similar length together: (their indices, encoded). At most `batch_size` rows, or one question with more. Of
-    passages, all have one length."""
+    passages, all have one length. The last tuple of questions is remembered, since several models are asked the same."""
+    global _last  # noqa: PLW0603
+    if _last is not None and _last[0] is tokenizer and _last[1] is asked and _last[2] == batch_size:
+        yield from _last[3]
+        return
+    tokens, made = 0, []
+    for each in _batches(tokenizer, asked, batch_size):
+        tokens += sum(map(len, each[1].rows))
+        made.append(each)
+        if tokens > REMEMBERED:
+            made.clear()
+        yield each
+    _last = (tokenizer, asked, batch_size, made) if isinstance(asked, tuple) and tokens <= REMEMBERED else None
+
+
+def _batches(
+    tokenizer: PreTrainedTokenizerBase, asked: Sequence[Asked], batch_size: int
+) -> Iterator[tuple[list[int], Encoded]]:
     questions = [each for each in asked if isinstance(each, Question)]
     if len(questions) < len(asked):
         passages = [each for each in asked if isinstance(each, Passage)]

@@ -15,6 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 Runs = Mapping[str, Callable[[], Any]]
 
 
+def processor_seconds() -> float:
+    """The processor time of all threads of this process so far, and of its child processes that have ended."""
+    return sum(os.times()[:4])
+
+
 def milliseconds(runs: Runs, device: torch.device, *, seconds: float = 6.0, least: int = 3) -> dict[str, float]:
     """The median time of each function in milliseconds, after one call to warm up. The functions take turns for about `seconds`
     and for at least `least` rounds, so that a disturbance of the machine hits all of them."""

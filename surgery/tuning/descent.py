@@ -68,7 +68,7 @@ class Descent:
 
     def __init__(self, options: Tune, checkpoints: Checkpoints, state: State, description: str, seed: int):
         self.options, self.checkpoints, self.state, self.description = options, checkpoints, state, description
-        self.seed = seed
+        self.seed, self.begun = seed, False
         self.accelerator = Accelerator(
             gradient_accumulation_plugin=GradientAccumulationPlugin(sync_with_dataloader=False),
             dataloader_config=DataLoaderConfiguration(split_batches=True),
@@ -86,7 +86,9 @@ class Descent:
         """Prepare the modules of one stage and let go of those of the stage before. The trained parameters are those that have
         a gradient now. parts: into how many a batch will be divided. The modules are in eval mode, without dropout, until the
         steps begin."""
-        self.accelerator.free_memory()
+        if self.begun:  # there is something to let go of; it collects garbage, which takes half a second
+            self.accelerator.free_memory()
+        self.begun = True
         self.accelerator.gradient_accumulation_steps = parts
         if self.zero:
             self.zero.deepspeed_config |= {

@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict
-from peft.tuners.lora import LoraModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
@@ -32,6 +30,9 @@ from surgery.runtime.ownership import building, check_ours, reason
 from surgery.runtime.processes import is_main
 from surgery.runtime.progress import say
 from surgery.splicing.splice import graft_parameters
+
+if TYPE_CHECKING:
+    from peft import LoraConfig  # it takes a second to import, and runs without adapters need none of it
 
 NAME = "default"  # peft's name of the only adapter
 PREFIX = "base_model.model."  # of the names in peft's files
@@ -59,6 +60,8 @@ def adapted(model: PreTrainedModel, options: Lora | None, *, seed: int = 0, out:
     if options is None:
         yield
         return
+    from peft.tuners.lora import LoraModel
+
     if out is not None and is_main():
         check_ours(out / TABLE, out / FOLDER)
     matched = matches(model, options)
@@ -187,8 +190,10 @@ def _called(model: PreTrainedModel) -> set[str]:
     return called
 
 
-def _config(options: Lora, matched: list[Match]) -> LoraConfig:
+def _config(options: Lora, matched: list[Match]) -> "LoraConfig":
     """peft's configuration. It names every module in full, so that peft matches exactly what was checked."""
+    from peft import LoraConfig
+
     return LoraConfig(
         r=options.r,
         target_modules=[match.module for match in matched],
@@ -215,8 +220,10 @@ def _merge(layers: dict[str, Any]) -> dict[str, nn.Parameter]:
     return {f"{name}.weight": weight for name, weight in own.items()}
 
 
-def _save(model: PreTrainedModel, config: LoraConfig, out: Path) -> None:
+def _save(model: PreTrainedModel, config: "LoraConfig", out: Path) -> None:
     """Write adapter/: adapter_config.json and adapter_model.safetensors."""
+    from peft import LoraConfig, get_peft_model_state_dict
+
     tensors = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False) | graft_parameters(model)
     grafts = [name for name, _ in model.named_modules() if name.endswith(".graft")]
     whole = LoraConfig(

@@ -78,6 +78,8 @@ def test_run_does_everything(finished):
         assert (model["change"] == {}) == (name == "base")
     assert report["models"]["tuned"]["cost"][1]["cache_bytes"] > report["models"]["base"]["cost"][1]["cache_bytes"]
     assert {"locate", "bench", "export", "tune tuned"} <= report["timings"].keys()
+    assert report["cpu"].keys() == {"start", *report["timings"]}
+    assert all(seconds > 0 for seconds in report["cpu"].values())
     assert report["provenance"]["recipe"]["locate"]["options"] == {"pairs": 4}
     assert report["plan"]["sites"]
     for name in (

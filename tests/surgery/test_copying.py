@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from surgery.choosing.gain import Measuring, _Growing
+from surgery.choosing.bounded import Measuring
+from surgery.choosing.gain import _Growing
 from surgery.errors import UserError
 from surgery.jobs.entries import STARTS, names_of
 from surgery.jobs.preparing import check_run
@@ -158,5 +159,7 @@ def test_it_has_no_control_at_other_heads_of_its_layer(base, tokenizer):
     names = names_of(recipe, ranking, plan(ranking, 2, init="copy", blend=0.1))
     assert "control_random_site_tuned" in names
     assert not [name for name in names if "same_layer" in name]
+    named = Recipe(model="x", bench={"controls": ["tuned"]})
+    assert names_of(named, ranking, plan(ranking, 2)) == ["base", "spliced", "tuned", "control_tuned"]
     logits = [copying(base, sites=(site,))(torch.arange(20)[None]).logits for site in ("L0.H1", "L0.H6")]
     assert torch.equal(*logits)

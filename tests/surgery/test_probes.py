@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import UserError
+from surgery.probes import scoring
 from surgery.probes.encoded import encode
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.kv import KVRetrieval
@@ -88,6 +89,19 @@ def test_batch_size_does_not_change_decisions(characters):
     for result in results[1:]:
         assert np.array_equal(result.correct, results[0].correct)
         np.testing.assert_allclose(result.loss, results[0].loss, **SAME)
+
+
+def test_a_tuple_of_questions_is_encoded_once_for_all_models(characters, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(scoring, "encode", lambda tokenizer, questions: encoded.append(1) or encode(tokenizer, questions))
+    questions = tuple(KVRetrieval(4).questions(6, seed=1))
+    for size in (8, 16):
+        model = random_base(vocab_size=128, state_size=size)
+        asked = [answer(model, characters, questions, 64).loss for _ in range(2)]
+        assert len(encoded) == 1
+        assert np.array_equal(*asked)
+    assert np.array_equal(answer(model, characters, list(questions), 64).loss, asked[0])
+    assert len(encoded) > 1  # a list may have changed
 
 
 @pytest.mark.usefixtures("in_float64")

@@ -19,6 +19,7 @@ from surgery.records.sections.section import (
     check_tokens,
 )
 
+Control = Literal["tuned", "random_site", "same_layer"]
 Suite = Literal[
     "quick", "retrieval", "length", "ruler", "language", "hits", "knowledge", "documents", "zeroshot", "paper", "speed",
     "serving", "table",
@@ -98,12 +99,16 @@ class Bench(Section):
     """Requests at a time, of the suite serving."""
     batch_size: Rows = 64
     """Sequences in a forward pass, of windows of text a quarter as many; the scores do not depend on it."""
-    controls: bool = True
-    """Also measure controls, without which no gain is called one. `surgery run`: the base tuned without a graft, grafts at
-    random sites of other layers, and grafts at other heads of the plan's own layers. `surgery bench`: the base tuned without a
-    graft, as the recipe in the hybrid's folder says."""
+    controls: bool | tuple[Control, ...] = True
+    """Also measure controls, without which no gain is called one; all, or those that are named. `surgery run`: `tuned`, the
+    base tuned without a graft; `random_site`, grafts at random sites of other layers; `same_layer`, grafts at other heads of
+    the plan's own layers. `surgery bench`: the base tuned without a graft, as the recipe in the hybrid's folder says."""
     random_sites: Repeats = 2
     """How many draws of random sites; the first is also tuned."""
+
+    def has(self, control: Control) -> bool:
+        """Whether a control is measured."""
+        return self.controls if isinstance(self.controls, bool) else control in self.controls
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:
