@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from surgery.evaluation.report import Report
     from surgery.exporting.export import export
     from surgery.jobs.costs.estimate import estimate
+    from surgery.jobs.look import look
     from surgery.jobs.run import run
     from surgery.loading.opened import Checkpoint
     from surgery.locating.locate import locate
@@ -57,6 +58,7 @@ __all__ = [
     "grow",
     "load",
     "locate",
+    "look",
     "plan",
     "read_recipe",
     "run",
@@ -83,6 +85,7 @@ _MODULES = {
     "grow": "choosing.gain",
     "load": "splicing.load",
     "locate": "locating.locate",
+    "look": "jobs.look",
     "plan": "locating.planning",
     "read_recipe": "records.recipe",
     "run": "jobs.run",

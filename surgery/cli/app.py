@@ -17,6 +17,7 @@ from surgery.cli.doctor import doctor
 from surgery.cli.export import export
 from surgery.cli.lists import report_schema, tasks_path
 from surgery.cli.locate import locate
+from surgery.cli.look import look
 from surgery.cli.options import until_the_end
 from surgery.cli.plan import plan
 from surgery.cli.pretrain import pretrain
@@ -37,7 +38,7 @@ from surgery.runtime.quiet import hush_transformers
 LONGEST = 1500  # characters of what is said of a wrong input, which may itself be long
 # In the order of --help: the pipeline first.
 VERBS: dict[str, Callable[..., None]] = {
-    "run": run, "locate": locate, "plan": plan, "splice": splice, "tune": tune, "bench": bench, "export": export,
+    "look": look, "run": run, "locate": locate, "plan": plan, "splice": splice, "tune": tune, "bench": bench, "export": export,
     "publish": publish, "prune": prune, "settings": settings, "list": list_names, "doctor": doctor, "pretrain": pretrain,
     "report-schema": report_schema, "tasks-path": tasks_path,
 }  # fmt: skip

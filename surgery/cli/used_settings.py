@@ -7,6 +7,7 @@ from surgery.errors import UserError
 OPENING = ("tokenizer", "dtype", "device", "kernels")  # how a model is opened
 # Verb -> the keys and sections that it uses. `surgery run` uses all.
 USED: dict[str, tuple[str, ...]] = {
+    "look": (*OPENING, "seed", "data.facts"),
     "locate": (*OPENING, "seed", "locate", "data.skills", "data.facts", "data.train_text"),
     "prune": (
         *OPENING, "seed", "locate.probe", "locate.options", "locate.examples", "locate.batch_size", "data.facts",

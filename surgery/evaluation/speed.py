@@ -84,6 +84,11 @@ def cache_bytes(cache: Cache) -> int:
     return total + sum(tensor.numel() * tensor.element_size() for tensor in beside)
 
 
+def cache_after(model: PreTrainedModel, context: int) -> int:
+    """Bytes of the cache after so many tokens, of one row."""
+    return cache_bytes(_prefilled(model, context, 1))
+
+
 @torch.inference_mode()
 def _prefilled(model: PreTrainedModel, context: int, batch: int) -> Cache:
     ids = (torch.arange(context, device=model.device)[None] % model.config.vocab_size).expand(batch, -1)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.letters import lettered
@@ -23,6 +23,12 @@ END = "<|endoftext|>"
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A new one. The same in every process: the corpus is generated from fixed seeds."""
     return wrapped(_trained(), model_max_length=2048)
+
+
+def is_of_the_world(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer is that of the built-in models, which alone know the small world."""
+    own = build_tokenizer().get_vocab()
+    return len(tokenizer) == len(own) and tokenizer.get_vocab() == own
 
 
 def wrapped(text: str, **options: int) -> PreTrainedTokenizerFast:
