@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.kernels.native import Work, check, fields, rows
+from surgery.kernels.native import Workspace, check, fields, rows
 from surgery.kernels.native import refuses as not_here
-from surgery.kernels.operators import Passes
+from surgery.kernels.operators import TwoPasses
 
 BLOCK = 64  # queries of a unit of work, as in attention.c
 PARTS = 4  # units of the backward pass that a query-key pair makes where there are few: a number that threads do not decide
@@ -18,7 +18,7 @@ ALONE = 2**20  # products up to which starting a second thread takes longer than
 FEW = 8  # queries, fewer than which would leave most of a vector empty
 
 
-class _Attention(Work):
+class _Attention(Workspace):
     """`attention` in attention.c."""
 
     file = "attention"
@@ -107,4 +107,4 @@ def _kept(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[tuple[i
     return (b * t * pairs * (v.shape[3] + 2),), torch.float32
 
 
-attend_native = Passes(_forward, _backward, _kept)
+attend_native = TwoPasses(_forward, _backward, _kept)

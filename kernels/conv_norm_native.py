@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.kernels.native import ALONE, Work, check, contiguous, fields, rows
+from surgery.kernels.native import ALONE, Workspace, check, contiguous, fields, rows
 from surgery.kernels.native import refuses as not_here
-from surgery.kernels.operators import Passes
+from surgery.kernels.operators import TwoPasses
 
 TOKENS = 32  # of a unit of work, as in conv_norm.c
 MOST_TAPS = 16  # there
 
 
-class _ConvNorm(Work):
+class _ConvNorm(Workspace):
     """`conv_norm` in conv_norm.c."""
 
     file = "conv_norm"
@@ -107,7 +107,7 @@ def _normalise_backward(gradients: Any, arguments: Any, kept: None, needed: Any)
     return dx.view(shape), by_weight, None, by_gate, None
 
 
-convolve, normalise = Passes(_convolve, _convolve_backward), Passes(_normalise, _normalise_backward)
+convolve, normalise = TwoPasses(_convolve, _convolve_backward), TwoPasses(_normalise, _normalise_backward)
 
 
 def _sequences(m: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.functions import learns, traced
-from surgery.kernels.operators import Operator, Passes, Signature
+from surgery.kernels.operators import Operator, Signature, TwoPasses
 from surgery.kernels.probing import probe
 
 OPERATIONS = (
@@ -66,9 +66,9 @@ class Backend:
     opaque: bool = False
 
     @property
-    def passes(self) -> Passes | None:
+    def passes(self) -> TwoPasses | None:
         """Of a kernel that has two, for the operator."""
-        return self.run if isinstance(self.run, Passes) else None
+        return self.run if isinstance(self.run, TwoPasses) else None
 
 
 class Operation:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surgery.kernels.dispatch import Backend, Operation
 from surgery.kernels.functions import seeded
-from surgery.kernels.native import ALONE, Work, check, contiguous, fields
+from surgery.kernels.native import ALONE, Workspace, check, contiguous, fields
 from surgery.kernels.native import refuses as not_here
 from surgery.kernels.operators import Signature
 
@@ -24,7 +24,7 @@ def kl_divergence(student: Tensor, teacher: Tensor, *, backend: str | None = Non
         return KL_DIVERGENCE(student, teacher, backend=backend)
 
 
-class _Divergence(Work):
+class _Divergence(Workspace):
     """`divergence` in divergence.c."""
 
     file = "divergence"

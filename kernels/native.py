@@ -154,7 +154,7 @@ class View(ctypes.Structure):
 _VIEW, _POINTER = Struct("@P3q"), Struct("@P")
 
 
-class Work(ctypes.Structure):
+class Workspace(ctypes.Structure):
     """What a kernel's functions are given: a subclass mirrors the structure of its C file. Create it with the numbers, in the
     order of the fields, and with the tensors by name.
 
@@ -262,7 +262,7 @@ def rows(*tensors: Tensor) -> list[Tensor]:
     return [m if m.stride(-1) == 1 else m.contiguous() for m in tensors]
 
 
-def in_threads(run: Any, work: Work, units: int) -> None:
+def in_threads(run: Any, work: Workspace, units: int) -> None:
     """Calls `run` with `work` in as many threads as torch uses, at most `units`."""
     threads = min(torch.get_num_threads(), units)
     if threads == 1:

@@ -27,7 +27,7 @@ Likeness = tuple[Sequence[int], torch.dtype]
 
 
 @dataclass(frozen=True, eq=False)
-class Passes:
+class TwoPasses:
     """A kernel of two passes, each written without autograd. Called with the operation's arguments, it gives the results, with
     their gradient.
 
@@ -51,7 +51,7 @@ class Passes:
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, passes: Passes, *args: Any) -> Any:
+    def forward(ctx: Any, passes: TwoPasses, *args: Any) -> Any:
         *results, kept = passes.forward(*args, keep=True)
         ctx.passes = passes
         _save(ctx, [None if i in passes.unread else m for i, m in enumerate(args)], kept)

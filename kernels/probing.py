@@ -34,7 +34,7 @@ class PassingError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProbeOutcome:
     """reason: why a backend does not serve, or None. again: when to try again (time.monotonic), or None for never."""
 
     reason: str | None
@@ -46,7 +46,7 @@ class Outcome:
         return self.again is None or time.monotonic() < self.again or (learning and _recomputed())
 
 
-_outcomes: dict[tuple, Outcome] = {}
+_outcomes: dict[tuple, ProbeOutcome] = {}
 _locks: dict[tuple, Lock] = {}  # the first of several threads finds out, and the others wait for it
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_locks.clear)  # the thread that would open them stays behind
@@ -79,12 +79,12 @@ def passing(failure: BaseException) -> bool:
     return any(words in text for words in WORDS) or (cause is not None and passing(cause))
 
 
-def _apart(find_out: Callable[[], str | None]) -> Outcome:
+def _apart(find_out: Callable[[], str | None]) -> ProbeOutcome:
     outcomes = []
 
     def run() -> None:
         try:
-            outcomes.append(Outcome(find_out()))
+            outcomes.append(ProbeOutcome(find_out()))
         except (Exception, SystemExit) as failure:  # whatever a foreign package throws is the reason why it does not serve
             outcomes.append(_failed(failure))
 
@@ -97,9 +97,9 @@ def _apart(find_out: Callable[[], str | None]) -> Outcome:
     return outcomes[0]
 
 
-def _failed(failure: BaseException) -> Outcome:
+def _failed(failure: BaseException) -> ProbeOutcome:
     reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-    return Outcome(reason, time.monotonic() + AGAIN if passing(failure) else None)
+    return ProbeOutcome(reason, time.monotonic() + AGAIN if passing(failure) else None)
 
 
 def _try(operation: Any, backend: Any, device: torch.device, dtype: torch.dtype, learning: bool) -> str | None:

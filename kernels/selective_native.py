@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.functions import result_dtype
-from surgery.kernels.native import STEP_ALONE, Work, check, constant, contiguous, fields, floats
-from surgery.kernels.operators import Passes
+from surgery.kernels.native import STEP_ALONE, Workspace, check, constant, contiguous, fields, floats
+from surgery.kernels.operators import TwoPasses
 
 
-class _Scan(Work):
+class _SelectiveScan(Workspace):
     """`scan` in selective.c."""
 
     file = "selective"
@@ -38,7 +38,7 @@ def step(state, x, dt, A, B, C, D) -> Tensor:
 
 
 def _run(name: str, *, alone: bool = False, **tensors: Any) -> None:
-    scan = _Scan(*tensors["x"].shape, tensors["A"].shape[1], **tensors)
+    scan = _SelectiveScan(*tensors["x"].shape, tensors["A"].shape[1], **tensors)
     scan.run(name, 1 if alone else scan.batch * -(-scan.channels // constant("selective", "group_channels")))
 
 
@@ -76,4 +76,4 @@ def _kept(x, dt, A, *rest) -> tuple[tuple[int, ...], torch.dtype]:
     return (b, -(-t // constant("selective", "chunk_tokens")), d, A.shape[1]), torch.float32
 
 
-scan = Passes(_forward, _backward, _kept, unread=(6,))
+scan = TwoPasses(_forward, _backward, _kept, unread=(6,))

@@ -34,7 +34,7 @@ def chunked_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     """See `ssd_scan`. `chunk_size` is not used: the result does not depend on it."""
-    return _Scan.apply(x, dt, A, B, C, D, initial_state)
+    return _ChunkedSSDScan.apply(x, dt, A, B, C, D, initial_state)
 
 
 class _Sizes(NamedTuple):
@@ -121,7 +121,7 @@ class _Segment:
         return m.view(self.size.b * self.c * self.size.g, -1, self.size.n)
 
 
-class _Scan(torch.autograd.Function):
+class _ChunkedSSDScan(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, x, dt, A, B, C, D, initial_state):

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.functions import result_dtype
-from surgery.kernels.native import STEP_ALONE, Work, check, contiguous, fields, floats, rows
+from surgery.kernels.native import STEP_ALONE, Workspace, check, contiguous, fields, floats, rows
 from surgery.kernels.native import refuses as not_here
-from surgery.kernels.operators import Passes
+from surgery.kernels.operators import TwoPasses
 
 SPAN = 128  # tokens for which one state is kept: Q * KEEP in ssd.c
 THREADS = 4  # that the backward pass divides its work for; their real number must not decide what is summed first
 
 
-class _Scan(Work):
+class _NativeSSDScan(Workspace):
     """`scan` in ssd.c."""
 
     file = "ssd"
@@ -47,7 +47,7 @@ def step(state, x, dt, A, B, C, D) -> Tensor:
     wide = rows(*floats(x, B, C))
     y = torch.empty_like(wide[0], memory_format=torch.contiguous_format)
     x_, B, C, dt, y_ = (m.unsqueeze(1) for m in (*wide, dt.float(), y))  # a sequence of one token
-    work = _Scan(*x_.shape, g, n, 1, x=x_, B=B, C=C, dt=dt, y=y_, A=A, D=D, final=state)
+    work = _NativeSSDScan(*x_.shape, g, n, 1, x=x_, B=B, C=C, dt=dt, y=y_, A=A, D=D, final=state)
     work.run("scan_step", b * h if state.numel() > STEP_ALONE else 1)
     return y.to(result_dtype(x))
 
@@ -69,7 +69,7 @@ def _forward(x, dt, A, B, C, D, initial_state, chunk_size, *, keep: bool) -> tup
     (x, B, C), (A, D, initial) = rows(x, B, C), contiguous(A, D, initial)
     y, final = x.new_empty(b, t, h, p), x.new_empty(b, h, p, n)
     parts = _parts(b * g, h // g, torch.get_num_threads())
-    scan = _Scan(b, t, h, p, g, n, parts, x=x, dt=dt, B=B, C=C, y=y, A=A, D=D, initial=initial, final=final)
+    scan = _NativeSSDScan(b, t, h, p, g, n, parts, x=x, dt=dt, B=B, C=C, y=y, A=A, D=D, initial=initial, final=final)
     kept = x.new_empty(b, scan.call("kept_floats") // b) if keep else None
     scan.fill(kept=kept)
     scan.run("scan_forward", b * g * parts)
@@ -86,7 +86,7 @@ def _backward(gradients, arguments, kept, needed) -> tuple[Tensor | None, ...]:
     parts = _parts(b * g, h // g, THREADS)
     dBs, dCs = x.new_empty(2, parts * b, t, g, n) if parts > 1 else (dB, dC)
     (dA, dD), done = x.new_zeros(2, b, h, dtype=torch.double), x.new_zeros(b, g, dtype=torch.int64)
-    scan = _Scan(
+    scan = _NativeSSDScan(
         b, t, h, p, g, n, parts, x=x, dt=dt, B=B, C=C, A=A, D=D, kept=kept, dy=dy, dfinal=dfinal, dx=dx, ddt=ddt,
         dB=dB, dC=dC, dBs=dBs, dCs=dCs, dinitial=dinitial, dA=dA, dD=dD, done=done,
     )  # fmt: skip
@@ -102,7 +102,7 @@ def _kept(x, dt, A, B, *rest) -> tuple[tuple[int, ...], torch.dtype]:
 @cache
 def _state_floats(width: int, size: int) -> int:
     """Numbers of a head's state as it is kept."""
-    return _Scan(1, 1, 1, width, 1, size, 1).call("kept_floats")
+    return _NativeSSDScan(1, 1, 1, width, 1, size, 1).call("kept_floats")
 
 
-scan = Passes(_forward, _backward, _kept, unread=(6,))
+scan = TwoPasses(_forward, _backward, _kept, unread=(6,))

@@ -251,8 +251,8 @@ def _mean_above(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """For every x, the sum of y over the pairs whose x is larger (a tie counts half), by the number of pairs."""
     order = np.argsort(x, kind="stable")
     total = np.concatenate([[0], y[order].cumsum()])
-    first, behind = (total[np.searchsorted(x[order], x, side)] for side in ("left", "right"))
-    return (total[-1] - (first + behind) / 2) / len(x)
+    left, right = (total[np.searchsorted(x[order], x, side)] for side in ("left", "right"))
+    return (total[-1] - (left + right) / 2) / len(x)
 
 
 def evidence(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> dict[Key, Evidence]:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -267,3 +268,10 @@ def test_starting_takes_no_longer_than_is_on_record():
     assert recorded.ratios.keys() == COMMANDS.keys()
     assert slower(measure(rounds=2), recorded) == []
     assert slower(recorded.model_copy(update={"ratios": dict.fromkeys(COMMANDS, 20.0)}), recorded)
+
+
+def test_no_class_name_stands_for_two_things():
+    files = [*(ROOT / "surgery").rglob("*.py"), *(ROOT / "kernels").glob("*.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []

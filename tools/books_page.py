@@ -53,7 +53,7 @@ def operation() -> str:
             "![Loss on recall hits](../../recipes/books.hits.png)",
             _copy_cache(),
             did_it_help(report),
-            f"Grafted: {markdown.places(chosen)}, behind a gate of {chosen.blend}. Measured {made.created[:10]} on "
+            f"Grafted: {markdown.sites_text(chosen)}, behind a gate of {chosen.blend}. Measured {made.created[:10]} on "
             f"{made.machine}, seed {made.seed} (`recipes/books.report.json`).",
         ]
     )

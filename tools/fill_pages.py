@@ -19,7 +19,7 @@ from pathlib import Path
 from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.result_tables import cell_rows, describe
 from surgery.evaluation import markdown
-from surgery.evaluation.found import found, rounds
+from surgery.evaluation.automatic import automatic_choices, rounds
 from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import value
@@ -120,7 +120,7 @@ def demo_auto() -> str:
     assert cells is not None
     return f"""{markdown.table(*markdown.rows(report))}
 
-{found(report)}
+{automatic_choices(report)}
 
 {markdown.table(*cells)}
 
@@ -159,7 +159,7 @@ def letters() -> str:
     for path, title in LETTERS.items():
         report = Report.read(path)
         assert report.plan is not None
-        named = f"**{title}** ({markdown.places(report.plan)})"
+        named = f"**{title}** ({markdown.sites_text(report.plan)})"
         parts += [f"{named}. {did_it_help(report)}", markdown.table(*markdown.rows(report)), _measured(path)]
     return "\n\n".join(parts)
 
@@ -183,7 +183,7 @@ def mamba1() -> str:
     examples = next(iter(report.models["base"].kv.values())).n
     return f"""{markdown.table(*markdown.rows(report))}
 
-Grafted: {markdown.places(chosen)}, behind a gate of {chosen.blend}; {recipe["tune"]["steps"]} steps. Measured \
+Grafted: {markdown.sites_text(chosen)}, behind a gate of {chosen.blend}; {recipe["tune"]["steps"]} steps. Measured \
 {measured.created[:10]} on {measured.machine}, version {measured.toolkit}, seed {measured.seed}, {examples} examples a cell \
 (`recipes/demo-mamba1.report.json`)."""
 
@@ -322,8 +322,8 @@ def lengths() -> str:
 
 ![Accuracy on needles against the length of the prompt](../../recipes/lengths.png)
 
-Grafted: {markdown.places(chosen)}. Measured {made.created[:10]} on {made.machine}, version {made.toolkit}, seed {made.seed}, \
-{examples} questions a cell (`recipes/lengths.report.json`)."""
+Grafted: {markdown.sites_text(chosen)}. Measured {made.created[:10]} on {made.machine}, version {made.toolkit}, \
+seed {made.seed}, {examples} questions a cell (`recipes/lengths.report.json`)."""
 
 
 def mlx() -> str:

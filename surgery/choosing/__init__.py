@@ -11,7 +11,7 @@ from surgery.errors import UserError
 from surgery.records.complaints import none_named
 
 if TYPE_CHECKING:
-    from surgery.choosing.task import Most, Task
+    from surgery.choosing.task import ChoiceTask, Most
     from surgery.records.plan import Plan
     from surgery.records.recipe import PlanOptions
 
@@ -21,7 +21,7 @@ SHARED = ("bounded", "task")  # what the ways use
 class Way(Protocol):
     """A module of this folder."""
 
-    def choose(self, task: "Task") -> "Plan":
+    def choose(self, task: "ChoiceTask") -> "Plan":
         """Raises UserError where it has nothing to propose, NoPlan where no plan is within the bounds."""
 
     def most(self, options: "PlanOptions", heads: int, bounded: bool) -> "Most":

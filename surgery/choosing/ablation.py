@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from surgery.choosing.task import Task, most_chosen
+from surgery.choosing.task import ChoiceTask, most_chosen
 from surgery.records.plan import Plan
 
 most = most_chosen
 
 
-def choose(task: Task) -> Plan:
+def choose(task: ChoiceTask) -> Plan:
     """Of the heads that locate has ablated: all, with locate.exact=true."""
     return task.chosen(task.units(np.argsort(-task.measured("ablation_loss"), kind="stable")))

@@ -3,12 +3,12 @@ measurements say."""
 
 import numpy as np
 
-from surgery.choosing.task import Task, most_chosen
+from surgery.choosing.task import ChoiceTask, most_chosen
 from surgery.records.plan import Plan
 
 most = most_chosen
 
 
-def choose(task: Task) -> Plan:
+def choose(task: ChoiceTask) -> Plan:
     """Of all heads: one forward and one backward pass have measured them."""
     return task.chosen(task.units(np.argsort(-task.measured("attribution"), kind="stable")))

@@ -50,7 +50,7 @@ class NoPlan(UserError):
 
 
 @dataclass(frozen=True)
-class Measured:
+class PlanMeasurement:
     """A plan, or the base: of every question its loss and whether the answer was right, of every window of text its loss, and
     of every other skill whether its answers were right."""
 
@@ -93,7 +93,7 @@ class Measuring:
         text = held_out_windows(subject.tokenizer, data, tuning, auto.windows, seed + SEED)
         return cls(subject, questions, text, batch_size, kept, skills=asked, tuning=tuning, data=data, seed=seed)
 
-    def measure(self, plans: Sequence[Plan | None], description: str, steps: int = 0) -> list[Measured]:
+    def measure(self, plans: Sequence[Plan | None], description: str, steps: int = 0) -> list[PlanMeasurement]:
         """Of each plan, untrained or after so many steps; None stands for the base."""
 
         def key(number: int) -> Any:
@@ -120,7 +120,7 @@ class Measuring:
             else:
                 gathered = self.ledger.gather(range(len(plans)), key, tensors)
         results = [
-            Measured(
+            PlanMeasurement(
                 each["loss"].numpy(), each["correct"].numpy(), each["text"].numpy(), each["seconds"].item(),
                 {name: each[f"skill {name}"].numpy() for name in self.skills},
             )
@@ -130,7 +130,7 @@ class Measuring:
         self.seconds += sum(result.seconds for result in results)
         return results
 
-    def _measure(self, chosen: Plan | None, steps: int = 0) -> Measured:
+    def _measure(self, chosen: Plan | None, steps: int = 0) -> PlanMeasurement:
         start = time.monotonic()
         model = self.subject.model if chosen is None else install(self.subject.model, chosen).eval()
         with within("the base" if chosen is None else f"attention at {', '.join(map(str, chosen.sites))}"):
@@ -146,7 +146,7 @@ class Measuring:
                 name: answer(model, self.subject.tokenizer, asked, self.batch_size).correct
                 for name, asked in self.skills.items()
             }
-        return Measured(answers.loss, answers.correct, torch.cat(losses).numpy(), time.monotonic() - start, skills)
+        return PlanMeasurement(answers.loss, answers.correct, torch.cat(losses).numpy(), time.monotonic() - start, skills)
 
     def _tune(self, model: PreTrainedModel, steps: int) -> None:
         """As the run will, for a few steps."""
@@ -162,7 +162,7 @@ class Measuring:
 class Bounds:
     """What a plan must not cost, given what was measured of the base. Skills that the base does not have are left out."""
 
-    def __init__(self, measuring: Measuring, base: Measured, auto: Auto):
+    def __init__(self, measuring: Measuring, base: PlanMeasurement, auto: Auto):
         self.base, self.auto = base, auto
         self.skills: list[str] = []
         for name, asked in measuring.skills.items():
@@ -172,25 +172,25 @@ class Bounds:
             else:
                 self.skills.append(name)
 
-    def beyond(self, measured: Measured) -> tuple[str, ...]:
+    def beyond(self, measured: PlanMeasurement) -> tuple[str, ...]:
         """The skills that a plan costs more than the bounds, or may do so by its interval; and "text"."""
         bound = self.auto.accuracy_bound
         lost = [name for name in self.skills if not keeps(self.base.skills[name], measured.skills[name], bound)]
         risen = mean(measured.text - self.base.text).ci95[1] > self.auto.text_bound
         return (*lost, *([TEXT] if risen and self.skills else []))
 
-    def accuracies(self, measured: Measured) -> dict[str, float]:
+    def accuracies(self, measured: PlanMeasurement) -> dict[str, float]:
         """Of the skills that the base has."""
         return {name: float(measured.skills[name].mean()) for name in self.skills}
 
-    def candidate(self, plan: Plan, measured: Measured, steps: int = 0) -> Candidate:
+    def candidate(self, plan: Plan, measured: PlanMeasurement, steps: int = 0) -> Candidate:
         """A plan's record."""
         return Candidate(
             sites=plan.sites, blend=plan.blend, steps=steps, saved=saved(self.base, measured, self.auto.text_weight),
             **self.figures(measured),
         )  # fmt: skip
 
-    def figures(self, measured: Measured) -> dict[str, Any]:
+    def figures(self, measured: PlanMeasurement) -> dict[str, Any]:
         """What the records of all plans say alike."""
         return {
             "accuracy": float(measured.correct.mean()), "loss": float(measured.loss.mean()),
@@ -199,7 +199,7 @@ class Bounds:
         }  # fmt: skip
 
 
-def saved(before: Measured, after: Measured, text_weight: float, level: float = LEVEL) -> Saved:
+def saved(before: PlanMeasurement, after: PlanMeasurement, text_weight: float, level: float = LEVEL) -> Saved:
     """The two parts are of different examples, so that the squares of their margins add up."""
     parts = [(before.loss - after.loss, 1.0), (before.text - after.text, text_weight)]
     value, low, high = 0.0, 0.0, 0.0
@@ -267,7 +267,7 @@ def refused(growth: Growth, auto: Auto) -> NoPlan:
     )
 
 
-def growth_of(probe: Mapping[str, Any], measuring: Measuring, base: Measured, rounds: Sequence[Round] = ()) -> Growth:
+def growth_of(probe: Mapping[str, Any], measuring: Measuring, base: PlanMeasurement, rounds: Sequence[Round] = ()) -> Growth:
     """The record of a search on questions of a probe."""
     return Growth(
         probe={**probe, "examples": len(measuring.questions), "windows": len(measuring.text[0])},

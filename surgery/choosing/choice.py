@@ -8,10 +8,10 @@ on questions that no head was ranked by.
 from collections.abc import Sequence
 
 from surgery.choosing.bounded import decided, growth_of
-from surgery.choosing.task import Most, Task, counts, most_chosen
+from surgery.choosing.task import ChoiceTask, Most, counts, most_chosen
 from surgery.errors import UserError
 from surgery.locating.ledger import Ledger
-from surgery.locating.oracles import TRIED, Carrier, Oracles, plan_at
+from surgery.locating.oracles import TRIED, OracleHead, Oracles, plan_at
 from surgery.locating.planning import plan
 from surgery.locating.ranking import Ranking
 from surgery.locating.walk import fully_gated
@@ -20,7 +20,7 @@ from surgery.records.recipe import PlanOptions
 from surgery.runtime.progress import say
 
 
-def choose(task: Task) -> Plan:
+def choose(task: ChoiceTask) -> Plan:
     """The plan of `plan.heads` heads with which a perfect choice saves most loss, each with the sign with which it carries the
     answer and the place at which it reads it. Where heads is auto, they are added while one saves `plan.auto.least_gain` nats.
 
@@ -61,7 +61,7 @@ def _tried(options: PlanOptions) -> int:
     return options.counted + options.auto.candidates
 
 
-def _plan(ranking: Ranking, options: PlanOptions, carriers: Sequence[Carrier], seed: int) -> Plan:
+def _plan(ranking: Ranking, options: PlanOptions, carriers: Sequence[OracleHead], seed: int) -> Plan:
     """The plan of some heads, each with the sign and the place with which it carries the answer."""
     chosen = plan(ranking, **options.given() | {"heads": 1, "sites": tuple(carrier.site for carrier in carriers)}, seed=seed)
     perfect = plan_at(carriers)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.choosing.bounded import Measured, decided, growth_of, saved
-from surgery.choosing.task import Most, Task
+from surgery.choosing.bounded import PlanMeasurement, decided, growth_of, saved
+from surgery.choosing.task import ChoiceTask, Most
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
 from surgery.locating.ranking import Ranking
@@ -48,14 +48,14 @@ def grow(
     within the bounds.
     """
     return _Growing(
-        Task.of(
+        ChoiceTask.of(
             base, ranking, options or PlanOptions(heads="auto"), verb="grow", tokenizer=tokenizer, data=data, tuning=tuning,
             batch_size=batch_size, seed=seed, kept=kept,
         )
     ).grown()  # fmt: skip
 
 
-def choose(task: Task) -> Plan:
+def choose(task: ChoiceTask) -> Plan:
     """As many heads as are worth their cache. Where plan.heads is a number, nothing has to be measured
     (locating/planning.py)."""
     return _Growing(task).grown()
@@ -72,7 +72,7 @@ def most(options: PlanOptions, heads: int, bounded: bool) -> Most:
 class _Growing:
     """The rounds. order: heads, or blocks of them, the leading ones first."""
 
-    def __init__(self, task: Task):
+    def __init__(self, task: ChoiceTask):
         self.task, self.options, self.auto = task, task.options, task.options.auto
         self.order = task.units(count=self.auto.max_heads + self.auto.candidates - 1)
         self.gates = [*reversed(task.gates)]
@@ -133,10 +133,10 @@ class _Growing:
         return [self.task.plan([*heads], gate_of) for heads, gate_of in chosen]
 
     def _round(
-        self, sites: list[Site], candidates: list[Site], blend: float | None, before: Measured
-    ) -> dict[tuple[Site, float | None], Measured]:
+        self, sites: list[Site], candidates: list[Site], blend: float | None, before: PlanMeasurement
+    ) -> dict[tuple[Site, float | None], PlanMeasurement]:
         """What is tried: by head and gate."""
-        tried: dict[tuple[Site, float | None], Measured] = {}
+        tried: dict[tuple[Site, float | None], PlanMeasurement] = {}
 
         def attempt(keys: list[tuple[Site, float | None]]) -> None:
             fresh = [key for key in keys if key not in tried]
@@ -160,7 +160,7 @@ class _Growing:
         order = sorted(self.gates, key=lambda gate: -(1 if gate is None else gate))
         return order[order.index(blend) :][:2]
 
-    def _saved(self, before: Measured, after: Measured, level: float = LEVEL) -> Saved:
+    def _saved(self, before: PlanMeasurement, after: PlanMeasurement, level: float = LEVEL) -> Saved:
         return saved(before, after, self.auto.text_weight, level)
 
 

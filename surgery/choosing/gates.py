@@ -5,7 +5,7 @@ taken."""
 import numpy as np
 import torch
 
-from surgery.choosing.task import Most, Task, most_chosen
+from surgery.choosing.task import ChoiceTask, Most, most_chosen
 from surgery.locating.attribution import answer_losses, frozen
 from surgery.locating.walk import fully_gated
 from surgery.models.finite import checked
@@ -19,7 +19,7 @@ RATE = 0.02
 PENALTY = 0.02  # nats for a gate that is wholly open
 
 
-def choose(task: Task) -> Plan:
+def choose(task: ChoiceTask) -> Plan:
     """Each head starts as locate found best for it. Gates stay between 0 and 1."""
     heads = task.ranking.columns
     starts = {str(heads.site(int(i))): start for i in task.graftable() if (start := heads.start(int(i))) is not None}

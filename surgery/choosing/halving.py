@@ -2,7 +2,7 @@
 plan.auto.finalists are left. What is best untrained need not be best after tuning."""
 
 from surgery.choosing.bounded import decided, growth_of, saved
-from surgery.choosing.task import Most, Task, counts
+from surgery.choosing.task import ChoiceTask, Most, counts
 from surgery.records.plan import Plan
 from surgery.records.recipe import PlanOptions
 from surgery.records.site import Site
@@ -12,7 +12,7 @@ LAYERS = 8  # in which plans of one layer are tried: those with the leading head
 FEWEST = 4  # steps of the first round
 
 
-def choose(task: Task) -> Plan:
+def choose(task: ChoiceTask) -> Plan:
     """Plans: the leading heads of all layers and of each layer alone, as many as plan.heads says (heads: auto, half of these
     and one as well), under every gate. In each round a plan within the bounds goes before one that is beyond them."""
     auto = task.options.auto
@@ -31,7 +31,7 @@ def choose(task: Task) -> Plan:
     )
 
 
-def _sets(task: Task) -> list[tuple[Site, ...]]:
+def _sets(task: ChoiceTask) -> list[tuple[Site, ...]]:
     """The sets of heads, each once."""
     units, options = task.units(), task.options
     layers = [*dict.fromkeys(unit.layer for unit in units)][:LAYERS]  # as their leading heads lead

@@ -1,10 +1,10 @@
 """The last layers' heads, the ranking's order within a layer: a rule that looks at the layer alone."""
 
-from surgery.choosing.task import Task, most_chosen
+from surgery.choosing.task import ChoiceTask, most_chosen
 from surgery.records.plan import Plan
 
 most = most_chosen
 
 
-def choose(task: Task) -> Plan:
+def choose(task: ChoiceTask) -> Plan:
     return task.chosen(sorted(task.units(), key=lambda unit: -unit.layer))  # stable: the ranking's order within a layer

@@ -2,14 +2,14 @@
 marginal gain of one graft, as arXiv 2512.20569 measures it for layers."""
 
 from surgery.choosing.bounded import saved
-from surgery.choosing.task import Most, Task, most_chosen
+from surgery.choosing.task import ChoiceTask, Most, most_chosen
 from surgery.records.plan import Plan
 from surgery.records.recipe import PlanOptions
 
 MOST = 256  # units that are tuned one by one
 
 
-def choose(task: Task) -> Plan:
+def choose(task: ChoiceTask) -> Plan:
     """Every unit is tuned for plan.auto.steps steps under the smallest gate that is tried. What counts is what it then saves on
     questions and on text."""
     units = task.units(count=MOST)

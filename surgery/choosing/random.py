@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from surgery.choosing.task import Task, most_chosen
+from surgery.choosing.task import ChoiceTask, most_chosen
 from surgery.records.plan import Plan
 
 most = most_chosen
 
 
-def choose(task: Task) -> Plan:
+def choose(task: ChoiceTask) -> Plan:
     return task.chosen(task.units(np.random.default_rng(task.seed).permutation(task.graftable())))

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.choosing.bounded import SEED, Bounds, Measured, Measuring, decided, growth_of
+from surgery.choosing.bounded import SEED, Bounds, Measuring, PlanMeasurement, decided, growth_of
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
 from surgery.locating.heads import KINDS
@@ -35,7 +35,7 @@ class Most(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class ChoiceTask:
     """A ranked model, and what the plan is for. data: whose training text the windows are held out from, and whose skills are
     not to be lost. tuning: how the plan will be tuned. batch_size: questions in a forward. kept: a folder for what is measured;
     what is there already is not measured again."""
@@ -86,7 +86,7 @@ class Task:
         )  # fmt: skip
 
     @cached_property
-    def before(self) -> Measured:
+    def before(self) -> PlanMeasurement:
         """The base."""
         return self.measuring.measure([None], "plan, the base")[0]
 

@@ -1,14 +1,14 @@
 """Heads spread evenly over the layers, one a layer before a second in any, the ranking's order within a layer: how hybrids are
 designed from scratch."""
 
-from surgery.choosing.task import Task, most_chosen
+from surgery.choosing.task import ChoiceTask, most_chosen
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 
 most = most_chosen
 
 
-def choose(task: Task) -> Plan:
+def choose(task: ChoiceTask) -> Plan:
     units = task.units()
     layers = sorted({unit.layer for unit in units})
     count = min(task.options.counted, len(units))

@@ -24,7 +24,7 @@ from surgery.exporting.verifications import check_way
 from surgery.runtime.consent import consenting
 
 if TYPE_CHECKING:
-    from surgery.jobs.costs.record import Estimate
+    from surgery.jobs.costs.record import CostEstimate
 
 
 def run(
@@ -80,7 +80,7 @@ def run(
     prose(markdown.EXPLANATION)
     show("")
     for name, model in report.models.items():
-        sites = f" ({markdown.places(model.plan)})" if model.plan else ""
+        sites = f" ({markdown.sites_text(model.plan)})" if model.plan else ""
         show(f"{name}: {model.description}{sites}")
     show("")
     prose(did_it_help(report))
@@ -89,7 +89,7 @@ def run(
         raise typer.Exit(1)
 
 
-def _show_estimate(estimate: "Estimate", as_json: bool) -> None:
+def _show_estimate(estimate: "CostEstimate", as_json: bool) -> None:
     if as_json:
         show(estimate.text().rstrip())
         return

@@ -20,7 +20,7 @@ from surgery.exporting.verifications import check_way
 from surgery.records.reading import check_name
 
 if TYPE_CHECKING:
-    from surgery.tuning.rehearsal import Rehearsal
+    from surgery.tuning.rehearsal import TuningProfile
 
 
 def tune(
@@ -78,7 +78,7 @@ def _course(stage: str, what: str, losses: list[float]) -> str:
     return f"{stage}: {what} {first:.3f} -> {last:.3f}{meant}"
 
 
-def _show_rehearsal(rehearsal: "Rehearsal") -> None:
+def _show_rehearsal(rehearsal: "TuningProfile") -> None:
     table(*rehearsal.tensor_rows())
     show(f"{rehearsal.numbers():,} numbers in {len(rehearsal.trained)} tensors would be trained.")
     table(*rehearsal.cost_rows())

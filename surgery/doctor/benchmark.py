@@ -32,7 +32,7 @@ from surgery.runtime.timing import Runs, milliseconds, peak_bytes
 from surgery.splicing.splice import adopt, splice
 
 
-class Cell(Record):
+class BenchmarkCell(Record):
     """One comparison.
 
     milliseconds: contender -> median time. ratio: the baseline's time divided by that of `ours`. memory_mb: contender -> the
@@ -55,25 +55,25 @@ class Cell(Record):
 
 class Benchmark(Marked):
     environment: Environment
-    ssd_forward: tuple[Cell, ...] = ()
-    ssd_forward_backward: tuple[Cell, ...] = ()
-    selective_scan_forward: tuple[Cell, ...] = ()
-    selective_scan_forward_backward: tuple[Cell, ...] = ()
-    graft_attention_forward: tuple[Cell, ...] = ()
-    graft_attention_forward_backward: tuple[Cell, ...] = ()
-    causal_conv_forward: tuple[Cell, ...] = ()
-    causal_conv_forward_backward: tuple[Cell, ...] = ()
-    rms_norm_forward: tuple[Cell, ...] = ()
-    rms_norm_forward_backward: tuple[Cell, ...] = ()
-    kl_divergence_forward: tuple[Cell, ...] = ()
-    ssd_step_forward: tuple[Cell, ...] = ()
-    selective_step_forward: tuple[Cell, ...] = ()
-    prefill: tuple[Cell, ...] = ()
-    hybrid_prefill: tuple[Cell, ...] = ()
-    hybrid_decode: tuple[Cell, ...] = ()
-    locate_exact: tuple[Cell, ...] = ()
-    locate_confirmed: tuple[Cell, ...] = ()
-    tune_step: tuple[Cell, ...] = ()
+    ssd_forward: tuple[BenchmarkCell, ...] = ()
+    ssd_forward_backward: tuple[BenchmarkCell, ...] = ()
+    selective_scan_forward: tuple[BenchmarkCell, ...] = ()
+    selective_scan_forward_backward: tuple[BenchmarkCell, ...] = ()
+    graft_attention_forward: tuple[BenchmarkCell, ...] = ()
+    graft_attention_forward_backward: tuple[BenchmarkCell, ...] = ()
+    causal_conv_forward: tuple[BenchmarkCell, ...] = ()
+    causal_conv_forward_backward: tuple[BenchmarkCell, ...] = ()
+    rms_norm_forward: tuple[BenchmarkCell, ...] = ()
+    rms_norm_forward_backward: tuple[BenchmarkCell, ...] = ()
+    kl_divergence_forward: tuple[BenchmarkCell, ...] = ()
+    ssd_step_forward: tuple[BenchmarkCell, ...] = ()
+    selective_step_forward: tuple[BenchmarkCell, ...] = ()
+    prefill: tuple[BenchmarkCell, ...] = ()
+    hybrid_prefill: tuple[BenchmarkCell, ...] = ()
+    hybrid_decode: tuple[BenchmarkCell, ...] = ()
+    locate_exact: tuple[BenchmarkCell, ...] = ()
+    locate_confirmed: tuple[BenchmarkCell, ...] = ()
+    tune_step: tuple[BenchmarkCell, ...] = ()
 
     def check_environment(self, here: Environment) -> None:
         """Raise UserError if this was measured on another machine or with other packages than `here`: such numbers do not
@@ -121,7 +121,7 @@ def benchmark(groups: tuple[str, ...] = GROUPS, *, device: torch.device | None =
         if case.group in groups
         for threads in (thread_counts if case.memory else [all_threads])  # whole models take long
     ]
-    cells: dict[str, list[Cell]] = {}
+    cells: dict[str, list[BenchmarkCell]] = {}
     progress = Track(work, "bench", interval=10)
     try:
         for case, threads in progress:
@@ -139,12 +139,12 @@ def here() -> Environment:
     return environment((*PACKAGES, *KERNEL_PACKAGES))
 
 
-def measure(case: Case, device: torch.device, threads: int, seconds: float) -> Cell:
+def measure(case: Case, device: torch.device, threads: int, seconds: float) -> BenchmarkCell:
     """The time and the memory of every contender."""
     runs = case.make()
     ours, times = next(iter(runs)), milliseconds(runs, device, seconds=seconds, least=case.least)
     memory = {name: peak_bytes(run, device) / 2**20 for name, run in runs.items()} if case.memory else {}
-    return Cell(
+    return BenchmarkCell(
         shape=case.shape,
         tokens=case.tokens,
         device=str(device),

@@ -18,8 +18,8 @@ from surgery.families import families, family_of
 from surgery.loading.empty import empty_model, read_config
 from surgery.loading.hub import CONFIGURATION, local_folder, one_line
 from surgery.locating.subject import is_graftable
-from surgery.models.anatomy import Anatomy, Kind, Mixer, anatomy, check_decoder
-from surgery.records.names import called
+from surgery.models.anatomy import Anatomy, Kind, MixerPlace, anatomy, check_decoder
+from surgery.records.names import display_name
 from surgery.records.plan import PATCH, Plan
 from surgery.records.record import Marked, Record
 from surgery.records.site import Site
@@ -46,7 +46,7 @@ class Answer(Record):
     exports: Exports | None = None
 
 
-class Mixing(Record):
+class MixerSummary(Record):
     """A mixer. module: its class in transformers. width: the columns of a head; of 1, a head is a channel."""
 
     kind: Kind
@@ -64,7 +64,7 @@ class Layers(Record):
     """
 
     layers: tuple[int, ...]
-    mixers: tuple[Mixing, ...]
+    mixers: tuple[MixerSummary, ...]
     located: tuple[Literal["splice attribution", "ablation"], ...]
     heads: Answer
     layer: Answer
@@ -103,7 +103,7 @@ def examine(name: str, trust_remote_code: bool = False) -> Examination:
     config = read_config(folder, trust_remote_code)
     if reason := _refusal(_check_language_model, config):
         return Examination(
-            model=called(name), kind="other", model_type=config.model_type, depth=_depth(config), why_not=reason,
+            model=display_name(name), kind="other", model_type=config.model_type, depth=_depth(config), why_not=reason,
             exports=_exports(config),
         )  # fmt: skip
     model = empty_model(config, name, trust_remote_code)
@@ -111,10 +111,10 @@ def examine(name: str, trust_remote_code: bool = False) -> Examination:
     if not (reason := _refusal(_check_family, own)) and not (reason := _refusal(anatomy, model)):
         parts = anatomy(model)
     return Examination(
-        model=called(name),
+        model=display_name(name),
         kind="patch" if patch else _kind(model, reason),
         model_type=own.model_type,
-        of=None if patch is None else called(patch.base.name),
+        of=None if patch is None else display_name(patch.base.name),
         depth=_depth(own),
         why_not=reason,
         layers=() if parts is None else tuple(_equal_layers(model, parts)),
@@ -160,7 +160,9 @@ def _equal_layers(model: PreTrainedModel, parts: Anatomy) -> list[Layers]:
         located: list[Literal["splice attribution", "ablation"]] = ["ablation"] if mixers else []
         group = Layers(
             layers=tuple(layers),
-            mixers=tuple(Mixing(kind=m.kind, module=type(m.module).__name__, heads=m.heads, width=m.width) for m in mixers),
+            mixers=tuple(
+                MixerSummary(kind=m.kind, module=type(m.module).__name__, heads=m.heads, width=m.width) for m in mixers
+            ),
             located=("splice attribution", *located) if heads.possible else tuple(located),
             heads=heads,
             layer=whole_layer,
@@ -178,7 +180,7 @@ def _of_any_layer(text: str, layer: int) -> str:
     return re.sub(rf"\b(L|layer ){layer}\b", "", text)
 
 
-def _graft(model: PreTrainedModel, mixers: Sequence[Mixer], site: Site) -> Answer:
+def _graft(model: PreTrainedModel, mixers: Sequence[MixerPlace], site: Site) -> Answer:
     """Whether attention can take the place of a layer's head, or of its mixer."""
     if model.config.model_type not in families() and mixers and all(mixer.kind == "attention" for mixer in mixers):
         return _answer("it is attention already")  # and no family is missing

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from surgery.doctor.examination import Answer, Examination, Exports, Layers, Mixing
+from surgery.doctor.examination import Answer, Examination, Exports, Layers, MixerSummary
 
 KINDS = {"base": "a base for grafts", "hybrid": "a hybrid", "patch": "a patch", "other": "no base for grafts"}
 
@@ -22,7 +22,7 @@ def lines(found: Examination) -> Iterator[str]:
         yield f"as it is: {_exported(found.exports)}"
 
 
-def _mixing(mixing: Mixing) -> str:
+def _mixing(mixing: MixerSummary) -> str:
     heads = f"{mixing.heads:,} channels" if mixing.width == 1 else f"{mixing.heads} heads of {mixing.width}"
     return f"{mixing.kind}, {heads} ({mixing.module})"
 

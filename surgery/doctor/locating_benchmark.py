@@ -20,7 +20,7 @@ from surgery.locating.exact import Exact
 from surgery.locating.questions import QuestionSet
 from surgery.locating.search import LEADING
 from surgery.locating.subject import Subject
-from surgery.locating.substitution import silenced
+from surgery.locating.substitution import ablate_heads
 from surgery.locating.walk import fully_gated
 from surgery.probes.encoded import padded
 from surgery.probes.kv import KVRetrieval
@@ -52,7 +52,7 @@ def exact_against_published(device: torch.device, *, pairs: int = 32, examples: 
             ((_, encoded),) = questions.groups
             losses, hybrid = [], cast(Hybrid, gated.model)
             for site in sites:
-                with silenced(subject.anatomy, [site]):
+                with ablate_heads(subject.anatomy, [site]):
                     losses.append(_one_candidate_at_a_time(subject.model, encoded))
             for site in sites:
                 gate = hybrid.backbone.layers[site.layer].mixer.graft.gate

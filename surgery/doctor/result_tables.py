@@ -7,7 +7,7 @@ from surgery.doctor.groups import GROUPS
 from surgery.records.record import Environment
 
 if TYPE_CHECKING:  # it imports whole models
-    from surgery.doctor.benchmark import Benchmark, Cell
+    from surgery.doctor.benchmark import Benchmark, BenchmarkCell
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -56,6 +56,6 @@ def cell_rows(benchmark: "Benchmark", before: "Benchmark | None" = None) -> Tabl
     return header if before is None else [*header, f"in {before.environment.toolkit}"], body
 
 
-def _of(group: str, cell: "Cell") -> tuple[str, str, int, int]:
+def _of(group: str, cell: "BenchmarkCell") -> tuple[str, str, int, int]:
     """What two measurements have in common that may be compared."""
     return group, cell.shape, cell.tokens, cell.threads

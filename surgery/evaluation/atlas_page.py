@@ -43,7 +43,7 @@ LEADING = 10  # in the table
 
 
 @dataclass(frozen=True)
-class Cell:
+class MapCell:
     """head: its number in Atlas.heads."""
 
     head: int
@@ -83,7 +83,7 @@ class Atlas:
 
     maps: list[Map] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
-    cells: list[Cell] = field(default_factory=list)
+    cells: list[MapCell] = field(default_factory=list)
     labels: list[tuple[int, str]] = field(default_factory=list)
     width: int = 0
     height: int = 0
@@ -107,7 +107,7 @@ def atlas(ranking: RankedHeads, plan: Plan | None) -> Atlas:
     wide = layout.columns > NARROW
     gutter = 2 * GUTTER if wide else GUTTER
     cells = [
-        Cell(
+        MapCell(
             number, gutter + CELL * int(layout.places[i]), CELL * score.site.layer, (score.role or "")[:1].upper(),
             score.site in grafted or Site(score.site.layer) in grafted,
         )

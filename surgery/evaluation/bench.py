@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.evaluation.cells import Cell, check_same, kept, values
 from surgery.evaluation.contexts import readable
-from surgery.evaluation.entries import Entry, Turns
+from surgery.evaluation.entries import Entry, ModelPool
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import HITS, Cost, ModelReport, Perplexity, Serving, Speed
 from surgery.evaluation.serving import Served, check_serving, serve, versions
@@ -21,7 +21,7 @@ from surgery.evaluation.text_hits import no_hits
 from surgery.loading.digests import Conditions, fingerprint, tokenizer_digest
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import within
-from surgery.records.names import called, is_control, public
+from surgery.records.names import display_name, is_control, strip_paths
 from surgery.records.plan import published
 from surgery.records.recipe import Bench, Data
 from surgery.records.record import KERNEL_PACKAGES, PACKAGES, environment, provenance
@@ -75,7 +75,7 @@ def bench(
         models=measure(entries, words, options, data=data, seed=seed, cells=cells),
         timings={},
         training={},
-        settings=public(options.model_dump(mode="json")),
+        settings=strip_paths(options.model_dump(mode="json")),
     )
 
 
@@ -83,7 +83,7 @@ def _named(models: list[Any]) -> dict[str, Any]:
     """What the report calls models that were given without names: base, and hybrid or the name of the folder."""
     named: dict[str, Any] = {"base": models[0]}
     for value in models[1:]:
-        label = called(value.name).rpartition("/")[2] if isinstance(value, Checkpoint) else "hybrid"
+        label = display_name(value.name).rpartition("/")[2] if isinstance(value, Checkpoint) else "hybrid"
         candidates = (label, *(f"{label}_{i}" for i in range(2, len(models) + 2)))
         named[next(name for name in candidates if name not in named)] = value
     return named
@@ -94,7 +94,7 @@ def _entry(name: str, value: Any) -> Entry:
         return value
     model: Any = model_of(value, "bench")
     surgery = getattr(model, "surgery", None)
-    described = called(value.name) if isinstance(value, Checkpoint) else name
+    described = display_name(value.name) if isinstance(value, Checkpoint) else name
     return Entry(model, described, None if surgery is None else surgery.plan)
 
 
@@ -139,7 +139,7 @@ def measure(
     todo = tasks(options, tokenizer, data, seed)
     if without := next((task.name for task in todo if not task.count and task.name.startswith(HITS)), None):
         raise no_hits(without, data)
-    models, words = Turns(named), tokenizer_digest(tokenizer)
+    models, words = ModelPool(named), tokenizer_digest(tokenizer)
     for model in models.held.values():
         keep_apart(model)
     with busy("reading the weights"):
@@ -174,7 +174,7 @@ def measure(
 
 
 def _measured(
-    models: Turns, measured_under: dict[str, Conditions], todo: list[Task], folder: Path | None
+    models: ModelPool, measured_under: dict[str, Conditions], todo: list[Task], folder: Path | None
 ) -> dict[str, dict[str, list[Cell]]]:
     """By model and task, one cell a seed, or a part of a group. Each process measures its share."""
     # A task is asked of all models that are there at once before the next: its questions are encoded once.
@@ -204,7 +204,7 @@ def _measured(
 
 
 def _timed(
-    models: Turns, measured_under: dict[str, Conditions], options: Bench, contexts: list[int], folder: Path | None
+    models: ModelPool, measured_under: dict[str, Conditions], options: Bench, contexts: list[int], folder: Path | None
 ) -> dict[str, list[Timed]]:
     """What tokens cost in each model, measured by the first process while the others wait. Those that are held are timed
     together, so that a disturbance of the machine hits all of them."""
@@ -233,7 +233,7 @@ def _here() -> dict[str, Any]:
 
 
 def _served(
-    models: Turns,
+    models: ModelPool,
     measured_under: dict[str, Conditions],
     options: Bench,
     tokenizer: PreTrainedTokenizerBase,
@@ -258,7 +258,7 @@ def _served(
     return served
 
 
-def _time(models: Turns, names: list[str], measure: Callable[[Mapping[str, PreTrainedModel]], Timed]) -> Timed:
+def _time(models: ModelPool, names: list[str], measure: Callable[[Mapping[str, PreTrainedModel]], Timed]) -> Timed:
     return measure({name: models[name] for name in names})
 
 

@@ -92,7 +92,7 @@ def _summary(report: Results, name: str, bounds: dict[bool, float]) -> Summary:
             + (f": {decisive.words}." if decisive.words else ".")
         )
     sentences = [_tally(differences), *_exceptions(differences), _price(base, model)]
-    places = markdown.places(model.plan) if model.plan else ""
+    places = markdown.sites_text(model.plan) if model.plan else ""
     return Summary(name, model.description, places, headline, differences, decisive, [text for text in sentences if text])
 
 

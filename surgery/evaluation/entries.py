@@ -38,7 +38,7 @@ class Entry:
         return self.source
 
 
-class Turns(Mapping[str, PreTrainedModel]):
+class ModelPool(Mapping[str, PreTrainedModel]):
     """The models of some entries, by name, adopted and in eval mode. Of those that are not held one is there at a time: the
     last that was asked for. So ask for all of one before the next."""
 

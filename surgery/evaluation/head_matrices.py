@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from surgery.evaluation.entries import Entry, Turns
+from surgery.evaluation.entries import Entry, ModelPool
 from surgery.locating.example import example_matrices, example_tokens, window
 from surgery.locating.mixing_figure import Strips, draw_strips
 from surgery.locating.subject import Subject
@@ -96,7 +96,7 @@ def mixing(
     ids, tokens, spans, answer = example_tokens(tokenizer, question)
     if not chosen or len(ids) > MOST_TOKENS:
         return None
-    models, seen = Turns({base: first, **grafted}), dict[tuple[Site, str], _Seen]()
+    models, seen = ModelPool({base: first, **grafted}), dict[tuple[Site, str], _Seen]()
     for name in models:
         subject = Subject.of(models[name], tokenizer)
         for site in chosen:

@@ -12,10 +12,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from surgery.evaluation import markdown
 from surgery.evaluation.atlas_page import Atlas, atlas
+from surgery.evaluation.automatic import automatic_choices, rounds
 from surgery.evaluation.charts import chart
 from surgery.evaluation.comparisons import SYMBOLS, closest_control, count, summaries
 from surgery.evaluation.figure import looks
-from surgery.evaluation.found import found, rounds
 from surgery.evaluation.head_matrices import Mixing
 from surgery.evaluation.judgement import judge
 from surgery.evaluation.mixing_page import mixing_page
@@ -38,7 +38,7 @@ def render(report: Results, ranking: Ranking | None = None, mixing: Mixing | Non
     )
     content: dict[str, Any] = {
         "report": report, "answers": _answers(report), "base": next(iter(report.models)), "looks": look, "symbols": SYMBOLS,
-        "explanation": markdown.EXPLANATION, "found": found(report), "rounds": rounds(report),
+        "explanation": markdown.EXPLANATION, "found": automatic_choices(report), "rounds": rounds(report),
         "hybrids": [model for model in models if not is_control(model.name)],
         "controls": [model for model in models if is_control(model.name)],
         "closest": closest_control(report), "results": markdown.rows(report), "summaries": models,

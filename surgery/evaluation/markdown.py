@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from surgery.evaluation.found import found, rounds
+from surgery.evaluation.automatic import automatic_choices, rounds
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.results import HITS, NEEDLES, OTHERS, ModelReport, Results, needle_tasks, value
 from surgery.records.names import in_markdown, one_line
@@ -42,7 +42,7 @@ def named_table(header: list[str], body: list[list[str]]) -> str:
     return table([*map(in_markdown, header)], rows)
 
 
-def places(plan: Plan) -> str:
+def sites_text(plan: Plan) -> str:
     """Where a plan's grafts are, counted where there are too many to name, and what of the state is left if not all of it."""
     cut = next((f", the state cut to {len(groups[0])} dimensions" for groups in plan.kept_state.values()), "")
     return shortened(plan.sites) + cut
@@ -59,7 +59,7 @@ def shortened(sites: Sequence[Site]) -> str:
 def results(report: Results) -> str:
     """The main table and what its rows are."""
     described = "\n".join(
-        f"- **{in_markdown(name)}**: {in_markdown(model.description)}" + (f" ({places(model.plan)})" if model.plan else "")
+        f"- **{in_markdown(name)}**: {in_markdown(model.description)}" + (f" ({sites_text(model.plan)})" if model.plan else "")
         for name, model in report.models.items()
     )
     quick = report.models[next(iter(report.models))].perplexity
@@ -116,7 +116,7 @@ def _names_escaped(text: str, report: Results) -> str:
 
 def _found(report: Results) -> list[str]:
     """What the run found by itself."""
-    if not (words := found(report)):
+    if not (words := automatic_choices(report)):
         return []
     cells = rounds(report)
     return [f"## What was found by measuring\n\n{words}\n" + (f"\n{named_table(*cells)}\n" if cells else "")]

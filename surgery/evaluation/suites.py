@@ -20,7 +20,7 @@ from surgery.evaluation.language import sliding_losses, sliding_rows
 from surgery.evaluation.results import MIDDLE, NEEDLES, is_loss
 from surgery.evaluation.text_hits import ChosenTokens, hit_names, hit_texts, rows_at_once
 from surgery.probes import make, probes
-from surgery.probes.perplexity import Perplexity
+from surgery.probes.perplexity import TextWindows
 from surgery.probes.question import Completion, CompletionProbe, Probe, Question, Writing, WritingProbe
 from surgery.probes.ruler import WRITTEN as RULER_TASKS
 from surgery.probes.scoring import answer, answer_shapes, complete, complete_shapes
@@ -263,7 +263,7 @@ def _made(probe: str, fields: dict[str, Any], options: Bench, tokenizer: PreTrai
 
 def _text_tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> list[Task]:
     together = max(1, options.batch_size // WINDOW_ROWS)
-    text = Perplexity(data.held_out_text, options.windows, options.window)
+    text = TextWindows(data.held_out_text, options.windows, options.window)
     texts: list[tuple[str, Callable, Callable]] = []
     if "quick" in options.suites:
         texts.append(("perplexity", lambda windows: windows, text.losses))

@@ -20,13 +20,13 @@ from surgery.evaluation.contexts import readable
 from surgery.evaluation.results import HITS, OTHERS
 from surgery.models.finite import checked, explained
 from surgery.probes.hits import PairCounts, by_stretch, hits
-from surgery.probes.perplexity import Perplexity, token_losses
+from surgery.probes.perplexity import TextWindows, token_losses
 from surgery.records.recipe import Bench, Data
 from surgery.statistics import shares
 from surgery.tuning.rare_pairs import training_pairs
 
 
-class Rows:
+class HitRows:
     """Rows of text, ids (n, t), and the losses of their tokens under a model."""
 
     def __init__(self, ids: Tensor):
@@ -54,7 +54,7 @@ class ChosenTokens:
     """Some of the tokens of rows of text. chosen: (n, t) bool, False in the first column, which nothing predicts. stretch:
     tokens of an example."""
 
-    rows: Rows
+    rows: HitRows
     chosen: np.ndarray
     stretch: int
 
@@ -93,7 +93,7 @@ def hit_texts(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, se
     if not lengths:
         return result
     windows = max(options.windows, -(-max(lengths) // options.window))
-    ids = np.array(Perplexity(data.held_out_text, windows, options.window).token_ids(tokenizer, seed))
+    ids = np.array(TextWindows(data.held_out_text, windows, options.window).token_ids(tokenizer, seed))
     counts, within = _counted(tokenizer, data, ids)
     for length in lengths:
         count = min(max(1, options.windows * options.window // length), len(ids) // length)
@@ -102,7 +102,7 @@ def hit_texts(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, se
                 f"bench, hits: {data.held_out_text} has {len(ids)} tokens, and a row needs {length} (bench.contexts)"
             )
         ids_of_rows = ids[: count * length].reshape(count, length)
-        rows, is_hit = Rows(torch.from_numpy(ids_of_rows)), hits(ids_of_rows, counts, options.rare, within=within)
+        rows, is_hit = HitRows(torch.from_numpy(ids_of_rows)), hits(ids_of_rows, counts, options.rare, within=within)
         others = ~is_hit
         others[:, 0] = False
         result |= {f"{name}.{length}": ChosenTokens(rows, chosen, options.window)

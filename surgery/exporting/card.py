@@ -67,7 +67,7 @@ def _what(base: str, plan: Plan | None, record: Any, gates: list[float]) -> list
     if plan is None:
         return [f"{as_code(base)}, as it is, in another format.\n"]
     return [
-        f"A hybrid of {as_code(base)}: attention at **{markdown.places(plan)}**, {record.parameters:,} new parameters. "
+        f"A hybrid of {as_code(base)}: attention at **{markdown.sites_text(plan)}**, {record.parameters:,} new parameters. "
         f"{_how(plan, record.base_unchanged, gates)}\n",
         "![Where attention went in](sites.png)\n",
     ]

@@ -25,7 +25,7 @@ from surgery.exporting.verify import Proof, chosen, prove
 from surgery.loading.digests import Identity, dtypes, file_digest, identify
 from surgery.loading.origin import Origin, origin
 from surgery.models.tokens import tokenizers_errors
-from surgery.records.names import public
+from surgery.records.names import strip_paths
 from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import Environment, Sealed, environment
@@ -165,7 +165,7 @@ def _papers(
         published(plan).write(folder / PLAN)
         card.draw_sites(hybrid, plan, folder / "sites.png")
     if recipe is not None:
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(public(recipe.model_dump(mode="json")), sort_keys=False))
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(strip_paths(recipe.model_dump(mode="json")), sort_keys=False))
     if report is not None:
         report.write(folder / "report.json")
         draw(report, folder, "retrieval.png")

@@ -32,7 +32,7 @@ from surgery.exporting.verifications import check_way
 from surgery.kernels.dispatch import use
 from surgery.loading.streamed import by_layers, emptied, take_buffers
 from surgery.models import answers as script
-from surgery.models.answers import LENGTHS, NEW, answers, described, held, named_values, tensors
+from surgery.models.answers import LENGTHS, NEW, answers, held, named_values, tensor_digest, tensors
 from surgery.models.quantised import is_quantised
 from surgery.records.record import Record
 from surgery.runtime.memory import available, size
@@ -162,7 +162,7 @@ def compare(
     logits do."""
     logits, theirs = read_back
     known = digests is not None and reader.tensors is held
-    live = digests if known else {name: described(tensor) for name, tensor in reader.tensors(hybrid)}
+    live = digests if known else {name: tensor_digest(tensor) for name, tensor in reader.tensors(hybrid)}
     assert live is not None
     for name in sorted({*live, *theirs}):
         if live.get(name) != theirs.get(name):

@@ -6,7 +6,7 @@ from typing import Any
 
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
-from surgery.evaluation.entries import Entry, Turns
+from surgery.evaluation.entries import Entry, ModelPool
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.evaluation.serving import try_engine
@@ -19,7 +19,7 @@ from surgery.kernels.dispatch import use
 from surgery.loading.digests import Conditions, tokenizer_digest
 from surgery.loading.opened import Checkpoint
 from surgery.locating.example import short_question
-from surgery.records.names import called, public
+from surgery.records.names import display_name, strip_paths
 from surgery.records.plan import PLAN, Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance
@@ -46,20 +46,20 @@ def compare(
     on_main(partial(check_folder, out, "bench", resume=resume, overwrite=overwrite))
     with busy("opening the models"):
         recipe, base, beside = open_compared(recipe, others, trust_remote_code)
-    entries = {"base": Entry(base.model, called(base.name))}
+    entries = {"base": Entry(base.model, display_name(base.name))}
     for label, other in beside.items():
         plan = Path(other.name) / PLAN
         source = other.model if isinstance(other, Checkpoint) else other
-        entries[label] = Entry(source, called(other.name), Plan.read(plan) if plan.exists() else None)
+        entries[label] = Entry(source, display_name(other.name), Plan.read(plan) if plan.exists() else None)
     check(recipe, base)
     try_engine(recipe.bench)
     missing = controls_of(recipe, base, {label: other.name for label, other in beside.items()})
     begin(out, "bench", recipe, resume=resume, overwrite=overwrite)
-    settings = public(recipe.model_dump(mode="json"))
+    settings = strip_paths(recipe.model_dump(mode="json"))
     with use(**recipe.kernels):
         entries |= trained(missing, base, out, resume=resume)
         with busy("reading the weights"):
-            models, words = Turns(entries), tokenizer_digest(base.tokenizer)
+            models, words = ModelPool(entries), tokenizer_digest(base.tokenizer)
             now = {name: models.measured_under(name, base.tokenizer, words) for name in entries}
             for name, entry in entries.items():
                 entry.measured_under = now[name]

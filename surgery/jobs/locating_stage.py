@@ -11,10 +11,10 @@ from surgery.jobs.stages import first_change, first_difference, shown
 from surgery.loading.opened import Checkpoint
 from surgery.locating.atlas import draw_atlas
 from surgery.locating.locate import check_locatable, rank
-from surgery.locating.questions import check_questions, described, question_sets, questions_digest
+from surgery.locating.questions import check_questions, probe_in_words, question_sets, questions_digest
 from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
-from surgery.records.names import public
+from surgery.records.names import strip_paths
 from surgery.records.recipe import Locate, Recipe
 from surgery.runtime.ownership import tidy
 from surgery.runtime.processes import on_main
@@ -32,7 +32,7 @@ def located(
     writes. subject: of the base, if there is one already.
 
     Raises UserError for a ranking, or a part of one, that is not as it was measured."""
-    path, kept, settings = out / RANKING, out / "locate", public(recipe.model_dump(mode="json"))
+    path, kept, settings = out / RANKING, out / "locate", strip_paths(recipe.model_dump(mode="json"))
     subject = subject or Subject.of(base, known_fingerprint=base.fingerprint)
 
     def earlier_ranking() -> Ranking | None:
@@ -50,8 +50,8 @@ def located(
     if (ranking := on_main(earlier_ranking)) is not None:
         return ranking
     options, shape = recipe.locate, subject.anatomy
-    heads = f"{len(shape.places[0]):,} heads in {len(shape.layers())} layers"
-    say(f"locating: {options.examples} questions of {described(options.probe, options.options)}, {heads}")
+    heads = f"{len(shape.coordinates[0]):,} heads in {len(shape.layers())} layers"
+    say(f"locating: {options.examples} questions of {probe_in_words(options.probe, options.options)}, {heads}")
     ranking = rank(subject, recipe.locate, data=recipe.data, seed=recipe.seed, recipe=settings, kept=kept)
 
     def write() -> None:
@@ -76,7 +76,7 @@ def _discard(kept: Path, ranking: Path) -> None:
 def _outdated(ranking: Ranking, recipe: Recipe, subject: Subject) -> str | None:
     """What a ranking depends on that is not the same now; None if all of it is. Model, tokenizer, dtype and device are in its
     conditions, whatever the recipe calls them."""
-    earlier, now = dict(ranking.provenance.recipe or {}), public(recipe.model_dump(mode="json"))
+    earlier, now = dict(ranking.provenance.recipe or {}), strip_paths(recipe.model_dump(mode="json"))
     if "locate" in earlier:  # with what older versions did not have
         earlier["locate"] = Locate.model_validate(earlier["locate"]).model_dump(mode="json")
     for section in ("seed", "kernels", "locate"):

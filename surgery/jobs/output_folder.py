@@ -16,7 +16,7 @@ from surgery.records.plan import PLAN
 from surgery.records.recipe import Recipe, read_recipe
 from surgery.records.record import Record, toolkit, write_text
 from surgery.runtime import ownership
-from surgery.runtime.ownership import Folder, check_free, enter, refuse, saying, withdraw
+from surgery.runtime.ownership import OwnedFolder, check_free, enter, refuse, saying, withdraw
 from surgery.runtime.processes import is_main, on_main
 
 RECIPE, RUN = "recipe.yaml", "run.json"
@@ -71,7 +71,7 @@ def check_folder(out: Path, verb: str, *, resume: bool = False, overwrite: bool 
     if is_empty(out):
         return
     with saying(out):
-        folder = Folder.at(_real(out))
+        folder = OwnedFolder.at(_real(out))
         if folder is None or RUN not in folder.files:
             raise UserError(f"{out} exists and is no earlier run of this toolkit; choose another --out")
         names = {path: path.relative_to(folder.root).as_posix() for path in folder.survey().foreign}
@@ -144,13 +144,13 @@ def is_empty(out: Path) -> bool:
     if not out.is_dir():
         raise UserError(f"cannot write {out}: it is no folder")
     with saying(out):
-        folder = Folder.at(_real(out))
+        folder = OwnedFolder.at(_real(out))
         if folder is None:
             return not any(out.iterdir())
         return RUN not in folder.files and not any(not folder.left(path) for path in folder.survey().all())
 
 
-def clear(folder: Folder) -> None:
+def clear(folder: OwnedFolder) -> None:
     """Remove what the run in a folder has left there, and nothing else: a hybrid may lie in the folder of the ranking by which
     it was planned. What says that it is a run goes last: a process that is killed leaves what can be removed, or resumed."""
     last = (folder.root / RECIPE, folder.root / RUN)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from surgery.choosing import way_of
 from surgery.choosing.bounded import NoPlan
-from surgery.choosing.task import Task
+from surgery.choosing.task import ChoiceTask
 from surgery.evaluation.frontier import write_frontier
 from surgery.loading.opened import Checkpoint
 from surgery.locating.planning import plan
@@ -38,7 +38,7 @@ def _heads(recipe: Recipe, base: Checkpoint, ranking: Ranking, kept: Path | None
     options = recipe.plan
     if not options.measures:
         return plan(ranking, **options.given(), seed=seed)
-    task = Task.of(
+    task = ChoiceTask.of(
         base, ranking, options, data=recipe.data, tuning=recipe.tune, batch_size=recipe.locate.batch_size, seed=seed, kept=kept
     )
     return way_of(options.by).choose(task)

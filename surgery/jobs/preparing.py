@@ -13,7 +13,7 @@ from surgery.loading.empty import load_empty
 from surgery.loading.opened import Checkpoint
 from surgery.locating.questions import check_questions
 from surgery.probes.knowledge import Knowledge, Letters
-from surgery.probes.perplexity import Perplexity
+from surgery.probes.perplexity import TextWindows
 from surgery.records.recipe import Recipe
 from surgery.records.site import Site
 from surgery.runtime.progress import busy, say
@@ -39,7 +39,7 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
         Knowledge(recipe.data.facts).questions(1, seed=0)
         Letters(recipe.data.facts).questions(1, seed=0)
         check_hits(recipe.bench, base.tokenizer, recipe.data, bench_seed(recipe.seed))
-        Perplexity(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
+        TextWindows(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
         batches.check(base.tokenizer, recipe.tune, recipe.data, recipe.bench, recipe.seed)
 
 

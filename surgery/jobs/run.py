@@ -37,10 +37,10 @@ from surgery.jobs.tuning_stage import steps_of, tuned
 from surgery.kernels.dispatch import use
 from surgery.loading.opened import Checkpoint, a_type
 from surgery.locating.example import short_question
-from surgery.locating.questions import described
+from surgery.locating.questions import probe_in_words
 from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
-from surgery.records.names import public
+from surgery.records.names import strip_paths
 from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, write_text
@@ -103,7 +103,7 @@ def run(
 class _Job:
     def __init__(self, recipe: Recipe, out: Path, base: Checkpoint, resume: bool, verify: str):
         self.recipe, self.out, self.base, self.resume, self.verify = recipe, out, base, resume, verify
-        self.settings = public(recipe.model_dump(mode="json"))
+        self.settings = strip_paths(recipe.model_dump(mode="json"))
         with busy("reading the weights"):
             self.subject = Subject.of(base, known_fingerprint=base.fingerprint)
             self.conditions = self.subject.conditions
@@ -151,7 +151,7 @@ class _Job:
             chosen = planned(self.recipe, self.base, ranking)
         on_main(partial(chosen.write, self.out / PLAN))
         gate = "" if chosen.blend is None else f", under a gate of {chosen.blend:g}"
-        say(f"plan: attention at {markdown.places(chosen)}{gate}")
+        say(f"plan: attention at {markdown.sites_text(chosen)}{gate}")
         for skill, heads in chosen.at_risk.items():
             say(f"plan: at risk: {skill}, which grafts without a gate at {', '.join(heads)} cost the base")
         return chosen
@@ -239,7 +239,7 @@ def _located(ranking: Ranking) -> Located | None:
     """What the report says of the probe that ranked the heads."""
     if ranking.chance is None:
         return None
-    probe = described(ranking.probe["name"], ranking.probe["options"])
+    probe = probe_in_words(ranking.probe["name"], ranking.probe["options"])
     return Located(probe=probe, accuracy=ranking.base_accuracy, chance=ranking.chance)
 
 

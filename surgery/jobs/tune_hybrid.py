@@ -24,7 +24,7 @@ from surgery.splicing.load import plan_of
 from surgery.splicing.splice import adopt, check_base
 from surgery.tuning import batches
 from surgery.tuning.lora import matches
-from surgery.tuning.rehearsal import Rehearsal, rehearse
+from surgery.tuning.rehearsal import TuningProfile, rehearse
 from surgery.tuning.shards import divided
 from surgery.tuning.state import Log
 from surgery.tuning.trackers import check_trackers
@@ -41,7 +41,7 @@ def tune_hybrid(
     resume: bool = False,
     overwrite: bool = False,
     trust_remote_code: bool = False,
-) -> Log | Rehearsal:
+) -> Log | TuningProfile:
     """Tune the recipe's model, a hybrid, and export it to `out`; checkpoints lie in <out>-tuning. Returns the log, or with
     `dry_run`, which writes nothing, what would be trained and what it costs.
 

@@ -23,7 +23,7 @@ from surgery.errors import UserError
 from surgery.families import families
 from surgery.families.stock import StockFamily
 from surgery.kernels.operations import operations
-from surgery.models.answers import bytes_of, described, named_values, settle
+from surgery.models.answers import bytes_of, named_values, settle, tensor_digest
 from surgery.models.quantised import scales
 from surgery.records.record import OPTIONAL, Record, code_digest, environment
 
@@ -106,7 +106,7 @@ def identify(model: PreTrainedModel) -> Identity:
     names = {name for name, _ in model.named_parameters() if ".graft." not in name}
     for name, tensor in _tensors(model):
         _add(digest, name, tensor)
-        each[name] = described(tensor)
+        each[name] = tensor_digest(tensor)
         if name in names:
             _add_to_fingerprint(base, name, tensor, None)
     return Identity(digest.hexdigest(), base.hexdigest(), each)
@@ -143,7 +143,7 @@ def fingerprint(model: PreTrainedModel, dtype: str = "auto") -> str:
 def _begun_fingerprint(model: PreTrainedModel) -> Any:
     total = hashlib.sha256()
     for name, scale in sorted(scales(model).items()):
-        total.update(f"{name} {described(scale)} ".encode())
+        total.update(f"{name} {tensor_digest(scale)} ".encode())
     return total
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import pydantic
 from huggingface_hub import metadata_load, try_to_load_from_cache
 
-from surgery.records.names import called, on_hub
+from surgery.records.names import display_name, on_hub
 from surgery.records.reading import check_name
 from surgery.records.record import Record
 from surgery.runtime import ownership
@@ -51,5 +51,5 @@ def origin(name: str, record: Path) -> Origin:
     if not hub:
         if Path(name).is_dir():  # so that both can be moved together, and be used from anywhere
             ownership.note_down(record, BASE, Path(os.path.relpath(Path(name).resolve(), record.resolve())).as_posix())
-        name = called(name)
+        name = display_name(name)
     return Origin(name=name, hub=hub, revision=revision, licence={key: str(stated[key]) for key in LICENCE if stated.get(key)})

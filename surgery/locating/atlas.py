@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.locating.heads import ROLES, gain
 from surgery.locating.mixing_figure import draw_mixing
-from surgery.locating.questions import described
+from surgery.locating.questions import probe_in_words
 from surgery.locating.ranked_heads import RankedHeads
 from surgery.records.plan import Plan
 from surgery.records.site import Site
@@ -135,7 +135,7 @@ def draw_scores(ranking: RankedHeads, path: Path | None = None, plan: Plan | Non
         _draw_leading(axes.flat[len(maps)], ranking, planned)
         probe = ranking.probe
         figure.suptitle(
-            f"{described(probe['name'], probe['options'])}, n = {probe['examples']}, base accuracy "
+            f"{probe_in_words(probe['name'], probe['options'])}, n = {probe['examples']}, base accuracy "
             f"{ranking.base_accuracy.accuracy:.2f}\n{_legend(layout, bool(planned))}", fontsize=9.5, ha="left", x=0.01,
         )  # fmt: skip
     return figure

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from surgery.hybrids.patching import replaced
-from surgery.locating.attribution_memory import WHOLE, Step, listening, parted
+from surgery.locating.attribution_memory import WHOLE, Step, intercept_ssm_output, parted
 from surgery.locating.recording import handing_on
 from surgery.locating.subject import Subject
 from surgery.models.finite import checked, explained
@@ -87,7 +87,7 @@ def _attribute(gated: Subject, encoded: Encoded, starts: Sequence[Start | None],
         return y
 
     try:
-        with frozen(gated.model), listening(mixers, listen), torch.enable_grad():
+        with frozen(gated.model), intercept_ssm_output(mixers, listen), torch.enable_grad():
             blocks = {block: _checkpointed(block.forward) for block in gated.anatomy.blocks} if checkpointed else {}
             answer_losses(gated, encoded, blocks).sum().backward()
     finally:
@@ -110,7 +110,7 @@ def answer_losses(subject: Subject, encoded: Encoded, blocks: Mapping[nn.Module,
     """(questions,): the loss of each, with gradients. blocks: forwards in place of those of some blocks."""
     ids, _ = padded(encoded.rows, subject.model.device)
     blocks, final = dict(blocks or {}), subject.anatomy.blocks[-1]
-    blocks[final] = handing_on(blocks.get(final, final.forward), encoded.places())
+    blocks[final] = handing_on(blocks.get(final, final.forward), encoded.target_positions())
     with replaced(blocks):
         logits = subject.model(input_ids=ids, use_cache=False).logits[:, -1]
     with explained(subject.model, encoded.rows):

@@ -94,13 +94,13 @@ def activations(gated: Subject, row: Sequence[int]) -> Activations:
         block: partial(measured, block.forward) for block in gated.anatomy.blocks
     }  # fmt: skip
     ids = torch.tensor([list(row)], device=model.device)
-    with torch.no_grad(), listening([mixer.module for mixer in gated.anatomy.ssms], listen), replaced(blocks):
+    with torch.no_grad(), intercept_ssm_output([mixer.module for mixer in gated.anatomy.ssms], listen), replaced(blocks):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
     return Activations(entering / len(row), sum(sizes) / len(row), max(sizes) / len(row))
 
 
 @contextmanager
-def listening(mixers: Sequence[Any], listen: Listen, *, always: bool = False) -> Iterator[None]:
+def intercept_ssm_output(mixers: Sequence[Any], listen: Listen, *, always: bool = False) -> Iterator[None]:
     """Mixers that compute no attention: where a mixer would blend the SSM's output y with it, listen(its number, the mixer, y,
     what attend takes) says what comes instead of y. Without gradients, as when a block is computed for the first of two times,
     y passes, and nothing is kept, unless `always`."""
@@ -108,7 +108,7 @@ def listening(mixers: Sequence[Any], listen: Listen, *, always: bool = False) ->
     def others(number: int, mixer: Any) -> dict[tuple[Any, str], Any]:
         waiting: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-        def put_off(*args: Any, **kwargs: Any) -> Tensor:
+        def deferred_attend(*args: Any, **kwargs: Any) -> Tensor:
             waiting.append((args, kwargs))
             return args[0].values.new_zeros(())  # nobody looks at it
 
@@ -116,7 +116,7 @@ def listening(mixers: Sequence[Any], listen: Listen, *, always: bool = False) ->
             args, kwargs = waiting.pop()
             return listen(number, mixer, y, args, kwargs) if always or torch.is_grad_enabled() else y
 
-        return {(mixer, "attend"): put_off, (mixer.graft, "blend"): blend}
+        return {(mixer, "attend"): deferred_attend, (mixer.graft, "blend"): blend}
 
     methods = {key: method for number, mixer in enumerate(mixers) for key, method in others(number, mixer).items()}
     with replaced(methods):

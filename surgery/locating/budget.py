@@ -11,7 +11,7 @@ import numpy as np
 from surgery.locating.exact import Exact
 from surgery.locating.ledger import Ledger
 from surgery.locating.passes import batch_of, counted
-from surgery.locating.questions import QuestionSet, described
+from surgery.locating.questions import QuestionSet, probe_in_words
 from surgery.locating.subject import Subject
 from surgery.models.answers import settle
 from surgery.models.pace import Pace, forward_pace
@@ -35,7 +35,7 @@ def look_at_base(subject: Subject, questions: QuestionSet, options: Locate, ledg
     accuracy = share_right(measured.correct["base", None])
     chances = [question.chance for question in questions.questions if isinstance(question, Question)]
     chance = float(np.mean(chances)) if chances else None
-    probe = described(questions.name, questions.options)
+    probe = probe_in_words(questions.name, questions.options)
     if chance is not None and at_chance(accuracy, chance):
         few = accuracy.accuracy > 2 * chance  # and only the interval is wide
         easier = "choose a probe that the base can do in part (fewer pairs, say)"
@@ -92,7 +92,7 @@ def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], 
     affordable = exact = seconds <= options.budget
     if kept is not None:
         exact = _decided(kept / "exact.json", options, subject.conditions.model_dump(mode="json"), exact)
-    heads = f"{len(subject.anatomy.places[0]):,} heads"
+    heads = f"{len(subject.anatomy.coordinates[0]):,} heads"
     if exact:
         say(f"measuring {heads} exactly, each ablated and spliced: about {duration(seconds)}")
     elif affordable:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedModel
 
-from surgery.locating.prune import Outcome, Pruner
+from surgery.locating.prune import PruneOutcome, Pruner
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.runtime.progress import Track
@@ -17,7 +17,7 @@ from surgery.splicing.splice import install
 
 def replacement_sweep(
     pruner: Pruner, donor: PreTrainedModel, *, mlp: bool = True, layers: Iterable[int] | None = None
-) -> tuple[Outcome, ...]:
+) -> tuple[PruneOutcome, ...]:
     """The pruner's subject with each of `layers` (default: all) from the donor's layer of the same number; with mlp, its MLP
     and norms too. Raises UserError if a layer of the donor does not fit."""
     subject = pruner.subject
@@ -29,5 +29,5 @@ def replacement_sweep(
         hybrid = install(subject.model, plan, donor).eval()
         measured, what = pruner.ask(hybrid), f"layer {layer} from the donor"
         retrieval, knowledge = measured["retrieval"], measured["knowledge"]
-        outcomes.append(Outcome(what=what, replaced=(layer,), retrieval=retrieval, knowledge=knowledge))
+        outcomes.append(PruneOutcome(what=what, replaced=(layer,), retrieval=retrieval, knowledge=knowledge))
     return tuple(outcomes)

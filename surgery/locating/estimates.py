@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from surgery.locating.stability import Column
+from surgery.locating.stability import ScoreColumn
 from surgery.statistics import LEVEL, Intervals, changed_decisions, intervals
 
 DECISIONS = ("ablation_drop", "splice_gain")  # scores that are differences of right and wrong answers
 SHARES = ("answer_mass", "pair_mass")
 
 
-def estimated(name: str, column: Column, level: float = LEVEL) -> Intervals:
+def estimated(name: str, column: ScoreColumn, level: float = LEVEL) -> Intervals:
     """Of a score, those of the heads that were measured."""
     value, low, high, n = intervals(column.values, decisions=are_decisions(name, column.values), level=level)
     if name in SHARES and level == LEVEL:

@@ -90,7 +90,7 @@ class Exact:
             model = self.subject.model
             donors = None if self.reference is None else _donors(chosen, encoded, len(self.reference[0]))
             ids, last = padded(encoded.rows, model.device)
-            at = encoded.places()
+            at = encoded.target_positions()
             replay = Replay(self.subject, ids, last, at=at, reference=self.reference, donors=donors)
             variants = walk.variants(replay, self.gated, layers=layers, heads=heads, kinds=kinds, how=self.how)
             names, correct, losses = [], [], []

@@ -12,7 +12,7 @@ from surgery.errors import UserError
 from surgery.locating.matrices import mixing_matrices
 from surgery.locating.questions import asked
 from surgery.locating.subject import Subject
-from surgery.models.tokens import opening, token_spans
+from surgery.models.tokens import encode_prompts, token_spans
 from surgery.probes.encoded import Asked
 from surgery.probes.question import Passage
 from surgery.records.site import Site
@@ -60,7 +60,7 @@ def example_tokens(
     elif question.spans:
         ids, spans = token_spans(tokenizer, question.prompt, question.spans)
     else:
-        (ids,) = opening(tokenizer, [question.prompt])
+        (ids,) = encode_prompts(tokenizer, [question.prompt])
     labels = [str(tokenizer.decode([token])).replace("\n", "\\n").strip(" ") for token in ids]
     answer = tuple(spans[evidence]) if spans and evidence is not None else ()
     return ids, labels, [tuple(span) for span in spans], answer

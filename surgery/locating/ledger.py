@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from surgery.errors import UserError
-from surgery.models.answers import described
+from surgery.models.answers import tensor_digest
 from surgery.probes.encoded import Encoded
 from surgery.runtime import processes
 from surgery.runtime.ownership import put
@@ -83,7 +83,7 @@ def _sha(value: Any) -> str:
 
 
 def _seal(tensors: Tensors, path: Path) -> dict[str, str]:
-    return {"seal": _sha([path.name, {name: described(tensor) for name, tensor in tensors.items()}])}
+    return {"seal": _sha([path.name, {name: tensor_digest(tensor) for name, tensor in tensors.items()}])}
 
 
 def _read(path: Path) -> Tensors:

@@ -26,7 +26,7 @@ from surgery.locating.ranking import Ranking
 from surgery.locating.replay import How
 from surgery.locating.search import LEADING, Search, drawn, of_heads
 from surgery.locating.skill_scores import skill_scores, skill_sets, slopes
-from surgery.locating.stability import EXACT, Column, Stability, stability
+from surgery.locating.stability import EXACT, ScoreColumn, Stability, stability
 from surgery.locating.subject import Subject, is_graftable
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan, Start
@@ -140,15 +140,15 @@ def rank(
     measured, leading, control = search.first(first, attributions)
     anatomy = subject.anatomy
     shown = first.questions[: roles.EXAMPLES]
-    measurable = anatomy.sites() if len(anatomy.places[0]) <= ROLE_HEADS else sorted({*leading, *control})
+    measurable = anatomy.sites() if len(anatomy.coordinates[0]) <= ROLE_HEADS else sorted({*leading, *control})
     answer_mass, pair_mass = roles.masses(subject, shown, measurable)
     heads = measured.heads()
-    columns = {name: Column(values, anatomy.numbers(heads)) for name, values in measured.effects(heads).items()}
+    columns = {name: ScoreColumn(values, anatomy.numbers(heads)) for name, values in measured.effects(heads).items()}
     at = anatomy.numbers(measurable)
-    columns |= {name: Column(of_heads(values, anatomy)[:, at], at)
+    columns |= {name: ScoreColumn(of_heads(values, anatomy)[:, at], at)
                 for name, values in zip(SHARES, (answer_mass, pair_mass), strict=True)}  # fmt: skip
     if attributions is not None:
-        columns["attribution"] = Column(of_heads(attributions, anatomy))
+        columns["attribution"] = ScoreColumn(of_heads(attributions, anatomy))
     scores = _scores(subject, columns, filtered.starts if filtered else {})
     even = float(np.mean([1 / max(1, len(question.spans)) for question in shown]))
     scores = _with_roles(scores, columns, even, pair_mass)
@@ -177,9 +177,9 @@ def rank(
     )  # fmt: skip
 
 
-def _scores(subject: Subject, columns: Mapping[str, Column], starts: Mapping[str, Start]) -> Heads:
+def _scores(subject: Subject, columns: Mapping[str, ScoreColumn], starts: Mapping[str, Start]) -> Heads:
     """The heads in the model's order, without roles."""
-    layers, heads = subject.anatomy.places
+    layers, heads = subject.anatomy.coordinates
     sign, tau = np.zeros(len(layers), dtype=np.int8), np.full(len(layers), np.nan)
     for i in np.flatnonzero(subject.anatomy.of_ssms).tolist() if starts else ():
         start = starts[f"L{layers[i]}.H{heads[i]}"]
@@ -195,7 +195,7 @@ def _scores(subject: Subject, columns: Mapping[str, Column], starts: Mapping[str
     return Heads(layers, heads, kinds, np.zeros(len(layers), dtype=np.uint8), sign, tau, estimates)
 
 
-def _with_roles(scores: Heads, columns: Mapping[str, Column], chance: float, pair_mass: np.ndarray) -> Heads:
+def _with_roles(scores: Heads, columns: Mapping[str, ScoreColumn], chance: float, pair_mass: np.ndarray) -> Heads:
     """The scores with the heads' roles. chance: of picking the answer's span. pair_mass (questions, layers, heads)."""
     # A role is a claim about one head among all, so it stands on intervals that are corrected for their number (Bonferroni).
     level = LEVEL / len(scores)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from surgery.hybrids.patching import replaced
 from surgery.kernels.mixing import selective_matrix, ssd_matrix
 from surgery.locating.subject import Subject
-from surgery.models.anatomy import Mixer
+from surgery.models.anatomy import MixerPlace
 from surgery.records.site import Site
 
 SSD = ("in_proj", "conv1d", "act", "n_groups", "ssm_state_size", "conv_dim", "dt_bias", "time_step_limit")
@@ -75,7 +75,7 @@ def _eager(model: PreTrainedModel, needed: bool) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def _matrices(mixer: Mixer, hidden: Tensor, returned: Any, heads: list[int], rows: Tensor | None) -> Tensor | None:
+def _matrices(mixer: MixerPlace, hidden: Tensor, returned: Any, heads: list[int], rows: Tensor | None) -> Tensor | None:
     """(heads, rows, t), or None."""
     module: Any = mixer.module
     if hasattr(module, "matrices"):

@@ -26,13 +26,13 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.hybrids.patching import replaced
 from surgery.locating.attribution import frozen
-from surgery.locating.attribution_memory import listening
+from surgery.locating.attribution_memory import intercept_ssm_output
 from surgery.locating.ledger import Ledger, Tensors
 from surgery.locating.recording import picked
 from surgery.locating.subject import Subject
 from surgery.locating.substitution import Shape, tensor_of
 from surgery.models.finite import explained
-from surgery.models.tokens import opening, token_spans
+from surgery.models.tokens import encode_prompts, token_spans
 from surgery.probes.encoded import Asked, Encoded, padded
 from surgery.probes.question import Question
 from surgery.probes.scoring import batches
@@ -48,7 +48,7 @@ TRIED = 8  # places and signs of a head that are tried, those that lead to first
 
 
 @dataclass(frozen=True)
-class Carrier:
+class OracleHead:
     """A head that attends to one place alone: `back` tokens before the one behind the span that holds the answer; negative:
     after it. sign: of what it puts out."""
 
@@ -61,7 +61,7 @@ class Carrier:
         return f"{self.site} ({where}{', negative' if self.sign < 0 else ''})"
 
 
-def plan_at(carriers: Sequence[Carrier]) -> Plan:
+def plan_at(carriers: Sequence[OracleHead]) -> Plan:
     """Dual grafts at these heads, with the signs with which they carry the answer, and the places at which they read it."""
     starts = {str(carrier.site): Start(sign=1 if carrier.sign > 0 else -1) for carrier in carriers}
     places = {str(carrier.site): carrier.back for carrier in carriers}
@@ -69,7 +69,7 @@ def plan_at(carriers: Sequence[Carrier]) -> Plan:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class OracleOutcome:
     """Of every question: the loss in nats, and whether the answer was right."""
 
     loss: np.ndarray
@@ -79,7 +79,7 @@ class Outcome:
 @dataclass(frozen=True)
 class Batch:
     """Questions as rows for the model. owners: (rows,) the question of a row. spans: of every question, the token positions of
-    all its spans. behind: (rows,) the position behind the span that holds the answer."""
+    all its spans. span_end: (rows,) the position behind the span that holds the answer."""
 
     chosen: list[int]
     encoded: Encoded
@@ -87,11 +87,11 @@ class Batch:
     last: Tensor
     owners: Tensor
     spans: list[list[list[int]]]
-    behind: Tensor
+    span_end: Tensor
 
     def at(self, back: int) -> Tensor:
         """(rows,): the positions so many tokens before the one behind the span that holds the answer; none after the prompt."""
-        return (self.behind - back).clamp_min(0).minimum(self.last)
+        return (self.span_end - back).clamp_min(0).minimum(self.last)
 
 
 class Oracles:
@@ -115,29 +115,29 @@ class Oracles:
     def _batch(self, chosen: list[int], encoded: Encoded) -> Batch:
         tokenizer, device = self.gated.tokenizer, self.gated.model.device
         ids, last = padded(encoded.rows, device)
-        spans, behind = [], []
+        spans, ends = [], []
         for question in (self.questions[i] for i in chosen):
             _, places = token_spans(tokenizer, question.prompt, question.spans)
             spans.append(places)
-            behind.append(places[question.evidence or 0][-1] + 1)
+            ends.append(places[question.evidence or 0][-1] + 1)
         owners = encoded.owners()
-        return Batch(chosen, encoded, ids, last, owners, spans, torch.tensor(behind, device=device)[owners.to(device)])
+        return Batch(chosen, encoded, ids, last, owners, spans, torch.tensor(ends, device=device)[owners.to(device)])
 
     @torch.inference_mode()
-    def outcome(self, carriers: Sequence[Carrier] = (), *, alone: bool = False) -> Outcome:
+    def outcome(self, carriers: Sequence[OracleHead] = (), *, alone: bool = False) -> OracleOutcome:
         """What the model answers with a perfect choice at the heads of `carriers`, and, if `alone`, with each span read as if
         it were the only one."""
         loss, correct = np.zeros(len(self.questions)), np.zeros(len(self.questions), dtype=bool)
         for number, batch in enumerate(self.batches):
             with ExitStack() as stack:
-                stack.enter_context(listening(self.mixers, self._carrying(batch, carriers), always=True))
+                stack.enter_context(intercept_ssm_output(self.mixers, self._carrying(batch, carriers), always=True))
                 if alone:
                     stack.enter_context(replaced(self._read_alone(batch, self._states[number])))
                 logits = self._logits(batch)
             with explained(self.gated.model, batch.encoded.rows):
                 loss[batch.chosen] = batch.encoded.losses(logits).cpu().numpy()
                 correct[batch.chosen] = batch.encoded.correct(logits).cpu().numpy()
-        return Outcome(loss, correct)
+        return OracleOutcome(loss, correct)
 
     def _logits(self, batch: Batch) -> Tensor:
         """(rows, vocabulary)"""
@@ -145,7 +145,7 @@ class Oracles:
         logits = self.gated.model(input_ids=batch.ids, use_cache=False, logits_to_keep=keep).logits
         return logits[torch.arange(len(batch.ids), device=logits.device), where]
 
-    def _carrying(self, batch: Batch, carriers: Sequence[Carrier]) -> Any:
+    def _carrying(self, batch: Batch, carriers: Sequence[OracleHead]) -> Any:
         """For `listening`: the SSM's output, but for the carriers at the last token."""
         rows = torch.arange(len(batch.ids), device=batch.ids.device)
 
@@ -171,7 +171,7 @@ class Oracles:
     def _alone(self, batch: Batch) -> list[Tensor]:
         rows, places = [], []
         for number, i in enumerate(batch.chosen):
-            prompts = only_span(self.gated.tokenizer, self.questions[i], batch.spans[number])
+            prompts = encode_span_alone(self.gated.tokenizer, self.questions[i], batch.spans[number])
             rows += [ids for ids, _ in prompts]
             places += [here for _, here in prompts]
         ids, _ = padded(rows, self.gated.model.device)
@@ -183,7 +183,7 @@ class Oracles:
             for block in self.gated.anatomy.blocks
         ]
         try:
-            with listening(self.mixers, self._carrying(batch, ()), always=True):
+            with intercept_ssm_output(self.mixers, self._carrying(batch, ()), always=True):
                 self.gated.model(input_ids=ids, use_cache=False, logits_to_keep=1)
         finally:
             for handle in handles:
@@ -215,7 +215,7 @@ class Oracles:
         # Behind the last block nothing reads these tokens; it may hand on the last ones alone.
         return {block: changed(block.forward, state) for block, state in zip(blocks[:-1], states[:-1], strict=True)}
 
-    def slopes(self) -> dict[Carrier, float]:
+    def slopes(self) -> dict[OracleHead, float]:
         """To first order, the loss in nats that a perfect choice at one head saves: for every head at all places and with both
         signs, from one forward and one backward."""
         sums = [torch.zeros(2, len(PLACES), mixer.heads) for mixer in self.gated.anatomy.ssms]
@@ -239,29 +239,29 @@ class Oracles:
                 handle = y.register_hook(read)
                 return y
 
-            with frozen(self.gated.model), listening(self.mixers, listen), torch.enable_grad():
+            with frozen(self.gated.model), intercept_ssm_output(self.mixers, listen), torch.enable_grad():
                 batch.encoded.losses(self._logits(batch)).sum().backward()
         return {
-            Carrier(Site(mixer.layer, (head,)), back, sign): sums[number][i, place, head].item() / len(self.questions)
+            OracleHead(Site(mixer.layer, (head,)), back, sign): sums[number][i, place, head].item() / len(self.questions)
             for number, mixer in enumerate(self.gated.anatomy.ssms)
             for i, sign in enumerate((1, -1)) for place, back in enumerate(PLACES) for head in range(mixer.heads)
         }  # fmt: skip
 
-    def carriers(self, most: int = 4, *, candidates: int = 8, worth: float = 0.02) -> list[tuple[Carrier, Outcome]]:
+    def carriers(self, most: int = 4, *, candidates: int = 8, worth: float = 0.02) -> list[tuple[OracleHead, OracleOutcome]]:
         """Heads with which a perfect choice saves most loss, one added to the others after the other, at most `most`, each with
         what the model answers then. It ends where no further head saves `worth` nats. The `candidates` heads that lead to first
         order are tried at those places, and with those signs, that lead to first order."""
         slopes = self.slopes()
-        ways: dict[Site, list[Carrier]] = {}
+        ways: dict[Site, list[OracleHead]] = {}
         for carrier in sorted(slopes, key=slopes.__getitem__, reverse=True):
             ways.setdefault(carrier.site, []).append(carrier)
         tried = [carrier for site in list(ways)[:candidates] for carrier in ways[site][:TRIED]]
         alone = dict(zip(tried, self.outcomes([[carrier] for carrier in tried], "perfect choice"), strict=True))
-        best: dict[Site, Carrier] = {}
+        best: dict[Site, OracleHead] = {}
         for carrier in sorted(alone, key=lambda carrier: alone[carrier].loss.mean()):
             best.setdefault(carrier.site, carrier)
         self.alone = {carrier: alone[carrier] for carrier in best.values()}
-        left, chosen = list(self.alone), list[tuple[Carrier, Outcome]]()
+        left, chosen = list(self.alone), list[tuple[OracleHead, OracleOutcome]]()
         (before,) = self.outcomes([[]], "as it is")
         while left and len(chosen) < most:
             here = [carrier for carrier, _ in chosen]
@@ -273,7 +273,7 @@ class Oracles:
             chosen.append((left.pop(number), before))
         return chosen
 
-    def outcomes(self, trials: Sequence[Sequence[Carrier]], description: str) -> list[Outcome]:
+    def outcomes(self, trials: Sequence[Sequence[OracleHead]], description: str) -> list[OracleOutcome]:
         """As `outcome`, of several sets of carriers. Several processes share them."""
 
         def key(number: int) -> Any:
@@ -286,7 +286,7 @@ class Oracles:
 
         with counting(len(processes.share(range(len(trials)))), description) as advance:
             gathered = self.ledger.gather(range(len(trials)), key, tensors)
-        return [Outcome(each["loss"].numpy(), each["correct"].numpy()) for each in gathered.values()]
+        return [OracleOutcome(each["loss"].numpy(), each["correct"].numpy()) for each in gathered.values()]
 
 
 def _skipped(mixer: Any, x: Tensor) -> Tensor:
@@ -295,16 +295,16 @@ def _skipped(mixer: Any, x: Tensor) -> Tensor:
     return torch.zeros_like(x) if skip is None else skip.to(x.dtype)[:, None] * x
 
 
-def only_span(
+def encode_span_alone(
     tokenizer: PreTrainedTokenizerBase, question: Question, spans: Sequence[Sequence[int]]
 ) -> list[tuple[list[int], list[int]]]:
     """For every span of a question: the token ids of the prompt's beginning with this span alone, and where in them its tokens
     stand. spans: where they stand in the whole prompt. Raises UserError where they are other tokens then."""
     head = question.prompt[: question.spans[0][0]]
     texts = [head + question.prompt[begin:stop] for begin, stop in question.spans]
-    (whole,) = opening(tokenizer, [question.prompt])
+    (whole,) = encode_prompts(tokenizer, [question.prompt])
     alone = []
-    for text, ids, span in zip(texts, opening(tokenizer, texts), spans, strict=True):
+    for text, ids, span in zip(texts, encode_prompts(tokenizer, texts), spans, strict=True):
         _, (here,) = token_spans(tokenizer, text, [(len(head), len(text))])
         if [ids[i] for i in here] != [whole[i] for i in span]:
             raise UserError(f"read alone, '{text[len(head) :].strip()}' is other tokens than among the others")

@@ -21,7 +21,7 @@ MATRICES = 2.0  # of one question
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassCounts:
     """Through the whole model, of one batch each. base: forwards of the base. starts, slopes: forwards with a backward, with
     all starts and with one. walks: layer by layer, for an exact scan. variants: what an exact scan tries in all its walks, each
     of which costs the layers above it. matrices: questions whose mixing matrices are written out. at_most: whether fewer heads
@@ -46,7 +46,7 @@ class Passes:
         return self.scan(share) + backward + MATRICES * self.matrices / rows
 
 
-def passes(sets: Sequence[QuestionSet], options: Locate, heads: int, layers: int, graftable: bool = True) -> Passes:
+def passes(sets: Sequence[QuestionSet], options: Locate, heads: int, layers: int, graftable: bool = True) -> PassCounts:
     """The passes of a search, in a model of so many heads and layers. options: with `exact` decided."""
     first, *others = (len(questions.groups) for questions in sets)
     shown = min(EXAMPLES, len(sets[0].questions))
@@ -54,32 +54,32 @@ def passes(sets: Sequence[QuestionSet], options: Locate, heads: int, layers: int
     slopes = first - starts + sum(others) if graftable else 0
     whole, kinds = layers if options.layers else 0, 2 if graftable else 1
     if not options.exact:
-        return Passes(first + first + sum(others), starts, slopes, 0, 0, shown, False)
+        return PassCounts(first + first + sum(others), starts, slopes, 0, 0, shown, False)
     if options.confirm is None:
         variants = first * kinds * (heads + whole) + sum(others) * heads
-        return Passes(first, starts, slopes, first + sum(others), variants, shown, False)
+        return PassCounts(first, starts, slopes, first + sum(others), variants, shown, False)
     chosen = min(heads, math.ceil(options.confirm * heads) + DRAWN)
     best = min(LEADING, chosen) if graftable else 0
     # The leading heads of the spliced are ablated in a walk of their own; without grafts, whole layers are.
     variants = first * (chosen + best + (kinds * whole if graftable else layers)) + sum(others) * 2 * chosen
-    return Passes(first, starts, slopes, 2 * first + 2 * sum(others), variants, shown, True)
+    return PassCounts(first, starts, slopes, 2 * first + 2 * sum(others), variants, shown, True)
 
 
-def skill_passes(sets: Sequence[QuestionSet], options: Locate, heads: int, graftable: bool = True) -> Passes:
+def skill_passes(sets: Sequence[QuestionSet], options: Locate, heads: int, graftable: bool = True) -> PassCounts:
     """The passes of a search on other skills, after those of its own questions. options, heads: as for passes."""
     batches = sum(len(questions.groups) for questions in sets)
     slopes = batches if graftable else 0
     if not options.exact:
-        return Passes(batches, 0, slopes, 0, 0, 0, False)
+        return PassCounts(batches, 0, slopes, 0, 0, 0, False)
     chosen = heads if options.confirm is None else min(heads, math.ceil(options.confirm * heads) + DRAWN)
-    return Passes(0, 0, slopes, batches, batches * chosen * (2 if graftable else 1), 0, options.confirm is not None)
+    return PassCounts(0, 0, slopes, batches, batches * chosen * (2 if graftable else 1), 0, options.confirm is not None)
 
 
-def counted(sets: Sequence[QuestionSet], options: Locate, subject: Subject) -> tuple[Passes, float]:
+def counted(sets: Sequence[QuestionSet], options: Locate, subject: Subject) -> tuple[PassCounts, float]:
     """(the passes, what share of all layers a variant computes): those from its own layer on."""
     anatomy = subject.anatomy
     depth, layers = len(anatomy.blocks), anatomy.layers()
-    each = passes(sets, options, len(anatomy.places[0]), len(layers), subject.graftable)
+    each = passes(sets, options, len(anatomy.coordinates[0]), len(layers), subject.graftable)
     shares = [((depth - layer) / depth, anatomy.heads(layer)) for layer in layers]
     return each, sum(share * heads for share, heads in shares) / sum(heads for _, heads in shares)
 

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.locating.subject import Subject
-from surgery.models.anatomy import Mixer
+from surgery.models.anatomy import MixerPlace
 from surgery.models.finite import explained
-from surgery.models.tokens import opening, token_spans
+from surgery.models.tokens import encode_prompts, token_spans
 from surgery.probes.encoded import Encoded, encode, padded
 from surgery.probes.question import Question
 from surgery.records.site import Site
@@ -80,13 +80,13 @@ def exchanged(tokenizer: PreTrainedTokenizerBase, question: Question, rng: rando
     spans = [question.prompt[begin:stop] for begin, stop in question.spans]
     texts = [_ending(span, question.choices) for span in spans]
     right, own = question.choices[question.answer].strip(), question.evidence
-    (ids,) = opening(tokenizer, [question.prompt])
+    (ids,) = encode_prompts(tokenizer, [question.prompt])
     others = [(number, text) for number, text in enumerate(texts) if text and text != right and texts[own] == right]
     for other, wrong in rng.sample(others, len(others)):
         changed = list(spans)
         changed[own], changed[other] = _ended(spans[own], right, wrong), _ended(spans[other], wrong, right)
         prompt, places = _joined(question, changed)
-        if len(opening(tokenizer, [prompt])[0]) == len(ids):
+        if len(encode_prompts(tokenizer, [prompt])[0]) == len(ids):
             return replace(question, prompt=prompt, spans=places)
     raise UserError(
         "an answer's way needs an answer that ends its span, and another one of as many tokens that ends another span"
@@ -129,10 +129,11 @@ def _parts(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[Question, Q
         answer = [i for i in differing if own[0] <= i <= own[-1]]
         elsewhere = [i for i in differing if i not in answer]
         beside = next((span for span in spans if elsewhere and span[0] <= elsewhere[0] <= span[-1]), [])
-        behind = spans[-1][-1] + 2  # the token behind the last span may belong to its summary
+        after_spans = spans[-1][-1] + 2  # the token behind the last span may belong to its summary
         places = (
             [i for i in own if i < answer[0]], answer, [*(i for i in own if i > answer[-1]), own[-1] + 1],
-            [*beside, *(i + 1 for i in beside[-1:])], range(behind, int(last[row])), range(int(last[row]), int(last[row]) + 1),
+            [*beside, *(i + 1 for i in beside[-1:])], range(after_spans, int(last[row])),
+            range(int(last[row]), int(last[row]) + 1),
         )  # fmt: skip
         for part, at in enumerate(places):
             parts[part, row, list(at)] = True
@@ -140,7 +141,7 @@ def _parts(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[Question, Q
 
 
 @contextmanager
-def _recording(mixers: Sequence[Mixer], columns: dict[nn.Module, Tensor]) -> Iterator[None]:
+def _recording(mixers: Sequence[MixerPlace], columns: dict[nn.Module, Tensor]) -> Iterator[None]:
     """While this lasts, what output projections read is kept."""
 
     def record(out: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -155,7 +156,7 @@ def _recording(mixers: Sequence[Mixer], columns: dict[nn.Module, Tensor]) -> Ite
 
 
 @contextmanager
-def _putting_out(mixer: Mixer, head: slice, values: Tensor, where: Tensor) -> Iterator[None]:
+def _putting_out(mixer: MixerPlace, head: slice, values: Tensor, where: Tensor) -> Iterator[None]:
     """While this lasts, the columns of one head are others at some tokens. where: (rows, t) bool."""
 
     def put(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.locating.questions import choice_probe
 from surgery.locating.subject import Subject
-from surgery.locating.substitution import silenced, without
+from surgery.locating.substitution import ablate_heads, skip_layers
 from surgery.models.anatomy import Kind
 from surgery.models.finite import explained
 from surgery.probes.encoded import padded
@@ -40,7 +40,7 @@ from surgery.statistics import Estimate, Proportion, difference, mean, proportio
 COLLAPSE = 0.5  # of what the whole model has above chance
 
 
-class Measured(Record):
+class PruneMeasurement(Record):
     """A probe's accuracy and loss (nats), and the accuracy lost against the whole model on the same examples."""
 
     accuracy: Proportion
@@ -48,7 +48,7 @@ class Measured(Record):
     drop: Estimate
 
 
-class Outcome(Record):
+class PruneOutcome(Record):
     """A cut and what is left. dropped: layers without mixer and MLP. silent: heads at zero, everywhere or (last_only) at each
     row's last position. replaced: layers that come from a donor (donor_sweep.py)."""
 
@@ -57,8 +57,8 @@ class Outcome(Record):
     silent: tuple[SiteText, ...] = ()
     last_only: bool = False
     replaced: tuple[int, ...] = ()
-    retrieval: Measured
-    knowledge: Measured
+    retrieval: PruneMeasurement
+    knowledge: PruneMeasurement
 
 
 class Pruning(Record):
@@ -69,12 +69,12 @@ class Pruning(Record):
     provenance: Provenance
     probes: dict[str, Any]
     kinds: str
-    base: Outcome
-    shortened: tuple[Outcome, ...]
+    base: PruneOutcome
+    shortened: tuple[PruneOutcome, ...]
     minimal: int
-    left_out: tuple[Outcome, ...]
-    kept: dict[str, Outcome] = {}
-    last_row: dict[Kind, Outcome] = {}
+    left_out: tuple[PruneOutcome, ...]
+    kept: dict[str, PruneOutcome] = {}
+    last_row: dict[Kind, PruneOutcome] = {}
 
 
 class Pruner:
@@ -94,37 +94,37 @@ class Pruner:
 
     def cut(
         self, what: str, *, dropped: Collection[int] = (), silent: Collection[Site] = (), last_only: bool = False
-    ) -> Outcome:
+    ) -> PruneOutcome:
         """Measure the model without layers and with silent heads."""
         anatomy = self.subject.anatomy
         anatomy.check([*(Site(layer) for layer in dropped), *silent])
         silent = sorted(head for site in silent for head in (site.each() or self.heads(site.layer)))
         with ExitStack() as stack:
-            stack.enter_context(without(self.subject, dropped))
+            stack.enter_context(skip_layers(self.subject, dropped))
             if not last_only:
-                stack.enter_context(silenced(anatomy, silent))
+                stack.enter_context(ablate_heads(anatomy, silent))
                 measured = self.ask(self.subject.model)
             else:
                 measured = self._measured(lambda questions: self._answer_without_last_row(questions, silent))
-        return Outcome(
+        return PruneOutcome(
             what=what, dropped=tuple(sorted(dropped)), silent=tuple(silent), last_only=last_only,
             retrieval=measured["retrieval"], knowledge=measured["knowledge"],
         )  # fmt: skip
 
-    def ask(self, model: PreTrainedModel) -> dict[str, Measured]:
+    def ask(self, model: PreTrainedModel) -> dict[str, PruneMeasurement]:
         """Measure another model (or this one as it now is) on the same questions."""
         return self._measured(lambda questions: answer(model, self.subject.tokenizer, questions, self.batch_size))
 
-    def _measured(self, ask: Callable[[Sequence[Question]], Result]) -> dict[str, Measured]:
+    def _measured(self, ask: Callable[[Sequence[Question]], Result]) -> dict[str, PruneMeasurement]:
         measured = {}
         for name, questions in self.questions.items():
             result = ask(questions)
             whole = self.whole.setdefault(name, result)
             drop = difference(result.correct, whole.correct)
-            measured[name] = Measured(accuracy=proportion(result.correct), loss=mean(result.loss), drop=drop)
+            measured[name] = PruneMeasurement(accuracy=proportion(result.correct), loss=mean(result.loss), drop=drop)
         return measured
 
-    def collapsed(self, outcome: Outcome) -> bool:
+    def collapsed(self, outcome: PruneOutcome) -> bool:
         """Whether retrieval has lost COLLAPSE of what the whole model has above chance."""
         chance = float(np.mean([question.chance for question in self.questions["retrieval"]]))
         whole = self.base.retrieval.accuracy.accuracy
@@ -142,7 +142,7 @@ class Pruner:
             ids, last = padded(encoded.rows, model.device)
             at = torch.arange(len(ids), device=ids.device), last
             keep, where = last.unique(return_inverse=True)
-            with silenced(self.subject.anatomy, silent, at):
+            with ablate_heads(self.subject.anatomy, silent, at):
                 logits = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[at[0], where]
             with explained(model, encoded.rows):
                 correct[chosen] = encoded.correct(logits).cpu().numpy()
@@ -178,7 +178,7 @@ def prune(
     )
 
 
-def shorten(pruner: Pruner) -> tuple[Outcome, ...]:
+def shorten(pruner: Pruner) -> tuple[PruneOutcome, ...]:
     """Drop one layer after the other from the end, until retrieval collapses."""
     layers, outcomes = len(pruner.subject.anatomy.blocks), []
     if pruner.collapsed(pruner.base):
@@ -190,13 +190,13 @@ def shorten(pruner: Pruner) -> tuple[Outcome, ...]:
     return tuple(outcomes)
 
 
-def minimal_model(pruner: Pruner, shortened: Sequence[Outcome]) -> int:
+def minimal_model(pruner: Pruner, shortened: Sequence[PruneOutcome]) -> int:
     """How many layers the minimal model has."""
     standing = [outcome for outcome in shortened if not pruner.collapsed(outcome)]
     return len(pruner.subject.anatomy.blocks) - max((len(outcome.dropped) for outcome in standing), default=0)
 
 
-def leave_one_out(pruner: Pruner, minimal: int) -> tuple[Outcome, ...]:
+def leave_one_out(pruner: Pruner, minimal: int) -> tuple[PruneOutcome, ...]:
     """The minimal model without each of its layers."""
     dropped = range(minimal, len(pruner.subject.anatomy.blocks))
     cuts = Track(range(minimal), "leaving layers out")
@@ -205,7 +205,7 @@ def leave_one_out(pruner: Pruner, minimal: int) -> tuple[Outcome, ...]:
 
 def keep_only(
     pruner: Pruner, gather: Collection[Site], aggregate: Collection[Site], minimal: int | None = None
-) -> dict[str, Outcome]:
+) -> dict[str, PruneOutcome]:
     """In the layers of the given heads, silence all heads but the given ones, those of one role, or all. minimal: in the model
     of that many layers, which must hold them (default: in the whole)."""
     layers = len(pruner.subject.anatomy.blocks)
@@ -222,7 +222,7 @@ def keep_only(
     return outcomes
 
 
-def last_rows(pruner: Pruner) -> dict[Kind, Outcome]:
+def last_rows(pruner: Pruner) -> dict[Kind, PruneOutcome]:
     """The whole hybrid without the mixing of each kind at the last position; nothing for a model of one kind."""
     mixers = pruner.subject.anatomy.mixers
     if len({mixer.kind for mixer in mixers}) < 2:

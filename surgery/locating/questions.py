@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.models.tokens import opening
+from surgery.models.tokens import encode_prompts
 from surgery.probes import make, without_unseen
 from surgery.probes.encoded import Asked, Encoded, padded
 from surgery.probes.question import CompletionProbe, Passage, PassageProbe, Probe, Question, WritingProbe
@@ -106,10 +106,10 @@ def reference_batch(
     tokenizer: PreTrainedTokenizerBase, questions: Sequence[Asked], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Passages, or the prompts of questions, (ids (rows, t), last (rows,)), as a reference for mean and resample ablation."""
-    prompts = opening(tokenizer, [question.prompt for question in questions if isinstance(question, Question)])
+    prompts = encode_prompts(tokenizer, [question.prompt for question in questions if isinstance(question, Question)])
     return padded([*prompts, *(list(each.ids) for each in questions if isinstance(each, Passage))], device)
 
 
-def described(name: str, options: Mapping[str, Any]) -> str:
+def probe_in_words(name: str, options: Mapping[str, Any]) -> str:
     """As a person would say it: kv (pairs 32)."""
     return f"{name} ({', '.join(f'{option} {value}' for option, value in options.items())})" if options else name

@@ -10,9 +10,9 @@ import numpy as np
 from surgery.errors import UserError
 from surgery.locating.atlas import draw_scores
 from surgery.locating.heads import KINDS, ROLES, Role, Score, gain
-from surgery.locating.questions import described
+from surgery.locating.questions import probe_in_words
 from surgery.locating.ranked_heads import RankedHeads
-from surgery.records.names import called
+from surgery.records.names import display_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,9 +107,9 @@ class Ranking(RankedHeads):
         return f"<p>{caption}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table><p>{notes}</p>"
 
     def _caption(self) -> list[str]:
-        probe = described(self.probe.get("name", "?"), self.probe.get("options", {}))
+        probe = probe_in_words(self.probe.get("name", "?"), self.probe.get("options", {}))
         return [
-            f"Ranking of {called(self.provenance.base)}: {len(self.heads):,} heads, by {self.score.replace('_', ' ')}",
+            f"Ranking of {display_name(self.provenance.base)}: {len(self.heads):,} heads, by {self.score.replace('_', ' ')}",
             f"{probe}, {self.probe.get('examples', '?')} examples; base accuracy {self.base_accuracy}",
         ]
 

@@ -14,7 +14,7 @@ from surgery.hybrids.parts import bias_of, multiplied, project_in_float16
 from surgery.hybrids.patching import replaced
 from surgery.locating.subject import Subject
 from surgery.locating.substitution import Shape, identity, tensor_of
-from surgery.models.anatomy import Mixer
+from surgery.models.anatomy import MixerPlace
 from surgery.models.finite import checked
 
 
@@ -91,7 +91,7 @@ class Walk:
 class _Recorder:
     """Lets a mixer do its work, and keeps what a Recorded holds."""
 
-    def __init__(self, mixer: Mixer):
+    def __init__(self, mixer: MixerPlace):
         self.mixer, self.own = mixer, mixer.module.forward
         self.projected: list[tuple[Tensor, Tensor]] = []
 

@@ -20,7 +20,7 @@ from surgery.hybrids.patching import replaced
 from surgery.locating.recording import Recorded, Walk, picked, with_states
 from surgery.locating.subject import Subject
 from surgery.locating.substitution import block_shapes, identity
-from surgery.models.anatomy import Mixer
+from surgery.models.anatomy import MixerPlace
 from surgery.models.offloaded import fetched
 from surgery.models.quantised import has_quantised_weight
 
@@ -144,7 +144,7 @@ class Layer:
                 change[i] = self._outputs[i] + F.linear(after - before, weight)
         return change
 
-    def _touched(self, heads: Sequence[int] | None) -> list[Mixer]:
+    def _touched(self, heads: Sequence[int] | None) -> list[MixerPlace]:
         """The layer's mixers that have some of the heads."""
         return [m for m in self.mixers if heads is None or any(m.first <= head < m.first + m.heads for head in heads)]
 

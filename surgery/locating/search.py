@@ -12,7 +12,7 @@ from surgery.locating.heads import ScoreName
 from surgery.locating.ledger import Ledger
 from surgery.locating.prefilter import Prefilter
 from surgery.locating.questions import QuestionSet
-from surgery.locating.stability import Column, Scores
+from surgery.locating.stability import HeadScores, ScoreColumn
 from surgery.locating.subject import Subject
 from surgery.models.anatomy import Anatomy
 from surgery.records.recipe import Locate
@@ -65,7 +65,7 @@ class Search:
             measured.measure(best, layers=self.options.layers, kinds=("ablate",))
         return measured, leading, control
 
-    def again(self, questions: QuestionSet, always: Sequence[Site]) -> Scores:
+    def again(self, questions: QuestionSet, always: Sequence[Site]) -> HeadScores:
         """What ranks heads, and nothing else, on other questions; `always`: heads that are not given up."""
         values = None if self.prefilter is None else self.prefilter.attributions(questions.groups)
         measured = self.exact(questions)
@@ -79,16 +79,16 @@ class Search:
             measured.measure(always, layers=False, kinds=(self.kind,))
         return self.scores(questions, measured, values).only(self.subject.anatomy.numbers(always))
 
-    def scores(self, questions: QuestionSet, measured: Exact, values: np.ndarray | None) -> Scores:
+    def scores(self, questions: QuestionSet, measured: Exact, values: np.ndarray | None) -> HeadScores:
         """The scores that rank heads, for the comparison of rankings."""
         anatomy, heads = self.subject.anatomy, measured.heads()
-        columns: dict[ScoreName, Column] = {}
+        columns: dict[ScoreName, ScoreColumn] = {}
         if self.options.exact:
-            columns[self.score] = Column(measured.effects(heads)[self.score], anatomy.numbers(heads))
+            columns[self.score] = ScoreColumn(measured.effects(heads)[self.score], anatomy.numbers(heads))
         if values is not None:
-            columns["attribution"] = Column(of_heads(values, anatomy))
+            columns["attribution"] = ScoreColumn(of_heads(values, anatomy))
         probe = {"name": questions.name, "options": questions.options}
-        return Scores(probe, questions.seed, measured.correct["base", None], columns, len(anatomy.places[0]))
+        return HeadScores(probe, questions.seed, measured.correct["base", None], columns, len(anatomy.coordinates[0]))
 
     def exact(self, questions: QuestionSet) -> Exact:
         """What measures sites on questions."""
@@ -99,7 +99,7 @@ class Search:
         """The share of the heads that is to be confirmed, the most promising first, and the others' numbers. What is promising:
         by attribution, or, where there is none, by what ablating the head's layer costs, which this measures."""
         anatomy = self.subject.anatomy
-        layers, heads = anatomy.places
+        layers, heads = anatomy.coordinates
         if values is not None:
             promise = values.mean(0, dtype=float)[layers, heads]
         else:
@@ -121,7 +121,7 @@ def drawn(anatomy: Anatomy, numbers: Sequence[int], seed: int) -> list[Site]:
 
 def of_heads(values: np.ndarray, anatomy: Anatomy) -> np.ndarray:
     """(examples, heads): of an array (examples, layers, most heads of a layer) what belongs to heads."""
-    layers, heads = anatomy.places
+    layers, heads = anatomy.coordinates
     if len(heads) == values[0].size:  # all of it: half a million channels of 256 examples are half a GB, and not copied
         return values.reshape(len(values), -1)
     return values[:, layers, heads]

@@ -14,11 +14,11 @@ from surgery.locating.heads import SCORES, Heads
 from surgery.locating.prefilter import Prefilter
 from surgery.locating.questions import QuestionSet
 from surgery.locating.search import Search, of_heads
-from surgery.locating.stability import Column
+from surgery.locating.stability import ScoreColumn
 from surgery.locating.subject import Subject
 from surgery.models.anatomy import Anatomy
 from surgery.probes.encoded import Asked
-from surgery.probes.perplexity import Perplexity
+from surgery.probes.perplexity import TextWindows
 from surgery.probes.question import Passage, Question
 from surgery.probes.scoring import batches
 from surgery.probes.skills import BOUND, BOUND_OF_LOSS, names_of, skill_questions, skills_of
@@ -87,7 +87,7 @@ def _text(subject: Subject, data: Data, rows: int, options: Locate, first: Quest
     if len(data.train_text) > 1 or not plain or rows < 2:
         return None
     count = min(rows, options.examples)
-    ids = Perplexity(source.source, count, WINDOW).token_windows(subject.tokenizer, first.seed + SEED).tolist()
+    ids = TextWindows(source.source, count, WINDOW).token_windows(subject.tokenizer, first.seed + SEED).tolist()
     passages = [Passage(tuple(row), tuple((i, 0) for i in range(1, len(row))), 1 / (len(row) - 1)) for row in ids]
     groups = list(batches(subject.tokenizer, passages, options.batch_size))
     return QuestionSet(TEXT, {"tokens": WINDOW}, first.seed, passages, groups, first.reference)
@@ -96,7 +96,7 @@ def _text(subject: Subject, data: Data, rows: int, options: Locate, first: Quest
 def slopes(prefilter: Prefilter, questions: QuestionSet, anatomy: Anatomy) -> Intervals:
     """The attribution of all heads on one skill. To be taken before anything is measured exactly: an offloaded model may hold
     weights without gradients afterwards."""
-    return estimated("attribution", Column(of_heads(prefilter.attributions(questions.groups), anatomy)))
+    return estimated("attribution", ScoreColumn(of_heads(prefilter.attributions(questions.groups), anatomy)))
 
 
 def skill_scores(
@@ -106,7 +106,9 @@ def skill_scores(
     their attribution, if there is one."""
     anatomy, exact = search.subject.anatomy, search.exact(questions)
     exact.measure(heads, layers=False)
-    columns = {name: Column(values, anatomy.numbers(heads)) for name, values in exact.effects(heads).items()} if heads else {}
+    columns = (
+        {name: ScoreColumn(values, anatomy.numbers(heads)) for name, values in exact.effects(heads).items()} if heads else {}
+    )
     count = len(ranked)
     estimates = {
         name: everywhere(estimated(name, columns[name]), columns[name].at, count) for name in SCORES if name in columns
@@ -130,7 +132,7 @@ def skill_scores(
     )  # fmt: skip
 
 
-def _costing(column: Column | None, name: str, sign: int, count: int, bound: float) -> list[int]:
+def _costing(column: ScoreColumn | None, name: str, sign: int, count: int, bound: float) -> list[int]:
     """The numbers of the heads, of `count`, that cost more than the bound, by an interval that is corrected for their number.
     sign: with which the score is a cost. column: None where it was not measured."""
     if column is None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from surgery.locating.heads import ScoreName
-from surgery.locating.questions import described
+from surgery.locating.questions import probe_in_words
 from surgery.records.record import Record
 from surgery.records.site import Site, SiteText
 from surgery.statistics import CHUNK, Estimate, Proportion, correlation, mean, share_right
@@ -59,7 +59,7 @@ class Stability(Record):
         """A row for every two rankings and score."""
         rows = []
         for agreement in self.agreements:
-            names = [f"{described(**self.repeats[i].probe)}, seed {self.repeats[i].seed}" for i in agreement.between]
+            names = [f"{probe_in_words(**self.repeats[i].probe)}, seed {self.repeats[i].seed}" for i in agreement.between]
             shared = [f"{agreement.shared[top]}/{top}" if top in agreement.shared else "" for top in TOPS]
             rows.append([*names, agreement.score.replace("_", " "), str(agreement.correlation or ""), *shared])
         return ["ranking", "and", "by", "rank correlation", *(f"top {top} shared" for top in TOPS)], rows
@@ -79,7 +79,7 @@ class Stability(Record):
 
 
 @dataclass(frozen=True)
-class Column:
+class ScoreColumn:
     """A score. values (examples, sites that were measured), NaN where one was not measured on an example. at: the numbers of
     these sites, in order; None: all."""
 
@@ -100,14 +100,14 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Scores:
+class HeadScores:
     """What one set of questions says of the heads, `sites` in number. correct (examples,): of the base. means: score ->
     (sites,), if they were taken already."""
 
     probe: dict[str, Any]
     seed: int
     correct: np.ndarray
-    columns: dict[ScoreName, Column]
+    columns: dict[ScoreName, ScoreColumn]
     sites: int
     means: dict[ScoreName, np.ndarray] = field(default_factory=dict)
 
@@ -119,13 +119,13 @@ class Scores:
             self.means[score] = centres
         return self.means[score]
 
-    def only(self, numbers: np.ndarray) -> "Scores":
+    def only(self, numbers: np.ndarray) -> "HeadScores":
         """The same with the values of some sites alone, by number; the means are of all."""
-        columns: dict[ScoreName, Column] = {}
+        columns: dict[ScoreName, ScoreColumn] = {}
         for score, column in self.columns.items():
             self.centres(score)
             here = np.unique(numbers) if column.at is None else np.intersect1d(numbers, column.at)
-            columns[score] = Column(column.values_of(here), here)
+            columns[score] = ScoreColumn(column.values_of(here), here)
         return replace(self, columns=columns)
 
     def leading(self, score: ScoreName, top: int) -> list[int]:
@@ -136,7 +136,7 @@ class Scores:
 
 
 def stability(
-    site_of: Callable[[int], Site], scores: Sequence[Scores], score: ScoreName, drawn: Sequence[int]
+    site_of: Callable[[int], Site], scores: Sequence[HeadScores], score: ScoreName, drawn: Sequence[int]
 ) -> Stability:  # fmt: skip
     """Compare two rankings or more. Each has measured `drawn`, and the leading five of the first, on all of its questions.
     site_of: a site by its number."""
@@ -153,7 +153,7 @@ def stability(
     )  # fmt: skip
 
 
-def _repeat(site_of: Callable[[int], Site], ranking: Scores, score: ScoreName) -> Repeat:
+def _repeat(site_of: Callable[[int], Site], ranking: HeadScores, score: ScoreName) -> Repeat:
     missed = None
     if score != "attribution" and "attribution" in ranking.columns and not np.isnan(ranking.centres(score)).any():
         passed = set(ranking.leading("attribution", PREFILTERED))
@@ -164,7 +164,7 @@ def _repeat(site_of: Callable[[int], Site], ranking: Scores, score: ScoreName) -
     )  # fmt: skip
 
 
-def _agreement(pair: tuple[int, int], first: Scores, second: Scores, score: ScoreName) -> Agreement:
+def _agreement(pair: tuple[int, int], first: HeadScores, second: HeadScores, score: ScoreName) -> Agreement:
     both = np.stack([first.centres(score), second.centres(score)])
     measured = both[:, ~np.isnan(both).any(0)]
     shared = {top: (set(first.leading(score, top)), set(second.leading(score, top))) for top in TOPS}
@@ -174,5 +174,5 @@ def _agreement(pair: tuple[int, int], first: Scores, second: Scores, score: Scor
     )  # fmt: skip
 
 
-def _on_others(others: Sequence[Scores], score: ScoreName, chosen: list[int]) -> Estimate:
+def _on_others(others: Sequence[HeadScores], score: ScoreName, chosen: list[int]) -> Estimate:
     return mean(np.concatenate([ranking.columns[score].values_of(chosen).mean(1) for ranking in others]))

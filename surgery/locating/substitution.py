@@ -59,7 +59,7 @@ def identity(shape: Shape) -> Callable[..., Any]:
 
 
 @contextmanager
-def without(subject: Subject, layers: Collection[int]) -> Iterator[None]:
+def skip_layers(subject: Subject, layers: Collection[int]) -> Iterator[None]:
     """The model without some of its layers, mixers and MLPs: they pass on what enters them."""
     shapes = block_shapes(subject.model, subject.anatomy.blocks, subject.model.device)
     with replaced({subject.anatomy.blocks[layer]: identity(shapes[layer]) for layer in layers}):
@@ -67,7 +67,7 @@ def without(subject: Subject, layers: Collection[int]) -> Iterator[None]:
 
 
 @contextmanager
-def silenced(anatomy: Anatomy, sites: Collection[Site], at: tuple[Tensor, Tensor] | None = None) -> Iterator[None]:
+def ablate_heads(anatomy: Anatomy, sites: Collection[Site], at: tuple[Tensor, Tensor] | None = None) -> Iterator[None]:
     """The model with the heads of `sites` at zero: the columns that their mixers' output projections read from them, at all
     positions or only `at` the given ones (rows, positions). Assumes, as in transformers, that no two mixers share a module."""
     dead: dict[nn.Module, list[slice]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 from surgery.errors import UserError
 from surgery.locating.prune import heads_of
 from surgery.locating.subject import Subject
-from surgery.locating.substitution import silenced, without
+from surgery.locating.substitution import ablate_heads, skip_layers
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import answer
 from surgery.records.record import Record
@@ -70,7 +70,7 @@ def kv_sweep(
     base: dict[int, np.ndarray] = {}
     for what, heads in Track(list(silent.items()), "sweep"):
         accuracy, drop = {}, {}
-        with without(subject, range(layers, len(anatomy.blocks))), silenced(anatomy, heads):
+        with skip_layers(subject, range(layers, len(anatomy.blocks))), ablate_heads(anatomy, heads):
             for size in sizes:
                 correct = answer(subject.model, subject.tokenizer, questions[size], batch_size).correct
                 whole_correct = base.setdefault(size, correct)

@@ -57,7 +57,7 @@ NO_MIXER = ("down_proj", "experts")  # a module in a slot that has one of these 
 
 
 @dataclass(frozen=True)
-class Mixer:
+class MixerPlace:
     """A layer's sequence-mixing module. `out`: its output projection, which reads heads * width columns. `first`: the number of
     its first head within the layer. `feeds`: as in Slot.
 
@@ -85,14 +85,14 @@ class Anatomy:
     """The blocks in order, and their mixers, by layer and then by first head. A block may have no mixer, or several."""
 
     blocks: tuple[nn.Module, ...]
-    mixers: tuple[Mixer, ...]
+    mixers: tuple[MixerPlace, ...]
 
-    def at(self, layer: int) -> tuple[Mixer, ...]:
+    def at(self, layer: int) -> tuple[MixerPlace, ...]:
         """The mixers of a layer."""
         return self._by_layer.get(layer, ())
 
     @cached_property
-    def _by_layer(self) -> dict[int, tuple[Mixer, ...]]:
+    def _by_layer(self) -> dict[int, tuple[MixerPlace, ...]]:
         return {layer: tuple(mixers) for layer, mixers in groupby(self.mixers, key=lambda mixer: mixer.layer)}
 
     def heads(self, layer: int) -> int:
@@ -104,7 +104,7 @@ class Anatomy:
         return [Site(layer, (head,)) for layer in self.layers() for head in range(self.heads(layer))]
 
     @cached_property
-    def places(self) -> tuple[np.ndarray, np.ndarray]:
+    def coordinates(self) -> tuple[np.ndarray, np.ndarray]:
         """The layer, and the number within it, of every head of sites(). A Mamba-1 of 7B has half a million."""
         layers = self.layers()
         counts = [self.heads(layer) for layer in layers]
@@ -112,28 +112,28 @@ class Anatomy:
 
     def site(self, number: int) -> Site:
         """A head by its number in sites(), from 0."""
-        layers, heads = self.places
+        layers, heads = self.coordinates
         return Site(int(layers[number]), (int(heads[number]),))
 
     def numbers(self, sites: Iterable[Site]) -> np.ndarray:
         """Of single heads their numbers in sites()."""
-        layers, _ = self.places
+        layers, _ = self.coordinates
         first = {layer: int(np.searchsorted(layers, layer)) for layer in self.layers()}
         return np.array([first[site.layer] + site.heads[0] for site in sites], dtype=int)
 
-    def ssm(self, layer: int) -> Mixer | None:
+    def ssm(self, layer: int) -> MixerPlace | None:
         """The SSM of a layer, whose heads come first in it; None where it has none."""
         return next((mixer for mixer in self.at(layer) if mixer.kind == "ssm"), None)
 
     @cached_property
-    def ssms(self) -> tuple[Mixer, ...]:
+    def ssms(self) -> tuple[MixerPlace, ...]:
         """All SSMs, by layer: what grafts can be put into, where a family has them."""
         return tuple(mixer for mixer in self.mixers if mixer.kind == "ssm")
 
     @cached_property
     def of_ssms(self) -> np.ndarray:
         """(heads,) bool: which of sites() are heads of an SSM."""
-        layers, heads = self.places
+        layers, heads = self.coordinates
         count = np.zeros(len(self.blocks), dtype=int)
         for mixer in self.ssms:
             count[mixer.layer] = mixer.heads
@@ -143,7 +143,7 @@ class Anatomy:
         """The layers that have a mixer."""
         return sorted({mixer.layer for mixer in self.mixers})
 
-    def mixer_of(self, site: Site) -> Mixer:
+    def mixer_of(self, site: Site) -> MixerPlace:
         """The mixer of a site of one head. Raises UserError if the model lacks it."""
         (head,) = site.heads
         for mixer in self.at(site.layer):
@@ -173,7 +173,7 @@ class Anatomy:
 def anatomy(model: PreTrainedModel) -> Anatomy:
     """Find a model's blocks, mixers and heads. Raises UserError if its layout is not one of SLOTS'."""
     blocks = blocks_of(model)
-    mixers: list[Mixer] = []
+    mixers: list[MixerPlace] = []
     for layer, block in enumerate(blocks):
         paths = [(slot, module) for slot in SLOTS if (module := _descend(block, slot.path)) is not None]
         filled = [(slot, module) for slot, module in paths if any(hasattr(module, name) for name in (*slot.outs, *NO_MIXER))]
@@ -231,7 +231,7 @@ def block_list(model: PreTrainedModel) -> nn.ModuleList:
     raise _unknown(model, f"its blocks are under none of {', '.join(BLOCKS)}; it has {held or 'no list of modules'}")
 
 
-def _mixer(model: PreTrainedModel, layer: int, slot: Slot, module: nn.Module, first: int) -> Mixer | None:
+def _mixer(model: PreTrainedModel, layer: int, slot: Slot, module: nn.Module, first: int) -> MixerPlace | None:
     out: Any = next((projection for name in slot.outs if (projection := getattr(module, name, None)) is not None), None)
     if out is None:
         return None  # one of NO_MIXER
@@ -247,7 +247,7 @@ def _mixer(model: PreTrainedModel, layer: int, slot: Slot, module: nn.Module, fi
         raise _unknown(model, f"{where} has heads of {width} columns, but its projection reads {columns}")
     if _is_linear(model, layer):
         kind = "ssm"
-    return Mixer(layer, kind, module, out, columns // width, width, first, slot.feeds)
+    return MixerPlace(layer, kind, module, out, columns // width, width, first, slot.feeds)
 
 
 def _descend(module: nn.Module, path: str) -> Any:

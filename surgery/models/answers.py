@@ -116,7 +116,7 @@ def settle(model: PreTrainedModel) -> None:
                 module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
-def described(tensor: Tensor) -> str:
+def tensor_digest(tensor: Tensor) -> str:
     """ "float32 1536x768 ", and the sha256 of that and of the bytes."""
     what = f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape))} "
     total = hashlib.sha256(what.encode())
@@ -128,7 +128,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-class InStep:
+class LockstepRunner:
     """Calls that run a model forwards, each in a thread of its own, of which one runs at a time. They go through the modules
     together: what a module fetches is fetched once for all calls that have come to it. Each call computes what it would alone.
     """
@@ -254,7 +254,7 @@ def answers(model: PreTrainedModel, vocabulary: int, new: int = NEW) -> dict[str
     ]
     model.eval()
     try:
-        *alone, batch = InStep(model).run(calls) if away else [call() for call in calls]
+        *alone, batch = LockstepRunner(model).run(calls) if away else [call() for call in calls]
     finally:
         model.train(training)
     return {f"prompt {len(prompt)}": logits for prompt, logits in zip(prompts, alone, strict=True)} | batch
@@ -310,7 +310,7 @@ def load_and_answer(folder: Any, how: str, new: int = NEW) -> tuple[dict[str, Te
     new: the number of greedy tokens; with 0 nothing is computed, and there are no answers."""
     by, _, disk = how.partition(":")
     model, tokenizer = READ[by](str(folder), disk == "disk")
-    digests = {name: described(tensor) for name, tensor in held(model)}
+    digests = {name: tensor_digest(tensor) for name, tensor in held(model)}
     return answers(in_float32(model), len(tokenizer), new) if new else {}, digests
 
 

@@ -53,7 +53,7 @@ def divided(prompt: str, text: str) -> tuple[str, str]:
     return bare, prompt[len(bare) :] + text
 
 
-def opening(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """The token ids of prompts: with the special tokens that the tokenizer puts before a text, and without those that it
     appends."""
     if not texts:
@@ -62,7 +62,7 @@ def opening(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[li
     return [ids[: len(ids) - appended] for ids in tokenizer(list(texts))["input_ids"]]
 
 
-def following(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str]]) -> list[list[int]]:
+def encode_continuations(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str]]) -> list[list[int]]:
     """For every (prompt, text) the token ids of the text behind the prompt; see the module. An empty list where the text is
     part of the prompt's last token."""
     if not texts:
@@ -79,7 +79,7 @@ def token_spans(
     tokenizer: PreTrainedTokenizerBase, prompt: str, spans: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[list[int]]]:
     """The token ids of a prompt, and for every span of its characters the positions of its tokens."""
-    (ids,) = opening(tokenizer, [prompt])
+    (ids,) = encode_prompts(tokenizer, [prompt])
     offsets = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"][: len(ids)]
     begins, stops = [begin for begin, _ in offsets], [stop for _, stop in offsets]
     places = []

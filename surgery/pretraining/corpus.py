@@ -30,7 +30,7 @@ from surgery.records.reading import PLAIN_TEXT, check_plain, files_below, parse_
 from surgery.records.record import read_text
 from surgery.runtime.ownership import building, reason
 from surgery.runtime.progress import Track, busy
-from surgery.tuning.leaks import TOLERATED, Text
+from surgery.tuning.leaks import TOLERATED, CheckedText
 from surgery.world.tokenizer import byte_level_bpe, wrapped
 
 PIECE = 2**19  # characters that are tokenised at once, about; they end where a line does
@@ -101,7 +101,7 @@ def _digest(path: Path) -> str:
 
 def _check_apart(sides: dict[str, list[Path]]) -> None:
     with busy("comparing the held-out text with the text to learn"):
-        share = Text("\n".join(map(_text, sides["held_out"]))).share(map(_text, sides["train"]))
+        share = CheckedText("\n".join(map(_text, sides["held_out"]))).share(map(_text, sides["train"]))
     if share > TOLERATED:
         raise UserError(
             f"corpus.held_out: {share:.0%} of this text is also in corpus.train; at most {TOLERATED:.0%} may be, or the loss "

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.corpus import Corpus
 from surgery.pretraining.corpus_measuring import PAIRS, RARE
-from surgery.records.names import called, in_markdown
+from surgery.records.names import display_name, in_markdown
 from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe
 from surgery.records.record import provenance
 from surgery.runtime.progress import duration
@@ -27,11 +27,11 @@ def corpus_card(
     about = f"\n{options.about.strip()}\n" if options.about.strip() else ""
     words = "its own byte-level BPE"
     if options.tokenizer is not None:
-        words = f"the tokenizer of {in_markdown(called(options.tokenizer))}"
+        words = f"the tokenizer of {in_markdown(display_name(options.tokenizer))}"
     begun, known = "from scratch", "Nothing was done for retrieval: whatever it retrieves, it learnt from that text."
     if recipe.start is not None:
         begun, known = (
-            f"further, from the weights of {in_markdown(called(recipe.start))},",
+            f"further, from the weights of {in_markdown(display_name(recipe.start))},",
             "What that model knew before is not told here.",
         )
     return f"""---

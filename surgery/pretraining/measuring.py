@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.kv import KVRetrieval
-from surgery.probes.perplexity import Perplexity
+from surgery.probes.perplexity import TextWindows
 from surgery.probes.question import Probe
 from surgery.probes.scoring import answer
 from surgery.splicing.splice import adopt
@@ -29,6 +29,6 @@ def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples
         name: proportion(answer(model, tokenizer, probe.questions(examples, seed + 77)).correct).model_dump(mode="json")
         for name, probe in measured_probes().items()
     }
-    text = Perplexity()
+    text = TextWindows()
     figures["perplexity"] = math.exp(text.losses(model, text.token_windows(tokenizer, seed + 77)).mean())
     return figures

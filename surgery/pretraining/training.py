@@ -13,7 +13,7 @@ from surgery.pretraining.hints import hint_loss, looks
 from surgery.pretraining.lessons import Progress, dictionaries, lesson
 from surgery.pretraining.measuring import measured_probes
 from surgery.probes.scoring import answer
-from surgery.records.pretrain_recipe import Hints, PretrainRecipe
+from surgery.records.pretrain_recipe import PretrainHints, PretrainRecipe
 from surgery.runtime.bf16 import autocast
 from surgery.runtime.progress import Track, say
 from surgery.tuning.optimizer import parameter_groups, steady_schedule
@@ -87,7 +87,7 @@ def _loss(model: Any, ids: Tensor, targets: Tensor, layers: int | None = None) -
     return F.cross_entropy(model.lm_head(hidden[is_target]), targets[is_target])
 
 
-def _hinted(model: Any, ids: Tensor, targets: Tensor, hints: Hints) -> dict[str, Tensor]:
+def _hinted(model: Any, ids: Tensor, targets: Tensor, hints: PretrainHints) -> dict[str, Tensor]:
     """The loss of dictionaries, and that of the hints."""
     (hidden, gathered, aggregated), is_target = looks(model, ids, hints.gather, hints.aggregate), targets != IGNORE
     return {

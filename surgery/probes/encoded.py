@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.models.finite import checked
-from surgery.models.tokens import divided, following, opening
+from surgery.models.tokens import divided, encode_continuations, encode_prompts
 from surgery.probes.question import Passage, Question
 
 Asked = Question | Passage
@@ -34,7 +34,7 @@ class Encoded(ABC):
         """How many questions or passages they are."""
 
     @abstractmethod
-    def places(self) -> tuple[Tensor, Tensor]:
+    def target_positions(self) -> tuple[Tensor, Tensor]:
         """(row, position) of the logits that are needed, (logits,) each."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class EncodedQuestions(Encoded):
     def __len__(self) -> int:
         return len(self.choices)
 
-    def places(self) -> tuple[Tensor, Tensor]:
+    def target_positions(self) -> tuple[Tensor, Tensor]:
         """Each row's last token."""
         return torch.arange(len(self.rows)), torch.tensor([len(row) - 1 for row in self.rows])
 
@@ -130,7 +130,7 @@ class EncodedPassages(Encoded):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def places(self) -> tuple[Tensor, Tensor]:
+    def target_positions(self) -> tuple[Tensor, Tensor]:
         """The tokens before those that are asked for."""
         return self.targets[:, 0], self.targets[:, 2] - 1
 
@@ -188,10 +188,10 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str
     """For each (prompt, text) the tokens of both."""
     split = [divided(*pair) for pair in pairs]
     prompts = [*dict.fromkeys(prompt for prompt, _ in split)]
-    openings = dict(zip(prompts, opening(tokenizer, prompts), strict=True))
+    openings = dict(zip(prompts, encode_prompts(tokenizer, prompts), strict=True))
     if not all(openings.values()):
         raise UserError("a prompt is empty: there is nothing that a text could follow")
-    return [(openings[prompt], ids) for (prompt, _), ids in zip(split, following(tokenizer, split), strict=True)]
+    return [(openings[prompt], ids) for (prompt, _), ids in zip(split, encode_continuations(tokenizer, split), strict=True)]
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.models.tokens import opening
+from surgery.models.tokens import encode_prompts
 from surgery.probes.question import Question
 from surgery.records.record import read_text
 from surgery.world.text import document
@@ -131,7 +131,7 @@ class Needle:
         return " ".join([*parts, *words[place:]]) + posed.asked
 
     def _tokens(self, text: str) -> int:
-        return len(opening(self.tokenizer, [text])[0])
+        return len(encode_prompts(self.tokenizer, [text])[0])
 
     @staticmethod
     def _place(words: list[str], depth: float) -> int:

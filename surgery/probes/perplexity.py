@@ -19,7 +19,7 @@ from surgery.world.text import document
 
 
 @dataclass(frozen=True)
-class Perplexity:
+class TextWindows:
     """`source`: "world" (held-out documents of the small world) or a text file; `windows` of `window` tokens are read."""
 
     source: str = "world"

@@ -85,7 +85,7 @@ def _logits(model: PreTrainedModel, encoded: Encoded, batch_size: int) -> Tensor
     """(logits, vocabulary) at the places of a batch. A row that is the start of another is not run: the other one has its
     logits, too."""
     rows, carriers = encoded.rows, _carriers(encoded.rows)
-    in_rows, positions = encoded.places()
+    in_rows, positions = encoded.target_positions()
     carrier_of = torch.tensor(carriers)[in_rows]
     order: list[Tensor] = []
     logits = []

@@ -24,7 +24,7 @@ def on_hub(name: str) -> bool:
     return HUB.fullmatch(name) is not None and not Path(name.split("/", maxsplit=1)[0]).is_dir()
 
 
-def called(name: str) -> str:
+def display_name(name: str) -> str:
     """The name of a model or a file for others: an id of the Hub or a URL as it is, of a path its last part."""
     if on_hub(name) or ("://" in name and not name.startswith("file:")):
         return name
@@ -50,10 +50,10 @@ def as_code(name: str) -> str:
     return f"{fence}{blank}{name}{blank}{fence}"
 
 
-def public(value: Any) -> Any:
+def strip_paths(value: Any) -> Any:
     """A tree of JSON values in which every path is replaced by its last part."""
     if isinstance(value, dict):
-        return {key: public(item) for key, item in value.items()}
+        return {key: strip_paths(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [public(item) for item in value]
-    return called(value) if isinstance(value, str) and (os.sep in value or value.startswith("~")) else value
+        return [strip_paths(item) for item in value]
+    return display_name(value) if isinstance(value, str) and (os.sep in value or value.startswith("~")) else value

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from surgery.records.growth import Growth
-from surgery.records.names import called, public
+from surgery.records.names import display_name, strip_paths
 from surgery.records.record import Marked, Provenance, Record
 from surgery.records.site import Site, SitesText, SiteText
 
@@ -155,9 +155,11 @@ class Plan(Marked):
 
 def published(plan: Plan) -> Plan:
     """The plan for others to read: base and donor by their names, without paths."""
-    changes: dict[str, Any] = {"donor": plan.donor and called(plan.donor)}
+    changes: dict[str, Any] = {"donor": plan.donor and display_name(plan.donor)}
     if plan.growth is not None:  # a probe may read a file
-        changes["growth"] = plan.growth.model_copy(update={"probe": public(plan.growth.probe)})
+        changes["growth"] = plan.growth.model_copy(update={"probe": strip_paths(plan.growth.probe)})
     if (origin := plan.provenance) is not None:
-        changes["provenance"] = origin.model_copy(update={"base": called(origin.base), "recipe": public(origin.recipe)})
+        changes["provenance"] = origin.model_copy(
+            update={"base": display_name(origin.base), "recipe": strip_paths(origin.recipe)}
+        )
     return plan.model_copy(update=changes)

@@ -51,7 +51,7 @@ class Curriculum(Section):
         return self
 
 
-class Hints(Section):
+class PretrainHints(Section):
     """Which heads of a model without convolutions are to gather and to aggregate (surgery/pretraining/hints.py)."""
 
     section = "pretrain.hints"
@@ -158,7 +158,7 @@ class PretrainRecipe(Section):
     first_layers: Count = 1
     """How many layers are the first ones: 2 for a mixer without a convolution, which needs a layer to gather and another one to
     aggregate."""
-    hints: Hints | None = None
+    hints: PretrainHints | None = None
     """For a model without convolutions (section pretrain.hints)."""
     queries: Count = 16
     """At most this many questions follow one dictionary."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import pydantic
 
 from surgery.errors import UserError
-from surgery.records.names import called, public
+from surgery.records.names import display_name, strip_paths
 from surgery.records.reading import parse_json, read_content
 from surgery.runtime.ownership import put, refuse
 
@@ -190,7 +190,11 @@ def environment(packages: tuple[str, ...] = PACKAGES) -> Environment:
 def provenance(base: str, fingerprint: str, seed: int, recipe: dict[str, Any] | None = None) -> Provenance:
     """The provenance of what is made now."""
     return Provenance(
-        **environment().model_dump(), seed=seed, base=called(base), base_fingerprint=fingerprint, recipe=public(recipe)
+        **environment().model_dump(),
+        seed=seed,
+        base=display_name(base),
+        base_fingerprint=fingerprint,
+        recipe=strip_paths(recipe),
     )
 
 

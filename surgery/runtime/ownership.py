@@ -59,7 +59,7 @@ class Survey:
         return [*self.files, *self.folders, *self.foreign]
 
 
-class Folder:
+class OwnedFolder:
     """A folder with a record, and what the record says. Several processes may add to it.
 
     root: without links. alias: what it is also called, by whoever writes there. files: by name, the digests of all contents
@@ -79,12 +79,12 @@ class Folder:
         self._read()
 
     @classmethod
-    def at(cls, root: Path) -> "Folder | None":
+    def at(cls, root: Path) -> "OwnedFolder | None":
         """The folder `root`, if it has a record. Raises UserError for a damaged one."""
         return cls(root) if os.path.lexists(root / RECORD) else None
 
     @classmethod
-    def create(cls, root: Path, alias: Path | None = None, hidden: str | None = None) -> "Folder":
+    def create(cls, root: Path, alias: Path | None = None, hidden: str | None = None) -> "OwnedFolder":
         """Give the folder `root` a record, unless it has one. hidden: as for `hide`, of its present name."""
         token = secrets.token_hex(8)
         if not os.path.lexists(root / RECORD):
@@ -163,7 +163,7 @@ class Folder:
                 continue
             if entry.is_dir(follow_symlinks=False) and name in self.folders:
                 found.folders.append(path)
-                if (inner := Folder.at(path)) is None:
+                if (inner := OwnedFolder.at(path)) is None:
                     self._look(path, found)
                 else:
                     inner._look(path, found)
@@ -194,12 +194,12 @@ class Folder:
         if path in found.folders:
             hidden = _hidden_name(path)
             self.note_folder(hidden)
-            Folder.create(path).hide("removing", hidden.name)
+            OwnedFolder.create(path).hide("removing", hidden.name)
             os.rename(path, hidden)
-            if others := Folder(hidden).survey().foreign:
+            if others := OwnedFolder(hidden).survey().foreign:
                 os.rename(hidden, path)
                 refuse(path / other.relative_to(hidden) for other in others)
-            Folder(hidden).clear()
+            OwnedFolder(hidden).clear()
             hidden.rmdir()
         for file in found.files:
             file.unlink(missing_ok=True)
@@ -223,7 +223,7 @@ class Folder:
             return found
         if path.is_dir() and not path.is_symlink() and path.relative_to(self.root).as_posix() in self.folders:
             found.folders.append(path)
-            (Folder.at(path) or self)._look(path, found)
+            (OwnedFolder.at(path) or self)._look(path, found)
         elif self.owns(path):
             found.files.append(path)
         else:
@@ -348,11 +348,11 @@ def refuse(foreign: Iterable[Path]) -> None:
 
 # ---- where files go
 
-_jobs: list[list[Folder]] = [[]]  # the folders of the jobs that run, one within the other
+_jobs: list[list[OwnedFolder]] = [[]]  # the folders of the jobs that run, one within the other
 
 
 @contextmanager
-def job() -> Iterator[list[Folder]]:
+def job() -> Iterator[list[OwnedFolder]]:
     """Meanwhile, what `enter` opens is this job's, and in the list that is yielded."""
     _jobs.append([])
     try:
@@ -361,14 +361,14 @@ def job() -> Iterator[list[Folder]]:
         _jobs.pop()
 
 
-def enter(root: Path) -> Folder:
+def enter(root: Path) -> OwnedFolder:
     """Until the job ends, what is written below `root` goes into its record. Makes folder and record where there are none."""
     with saying(root):
         free = not os.path.lexists(root) or (root.is_dir() and not any(root.iterdir()))
         created = [path for path in (root, *root.parents) if not path.exists()] if free else None
         outer = governing(root)
         _make_folders(_within(root, outer) if outer is not None else root, outer)
-        _jobs[-1].append(folder := Folder.create(_real(root), Path(os.path.abspath(root))))
+        _jobs[-1].append(folder := OwnedFolder.create(_real(root), Path(os.path.abspath(root))))
         folder.created = created
         return folder
 
@@ -387,7 +387,7 @@ def writing(root: Path | None) -> Iterator[None]:
             raise
 
 
-def withdraw(folders: list[Folder], beforehand: Container[str] = ()) -> None:
+def withdraw(folders: list[OwnedFolder], beforehand: Container[str] = ()) -> None:
     """Remove what a job has written, and the folders that it created, if they were empty before and nothing else than
     `beforehand` was written."""
     with suppress(OSError, UserError):  # of a disk on which nothing can be changed any more
@@ -412,7 +412,7 @@ def check_ours(*paths: Path) -> None:
                 refuse(folder.others(_within(path, folder)))
 
 
-def governing(path: Path) -> Folder | None:
+def governing(path: Path) -> OwnedFolder | None:
     """The innermost folder of a running job in which `path` lies by its name, or which it is."""
     named, real = Path(os.path.abspath(path)), _real(path)
     each = [folder for folders in _jobs for folder in folders]
@@ -459,7 +459,7 @@ def note_down(root: Path, name: str, value: str) -> None:
 def noted(root: Path, name: str) -> str | None:
     """What was noted about a folder; None if nothing was, or its record cannot be read."""
     try:
-        folder = Folder.at(_real(root))
+        folder = OwnedFolder.at(_real(root))
     except UserError:
         return None
     return None if folder is None else folder.notes.get(name)
@@ -498,7 +498,7 @@ def check_free(path: Path, *, overwrite: bool = True, what: str = "an earlier ex
             raise UserError(f"{path} exists and is no folder; choose another place")
         if not any(place.iterdir()):
             return
-        if (folder := Folder.at(place)) is None:
+        if (folder := OwnedFolder.at(place)) is None:
             first = min(file.name for file in place.iterdir())
             raise UserError(f"{path} exists and is not {what}: it holds '{first}', and no record of ours; choose another place")
         others = [file.relative_to(place).as_posix() for file in folder.survey().foreign]
@@ -515,7 +515,7 @@ def check_free(path: Path, *, overwrite: bool = True, what: str = "an earlier ex
 class Building:
     """A folder that is being built beside its place."""
 
-    def __init__(self, place: Path, path: Path, folder: Folder):
+    def __init__(self, place: Path, path: Path, folder: OwnedFolder):
         self.place, self.path, self.folder = place, path, folder
 
     @contextmanager
@@ -533,7 +533,7 @@ class Building:
         found = self.folder.survey()
         refuse(found.foreign)
         target = self.path
-        earlier = Folder.at(target) if target.is_dir() and any(target.iterdir()) else None
+        earlier = OwnedFolder.at(target) if target.is_dir() and any(target.iterdir()) else None
         self._modes(found)
         if (outer := governing(target)) is not None:
             outer.note_folder(target)
@@ -543,7 +543,7 @@ class Building:
         earlier.hide("leaving", self.place.name)
         self._exchange()
         # What was there lies in the hidden place now, where nobody changes it: the last look.
-        if others := Folder(self.place).survey().foreign:
+        if others := OwnedFolder(self.place).survey().foreign:
             self._exchange()
             refuse(target / path.relative_to(self.place) for path in others)
 
@@ -551,7 +551,7 @@ class Building:
         """With what is at its place. Without the system's help, the place is empty for a moment."""
         if not _exchange(self.place, self.path):
             aside = _hidden_name(self.path)
-            Folder(self.path).hide("leaving", aside.name)
+            OwnedFolder(self.path).hide("leaving", aside.name)
             os.rename(self.path, aside)
             os.rename(self.place, self.path)
             os.rename(aside, self.place)
@@ -564,12 +564,12 @@ class Building:
         if not target.is_dir() or not any(target.iterdir()):
             self.replace()
             return
-        found, there = self.folder.survey(), Folder.at(target)
+        found, there = self.folder.survey(), OwnedFolder.at(target)
         refuse(found.foreign)
         names = {path: target / path.relative_to(self.place) for path in found.files}
         taken = [new for new in names.values() if os.path.lexists(new) and not (there is not None and there.owns(new))]
         refuse(taken)
-        there = there or Folder.create(target)
+        there = there or OwnedFolder.create(target)
         for name, value in self.folder.notes.items():
             there.remark(name, value)
         for folder in found.folders:
@@ -613,7 +613,7 @@ def building(path: Path) -> Iterator[Building]:
     place.mkdir()
     lock = _lock(place)
     try:
-        folder = Folder.create(place, hidden="building")
+        folder = OwnedFolder.create(place, hidden="building")
         with job() as mine:
             mine.append(folder)
             yield Building(place, path, folder)
@@ -630,7 +630,7 @@ def _remove_left(place: Path) -> None:
     if not place.is_dir():
         return
     try:
-        folder = Folder.at(place)
+        folder = OwnedFolder.at(place)
         foreign = folder.clear() if folder is not None else []
         if not foreign:
             place.rmdir()
@@ -652,7 +652,7 @@ def _sweep_beside(path: Path) -> None:
         with suppress(UserError, OSError):  # not ours, by its record; or its builder lives
             if place.is_symlink() or HIDDEN.search(place.name) is None:
                 continue
-            if (folder := Folder.at(place)) is None:
+            if (folder := OwnedFolder.at(place)) is None:
                 place.rmdir()  # which the system refuses unless it is empty
                 continue
             if not any(map(folder.hidden, ("building", "leaving", "removing"))):
@@ -668,7 +668,7 @@ def _sweep_beside(path: Path) -> None:
                     os.close(lock)
 
 
-def sweep(folder: Folder) -> None:
+def sweep(folder: OwnedFolder) -> None:
     """Remove the hidden files and folders that killed writers have left in the folder of a job, by its record."""
     for path in (folder.root / name for name in folder.files):
         if HIDDEN.search(path.name) and folder.owns(path):
@@ -697,7 +697,7 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _within(path: Path, folder: Folder) -> Path:
+def _within(path: Path, folder: OwnedFolder) -> Path:
     """A path below a job's folder, without links: we make none there, so one is the user's, and leads elsewhere."""
     parent, inside = Path(os.path.abspath(path)), list[str]()
     while parent not in (folder.root, folder.alias) and (parent.is_symlink() or _real(parent) != folder.root):
@@ -717,7 +717,7 @@ def _content(path: Path) -> bytes | None:
     return path.read_bytes()
 
 
-def _make_folders(path: Path, folder: Folder | None) -> None:
+def _make_folders(path: Path, folder: OwnedFolder | None) -> None:
     missing = []
     while not path.exists():
         missing.append(path)

@@ -13,7 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 from torch import Tensor
 
 from surgery.loading.origin import Origin
-from surgery.models.answers import described
+from surgery.models.answers import tensor_digest
 
 RECORD, WEIGHTS = "patch.json", "patch.safetensors"  # as splicing/joining.py names and describes them
 FROM_BASE = "base:"  # before the name of a tensor that the base's folder holds
@@ -71,7 +71,7 @@ class Patched:
                 continue
             if own not in self.tensors:
                 raise ValueError(self._refused(f"it has a tensor '{own}', which the patch does not know"))
-            if described(tensor) != self.tensors[own]:
+            if tensor_digest(tensor) != self.tensors[own]:
                 raise ValueError(self._refused(f"the tensor '{own}' differs"))
             seen.add(own)
             if own not in changed and own not in self.removed:

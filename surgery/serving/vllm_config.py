@@ -13,7 +13,7 @@ ARCHITECTURE = "Mamba2HybridForCausalLM"
 CONTEXT = 32768  # tokens; the model has no positions to run out of, and vLLM wants a limit (--max-model-len sets another)
 
 
-class Mamba2HybridConfig(Mamba2Config):
+class ServedMamba2Config(Mamba2Config):
     """config.json of a hybrid, as hybrids/mamba2.py describes it; at the top of a module, since vLLM's workers unpickle it."""
 
     model_type = MODEL_TYPE

@@ -26,7 +26,7 @@ class Linear(ReplicatedLinear):
         return super().forward(x)[0]
 
 
-class MLP(nn.Module):
+class ServedMLP(nn.Module):
     def __init__(self, hidden_size: int, spec: dict[str, Any], vllm_config: VllmConfig, prefix: str):
         super().__init__()
         inner, bias = spec["mlp"]["intermediate_size"], spec["bias"]
@@ -43,7 +43,7 @@ class MLP(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Graft(nn.Module):
+class ServedGraft(nn.Module):
     """The parameters, by their names in the checkpoint."""
 
     def __init__(self, config: Any, spec: dict[str, Any], vllm_config: VllmConfig, prefix: str):
@@ -59,15 +59,15 @@ class Graft(nn.Module):
         self.v_proj = linear("v_proj", hidden, shared)
         self.o_proj = linear("o_proj", inner, hidden)
         self.q_norm, self.k_norm = (None if eps is None else RMSNorm(spec["head_dim"], eps=eps) for _ in range(2))
-        self.mlp = None if mlp is None else MLP(hidden, spec, vllm_config, f"{prefix}.mlp")
+        self.mlp = None if mlp is None else ServedMLP(hidden, spec, vllm_config, f"{prefix}.mlp")
         norms = (None if mlp is None else RMSNorm(hidden, eps=mlp["norm_eps"]) for _ in range(2))
         self.input_layernorm, self.post_attention_layernorm = norms
 
 
-class LayerGraftMixer(nn.Module):
+class ServedLayerGraft(nn.Module):
     def __init__(self, config: Any, spec: dict[str, Any], vllm_config: VllmConfig, prefix: str):
         super().__init__()
-        self.graft = Graft(config, spec, vllm_config, f"{prefix}.graft")
+        self.graft = ServedGraft(config, spec, vllm_config, f"{prefix}.graft")
         self.head_dim, self.size, self.each = spec["head_dim"], head_size(config), kv_heads(config)
         self.queries = self.each * spec["num_heads"] // spec["num_key_value_heads"]  # heads of one of the attention layers
         self.attend = nn.ModuleList(

@@ -34,7 +34,7 @@ from surgery.serving.limits import head_size, is_layer_graft, kv_heads
 TINY = 1e-30  # dt below it is as good as not written
 
 
-class Heads(nn.Module):
+class ServedHeads(nn.Module):
     """The parameters of a head graft by their names in the checkpoint, but for the projections and the convolution: these are
     rows of the mixer's own.
 
@@ -88,7 +88,7 @@ class HybridMixer2(Mixer2):
 
     def __init__(self, config: Any, spec: dict[str, Any], vllm_config: VllmConfig, prefix: str):
         super().__init__(**mixer_arguments(config, vllm_config), prefix=prefix)
-        graft = self.graft = Heads(config, spec)
+        graft = self.graft = ServedHeads(config, spec)
         self.config, self.each, self.attention_size = config, kv_heads(config), head_size(config)
         self.attend = nn.ModuleList(
             Attention(
@@ -178,7 +178,7 @@ def state_shape(config: Any, channels: int, speculated: int) -> tuple[tuple[int,
 
 def convolved_channels(config: Any, spec: dict[str, Any]) -> int:
     """How many channels a graft adds to its mixer's convolution."""
-    return 0 if is_layer_graft(spec) else Heads(config, spec).convolved
+    return 0 if is_layer_graft(spec) else ServedHeads(config, spec).convolved
 
 
 def mixer_arguments(config: Any, vllm_config: VllmConfig) -> dict[str, Any]:

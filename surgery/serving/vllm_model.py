@@ -25,7 +25,7 @@ from vllm.sequence import IntermediateTensors
 
 from surgery.serving.limits import grafts_of, is_layer_graft
 from surgery.serving.patches import FROM_BASE, Patched
-from surgery.serving.vllm_layer_graft import LayerGraftMixer
+from surgery.serving.vllm_layer_graft import ServedLayerGraft
 from surgery.serving.vllm_mixer import HybridMixer2, Mixer2, convolved_channels, mixer_arguments, state_shape
 
 HANDED_ON = ("hidden_states", "residual")
@@ -43,12 +43,12 @@ class Block(nn.Module):
         if spec is None:
             self.mixer = Mixer2(**mixer_arguments(config, vllm_config), prefix=name)
         elif is_layer_graft(spec):
-            self.mixer = LayerGraftMixer(config, spec, vllm_config, name)
+            self.mixer = ServedLayerGraft(config, spec, vllm_config, name)
         else:
             self.mixer = HybridMixer2(config, spec, vllm_config, name)
         self.whole = bool(getattr(self.mixer, "whole", False))  # a layer graft with its donor's norms and MLP
         self.norm: Any = None if self.whole else RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.takes_positions = isinstance(self.mixer, LayerGraftMixer)
+        self.takes_positions = isinstance(self.mixer, ServedLayerGraft)
 
     def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         norm = self.mixer.input_layernorm if self.norm is None else self.norm
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 @support_torch_compile
-class Mamba2HybridModel(nn.Module):
+class ServedMamba2Model(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         config = vllm_config.model_config.hf_config
@@ -93,13 +93,13 @@ class Mamba2HybridModel(nn.Module):
         return hidden
 
 
-class Mamba2HybridForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsPP, SupportsMambaPrefixCaching):
+class ServedMamba2ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsPP, SupportsMambaPrefixCaching):
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={".A_log": ".A"})
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         self.config = config = vllm_config.model_config.hf_config
-        self.backbone = Mamba2HybridModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "backbone"))
+        self.backbone = ServedMamba2Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "backbone"))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.backbone.embeddings)

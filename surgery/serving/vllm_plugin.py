@@ -6,9 +6,9 @@ Names only are registered, so that CUDA is not initialised before vLLM forks. Wi
 
 from transformers import AutoConfig
 
-from surgery.serving.vllm_config import ARCHITECTURE, Convertor, HybridServing, Mamba2HybridConfig
+from surgery.serving.vllm_config import ARCHITECTURE, Convertor, HybridServing, ServedMamba2Config
 
-MODEL = "surgery.serving.vllm_model:Mamba2HybridForCausalLM"
+MODEL = "surgery.serving.vllm_model:ServedMamba2ForCausalLM"
 
 
 def register() -> None:
@@ -17,8 +17,8 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
-    AutoConfig.register(Mamba2HybridConfig.model_type, Mamba2HybridConfig, exist_ok=True)
-    MODEL_ARCH_CONFIG_CONVERTORS[Mamba2HybridConfig.model_type] = Convertor
+    AutoConfig.register(ServedMamba2Config.model_type, ServedMamba2Config, exist_ok=True)
+    MODEL_ARCH_CONFIG_CONVERTORS[ServedMamba2Config.model_type] = Convertor
     MODELS_CONFIG_MAP[ARCHITECTURE] = HybridServing
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
         ModelRegistry.register_model(ARCHITECTURE, MODEL)

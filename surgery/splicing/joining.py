@@ -21,7 +21,7 @@ from surgery.families.dual_start import OWN
 from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.loading.digests import file_digest, fingerprint, function_of
 from surgery.loading.origin import Origin
-from surgery.models.answers import described, held
+from surgery.models.answers import held, tensor_digest
 from surgery.models.offloaded import is_offloaded, keep, take_hooks
 from surgery.models.quantised import converted
 from surgery.records.plan import PATCH, Plan
@@ -79,7 +79,7 @@ def check_tensors(patch: Patch, base: PreTrainedModel) -> None:
         present.add(name)
         if name not in patch.base_tensors:
             continue
-        expected, actual = patch.base_tensors[name], described(tensor)
+        expected, actual = patch.base_tensors[name], tensor_digest(tensor)
         for part, (expected_part, actual_part) in enumerate(zip(expected.split(" "), actual.split(" "), strict=True)):
             if expected_part != actual_part and part == 0:
                 raise UserError(

@@ -17,7 +17,7 @@ from surgery.hybrids.patching import note_of, set_note
 from surgery.hybrids.spliced import Spliced
 from surgery.loading.opened import Checkpoint
 from surgery.loading.origin import Origin, origin
-from surgery.records.names import called
+from surgery.records.names import display_name
 from surgery.records.plan import PLAN, Plan, published
 from surgery.records.record import Record, read_text
 
@@ -56,7 +56,7 @@ class Surgery:
 
     def published(self) -> "Surgery":
         """For others, to whom it is no matter where the base lies here."""
-        return self if self.base is None else replace(self, base=called(self.base))
+        return self if self.base is None else replace(self, base=display_name(self.base))
 
     def write(self, folder: str | Path) -> None:
         """Write plan.json and base.json."""

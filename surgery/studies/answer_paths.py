@@ -13,7 +13,7 @@ from pydantic import Field
 
 from surgery.errors import UserError
 from surgery.evaluation.results import value
-from surgery.locating.oracles import Carrier, Oracles, Outcome, plan_at
+from surgery.locating.oracles import OracleHead, OracleOutcome, Oracles, plan_at
 from surgery.locating.paths import PARTS, Travelled, travel
 from surgery.locating.questions import choice_probe
 from surgery.locating.walk import fully_gated
@@ -56,7 +56,7 @@ class AnswerPaths(Study):
         if chosen:
             rows.append(_row(f"{PERFECT}{_names(chosen)}, {ALONE}", oracles.outcome(chosen, alone=True)))
             grafted = answer(install(subject.model, plan_at(chosen)).eval(), subject.tokenizer, asked, size)
-            rows.append(_row(GRAFTED, Outcome(grafted.loss, grafted.correct)))
+            rows.append(_row(GRAFTED, OracleOutcome(grafted.loss, grafted.correct)))
         return Measurements(
             about={
                 "carriers": [str(carrier) for carrier in chosen],
@@ -91,11 +91,11 @@ class AnswerPaths(Study):
             figure.suptitle(self.title, fontsize=11, fontweight="bold", ha="left", x=0.01)
 
 
-def _names(carriers: Sequence[Carrier]) -> str:
+def _names(carriers: Sequence[OracleHead]) -> str:
     return ", ".join(str(carrier.site) for carrier in carriers)
 
 
-def _row(what: str, outcome: Outcome) -> Row:
+def _row(what: str, outcome: OracleOutcome) -> Row:
     return Row(what=what, figures={ACCURACY: proportion(outcome.correct), LOSS: mean(outcome.loss)})
 
 
@@ -108,7 +108,7 @@ def _travels(travelled: Travelled) -> dict[str, dict[str, float]]:
     }  # fmt: skip
 
 
-def _summary(rows: Sequence[Row], chosen: Sequence[Carrier]) -> str:
+def _summary(rows: Sequence[Row], chosen: Sequence[OracleHead]) -> str:
     of = {row.what: value(row.figures[ACCURACY]) for row in rows}
     told = f"As it is {of[WHOLE]:.3f}; each span read alone {of[ALONE]:.3f}"
     if not chosen:

@@ -8,7 +8,7 @@ from surgery.jobs.opening import open_beside, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.kernels.dispatch import use
 from surgery.loading.digests import conditions, model_digest
-from surgery.records.names import public
+from surgery.records.names import strip_paths
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance
 from surgery.runtime.processes import on_main
@@ -42,7 +42,7 @@ def conduct(
         other_name = getattr(study, "other", None)
         other = open_beside(checkpoint, other_name, recipe, trust_remote_code) if other_name else None
         begin(out, "run", recipe, resume=resume, overwrite=overwrite)
-        settings = public(recipe.model_dump(mode="json"))
+        settings = strip_paths(recipe.model_dump(mode="json"))
         measured_under = conditions(checkpoint.model, checkpoint.tokenizer)
         other_digest = model_digest(other.model) if other else None
 

@@ -76,7 +76,7 @@ class RetrievalAware(Study):
         assert subjects.other is not None
         base, teacher, recipe, out = subjects.checkpoint, subjects.other, subjects.recipe, subjects.out
         ranking = located(recipe, teacher, out / "transformer", resume=subjects.resume, figures=False)
-        aligned = Aligned(self, subjects, _share(len(ranking.heads), len(subjects.subject.anatomy.places[0])))
+        aligned = Aligned(self, subjects, _share(len(ranking.heads), len(subjects.subject.anatomy.coordinates[0])))
         none = aligned.distilled([], NONE)
         operable = _checkpoint(none, base)
         own = located(recipe, operable, out / "converted", resume=subjects.resume, figures=False)

@@ -11,7 +11,7 @@ from surgery.errors import UserError
 from surgery.loading.digests import Conditions
 from surgery.loading.opened import Checkpoint
 from surgery.locating.locate import rank
-from surgery.locating.prune import Outcome, Pruner, minimal_model, shorten
+from surgery.locating.prune import PruneOutcome, Pruner, minimal_model, shorten
 from surgery.locating.ranking import Ranking, Role, Score
 from surgery.locating.subject import Subject
 from surgery.probes.knowledge import Knowledge
@@ -105,7 +105,7 @@ class Subjects:
             options = options.model_copy(update={"exact": True})
         return rank(subject, options, data=self.recipe.data, seed=self.recipe.seed, recipe=self.recipe.model_dump(mode="json"))
 
-    def minimal_model(self, layers: int | None, holding: Collection[Site] = ()) -> tuple[int, Outcome]:
+    def minimal_model(self, layers: int | None, holding: Collection[Site] = ()) -> tuple[int, PruneOutcome]:
         """The minimal model: its number of layers, and its accuracy on both probes.
 
         layers: how many; None for as many as retrieval needs. holding: heads that have to be in it, however few that were."""
@@ -141,14 +141,14 @@ def leading(ranking: Ranking, role: Role, top: int = 1) -> list[Score]:
     return sorted(ablated, key=lambda score: -score.ablation_loss.value)[:top]
 
 
-def rows(outcomes: Sequence[Outcome]) -> tuple[Row, ...]:
+def rows(outcomes: Sequence[PruneOutcome]) -> tuple[Row, ...]:
     """A row for every cut, with the accuracy on both probes."""
     return tuple(
         Row(what=o.what, figures={"retrieval": o.retrieval.accuracy, "knowledge": o.knowledge.accuracy}) for o in outcomes
     )
 
 
-def change(before: Outcome, after: Outcome) -> str:
+def change(before: PruneOutcome, after: PruneOutcome) -> str:
     """What a cut does to the accuracy on both probes, as a part of a sentence."""
     return ", ".join(
         f"{probe} {getattr(before, probe).accuracy.accuracy:.3f} to {getattr(after, probe).accuracy.accuracy:.3f}"

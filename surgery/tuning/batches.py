@@ -38,7 +38,7 @@ from surgery.tuning.rare_pairs import training_pairs
 from surgery.tuning.renaming import Renaming
 from surgery.tuning.sequences import (
     IGNORE,
-    Evidence,
+    EvidenceSpan,
     Piece,
     collate,
     collate_with_evidence,
@@ -279,7 +279,7 @@ def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data
                 other = "source: lessons" if source == "world" else "another source"
                 where = f"'{source}', which is measured on (data.held_out_text)"
                 raise UserError(f"tune.lessons: '{lesson.probe}' reads {where}; give it {other} (options)")
-            known |= any(isinstance(flag, Evidence) for _, flag in probe_pieces(probe, FIRST_SEED))
+            known |= any(isinstance(flag, EvidenceSpan) for _, flag in probe_pieces(probe, FIRST_SEED))
     if not known:
         raise UserError(
             "tune.hints: of none of tune.lessons it is known where the answers stand; kv, mqar, needle and others say so, "

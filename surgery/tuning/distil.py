@@ -31,10 +31,10 @@ from surgery.models.pieces import rows_at_once
 from surgery.probes.hits import NONE
 from surgery.tuning.backward_memory import Checkpointing, KeepingWeights, Recomputing, casts_fixed_weights, recomputed
 from surgery.tuning.chunked_kl import chunked_kl_divergence
-from surgery.tuning.hinting import Seen, evidence_of_hits, has_grafts, missed, watching
-from surgery.tuning.partial_run import PartialRun, arranged, evaluated
+from surgery.tuning.hinting import Seen, attention_nll, evidence_of_hits, has_grafts, watching
+from surgery.tuning.partial_run import PartialRun, evaluated, swapped_blocks
 from surgery.tuning.sequences import IGNORE
-from surgery.tuning.shared_parts import StateCache, alike_around, blocks_of, coincide, is_trained
+from surgery.tuning.shared_parts import StateCache, alike_around, blocks_of, is_trained, same_tensors_and_type
 
 Lesson = tuple[Tensor, ...]  # ids and targets, and with hints what the targets are read from
 # ids, which of them are no padding, position_ids, and perhaps where the pairs of recall hits stood before
@@ -46,17 +46,17 @@ Batch = tuple[Lesson, Text | None, Skills | None]
 @dataclass(frozen=True)
 class Below:
     """What a batch is in front of some block. ids, states: tokens, and what enters the block; None for what the model gives it.
-    places: position_ids of packed rows, for a model that reads such. documents: of packed rows whose documents are rows of
+    position_ids: of packed rows, for a model that reads such. documents: of packed rows whose documents are rows of
     their own here."""
 
     ids: Tensor
     states: Tensor | None
-    places: Tensor | None = None
+    position_ids: Tensor | None = None
     documents: Packing | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(m.nbytes for m in (self.ids, self.states, self.places) if m is not None)
+        return sum(m.nbytes for m in (self.ids, self.states, self.position_ids) if m is not None)
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Distillation(nn.Module):
     """A student, and the modules in which its teacher differs from it. `forward` gives the losses of a batch.
 
     The parameters of the student that have a gradient now are those that will be trained. cache_bytes: how much memory may hold
-    states that fixed weights have computed, for batches that have a key. places: where hinted heads read (Plan.places). bf16:
+    states that fixed weights have computed, for batches that have a key. read_at: where hinted heads read (Plan.places). bf16:
     compute in bfloat16, whatever dtype the weights have. checkpointing: whether states within blocks are computed again in the
     backward pass (backward_memory.py).
     """
@@ -82,7 +82,7 @@ class Distillation(nn.Module):
         skill_weight: float = 0.0,
         hit_weight: float = 0.0,
         hint_weight: float = 0.0,
-        places: Mapping[str, int] | None = None,
+        read_at: Mapping[str, int] | None = None,
         cache_bytes: int = 0,
         bf16: bool = False,
         checkpointing: Checkpointing = False,
@@ -90,7 +90,7 @@ class Distillation(nn.Module):
         super().__init__()
         self.recomputing = Recomputing(checkpointing)
         self.student, self.bf16, self.cache = student, bf16, StateCache(cache_bytes)
-        self.kl_weight, self.hit_weight, self.places = kl_weight, hit_weight, places or {}
+        self.kl_weight, self.hit_weight, self.read_at = kl_weight, hit_weight, read_at or {}
         self.skill_weight = skill_weight
         self.hint_weight = hint_weight if has_grafts(student) else 0.0  # a control without grafts has nothing to hint at
         self._documents: tuple[Tensor, Packing | None] | None = None  # of the last position_ids
@@ -100,7 +100,7 @@ class Distillation(nn.Module):
         # A teacher that is another model, or whose embeddings or head are trained in the student, is held as a whole.
         self.teacher = None if shared else teacher
         pairs = zip(ours, theirs if shared else ours, strict=True)
-        self.different = [i for i, (a, b) in enumerate(pairs) if is_trained(a) or (shared and not coincide(a, b))]
+        self.different = [i for i, (a, b) in enumerate(pairs) if is_trained(a) or (shared and not same_tensors_and_type(a, b))]
         self.teacher_blocks = nn.ModuleList([theirs[i] for i in self.different] if shared else [])
         self.casts_fixed_weights = casts_fixed_weights(student)
         self.first = min(self.different, default=len(ours) - 1)  # below, student and teacher are the same and have no gradient
@@ -149,7 +149,7 @@ class Distillation(nn.Module):
                     hidden = self._above(below, positions)
                 ce = self._cross_entropy(hidden, at(positions, targets)) / target_count
                 if seen and evidence is not None:
-                    more["hints"] = missed(seen, evidence) / target_count
+                    more["hints"] = attention_nll(seen, evidence) / target_count
             else:  # nothing but text, of which a part of a batch may have none; every trained number still gets a gradient
                 trained = [p.float().sum() for p in self.student.parameters() if p.requires_grad]
                 ce = 0 * torch.stack(trained).sum()
@@ -186,7 +186,7 @@ class Distillation(nn.Module):
 
     def _watching(self, told: bool) -> AbstractContextManager[Seen]:
         """The student's grafts, where hints have a weight and it is told what is to be looked at."""
-        return watching(self.student if self.hint_weight and told else None, self.places)
+        return watching(self.student if self.hint_weight and told else None, self.read_at)
 
     @contextmanager
     def autocast(self, device: torch.device) -> Iterator[None]:
@@ -195,14 +195,14 @@ class Distillation(nn.Module):
             yield
 
     @torch.no_grad()
-    def block_states(self, ids: Tensor, places: Tensor | None = None) -> Iterator[tuple[int, Below, Tensor]]:
+    def block_states(self, ids: Tensor, position_ids: Tensor | None = None) -> Iterator[tuple[int, Below, Tensor]]:
         """For every block that is trained and differs from the teacher's, in order: (its number, what enters it in the teacher,
-        the states that leave it). places: position_ids of packed rows. Nothing above the last such block is run. Raises
+        the states that leave it). position_ids: of packed rows. Nothing above the last such block is run. Raises
         UserError if the teacher has other embeddings or another head."""
         if self.teacher is not None:
             raise UserError("tune.align needs the hybrid's own base as teacher; leave out tune.align or the other teacher")
         with self.autocast(ids.device), evaluated(self.student):
-            below = self._below(ids, (None, ""), places)
+            below = self._below(ids, (None, ""), position_ids)
             trained = [i for i in self.different if is_trained(self.part.blocks[i])]
             for i in range(self.first, max(trained) + 1):
                 hidden = self.run(below, self._all_teacher_blocks(), i, i + 1)
@@ -216,7 +216,7 @@ class Distillation(nn.Module):
         if self.teacher is not None:
             yield self.teacher
             return
-        with arranged(self.part.blocks, self._all_teacher_blocks()):
+        with swapped_blocks(self.part.blocks, self._all_teacher_blocks()):
             yield self.student
 
     def run(
@@ -224,8 +224,8 @@ class Distillation(nn.Module):
         norm: bool = False,
     ) -> Tensor:  # fmt: skip
         """The states behind blocks[first:stop], and behind the model's last norm if `norm` is True; see PartialRun."""
-        places, ids = below.places, below.ids
-        known = {} if places is None else {"position_ids": places, "packing": self._packing(places)}
+        position_ids, ids = below.position_ids, below.ids
+        known = {} if position_ids is None else {"position_ids": position_ids, "packing": self._packing(position_ids)}
 
         def first_alone(hidden: Tensor) -> None:
             self.part(ids[:1], blocks, first, first + 1, states=hidden)
@@ -233,20 +233,20 @@ class Distillation(nn.Module):
         with self.recomputing.deciding(blocks[first:stop], below.states, first_alone):
             return self.part(ids, blocks, first, stop, states=below.states, positions=positions, norm=norm, **known)
 
-    def _packing(self, places: Tensor) -> Packing | None:
+    def _packing(self, position_ids: Tensor) -> Packing | None:
         """Which tokens of a batch with these position_ids (b, t) are which documents. Who finds out waits for a GPU, so it is
         done once for student and teacher."""
-        if self._documents is None or self._documents[0] is not places:
-            self._documents = places, packing(places, None, places, None, None, {})
+        if self._documents is None or self._documents[0] is not position_ids:
+            self._documents = position_ids, packing(position_ids, None, position_ids, None, None, {})
         return self._documents[1]
 
-    def _below(self, ids: Tensor, key: tuple[Any, str], places: Tensor | None = None) -> Below:
+    def _below(self, ids: Tensor, key: tuple[Any, str], position_ids: Tensor | None = None) -> Below:
         """What stands below the first different block, which student and teacher share, without autograd."""
         documents = None
-        if places is not None and not self.packs:
-            documents, places = _documents(places), None
+        if position_ids is not None and not self.packs:
+            documents, position_ids = _documents(position_ids), None
             ids = documents.groups[0].unpack(ids)
-        tokens = Below(ids, None, places, documents)
+        tokens = Below(ids, None, position_ids, documents)
 
         def states() -> Tensor:
             return self.run(tokens, list(self.part.blocks), 0, self.first)
@@ -254,7 +254,7 @@ class Distillation(nn.Module):
         with torch.no_grad(), evaluated(self.student):
             return replace(tokens, states=self.cache.get(key if self.first else (None, ""), states))
 
-    def _above(self, below: Below, positions: Tensor, places: Tensor | None = None) -> Tensor:
+    def _above(self, below: Below, positions: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """The student's last states at some positions, (positions, d)."""
         return self._last(list(self.part.blocks), below, positions)
 
@@ -268,19 +268,21 @@ class Distillation(nn.Module):
         return last.flatten(0, 1) if every else last
 
     def _text_losses(
-        self, ids: Tensor, real: Tensor, places: Tensor, before: Tensor | None = None, *, key: Any
+        self, ids: Tensor, real: Tensor, position_ids: Tensor, before: Tensor | None = None, *, key: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(the sum of KL(teacher || student) over all tokens that are no padding and predict no hit, the sum of the negative
         log-probabilities of the hits, and with hints what the grafts miss of what hits are read from)."""
-        below, positions = self._below(ids, (key, "text"), places), _positions(real)
+        below, positions = self._below(ids, (key, "text"), position_ids), _positions(real)
         others: Any = slice(None)
         if before is not None:
             evidence = evidence_of_hits(before)
             chosen = at(positions, evidence[..., 1] > 0)
             others = ~chosen
-        teacher = self._teacher_logits(ids, below, positions[others], places, (key, "teacher")) if self.kl_weight else None
+        teacher = (
+            self._teacher_logits(ids, below, positions[others], position_ids, (key, "teacher")) if self.kl_weight else None
+        )
         with self._watching(before is not None) as seen:
-            hidden = self._above(below, positions, places)
+            hidden = self._above(below, positions, position_ids)
         entropy = hints = hidden.new_zeros((), dtype=torch.float)
         if before is not None and chosen.any():
             entropy = self._cross_entropy(hidden[chosen], at(positions, ids.roll(-1, 1))[chosen])
@@ -294,33 +296,35 @@ class Distillation(nn.Module):
         student = self._logits(hidden).log_softmax(-1)
         return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum"), entropy, hints
 
-    def _skills_lost(self, ids: Tensor, answers: Tensor, places: Tensor, *, key: Any) -> Tensor:
+    def _skills_lost(self, ids: Tensor, answers: Tensor, position_ids: Tensor, *, key: Any) -> Tensor:
         """The sum of KL(teacher || student) over all tokens of answers."""
-        below, positions = self._below(ids, (key, "skills"), places), _positions(answers)
-        teacher = self._teacher_logits(ids, below, positions, places, (key, "teacher of skills"))
-        student = self._logits(self._above(below, positions, places)).log_softmax(-1)
+        below, positions = self._below(ids, (key, "skills"), position_ids), _positions(answers)
+        teacher = self._teacher_logits(ids, below, positions, position_ids, (key, "teacher of skills"))
+        student = self._logits(self._above(below, positions, position_ids)).log_softmax(-1)
         return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum")
 
     def _missed_hits(self, seen: Seen, evidence: Tensor, below: Below) -> Tensor:
         """What hinting.missed says of rows of documents."""
         if below.documents is not None:
-            return missed(seen, below.documents.groups[0].unpack(evidence))
-        assert below.places is not None
-        return missed(seen, evidence, torch.arange(below.places.shape[1], device=below.places.device) - below.places)
+            return attention_nll(seen, below.documents.groups[0].unpack(evidence))
+        assert below.position_ids is not None
+        return attention_nll(
+            seen, evidence, torch.arange(below.position_ids.shape[1], device=below.position_ids.device) - below.position_ids
+        )
 
     @torch.no_grad()
     def _teacher_logits(
-        self, ids: Tensor, below: Below, positions: Tensor, places: Tensor, key: tuple[Any, str]
+        self, ids: Tensor, below: Below, positions: Tensor, position_ids: Tensor, key: tuple[Any, str]
     ) -> Callable[[slice], Tensor]:
         """A function from a slice of the positions to the teacher's logits there."""
         if self.teacher is not None:
-            logits = at(positions, self._logits_of_whole_teacher(ids, places)).float()
+            logits = at(positions, self._logits_of_whole_teacher(ids, position_ids)).float()
             return lambda part: logits[part]
         with evaluated(self.student):
             hidden = self.cache.get(key, lambda: self._last(self._all_teacher_blocks(), below, positions))
         return torch.no_grad()(lambda part: self._logits(hidden[part]))
 
-    def _logits_of_whole_teacher(self, ids: Tensor, places: Tensor) -> Tensor:
+    def _logits_of_whole_teacher(self, ids: Tensor, position_ids: Tensor) -> Tensor:
         """The logits of a teacher that is held as a whole, (b, t, vocabulary).
 
         A class that is not ours may let documents of one row see each other, so it gets every document as a row of its own. It
@@ -330,7 +334,7 @@ class Distillation(nn.Module):
         def logits(ids: Tensor, **more: Tensor) -> Tensor:
             return self.teacher(input_ids=ids, use_cache=False, **more).logits  # type: ignore[misc]
 
-        return logits(ids, position_ids=places) if packs(self.teacher) else _documents(places).apply(logits, ids)
+        return logits(ids, position_ids=position_ids) if packs(self.teacher) else _documents(position_ids).apply(logits, ids)
 
     def _all_teacher_blocks(self) -> list[nn.Module]:
         exchanged = dict(zip(self.different, self.teacher_blocks, strict=True))
@@ -355,9 +359,9 @@ def packs(model: Any) -> bool:
     return getattr(model, "packs", False)
 
 
-def _documents(places: Tensor) -> Packing:
+def _documents(position_ids: Tensor) -> Packing:
     """Every document of rows with these position_ids as a row of its own."""
-    return packed((places == 0).cumsum(-1), alike=False)
+    return packed((position_ids == 0).cumsum(-1), alike=False)
 
 
 def _positions(mask: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from surgery.probes.hits import NONE
 
 
 @dataclass(frozen=True)
-class Scores:
+class GraftScores:
     """Queries and keys of a graft, (b, heads, t, width) each: q . k is the score. places: of each head, as in a plan; None
     where it is not known."""
 
@@ -32,7 +32,7 @@ class Scores:
     places: tuple[int | None, ...]
 
 
-Seen = Mapping[Any, Scores]  # by graft
+Seen = Mapping[Any, GraftScores]  # by graft
 
 
 def has_grafts(model: nn.Module) -> bool:
@@ -44,7 +44,7 @@ def has_grafts(model: nn.Module) -> bool:
 def watching(model: nn.Module | None, places: Mapping[str, int] | None = None) -> Iterator[Seen]:
     """While this lasts, the queries and keys of the model's grafts are kept: of each graft those of its last run. Of no model
     nothing. places: where heads read (Plan.places)."""
-    seen: dict[Any, Scores] = {}
+    seen: dict[Any, GraftScores] = {}
     known = places or {}
     grafts: dict[Any, list[int | None]] = {}  # with the place of each of its heads
     for module in model.modules() if model is not None else ():
@@ -60,7 +60,7 @@ def watching(model: nn.Module | None, places: Mapping[str, int] | None = None) -
             # Heads that share scores can look at one place only.
             shared = each[0] if len(set(each)) == 1 else None
             own_places = each if len(each) == q.shape[1] else [shared] * q.shape[1]
-            seen[graft] = Scores(q, graft.per_head(k) if isinstance(graft, LayerGraft) else k, tuple(own_places))
+            seen[graft] = GraftScores(q, graft.per_head(k) if isinstance(graft, LayerGraft) else k, tuple(own_places))
             return own(q, k, *others)
 
         return attend
@@ -78,14 +78,14 @@ def evidence_of_hits(before: Tensor) -> Tensor:
     return torch.stack((asked, asked + 2), -1).masked_fill_((asked == NONE)[..., None], 0)
 
 
-def missed(seen: Seen, evidence: Tensor, begins: Tensor | None = None) -> Tensor:
+def attention_nll(seen: Seen, evidence: Tensor, begins: Tensor | None = None) -> Tensor:
     """Minus the logarithm of the attention that summaries get, or the known place in each, in nats: the mean over heads, summed
     over the targets whose evidence is known. evidence: as sequences.collate_with_evidence gives it. begins (b, t): where the
     document of each token begins, where a row holds several; evidence is counted from there."""
     return torch.cat([_missed(scores, evidence, begins) for scores in seen.values()]).mean()
 
 
-def _missed(of: Scores, evidence: Tensor, begins: Tensor | None) -> Tensor:
+def _missed(of: GraftScores, evidence: Tensor, begins: Tensor | None) -> Tensor:
     """(heads,): the same for each head."""
     q, k = of.q, of.k
     known = evidence[..., 1] > evidence[..., 0]  # b t
@@ -95,11 +95,11 @@ def _missed(of: Scores, evidence: Tensor, begins: Tensor | None) -> Tensor:
     positions = torch.arange(k.shape[2], device=k.device)
     begin = torch.zeros_like(at) if begins is None else begins.gather(1, at)
     past = ((positions <= at[..., None]) & (positions >= begin[..., None]))[:, None]  # b 1 most t
-    first, behind = ((begin + side.gather(1, at))[:, None, :, None] for side in evidence.unbind(-1))
+    first, stop = ((begin + side.gather(1, at))[:, None, :, None] for side in evidence.unbind(-1))
     looked = [
-        (positions >= first) & (positions < behind) if place is None
+        (positions >= first) & (positions < stop) if place is None
         # A summary ends with the token behind the span.
-        else positions == (behind - 1 - place).clamp_min(begin[:, None, :, None]).minimum(at[:, None, :, None])
+        else positions == (stop - 1 - place).clamp_min(begin[:, None, :, None]).minimum(at[:, None, :, None])
         for place in of.places
     ]  # fmt: skip
     inside = past & (torch.cat(looked, 1) | ~real[:, None, :, None])  # of others nothing is missed

@@ -38,9 +38,9 @@ def check_apart(held_out: str, sources: Iterable[tuple[str, Iterable[str]]], mea
     sources: (name, texts) of each; the first `LIMIT` characters of its texts are read. measured: about how many tokens from the
     beginning of the file perplexity reads; that part is also compared by itself.
     """
-    sought: Text | None = None
+    sought: CheckedText | None = None
     for name, texts in sources:
-        sought = sought or Text(read_text(held_out, "the text in"), PER_TOKEN * measured)
+        sought = sought or CheckedText(read_text(held_out, "the text in"), PER_TOKEN * measured)
         share = sought.share(_limited(name, texts))
         overlap = f"{100 * share:.1f}% of {held_out} is also in {name}"
         if share > TOLERATED:
@@ -49,7 +49,7 @@ def check_apart(held_out: str, sources: Iterable[tuple[str, Iterable[str]]], mea
             say(f"{overlap}; up to {100 * TOLERATED:.0f}% is accepted")
 
 
-class Text:
+class CheckedText:
     """A text that is looked for in others. measured: the share of its first `measured` characters is also taken by itself."""
 
     def __init__(self, text: str, measured: int = 0):

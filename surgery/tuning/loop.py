@@ -25,7 +25,7 @@ from surgery.runtime.processes import state as processes
 from surgery.splicing.remembered import remembered_tokenizer
 from surgery.splicing.splice import adopt, stock
 from surgery.tuning.lora import adapted
-from surgery.tuning.stages import DONE, Run
+from surgery.tuning.stages import DONE, TuningRun
 from surgery.tuning.state import Checkpoints, Log, State
 from surgery.tuning.trackers import check_trackers
 from surgery.tuning.trainable import trainable, training
@@ -75,7 +75,7 @@ def started_run(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Tune, *, data: Data | None = None, seed: int = 0,
     layers: Iterable[int] | None = None, teacher: PreTrainedModel | None = None, out: Path | None = None, resume: bool = False,
     description: str = "tune",
-) -> Iterator[Run]:  # fmt: skip
+) -> Iterator[TuningRun]:  # fmt: skip
     """A run of tune that has taken no step yet, or none since the checkpoint that it resumes. Arguments as for tune."""
     if not isinstance(options, Tune):
         raise UserError(f"surgery.tune takes its options as surgery.Tune(steps=100, ...), not {a_type(options)}")
@@ -104,4 +104,4 @@ def started_run(
         if layers is None:
             stages = [stage for stage in ("align", "calibrate") if getattr(options, stage) is not None] + stages
         state = checkpoints.begin(State([*stages, DONE][0]), resume=resume)
-        yield Run(model, tokenizer, teacher, trained, options, data, seed, checkpoints, state, description, stages)
+        yield TuningRun(model, tokenizer, teacher, trained, options, data, seed, checkpoints, state, description, stages)

@@ -83,7 +83,7 @@ class PartialRun:
                 places[i] = Passing(block, shapes[i])
             elif i in (first, stop - 1):
                 places[i] = Running(block, states if i == first else None, positions if i == stop - 1 else None)
-        with arranged(self.blocks, places):
+        with swapped_blocks(self.blocks, places):
             last = self.decoder(input_ids=ids, use_cache=False, **more).last_hidden_state
         if norm:
             return last if positions is None else last.reshape(-1, last.shape[-1])
@@ -105,7 +105,7 @@ def keeps_positions(block: nn.Module) -> bool:
 
 
 @contextmanager
-def arranged(blocks: nn.ModuleList, others: Sequence[nn.Module]) -> Iterator[None]:
+def swapped_blocks(blocks: nn.ModuleList, others: Sequence[nn.Module]) -> Iterator[None]:
     """Put other blocks in the places of a model's for a while."""
     own = list(blocks)
     try:

@@ -18,7 +18,7 @@ DECAY = 0.25  # of all steps, unless tune.decay says otherwise
 
 
 @dataclass
-class Curve:
+class LossCurve:
     """What is known so far, as JSON values for a checkpoint. best: the losses of the best measurement, batch by batch. since:
     measurements without progress after it. flat: the step after which the learning rate falls; None before."""
 
@@ -30,7 +30,7 @@ class Curve:
 class Plateau:
     """Decides for one run."""
 
-    def __init__(self, options: Tune, curve: Curve):
+    def __init__(self, options: Tune, curve: LossCurve):
         self.options, self.curve, self.auto = options, curve, options.auto
         self.decay = options.decay if options.decay < 1 else DECAY
         self.longest = max(1, options.most_steps - round(self.decay * options.most_steps))

@@ -23,7 +23,7 @@ from surgery.tuning.batches import BUFFER, loaders
 from surgery.tuning.loop import started_run
 from surgery.tuning.packed_rows import padding_share
 from surgery.tuning.skill_batches import skill_loader
-from surgery.tuning.stages import Run
+from surgery.tuning.stages import TuningRun
 
 STEPS = 3  # the first is not counted: it allocates memory and compiles kernels
 SECONDS = 6.0  # that a step may take which is tried, about
@@ -33,7 +33,7 @@ MOMENTS = 3  # of the size of what is trained: its gradient, and Adam's two
 
 
 @dataclass(frozen=True)
-class Cost:
+class StepCost:
     """The cost of tuning in one process. seconds: of a step. Memory in bytes; weights: of the model, and of those parts of the
     teacher that the model does not share."""
 
@@ -46,7 +46,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class TuningProfile:
     """trained: (name, shape) of every trained tensor. steps: of distil. pace: of a step, by its tokens, padding included.
     a_step: of the recipe, on average. padding: the share of it in the first batches of text; None without text. costs: one
     for every process."""
@@ -56,7 +56,7 @@ class Rehearsal:
     pace: Pace
     a_step: Work
     padding: float | None
-    costs: list[Cost]
+    costs: list[StepCost]
 
     def numbers(self) -> int:
         """How many numbers are trained."""
@@ -69,7 +69,7 @@ class Rehearsal:
 
     def cost_rows(self) -> tuple[list[str], list[list[str]]]:
         """Header and body of a table of what tuning costs on each device."""
-        names = [field.name for field in fields(Cost)[2:]]
+        names = [field.name for field in fields(StepCost)[2:]]
         rows = []
         for cost in self.costs:
             bytes_of = [asdict(cost)[name] for name in names]
@@ -81,7 +81,7 @@ class Rehearsal:
 def rehearse(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Tune, *, data: Data | None = None, seed: int = 0,
     layers: Iterable[int] | None = None, teacher: PreTrainedModel | None = None,
-) -> Rehearsal:  # fmt: skip
+) -> TuningProfile:  # fmt: skip
     """Take a few steps of `distil` and put everything back. Nothing is written. Each of several processes measures itself.
     Arguments as for tune. Raises UserError for whatever tune would refuse."""
     data, layers = data or Data(), None if layers is None else list(layers)
@@ -115,7 +115,7 @@ def rehearse(
     rows = max(options.batch_size, options.text_batch_size)
     of_a_step = paced(measure, _least(options), rows, SECONDS)
     cost |= {"seconds": of_a_step.time(a_step), "activations": round(of_a_step.memory(a_step.largest))}
-    return Rehearsal(trained, options.most_steps, of_a_step, a_step, padding, gather([Cost(**cost)]))
+    return TuningProfile(trained, options.most_steps, of_a_step, a_step, padding, gather([StepCost(**cost)]))
 
 
 def step_work(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int) -> tuple[Work, float | None]:
@@ -142,7 +142,7 @@ def _fewer(options: Tune, rows: int) -> Tune:
     return options.model_copy(update={**few, "gradient_accumulation_steps": parts})
 
 
-def _times(run: Run) -> tuple[float, ...]:
+def _times(run: TuningRun) -> tuple[float, ...]:
     """The times of the steps, without the first."""
     times: list[float] = []
 

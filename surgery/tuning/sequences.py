@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from surgery.models.tokens import divided, following, opening, summary, token_spans
+from surgery.models.tokens import divided, encode_continuations, encode_prompts, summary, token_spans
 from surgery.probes import needle
 from surgery.probes.kv import OPENING, ask, dictionary
 from surgery.probes.letters import lettered
@@ -25,14 +25,14 @@ from surgery.world.text import document
 from surgery.world.words import KEYS, Keys
 
 
-class Evidence(NamedTuple):
+class EvidenceSpan(NamedTuple):
     """The characters of a sequence's first piece, from `begin` to before `stop`, that hold the answer. As a flag it is true."""
 
     begin: int
     stop: int
 
 
-Piece = tuple[str, bool | Evidence]
+Piece = tuple[str, bool | EvidenceSpan]
 IGNORE = -100
 
 
@@ -48,7 +48,7 @@ def kv_pieces(rng: random.Random, pairs: int, queries: int, keys: Keys = "lesson
     pieces: list[Piece] = []
     for i, key in enumerate(rng.sample(list(entries), min(queries, pairs))):
         begin = len(OPENING) + begins[key]
-        evidence = Evidence(begin, begin + len(lines[key]))
+        evidence = EvidenceSpan(begin, begin + len(lines[key]))
         pieces += [((head if i == 0 else "\n") + ask(key), False), (entries[key], evidence)]
     return pieces
 
@@ -64,7 +64,7 @@ def probe_pieces(probe: Probe | CompletionProbe, seed: int) -> list[Piece]:
 def question_pieces(question: Question) -> list[Piece]:
     """A question with its right answer, which is the target."""
     known = question.evidence is not None and question.spans
-    evidence = Evidence(*question.spans[question.evidence]) if known else True  # type: ignore[index]
+    evidence = EvidenceSpan(*question.spans[question.evidence]) if known else True  # type: ignore[index]
     return [(question.prompt, False), (question.choices[question.answer], evidence)]
 
 
@@ -88,7 +88,7 @@ def needle_pieces(rng: random.Random, end: str, sentences: int, needles: int, qu
     pieces: list[Piece] = []
     for i, place in enumerate(rng.sample(range(needles), min(queries, needles))):
         begin = head.index(told[place])
-        answer = (f" {numbers[place]}", Evidence(begin, begin + len(told[place])))
+        answer = (f" {numbers[place]}", EvidenceSpan(begin, begin + len(told[place])))
         pieces += [((".\n" if i else f"{head}\n") + needle.ask(words[place]), False), answer]
     return pieces
 
@@ -115,29 +115,29 @@ def collate_with_evidence(
     ids, targets, flags = _collated(tokenizer, sequences)
     evidence = torch.zeros(*ids.shape, 2, dtype=torch.long)
     for row, (pieces, answers) in enumerate(zip(sequences, flags, strict=True)):
-        known = sorted({flag for flag in answers.values() if isinstance(flag, Evidence)})
+        known = sorted({flag for flag in answers.values() if isinstance(flag, EvidenceSpan)})
         if not known:
             continue
         _, spans = token_spans(tokenizer, pieces[0][0], known)
         summaries = dict(zip(known, (summary(span, ids.shape[1]) for span in spans), strict=True))
         for place, flag in answers.items():
-            if isinstance(flag, Evidence) and (places := summaries[flag]):
+            if isinstance(flag, EvidenceSpan) and (places := summaries[flag]):
                 evidence[row, place] = torch.tensor([places[0], places[-1] + 1])
     return ids, targets, evidence
 
 
 def _collated(
     tokenizer: PreTrainedTokenizerBase, sequences: Sequence[list[Piece]]
-) -> tuple[Tensor, Tensor, list[dict[int, bool | Evidence]]]:
+) -> tuple[Tensor, Tensor, list[dict[int, bool | EvidenceSpan]]]:
     """Ids and targets, and for every sequence the flags of the positions that have a target."""
     moved = [_moved(pieces) for pieces in sequences]
-    openings = iter(opening(tokenizer, [pieces[0][0] for pieces in moved]))
-    others = iter(following(tokenizer, [pair for pieces in moved for pair in _pairs(pieces)]))
+    openings = iter(encode_prompts(tokenizer, [pieces[0][0] for pieces in moved]))
+    others = iter(encode_continuations(tokenizer, [pair for pieces in moved for pair in _pairs(pieces)]))
     ids, targets, flags = [], [], []
     for pieces in moved:
         row: list[int] = []
         labels: list[int] = []
-        answers: dict[int, bool | Evidence] = {}
+        answers: dict[int, bool | EvidenceSpan] = {}
         for i, (_, is_target) in enumerate(pieces):
             tokens = next(others if i else openings)
             if is_target:

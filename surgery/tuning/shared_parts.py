@@ -57,7 +57,7 @@ def is_trained(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
 
 
-def coincide(ours: nn.Module, theirs: nn.Module | None) -> bool:
+def same_tensors_and_type(ours: nn.Module, theirs: nn.Module | None) -> bool:
     """Whether a module of the student and one of the teacher compute the same, now and after training."""
     if type(ours) is not type(theirs) or theirs is None or is_trained(ours):
         return False

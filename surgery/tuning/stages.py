@@ -21,7 +21,7 @@ from surgery.tuning.early_stopping import Guard
 from surgery.tuning.graft_alignment import alignment_error, gather_states, without_gates
 from surgery.tuning.lora import resting
 from surgery.tuning.micro_batches import MicroBatches
-from surgery.tuning.plateau import Curve, Plateau
+from surgery.tuning.plateau import LossCurve, Plateau
 from surgery.tuning.shared_parts import StateCache
 from surgery.tuning.state import Checkpoints, State
 
@@ -31,7 +31,7 @@ HELD_OUT_SEED = 20_011  # and early stopping at others again
 CURVE_SEED = 40_009  # and tune.steps=auto
 
 
-class Run:
+class TuningRun:
     """One call of tune, or one process's part in it. Its methods are the stages. Their results are `state` and the trained
     parameters."""
 
@@ -71,7 +71,7 @@ class Run:
             skill_weight=options.skill_weight,
             hit_weight=options.hit_weight,
             hint_weight=options.hints.weight if options.hints else 0.0,
-            places=surgery.plan.places if (surgery := getattr(model, "surgery", None)) is not None else {},
+            read_at=surgery.plan.places if (surgery := getattr(model, "surgery", None)) is not None else {},
             cache_bytes=options.cache_bytes,
             bf16=bf16,
             checkpointing=checkpointing,
@@ -158,7 +158,7 @@ class Run:
     def _plateau(self, prepared: Prepared) -> tuple[Plateau, AfterStep]:
         """For tune.steps=auto: what decides when the curve is flat, and what is called after every step. The state holds
         what is known, so that a run that is resumed decides as it would have."""
-        curve = Curve(**self.state.curve or {})
+        curve = LossCurve(**self.state.curve or {})
         plateau = Plateau(self.options, curve)
         losses = self.micro_batches.each_loss("curve", self.options.auto.examples, self.seed + CURVE_SEED)
 

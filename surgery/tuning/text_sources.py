@@ -134,7 +134,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Folder:
+class TextFolder:
     """Random windows of the text files of a folder, each drawn as often as it is long."""
 
     full_length: ClassVar[bool] = False
@@ -239,7 +239,7 @@ def open_source(text: Text, reading: Reading) -> Source:
         return File(text.source, reading)
     if path.is_dir() and (texts := plain_texts(path)):
         _has_no(text, "column", "subset", "split", "streaming")
-        return Folder(text.source, texts, reading)
+        return TextFolder(text.source, texts, reading)
     if path.suffix == ".jsonl" and not text.streaming:
         _has_no(text, "subset", "split")
         return Documents(text.source, _json_lines(text), reading)

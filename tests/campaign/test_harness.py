@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from surgery.runtime.ownership import Folder
+from surgery.runtime.ownership import OwnedFolder
 from tests.campaign import kills, trials
 from tests.campaign.calls import Case
 from tests.campaign.faults import NUMBERS, SIGNALS, SOURCE, Ended, Fault
@@ -151,7 +151,7 @@ def test_a_folder_that_was_moved_aside_stands(tmp_path):
     assert standing(out) == {}
     aside = tmp_path / ".out-new-01234567"
     aside.mkdir()
-    Folder.create(aside, hidden="leaving")
+    OwnedFolder.create(aside, hidden="leaving")
     (aside / "file").write_text("old")
     old = standing(out)
     assert list(old) == ["file"]

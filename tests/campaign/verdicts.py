@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from surgery.runtime.ownership import RECORD, Folder
+from surgery.runtime.ownership import RECORD, OwnedFolder
 from tests.campaign.faults import Ended, Fault
 from tests.campaign.sameness import content
 
@@ -19,7 +19,7 @@ def standing(out: Path) -> dict[str, str]:
     """The files of the folder `out`. Where no two folders can be exchanged in one step, it may have a hidden name for a moment,
     and the next call takes it back from there."""
     hidden = [path for path in out.parent.glob(f".{out.name}-new-*") if (path / RECORD).exists()] if out.parent.exists() else []
-    beside = [path for path in hidden if Folder(path).hidden("leaving")]
+    beside = [path for path in hidden if OwnedFolder(path).hidden("leaving")]
     place = next((path for path in (out, *beside) if path.exists()), None)
     return content(place) if place else {}
 

@@ -25,17 +25,19 @@ RECORDS = [
 
 @pytest.mark.parametrize(("kind", "record", "recipe"), RECORDS, ids=[recipe for _, _, recipe in RECORDS])
 def test_a_record_is_of_its_recipe(kind, record, recipe):
-    from surgery.records.names import public
+    from surgery.records.names import strip_paths
     from surgery.records.recipe import Recipe, read_recipe
 
     # A key that is newer than a record had no other value than its default then. Records name no places. Whether blocks were
     # computed again changes no bit, and its default was another one until 0.8.
-    written = public(kind.read(record).provenance.recipe)
+    written = strip_paths(kind.read(record).provenance.recipe)
     for key in ("checkpointing", "gradient_checkpointing"):
         assert written["tune"].pop(key, False) in (False, "auto")
     written["data"].setdefault("skills", [])  # before 0.20 no other skill of the base bounded anything
     measured = Recipe.model_validate(written)
-    assert measured == Recipe.model_validate(public(read_recipe(ROOT / "recipes" / f"{recipe}.yaml").model_dump(mode="json")))
+    assert measured == Recipe.model_validate(
+        strip_paths(read_recipe(ROOT / "recipes" / f"{recipe}.yaml").model_dump(mode="json"))
+    )
 
 
 def test_the_python_page_has_every_public_name():

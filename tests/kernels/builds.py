@@ -108,7 +108,7 @@ def remote(monkeypatch: pytest.MonkeyPatch, folder: Path, compiler: Sequence[str
         subprocess.run([*own, "-w", str(driver), "-o", str(program), "-pthread", "-lm"], check=True)
         libraries[name] = Remote([*runner, str(program)], threads)
 
-    fill = native.Work.fill
+    fill = native.Workspace.fill
 
     def fill_and_note(work: Any, **tensors: Tensor | None) -> None:
         fill(work, **tensors)
@@ -118,7 +118,7 @@ def remote(monkeypatch: pytest.MonkeyPatch, folder: Path, compiler: Sequence[str
     with monkeypatch.context() as patch:
         forget()
         patch.setattr(native, "load", libraries.__getitem__)
-        patch.setattr(native.Work, "fill", fill_and_note)
+        patch.setattr(native.Workspace, "fill", fill_and_note)
         patch.setattr(selective_native, "constant", lambda _, name: CONSTANTS[name])
         torch.set_num_threads(1)  # the program has threads of its own
         try:

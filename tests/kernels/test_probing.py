@@ -137,7 +137,7 @@ def test_the_first_call_s_context_does_not_matter(context, name):
         with CONTEXTS[context]():
             inside = op.choose(*args).name
         assert inside == "native" or context == "fake"
-        assert all(outcome == probing.Outcome(None) for outcome in probing._outcomes.values())
+        assert all(outcome == probing.ProbeOutcome(None) for outcome in probing._outcomes.values())
         assert op.choose(*args).name == "native"
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from surgery.choosing.choice import choose, most
-from surgery.choosing.task import Task
+from surgery.choosing.task import ChoiceTask
 from surgery.errors import UserError
 from surgery.locating.locate import locate
 from surgery.locating.oracles import Oracles
@@ -32,14 +32,14 @@ def test_a_plan_by_choice(tiny, ranking, tmp_path, monkeypatch):
         return own(self, carriers, **options)
 
     monkeypatch.setattr(Oracles, "outcome", outcome)
-    chosen = choose(Task.of(tiny, ranking, FEW, data=NO_SKILLS, kept=tmp_path))
+    chosen = choose(ChoiceTask.of(tiny, ranking, FEW, data=NO_SKILLS, kept=tmp_path))
     assert 1 < len(measured) <= most(FEW, 32, bounded=False).asked
     assert 1 <= sum(len(site.heads) for site in chosen.sites) <= 2
     assert {site.layer for site in chosen.sites} == {0}
     assert {head for site in chosen.sites for head in map(str, site.each())} == {*chosen.starts} == {*chosen.places}
     assert chosen.provenance == ranking.provenance
     monkeypatch.setattr(Oracles, "outcome", None)
-    assert choose(Task.of(tiny, ranking, FEW, data=NO_SKILLS, kept=tmp_path)) == chosen
+    assert choose(ChoiceTask.of(tiny, ranking, FEW, data=NO_SKILLS, kept=tmp_path)) == chosen
 
 
 def test_auto_adds_heads_while_they_are_worth_it(tiny, ranking):
@@ -47,7 +47,9 @@ def test_auto_adds_heads_while_they_are_worth_it(tiny, ranking):
 
     def chosen(heads, **auto):
         auto = FEW.auto.model_copy(update={"max_heads": 3, **auto})
-        return {*choose(Task.of(tiny, ranking, FEW.model_copy(update={"heads": heads, "auto": auto}), data=NO_SKILLS)).places}
+        return {
+            *choose(ChoiceTask.of(tiny, ranking, FEW.model_copy(update={"heads": heads, "auto": auto}), data=NO_SKILLS)).places
+        }
 
     best = chosen(1)
     assert len(best) == 1
@@ -91,4 +93,4 @@ def test_what_it_would_cost_is_estimated(surgery, tmp_path):
 def test_a_probe_without_spans_is_refused(tiny, ranking):
     letters = ranking.model_copy(update={"probe": json.loads(json.dumps(ranking.probe)) | {"name": "knowledge", "options": {}}})
     with pytest.raises(UserError, match="says where its answers stand"):
-        choose(Task.of(tiny, letters, FEW, data=NO_SKILLS))
+        choose(ChoiceTask.of(tiny, letters, FEW, data=NO_SKILLS))

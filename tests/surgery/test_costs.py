@@ -17,8 +17,8 @@ from surgery.evaluation.bench import measure
 from surgery.jobs import run as job
 from surgery.jobs.costs import announced, counts, estimate
 from surgery.jobs.costs.counts import benching, stages_of
-from surgery.jobs.costs.models import assumed, cut, held_beyond, models_of, moved, storages, weights_of
-from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
+from surgery.jobs.costs.models import assumed, held_beyond, models_of, remap_layers, storages, truncate_layers, weights_of
+from surgery.jobs.costs.record import CostEstimate, Stage, fitting_advice
 from surgery.jobs.output_folder import Run
 from surgery.loading.digests import model_digest
 from surgery.loading.opened import Checkpoint
@@ -190,7 +190,7 @@ def test_the_forwards_of_the_bench_are_those_that_it_makes(base, tokenizer):
 @pytest.mark.parametrize("family", ["plain", "mamba", "falcon mamba", "llamba"])
 def test_the_first_layers_of_a_model_are_its_own_tensors(family):
     model = adopt(BASES[family]()).eval()
-    shallow = cut(model, 2)
+    shallow = truncate_layers(model, 2)
     assert storages([shallow]).keys() <= storages([model]).keys()
     seen = {}
     model.base_model.layers[1].register_forward_hook(lambda _, __, returned: seen.update(states=returned))
@@ -237,7 +237,7 @@ def test_an_estimate_names_every_stage_and_writes_nothing(estimated, folder):
     assert estimate.fits
     assert estimate.advice == ()
     assert "the grafts are taken to be in the first layers" in str(estimate)
-    assert Estimate.model_validate_json(estimate.text()) == estimate
+    assert CostEstimate.model_validate_json(estimate.text()) == estimate
 
 
 def lines_of(said):
@@ -417,8 +417,8 @@ def test_all_gpus_of_a_process_count(monkeypatch):
 
 def test_a_plan_in_fewer_layers_keeps_its_heads():
     plan = Plan(sites=("L17.H3", "L40.H1,5", "L60.H2"), blend=0.1)
-    assert [str(site) for site in moved(plan, 4).sites] == ["L0.H3", "L1.H1,5", "L2.H2"]
-    assert [str(site) for site in moved(plan, 2).sites] == ["L0.H3", "L1.H1,2,5"]
+    assert [str(site) for site in remap_layers(plan, 4).sites] == ["L0.H3", "L1.H1,5", "L2.H2"]
+    assert [str(site) for site in remap_layers(plan, 2).sites] == ["L0.H3", "L1.H1,2,5"]
 
 
 def test_sizes_that_no_machine_holds_are_estimated(folder, monkeypatch):

@@ -20,7 +20,7 @@ from surgery.exporting.verify import compare, difference
 from surgery.families import family_of
 from surgery.hybrids.layer_graft import layer_spec
 from surgery.loading.original import load_original
-from surgery.models.answers import LENGTHS, answers, described, tensors
+from surgery.models.answers import LENGTHS, answers, tensor_digest, tensors
 from surgery.records.plan import Plan
 from surgery.serving.formats import mamba_ssm, nemotron_h
 from surgery.splicing.splice import adopt, splice
@@ -226,7 +226,7 @@ def test_a_changed_bit_is_seen(tmp_path):
     state["backbone.layers.1.mixer.in_proj.weight"][3, 3] += 1e-6
     torch.save(state, tmp_path / "pytorch_model.bin")
     read = load_original(tmp_path, json.loads((tmp_path / "config.json").read_text()))
-    digests = {name: described(tensor) for name, tensor in tensors(read).items()}
+    digests = {name: tensor_digest(tensor) for name, tensor in tensors(read).items()}
     with pytest.raises(UserError, match=r"the tensor 'backbone\.layers\.1\.mixer\.graft\.q_proj\.weight' differs"):
         compare(mamba_ssm.READER, hybrid, 99, ({}, digests))
 

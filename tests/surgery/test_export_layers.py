@@ -27,7 +27,7 @@ from surgery.exporting.verify import Proof, chosen, difference, in_float32, whol
 from surgery.jobs.tune_hybrid import tune_hybrid
 from surgery.loading.digests import fingerprint, identify, model_digest
 from surgery.loading.streamed import Live, by_layers
-from surgery.models.answers import LENGTHS, READ, InStep, answers, described, tensors
+from surgery.models.answers import LENGTHS, READ, LockstepRunner, answers, tensor_digest, tensors
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.runtime.ownership import building
@@ -109,7 +109,7 @@ def test_each_weight_is_fetched_once_for_all_prompts(monkeypatch):
     assert set(fetched.values()) == {3}, fetched
     assert len(fetched) == len(streamed.state_dict())
     fetched.clear()
-    monkeypatch.setattr(InStep, "run", lambda _, calls: [call() for call in calls])
+    monkeypatch.setattr(LockstepRunner, "run", lambda _, calls: [call() for call in calls])
     apart = answers(streamed, 99, 3)
     assert set(fetched.values()) == {len(LENGTHS) + 3}, fetched
     assert together.keys() == apart.keys()
@@ -125,17 +125,17 @@ def test_calls_in_step_end_as_they_would_apart():
         return [streamed(input_ids=ids, use_cache=False).logits for _ in range(times)][-1]
 
     expected = forward(1)
-    short, long = InStep(streamed).run([partial(forward, 1), partial(forward, 3)])
+    short, long = LockstepRunner(streamed).run([partial(forward, 1), partial(forward, 3)])
     assert torch.equal(short, expected)
     assert torch.equal(long, expected)
-    assert InStep(torch.nn.Identity()).run([lambda: 1, lambda: 2]) == [1, 2]
+    assert LockstepRunner(torch.nn.Identity()).run([lambda: 1, lambda: 2]) == [1, 2]
 
     def failing():
         with register_module_forward_pre_hook(lambda module, _: 1 / 0 if module is streamed.backbone.layers[1] else None):
             return forward(1)
 
     with pytest.raises(ZeroDivisionError):
-        InStep(streamed).run([partial(forward, 2), failing, partial(forward, 1)])
+        LockstepRunner(streamed).run([partial(forward, 2), failing, partial(forward, 1)])
     assert all(p.is_meta for p in streamed.parameters())
     assert torch.equal(forward(1), expected)
 
@@ -407,4 +407,4 @@ def test_one_pass_gives_all_digests(what):
     model = hybrid_of(what)
     identity = identify(model)
     assert (identity.digest, identity.fingerprint) == (model_digest(model), fingerprint(model))
-    assert identity.tensors == {name: described(tensor) for name, tensor in tensors(model).items()}
+    assert identity.tensors == {name: tensor_digest(tensor) for name, tensor in tensors(model).items()}

@@ -21,7 +21,7 @@ from surgery.exporting.export import export
 from surgery.exporting.formats import format_of, hf, patch
 from surgery.exporting.verify import OURS, compare, difference, in_float32
 from surgery.loading.checkpoint import load_base
-from surgery.models.answers import LENGTHS, answers, described, tensors
+from surgery.models.answers import LENGTHS, answers, tensor_digest, tensors
 from surgery.records.plan import Plan
 from surgery.runtime.ownership import building
 from surgery.splicing.splice import graft_parameters, splice
@@ -224,7 +224,7 @@ def test_a_difference_is_found():
     with torch.no_grad():
         number = other.backbone.layers[1].mixer.D[3:4]
         number.copy_(torch.nextafter(number, number + 1))
-    digests = {name: described(tensor) for name, tensor in tensors(other).items()}
+    digests = {name: tensor_digest(tensor) for name, tensor in tensors(other).items()}
     with pytest.raises(UserError, match=r"the tensor 'backbone\.layers\.1\.mixer\.D' differs"):
         compare(hf.READER, hybrid, 99, (first, digests))
 

@@ -15,7 +15,7 @@ from surgery.locating.prune import Pruner
 from surgery.locating.subject import Subject
 from surgery.models.finite import NotFinite, broken_weight, checked, explained, watching_logits, within
 from surgery.probes import make
-from surgery.probes.perplexity import Perplexity
+from surgery.probes.perplexity import TextWindows
 from surgery.probes.scoring import answer, complete
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Calibrate, Data, EarlyStopping, Lesson, Locate, Tune
@@ -49,11 +49,11 @@ def spoil(model, name, value=math.nan):
 def test_probes(base, tokenizer, value):
     """The last is finite for most of the vocabulary, and for every candidate but those of a broken row."""
     questions, completions = make("kv", pairs=4).questions(4, 0), make("copying", length=4).completions(4, 0)
-    windows = Perplexity(windows=2, window=32).token_windows(tokenizer, 0)
+    windows = TextWindows(windows=2, window=32).token_windows(tokenizer, 0)
     readers = {
         "answer": lambda: answer(base, tokenizer, questions),
         "complete": lambda: complete(base, tokenizer, completions),
-        "perplexity": lambda: Perplexity().losses(base, windows),
+        "perplexity": lambda: TextWindows().losses(base, windows),
         "sliding": lambda: sliding_losses(base, windows),
     }
     for reader in readers.values():

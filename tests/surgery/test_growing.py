@@ -13,9 +13,9 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import surgery
 from surgery.choosing import gain as growing
-from surgery.choosing.bounded import Measured, Measuring
+from surgery.choosing.bounded import Measuring, PlanMeasurement
 from surgery.choosing.gain import grow, most
-from surgery.choosing.task import CHANNELS, Task
+from surgery.choosing.task import CHANNELS, ChoiceTask
 from surgery.errors import UserError
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan
@@ -56,7 +56,7 @@ class Made:
         blend = 1.0 if chosen is None or chosen.blend is None else chosen.blend
         loss = 5 + noise - sum(self.saves.get(head, 0.0) * blend**0.5 for head in heads) * (1 + 0.1 * noise)
         text = np.linspace(1, 2, 8) + self.cost * blend**2 * len(heads)
-        return Measured(loss, loss < 4, text, 0.5)
+        return PlanMeasurement(loss, loss < 4, text, 0.5)
 
 
 def made(monkeypatch, *arguments, **settings) -> Made:
@@ -120,7 +120,7 @@ def test_it_stops_at_the_most_heads_and_where_nothing_is_sure(base, tokenizer, r
 
 
 def test_measurements_are_of_the_hybrid_on_questions_that_ranked_nothing(base, tokenizer, ranking):
-    asked = Task.of(base, ranking, options(), tokenizer=tokenizer).questions
+    asked = ChoiceTask.of(base, ranking, options(), tokenizer=tokenizer).questions
     assert not {*asked} & {*KVRetrieval(4).questions(8, 1)}
     subject = Subject.of(base, tokenizer)
     ids = torch.randint(1, 200, (3, 10), generator=torch.Generator().manual_seed(0))
@@ -181,7 +181,7 @@ def test_no_growth_measures_more_than_is_announced(max_heads, candidates, gates,
     class Nothing:
         def measure(self, those, description):
             plans.extend(those)
-            return [Measured(np.zeros(2), np.zeros(2), np.zeros(2), 0.0) for _ in those]
+            return [PlanMeasurement(np.zeros(2), np.zeros(2), np.zeros(2), 0.0) for _ in those]
 
     chosen = PlanOptions(heads="auto", auto=auto)
     of_plan = {"measuring": Nothing(), "plan": lambda sites, blend: (tuple(sites), blend), "units": lambda count: []}

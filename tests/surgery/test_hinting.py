@@ -15,7 +15,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Data, Hints, Lesson, Tune
 from surgery.splicing.splice import adopt, splice, stock
 from surgery.tuning.distil import Distillation, counted
-from surgery.tuning.hinting import missed, watching
+from surgery.tuning.hinting import attention_nll, watching
 from surgery.tuning.loop import tune
 from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.sequences import (
@@ -132,10 +132,10 @@ def test_what_is_missed_is_attention(name):
                 # A summary ends with the token behind the span; none lies after the one that asks.
                 at = [(0, 9, 4 - place), (0, 19, 7 - place), (1, 12, min(12, 12 - place))]
                 at_places[-1][number] = -sum(matrices[row, number, last, where].log() for row, last, where in at)
-    torch.testing.assert_close(missed(seen, evidence), torch.cat(expected).mean().detach(), **SAME)
-    torch.testing.assert_close(missed(placed, evidence), torch.cat(at_places).mean().detach(), **SAME)
-    assert (missed(placed, evidence) == missed(seen, evidence)) == (name == "a layer")
-    assert missed(seen, torch.zeros_like(evidence)) == missed(placed, torch.zeros_like(evidence)) == 0
+    torch.testing.assert_close(attention_nll(seen, evidence), torch.cat(expected).mean().detach(), **SAME)
+    torch.testing.assert_close(attention_nll(placed, evidence), torch.cat(at_places).mean().detach(), **SAME)
+    assert (attention_nll(placed, evidence) == attention_nll(seen, evidence)) == (name == "a layer")
+    assert attention_nll(seen, torch.zeros_like(evidence)) == attention_nll(placed, torch.zeros_like(evidence)) == 0
     assert not any("attend" in vars(m) for m in hybrid.modules() if isinstance(m, Graft | LayerGraft))
 
 
@@ -205,7 +205,7 @@ def test_hits_of_text_tell_where_to_look(name, documents, known):
         before[row, hit] = seen_at
     text = (ids, torch.ones_like(ids, dtype=torch.bool), places, before)
     nothing = torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), IGNORE)
-    distillation = Distillation(hybrid, stock(hybrid), hit_weight=1.0, hint_weight=0.5, places=known)
+    distillation = Distillation(hybrid, stock(hybrid), hit_weight=1.0, hint_weight=0.5, read_at=known)
     losses = distillation(*nothing, text)
     expected = 0.0
     for row in range(2):
@@ -215,7 +215,7 @@ def test_hits_of_text_tell_where_to_look(name, documents, known):
                 evidence[0, hit - 1] = found[hit] + torch.tensor([0, 2])
             with watching(hybrid, known) as seen:
                 hybrid(part)
-            expected += missed(seen, evidence)
+            expected += attention_nll(seen, evidence)
     torch.testing.assert_close(losses["hints"], expected / 3, **SAME)
     torch.testing.assert_close(losses["loss"], losses["kl"] + losses["hits"] + 0.5 * losses["hints"], **SAME)
     assert "hints" not in Distillation(hybrid, stock(hybrid), hit_weight=1.0)(*nothing, text)

@@ -8,7 +8,7 @@ import torch
 
 from surgery.choosing.bounded import Measuring
 from surgery.choosing.choice import choose
-from surgery.choosing.task import Task
+from surgery.choosing.task import ChoiceTask
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
 from surgery.locating import walk
@@ -21,7 +21,7 @@ from surgery.locating.planning import plan
 from surgery.locating.prune import Pruner
 from surgery.locating.questions import QuestionSet, question_set
 from surgery.locating.subject import Subject
-from surgery.locating.substitution import silenced
+from surgery.locating.substitution import ablate_heads
 from surgery.probes import make
 from surgery.probes.encoded import EncodedPassages
 from surgery.probes.hits import NONE, PairCounts, seen_before
@@ -127,7 +127,7 @@ def test_attribution_is_the_derivative_of_the_loss_on_hits(tokenizer, passages):
 
     def losses():
         with torch.no_grad():
-            return encoded.losses(gated.model(torch.tensor(encoded.rows)).logits[encoded.places()].double())
+            return encoded.losses(gated.model(torch.tensor(encoded.rows)).logits[encoded.target_positions()].double())
 
     slopes = attribute_starts(gated, encoded, [None])[0]
     for step in (Step(None, checkpointed=True), Step(2)):
@@ -159,7 +159,7 @@ def test_what_is_measured_exactly_equals_models_of_their_own(init, tokenizer, pa
         np.testing.assert_allclose(effects["splice_loss"][:, column], own.loss - spliced.loss, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(effects["splice_gain"][:, column], spliced.correct - own.correct, atol=1e-6)
         if site.heads:
-            with silenced(subject.anatomy, [site]):
+            with ablate_heads(subject.anatomy, [site]):
                 ablated = answer(subject.model, tokenizer, passages)
             np.testing.assert_allclose(effects["ablation_loss"][:, column], ablated.loss - own.loss, rtol=1e-4, atol=1e-5)
 
@@ -188,7 +188,7 @@ def test_heads_are_ranked_and_planned_by_hits(world_base, tokenizer, options):
     assert ranking.heads[0].splice_loss.n == 12
     assert not any(score.role for score in ranking.heads)
     few = PlanOptions(heads="auto", auto=Auto(examples=4))
-    fresh = Task.of(world_base, ranking, few, tokenizer=tokenizer, seed=0).questions
+    fresh = ChoiceTask.of(world_base, ranking, few, tokenizer=tokenizer, seed=0).questions
     assert len(fresh) == 4
     assert {*fresh}.isdisjoint(make("hits", tokenizer=tokenizer, **options).passages(12, seed=0))
     chosen, subject = plan(ranking, 2, blend=0.3), Subject.of(world_base, tokenizer)
@@ -216,7 +216,7 @@ def test_where_questions_are_needed_it_is_refused(world_base, tokenizer, options
         check(tokenizer, lessons, Data(train_text=(Text(source="world"),)))
     ranking = locate(world_base, tokenizer, probe="hits", options=options, examples=4, exact=False)
     with pytest.raises(UserError, match="oracles need a probe"):
-        choose(Task.of(Checkpoint("base", world_base, tokenizer, "f" * 64), ranking, PlanOptions(by="choice")))
+        choose(ChoiceTask.of(Checkpoint("base", world_base, tokenizer, "f" * 64), ranking, PlanOptions(by="choice")))
 
 
 @pytest.mark.parametrize(

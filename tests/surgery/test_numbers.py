@@ -24,7 +24,7 @@ from surgery.loading.digests import conditions, model_digest, tokenizer_digest
 from surgery.locating.ledger import Ledger
 from surgery.locating.locate import locate
 from surgery.locating.ranking import Ranking
-from surgery.records.names import called, public
+from surgery.records.names import display_name, strip_paths
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Lora, Recipe, Tune
 from surgery.records.record import code_digest, environment, provenance
@@ -394,10 +394,10 @@ def test_names_for_others():
         "./x": "x", "a/b/c": "c", "world": "world", "https://hub/a/b.jsonl": "https://hub/a/b.jsonl", "file:///home/a/b": "b",
         ".": Path.cwd().name, "..": Path.cwd().parent.name,
     }  # fmt: skip
-    assert {name: called(name) for name in names} == names
-    assert public(public(names)) == public(names)
+    assert {name: display_name(name) for name in names} == names
+    assert strip_paths(strip_paths(names)) == strip_paths(names)
     tree = {"data": [{"source": "/home/alice/t.txt", "weight": 1.5}], "pairs": [4, 8], "none": None, "probe": "kv"}
-    assert public(tree) == {"data": [{"source": "t.txt", "weight": 1.5}], "pairs": [4, 8], "none": None, "probe": "kv"}
+    assert strip_paths(tree) == {"data": [{"source": "t.txt", "weight": 1.5}], "pairs": [4, 8], "none": None, "probe": "kv"}
 
 
 def test_the_versions_of_what_is_in_use_are_named(monkeypatch):

@@ -8,12 +8,12 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from surgery.errors import UserError
-from surgery.locating.attribution_memory import listening
-from surgery.locating.oracles import PLACES, Carrier, Oracles, only_span, plan_at
+from surgery.locating.attribution_memory import intercept_ssm_output
+from surgery.locating.oracles import PLACES, OracleHead, Oracles, encode_span_alone, plan_at
 from surgery.locating.paths import PARTS, exchanged, travel
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
-from surgery.models.tokens import opening, token_spans
+from surgery.models.tokens import encode_prompts, token_spans
 from surgery.probes import make
 from surgery.probes.encoded import encode, padded
 from surgery.probes.question import Question
@@ -57,7 +57,7 @@ def test_without_an_oracle_the_model_answers_as_it_is(made, tokenizer):
 def test_a_perfect_choice_is_attention_to_one_token(made, tokenizer, sign, monkeypatch):
     """In a model of one layer, where no other token matters: a graft of that sign whose attention is all at that token."""
     base, (question,) = made(vocab_size=VOCABULARY, num_hidden_layers=1).double(), kv(4, 1)
-    found = Oracles(gated(base, tokenizer), [question]).outcome([Carrier(Site(0, (3,)), back=2, sign=sign)])
+    found = Oracles(gated(base, tokenizer), [question]).outcome([OracleHead(Site(0, (3,)), back=2, sign=sign)])
     hybrid = splice(base, Plan.model_validate({"sites": ("L0.H3",), "starts": {"L0.H3": {"sign": sign}}, "time_step": False}))
     graft = hybrid.base_model.layers[0].mixer.graft
     ids, spans = token_spans(tokenizer, question.prompt, question.spans)
@@ -88,10 +88,12 @@ def test_a_span_read_alone(made, tokenizer):
 def test_what_is_read_alone_has_the_same_tokens(tokenizer):
     (question,) = kv(5, 1)
     whole, spans = token_spans(tokenizer, question.prompt, question.spans)
-    for (ids, here), span, (begin, stop) in zip(only_span(tokenizer, question, spans), spans, question.spans, strict=True):
+    for (ids, here), span, (begin, stop) in zip(
+        encode_span_alone(tokenizer, question, spans), spans, question.spans, strict=True
+    ):
         assert [ids[i] for i in here] == [whole[i] for i in span]
         assert tokenizer.decode([ids[i] for i in here]) == question.prompt[begin:stop]
-        assert len(ids) == len(opening(tokenizer, [question.prompt[: question.spans[0][0]]])[0]) + len(span)
+        assert len(ids) == len(encode_prompts(tokenizer, [question.prompt[: question.spans[0][0]]])[0]) + len(span)
 
 
 def test_carriers_are_where_the_built_in_model_retrieves(tiny):
@@ -134,10 +136,10 @@ def test_slopes_are_those_of_the_loss(made, tokenizer):
     assert len(slopes) == len(subject.anatomy.sites()) * len(PLACES) * 2
     step, whole = 1e-6, oracles.outcome().loss.mean()
     for carrier in (
-        Carrier(Site(0, (1,)), 2),
-        Carrier(Site(1, (3,)), 0, -1),
-        Carrier(Site(2, (5,)), 3),
-        Carrier(Site(1, (0,)), -4),
+        OracleHead(Site(0, (1,)), 2),
+        OracleHead(Site(1, (3,)), 0, -1),
+        OracleHead(Site(2, (5,)), 3),
+        OracleHead(Site(1, (0,)), -4),
     ):
         near = np.zeros(len(questions))
         for batch in oracles.batches:
@@ -146,7 +148,7 @@ def test_slopes_are_those_of_the_loss(made, tokenizer):
             def towards(number, mixer, y, args, kwargs, one=one):
                 return y + step * (one(number, mixer, y, args, kwargs) - y)
 
-            with torch.no_grad(), listening(oracles.mixers, towards, always=True):
+            with torch.no_grad(), intercept_ssm_output(oracles.mixers, towards, always=True):
                 near[batch.chosen] = batch.encoded.losses(oracles._logits(batch)).numpy()
         assert slopes[carrier] == pytest.approx((whole - near.mean()) / step, rel=1e-3, abs=1e-9)
 

@@ -18,7 +18,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import write_text
 from surgery.runtime import ownership
-from surgery.runtime.ownership import RECORD, Folder, building, check_free, put, remove, tidy, writing
+from surgery.runtime.ownership import RECORD, OwnedFolder, building, check_free, put, remove, tidy, writing
 from surgery.runtime.plotting import drawing
 from tests.conftest import names
 
@@ -201,13 +201,13 @@ def test_no_line_of_a_record_can_be_changed_or_lead_elsewhere(tmp_path):
     for now in (lines.replace('"a"', '"thesis.txt"'), lines.replace('"a"', '"../thesis.txt"'), lines[1:], lines + "{}\n"):
         (target / RECORD).write_text(now)
         with pytest.raises(UserError, match="is damaged"):
-            Folder(target)
+            OwnedFolder(target)
     token = json.loads(lines.splitlines()[0])["token"]
     for name in ("../thesis.txt", "/etc/passwd", "a/../../b", "", ".", RECORD):
         line = ownership._sealed({"file": name, "sha256": "0"}, token).decode()
         (target / RECORD).write_text(lines + line)
         with pytest.raises(UserError, match="is damaged"):
-            Folder(target)
+            OwnedFolder(target)
 
 
 def test_a_line_that_was_cut_short_counts_for_nothing_and_is_no_harm(tmp_path):
@@ -218,7 +218,7 @@ def test_a_line_that_was_cut_short_counts_for_nothing_and_is_no_harm(tmp_path):
     with writing(tmp_path):
         put(tmp_path / "c", b"1")
     assert b'"sha\n' not in (tmp_path / RECORD).read_bytes()
-    assert {*Folder(tmp_path).files} >= {"a", "c"}
+    assert {*OwnedFolder(tmp_path).files} >= {"a", "c"}
 
 
 def test_a_record_moved_to_another_folder_is_about_nothing_there(tmp_path):
@@ -242,7 +242,7 @@ def test_names_like_ours_are_not_swept(tmp_path):
         (tmp_path / "run" / ".a.json-new-01234567").write_text("mine")
         put(tmp_path / "run" / "a.json", b"{}")
         built(tmp_path / "run" / "checkpoint-3", a="1")
-    begin_again = Folder(tmp_path / "run")
+    begin_again = OwnedFolder(tmp_path / "run")
     ownership.sweep(begin_again)
     built(tmp_path / "out", a="1")
     assert (tmp_path / "run" / ".a.json-new-01234567").read_text() == "mine"
@@ -288,8 +288,8 @@ def test_modes_are_the_umasks_or_those_of_what_was_there(tmp_path):
 def test_a_removed_folder_is_never_seen_in_part(tmp_path, monkeypatch):
     with writing(tmp_path):
         built(tmp_path / "checkpoint-1", a="1", b="2")
-        clear, seen = Folder.clear, []
-        monkeypatch.setattr(Folder, "clear", lambda folder, *rest: seen.append(names(tmp_path)) or clear(folder, *rest))
+        clear, seen = OwnedFolder.clear, []
+        monkeypatch.setattr(OwnedFolder, "clear", lambda folder, *rest: seen.append(names(tmp_path)) or clear(folder, *rest))
         remove(tmp_path / "checkpoint-1")
     assert "checkpoint-1" not in seen[0]
     assert names(tmp_path) == []
@@ -328,14 +328,14 @@ def test_killed_while_an_earlier_run_is_removed_it_is_still_a_run(tmp_path, monk
             for name in ("ranking.json", "plan.json", "cells/a.json"):
                 put(place / name, b"{}")
             built(place / "hybrid", plan="{}")
-        steps, own = iter(range(after)), Folder.tidy
+        steps, own = iter(range(after)), OwnedFolder.tidy
 
         def dies(folder, path, steps=steps, own=own):
             if next(steps, None) is None:
                 raise KeyboardInterrupt
             return own(folder, path)
 
-        monkeypatch.setattr(Folder, "tidy", dies)
+        monkeypatch.setattr(OwnedFolder, "tidy", dies)
         try:
             with ownership.job():
                 begin(place, "run", Recipe(model="base"), overwrite=True)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from surgery.evaluation.language import sliding_losses, sliding_rows
 from surgery.models import pieces
 from surgery.models.pieces import computed_once, logits_in_pieces
-from surgery.probes.perplexity import Perplexity
+from surgery.probes.perplexity import TextWindows
 from surgery.probes.question import Completion, Question
 from surgery.probes.scoring import answer, complete
 from surgery.splicing.splice import adopt
@@ -52,7 +52,7 @@ def model(request):
 
 @pytest.mark.usefixtures("in_float64")
 def test_text_losses_are_the_same_in_pieces(model, tokens, monkeypatch):
-    probe, whole = Perplexity(), model(input_ids=tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
+    probe, whole = TextWindows(), model(input_ids=tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
     expected = -whole.gather(-1, tokens[:, 1:, None])[..., 0].detach()
     monkeypatch.setattr(pieces, "LOGITS", SMALL)
     for batch_size in (1, 2):
@@ -81,7 +81,7 @@ def test_the_blocks_run_once_and_a_piece_bounds_the_logits(model, tokens, monkey
     for rows in (tokens, tokens.repeat(3, 1)):
         calls.clear()
         with Largest(99) as largest:
-            Perplexity().losses(model, rows, batch_size=len(rows))
+            TextWindows().losses(model, rows, batch_size=len(rows))
         assert len(calls) == 1
         assert 0 < largest.numbers <= max(SMALL, len(rows) * 99)  # a position of every row is the least
     handle.remove()
@@ -95,11 +95,11 @@ class Odd(LlamaForCausalLM):
 
 def test_a_model_whose_base_is_not_called_is_run_twice_at_most(tokens, monkeypatch):
     model, calls = llama().double(), []
-    expected = Perplexity().losses(model, tokens)
+    expected = TextWindows().losses(model, tokens)
     model.__class__ = Odd
     model.register_forward_hook(lambda *_: calls.append(1))
     monkeypatch.setattr(pieces, "LOGITS", SMALL)
-    assert Perplexity().losses(model, tokens) == pytest.approx(expected, rel=1e-6)
+    assert TextWindows().losses(model, tokens) == pytest.approx(expected, rel=1e-6)
     assert len(calls) == 2  # a piece, and then all the rest
 
 

@@ -13,7 +13,7 @@ from surgery.records.recipe import AutoSteps, EarlyStopping, Lesson, Tune, read_
 from surgery.splicing.splice import splice
 from surgery.tuning.loop import tune
 from surgery.tuning.optimizer import cosine_schedule, falling_schedule
-from surgery.tuning.plateau import Curve, Plateau, taken
+from surgery.tuning.plateau import LossCurve, Plateau, taken
 from tests.conftest import VOCABULARY, random_base
 
 SMALL = Tune(
@@ -25,7 +25,7 @@ SMALL = Tune(
 
 def curve(options: Tune, means: list[float], noise: float = 0.01) -> Plateau:
     """A plateau that has seen these means, one a look, from step 0 on."""
-    plateau = Plateau(options, Curve())
+    plateau = Plateau(options, LossCurve())
     for look, mean in enumerate(means):
         spread = np.random.default_rng(look).normal(size=8)
         plateau.look(look * options.auto.eval_steps, mean + noise * (spread - spread.mean()))
@@ -58,7 +58,7 @@ def test_it_is_said_whether_the_curve_or_the_limit_ends_the_steps(tokenizer, cap
 @given(st.integers(1, 3000), st.lists(st.floats(0.01, 5), min_size=1, max_size=60), st.integers(1, 60), st.floats(0.01, 1))
 def test_steps_never_exceed_the_most_and_end(most, means, every, decay):
     options = Tune(steps="auto", max_steps=most, decay=decay, auto=AutoSteps(eval_steps=every))
-    plateau, step, looks = Plateau(options, Curve()), 0, iter(means)
+    plateau, step, looks = Plateau(options, LossCurve()), 0, iter(means)
     plateau.look(0, np.full(4, 6.0))
     while True:
         step += 1

@@ -11,7 +11,7 @@ from surgery.probes import scoring
 from surgery.probes.encoded import encode
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.kv import KVRetrieval
-from surgery.probes.perplexity import Perplexity
+from surgery.probes.perplexity import TextWindows
 from surgery.probes.question import Question
 from surgery.probes.scoring import answer
 from surgery.tuning.sequences import letter_pieces
@@ -107,7 +107,7 @@ def test_a_tuple_of_questions_is_encoded_once_for_all_models(characters, monkeyp
 @pytest.mark.usefixtures("in_float64")
 def test_perplexity_is_the_mean_over_predicted_tokens(characters, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    probe, model = Perplexity(str(tmp_path / "text.txt"), windows=5, window=32), random_base(vocab_size=128).double()
+    probe, model = TextWindows(str(tmp_path / "text.txt"), windows=5, window=32), random_base(vocab_size=128).double()
     windows = probe.token_windows(characters, seed=0)
     assert windows.shape == (5, 32)
     for ids, loss in zip(windows, probe.losses(model, windows, batch_size=2), strict=True):
@@ -122,7 +122,7 @@ def test_missing_and_malformed_sources_are_refused(tmp_path, characters):
         Letters(str(tmp_path / "bad.jsonl")).questions(1, 0)
     (tmp_path / "short.txt").write_text("x")
     with pytest.raises(UserError, match="perplexity needs at least"):
-        Perplexity(str(tmp_path / "short.txt")).token_windows(characters, 0)
+        TextWindows(str(tmp_path / "short.txt")).token_windows(characters, 0)
 
 
 def test_the_world_holds_out_what_it_says():

@@ -7,7 +7,7 @@ import torch
 
 from surgery.errors import UserError
 from surgery.locating.replay import Replay
-from surgery.locating.substitution import silenced, without
+from surgery.locating.substitution import ablate_heads, skip_layers
 from surgery.models.anatomy import anatomy
 from surgery.records.site import Site
 from tests.conftest import subject
@@ -141,7 +141,7 @@ def test_a_layer_that_is_left_out_passes_its_states_on():
     model = wide("bamba")
     with torch.inference_mode():
         base = model(IDS).logits
-        with without(subject(model), [0, 1, 2]):
+        with skip_layers(subject(model), [0, 1, 2]):
             skipped = model(IDS).logits
         wanted = model.lm_head(model.model.final_layernorm(model.model.embed_tokens(IDS)))
         torch.testing.assert_close(skipped, wanted)
@@ -154,12 +154,12 @@ def test_silencing_heads_everywhere_equals_ablating_them():
     model = wide("falcon_h1")
     found = anatomy(model)
     (layer, *_) = Replay(subject(model), IDS, LAST).layers()
-    with silenced(found, [Site(0, (1, 6))]):
+    with ablate_heads(found, [Site(0, (1, 6))]):
         got = model(IDS).logits[torch.arange(2), LAST]
     torch.testing.assert_close(got, layer.logits(layer.ablation([1, 6])), **TOLERANCE)
-    with silenced(found, [Site(1, (1, 6))], (torch.arange(2), LAST)):
+    with ablate_heads(found, [Site(1, (1, 6))], (torch.arange(2), LAST)):
         here = model(IDS).logits
-    with silenced(found, [Site(1, (1, 6))]):
+    with ablate_heads(found, [Site(1, (1, 6))]):
         everywhere = model(IDS).logits
     at = torch.arange(2), LAST
     torch.testing.assert_close(here[at], everywhere[at], **TOLERANCE)  # the last layer: what others do is lost on it

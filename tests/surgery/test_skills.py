@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surgery.choosing.bounded import Measured, Measuring, NoPlan
+from surgery.choosing.bounded import Measuring, NoPlan, PlanMeasurement
 from surgery.choosing.gain import grow
 from surgery.errors import UserError
 from surgery.evaluation.judgement import judge
@@ -297,7 +297,7 @@ class Made:
         right[:lost] = False
         skills = {"letters": np.ones(self.n, dtype=bool), "knowledge": np.ones(self.n, dtype=bool)}
         skills[self.skill] = right
-        return Measured(loss, loss < 4, np.linspace(1, 2, 8), 0.5, skills)
+        return PlanMeasurement(loss, loss < 4, np.linspace(1, 2, 8), 0.5, skills)
 
 
 FEW = {"examples": 12, "windows": 2, "candidates": 2, "max_heads": 2}
@@ -361,7 +361,7 @@ def test_a_skill_that_the_base_does_not_have_bounds_nothing(tiny, ranking, monke
 
     def at_chance(*given):
         measured = made(*given)
-        return Measured(measured.loss, measured.correct, measured.text, 0.5, {
+        return PlanMeasurement(measured.loss, measured.correct, measured.text, 0.5, {
             "letters": np.arange(256) % 4 == (0 if given[1] is None else 1 + given[1].sites[0].layer % 2),
             "knowledge": measured.skills["knowledge"],
         })  # fmt: skip

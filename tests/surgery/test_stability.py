@@ -9,7 +9,7 @@ from surgery.locating.attribution import attribute_starts
 from surgery.locating.locate import locate
 from surgery.locating.ranking import Ranking
 from surgery.locating.search import DRAWN, LEADING
-from surgery.locating.stability import Column, Scores, stability
+from surgery.locating.stability import HeadScores, ScoreColumn, stability
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
 from surgery.probes.encoded import encode
@@ -25,10 +25,10 @@ SITES = [Site(0, (head,)) for head in range(12)]
 def scores(centres, attributions=None, seed=0):
     """Six questions with the given means of every head."""
     noise = np.array([-1.0, 1.0, -2.0, 2.0, 0.5, -0.5])[:, None] * 0.01
-    columns = {"splice_loss": Column(np.asarray(centres, float) + noise)}
+    columns = {"splice_loss": ScoreColumn(np.asarray(centres, float) + noise)}
     if attributions is not None:
-        columns["attribution"] = Column(np.asarray(attributions, float) + noise)
-    return Scores(KV, seed, np.array([1.0, 0, 1, 0, 1, 1]), columns, len(SITES))
+        columns["attribution"] = ScoreColumn(np.asarray(attributions, float) + noise)
+    return HeadScores(KV, seed, np.array([1.0, 0, 1, 0, 1, 1]), columns, len(SITES))
 
 
 def test_rankings_are_compared_as_scipy_does():
@@ -56,7 +56,7 @@ def test_values_of_some_sites_say_the_same():
     assert some.columns["attribution"].values.shape[1] == len(set(chosen))
     # Measured at the chosen sites and at 3 others alone.
     at = np.unique([*chosen, 0, 1, 2])
-    partly = Scores(KV, 1, other.correct, {"splice_loss": Column(other.columns["splice_loss"].values[:, at], at)}, 12)
+    partly = HeadScores(KV, 1, other.correct, {"splice_loss": ScoreColumn(other.columns["splice_loss"].values[:, at], at)}, 12)
     assert np.isnan(partly.centres("splice_loss")).sum() == 12 - len(at)
     whole = stability(SITES.__getitem__, [one, other], "splice_loss", [10, 11])
     assert stability(SITES.__getitem__, [one, some], "splice_loss", [10, 11]) == whole

@@ -12,7 +12,7 @@ from surgery.exporting.export import export
 from surgery.exporting.formats.patch import write
 from surgery.exporting.source import holds_base
 from surgery.jobs.costs.counts import planning
-from surgery.jobs.costs.models import level
+from surgery.jobs.costs.models import uniform_ranking
 from surgery.jobs.entries import entries_of
 from surgery.records.plan import Plan
 from surgery.records.recipe import read_recipe
@@ -283,7 +283,7 @@ def test_what_it_costs_is_known_before_and_every_hybrid_of_a_run_is_cut():
     recipe = read_recipe(None, settings)
     assert planning(recipe, base.tokenizer, 32).tokens == 3 * 32 * 16  # forwards and backwards of windows of text
     cut = keeping(range(4), 1)
-    entries = entries_of(base.model, recipe, level(4, 8), cut, None, lambda name, model, *_: model)
+    entries = entries_of(base.model, recipe, uniform_ranking(4, 8), cut, None, lambda name, model, *_: model)
     sizes = {name: state_size(entry.model) for name, entry in entries.items()}
     whole = {"base", "control_tuned"}
     assert sizes == {name: 16 if name in whole else 3 for name in sizes}
@@ -310,7 +310,7 @@ def test_the_verbs_cut_alike(surgery, tmp_path):
         f"L{i}": [4] for i in range(4)
     }
     assert cut.sites == whole.sites
-    assert markdown.places(cut) == f"{markdown.places(whole)}, the state cut to 4 dimensions"
+    assert markdown.sites_text(cut) == f"{markdown.sites_text(whole)}, the state cut to 4 dimensions"
     assert not whole.kept_state
     for refused, complaint in (
         (("--shrink-state", "0"), "0 is not 1 to 15"),

@@ -12,7 +12,7 @@ from surgery.runtime.ownership import writing
 from surgery.statistics import Proportion
 from surgery.studies import Findings, cohort, make, retrieval_aware, studies
 from surgery.studies.study import Row
-from surgery.tuning.stages import Run
+from surgery.tuning.stages import TuningRun
 from tests.conftest import ROOT
 
 RECIPES = sorted((ROOT / "recipes" / "paper").glob("*.yaml"))
@@ -110,7 +110,7 @@ def test_seeds(surgery, tmp_path, blank, monkeypatch):
     assert "untrained: KV 4 at least" in findings.summary
     # Interrupted after the last seed was measured: nothing is measured or trained again.
     (tmp_path / "out" / "findings.json").unlink()
-    monkeypatch.setattr(Run, "distil", None)
+    monkeypatch.setattr(TuningRun, "distil", None)
     monkeypatch.setattr(suites, "answer", None)
     assert surgery("run", "seeds.yaml", "--out", "out", "--resume")[0] == 0
     again = Findings.read(tmp_path / "out" / "findings.json")
@@ -155,7 +155,7 @@ def test_retrieval_aware_conversion(surgery, tmp_path, monkeypatch):
     assert len(mixers) <= 4 + 2 * 2
     (tmp_path / "out" / "findings.json").unlink()
     monkeypatch.setattr(retrieval_aware, "align_layers", None)
-    monkeypatch.setattr(Run, "distil", None)
+    monkeypatch.setattr(TuningRun, "distil", None)
     monkeypatch.setattr(suites, "answer", None)
     assert surgery("run", "aware.yaml", "--out", "out", "--resume")[0] == 0
     again = Findings.read(tmp_path / "out" / "findings.json")

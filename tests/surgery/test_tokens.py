@@ -15,7 +15,7 @@ from surgery.exporting.export import export
 from surgery.models import tokens
 from surgery.probes import make
 from surgery.probes.encoded import encode
-from surgery.probes.perplexity import Perplexity
+from surgery.probes.perplexity import TextWindows
 from surgery.probes.question import Completion, Question
 from surgery.probes.scoring import complete
 from surgery.records.plan import Plan
@@ -162,8 +162,8 @@ def test_text_reads_as_it_stands(tokenizer):
     """Prompt and candidate together are the tokens of the text, where no token crosses the border."""
     for question in make("kv", pairs=5).questions(20, seed=0):
         pair = question.prompt, question.choices[question.answer]
-        (prompt,), (ids,) = tokens.opening(tokenizer, pair[:1]), tokens.following(tokenizer, [pair])
-        (text,) = tokens.opening(tokenizer, ["".join(pair)])
+        (prompt,), (ids,) = tokens.encode_prompts(tokenizer, pair[:1]), tokens.encode_continuations(tokenizer, [pair])
+        (text,) = tokens.encode_prompts(tokenizer, ["".join(pair)])
         if text[: len(prompt)] == prompt:
             assert [*prompt, *ids] == text
         assert len(prompt) + len(ids) == len(text)
@@ -222,7 +222,7 @@ def test_a_prompt_s_beginning_is_left_out_where_that_changes_nothing(tokenizer):
         prompt, rest = tokens.divided(text[:place], text[place:])
         shortened += tokens._tail(prompt) != prompt
         both, alone = tokenizer([prompt + rest, prompt], add_special_tokens=False)["input_ids"]
-        assert tokens.following(tokenizer, [(prompt, rest)]) == [both[len(alone) :]], (prompt, rest)
+        assert tokens.encode_continuations(tokenizer, [(prompt, rest)]) == [both[len(alone) :]], (prompt, rest)
     assert shortened > 50
 
 
@@ -239,10 +239,10 @@ def test_a_tokenizer_that_learns_a_word_is_looked_at_again():
     tokenizer = build_tokenizer()
     pairs = [("a b c is", " 31"), ("The 'anchor' key is", " 7")]
     assert tokens._is_local(tokenizer)
-    tokens.following(tokenizer, pairs)
+    tokens.encode_continuations(tokenizer, pairs)
     tokenizer.add_tokens(["key is"])
     assert not tokens._is_local(tokenizer)
-    for (prompt, text), ids in zip(pairs, tokens.following(tokenizer, pairs), strict=True):
+    for (prompt, text), ids in zip(pairs, tokens.encode_continuations(tokenizer, pairs), strict=True):
         behind = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
         assert ids == tokenizer(prompt + text, add_special_tokens=False)["input_ids"][behind:]
 
@@ -255,7 +255,7 @@ def test_a_tokenizer_that_cuts_by_what_stands_far_before_gets_the_whole():
     joining.pre_tokenizer = pre_tokenizers.Split(Regex(r"\A(?m:.{13})"), "isolated")  # a tail is 12 characters and "31"
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=joining)
     assert not tokens._is_local(tokenizer)
-    assert tokens.following(tokenizer, [(tokens.PROMPTS[0], "31")]) == [[96]]
+    assert tokens.encode_continuations(tokenizer, [(tokens.PROMPTS[0], "31")]) == [[96]]
 
 
 def test_of_a_text_in_the_prompt_s_last_token_nothing_is_left():
@@ -273,7 +273,7 @@ def test_of_a_text_in_the_prompt_s_last_token_nothing_is_left():
 def test_prompts_do_not_end_with_what_a_tokenizer_appends():
     appends, plain = kit("llama with bos and eos"), kit("llama with bos")
     question = make("kv", pairs=3).questions(1, seed=0)[0]
-    assert tokens.opening(appends, [question.prompt]) == plain([question.prompt])["input_ids"]
+    assert tokens.encode_prompts(appends, [question.prompt]) == plain([question.prompt])["input_ids"]
     asked = question.prompt, question.spans
     assert tokens.token_spans(appends, *asked) == tokens.token_spans(plain, *asked)
     needles = [make("needle", tokenizer=one, length=150) for one in (appends, plain)]
@@ -303,7 +303,7 @@ def test_texts_without_special_tokens():
     tokenizer = kit("characters")
     assert tokenizer.eos_token is tokenizer.bos_token is tokenizer.pad_token is None
     assert len(World(Reading(tokenizer, 64, seed=0)).excerpt(0)) == 64
-    assert Perplexity(windows=2, window=32).token_windows(tokenizer, seed=0).shape == (2, 32)
+    assert TextWindows(windows=2, window=32).token_windows(tokenizer, seed=0).shape == (2, 32)
 
 
 COMPARED = ("llama with bos and eos", "llama with eos", "llama, pieces across the border", "unigram")

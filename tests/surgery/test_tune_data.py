@@ -22,7 +22,7 @@ from surgery.probes import make, needle
 from surgery.probes.knowledge import CAPITALS, Knowledge
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.needle import Needle
-from surgery.probes.perplexity import Perplexity
+from surgery.probes.perplexity import TextWindows
 from surgery.records.recipe import Bench, Data, Lesson, Text, Tune
 from surgery.tuning import leaks
 from surgery.tuning.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders, progress
@@ -521,9 +521,14 @@ def test_the_share_that_is_found_is_the_share_that_is_there(monkeypatch, chunk):
     cuts = sorted(rng.sample(range(len(other)), 20))
     divided = [other[a:b] for a, b in pairwise([0, *cuts, len(other)])]
     for texts in ([other], divided, [*divided, ""]):
-        assert leaks.Text(text).share(texts) == expected
-    assert leaks.Text(text, 100).share([text[:300]]) == 1  # its measured part
-    assert leaks.Text("short").share([text]) == leaks.Text(text).share([]) == leaks.Text("").share(["a" * 99]) == 0
+        assert leaks.CheckedText(text).share(texts) == expected
+    assert leaks.CheckedText(text, 100).share([text[:300]]) == 1  # its measured part
+    assert (
+        leaks.CheckedText("short").share([text])
+        == leaks.CheckedText(text).share([])
+        == leaks.CheckedText("").share(["a" * 99])
+        == 0
+    )
     leaks._powers.cache_clear()
 
 
@@ -566,7 +571,7 @@ def test_too_little_to_hold_out_is_said(words, tmp_path):
 def test_what_is_not_utf_8_is_said_everywhere(words, tmp_path):
     path = write(tmp_path, "latin", "é".encode("latin-1"))
     with pytest.raises(UserError, match="not UTF-8 at byte 0"):
-        Perplexity(path).token_windows(words, 0)
+        TextWindows(path).token_windows(words, 0)
     with pytest.raises(UserError, match="not UTF-8 at byte 0"):
         Needle(words, 40, source=path).questions(1, 0)
     with pytest.raises(UserError, match="not UTF-8 at byte 0"):

@@ -6,9 +6,9 @@ import pytest
 import surgery
 from surgery import choosing
 from surgery.choosing import check_way, names, way_of
-from surgery.choosing.bounded import Measured, Measuring
+from surgery.choosing.bounded import Measuring, PlanMeasurement
 from surgery.choosing.halving import FEWEST
-from surgery.choosing.task import Task
+from surgery.choosing.task import ChoiceTask
 from surgery.errors import UserError
 from surgery.locating.locate import locate
 from surgery.records.plan import Plan
@@ -24,9 +24,9 @@ def ranking(tiny):
     return locate(tiny, options={"pairs": 16}, examples=8, exact=True, layers=False, seed=1)
 
 
-def task(tiny, ranking, by, heads=2, **fields) -> Task:
+def task(tiny, ranking, by, heads=2, **fields) -> ChoiceTask:
     options = PlanOptions(by=by, heads=heads, blend=0.25, auto=AUTO)
-    return Task.of(tiny, ranking, options, **{"data": Data(skills=())} | fields)
+    return ChoiceTask.of(tiny, ranking, options, **{"data": Data(skills=())} | fields)
 
 
 def heads(plan: Plan) -> list[str]:
@@ -41,7 +41,7 @@ def made(monkeypatch, saves) -> list[tuple[tuple[str, ...], int]]:
         asked.extend((() if plan is None else tuple(heads(plan)), steps) for plan in plans)
         self.count += len(plans)
         losses = [5 - (0 if plan is None else saves(heads(plan), steps)) + np.arange(8) / 100 for plan in plans]
-        return [Measured(loss, loss < 4, np.ones(2), 0.5) for loss in losses]
+        return [PlanMeasurement(loss, loss < 4, np.ones(2), 0.5) for loss in losses]
 
     monkeypatch.setattr(Measuring, "measure", measure)
     return asked
@@ -114,11 +114,11 @@ def test_every_way_stays_within_the_bounds(tiny, ranking, monkeypatch):
         got = measured(self, chosen)
         large = chosen is not None and (chosen.blend is None or chosen.blend > 0.3)
         skills = {name: np.full_like(right, not large) for name, right in got.skills.items()}
-        return Measured(got.loss, got.correct, np.ones_like(got.text), got.seconds, skills)
+        return PlanMeasurement(got.loss, got.correct, np.ones_like(got.text), got.seconds, skills)
 
     monkeypatch.setattr(Measuring, "_measure", costs)
     options = PlanOptions(by="last", heads=2, auto=AUTO.model_copy(update={"skill_examples": 200}))
-    chosen = Task.of(tiny, ranking, options, data=Data(skills=("knowledge",)))
+    chosen = ChoiceTask.of(tiny, ranking, options, data=Data(skills=("knowledge",)))
     plan = way_of("last").choose(chosen)
     assert plan.growth is not None
     assert (plan.blend, plan.growth.candidates[0].beyond) == (0.25, ("knowledge",))

@@ -23,7 +23,7 @@ from surgery.loading.checkpoint import DISK, brings_tokenizer, load_base
 from surgery.loading.digests import fingerprint
 from surgery.loading.origin import origin
 from surgery.loading.streamed import Live
-from surgery.models.answers import described, held, held_names
+from surgery.models.answers import held, held_names, tensor_digest
 from surgery.models.quantised import is_quantised
 from surgery.records.plan import PATCH, Plan, published
 from surgery.records.record import environment
@@ -57,7 +57,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
     after, live = held_names(hybrid), Live(hybrid)
     before, unchanged = {}, set()
     for name, tensor in held(original):
-        before[name] = described(tensor)
+        before[name] = tensor_digest(tensor)
         kept = tensor if is_quantised(original) else tensor.to(hybrid.dtype)
         if name in after and _same(kept, live[name]):
             unchanged.add(name)

@@ -18,8 +18,8 @@ from surgery.exporting.verifications import check_way
 from surgery.exporting.verify import NEW_BY_LAYERS, chosen, whole_size
 from surgery.families import family_of
 from surgery.jobs.costs import counts
-from surgery.jobs.costs.models import Trained, assumed, cut, held_beyond, models_of, moved, weights_of
-from surgery.jobs.costs.record import Estimate, Stage, fitting_advice
+from surgery.jobs.costs.models import Trained, assumed, held_beyond, models_of, remap_layers, truncate_layers, weights_of
+from surgery.jobs.costs.record import CostEstimate, Stage, fitting_advice
 from surgery.jobs.opening import open_base
 from surgery.jobs.preparing import check, check_run
 from surgery.kernels.dispatch import use
@@ -56,7 +56,9 @@ UNSURE = 4.0  # the most that is said of a busy one
 SMALLER = "Open the model in less precision (--set dtype=bfloat16), or take a machine with more."
 
 
-def estimate(recipe: Recipe, out: str | Path = "runs", *, verify: str = "auto", trust_remote_code: bool = False) -> Estimate:
+def estimate(
+    recipe: Recipe, out: str | Path = "runs", *, verify: str = "auto", trust_remote_code: bool = False
+) -> CostEstimate:
     """What run(recipe, out, verify=...) will cost: each stage's time, peak memory and disk, against what this machine has, and
     what to change where it does not fit. The result prints as a table.
 
@@ -80,7 +82,7 @@ def estimate(recipe: Recipe, out: str | Path = "runs", *, verify: str = "auto", 
         start = started() - cpu if cpu > 120 else started()  # a notebook has done other work before
         costs = Costs(recipe, base, start, verify=verify, says=True)
         stages = costs.all_stages()
-    return Estimate(
+    return CostEstimate(
         **environment().model_dump(), model=recipe.model, stages=tuple(stages), available=costs.available,
         free_disk=memory.free_disk(out), tried=costs.tried, assumptions=costs.assumptions(), spread=costs.spread,
         load=round(waiting, 2), advice=costs.advice(stages, memory.free_disk(out)), took=time.perf_counter() - begun,
@@ -172,7 +174,7 @@ class Costs:
         each, share = counted(sets, options, self.subject)
         parts = [(each, batch_of(sets))]
         if skills := skill_sets(self.subject, self.recipe.data, options, sets[0], seed=self.recipe.seed):
-            heads = len(self.subject.anatomy.places[0])
+            heads = len(self.subject.anatomy.coordinates[0])
             parts.append((skill_passes(skills, options, heads, self.subject.graftable), batch_of(skills)))
         seconds = sum(
             self.forward.time(batch * part.forwards(share, batch.tokens / self.row)) for part, batch in parts
@@ -237,8 +239,8 @@ class Costs:
         self.tried = f"{CUT[0]} and {CUT[1]} of its {self.depth} layers" if deep else ""
         results = []
         for depth in CUT if deep else (self.depth,):
-            model = cut(self.model, depth) if deep else self.model
-            hybrid = splice(model, moved(self.plan, depth) if deep else self.plan)
+            model = truncate_layers(self.model, depth) if deep else self.model
+            hybrid = splice(model, remap_layers(self.plan, depth) if deep else self.plan)
             done = rehearse(
                 hybrid, self.tokenizer, options, data=self.recipe.data, seed=self.recipe.seed, teacher=adopt(model)
             )  # fmt: skip

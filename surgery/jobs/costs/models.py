@@ -48,7 +48,7 @@ def models_of(base: PreTrainedModel, recipe: Recipe, chosen: Plan) -> tuple[dict
     options = recipe.plan.model_copy(update={"donor": None, "donor_heads": {}, "donor_layers": {}, "mlp": False})
     without_donor = recipe.model_copy(update={"plan": options})
     depth, heads = family_of(base.config).shape(base.config)
-    return entries_of(base, without_donor, level(depth, heads), chosen, None, note), tuned
+    return entries_of(base, without_donor, uniform_ranking(depth, heads), chosen, None, note), tuned
 
 
 def assumed(recipe: Recipe, depth: int, heads: int) -> Plan:
@@ -69,7 +69,7 @@ def assumed(recipe: Recipe, depth: int, heads: int) -> Plan:
 
 
 @cache
-def level(depth: int, heads: int) -> Ranking:
+def uniform_ranking(depth: int, heads: int) -> Ranking:
     """A ranking in which all sites are equal. The draws of random sites depend on nothing but which sites there are."""
     count = depth * heads
     nothing = Intervals(np.zeros(count), np.zeros(count), np.zeros(count), np.ones(count, dtype=int))
@@ -83,7 +83,7 @@ def level(depth: int, heads: int) -> Ranking:
     return Ranking.model_construct(provenance=None, heads=every, layers=layers)
 
 
-def cut(model: PreTrainedModel, depth: int) -> PreTrainedModel:
+def truncate_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel:
     """The first layers of a model without grafts, with its embeddings and its head; all tensors are the model's own."""
     config = copy.deepcopy(model.config)
     for name in ("num_hidden_layers", "num_blocks"):  # as xLSTM has it as well
@@ -97,7 +97,7 @@ def cut(model: PreTrainedModel, depth: int) -> PreTrainedModel:
     return shallow.eval()
 
 
-def moved(plan: Plan, depth: int) -> Plan:
+def remap_layers(plan: Plan, depth: int) -> Plan:
     """The plan in a model of fewer layers: its layers, in their order, are the first. Where there are not enough, the last
     takes the rest."""
     layers = sorted({site.layer for site in plan.sites})

@@ -46,7 +46,7 @@ class Stage(Record):
         return ", ".join(f"{n:,} {SINGULAR.get(what, what) if n == 1 else what}" for what, n in self.counts.items())
 
 
-class Estimate(Environment):
+class CostEstimate(Environment):
     """What a run will cost on this machine, stage by stage. Nothing of it was written."""
 
     model: str

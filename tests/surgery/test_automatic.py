@@ -6,7 +6,7 @@ from surgery import estimate, load
 from surgery.choosing import gain as growing
 from surgery.choosing.bounded import Measuring
 from surgery.evaluation import html, markdown
-from surgery.evaluation.found import found, rounds
+from surgery.evaluation.automatic import automatic_choices, rounds
 from surgery.evaluation.report import Report
 from surgery.jobs import run as job
 from surgery.jobs.costs.counts import planning, plans_measured
@@ -75,7 +75,7 @@ def test_a_run_finds_its_heads_and_steps(recipe, every_head_saves, tmp_path, mon
 
 def test_a_report_of_counted_heads_speaks_of_nothing_found():
     report = Report.read(ROOT / "recipes" / "demo-mamba1.report.json", unsealed="take")
-    assert found(report) == ""
+    assert automatic_choices(report) == ""
     assert rounds(report) is None
     assert "What was found" not in markdown.render(report)
     assert "What was found" not in html.render(report)

@@ -7,7 +7,7 @@ from surgery.runtime.progress import duration
 Table = tuple[list[str], list[list[str]]]
 
 
-def found(report: Results) -> str:
+def automatic_choices(report: Results) -> str:
     """In sentences; empty where a recipe said everything."""
     sentences = []
     if report.plan is not None and (growth := report.plan.growth) is not None:
