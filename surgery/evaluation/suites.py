@@ -3,7 +3,7 @@ suite speed is in speed.py."""
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -239,7 +239,7 @@ def _probe_tasks(
 
 
 def _writing_task(
-    name: str, seed: int, asked: list[Any], digests: tuple[str, ...], options: Bench, tokenizer: PreTrainedTokenizerBase
+    name: str, seed: int, asked: Sequence[Any], digests: tuple[str, ...], options: Bench, tokenizer: PreTrainedTokenizerBase
 ) -> Task:
     together = options.batch_size * options.window
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.models.finite import explained, watching_logits
-from surgery.models.tokens import opening
+from surgery.models.tokens import encode_prompts
 from surgery.probes.question import Writing
 
 
@@ -33,7 +33,7 @@ def batches(
     tokenizer: PreTrainedTokenizerBase, asked: Sequence[Writing], tokens: int
 ) -> Iterator[tuple[list[int], list[list[int]]]]:
     """Prompts of similar length after which equally many tokens are written: (their indices, their token ids)."""
-    rows = opening(tokenizer, [each.prompt for each in asked])
+    rows = encode_prompts(tokenizer, [each.prompt for each in asked])
     order = sorted(range(len(asked)), key=lambda i: (asked[i].tokens, len(rows[i])))
     pending: list[int] = []
     for i in order:

@@ -368,10 +368,9 @@ def test_overwrite_leaves_what_is_not_ours(tmp_path):
         (tmp_path / edited).unlink()
 
 
-def test_the_array_file_of_a_large_ranking_takes_no_other_files_place(tmp_path, monkeypatch):
-    from surgery.locating import heads_file, ranking
+def test_the_array_file_of_a_large_ranking_takes_no_other_files_place(tmp_path):
+    from surgery.locating import heads_file
 
-    assert ranking.heads_file is heads_file
     (tmp_path / "model.safetensors").write_text("weights")
     heads = Heads.of(())
     arrays = heads_file.write(heads, tmp_path / "model.json")
