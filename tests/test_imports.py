@@ -204,7 +204,7 @@ answers.append(type(AutoModelForCausalLM.from_config(config)).__module__)
 answers += [type(finder).__module__ for finder in sys.meta_path if "surgery.runtime" in type(finder).__module__]
 print(json.dumps(answers))
 """
-REGISTERED = ["surgery.hybrids.mamba2", "surgery.hybrids.llamba", "surgery.hybrids.mamba2"]
+REGISTERED = ["surgery.families.mamba2", "surgery.hybrids.llamba", "surgery.families.mamba2"]
 ORDERS = (
     "import surgery",
     "import transformers, surgery",
@@ -214,7 +214,7 @@ ORDERS = (
     "import surgery; import transformers.models.auto.modeling_auto",
     "import surgery; from transformers import Mamba2ForCausalLM, pipeline",
     "import surgery; import peft",
-    "import surgery.hybrids.mamba2",
+    "import surgery.families.mamba2",
     "import surgery.families.mamba",
     "import surgery; surgery.load",
 )

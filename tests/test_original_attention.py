@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 import surgery
 from surgery.errors import UserError
-from surgery.hybrids.mamba import MambaHybridForCausalLM
-from surgery.hybrids.mamba2 import Mamba2HybridForCausalLM
+from surgery.families.mamba import MambaHybridForCausalLM
+from surgery.families.mamba2 import Mamba2HybridForCausalLM
 from surgery.loading.original import load_original, original_config
 from surgery.models.anatomy import anatomy
 from surgery.world.tokenizer import build_tokenizer

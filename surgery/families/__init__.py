@@ -31,6 +31,7 @@ class Family(Protocol):
 
     model_type: str
     hybrid_type: str
+    fields: frozenset[str] | None  # of configurations, that a forward of ours understands; None where it is transformers'
     donor_heads: bool  # whether a head graft can start from a donor's head: it reads the mixer's input, as the donor's does
     copies: bool  # whether grafts can copy: what a mixer puts out is added to the residual stream as it is
 

@@ -2,8 +2,8 @@
 
 from transformers.models.bamba.modeling_bamba import BambaForCausalLM, BambaMixer
 
-from surgery.families.stock import StockSSDFamily
+from surgery.families.mamba2 import Mamba2Family
 from surgery.hybrids.ssd_mixer import SSDMixer
 from surgery.hybrids.stock_hybrid import stock_hybrid
 
-FAMILY = StockSSDFamily(stock_hybrid(BambaForCausalLM, BambaMixer, SSDMixer))
+FAMILY = Mamba2Family(stock_hybrid(BambaForCausalLM, BambaMixer, SSDMixer))

@@ -1,6 +1,15 @@
-"""What all families with a dual graft share: how a base's configuration becomes a hybrid's, and back."""
+"""What all families with a dual graft share: how a base's configuration becomes a hybrid's, and back.
+
+A family is one file:
+
+    FAMILY = Mamba2Family(stock_hybrid(BambaForCausalLM, BambaMixer, SSDMixer))
+
+A mixer of another kind brings a family of its own: a subclass with `graft` and `initialise`. Sizes are read from a mixer of the
+stock class, made without values, so no name of a configuration's field is needed.
+"""
 
 import copy
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,41 +22,57 @@ from transformers import PreTrainedConfig
 
 from surgery.errors import UserError
 from surgery.families import refuse_unhandled
+from surgery.hybrids.layer_graft import is_layer_graft
 from surgery.hybrids.spliced import Spliced
+from surgery.models.anatomy import blocks_of
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.runtime.ownership import building, reason
 
 # Fields that only a hybrid's configuration has, or whose values differ from its base's.
-OWN = ("model_type", "architectures", "grafts", "layer_types", "auto_map")
+OWN = ("model_type", "architectures", "grafts", "auto_map")
+# What is chosen for a model, and is no field of its configuration's file.
+CHOSEN = ("_attn_implementation_internal", "_experts_implementation_internal")
 
 
 class DualFamily:
-    """A family whose hybrid is a class of surgery/hybrids/. Subclasses say where heads are and how a graft starts."""
+    """hybrid: of stock_hybrid. fields: those of a configuration that its forward understands, where that is ours; unless given,
+    what a field says is what transformers' own code makes of it, and none is refused. copies: as Family says."""
 
-    donor_heads = copies = False
-    own: tuple[str, ...] = OWN
+    donor_heads = False
 
-    def __init__(self, base: type, hybrid: type, handled: frozenset[str]):
-        self.base, self.hybrid, self.handled = base, hybrid, handled | {"grafts", "auto_map", "quantization_config"}
-        self.base_config, self.hybrid_config = base.config_class, hybrid.config_class  # type: ignore[attr-defined]
+    def __init__(self, hybrid: Any, fields: frozenset[str] | None = None, *, copies: bool = False):
+        self.base, self.hybrid, self.copies = hybrid.stock, hybrid, copies
+        self.fields = None if fields is None else fields | {"grafts", "auto_map", "quantization_config"}
+        self.base_config, self.hybrid_config = self.base.config_class, hybrid.config_class
         self.model_type, self.hybrid_type = self.base_config.model_type, self.hybrid_config.model_type
 
     def check(self, config: PreTrainedConfig) -> None:
-        refuse_unhandled(config, self.base_config(), self.handled)
+        if self.fields is not None:
+            refuse_unhandled(config, self.base_config(), self.fields)
 
     def adopted(self, model: Any) -> bool:
-        return isinstance(model, self.hybrid)
+        """A stock model is run as it is, unless all mixers of its hybrid are ours."""
+        return isinstance(model, self.hybrid) or (isinstance(model, self.base) and not self.hybrid.all_mixers)
+
+    def mixer(self, config: Any) -> Any:
+        """A stock mixer, without values."""
+        places = {"layer_idx": 0} if "layer_idx" in inspect.signature(self.hybrid.stock_mixer).parameters else {}
+        with torch.device("meta"):
+            return self.hybrid.stock_mixer(config, **places)
 
     def shape(self, config: Any) -> tuple[int, int]:
-        raise NotImplementedError
+        """Heads: those that can be grafted, of a layer that has any."""
+        mixer = self.mixer(config)
+        return config.num_hidden_layers, getattr(mixer, "num_heads", None) or mixer.intermediate_size
 
     def graftable(self, model: Any) -> Sequence[int]:
-        return range(model.config.num_hidden_layers)
+        layers = enumerate(blocks_of(model))
+        return [i for i, block in layers if any(isinstance(m, self.hybrid.stock_mixer) for m in block.modules())]
 
     def state_size(self, config: Any) -> int:
         """The dimensions of B and C."""
-        return config.state_size
+        return self.mixer(config).ssm_state_size
 
     def cut(self, mixer: Any, kept: Tensor) -> dict[str, Tensor]:
         """The tensors of a mixer, by name, whose state keeps the dimensions kept (groups, size) alone. Raises UserError where
@@ -63,6 +88,8 @@ class DualFamily:
 
     def empty(self, config: PreTrainedConfig, plan: Plan | None, layers: Sequence[dict[str, Any]] = ()) -> Any:
         grafts = list(layers)
+        if any(map(is_layer_graft, grafts)) and not self.hybrid.packs:
+            raise UserError(f"a {self.model_type} model takes no layer grafts, head grafts alone (plan.kind: head)")
         if plan is not None and plan.kind == "head":
             grafts += [self.graft(config, plan, site) for site in plan.sites]
         return self.made(self.hybrid, config, grafts=grafts)
@@ -72,14 +99,13 @@ class DualFamily:
 
     def made(self, model: Any, config: PreTrainedConfig, **more: Any) -> Any:
         """The model of a class for the fields that a base and its hybrid have in common, on the meta device."""
-        fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in self.own}
+        fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in OWN}
         other = model.config_class(**fields, **more)
-        self.choose(config, other)
+        for name in CHOSEN:
+            if (value := getattr(config, name, None)) is not None:
+                setattr(other, name, value)
         with torch.device("meta"):
             return model(other)
-
-    def choose(self, config: PreTrainedConfig, other: PreTrainedConfig) -> None:
-        """Take over what was chosen for a model and is no field of its configuration's file."""
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from typing import Any
 from torch import Tensor
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1ForCausalLM, FalconH1Mixer
 
-from surgery.families.stock import StockSSDFamily
+from surgery.families.mamba2 import Mamba2Family
 from surgery.hybrids.falcon_h1_mixer import FalconH1SSDMixer
 from surgery.hybrids.stock_hybrid import stock_hybrid
 
 
-class FalconH1Family(StockSSDFamily):
+class FalconH1Family(Mamba2Family):
     def projection(self, mixer: Any) -> tuple[Tensor, Tensor | None]:
         """With what its rows are multiplied by: the graft's have no such numbers."""
         weight, bias = super().projection(mixer)

@@ -5,8 +5,8 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
     GraniteMoeHybridMambaLayer,
 )
 
-from surgery.families.stock import StockSSDFamily
+from surgery.families.mamba2 import Mamba2Family
 from surgery.hybrids.ssd_mixer import SSDMixer
 from surgery.hybrids.stock_hybrid import stock_hybrid
 
-FAMILY = StockSSDFamily(stock_hybrid(GraniteMoeHybridForCausalLM, GraniteMoeHybridMambaLayer, SSDMixer))
+FAMILY = Mamba2Family(stock_hybrid(GraniteMoeHybridForCausalLM, GraniteMoeHybridMambaLayer, SSDMixer))

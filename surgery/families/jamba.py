@@ -2,8 +2,8 @@
 
 from transformers.models.jamba.modeling_jamba import JambaForCausalLM, JambaMambaMixer
 
-from surgery.families.stock import StockChannelFamily
+from surgery.families.mamba import ChannelFamily
 from surgery.hybrids.selective_mixer import NormedSelectiveMixer
 from surgery.hybrids.stock_hybrid import stock_hybrid
 
-FAMILY = StockChannelFamily(stock_hybrid(JambaForCausalLM, JambaMambaMixer, NormedSelectiveMixer))
+FAMILY = ChannelFamily(stock_hybrid(JambaForCausalLM, JambaMambaMixer, NormedSelectiveMixer))

@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from surgery.errors import UserError
-from surgery.families.dual_start import common_spec, generator, start_gate, widen
-from surgery.families.stock import StockFamily
+from surgery.families.dual_start import DualFamily, common_spec, generator, start_gate, widen
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 
 
-class LinearFamily(StockFamily):
+class LinearFamily(DualFamily):
     """A subclass says which rows of which projections make queries and keys, and what follows them.
 
     time_step: whether the mixer writes with a strength, whose logarithm may stand in the scores.

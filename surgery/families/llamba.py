@@ -37,4 +37,4 @@ class LlambaFamily(Mamba2Family):
 
 HANDLED = COMMON | {"d_model", "n_layer", "tie_embeddings", "norm_epsilon", "pad_vocab_size_multiple", "lm_head_bias"}
 HANDLED |= {"resid_dropout", "mlp_cfg", "ssm_cfg"}
-FAMILY = LlambaFamily(LlambaForCausalLM, LlambaForCausalLM, HANDLED)
+FAMILY = LlambaFamily(LlambaForCausalLM, HANDLED, copies=True)

@@ -5,12 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import MambaForCausalLM
+from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from surgery.errors import UserError
 from surgery.families import COMMON
 from surgery.families.dual_start import DualFamily, common_spec, generator, start_gate, widen
-from surgery.hybrids.mamba import MambaHybridForCausalLM
+from surgery.hybrids.mamba import MambaLanguageModel
 from surgery.hybrids.selective_mixer import SelectiveMixer
+from surgery.hybrids.stock_hybrid import stock_hybrid
 from surgery.models.quantised import dense
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
@@ -21,9 +23,6 @@ HANDLED = COMMON | {"intermediate_size", "time_step_scale", "time_step_init_sche
 class ChannelFamily(DualFamily):
     """Mamba-1 and its kin. Channels with the same start share a query-key pair, whatever the plan says about sharing: a pair
     costs 2 * width * intermediate_size numbers, and there are thousands of channels."""
-
-    def shape(self, config: Any) -> tuple[int, int]:
-        return config.num_hidden_layers, config.intermediate_size
 
     def graft(self, config: Any, plan: Plan, site: Site) -> dict[str, Any]:
         pairs: dict[Start, list[int]] = {}
@@ -54,4 +53,6 @@ class ChannelFamily(DualFamily):
                 widen(proj.weight, rows[None], [0] * len(graft.pairs), extra, random)
 
 
-FAMILY = ChannelFamily(MambaForCausalLM, MambaHybridForCausalLM, HANDLED)
+MambaHybridForCausalLM = stock_hybrid(MambaForCausalLM, MambaMixer, SelectiveMixer, MambaLanguageModel)
+MambaHybridConfig = MambaHybridForCausalLM.config_class
+FAMILY = ChannelFamily(MambaHybridForCausalLM, HANDLED)

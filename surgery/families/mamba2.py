@@ -5,22 +5,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Mamba2ForCausalLM
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from surgery.families import COMMON
 from surgery.families.dual_start import DualFamily, common_spec, generator, start_gate, widen
-from surgery.hybrids.mamba2 import Mamba2HybridForCausalLM
+from surgery.hybrids.mamba2 import Mamba2LanguageModel
+from surgery.hybrids.ssd_mixer import SSDMixer
+from surgery.hybrids.stock_hybrid import stock_hybrid
 from surgery.models.quantised import dense
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 
 
 class Mamba2Family(DualFamily):
+    """Whose mixers are Mamba-2's."""
+
     gate_first = True  # whether in_proj has the gate before what the convolution takes
 
-    donor_heads = copies = True
-
-    def shape(self, config: Any) -> tuple[int, int]:
-        return config.num_hidden_layers, config.num_heads
+    donor_heads = True
 
     def graft(self, config: Any, plan: Plan, site: Site) -> dict[str, Any]:
         signs = [plan.start(site.layer, head).sign for head in site.heads]
@@ -82,4 +84,6 @@ class Mamba2Family(DualFamily):
 
 
 HANDLED = COMMON | {"num_heads", "head_dim", "n_groups", "time_step_limit", "chunk_size", "surgery"}
-FAMILY = Mamba2Family(Mamba2ForCausalLM, Mamba2HybridForCausalLM, HANDLED)
+Mamba2HybridForCausalLM = stock_hybrid(Mamba2ForCausalLM, Mamba2Mixer, SSDMixer, Mamba2LanguageModel)
+Mamba2HybridConfig = Mamba2HybridForCausalLM.config_class
+FAMILY = Mamba2Family(Mamba2HybridForCausalLM, HANDLED, copies=True)

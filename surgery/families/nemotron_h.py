@@ -2,8 +2,8 @@
 
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHForCausalLM, NemotronHMamba2Mixer
 
-from surgery.families.stock import StockSSDFamily
+from surgery.families.mamba2 import Mamba2Family
 from surgery.hybrids.ssd_mixer import SSDMixer
 from surgery.hybrids.stock_hybrid import stock_hybrid
 
-FAMILY = StockSSDFamily(stock_hybrid(NemotronHForCausalLM, NemotronHMamba2Mixer, SSDMixer))
+FAMILY = Mamba2Family(stock_hybrid(NemotronHForCausalLM, NemotronHMamba2Mixer, SSDMixer))

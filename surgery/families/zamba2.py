@@ -2,8 +2,8 @@
 
 from transformers.models.zamba2.modeling_zamba2 import Zamba2ForCausalLM, Zamba2MambaMixer
 
-from surgery.families.stock import StockSSDFamily
+from surgery.families.mamba2 import Mamba2Family
 from surgery.hybrids.ssd_mixer import SSDMixer
 from surgery.hybrids.stock_hybrid import stock_hybrid
 
-FAMILY = StockSSDFamily(stock_hybrid(Zamba2ForCausalLM, Zamba2MambaMixer, SSDMixer))
+FAMILY = Mamba2Family(stock_hybrid(Zamba2ForCausalLM, Zamba2MambaMixer, SSDMixer))

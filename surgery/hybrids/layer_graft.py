@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
 from surgery.hybrids.constants import Constant
@@ -68,17 +69,6 @@ def layer_spec(
 def is_layer_graft(spec: dict[str, Any]) -> bool:
     """Whether an entry of `grafts` is a layer's; those of the first exports do not say, and are heads'."""
     return spec.get("kind") == "layer"
-
-
-def make_mixer(config: Any, layer: int, otherwise: type) -> Any:
-    """The mixer of a hybrid's layer: a layer graft where the configuration says so, or the family's own class."""
-    spec = next((spec for spec in config.grafts or () if spec["layer"] == layer and is_layer_graft(spec)), None)
-    return otherwise(config, layer) if spec is None else LayerGraftMixer(config, spec)
-
-
-def whole_block(mixer: nn.Module) -> bool:
-    """Whether a mixer brings the whole block: then the block is `mixer.block(hidden_states, ...)`, without parts of its own."""
-    return isinstance(mixer, LayerGraftMixer) and mixer.graft.mlp is not None
 
 
 class MLP(nn.Module):
@@ -182,6 +172,20 @@ class LayerGraft(nn.Module):
         return x.repeat_interleave(self.num_heads // self.num_key_value_heads, dim=1)
 
 
+class LayerGraftBlock(GradientCheckpointingLayer):
+    """What stands in the place of a whole block: a donor's layer, its MLP and its norms included."""
+
+    keeps_positions = True
+
+    def __init__(self, config: Any, mixer: Any):
+        super().__init__()
+        self.residual_in_fp32 = getattr(config, "residual_in_fp32", False)
+        self.mixer = mixer
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return self.mixer.block(hidden_states.to(torch.float32) if self.residual_in_fp32 else hidden_states, **kwargs)
+
+
 def _norms(size: int, eps: float | None) -> tuple[RMSNorm | None, RMSNorm | None]:
     return (None, None) if eps is None else (RMSNorm(size, eps=eps), RMSNorm(size, eps=eps))
 
@@ -225,7 +229,12 @@ class LayerGraftMixer(nn.Module):
         **_: Any,
     ) -> Tensor:
         """attention_mask (b, t): which of these tokens exist. causal_mask: as graft_attention takes it. packing: of the tokens,
-        where several documents share a row; no causal mask then."""
+        where several documents share a row; no causal mask then. position_ids (b or 1, t): unless given, tokens are counted
+        from their row's or their document's first that exists."""
+        if position_ids is None and packing is not None:
+            position_ids = packing.positions()
+        elif position_ids is None and causal_mask is not None and causal_mask.dim() == 2:
+            position_ids = (causal_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -hidden_states.shape[1] :]
         q, k, v = self.graft.project(hidden_states, cache_params, attention_mask, position_ids, packing)
         if cache_params is not None:
             k, v = seen_keys(cache_params, self.layer_idx, k, v)

@@ -33,11 +33,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
 from surgery.hybrids.dual import DualMixer, SSDProjected
-from surgery.hybrids.layer_graft import make_mixer, whole_block
 from surgery.hybrids.parts import RMSNorm, at, gated, normed, time_step
-from surgery.hybrids.spliced import register
+from surgery.hybrids.spliced import classes_of, register
+from surgery.hybrids.ssm_model import HybridBackbone, HybridLanguageModel
+from surgery.hybrids.stock_hybrid import InStock, StockHybrid, WithoutHead
 from surgery.kernels.conv import SILU
 from surgery.kernels.functions import result_dtype
 from surgery.kernels.mixing import ssd_matrix
@@ -67,7 +67,8 @@ def _inside(section: str, field: str) -> Any:
 
 
 class LlambaConfig(PretrainedConfig):
-    """The published configuration: read and written as it is, with what other families call its fields beside them."""
+    """The published configuration: read and written as it is, with what other families call its fields beside them. A base has
+    no `grafts`; a hybrid's are as in mamba2.py."""
 
     model_type = "llamba"
     attribute_map = {
@@ -88,8 +89,7 @@ class LlambaConfig(PretrainedConfig):
     mlp_cfg: dict | None = None
     ssm_cfg: dict | None = None
     initializer_range: float = 0.02
-    grafts: list | None = None  # as in Mamba2HybridConfig; a base has none
-    layer_types: list | None = None
+    grafts: list | None = None
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -110,8 +110,10 @@ class LlambaConfig(PretrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.mlp_cfg, self.ssm_cfg = _filled("mlp_cfg", MLP, self.mlp_cfg), _filled("ssm_cfg", SSM, self.ssm_cfg)
-        describe_layers(self, "llamba", "Llamba")
+        kwargs.pop("layer_types", None)  # versions up to 0.20 wrote what their caches held
         super().__post_init__(**kwargs)
+        self.grafts = self.grafts or []
+        self.auto_map = classes_of("llamba", "Llamba")
         multiple = self.pad_vocab_size_multiple  # the embedding's rows are padded to one
         self.vocab_size = -(-self.vocab_size // multiple) * multiple
         if (self.expand * self.hidden_size) % self.num_heads or self.num_heads % self.n_groups:
@@ -122,11 +124,16 @@ class LlambaConfig(PretrainedConfig):
             raise ValueError(f"a Llamba's convolution has no activation or SiLU, not '{self.conv_act}'")
 
     @property
+    def layer_types(self) -> list[str]:
+        """What a cache holds."""
+        return ["linear_attention"] * self.num_hidden_layers
+
+    @property
     def head_dim(self) -> int:
         return self.expand * self.hidden_size // self.num_heads
 
 
-class LlambaMixer(DualMixer, nn.Module):
+class LlambaMixer(InStock, DualMixer, nn.Module):
     """A discrete Mamba-2. Keys are B, queries C, values x."""
 
     def __init__(self, config: LlambaConfig, layer_idx: int):
@@ -148,7 +155,6 @@ class LlambaMixer(DualMixer, nn.Module):
         )
         self.D = nn.Parameter(torch.ones(self.num_heads))
         self.out_proj = nn.Linear(self.intermediate_size, config.hidden_size, bias=config.use_bias)
-        self.take_grafts(config)
 
     def project(
         self, hidden_states: Tensor, cache: Cache | None = None, attention_mask: Tensor | None = None,
@@ -183,22 +189,18 @@ class LlambaMixer(DualMixer, nn.Module):
 
 
 class LlambaBlock(GradientCheckpointingLayer):
-    """Norm, mixer, residual; norm, MLP, residual. A layer graft with an MLP brings all of its own."""
+    """Norm, mixer, residual; norm, MLP, residual."""
 
     keeps_positions = True
 
-    def __init__(self, config: LlambaConfig, mixer: Any):
+    def __init__(self, config: LlambaConfig, layer_idx: int):
         super().__init__()
-        self.mixer = mixer
-        self.whole = whole_block(mixer)
-        if not self.whole:
-            self.input_layernorm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-            self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-            self.mlp = LlamaMLP(config)
+        self.mixer = LlambaMixer(config, layer_idx)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.mlp = LlamaMLP(config)
 
     def forward(self, hidden_states: Tensor, positions_to_keep: Tensor | None = None, **kwargs: Any) -> Tensor:
-        if self.whole:
-            return self.mixer.block(hidden_states, positions_to_keep=positions_to_keep, **kwargs)
         mixed = self.mixer(normed(self.input_layernorm, hidden_states), positions_to_keep=positions_to_keep, **kwargs)
         hidden_states = at(positions_to_keep, hidden_states) + mixed
         return hidden_states + self.mlp(normed(self.post_attention_layernorm, hidden_states))
@@ -220,20 +222,16 @@ class LlambaPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.z_bias)
 
 
-class LlambaModel(HybridBackbone, LlambaPreTrainedModel):
+class LlambaBackbone(HybridBackbone, LlambaPreTrainedModel):
     last_norm = "final_layernorm"
-    _no_split_modules = ["LlambaBlock"]
 
     def __init__(self, config: LlambaConfig):
-        PreTrainedModel.__init__(self, config)
+        super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(self.make_block(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(LlambaBlock(config, i) for i in range(config.num_hidden_layers))
         self.gradient_checkpointing = False
         self.final_layernorm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.post_init()
-
-    def make_block(self, config: LlambaConfig, index: int) -> nn.Module:
-        return LlambaBlock(config, make_mixer(config, index, LlambaMixer))
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
@@ -242,13 +240,15 @@ class LlambaModel(HybridBackbone, LlambaPreTrainedModel):
         self.embedding = value  # type: ignore[assignment]
 
 
-class LlambaForCausalLM(HybridCausalLM, LlambaPreTrainedModel, GenerationMixin):
+class LlambaStock(LlambaPreTrainedModel, GenerationMixin):
+    """What transformers would have."""
+
     _tied_weights_keys = {"lm_head.weight": "backbone.embedding.weight"}
     _no_split_modules = ["LlambaBlock"]
 
     def __init__(self, config: LlambaConfig):
-        PreTrainedModel.__init__(self, config)
-        self.backbone = LlambaModel(config)
+        super().__init__(config)
+        self.backbone = LlambaBackbone(config)
         bias = config.lm_head_bias and not config.tie_word_embeddings  # a tied head is the embedding alone
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=bias)
         self.post_init()
@@ -257,15 +257,28 @@ class LlambaForCausalLM(HybridCausalLM, LlambaPreTrainedModel, GenerationMixin):
         return self.backbone.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.backbone.embedding = value
+        self.backbone.embedding = value  # type: ignore[assignment]
+
+
+class LlambaForCausalLM(HybridLanguageModel, StockHybrid, LlambaStock):
+    """Base and hybrid."""
+
+    stock_mixer = mixer_class = LlambaMixer
+    _no_split_modules = ["LlambaBlock", "LayerGraftBlock"]
 
     def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **named: Any) -> Any:
         """transformers calls the cache `cache_params` for classes with "mamba" in their name; ours is a Mamba without it."""
         if (cache := model_kwargs.pop("cache_params", None)) is not None:
             model_kwargs["past_key_values"] = cache
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **named)  # type: ignore[misc]
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **named)
         if (cache := model_kwargs.pop("past_key_values", None)) is not None:
             model_kwargs["cache_params"] = cache
 
 
+class LlambaModel(WithoutHead):
+    config_class = LlambaConfig
+    language_model = LlambaForCausalLM
+
+
+LlambaForCausalLM.stock = LlambaForCausalLM
 register(LlambaConfig, LlambaModel, LlambaForCausalLM)

@@ -22,55 +22,29 @@ tau > 0, an inverse temperature, is learned; it starts at 1, or where the plan s
 reads a head's output can turn its sign, so linear attention may have learned a match as its most *negative* score, which is as
 good for it, and which softmax without sigma would never choose. log dt_s multiplies the weight of token s by dt_s, as in the
 SSM: a token with a small time step draws little attention.
+
+An entry of a hybrid configuration's `grafts` for head grafts, here and in all later mixers of this kind, is
+
+{"kind": "head", "layer": int, "heads": [int, ...], "signs": [1 or -1, ...], "width": int, "shared": bool,
+ "time_step": bool, "blend": float or None, "direct": bool, "own_values": True or not there}
+
+heads: sorted; signs: sigma of each; width: of queries and keys; shared: one query-key pair per B/C group instead of one per
+head; time_step: whether log dt is added to the scores; blend: the initial value of a learned gate between the SSM output (0)
+and attention (1), or None for attention alone; direct: queries and keys come from their projections without convolution and
+activation, as a donor's do; own_values: the graft adds attention over values of its own, out of v_proj and into o_proj, to what
+the mixer puts out, times `blend`. A layer graft's entry is layer_graft.layer_spec.
 """
 
-from typing import Any
+from transformers import Mamba2Model
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2RMSNorm
 
-from transformers import Mamba2Config, Mamba2ForCausalLM, Mamba2Model
-from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
-
-from surgery.hybrids.common import HybridBackbone, HybridCausalLM, describe_layers
-from surgery.hybrids.spliced import register
-from surgery.hybrids.ssd_mixer import SSDMixer
+from surgery.hybrids.parts import RMSNorm
+from surgery.hybrids.ssm_model import HybridBackbone, HybridBlock, HybridLanguageModel
 
 
-class Mamba2HybridConfig(Mamba2Config):
-    """A Mamba2Config with `grafts`: a list with one entry per grafted layer,
-
-    {"kind": "head", "layer": int, "heads": [int, ...], "signs": [1 or -1, ...], "width": int, "shared": bool,
-     "time_step": bool, "blend": float or None, "direct": bool, "own_values": True or not there}
-
-    heads: sorted; signs: sigma of each; width: of queries and keys; shared: one query-key pair per B/C group instead of one per
-    head; time_step: whether log dt is added to the scores; blend: the initial value of a learned gate between the SSM output
-    (0) and attention (1), or None for attention alone; direct: queries and keys come from their projections without convolution
-    and activation, as a donor's do; own_values: the graft adds attention over values of its own, out of v_proj and into o_proj,
-    to what the mixer puts out, times `blend`. A layer graft's entry is layer_graft.layer_spec.
-    """
-
-    model_type = "mamba2_hybrid"
-
-    grafts: list | None = None
-    layer_types: list | None = None  # the parent's is a read-only property
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        describe_layers(self, "mamba2", "Mamba2Hybrid")
-        super().__post_init__(**kwargs)
+class Mamba2Backbone(HybridBackbone, Mamba2Model):
+    """What transformers' becomes."""
 
 
-class Mamba2HybridMixer(SSDMixer, Mamba2Mixer):
-    def __init__(self, config: Mamba2HybridConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.take_grafts(config)
-
-
-class Mamba2HybridModel(HybridBackbone, Mamba2Model):
-    config_class = Mamba2HybridConfig
-    mixer_class = Mamba2HybridMixer
-
-
-class Mamba2HybridForCausalLM(HybridCausalLM, Mamba2ForCausalLM):
-    config_class = Mamba2HybridConfig
-    backbone_class = Mamba2HybridModel
-
-
-register(Mamba2HybridConfig, Mamba2HybridModel, Mamba2HybridForCausalLM)
+class Mamba2LanguageModel(HybridLanguageModel):
+    exchanged = {Mamba2Model: Mamba2Backbone, Mamba2Block: HybridBlock, Mamba2RMSNorm: RMSNorm}

@@ -14,7 +14,8 @@ Two of the stock model's ways have to be bridged (InStock, GraftCache). It hands
 or one for an attention of its own. And it hands it a mask of padding for a prompt alone; attention needs it ever after.
 
 What else a stock model's own code lacks stands in a class before all, `around`: XLSTMLanguageModel (xlstm.py) replaces a
-forward that takes no mask, LightningLanguageModel (lightning_mixer.py) brings a cache whose layers can be added to.
+forward that takes no mask, HybridLanguageModel (ssm_model.py) that of all Mambas, LightningLanguageModel (lightning_mixer.py)
+brings a cache whose layers can be added to.
 """
 
 import inspect
@@ -26,9 +27,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
+from surgery.hybrids.layer_graft import LayerGraftBlock, LayerGraftMixer, is_layer_graft
 from surgery.hybrids.packed import packing
 from surgery.hybrids.patching import become
 from surgery.hybrids.sources import Generated
@@ -46,11 +48,11 @@ class GraftCache:
         self.make_room(cache, place + 2)
 
     @staticmethod
-    def make_room(cache: Cache, layers: int) -> None:
-        """Let a cache have so many layers."""
+    def make_room(cache: Cache, layers: int, length: int | None = None) -> None:
+        """Let a cache have so many layers. length: of a static one without keys of its own, which does not know it."""
         while len(cache.layers) < layers:
-            static = next((layer for layer in cache.layers if isinstance(layer, StaticLayer)), None)
-            cache.layers.append(DynamicLayer() if static is None else StaticLayer(static.max_cache_len))
+            static = next((layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), length)
+            cache.layers.append(DynamicLayer() if static is None else StaticLayer(static))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
@@ -90,21 +92,37 @@ class InStock:
         cache_params: Cache | Handed | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
+        pairs: Tensor | None = None,
+        positions_to_keep: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """attention_mask (b, t): which of these tokens exist; None for all. past_key_values: another name of cache_params.
-        kwargs: packed.PACKED among them."""
+        pairs: which tokens attend to which, in the place of that, for attention. positions_to_keep, position_ids: as ours
+        takes them. kwargs: packed.PACKED among them, or what they say, as `packing`."""
         if isinstance(cache_params, Handed):
             cache_params, attention_mask = cache_params
         cache: Any = past_key_values if cache_params is None else cache_params
-        documents = packing(hidden_states, attention_mask, None, cache, None, kwargs)
+        if "packing" in kwargs:
+            documents = kwargs["packing"]
+        else:
+            documents = packing(hidden_states, attention_mask, None, cache, None, kwargs)
         mask = None if attention_mask is None else attention_mask.bool()
         if cache is not None and self.graft is not None:
             cache = GraftCache(cache, self.cache_place)
             mask = cache.existing(hidden_states, mask)
         ours: Any = super()
-        mixed = ours.forward(hidden_states, cache, attention_mask, mask, packing=documents)
+        mixed = ours.forward(
+            hidden_states, cache, attention_mask, mask if pairs is None else pairs, positions_to_keep=positions_to_keep,
+            position_ids=position_ids, packing=documents,
+        )  # fmt: skip
         return (mixed, None) if self.returns_pair else mixed
+
+
+class LayerGraftInStock(InStock, LayerGraftMixer):
+    """A layer graft in the place of a stock mixer."""
+
+    returns_pair = False
 
 
 class StockHybrid(Spliced):
@@ -115,13 +133,15 @@ class StockHybrid(Spliced):
     mixer_class: ClassVar[type]
     generated: ClassVar[Generated]  # the module that makes this class in an exported folder
     all_mixers: ClassVar[bool] = False  # whether the mixers without a graft become ours as well
-    backbone_class: ClassVar[type | None] = None  # what the stock backbone becomes
+    packs: ClassVar[bool] = False  # whether its own forward keeps documents that share a row apart
+    exchanged: ClassVar[dict[type, type]] = {}  # what modules of the stock model become
     without_head: ClassVar[Any]
 
     def __init__(self: Any, config: Any):
         super().__init__(config)  # type: ignore[call-arg]
-        if self.backbone_class is not None:
-            become(self.base_model, self.backbone_class)
+        for module in self.modules():
+            if (other := self.exchanged.get(type(module))) is not None:
+                become(module, other)
         places = {spec["layer"]: place for place, spec in enumerate(config.grafts)}
         for layer in range(config.num_hidden_layers) if self.all_mixers else places:
             mixer = self.mixer_at(layer)
@@ -129,22 +149,36 @@ class StockHybrid(Spliced):
                 continue
             if mixer is None:
                 raise ValueError(f"layer {layer} holds no {self.stock_mixer.__name__}, and cannot be grafted")
-            become(mixer, self.mixer_class)
-            if not hasattr(mixer, "layer_idx"):
-                mixer.layer_idx = layer
+            if layer in places and is_layer_graft(config.grafts[places[layer]]):
+                mixer = self.replace_mixer(config.grafts[places[layer]])
+            else:
+                become(mixer, self.mixer_class)
+                if not hasattr(mixer, "layer_idx"):
+                    mixer.layer_idx = layer
+                mixer.take_grafts(config)
             if layer in places:
                 mixer.cache_place = config.num_hidden_layers + 2 * places[layer]
-            mixer.take_grafts(config)
+
+    def replace_mixer(self: Any, spec: dict[str, Any]) -> LayerGraftInStock:
+        """Put a layer graft in the place of a mixer, or, where it brings an MLP, of its whole block."""
+        blocks, layer = self.base_model.layers, spec["layer"]
+        graft = LayerGraftInStock(self.config, spec)
+        if spec["mlp"] is not None:
+            blocks[layer] = LayerGraftBlock(self.config, graft)
+        else:
+            name = next(name for name, module in blocks[layer].named_modules() if isinstance(module, self.stock_mixer))
+            blocks[layer].set_submodule(name, graft)
+        return graft
 
     def new_cache(self: Any) -> Cache:
         """What the stock model would make for its layers."""
         return DynamicCache(config=self.config)
 
-    def with_room(self: Any, cache: Any) -> Any:
+    def with_room(self: Any, cache: Any, length: int | None = None) -> Any:
         """The cache, with layers for all grafts. A cache that has them from the beginning can say how long it is, also where
-        the model has no attention of its own."""
+        the model has no attention of its own. length: of a static cache."""
         if isinstance(cache, Cache) and self.config.grafts:
-            GraftCache.make_room(cache, self.config.num_hidden_layers + 2 * len(self.config.grafts))
+            GraftCache.make_room(cache, self.config.num_hidden_layers + 2 * len(self.config.grafts), length)
         return cache
 
     def cached(self: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +191,9 @@ class StockHybrid(Spliced):
 
     def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         made = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        self.with_room(model_kwargs.get("past_key_values"))
+        length = max(args[-1], generation_config.max_cache_len or 0)
+        for cache in (model_kwargs.get("past_key_values"), model_kwargs.get("cache_params")):
+            self.with_room(cache, length if isinstance(cache, StaticCache) else None)
         return made
 
     @classmethod
@@ -167,9 +203,9 @@ class StockHybrid(Spliced):
         return False
 
     def mixer_at(self: Any, layer: int) -> Any:
-        """The mixer of a layer that grafts can be put into, or None."""
+        """The mixer of a layer that grafts can be put into, or the layer graft that took its place, or None."""
         modules = self.base_model.layers[layer].modules()
-        return next((module for module in modules if isinstance(module, self.stock_mixer)), None)
+        return next((module for module in modules if isinstance(module, (self.stock_mixer, LayerGraftMixer))), None)
 
 
 def stock_hybrid(model: type, stock_mixer: type, mixer: type, around: type | None = None) -> Any:
@@ -182,6 +218,8 @@ def stock_hybrid(model: type, stock_mixer: type, mixer: type, around: type | Non
     module = f"{stock_config.model_type}_hybrid"
 
     def describe(self: Any, **kwargs: Any) -> None:
+        if isinstance(getattr(stock_config, "layer_types", None), property):
+            kwargs.pop("layer_types", None)  # versions up to 0.20 wrote what their caches held
         super(config, self).__post_init__(**kwargs)
         self.grafts = self.grafts or []
         self.auto_map = classes_of(module, name)

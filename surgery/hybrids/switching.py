@@ -23,21 +23,17 @@ def grafts_off(model: Any) -> Iterator[None]:
     if any("whole_state" in spec for spec in model.config.grafts):
         raise UserError("the state of this hybrid is smaller than its base's, also with the grafts switched off; load the base")
     config, layers = model.config, model.base_model.layers
-    in_stock = hasattr(model, "stock_mixer")  # stock_hybrid.py
     with ExitStack() as after:
-        for name in ("grafts",) if in_stock else ("grafts", "layer_types"):
-            after.callback(setattr, config, name, getattr(config, name))
+        after.callback(setattr, config, "grafts", config.grafts)
         grafted = [spec["layer"] for spec in config.grafts]
         config.grafts = []
-        if not in_stock:
-            config.layer_types = ["linear_attention"] * config.num_hidden_layers
         for index in grafted:
             mixer = model.mixer_at(index)
-            if in_stock and not model.all_mixers:
-                after.enter_context(with_class(mixer, model.stock_mixer))
-            elif isinstance(mixer, LayerGraftMixer):
+            if isinstance(mixer, LayerGraftMixer):
                 after.callback(layers.__setitem__, index, layers[index])
                 layers[index] = _base_block(model, index)
+            elif not model.all_mixers:
+                after.enter_context(with_class(mixer, model.stock_mixer))
             else:
                 for name in ("graft", "ssm_heads"):
                     after.callback(setattr, mixer, name, getattr(mixer, name))
@@ -50,15 +46,14 @@ def grafts_off(model: Any) -> Iterator[None]:
 
 def _base_block(model: Any, index: int) -> nn.Module:
     """The block that a layer graft has replaced, made of what the graft keeps of it and of what the two have in common."""
-    block = model.base_model.layers[index]
-    mixer = block.mixer
+    block, mixer = model.base_model.layers[index], model.mixer_at(index)
     if not mixer.removed:
         raise UserError(
             f"the layer graft in L{index} cannot be switched off: the folder that the hybrid was loaded from does not hold what"
             " the graft replaced; load the base, or splice it anew"
         )
     with torch.device("meta"):
-        base_block = model.base_model.make_block(model.config, index)
+        base_block = type(model)(model.config).base_model.layers[index]
     here = f"{model.base_model_prefix}.layers.{index}."
     for name, module in mixer.removed_modules.items():
         base_block.set_submodule(name.removeprefix(here), module)

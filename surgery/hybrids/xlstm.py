@@ -62,7 +62,7 @@ class XLSTMLanguageModel:
     """Stands before StockHybrid."""
 
     all_mixers = True
-    backbone_class = XLSTMBackbone
+    exchanged = {xLSTMModel: XLSTMBackbone}
 
     def new_cache(self: Any) -> Cache:
         """For states alone."""

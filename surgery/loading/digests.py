@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.families import families
-from surgery.families.stock import StockFamily
 from surgery.kernels.operations import operations
 from surgery.models.answers import bytes_of, named_values, settle, tensor_digest
 from surgery.models.quantised import scales
@@ -193,7 +192,7 @@ def _file(tokenizer: Any) -> str | None:
 def function_of(config: Any) -> dict[str, Any]:
     """The fields that the model's function depends on."""
     family = families().get(config.model_type)
-    in_stock = isinstance(family, StockFamily)  # of whose fields transformers' own code may read any
+    in_stock = family is not None and family.fields is None  # of whose fields transformers' own code may read any
     left = UNRELATED if family is None or in_stock else UNRELATED_HERE
     fields = {name: value for name, value in config.to_dict().items() if name not in left and value is not None}
     if isinstance(quantisation := fields.get("quantization_config"), dict):

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from surgery.errors import UserError
-from surgery.hybrids.mamba import MambaHybridConfig, MambaHybridForCausalLM
-from surgery.hybrids.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
+from surgery.families.mamba import MambaHybridConfig, MambaHybridForCausalLM
+from surgery.families.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.loading.original_config import original_config
 from surgery.loading.original_files import read_weights
 

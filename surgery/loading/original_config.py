@@ -11,9 +11,9 @@ from typing import Any
 from transformers import Mamba2Config, MambaConfig
 
 from surgery.errors import UserError
+from surgery.families.mamba import MambaHybridConfig
+from surgery.families.mamba2 import Mamba2HybridConfig
 from surgery.hybrids.layer_graft import layer_spec
-from surgery.hybrids.mamba import MambaHybridConfig
-from surgery.hybrids.mamba2 import Mamba2HybridConfig
 
 FIELDS = {
     *("d_model", "d_intermediate", "n_layer", "vocab_size", "ssm_cfg", "attn_layer_idx", "attn_cfg", "rms_norm"),

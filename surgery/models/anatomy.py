@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import UserError
+from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.records.site import Site
 
 Kind = Literal["ssm", "attention"]
@@ -246,7 +247,7 @@ def _mixer(model: PreTrainedModel, layer: int, slot: Slot, module: nn.Module, fi
     if columns % width:
         raise _unknown(model, f"{where} has heads of {width} columns, but its projection reads {columns}")
     if _is_linear(model, layer):
-        kind = "ssm"
+        kind = "attention" if isinstance(module, LayerGraftMixer) else "ssm"
     return MixerPlace(layer, kind, module, out, columns // width, width, first, slot.feeds)
 
 

@@ -19,7 +19,7 @@ class ServedMamba2Config(Mamba2Config):
     model_type = MODEL_TYPE
 
     grafts: list | None = None
-    layer_types: list | None = None  # of transformers' cache; the parent's is a read-only property
+    layer_types: list | None = None  # which folders up to 0.20 hold; the parent's is a read-only property
 
 
 class Convertor(ModelArchConfigConvertorBase):

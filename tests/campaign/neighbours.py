@@ -25,7 +25,7 @@ from tests.campaign.faults import Fault
 RECORD = trials.ROOT / "recipes" / "neighbours.json"
 NAMES = (
     "thesis.txt", "model.safetensors", "config.json", "plan.json", "ranking.json", "report.json", "run.json", "export.json",
-    "recipe.yaml", "README.md", "tuning.json", "lora.txt", "common.py", "checkpoint-2/state.json", "checkpoint-best/model.pt",
+    "recipe.yaml", "README.md", "tuning.json", "lora.txt", "llamba.py", "checkpoint-2/state.json", "checkpoint-best/model.pt",
     "checkpoint-1-mine/x", ".checkpoint-2-new-01234567/state.json", ".out-new-0123abcd/config.json", ".out-old/photo.jpg",
     ".plan.json-new-01234567", "hybrid/notes.txt", "locate/thesis.txt", "cells/mine.json", "adapter/adapter_config.json",
     "tuning/tuned/mine.txt", "seed-data/x", "jobs/x", "bases/x", "planning/x", "out-tuning/notes.txt", "out-pretraining/x",

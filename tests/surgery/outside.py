@@ -1,9 +1,12 @@
 """A family as another package would add it: one file."""
 
-from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import MambaConfig, MambaForCausalLM
+from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from surgery.families.mamba import HANDLED, ChannelFamily
-from surgery.hybrids.mamba import MambaHybridConfig, MambaHybridForCausalLM
+from surgery.hybrids.mamba import MambaLanguageModel
+from surgery.hybrids.selective_mixer import SelectiveMixer
+from surgery.hybrids.stock_hybrid import stock_hybrid
 
 
 class OutsideConfig(MambaConfig):
@@ -14,15 +17,4 @@ class OutsideForCausalLM(MambaForCausalLM):
     config_class = OutsideConfig
 
 
-class OutsideHybridConfig(MambaHybridConfig):
-    model_type = "outside_mamba_hybrid"
-
-
-class OutsideHybridForCausalLM(MambaHybridForCausalLM):
-    config_class = OutsideHybridConfig
-
-
-FAMILY = ChannelFamily(OutsideForCausalLM, OutsideHybridForCausalLM, HANDLED)
-
-AutoConfig.register(OutsideHybridConfig.model_type, OutsideHybridConfig, exist_ok=True)
-AutoModelForCausalLM.register(OutsideHybridConfig, OutsideHybridForCausalLM, exist_ok=True)
+FAMILY = ChannelFamily(stock_hybrid(OutsideForCausalLM, MambaMixer, SelectiveMixer, MambaLanguageModel), HANDLED)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from surgery.hybrids.mamba2 import Mamba2HybridForCausalLM
+from surgery.families.mamba2 import Mamba2HybridForCausalLM
 from surgery.hybrids.sources import sources
 from surgery.records.plan import Plan
 from tests.conftest import ROOT, VOCABULARY, random_base
@@ -27,8 +27,8 @@ MAP = {
     "AutoTokenizer": ["who/repo--mod.Words", "tokenization_evil.Words"],
 }  # fmt: skip
 MODULES = (
-    "modeling_evil.py", "tokenization_evil.py", "configuration_mamba2.py", "mamba2.py", "common.py", "torch.py", "yaml.py",
-    "json.py", "sitecustomize.py", "custom_generate/generate.py", "kernels.py", "surgery/__init__.py", "conftest.py",
+    "modeling_evil.py", "tokenization_evil.py", "configuration_mamba2.py", "mamba2_hybrid.py", "ssm_model.py", "torch.py",
+    "yaml.py", "json.py", "sitecustomize.py", "custom_generate/generate.py", "kernels.py", "surgery/__init__.py", "conftest.py",
 )  # fmt: skip
 RECIPE = """
 locate: {options: {pairs: 4}, examples: 4, batch_size: 4}

@@ -52,8 +52,8 @@ def test_a_strangers_code_is_not_in_what_is_written(strange, tmp_path, form):
         assert "--" not in file.read_text().replace("<--", ""), file.name
     own = json.loads((out / "config.json").read_text())["auto_map"]
     assert own == {
-        "AutoConfig": "mamba2.Mamba2HybridConfig", "AutoModel": "mamba2.Mamba2HybridModel",
-        "AutoModelForCausalLM": "mamba2.Mamba2HybridForCausalLM",
+        "AutoConfig": "mamba2_hybrid.Mamba2HybridConfig", "AutoModel": "mamba2_hybrid.Mamba2HybridModel",
+        "AutoModelForCausalLM": "mamba2_hybrid.Mamba2HybridForCausalLM",
     }  # fmt: skip
     assert "auto_map" not in json.loads((out / "tokenizer_config.json").read_text())
     assert not (out / "evil.py").exists()

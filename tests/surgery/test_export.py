@@ -267,5 +267,4 @@ def test_config_of_an_export_names_the_grafts(hybrid, tokenizer, tmp_path):
             "blend": None,
         }
     ]
-    assert config["layer_types"] == ["linear_attention", "hybrid", "linear_attention"]
-    assert config["auto_map"]["AutoModelForCausalLM"] == "mamba2.Mamba2HybridForCausalLM"
+    assert config["auto_map"]["AutoModelForCausalLM"] == "mamba2_hybrid.Mamba2HybridForCausalLM"

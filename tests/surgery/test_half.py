@@ -23,7 +23,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from surgery.errors import UserError
-from surgery.hybrids.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
+from surgery.families.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.kernels.dispatch import use
 from surgery.locating.attribution import attribute_starts
 from surgery.locating.locate import locate
@@ -349,7 +349,7 @@ def test_trainer_in_bfloat16_with_the_scan_in_pytorch(tmp_path):
 def test_trainer_in_bfloat16_of_an_exported_folder(tmp_path):
     """Its own code, where there is nothing to compile."""
     splice(random_base(), HEADS).save_pretrained(tmp_path / "hybrid")
-    kind = get_class_from_dynamic_module("mamba2.Mamba2HybridForCausalLM", str(tmp_path / "hybrid"))
+    kind = get_class_from_dynamic_module("mamba2_hybrid.Mamba2HybridForCausalLM", str(tmp_path / "hybrid"))
     assert not kind.__module__.startswith("surgery.")
     AutoConfig.register(Mamba2HybridConfig.model_type, Mamba2HybridConfig, exist_ok=True)  # the folder's code put its own there
     AutoModelForCausalLM.register(Mamba2HybridConfig, Mamba2HybridForCausalLM, exist_ok=True)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from surgery.errors import UserError
-from surgery.hybrids.mamba2 import Mamba2HybridForCausalLM
+from surgery.families.mamba2 import Mamba2HybridForCausalLM
 from surgery.hybrids.sources import IMPORT, write_sources
 from surgery.kernels.dispatch import OPERATIONS, use
 from surgery.records.plan import Plan, Start
@@ -227,7 +227,7 @@ def test_too_narrow_a_graft_is_refused():
 def test_sources_import_nothing_but_torch_and_transformers(tmp_path):
     write_sources(tmp_path, Mamba2HybridForCausalLM)
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"mamba2.py", "common.py", "mixer.py", "sources.py", "ssd.py", "native.py", "conv_norm_native.py"} <= names
+    assert {"mamba2.py", "ssm_model.py", "mixer.py", "sources.py", "ssd.py", "native.py", "conv_norm_native.py"} <= names
     assert "selective.py" not in names  # what another family needs stays at home
     for path in tmp_path.iterdir():
         assert not re.search(r"^\s*(from|import) surgery", path.read_text(), flags=re.M)

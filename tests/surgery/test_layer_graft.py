@@ -21,14 +21,13 @@ from transformers import (
 from transformers.masking_utils import create_causal_mask
 
 from surgery.errors import UserError
-from surgery.hybrids.common import positions
+from surgery.families.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.hybrids.layer_graft import layer_spec
-from surgery.hybrids.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.kernels.attention import graft_attention
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
 from surgery.records.site import Site
-from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
+from surgery.splicing.splice import graft_parameters, splice, unsplice
 from tests.conftest import BASES, SAME, random_base
 
 LLAMA3 = {
@@ -139,7 +138,7 @@ def test_it_is_the_donors_layer(donor, whole):
 
     mask = torch.ones(2, 23, dtype=torch.long)
     mask[0, :6] = 0
-    padded = graft(hidden, causal_mask=mask.bool(), position_ids=positions(hybrid.config, hidden, mask, None))
+    padded = graft(hidden, attention_mask=mask)
     wanted_padded = donors_own(donor, 1, hidden, mask, whole=whole)
     torch.testing.assert_close(padded[mask.bool()], wanted_padded[mask.bool()], **SAME)
 
@@ -177,11 +176,12 @@ def test_without_the_mlp_the_blocks_own_norm_stays(tokens):
 @pytest.mark.usefixtures("in_float64")
 def test_positions_count_from_the_first_real_token_unless_they_are_given(tokens):
     hybrid = from_donor(random_base(), PLAIN)
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    assert positions(hybrid.config, tokens[:, :4, None], mask, None).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
-    assert positions(hybrid.config, tokens[:, :4, None], None, None).tolist() == [[0, 1, 2, 3]]
-    assert positions(adopt(random_base()).config, tokens[:, :4, None], mask, None) is None
-    place = torch.arange(37)[None]
+    mask, place = torch.ones_like(tokens), torch.arange(37)[None]
+    mask[0, :6] = 0
+    counted, given = (
+        hybrid(tokens, attention_mask=mask, position_ids=places).logits for places in (None, (mask.cumsum(-1) - 1).clamp_min(0))
+    )
+    assert torch.equal(counted, given)
     plain = hybrid(tokens).logits
     torch.testing.assert_close(hybrid(tokens, position_ids=place + 5).logits, plain, **SAME)  # RoPE is relative
     assert (hybrid(tokens, position_ids=place * 3).logits - plain).abs().max() > 1e-3

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from surgery.families import families
 from surgery.hybrids.mixer import GraftedMixer, Mixer
-from surgery.hybrids.stock_hybrid import GraftCache, StockHybrid
+from surgery.hybrids.stock_hybrid import GraftCache
 from surgery.kernels.dispatch import OPERATIONS, use
 from surgery.kernels.packing import packed
 from surgery.records.plan import Plan
@@ -65,8 +65,6 @@ class Case:
         return torch.randn(rows, T, self.hybrid.config.hidden_size, generator=generator, dtype=torch.float64).to(weight.dtype)
 
     def cache(self) -> Any:
-        if not isinstance(self.hybrid, StockHybrid):
-            return DynamicCache(config=self.hybrid.config)
         return GraftCache(self.hybrid.with_room(self.hybrid.new_cache()), self.mixer.cache_place)
 
 

@@ -10,8 +10,8 @@ from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
 import surgery
+from surgery.families.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.hybrids.layer_graft import layer_spec
-from surgery.hybrids.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.loading.digests import fingerprint, model_digest
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice

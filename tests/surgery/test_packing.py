@@ -303,7 +303,7 @@ def test_a_step_looks_once_where_documents_begin(ids, monkeypatch):
         seen.append(places is not None)
         return packing(hidden, mask, places, *more)
 
-    for module in ("surgery.tuning.distil", "surgery.hybrids.common"):
+    for module in ("surgery.tuning.distil", "surgery.hybrids.ssm_model"):
         monkeypatch.setattr(f"{module}.packing", look)
     hybrid = splice(random_base(), PLANS["one head"])
     with training(hybrid, trainable(hybrid, None)):

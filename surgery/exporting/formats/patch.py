@@ -17,7 +17,6 @@ from surgery.exporting.fresh_process import OURS
 from surgery.exporting.verify import Reader
 from surgery.families import family_of
 from surgery.families.dual_start import OWN
-from surgery.families.stock import StockFamily
 from surgery.hybrids.spliced import without_code
 from surgery.loading.checkpoint import DISK, brings_tokenizer, load_base
 from surgery.loading.digests import fingerprint
@@ -45,7 +44,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
     """The tokenizer goes along where the base does not bring it."""
     # The hybrid has most of the base's tensors already: they are read from the base's files one after the other. The files of
     # some stock models hold them in another form (experts one by one), and are read whole.
-    whole = is_quantised(hybrid) or isinstance(family_of(hybrid.config), StockFamily)
+    whole = is_quantised(hybrid) or family_of(hybrid.config).fields is None
     original = load_base(base, device="cpu" if whole else DISK)
     if getattr(original.config, "grafts", None):
         raise UserError(f"{base} holds grafts: it is no base that a patch could be made for; say which is (--base)")
