@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from surgery.families import register
-from surgery.loading.original import CLASSES, original_names
+from surgery.loading.original import original_names
 from surgery.loading.original_config import original_config
 from surgery.world.tokenizer import build_tokenizer
 from tools.published import is_original
@@ -62,13 +62,9 @@ def _stored_in(config: dict[str, Any], dtype: str) -> dict[str, Any]:
 def _empty(folder: Path, config: dict[str, Any]) -> Any:
     """The stock model on the meta device."""
     register()  # of Llamba, which transformers does not know
-    if is_original(config):
-        fields = original_config(config)
-        with torch.device("meta"):
-            return CLASSES[type(fields)](fields)
-    loaded = AutoConfig.from_pretrained(folder)
+    fields = original_config(config) if is_original(config) else AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(loaded)
+        return AutoModelForCausalLM.from_config(fields)
 
 
 def parameters(config: dict[str, Any], folder: Path) -> int:

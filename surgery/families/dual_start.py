@@ -88,8 +88,8 @@ class DualFamily:
 
     def empty(self, config: PreTrainedConfig, plan: Plan | None, layers: Sequence[dict[str, Any]] = ()) -> Any:
         grafts = list(layers)
-        if any(map(is_layer_graft, grafts)) and not self.hybrid.packs:
-            raise UserError(f"a {self.model_type} model takes no layer grafts, head grafts alone (plan.kind: head)")
+        if any(is_layer_graft(spec) and spec["mlp"] for spec in grafts) and not self.hybrid.plain_blocks:
+            raise UserError(f"layer grafts in a {self.model_type} come without their donor's MLP: leave it out (mlp: false)")
         if plan is not None and plan.kind == "head":
             grafts += [self.graft(config, plan, site) for site in plan.sites]
         return self.made(self.hybrid, config, grafts=grafts)

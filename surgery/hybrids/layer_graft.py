@@ -213,7 +213,7 @@ class LayerGraftMixer(nn.Module):
 
     # As in any attention of transformers, for those who look for its heads.
     q_proj = property(lambda self: self.graft.q_proj)
-    o_proj = property(lambda self: self.graft.o_proj)
+    o_proj = out_proj = property(lambda self: self.graft.o_proj)
     head_dim = property(lambda self: self.graft.head_dim)
 
     @fetching("graft.qkv_conv")

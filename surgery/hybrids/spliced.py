@@ -1,4 +1,4 @@
-"""What the language models of all hybrids have, whether their mixers stand in a class of ours or in a stock one."""
+"""What the language models of all hybrids have, whatever their mixers are (stock_hybrid.py)."""
 
 import copy
 from contextlib import AbstractContextManager

@@ -90,7 +90,7 @@ class HybridBackbone:
 class HybridLanguageModel:
     """Stands before StockHybrid. All mixers are ours."""
 
-    all_mixers = packs = True
+    all_mixers = packs = plain_blocks = True
     _no_split_modules: Any = ["HybridBlock", "LayerGraftBlock"]
 
     def forward(

@@ -122,8 +122,6 @@ class InStock:
 class LayerGraftInStock(InStock, LayerGraftMixer):
     """A layer graft in the place of a stock mixer."""
 
-    returns_pair = False
-
 
 class StockHybrid(Spliced):
     """Stands before a stock language model."""
@@ -135,6 +133,7 @@ class StockHybrid(Spliced):
     all_mixers: ClassVar[bool] = False  # whether the mixers without a graft become ours as well
     packs: ClassVar[bool] = False  # whether its own forward keeps documents that share a row apart
     exchanged: ClassVar[dict[type, type]] = {}  # what modules of the stock model become
+    plain_blocks: ClassVar[bool] = False  # whether a donor's whole layer can take the place of a block
     without_head: ClassVar[Any]
 
     def __init__(self: Any, config: Any):
@@ -150,7 +149,7 @@ class StockHybrid(Spliced):
             if mixer is None:
                 raise ValueError(f"layer {layer} holds no {self.stock_mixer.__name__}, and cannot be grafted")
             if layer in places and is_layer_graft(config.grafts[places[layer]]):
-                mixer = self.replace_mixer(config.grafts[places[layer]])
+                mixer = self.replace_mixer(mixer, config.grafts[places[layer]])
             else:
                 become(mixer, self.mixer_class)
                 if not hasattr(mixer, "layer_idx"):
@@ -159,16 +158,23 @@ class StockHybrid(Spliced):
             if layer in places:
                 mixer.cache_place = config.num_hidden_layers + 2 * places[layer]
 
-    def replace_mixer(self: Any, spec: dict[str, Any]) -> LayerGraftInStock:
+    def replace_mixer(self: Any, mixer: Any, spec: dict[str, Any]) -> LayerGraftInStock:
         """Put a layer graft in the place of a mixer, or, where it brings an MLP, of its whole block."""
         blocks, layer = self.base_model.layers, spec["layer"]
         graft = LayerGraftInStock(self.config, spec)
+        graft.returns_pair = self.mixer_class.returns_pair
+        for name in mixer._non_persistent_buffers_set:  # into which a stock model's initialisation writes
+            graft.register_buffer(name, mixer._buffers[name], persistent=False)
         if spec["mlp"] is not None:
             blocks[layer] = LayerGraftBlock(self.config, graft)
         else:
-            name = next(name for name, module in blocks[layer].named_modules() if isinstance(module, self.stock_mixer))
-            blocks[layer].set_submodule(name, graft)
+            blocks[layer].set_submodule(next(name for name, module in blocks[layer].named_modules() if module is mixer), graft)
         return graft
+
+    def block_name(self: Any, layer: int) -> str:
+        """What the names of a block's tensors begin with."""
+        block = self.base_model.layers[layer]
+        return next(f"{name}." for name, module in self.named_modules() if module is block)
 
     def new_cache(self: Any) -> Cache:
         """What the stock model would make for its layers."""

@@ -54,7 +54,7 @@ def _base_block(model: Any, index: int) -> nn.Module:
         )
     with torch.device("meta"):
         base_block = type(model)(model.config).base_model.layers[index]
-    here = f"{model.base_model_prefix}.layers.{index}."
+    here = model.block_name(index)
     for name, module in mixer.removed_modules.items():
         base_block.set_submodule(name.removeprefix(here), module)
     common = {**dict(block.named_parameters()), **dict(block.named_buffers())}

@@ -11,7 +11,7 @@ from surgery.errors import UserError
 from surgery.families import register
 from surgery.loading.checkpoint import MOST_LAYERS, content_of
 from surgery.loading.hub import CONFIGURATION, local_folder, one_line
-from surgery.loading.original import CLASSES, is_original
+from surgery.loading.original import is_original
 from surgery.loading.original_config import original_config
 from surgery.records.reading import shown
 
@@ -75,11 +75,8 @@ def empty_model(config: PreTrainedConfig, name: str, trust_remote_code: bool = F
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise UserError(f"{name}: a model of {shown(layers, 20)} layers; at most {MOST_LAYERS:,} are made")
-    make: Any = CLASSES.get(type(config))
     try:
         with torch.device("meta"):
-            if make is not None:
-                return make(config)
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever sizes that do not fit together raise
         raise UserError(f"cannot make the model of {name}: {one_line(error)}") from error

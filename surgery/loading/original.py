@@ -11,27 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.families.mamba import MambaHybridConfig, MambaHybridForCausalLM
-from surgery.families.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.loading.original_config import original_config
 from surgery.loading.original_files import read_weights
 
-CLASSES: dict[type, Any] = {
-    MambaConfig: MambaForCausalLM,
-    Mamba2Config: Mamba2ForCausalLM,
-    MambaHybridConfig: MambaHybridForCausalLM,
-    Mamba2HybridConfig: Mamba2HybridForCausalLM,
-}
 # What mamba_ssm's MHA calls the projections of a layer graft.
 GRAFT = {"q_proj": "in_proj", "k_proj": "in_proj", "v_proj": "in_proj", "o_proj": "out_proj", "qkv_conv": "conv1d"}
 EMBEDDING = "backbone.embedding.weight"
@@ -73,7 +58,7 @@ def load_original(folder: Path, config: dict[str, Any], dtype: torch.dtype | Non
     model_config = original_config(config)
     path, state = read_weights(folder)
     with torch.device("meta"):
-        model = CLASSES[type(model_config)](model_config)
+        model = AutoModelForCausalLM.from_config(model_config)
     tied = model_config.tie_word_embeddings
     empty, expected = model.state_dict(), original_names(model)
 

@@ -233,13 +233,13 @@ def _quantised(model: PreTrainedModel) -> dict[str, nn.Module]:
     return modules
 
 
-def remove(base: PreTrainedModel, hybrid: PreTrainedModel, layer: int) -> None:
+def remove(base: PreTrainedModel, hybrid: Hybrid, layer: int) -> None:
     """Let the graft of a layer keep what the base has in that layer and the hybrid has no place for."""
-    mixer, here = grafted_mixer(hybrid, layer), f".layers.{layer}."
+    mixer, here = grafted_mixer(hybrid, layer), hybrid.block_name(layer)
     kept = {name for name, _ in (*hybrid.named_parameters(), *hybrid.named_buffers())}
-    mixer.removed = {name: tensor for name, tensor in _tensors(base).items() if here in name and name not in kept}
+    mixer.removed = {name: tensor for name, tensor in _tensors(base).items() if name.startswith(here) and name not in kept}
     names = {name for name, _ in hybrid.named_modules()}
-    mixer.removed_modules = {n: module for n, module in _quantised(base).items() if here in n and n not in names}
+    mixer.removed_modules = {n: module for n, module in _quantised(base).items() if n.startswith(here) and n not in names}
 
 
 def share(source: PreTrainedModel, target: PreTrainedModel, lacking: str, instead: Mapping[str, Tensor] | None = None) -> None:

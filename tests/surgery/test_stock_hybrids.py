@@ -44,6 +44,7 @@ from surgery.tuning.partial_run import PartialRun
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.trainable import trainable, training
 from tests.conftest import SAME, VOCABULARY, but_slow
+from tests.surgery.test_layer_graft import random_donor
 from tests.surgery.test_tune import SHORT
 
 SIZES = {
@@ -232,6 +233,28 @@ def test_cached_is_uncached_and_padded_is_single(base, tokens):
     assert_alike(splice(base.double(), plan_for(base)), tokens)
 
 
+@over(but_slow(CONFIGURATIONS, "bamba", "xlstm"))
+@torch.no_grad()
+@pytest.mark.usefixtures("in_float64")
+def test_a_layer_graft_in_a_stock_block(base, tokens, tmp_path):
+    """Of a donor with positions: cached, padded, saved, switched off, taken out."""
+    layer = anatomy(base.double()).ssms[-1].layer
+    plan = Plan(kind="layer", sites=(f"L{layer}",), donor="x", donor_layers={f"L{layer}": 1})
+    hybrid = splice(base, plan, random_donor(hidden=base.config.hidden_size).double())
+    logits, plain = hybrid(tokens).logits, base(tokens).logits
+    assert (logits - plain).abs().max() > 1e-3
+    assert_alike(hybrid, tokens)
+    with hybrid.disable_grafts():
+        torch.testing.assert_close(hybrid(tokens).logits, plain, **SAME)
+    hybrid.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    again.set_experts_implementation("eager")
+    torch.testing.assert_close(again(tokens).logits, logits, **SAME)
+    taken_out = unsplice(hybrid)
+    assert all(p is q for p, q in zip(taken_out.parameters(), base.parameters(), strict=True))
+    torch.testing.assert_close(taken_out(tokens).logits, plain, **SAME)
+
+
 @over(["bamba", "jamba"])
 @torch.no_grad()
 @pytest.mark.usefixtures("in_float64")
@@ -410,8 +433,8 @@ def test_what_cannot_be_grafted_is_refused():
     for layer in (0, 2):  # attention, experts
         with pytest.raises(UserError, match=rf"L{layer}.H1 cannot be grafted: layer {layer} holds no SSM"):
             splice(base, Plan(sites=(f"L{layer}.H1",)))
-    with pytest.raises(UserError, match="takes no layer grafts"):
-        splice(base, Plan(kind="layer", sites=("L1",), init="random"))
+    with pytest.raises(UserError, match="come without their donor's MLP"):
+        splice(base, Plan(kind="layer", sites=("L1",), donor="x", mlp=True), random_donor(hidden=32))
     with pytest.raises(UserError, match="the model has no site"):
         splice(base, Plan(sites=("L1.H4",)))
 
