@@ -33,7 +33,7 @@ def look(
       surgery look checkpoints/tiny-mamba2 --json > look.json
     """
     with starting():
-        from surgery.jobs.look import Look
+        from surgery.jobs.look import ModelLook
         from surgery.jobs.look import look as look_at
         from surgery.jobs.opening import open_checkpoint
         from surgery.kernels.dispatch import use
@@ -41,7 +41,7 @@ def look(
 
         options = recipe_of("look", None, settings, model=model)
         if out:
-            Look.check_place(out)
+            ModelLook.check_place(out)
     with busy("opening the model"):
         opened = open_checkpoint(options, trust_remote_code)
     facts = options.data.facts if "facts" in options.data.model_fields_set else None

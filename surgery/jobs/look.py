@@ -23,10 +23,10 @@ from surgery.locating.subject import is_graftable
 from surgery.models.anatomy import anatomy
 from surgery.models.finite import within
 from surgery.probes.encoded import Asked
-from surgery.probes.perplexity import Perplexity, text_losses
+from surgery.probes.perplexity import TextWindows, text_losses
 from surgery.probes.scoring import answer
 from surgery.probes.skills import AUTO, FACTS, skill_questions
-from surgery.records.names import called
+from surgery.records.names import display_name
 from surgery.records.plan import Plan
 from surgery.records.recipe import Data
 from surgery.records.record import Environment, Marked, Record, environment
@@ -89,7 +89,7 @@ class Held(Record):
     a_head: int | None
 
 
-class Look(Environment, Marked):
+class ModelLook(Environment, Marked):
     """What a quick look saw."""
 
     schema_version: int = 1
@@ -153,7 +153,7 @@ class Look(Environment, Marked):
 def look(
     model: PreTrainedModel | Checkpoint, tokenizer: PreTrainedTokenizerBase | None = None, *, text: str | Path | None = None,
     facts: str | None = None, seed: int = 0,
-) -> Look:  # fmt: skip
+) -> ModelLook:  # fmt: skip
     """A quick look at a model: what it is, what can be edited, whether it retrieves, what its cache takes, and a verdict.
 
     text: a file, on which its loss is measured. facts: what knowledge and letters are asked about, as data.facts of a recipe;
@@ -166,12 +166,12 @@ def look(
     adopted = adopt(given).eval()
     known = opened(given)
     name = model.name if isinstance(model, Checkpoint) else known.name if known else given.name_or_path
-    name = called(name) if name else "the model"
+    name = display_name(name) if name else "the model"
     embeddings: Any = adopted.get_input_embeddings()
     vocabulary = int(embeddings.weight.shape[0])
     windows = None
     if text is not None:  # a text that cannot be read is refused before anything is measured
-        windows = Perplexity(str(text), WINDOWS, WINDOW).token_windows(words, seed)
+        windows = TextWindows(str(text), WINDOWS, WINDOW).token_windows(words, seed)
     facts = facts or ("world" if is_of_the_world(words) else "capitals")
     editable, heads, kinds, why_not = _what_can_be_edited(adopted)
     with within(name):
@@ -184,12 +184,13 @@ def look(
         with busy("measuring its loss on the text"):
             loss = None if windows is None else _loss(adopted, windows, str(text), vocabulary)
     worth, verdict = _verdict(why_not, retrieval, loss)
-    return Look(
+    return ModelLook(
         **environment().model_dump(), model=name, model_type=given.config.model_type,
         parameters=sum(p.numel() for p in adopted.parameters()), dtype=str(adopted.dtype).removeprefix("torch."),
         layers=getattr(adopted.config, "num_hidden_layers", len(editable)), mixers=kinds, vocabulary=vocabulary,
-        editable=editable, heads=heads, why_not=why_not, retrieval=retrieval, skills=skills, facts=called(facts), on_text=loss,
-        held=held, worth=worth, verdict=verdict, took=round(time.monotonic() - begun, 1),
+        editable=editable, heads=heads, why_not=why_not, retrieval=retrieval, skills=skills,
+        facts=display_name(facts), on_text=loss, held=held, worth=worth, verdict=verdict,
+        took=round(time.monotonic() - begun, 1),
     )  # fmt: skip
 
 
@@ -269,7 +270,7 @@ def _loss(model: PreTrainedModel, windows: Any, source: str, vocabulary: int) ->
         losses.extend(text_losses(model, window[None], 1, 1).tolist())
         if len(losses) > 1 and time.monotonic() - begun > SECONDS:
             break
-    return TextLoss(source=called(source), loss=mean(np.array(losses)), uniform=math.log(vocabulary))
+    return TextLoss(source=display_name(source), loss=mean(np.array(losses)), uniform=math.log(vocabulary))
 
 
 def _verdict(why_not: str, retrieval: dict[str, Measured], text: TextLoss | None) -> tuple[bool, str]:

@@ -7,7 +7,7 @@ import pytest
 import surgery as package
 from surgery.evaluation.speed import cache_after
 from surgery.jobs import look as looking
-from surgery.jobs.look import CONTEXTS, Look, look
+from surgery.jobs.look import CONTEXTS, ModelLook, look
 from surgery.world.tokenizer import build_tokenizer, is_of_the_world
 from tests.conftest import TINY, VOCABULARY, random_base
 
@@ -29,7 +29,7 @@ def test_a_random_model_is_not_worth_editing(surgery, tmp_path):
     assert status == 0, err
     verdict = out.splitlines()[-1]
     assert verdict.startswith("Verdict: not worth editing, because it does not retrieve: with dictionaries of 4 entries")
-    seen = Look.read(tmp_path / "look.json")
+    seen = ModelLook.read(tmp_path / "look.json")
     assert str(seen) == out.rstrip()
     assert not seen.worth
     assert list(seen.retrieval) == ["4"]  # larger ones are not asked
