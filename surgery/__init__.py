@@ -1,4 +1,4 @@
-"""Hybrid model surgery: find the retrieval heads of a pretrained Mamba and splice attention in their place.
+"""Hybrid model surgery: find the retrieval heads of a pretrained Mamba, and add gated attention there.
 
     base = surgery.load("checkpoints/tiny-mamba2")
     ranking = surgery.locate(base)
@@ -8,8 +8,9 @@
     surgery.bench(base, hybrid)
     surgery.export(hybrid, "hybrid")
 
-Importing the package also makes `AutoModelForCausalLM` load hybrids. It imports neither torch nor transformers: what is used is
-imported when it is used, and hybrids are registered with transformers when its Auto classes are imported.
+Importing the package also makes `AutoModelForCausalLM` load hybrids without `trust_remote_code`. It imports neither torch nor
+transformers: what is used is imported when it is used, and hybrids are registered with transformers when its Auto classes are
+imported.
 """
 
 from importlib import import_module
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from surgery.locating.planning import plan
     from surgery.locating.ranking import Ranking
     from surgery.records.plan import Plan
-    from surgery.records.recipe import Recipe, Tune, read_recipe
+    from surgery.records.recipe import Bench, Data, Recipe, Tune, read_recipe
     from surgery.records.site import Site
     from surgery.runtime.consent import consenting
     from surgery.splicing.load import load
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
     from surgery.tuning.state_sizes import shrink_state
 
 __all__ = [
+    "Bench",
     "Checkpoint",
+    "Data",
     "Plan",
     "Ranking",
     "Recipe",
@@ -70,6 +73,8 @@ __all__ = [
 
 # Where each name is defined; as in the imports above, which only type checkers and editors see.
 _MODULES = {
+    "Bench": "records.recipe",
+    "Data": "records.recipe",
     "Checkpoint": "loading.opened",
     "Plan": "records.plan",
     "Ranking": "locating.ranking",
@@ -100,7 +105,12 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("mamba-surgery")
     if name in _MODULES:
-        value = globals()[name] = getattr(import_module(f"surgery.{_MODULES[name]}"), name)
+        value = getattr(import_module(f"surgery.{_MODULES[name]}"), name)
+        if not isinstance(value, type):
+            from surgery.runtime.keywords import explained
+
+            value = explained(value)
+        globals()[name] = value
         return value
     if not name.startswith("_") and find_spec(f"surgery.{name}") is not None:
         return import_module(f"surgery.{name}")  # `surgery.probes` after `import surgery` alone
@@ -108,7 +118,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted([*__all__, "__version__"])
 
 
 def _register_hybrids() -> None:

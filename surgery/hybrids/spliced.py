@@ -22,6 +22,14 @@ class Spliced:
     recall: ClassVar[Any] = None
     saving: ClassVar[Any] = None
 
+    def __repr__(self: Any) -> str:
+        """In a line where its grafts are. Its backbone shows its modules."""
+        if not self.config.grafts:
+            return super().__repr__()
+        heads = (f".H{','.join(map(str, graft['heads']))}" if graft.get("heads") else "" for graft in self.config.grafts)
+        sites = "; ".join(f"L{graft['layer']}{each}" for graft, each in zip(self.config.grafts, heads, strict=True))
+        return f"<{type(self).__name__}: attention at {sites}; print(hybrid.base_model) shows its modules>"
+
     @property
     def device(self: Any) -> torch.device:
         """Where the inputs belong; also of a model whose weights accelerate keeps elsewhere and fetches."""

@@ -53,6 +53,10 @@ class Score(Record):
     pair_mass: Estimate | None = None
     role: Role | None = None
 
+    def __repr__(self) -> str:
+        measured = (f"{name.replace('_', ' ')} {value}" for name in SCORES if (value := getattr(self, name)) is not None)
+        return f"<{', '.join([str(self.site), *([self.role] if self.role else []), *measured])}>"
+
 
 def gain(score: Score) -> tuple[int, float]:
     """What heads are sorted by: the exact loss that splicing saves; behind those, its attribution where it was not measured;

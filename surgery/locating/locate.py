@@ -92,9 +92,9 @@ def locate(
     given: dict[str, Any] = {"also": also}
     given |= {name: value for name, value in {"options": options, "batch_size": batch_size}.items() if value is not None}
     try:
-        chosen = Locate(
-            probe=probe, examples=examples, exact=exact, confirm=confirm, init=init, layers=layers, ablation=ablation,
-            seeds=seeds, budget=budget, **given,
+        chosen = Locate.model_validate(
+            {"probe": probe, "examples": examples, "exact": exact, "confirm": confirm, "init": init, "layers": layers,
+             "ablation": ablation, "seeds": seeds, "budget": budget, **given}
         )  # fmt: skip
     except ValidationError as error:
         raise UserError(f"locate: {first_line(error)}") from error

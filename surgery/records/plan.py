@@ -133,6 +133,10 @@ class Plan(Marked):
             raise ValueError(f"donor_heads: {wide[0]} is not one head")
         return self
 
+    def __repr__(self) -> str:
+        gate = "" if self.blend is None else f", behind a gate that begins at {self.blend:g}"
+        return f"<Plan: {'; '.join(map(str, self.sites))}, {self.init} start{gate}; text() is all of it>"
+
     @property
     def dtype(self) -> str:
         """The dtype in which the base was opened for the ranking: "auto" (as stored) or a torch name."""

@@ -37,6 +37,13 @@ def test_the_backbone_loads_where_the_package_is_not_installed(kind, tmp_path):
     """The package's folder is not on the path of that process, which knows the classes by the folder's own code only."""
     hybrid = splice(MADE[kind](), Plan(sites=("L1.H1",))).eval()
     hybrid.save_pretrained(tmp_path / "hybrid")
+    with_it = (
+        "import sys, surgery\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "print(AutoModelForCausalLM.from_pretrained(sys.argv[1]))"
+    )
+    shown = subprocess.run([sys.executable, "-c", with_it, tmp_path / "hybrid"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"{hybrid!r}\n", "no question where it is imported"
     lines = (
         "import sys; sys.modules['surgery'] = None\n"
         "from transformers import AutoModel\n"

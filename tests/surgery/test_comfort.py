@@ -15,9 +15,11 @@ import surgery
 from surgery.errors import UserError
 from surgery.exporting.source import base_of
 from surgery.hybrids.patching import note_of
+from surgery.locating.heads import Score
 from surgery.records.plan import Plan
 from surgery.splicing.remembered import recalled
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
+from surgery.statistics import Estimate
 from tests.conftest import BASES, TINY, VOCABULARY, random_base
 from tests.surgery.test_layer_graft import random_donor
 
@@ -255,6 +257,35 @@ def test_wrong_types_are_named(folder, tmp_path):
         with pytest.raises(UserError, match=message):
             call()
     assert not (tmp_path / "x").exists()
+
+
+def test_a_misspelt_name_is_told_what_was_meant():
+    """In one line, before anything is done."""
+    wrong = {
+        r"surgery\.locate has no keyword 'exmaples'; did you mean examples\?": lambda: surgery.locate(None, exmaples=8),
+        r"no keyword 'steps'; it is a setting: options=surgery\.Tune\(steps=\.\.\.\)": lambda: surgery.tune(None, steps=2),
+        r"it is a setting: options=surgery\.Bench\(limit=": lambda: surgery.bench(None, limit=2),
+        r"it is a setting: data=surgery\.Data\(train_text=": lambda: surgery.tune(None, train_text="a.txt"),
+        r"surgery\.unsplice has no keyword 'x'; there are hybrid": lambda: surgery.unsplice(None, x=1),
+        r"surgery\.Tune has no setting 'lr'; did you mean learning_rate\?": lambda: surgery.Tune(lr=1e-3),
+        r"surgery\.Bench has no setting 'limits'; did you mean limit\?": lambda: surgery.Bench(limits=3),
+        r"^surgery\.Tune: steps\.[^\n]*$": lambda: surgery.Tune(steps=-1),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(UserError, match=message):
+            call()
+
+
+def test_what_is_shown_of_things_is_short():
+    """And dir() shows what is public."""
+    hybrid = splice(random_base(), HEADS)
+    score = Score(site="L0.H1", splice_loss=Estimate(value=0.5, ci95=(0.4, 0.6), n=8), role="gather")
+    for thing in (HEADS, hybrid, score):
+        assert len(repr(thing)) < 200
+    assert "L0.H1, gather, splice loss +0.5" in repr(score)
+    assert "L0.H1; L1.H3,5" in repr(hybrid)
+    assert "L0.H1; L1.H3,5, dual start" in repr(HEADS)
+    assert dir(surgery) == sorted([*surgery.__all__, "__version__"])
 
 
 QUICK = surgery.Recipe(model="x", bench={"pairs": [4], "limit": 20, "windows": 2, "window": 32, "contexts": []}).bench

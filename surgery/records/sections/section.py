@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform, get_args, get_origin
 
 import pydantic
 from pydantic import Field
 
+from surgery.errors import UserError
 from surgery.records.reading import check_name
-from surgery.records.record import Record
+from surgery.records.record import Record, first_line
+from surgery.runtime.keywords import alike
 
 # Upper bounds of settings, beyond what any machine does in its life: what asks for more is refused before it is begun. What a
 # machine cannot hold though it is within them depends on the model: jobs/sizes.py refuses it, and --dry-run estimates the rest.
@@ -53,7 +55,31 @@ def none_for_no(value: Any) -> Any:
     return None if value is False or value == "no" else value
 
 
-class Section(Record):
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(Record)
+
+
+class SettingsError(UserError, ValueError):
+    """Settings, given in Python, that do not fit; in one line."""
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
+class _Settings(ModelMetaclass):
+    """What is called as Tune(...), and not read from a recipe, says in one line what does not fit, and what was meant."""
+
+    def __call__(cls: Any, *values: Any, **named: Any) -> Any:
+        place = f"surgery.{cls.__name__}"
+        if unknown := [name for name in named if name not in cls.model_fields and name not in cls.gone]:
+            raise SettingsError(f"{place} has no setting '{unknown[0]}'{alike(unknown[0], cls.model_fields)}")
+        try:
+            return super().__call__(*values, **named)
+        except pydantic.ValidationError as error:
+            raise SettingsError(f"{place}: {first_line(error)}") from error
+
+
+class Section(Record, metaclass=_Settings):
     """Part of a recipe. The text below a field says what the setting means: `surgery settings` and the documentation print it.
 
     section: its place in a recipe ("tune.lora"). gone: settings that 0.17 to 0.19 had, which their files hold at the default.
