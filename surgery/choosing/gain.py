@@ -69,6 +69,10 @@ def most(options: PlanOptions, heads: int, bounded: bool) -> Most:
     return Most(measured + 2 * auto.finalists, auto.finalists if bounded else 0)
 
 
+class NoGain(UserError):
+    """No head gains enough untrained."""
+
+
 class _Growing:
     """The rounds. order: heads, or blocks of them, the leading ones first."""
 
@@ -110,7 +114,7 @@ class _Growing:
             plans = [self.task.plan([trial.site], trial.blend) for trial in self.rounds[0].trials]
             return decided(measuring, self.bounds, plans, growth)  # which shows the frontier
         if not sites:
-            raise UserError(
+            raise NoGain(
                 f"no head is worth its cache: of the {len(self.order)} leading ones none saves {self.auto.least_gain} nats "
                 f"(the best, {_best(self.rounds[-1])}); locate with another probe, lower plan.auto.least_gain, or set "
                 "plan.heads to a number"

@@ -6,12 +6,8 @@ from typing import Annotated
 import typer
 
 from surgery.cli.console import prose, starting
-from surgery.cli.options import ModelArgument, Settings, Trust, recipe_of
+from surgery.cli.options import ModelArgument, Settings, TextOption, Trust, recipe_of
 from surgery.records.reading import check_name
-
-TextOption = Annotated[
-    Path | None, typer.Option("--text", help="A text file of yours, of the kind that the model knows.", callback=check_name)
-]
 
 
 def look(

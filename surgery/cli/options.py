@@ -25,6 +25,9 @@ Settings = Annotated[
 # A file or a folder.
 PlaceArgument = Annotated[Path, typer.Argument(callback=check_name)]
 RecipeOption = Annotated[Path | None, typer.Option("--recipe", help="A recipe to take the settings from.", callback=check_name)]
+TextOption = Annotated[
+    Path | None, typer.Option("--text", help="A text file of yours, of the kind that the model knows.", callback=check_name)
+]
 Out = Annotated[Path | None, typer.Option("--out", help="Where the output goes.", callback=check_name)]
 OutRequired = Annotated[Path, typer.Option("--out", help="Where the output goes.", callback=check_name)]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code that comes with the checkpoint to run.")]

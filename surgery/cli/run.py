@@ -1,7 +1,8 @@
 """surgery run"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,10 +11,10 @@ from surgery.cli.options import (
     EnginePython,
     Out,
     Overwrite,
-    PlaceArgument,
     Resume,
     Settings,
     TaskCode,
+    TextOption,
     Trust,
     Verify,
     recipe_of,
@@ -21,15 +22,20 @@ from surgery.cli.options import (
 )
 from surgery.errors import UserError
 from surgery.exporting.verifications import check_way
+from surgery.records.reading import check_name
 from surgery.runtime.consent import consenting
 
 if TYPE_CHECKING:
     from surgery.jobs.costs.record import CostEstimate
+    from surgery.jobs.run_model import Chosen
 
 
 def run(
-    recipe: PlaceArgument,
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe's file, or a model (folder or Hub id) to choose one for.", callback=check_name)
+    ],
     out: Out = None,
+    text: TextOption = None,
     settings: Settings = None,
     verify: Verify = "auto",
     resume: Resume = False,
@@ -42,30 +48,46 @@ def run(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON instead of a table.")] = False,
 ) -> None:
-    """Do everything that a recipe says.
+    """Do everything that a recipe says, or for a model without one.
 
-    That is the main job (locate, plan, splice, tune, bench, export) or a study. The output goes to runs/<recipe>. Where the
-    hybrid gains and loses another skill of the base, the exit status is 1; all files are written.
+    That is the main job (locate, plan, splice, tune, bench, export) or a study. The output goes to runs/<recipe>. Of a model, a
+    quick look (`surgery look`) comes first, and its recipe is chosen by that: chosen.yaml, with a reason for each choice, which
+    --set changes. A model that is not worth editing is declined with exit status 1, and nothing is written. Where the hybrid
+    gains and loses another skill of the base, the exit status is 1, too; all files are written.
 
     Examples:
       surgery run recipes/demo.yaml --dry-run
       surgery run recipes/demo.yaml
+      surgery run checkpoints/tiny-mamba2 --dry-run
     """
     check_way(verify)
-    out = out or Path("runs") / recipe.stem
     with starting():
         from surgery.evaluation import markdown
         from surgery.evaluation.judgement import did_it_help, judge
         from surgery.jobs import run as job
         from surgery.jobs.costs.estimate import estimate
+        from surgery.jobs.run_model import chosen_for, is_model, run_chosen
         from surgery.studies import studies
         from surgery.studies.conduct import FIGURE, FINDINGS, conduct
 
-        options = recipe_of("run", recipe, settings)
+        of_model = is_model(str(recipe))
+        options = None if of_model else recipe_of("run", recipe, settings)
+    out = out or Path("runs") / (recipe.name if of_model else recipe.stem)
+    if text is not None and not of_model:
+        raise UserError("--text is for a model; a recipe names its text itself, in data.train_text and data.held_out_text")
     if as_json and not dry_run:
         raise UserError("--json prints what --dry-run finds out; give both")
     # A dry run runs nothing of others.
     until_the_end.enter_context(consenting(engine_python=engine_python, task_code=trust_task_code and not dry_run))
+    places: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "trust_remote_code": trust_remote_code}
+    chosen = None
+    if options is None:
+        parts = Path(until_the_end.enter_context(TemporaryDirectory())) if dry_run else None
+        chosen = chosen_for(str(recipe), out, text=text, settings=settings or (), parts=parts, **places)
+        options = chosen.recipe
+        _show_chosen(chosen, as_json)
+        if chosen.seen is not None and not chosen.seen.worth:
+            raise typer.Exit(1)
     if dry_run:
         _show_estimate(estimate(options, out, verify=verify, trust_remote_code=trust_remote_code), as_json)
         _say_what_is_there(out, resume, overwrite)
@@ -75,7 +97,10 @@ def run(
         table(*studies()[findings.study].table(findings))
         show(f"{findings.summary}\nFindings: {out / FINDINGS}, figure: {out / FIGURE}")
         return
-    report = job.run(options, out, verify=verify, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
+    if chosen is None:
+        report = job.run(options, out, verify=verify, **places)
+    else:
+        report = run_chosen(chosen, out, verify=verify, **places)
     table(*markdown.rows(report))
     prose(markdown.EXPLANATION)
     show("")
@@ -87,6 +112,16 @@ def run(
     show(f"\nReport: {out / 'report.html'} (and .md, .json)\nHybrid: {out / 'hybrid'}")
     if any(judgement.verdict == "mixed" for judgement in judge(report)):
         raise typer.Exit(1)
+
+
+def _show_chosen(chosen: "Chosen", as_json: bool) -> None:
+    """What was seen of a model, and the recipe that it gave."""
+    if as_json or chosen.seen is None:
+        return
+    for line in chosen.seen.lines():
+        prose(line)
+    if chosen.choices:
+        show(f"\n{chosen.text()}")
 
 
 def _show_estimate(estimate: "CostEstimate", as_json: bool) -> None:

@@ -20,8 +20,9 @@ from surgery.runtime.ownership import OwnedFolder, check_free, enter, refuse, sa
 from surgery.runtime.processes import is_main, on_main
 
 RECIPE, RUN = "recipe.yaml", "run.json"
+CHOSEN, LOOK = "chosen.yaml", "look.json"  # of a run that chose its recipe by looking at the model
 # What is written before anything is measured or trained.
-BEFOREHAND = {RECIPE, RUN, "tuning.json"}
+BEFOREHAND = {RECIPE, RUN, CHOSEN, LOOK, "tuning.json"}
 # Names that a verb will need in its folder: if one of them is the user's, the verb ends before the work.
 LOCATE = ("ranking.json", "atlas.png", "mixing.png", "locate")
 BENCH = (
@@ -37,6 +38,8 @@ NEEDED = {
         *LOCATE,
         *BENCH,
         PLAN,
+        CHOSEN,
+        LOOK,
         "planning",
         "tuning",
         "hybrid",

@@ -5,7 +5,7 @@ repeated, a tuning goes on from its last checkpoint, and a finished cell of the 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -58,15 +58,16 @@ from surgery.tuning.state import Log
 @withdrawn_if_refused
 def run(
     recipe: Recipe, out: str | Path, *, verify: str = "auto", resume: bool = False, overwrite: bool = False,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool = False, papers: Mapping[str, str] | None = None,
 ) -> Report:  # fmt: skip
     """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, report.html,
     mixing.json, grafts.png, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that
     accelerate started share the work.
 
     verify: how the export is, as surgery.export takes it. resume: go on with an earlier run in `out`, from the first stage
-    whose own settings are others. overwrite: remove what an earlier run has left there. Raises UserError, and writes nothing,
-    where one is there and neither is given, or where the disk has no room for the export.
+    whose own settings are others. overwrite: remove what an earlier run has left there. papers: files that are to stand beside
+    the report, by name. Raises UserError, and writes nothing, where an earlier run is there and neither is given, or where the
+    disk has no room for the export.
     """
     if not isinstance(recipe, Recipe):
         raise UserError(f"surgery.run takes a recipe, as surgery.read_recipe returns it, not {a_type(recipe)}")
@@ -86,6 +87,8 @@ def run(
         change = first_change(earlier, recipe) if earlier else None
         if change is not None:
             say(str(change))
+        for name, content in (papers or {}).items():
+            on_main(partial(write_text, out / name, content))
         enough = partial(on_main, partial(check_space, "hf", base.model, out))
         if not (resume and (out / "hybrid" / RECORD).exists()):  # of a run that may be finished, nothing may be left to write
             enough()

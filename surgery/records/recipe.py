@@ -1,5 +1,6 @@
 """A recipe: one YAML file, one run. Unknown keys are refused by name; defaults are those of the demo's scale."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -83,11 +84,17 @@ def read_recipe(path: str | Path | None, settings: list[str] | None = None, **fi
         raise UserError(f"read_recipe takes the name of a file, not {type(path).__name__}")
     if not (settings is None or (isinstance(settings, list | tuple) and all(isinstance(each, str) for each in settings))):
         raise UserError(f"read_recipe takes a list of settings, such as ['tune.steps=40'], not {settings!r}")
-    tree = {} if path is None else _tree(path)
-    for setting in settings or []:
-        _apply(tree, setting)
+    tree = with_settings({} if path is None else _tree(path), settings or ())
     tree |= {key: value for key, value in fixed.items() if value is not None}
-    return _valid(tree, "recipe" if path is None else f"recipe {path}", settings or ())
+    return recipe_from(tree, settings or (), "recipe" if path is None else f"recipe {path}")
+
+
+def with_settings(tree: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """A copy of a recipe's tree, changed by `key=value` settings."""
+    tree = copy.deepcopy(tree)
+    for setting in settings:
+        _apply(tree, setting)
+    return tree
 
 
 def _tree(path: str | Path) -> dict[str, Any]:
@@ -122,11 +129,11 @@ def changed(recipe: Recipe, **changes: Any) -> Recipe:
     tree = recipe.model_dump(mode="json")
     for key, value in changes.items():
         tree[key] = tree[key] | value if isinstance(value, dict) else value
-    return _valid(tree, "recipe, changed")
+    return recipe_from(tree, source="recipe, changed")
 
 
-def _valid(tree: dict[str, Any], source: str, settings: Sequence[str] = ()) -> Recipe:
-    """settings: those of --set that are in the tree; a complaint about one of them does not name the source."""
+def recipe_from(tree: dict[str, Any], settings: Sequence[str] = (), source: str = "recipe") -> Recipe:
+    """The recipe of a tree. settings: those of --set that are in it; a complaint about one of them does not name the source."""
     try:
         return Recipe.model_validate(tree)
     except pydantic.ValidationError as error:
