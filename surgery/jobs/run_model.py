@@ -18,14 +18,14 @@ from surgery.choosing.bounded import NoPlan
 from surgery.choosing.gain import NoGain
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
-from surgery.jobs.look import Look, look
+from surgery.jobs.look import ModelLook, look
 from surgery.jobs.opening import open_base
 from surgery.jobs.output_folder import CHOSEN, LOOK, check_folder
 from surgery.jobs.run import run
 from surgery.kernels.dispatch import use
 from surgery.loading.opened import Checkpoint
 from surgery.models.anatomy import anatomy, mixer_at
-from surgery.records.names import called, on_hub
+from surgery.records.names import display_name, on_hub
 from surgery.records.recipe import Recipe, read_recipe, recipe_from, with_settings
 from surgery.records.record import read_text, write_text
 from surgery.runtime.progress import busy, say
@@ -50,7 +50,7 @@ class Chosen:
     cannot be."""
 
     recipe: Recipe
-    seen: Look | None
+    seen: ModelLook | None
     choices: tuple[Choice, ...] = ()
     settings: tuple[str, ...] = ()
     adapted: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ def _adapted(base: Checkpoint) -> tuple[str, ...]:
     return tuple(name for name, module in linear.items() if hidden in (module.in_features, module.out_features))
 
 
-def _data(base: Checkpoint, seen: Look, opening: Recipe, text: Path | None, folder: Path) -> list[Choice]:
+def _data(base: Checkpoint, seen: ModelLook, opening: Recipe, text: Path | None, folder: Path) -> list[Choice]:
     """Text and facts."""
     given = opening.data.model_fields_set
     choices = [] if "facts" in given else [Choice("data.facts", seen.facts, "what knowledge and letters are asked about")]
@@ -164,7 +164,7 @@ def _divided(text: Path, folder: Path) -> tuple[Path, Path]:
     return train, held_out
 
 
-def _settings(base: Checkpoint, seen: Look) -> list[Choice]:
+def _settings(base: Checkpoint, seen: ModelLook) -> list[Choice]:
     """How heads are located, planned, tuned and measured."""
     pairs = seen.pairs or 4
     right = seen.retrieval[str(pairs)].accuracy.accuracy
@@ -227,7 +227,7 @@ def _written(choices: Sequence[Choice], settings: Sequence[str]) -> str:
     """As YAML: a line for each setting."""
     plain = _tree(choices)
     reasons = {choice.key: choice.why for choice in choices}
-    lines = [HEAD.format(model=called(str(plain["model"])))]
+    lines = [HEAD.format(model=display_name(str(plain["model"])))]
     for section, content in with_settings(plain, settings).items():
         inner = content if isinstance(content, dict) else {"": content}
         if isinstance(content, dict):

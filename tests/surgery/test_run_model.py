@@ -9,7 +9,7 @@ import yaml
 from surgery.choosing.gain import NoGain
 from surgery.evaluation.report import Report
 from surgery.jobs import run_model
-from surgery.jobs.look import Look, look
+from surgery.jobs.look import ModelLook, look
 from surgery.jobs.run_model import chosen_for, is_model, run_chosen
 from surgery.records.recipe import read_recipe
 from surgery.world.tokenizer import build_tokenizer
@@ -92,7 +92,7 @@ def test_a_run_writes_what_it_followed(surgery, tmp_path):
     status, out, err = surgery("run", "mine", *settings)
     assert status == 0, err
     done = tmp_path / "runs" / "mine"
-    assert Look.read(done / "look.json").worth
+    assert ModelLook.read(done / "look.json").worth
     assert "Verdict: worth trying" in out
     assert read_recipe(done / "chosen.yaml") == read_recipe(done / "recipe.yaml")
     assert "Did it help?" in out
