@@ -68,7 +68,7 @@ COMMON = frozenset(
     vocab_size hidden_size num_hidden_layers layer_norm_epsilon use_bias use_conv_bias hidden_act residual_in_fp32 conv_kernel
     state_size expand tie_word_embeddings use_cache pad_token_id bos_token_id eos_token_id initializer_range time_step_rank
     time_step_min time_step_max time_step_floor rescale_prenorm_residual dtype torch_dtype architectures transformers_version
-    model_type name_or_path _name_or_path output_hidden_states return_dict layer_types is_decoder
+    model_type name_or_path _name_or_path output_hidden_states return_dict is_decoder
     """.split()
 )
 

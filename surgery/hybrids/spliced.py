@@ -78,7 +78,6 @@ class Spliced:
             kwargs.setdefault("save_original_format", False)
         if not hasattr(self, "hf_device_map") and any(p.is_meta for p in self.parameters()):  # else transformers fetches them
             kwargs.setdefault("state_dict", fetched_state(self))
-        self.config.auto_map = own_code(self)  # a folder that it was read from may have named a stranger's
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         write_sources(save_directory, type(self))
         if self.surgery is not None:
@@ -98,14 +97,6 @@ class Spliced:
                 set_note(self, "surgery", remembered)
 
     push_to_hub: Any = _push_to_hub  # mypy would compare it with what transformers puts together when it is imported
-
-
-def own_code(model: Any) -> dict[str, str]:
-    """`auto_map` of a hybrid's folder: where in it transformers finds the classes, and nothing else."""
-    generated = getattr(model, "generated", None)
-    config = type(model.config)
-    module = config.__module__.rpartition(".")[2] if generated is None else generated.name.removesuffix(".py")
-    return classes_of(module, config.__name__.removesuffix("Config"))
 
 
 def classes_of(module: str, name: str) -> dict[str, str]:

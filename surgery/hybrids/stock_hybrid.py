@@ -228,7 +228,7 @@ def stock_hybrid(model: type, stock_mixer: type, mixer: type, around: type | Non
             kwargs.pop("layer_types", None)  # versions up to 0.20 wrote what their caches held
         super(config, self).__post_init__(**kwargs)
         self.grafts = self.grafts or []
-        self.auto_map = classes_of(module, name)
+        self.auto_map = classes_of(module, name)  # a folder that it is read from may name a stranger's
 
     def made(kind: str, bases: tuple[type, ...], fields: dict[str, Any]) -> Any:
         fields = {**fields, "__module__": caller["__name__"]}

@@ -37,7 +37,7 @@ UNRELATED = frozenset(
 # For the families here also: fields that only training from scratch reads, and those that follow from the grafts.
 UNRELATED_HERE = UNRELATED | frozenset(
     """
-    layer_types surgery rescale_prenorm_residual time_step_min time_step_max time_step_floor time_step_scale
+    surgery rescale_prenorm_residual time_step_min time_step_max time_step_floor time_step_scale
     time_step_init_scheme use_mambapy use_associative_scan
     """.split()
 )

@@ -41,7 +41,7 @@ LAYERS = {"mamba_hybrid": "Mamba1", "mamba2_hybrid": "Mamba2"}
 # what follows from the grafts, which are compared by themselves.
 FREE = frozenset(
     """
-    model_type grafts layer_types auto_map bos_token_id eos_token_id pad_token_id dtype architectures transformers_version
+    model_type grafts auto_map bos_token_id eos_token_id pad_token_id dtype architectures transformers_version
     name_or_path _name_or_path return_dict output_hidden_states output_attentions initializer_range use_cache surgery
     rescale_prenorm_residual time_step_min time_step_max time_step_floor time_step_scale time_step_init_scheme use_mambapy
     use_associative_scan
