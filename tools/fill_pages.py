@@ -105,9 +105,27 @@ def foreign_words() -> str:
 (`recipes/foreign-words.json`, which lists the words)."""
 
 
+def _leading(report: Report) -> str:
+    """A row a model: the largest dictionary, with keys used in tuning and others, and what the edit costs."""
+    header, body = markdown.rows(report)
+    sizes = [column for column in header if column.startswith("KV ")]
+    columns = [header.index(column) for column in ("model", *sizes[-2:], "knowledge", "perplexity")]
+    return markdown.table([header[i] for i in columns], [[row[i] for i in columns] for row in body])
+
+
 def demo() -> str:
     """The demo's whole table, and what its rows are."""
-    return f"""{markdown.results(Report.read(DEMO))}
+    report = Report.read(DEMO)
+    described = "\n".join(
+        f"- **{name}**: {model.description}" + (f" ({markdown.sites_text(model.plan)})" if model.plan else "")
+        for name, model in report.models.items()
+    )
+    return f"""{_leading(report)}
+
+{markdown.EXPLANATION} The figure has the other sizes.
+
+{described}
+
 {_measured(DEMO)}
 
 ![Retrieval against dictionary size](../../recipes/demo.retrieval.png)"""
@@ -118,7 +136,7 @@ def demo_auto() -> str:
     report = Report.read(AUTO)
     cells = rounds(report)
     assert cells is not None
-    return f"""{markdown.table(*markdown.rows(report))}
+    return f"""{_leading(report)}
 
 {automatic_choices(report)}
 
@@ -181,7 +199,7 @@ def mamba1() -> str:
     assert chosen is not None
     assert recipe is not None
     examples = next(iter(report.models["base"].kv.values())).n
-    return f"""{markdown.table(*markdown.rows(report))}
+    return f"""{_leading(report)}
 
 Grafted: {markdown.sites_text(chosen)}, behind a gate of {chosen.blend}; {recipe["tune"]["steps"]} steps. Measured \
 {measured.created[:10]} on {measured.machine}, version {measured.toolkit}, seed {measured.seed}, {examples} examples a cell \
@@ -286,7 +304,7 @@ Measured {origin.created[:10]} on {origin.machine}, version {origin.toolkit}, se
 
 
 def cohort(path: Path = COHORT) -> str:
-    """The main job on bases that nobody prepared."""
+    """The main job on toy models trained without the layer-0 curriculum."""
     name = path.name.partition(".")[0]
     if not path.exists():
         return f"There is no record yet: `surgery run recipes/{name}.yaml` makes one."

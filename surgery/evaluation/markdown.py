@@ -12,8 +12,8 @@ from surgery.runtime.memory import size
 from surgery.statistics import Estimate, Proportion, written
 
 EXPLANATION = """\
-KV n: accuracy of key-value retrieval from a dictionary of n pairs (chance 1/n); unseen keys: of words that no lesson of tuning
-holds. Knowledge: facts asked as cloze. Letters: the same facts as multiple choice. Perplexity: on held-out text."""
+KV n: accuracy of key-value retrieval from a dictionary of n pairs (chance 1/n); unseen keys: words not used in
+tuning. Knowledge: facts asked as cloze. Letters: the same facts as multiple choice. Perplexity: on held-out text."""
 
 HITS_EXPLANATION = """\
 Recall hits: tokens of text that complete a pair which stood before in the same row, and is rare elsewhere (bench.rare). Other
@@ -22,7 +22,7 @@ tokens: all others. Less is better. Rows of all lengths are cut from the same te
 
 def rows(report: Results) -> tuple[list[str], list[list[str]]]:
     """Header and one row a model. Probes of several sizes have tables of their own, key-value retrieval its columns here, with
-    keys that no lesson holds at the largest size."""
+    keys not used in tuning at the largest size."""
     results = [*report.models[next(iter(report.models))].results()]
     largest = [task for task in results if _family(task) == UNSEEN][-1:]
     tasks = [task for task in results if _family(task) == "kv"] + largest

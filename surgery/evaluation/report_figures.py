@@ -120,7 +120,7 @@ def _spread(x: int, values: list[float], unit: str) -> Point:
 def _labels(family: str, depth: str) -> tuple[str, str, str]:
     """Title, unit of a size, and the label of the axis."""
     if family in ("kv", UNSEEN):
-        unseen = ", keys that no lesson holds" if family == UNSEEN else ""
+        unseen = ", keys not used in tuning" if family == UNSEEN else ""
         return f"Key-value retrieval{unseen}", "pairs", "pairs in the dictionary"
     if family in (HITS, OTHERS):
         return f"Loss on {family.replace('_', ' ')} of text", "tokens", "tokens of a row"

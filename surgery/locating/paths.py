@@ -76,7 +76,7 @@ def exchanged(tokenizer: PreTrainedTokenizerBase, question: Question, rng: rando
     """The question with the right answer's text and another's in each other's places. Raises UserError where that cannot be:
     the answer has to end its span, and another one of as many tokens another span."""
     if question.evidence is None or not question.spans:
-        raise UserError("an answer's way needs a probe that says where its answers stand: kv, mqar or phonebook")
+        raise UserError("answer_paths needs a probe with the positions of answers: kv, mqar or phonebook")
     spans = [question.prompt[begin:stop] for begin, stop in question.spans]
     texts = [_ending(span, question.choices) for span in spans]
     right, own = question.choices[question.answer].strip(), question.evidence
@@ -88,9 +88,7 @@ def exchanged(tokenizer: PreTrainedTokenizerBase, question: Question, rng: rando
         prompt, places = _joined(question, changed)
         if len(encode_prompts(tokenizer, [prompt])[0]) == len(ids):
             return replace(question, prompt=prompt, spans=places)
-    raise UserError(
-        "an answer's way needs an answer that ends its span, and another one of as many tokens that ends another span"
-    )
+    raise UserError("answer_paths needs an answer that ends its span, and another one of as many tokens that ends another span")
 
 
 def _ending(span: str, choices: Sequence[str]) -> str | None:

@@ -30,8 +30,8 @@ def dictionary(rng: random.Random, pairs: int, keys: Keys = "all") -> dict[str, 
 class KVRetrieval:
     """Key-value retrieval: a dictionary, then one of its keys, whose value is asked for.
 
-    pairs: entries of a dictionary, at most 100. keys: which words may be keys: "all", those that lessons may hold ("lessons"),
-    or those that no lesson holds ("unseen"); of the latter two there are 64 each."""
+    pairs: entries of a dictionary, at most 100. keys: which words may be keys: "all", those that tuning may use ("lessons"),
+    or those that it does not ("unseen"); of the latter two there are 64 each."""
 
     pairs: int
     keys: Keys = "all"

@@ -1,4 +1,4 @@
-"""A cohort: the main job on bases that nobody prepared, each trained from scratch with nothing said about where to retrieve.
+"""A cohort: the main job on toy models trained without the layer-0 curriculum, each from scratch.
 
 For every base: is the site that splice attribution predicts the best of an exact scan of all heads? What does the graft gain
 untrained and tuned, beside the controls of `surgery run`, and what does it cost? The recipe is that of the job; its model says,
@@ -59,7 +59,7 @@ class Cohort(Study):
     others (first_layer_steps: 0). common: what the recipes of all bases change, unless a base says otherwise. only: these
     bases alone."""
 
-    title: ClassVar[str] = "Bases that nobody prepared"
+    title: ClassVar[str] = "Toy models trained without the layer-0 curriculum"
 
     bases: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], dict[str, Any]] = Field(min_length=1)
     common: dict[str, Any] = {}
@@ -144,10 +144,14 @@ class Cohort(Study):
             axis = axes[0, 0]
             for place, name in enumerate(names):
                 models = _of_base(findings.rows, name)
-                controls = [value(figures[size]) for model, figures in models.items() if is_control(model)]
-                if controls:
-                    label = "controls" if place == 0 else ""
-                    axis.plot(controls, [place] * len(controls), "|", ms=11, color=plotting.CHANCE, label=label)
+                named = {model: value(figures[size]) for model, figures in models.items() if is_control(model)}
+                same_layer = [named.pop(SAME_LAYER)] if SAME_LAYER in named else []
+                for controls, color, words in (
+                    ([*named.values()], plotting.OTHERS, "other controls"),
+                    (same_layer, plotting.COLORS[SAME_LAYER], "random heads of its layer, tuned"),
+                ):
+                    label = words if place == 0 else ""
+                    axis.plot(controls, [place] * len(controls), "|", ms=11, mew=1.6, color=color, label=label)
                 for model, (mark, color) in MARKS.items():
                     if size in models.get(model, {}):
                         result = models[model][size]
@@ -160,8 +164,11 @@ class Cohort(Study):
             axis.set_yticks(range(len(names)), names)
             axis.set_ylim(len(names) - 0.5, -0.5)
             axis.set(xlabel=f"{_heading(size)}: {plotting.ACCURACY}", xlim=(0, 1.02))
-            figure.suptitle(self.title, fontsize=11, fontweight="bold", ha="left", x=0.01)
-            plotting.legend(figure, axis, columns=5)
+            tuned = [value(models[TUNED][size]) for models in map(partial(_of_base, findings.rows), names) if TUNED in models]
+            reach = sum(accuracy >= WELL for accuracy in tuned)
+            title = f"{self.title}:\n{reach} of {len(names)} reach {WELL} at {_heading(size)} when tuned"
+            figure.suptitle(title, fontsize=11, fontweight="bold", ha="left", x=0.01)
+            plotting.legend(figure, axis, columns=3)
 
 
 def _recipe(name: str, changes: Mapping[str, Any], model: str) -> PretrainRecipe:

@@ -26,7 +26,7 @@ Suite = Literal[
 ]  # fmt: skip
 SUITES: dict[Suite, str] = {
     "quick": (
-        "Key-value retrieval (bench.pairs, and bench.unseen_pairs with keys that no lesson holds), knowledge and letters, "
+        "Key-value retrieval (bench.pairs, and bench.unseen_pairs with keys not used in tuning), knowledge and letters, "
         "perplexity, cost."
     ),
     "retrieval": "Every probe of the project over its sizes, the needle over lengths and depths.",
@@ -75,7 +75,7 @@ class Bench(Section):
     pairs: tuple[Count, ...] = (4, 8, 16, 32, 48, 64)
     """Sizes of the dictionaries of KV retrieval, with keys that lessons may hold."""
     unseen_pairs: tuple[Count, ...] | None = None
-    """Sizes of the dictionaries with keys that no lesson holds; by default the last of pairs."""
+    """Sizes of the dictionaries with keys not used in tuning; by default the last of pairs."""
     limit: int = Field(default=500, ge=2, le=EXAMPLES)
     """Examples of each size and probe, for each seed."""
     seeds: Repeats = 1
