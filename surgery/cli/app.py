@@ -26,6 +26,7 @@ from surgery.cli.publish import publish
 from surgery.cli.run import run
 from surgery.cli.settings import list_names, settings
 from surgery.cli.splice import splice
+from surgery.cli.table import table
 from surgery.cli.tune import tune
 from surgery.errors import UserError
 from surgery.jobs.interruption import Interrupted, continuation, listening
@@ -38,8 +39,9 @@ from surgery.runtime.quiet import hush_transformers
 LONGEST = 1500  # characters of what is said of a wrong input, which may itself be long
 # In the order of --help: the pipeline first.
 VERBS: dict[str, Callable[..., None]] = {
-    "look": look, "run": run, "locate": locate, "plan": plan, "splice": splice, "tune": tune, "bench": bench, "export": export,
-    "publish": publish, "prune": prune, "settings": settings, "list": list_names, "doctor": doctor, "pretrain": pretrain,
+    "look": look, "run": run, "locate": locate, "plan": plan, "splice": splice, "tune": tune, "bench": bench, "table": table,
+    "export": export, "publish": publish, "prune": prune, "settings": settings, "list": list_names, "doctor": doctor,
+    "pretrain": pretrain,
     "report-schema": report_schema, "tasks-path": tasks_path,
 }  # fmt: skip
 

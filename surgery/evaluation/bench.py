@@ -168,6 +168,7 @@ def measure(
             tuple(cost for each in timed[name] for cost in each.costs),
             tuple(speed for each in timed[name] for speed in each.speeds),
             served.get(name, ()),
+            models.parameters.get(name),
         )
         for name, entry in named.items()
     }
@@ -271,7 +272,7 @@ def _result(task: str, measured: np.ndarray) -> Proportion | Estimate | Perplexi
 def _report(
     entry: Entry, measured_under: Conditions, cells: dict[str, list[Cell]], change: dict[str, Estimate],
     tests: dict[str, Evidence], cost: tuple[Cost, ...], fast: tuple[Speed, ...],
-    served: tuple[Serving, ...],
+    served: tuple[Serving, ...], parameters: int | None,
 ) -> ModelReport:  # fmt: skip
     results = {task: _result(task, values(measured)) for task, measured in cells.items()}
     kv = {task.removeprefix("kv."): results.pop(task) for task in [*results] if task.startswith("kv.")}
@@ -281,7 +282,12 @@ def _report(
         for task, several in cells.items()
         if len({cell.seed for cell in several}) > 1
     }
-    fields = {"description": entry.description, "plan": entry.plan and published(entry.plan), "conditions": measured_under}
+    fields: dict[str, Any] = {
+        "description": entry.description,
+        "plan": entry.plan and published(entry.plan),
+        "conditions": measured_under,
+        "parameters": parameters,
+    }
     return ModelReport.model_validate(
         {**fields, "kv": kv, **own, "tasks": results, "cost": cost, "speed": fast, "serving": served,
          "change": change, "evidence": tests,

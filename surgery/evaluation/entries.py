@@ -46,6 +46,7 @@ class ModelPool(Mapping[str, PreTrainedModel]):
         self.entries = entries
         self.held = {name: adopt(e.model).eval() for name, e in entries.items() if not isinstance(e.source, Unheld)}
         self._turn: tuple[str, PreTrainedModel] | None = None
+        self.parameters = {name: parameters(model) for name, model in self.held.items()}  # of others, once they were there
 
     def __getitem__(self, name: str) -> PreTrainedModel:
         if name in self.held:
@@ -55,6 +56,7 @@ class ModelPool(Mapping[str, PreTrainedModel]):
             assert isinstance(source, Unheld)
             self._turn = None  # before the next one is opened
             self._turn = name, adopt(source.open()).eval()
+            self.parameters[name] = parameters(self._turn[1])
         return self._turn[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -78,6 +80,11 @@ class ModelPool(Mapping[str, PreTrainedModel]):
         """How a model writes, without opening it."""
         source = self.entries[name].source
         return source.writing if isinstance(source, Unheld) else writing(self.held[name])
+
+
+def parameters(model: PreTrainedModel) -> int:
+    """How many numbers a model has, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def writing(model: PreTrainedModel) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def _metric(task: Any) -> str:
         raise UserError(f"the task '{task.config.task}' scores running text; the suite 'language' does that")
     metrics = task.aggregation()
     name = "acc" if "acc" in metrics else next(iter(metrics))
-    if metrics[name] is not get_aggregation("mean"):
+    if metrics[name] not in (get_aggregation("mean"), np.mean):
         raise UserError(f"the task '{task.config.task}' is scored as a whole ({name}), not by a mean over examples")
     return name
 

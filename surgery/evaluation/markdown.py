@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from surgery.evaluation.automatic import automatic_choices, rounds
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.results import HITS, NEEDLES, OTHERS, ModelReport, Results, needle_tasks, value
+from surgery.evaluation.suites import OF_RULER
 from surgery.records.names import in_markdown, one_line
 from surgery.records.plan import Plan
 from surgery.records.site import Site
@@ -153,7 +154,7 @@ def _swept(report: Results) -> list[str]:
             continue  # it has its column in the main table
         body = [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
         sizes = [task.removeprefix(f"{family}.").replace(".", " at ") for task in tasks]
-        header = ["tokens" if family in NEEDLES else "size", *sizes]
+        header = ["tokens" if family in NEEDLES or family in OF_RULER else "size", *sizes]
         if family == "needle":
             header = ["tokens at depth", *(f"{size}%" for size in sizes)]
         title = family.replace("_", " ")
@@ -162,6 +163,8 @@ def _swept(report: Results) -> list[str]:
         parts.append(f"## {title}\n\n{named_table(header, body)}\n")
     if HITS in families:
         parts.append(f"{HITS_EXPLANATION}\n\n![Loss on recall hits](hits.png)\n")
+    if any(family in OF_RULER and len(tasks) > 1 for family, tasks in families.items()):
+        parts.append("![RULER against the length of the prompt](ruler.png)\n")
     if needles(report):
         parts.append("![Retrieval against the length of the prompt](lengths.png)\n")
     return parts

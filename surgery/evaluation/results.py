@@ -41,16 +41,19 @@ class Perplexity(Record):
 
 
 class Cost(Record):
-    """Decoding one token after `context` tokens, batch 1: the median time, and the bytes that the cache holds."""
+    """Decoding one token after `context` tokens, batch 1: the median time, and the bytes that the cache holds; cache_parts: as
+    keys, values, recurrent state and convolution."""
 
     context: int
     milliseconds: float
     cache_bytes: int
+    cache_parts: dict[str, int] = {}
 
 
 class Speed(Record):
     """A batch of `batch` prompts of `context` tokens: median times of the whole prefill and of one more token each, the bytes
-    that their cache holds, and the most memory that the prefill holds at once beyond weights and inputs."""
+    that their cache holds, and the most memory that the prefill holds at once beyond weights and inputs. cache_parts: as for
+    Cost."""
 
     context: int
     batch: int
@@ -58,6 +61,7 @@ class Speed(Record):
     decode_milliseconds: float
     cache_bytes: int
     peak_bytes: int
+    cache_parts: dict[str, int] = {}
 
 
 class Serving(Record):
@@ -79,7 +83,8 @@ class Serving(Record):
 
 
 class ModelReport(Record):
-    """One model's results, as far as the suites measured them. conditions: which weights, and with what they were measured. kv:
+    """One model's results, as far as the suites measured them. conditions: which weights, and with what they were measured.
+    parameters: how many numbers, tied ones once. kv:
     by number of pairs. tasks: everything that has no field of its own, by its name: an accuracy, an Estimate where an example's
     score is not just right or wrong (of recall_hits and other_tokens the loss in nats per token), or a Perplexity. change: the
     paired difference to the base on the same examples (accuracies, and "perplexity" and "sliding" as the difference of the mean
@@ -87,6 +92,7 @@ class ModelReport(Record):
 
     description: str
     plan: Plan | None
+    parameters: int | None = None
     conditions: Conditions | None = None
     kv: dict[str, Proportion] = {}
     knowledge: Proportion | None = None

@@ -36,9 +36,16 @@ class Timed(Kept):
 def decode_cost(models: Mapping[str, PreTrainedModel], context: int) -> Timed:
     """Batch 1. Context: tokens in the cache when the timed token is decoded."""
     caches = {name: _prefilled(model, context, 1) for name, model in models.items()}
-    sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
+    parts = {name: cache_parts(cache) for name, cache in caches.items()}
     times = _decoding(models, caches, 1)
-    return Timed(costs=tuple(Cost(context=context, milliseconds=times[name], cache_bytes=sizes[name]) for name in models))
+    return Timed(
+        costs=tuple(
+            Cost(
+                context=context, milliseconds=times[name], cache_bytes=sum(parts[name].values()), cache_parts=parts[name]
+            )
+            for name in models
+        )
+    )  # fmt: skip
 
 
 def decode_forwards() -> int:
@@ -57,7 +64,7 @@ def speed(models: Mapping[str, PreTrainedModel], context: int, batch: int) -> Ti
             caches[name] = _prefilled(model, context, batch)
             _wait(model)
             times[name].append(time.perf_counter() - start)
-    sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
+    parts = {name: cache_parts(cache) for name, cache in caches.items()}
     decoding = _decoding(models, caches, batch)
     caches.clear()
     peaks = {name: peak_bytes(partial(_prefilled, model, context, batch), model.device) for name, model in models.items()}
@@ -65,7 +72,8 @@ def speed(models: Mapping[str, PreTrainedModel], context: int, batch: int) -> Ti
         speeds=tuple(
             Speed(
                 context=context, batch=batch, prefill_milliseconds=1e3 * median(times[name]),
-                decode_milliseconds=decoding[name], cache_bytes=sizes[name], peak_bytes=peaks[name],
+                decode_milliseconds=decoding[name], cache_bytes=sum(parts[name].values()),
+                cache_parts=parts[name], peak_bytes=peaks[name],
             )
             for name in models
         )
@@ -73,15 +81,21 @@ def speed(models: Mapping[str, PreTrainedModel], context: int, batch: int) -> Ti
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes of all tensors that a cache holds: conv and recurrent states, keys and values."""
-    total = 0
+    """Bytes of all tensors that a cache holds."""
+    return sum(cache_parts(cache).values())
+
+
+def cache_parts(cache: Cache) -> dict[str, int]:
+    """The bytes of a cache's keys, values, recurrent states and states of convolutions, as far as there are such."""
+    parts: dict[str, list[Any]] = {"keys": [], "values": [], "state": [], "convolution": []}
     for layer in cache.layers:
-        states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
-        for tensor in (*states, getattr(layer, "keys", None), getattr(layer, "values", None)):
-            if tensor is not None:
-                total += tensor.numel() * tensor.element_size()
-    beside = [tensor for tensor in getattr(cache, "linear_cache", ()) if isinstance(tensor, torch.Tensor)]  # MiniMax's
-    return total + sum(tensor.numel() * tensor.element_size() for tensor in beside)
+        parts["convolution"] += getattr(layer, "conv_states", {}).values()
+        parts["state"] += getattr(layer, "recurrent_states", {}).values()
+        parts["keys"].append(getattr(layer, "keys", None))
+        parts["values"].append(getattr(layer, "values", None))
+    parts["state"] += getattr(cache, "linear_cache", ())  # MiniMax's
+    held = {part: [tensor for tensor in of if isinstance(tensor, torch.Tensor)] for part, of in parts.items()}
+    return {part: size for part, of in held.items() if (size := sum(t.numel() * t.element_size() for t in of))}
 
 
 def cache_after(model: PreTrainedModel, context: int) -> int:

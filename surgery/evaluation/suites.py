@@ -32,12 +32,16 @@ from surgery.records.record import package_version
 KNOWLEDGE = ("winogrande", "openbookqa", "piqa", "hellaswag", "arc_challenge", "arc_easy")
 PAPER = ("mmlu", "gsm8k", "bbh", "dream", *KNOWLEDGE)
 TABLE = ("ruler", "documents", "zeroshot", "speed")  # what the suite `table` is
-DOCUMENTS = ("swde", "fda", "squad_completion")
+DOCUMENTS = ("swde", "fda", "squad_completion", "based_triviaqa", "based_nq_2048", "based_drop")
 ZEROSHOT = ("lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge")
 # RULER's variable tracking is by four hops.
 OF_RULER: dict[str, dict[str, Any]] = {
     **{name: {"task": name} for name in RULER_TASKS}, "ruler_vt_1hop": {"task": "ruler_vt", "hops": 1}
 }  # fmt: skip
+RULER_TITLES = dict(zip(OF_RULER, (
+    "S-NIAH-1", "S-NIAH-2", "S-NIAH-3", "MK-NIAH-1", "MK-NIAH-2", "MK-NIAH-3", "MV-NIAH", "MQ-NIAH", "VT", "CWE", "FWE",
+    "VT, one hop",
+), strict=True))  # fmt: skip
 PAPER_PAIRS = tuple(range(10, 51, 5))
 # How many needles are hidden and asked for; needle.1024.50 has one, in the middle.
 DEPTHS = (0.0, 0.5, 1.0)  # where in a text a needle is hidden: 0 at its beginning, 1 at its end

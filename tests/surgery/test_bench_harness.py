@@ -267,3 +267,66 @@ def test_without_the_harness_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(harness, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"pip install 'mamba-surgery\[eval\]'"):
         suites.tasks(Bench(suites=("knowledge",)), None, Data(), 0)
+
+
+COMPLETED = [{"text": "Color: red. Size: 3. The size is", "value": "3"}, {"text": "Color: red. The color is", "value": "red"}]
+CITED = [
+    {
+        "context": "[DOC] The owl is at the inn. The inn is big. ",
+        "question": "The owl is at the",
+        "answers": ["inn", "Inn"],
+    },
+    {"context": "The cat is here. The cat is", "question": "The cat is", "answers": ["here"]},
+]
+ANSWERED = {"question": "Where?", "choices": {"text": ["here", "there"], "label": ["A", "B"]}, "answerKey": "B"}
+# Of each data set of the suites documents and zeroshot two examples of its schema, and its configuration and split.
+ON_THE_HUB = {
+    "hazyresearch/based-swde-v2": ("default", "validation", COMPLETED),
+    "hazyresearch/based-fda": ("default", "validation", COMPLETED),
+    "hazyresearch/based-squad": ("default", "validation", COMPLETED),
+    **{f"hazyresearch/based_{name}": ("default", "validation", CITED) for name in ("triviaqa", "nq_2048", "drop")},
+    "EleutherAI/lambada_openai": ("default", "test", [{"text": "the owl sat down"}] * 2),
+    "baber/piqa": ("default", "validation", [{"goal": "eat", "sol1": "sit", "sol2": "go", "label": 0}] * 2),
+    "Rowan/hellaswag": ("default", "validation", [
+        {"ctx_a": "He sat.", "ctx_b": "then he", "activity_label": "Sitting", "endings": ["left", "sat"], "label": "0"}
+    ] * 2),
+    "allenai/winogrande": ("winogrande_xl", "validation", [
+        {"sentence": "The _ sat.", "option1": "owl", "option2": "cat", "answer": "1"}
+    ] * 2),
+    "allenai/ai2_arc": ("ARC-Easy", "test", [ANSWERED] * 2),
+}  # fmt: skip
+
+
+@pytest.fixture
+def on_the_hub(tmp_path):
+    """A folder of them."""
+    for name, (configuration, split, lines) in ON_THE_HUB.items():
+        place = tmp_path / name
+        place.mkdir(parents=True)
+        (place / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        configurations = [configuration, *(["ARC-Challenge"] if configuration == "ARC-Easy" else [])]
+        files = ", ".join(f"{{split: {each}, path: data.jsonl}}" for each in ("train", split))
+        read = [f"{{config_name: {each}, data_files: [{files}]}}" for each in configurations]
+        (place / "README.md").write_text(f"---\nconfigs: [{', '.join(read)}]\n---\n")
+    return str(tmp_path)
+
+
+def test_documents_that_the_harness_lacks(tiny, hybrid, on_the_hub):
+    (task,) = harness.load(["based_triviaqa"], None, on_the_hub)["based_triviaqa"]
+    docs = list(task.eval_docs)
+    assert task.doc_to_text(docs[0]) == "The owl is at the inn. The inn is big. The owl is at the"
+    assert task.doc_to_text(docs[1]) == "The cat is here. The cat is"
+    assert [task.process_results(docs[0], [text])["contains"] for text in (" big INN.", "", "owl")] == [1.0, 0.0, 0.0]
+    values, _ = harness.evaluate(hybrid, tiny.tokenizer, task, 2, None)
+    assert {*values.tolist()} <= {0.0, 1.0}
+
+
+@pytest.mark.slow  # reads all tasks of the harness; the one above reads ours
+def test_documents_and_language_from_a_folder(tiny, hybrid, on_the_hub):
+    options = Bench(suites=("documents", "zeroshot"), data_path=on_the_hub, batch_size=2)
+    asked = {task.name: task for task in suites.tasks(options, tiny.tokenizer, Data(), 0)}
+    assert [*asked] == [*suites.DOCUMENTS, *suites.ZEROSHOT]
+    for name in ("swde", "based_drop", "lambada_openai", "arc_challenge"):
+        outcome = asked[name].measure(hybrid)
+        assert len(outcome.values) == 2
+        assert {*outcome.values.tolist()} <= {0.0, 1.0}

@@ -44,7 +44,7 @@ SUITES: dict[Suite, str] = {
         "and on its other tokens, in rows of each length of bench.contexts."
     ),
     "knowledge": "The paper's six knowledge tasks.",
-    "documents": "Facts of documents: SWDE, FDA, SQuAD completion.",
+    "documents": "Facts of documents, as completions: SWDE, FDA, SQuAD, TriviaQA, NQ, DROP.",
     "zeroshot": "LAMBADA, PIQA, HellaSwag, WinoGrande, ARC-Easy, ARC-Challenge.",
     "paper": "MMLU, GSM8K, BBH, DREAM, those six, and key-value retrieval at the paper's sizes.",
     "speed": "Prefill, decoding, memory and cache against context.",

@@ -1,0 +1,340 @@
+"""The table that papers print, from finished reports: parameters, memory and speed, recall, language; and its two figures.
+
+Models of several reports stand in one table. What was not measured is an empty cell. The best of a column is bold only where
+its interval lies apart from all others' of the column: two intervals part later than that of the difference leaves out 0.
+"""
+
+import csv
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from surgery.errors import UserError
+from surgery.evaluation.chance import chance
+from surgery.evaluation.figure import Figure, Point, Series, looks
+from surgery.evaluation.markdown import named_table
+from surgery.evaluation.report import Report
+from surgery.evaluation.results import ModelReport, Perplexity
+from surgery.evaluation.suites import DOCUMENTS, OF_RULER, RULER_TITLES, ZEROSHOT
+from surgery.runtime import plotting
+from surgery.statistics import Estimate, Proportion
+
+REPORT = "report.json"
+MEAN = "mean"
+OF_KV, OF_TEXT = "Dictionaries (key-value retrieval)", "Language"
+TITLES = {
+    "swde": "SWDE", "fda": "FDA", "squad_completion": "SQuAD", "based_triviaqa": "TriviaQA", "based_nq_2048": "NQ",
+    "based_drop": "DROP", "lambada_openai": "LAMBADA", "piqa": "PIQA", "hellaswag": "HellaSwag", "winogrande": "WinoGrande",
+    "arc_easy": "ARC-E", "arc_challenge": "ARC-C", "openbookqa": "OBQA", "mmlu": "MMLU", "gsm8k": "GSM8K", "bbh": "BBH",
+    "dream": "DREAM", "perplexity": "ppl", "sliding": "ppl, sliding", "knowledge": "knowledge", "letters": "letters",
+}  # fmt: skip
+# What guessing gives on the harness's tasks, where it is known. 0 where the answer is written.
+GUESSED = {
+    **dict.fromkeys(DOCUMENTS, 0.0), "lambada_openai": 0.0, "piqa": 0.5, "winogrande": 0.5, "hellaswag": 0.25,
+    "arc_easy": 0.25, "arc_challenge": 0.25, "mmlu": 0.25, "gsm8k": 0.0, "openbookqa": 0.25, "dream": 1 / 3,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """low, high: of its 95% interval over n examples; None for what has none, a time or a mean of tasks."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+
+
+@dataclass(frozen=True)
+class Column:
+    """cells: by model, those that there are. unit: %, of a value from 0 to 1; MiB, ms, M (millions), or none. falls: less is
+    better; None: neither. chance: what guessing gives, where it is known."""
+
+    group: str
+    title: str
+    unit: str
+    cells: Mapping[str, Cell]
+    falls: bool | None = False
+    chance: float | None = None
+
+    @property
+    def head(self) -> str:
+        """The title with its unit; percents stand without."""
+        return f"{self.title} ({self.unit})" if self.unit not in ("", "%") else self.title
+
+    def text(self, model: str) -> str:
+        """Of a cell; empty where nothing was measured."""
+        if (cell := self.cells.get(model)) is None:
+            return ""
+        if self.unit == "%":
+            return f"{100 * cell.value:.1f}"
+        return f"{cell.value:,.0f}" if cell.value >= 1000 else f"{cell.value:.3g}"
+
+    @property
+    def best(self) -> str | None:
+        """The model whose interval lies apart from all others, on the better side."""
+        if self.falls is None or len(self.cells) < 2:
+            return None
+        sign = -1.0 if self.falls else 1.0
+        ends: dict[str, tuple[float, float]] = {}
+        for model, cell in self.cells.items():
+            if cell.low is None or cell.high is None:
+                return None
+            low, high = sorted((sign * cell.low, sign * cell.high))
+            ends[model] = low, high
+        first = max(ends, key=lambda model: ends[model][0])
+        return first if all(high < ends[first][0] for model, (_, high) in ends.items() if model != first) else None
+
+    @property
+    def at_chance(self) -> bool:
+        """Whether no model is above what guessing gives."""
+        if self.chance is None:
+            return False
+        return all(cell.low is not None and cell.low <= self.chance for cell in self.cells.values())
+
+
+def read(paths: Sequence[Path]) -> Report:
+    """The first of some reports (or of the folders that hold them), with the models of all. The same weights in two reports are
+    one model; where others have its name, it stands with its report's folder. Raises UserError for what is no report."""
+    models: dict[str, ModelReport] = {}
+    files = [path / REPORT if path.is_dir() else path for path in paths]
+    reports = [Report.read(file) for file in files]
+    for file, report in zip(files, reports, strict=True):
+        for name, model in report.models.items():
+            same = next((known for known, other in models.items() if _same(other, model)), None)
+            if same is not None:
+                models[same] = _joined(models[same], model)
+                continue
+            candidates = (name, f"{file.resolve().parent.name} {name}", *(f"{name} {i}" for i in range(2, 10_000)))
+            models[next(each for each in candidates if each not in models)] = model
+    return reports[0].model_copy(update={"models": models})
+
+
+def _same(one: ModelReport, other: ModelReport) -> bool:
+    """Whether they are results of the same weights, measured in the same dtype."""
+    if one.conditions is None or other.conditions is None:
+        return False
+    return (one.conditions.model, one.conditions.dtype) == (other.conditions.model, other.conditions.dtype)
+
+
+def _joined(one: ModelReport, other: ModelReport) -> ModelReport:
+    """Where both have a result, the first one's stands."""
+    changes = {
+        "kv": {**other.kv, **one.kv},
+        "tasks": {**other.tasks, **one.tasks},
+        "cost": one.cost or other.cost,
+        "speed": one.speed or other.speed,
+        **{name: getattr(one, name) or getattr(other, name) for name in ("knowledge", "letters", "perplexity", "parameters")},
+    }
+    return one.model_copy(update=changes)
+
+
+def columns(models: Mapping[str, ModelReport]) -> list[Column]:
+    """All that some model has, in the order of the table."""
+    if not any(model.results() or model.cost or model.speed for model in models.values()):
+        raise UserError("the reports hold no results")
+    tasks = list(dict.fromkeys(task for model in models.values() for task in model.results()))
+    groups: dict[str, list[str]] = {}
+    for task in tasks:
+        groups.setdefault(_group(task), []).append(task)
+    order = {name: i for i, name in enumerate([*OF_RULER, *DOCUMENTS, "perplexity", "sliding", *ZEROSHOT])}
+    result = _costs(models)
+    for group in sorted(groups, key=_place):
+        chosen = sorted(groups[group], key=lambda task: order.get(task.partition(".")[0], len(order)))
+        result += [_measured(models, group, task) for task in chosen]
+        if group.startswith("RULER"):
+            result += _mean(models, group, chosen, "mean", 0.0)
+        elif group == OF_TEXT and {*ZEROSHOT} <= {*chosen}:
+            result += _mean(models, group, list(ZEROSHOT), "mean of six", None)
+    return result
+
+
+def _group(task: str) -> str:
+    family, _, size = task.partition(".")
+    if family in OF_RULER:
+        return f"RULER, {int(size):,} tokens"
+    if family in ("kv", "kv_unseen"):
+        return OF_KV
+    if family in DOCUMENTS:
+        return "Documents"
+    return "Other retrieval" if size[:1].isdigit() else OF_TEXT
+
+
+def _place(group: str) -> tuple[int, int]:
+    if group.startswith("RULER"):
+        return 0, int(re.sub(r"\D", "", group))
+    return 1 + ("Documents", OF_KV, "Other retrieval", OF_TEXT).index(group), 0
+
+
+def _measured(models: Mapping[str, ModelReport], group: str, task: str) -> Column:
+    cells: dict[str, Cell] = {}
+    unit, falls = "%", False
+    for name, model in models.items():
+        match model.results().get(task):
+            case Proportion() as result:
+                cells[name] = Cell(result.accuracy, *result.ci95, result.n)
+            case Estimate() as result:
+                cells[name] = Cell(result.value, *result.ci95, result.n)
+            case Perplexity() as result:
+                low, high = (result.value * math.exp(min(end - result.loss.value, 700.0)) for end in result.loss.ci95)
+                cells[name], unit, falls = Cell(result.value, low, high, result.loss.n), "", True
+    family, _, size = task.partition(".")
+    if family in ("recall_hits", "other_tokens"):
+        unit, falls = "nats", True
+    known = chance(task)
+    return Column(group, _title(family, size), unit, cells, falls, GUESSED.get(task) if known is None else known)
+
+
+def _title(family: str, size: str) -> str:
+    if family in OF_RULER:
+        return RULER_TITLES[family]
+    if family == "kv":
+        return f"{size} pairs"
+    if family == "kv_unseen":
+        return f"{size} pairs, unseen keys"
+    return TITLES.get(family, family.replace("_", " ")) + (f" {size.replace('.', ' at ')}" if size else "")
+
+
+def _mean(
+    models: Mapping[str, ModelReport], group: str, tasks: list[str], title: str, guess: float | None
+) -> list[Column]:  # fmt: skip
+    """Of models that were asked all of the tasks. Without an interval: the tasks are no sample of anything."""
+    cells = {}
+    for name, model in models.items():
+        results = model.results()
+        if len(tasks) > 1 and all(task in results for task in tasks):
+            cells[name] = Cell(sum(_value(results[task]) for task in tasks) / len(tasks))
+    return [Column(group, title, "%", cells, None, guess)] if cells else []
+
+
+def _value(result: Proportion | Estimate | Perplexity) -> float:
+    return result.accuracy if isinstance(result, Proportion) else result.value
+
+
+def _costs(models: Mapping[str, ModelReport]) -> list[Column]:
+    """Parameters, memory of a cache by length, and time at the longest length that all were timed at."""
+    group = "Size, memory and speed (batch 1)"
+    counts = {name: Cell(model.parameters / 1e6) for name, model in models.items() if model.parameters is not None}
+    result = [Column(group, "parameters", "M", counts, None)] if counts else []
+    held: dict[int, dict[str, Cell]] = {}
+    for name, model in models.items():
+        for context, size in cache_sizes(model).items():
+            held.setdefault(context, {})[name] = Cell(size / 2**20, size / 2**20, size / 2**20)  # counted, so exact
+    result += [Column(group, f"cache at {context:,}", "MiB", cells, True) for context, cells in sorted(held.items())]
+
+    def timed(title: str, unit: str, scale: float, of: Callable[[ModelReport], dict[int, float]]) -> list[Column]:
+        each = {name: of(model) for name, model in models.items() if of(model)}
+        common = sorted(set.intersection(*({*times} for times in each.values()))) if each else []
+        if not common:
+            return []
+        cells = {name: Cell(times[common[-1]] / scale) for name, times in each.items()}
+        return [Column(group, f"{title} at {common[-1]:,}", unit, cells, None)]
+
+    result += timed("prefill", "ms", 1, lambda m: {s.context: s.prefill_milliseconds for s in m.speed if s.batch == 1})
+    result += timed(
+        "a token", "ms", 1,
+        lambda m: {s.context: s.decode_milliseconds for s in m.speed if s.batch == 1}
+        or {c.context: c.milliseconds for c in m.cost},
+    )  # fmt: skip
+    return result + timed("peak", "MiB", 2**20, lambda m: {s.context: float(s.peak_bytes) for s in m.speed if s.batch == 1})
+
+
+def cache_sizes(model: ModelReport) -> dict[int, int]:
+    """Context -> the bytes that the cache of one sequence holds."""
+    single = {cell.context: cell.cache_bytes for cell in model.speed if cell.batch == 1}
+    return {cell.context: cell.cache_bytes for cell in model.cost} | single
+
+
+def markdown(found: list[Column], models: Iterable[str]) -> str:
+    """A table for each group, and what has to be known to read them."""
+    parts = []
+    for group, chosen in _by_group(found).items():
+        names = [name for name in models if any(name in column.cells for column in chosen)]
+        body = []
+        for name in names:
+            texts = [f"**{c.text(name)}**" if c.best == name else c.text(name) for c in chosen]
+            body.append([name, *texts])
+        table = named_table(["model", *(column.head for column in chosen)], body)
+        parts.append(f"### {group}\n\n{table}\n\n{_said(chosen)}")
+    return "\n".join(parts)
+
+
+def _said(chosen: list[Column]) -> str:
+    """How many examples, what is at chance, and what is bold."""
+    lines = []
+    counts = sorted({cell.n for column in chosen for cell in column.cells.values() if cell.n is not None})
+    if counts:
+        shares = [cell for column in chosen if column.unit == "%" for cell in column.cells.values()]
+        widths = [(cell.high - cell.low) / 2 for cell in shares if cell.low is not None and cell.high is not None]
+        few = f"n = {counts[0]:,}" if len(counts) == 1 else f"n = {counts[0]:,} to {counts[-1]:,}"
+        wide = f"; 95% intervals are ± {100 * max(widths):.1f} points or narrower" if widths else ""
+        lines.append(f"{'Percent; ' * bool(shares)}{few}{wide}.")
+    guessed = [column for column in chosen if column.chance is not None and column.falls is False]
+    if at := [column.title for column in guessed if column.at_chance]:
+        lines.append(f"No model is above chance in {', '.join(at) if len(at) < len(guessed) else 'any of these'}.")
+    return " ".join(lines) + "\n" if lines else ""
+
+
+def _by_group(found: list[Column]) -> dict[str, list[Column]]:
+    groups: dict[str, list[Column]] = {}
+    for column in found:
+        if column.cells:
+            groups.setdefault(column.group, []).append(column)
+    return groups
+
+
+LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {c: f"\\{c}" for c in "&%$#_{}"}
+
+
+def latex(found: list[Column], models: Iterable[str]) -> str:
+    """A tabular for each group, for booktabs."""
+
+    def escaped(text: str) -> str:
+        return "".join(LATEX.get(letter, letter) for letter in text)
+
+    parts = ["% \\usepackage{booktabs}"]
+    for group, chosen in _by_group(found).items():
+        names = [name for name in models if any(name in column.cells for column in chosen)]
+        rows = []
+        for name in names:
+            texts = [f"\\textbf{{{c.text(name)}}}" if c.best == name else c.text(name) for c in chosen]
+            rows.append([escaped(name), *texts])
+        head = ["model", *(escaped(column.head) for column in chosen)]
+        lines = [f"% {group}. {_said(chosen).strip()}", f"\\begin{{tabular}}{{l{'r' * len(chosen)}}}", "\\toprule"]
+        lines += [" & ".join(head) + " \\\\", "\\midrule", *(" & ".join(row) + " \\\\" for row in rows)]
+        parts.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def as_csv(found: list[Column]) -> str:
+    """A row for each cell, with interval, n and chance; accuracies from 0 to 1."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["group", "column", "unit", "model", "value", "low", "high", "n", "chance"])
+    for column in found:
+        for model, cell in column.cells.items():
+            row = [cell.value, cell.low, cell.high, cell.n, column.chance]
+            unit = "" if column.unit == "%" else column.unit
+            writer.writerow([column.group, column.title, unit, model, *("" if each is None else each for each in row)])
+    return out.getvalue()
+
+
+def memory_figure(models: Mapping[str, ModelReport]) -> Figure | None:
+    """The mean of RULER's tasks over the size of the cache: a line a model, a point for each length at which both are known."""
+    points: dict[str, list[Point]] = {}
+    for name, model in models.items():
+        results, sizes = model.results(), cache_sizes(model)
+        for context, size in sorted(sizes.items()):
+            asked = [results[task] for family in OF_RULER if (task := f"{family}.{context}") in results]
+            if asked:
+                mean = sum(map(_value, asked)) / len(asked)
+                text = f"{mean:.3f} at {context:,} tokens, {len(asked)} tasks"
+                points.setdefault(name, []).append(Point(size / 2**10, mean, text))
+    if len(points) < 2:
+        return None
+    look = looks(list(models))
+    lines = tuple(Series(name, look[name], tuple(of)) for name, of in points.items())
+    return Figure("Mean of RULER", "KiB of cache", "KiB", plotting.ACCURACY, lines, top=1.0)
