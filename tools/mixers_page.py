@@ -35,11 +35,12 @@ def files() -> dict[Path, str]:
 def table() -> str:
     """A row for every kind of mixer, over all seeds: retrieval at the largest size, of base, grafts and controls, and the
     cost."""
-    body, limits, seeds = [], set(), set()
+    body, limits, numbers = [], set(), []
     for path, kind in files().items():
         result = Findings.read(path)
         size = max(int(figure[3:]) for figure in result.rows[0].figures if figure.startswith("kv."))
         accuracies: dict[str, list[float]] = {}
+        seeds = set()
         for row in result.rows:
             accuracy = row.figures[f"kv.{size}"]
             assert isinstance(accuracy, Proportion)
@@ -49,11 +50,13 @@ def table() -> str:
             seeds.add(seed)
         first = next(iter((result.provenance.recipe or {})["study"].get("ways", {"tuned": {}})))
         cost = max(value(row.figures[TEXT]) for row in result.rows if row.what.startswith(f"{first}{SEED}"))
+        numbers.append(len(seeds))
+        of = "" if len(seeds) == max(numbers) else f" ({len(seeds)} seed{'s' * (len(seeds) != 1)})"
         figures = [_spread(accuracies.get(model or first, [])) for model in COLUMNS.values()]
-        body.append([kind, f"`{Path(result.provenance.base).name}`", str(size), *figures, f"{cost:+.3f}"])
+        body.append([kind + of, f"`{Path(result.provenance.base).name}`", str(size), *figures, f"{cost:+.3f}"])
     return f"""{markdown.table(["mixer", "base", "pairs", *COLUMNS, "cost: loss on text"], body)}
 
-Accuracy of retrieval: the mean of {len(seeds)} seeds of locating, tuning and measuring (the lowest to the highest);
+Accuracy of retrieval: the mean of {max(numbers)} seeds of locating, tuning and measuring (the lowest to the highest);
 {min(limits):,} examples a cell. Cost: how much the loss on text rises in the tuned hybrid, in nats per token, on the worst \
 seed."""
 
