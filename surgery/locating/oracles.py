@@ -105,7 +105,7 @@ class Oracles:
     ):  # fmt: skip
         told = [each for each in questions if isinstance(each, Question) and each.spans and each.evidence is not None]
         if len(told) < len(questions):
-            raise UserError("oracles need a probe that says where its answers stand: kv, mqar or phonebook")
+            raise UserError("oracles need a probe with the positions of answers: kv, mqar or phonebook")
         self.gated, self.questions = gated, told
         self.ledger = (ledger or Ledger()).extended("oracles", hashlib.sha256(repr(list(questions)).encode()).hexdigest())
         self.mixers = [mixer.module for mixer in gated.anatomy.ssms]

@@ -92,5 +92,5 @@ def test_what_it_would_cost_is_estimated(surgery, tmp_path):
 
 def test_a_probe_without_spans_is_refused(tiny, ranking):
     letters = ranking.model_copy(update={"probe": json.loads(json.dumps(ranking.probe)) | {"name": "knowledge", "options": {}}})
-    with pytest.raises(UserError, match="says where its answers stand"):
+    with pytest.raises(UserError, match="with the positions of answers"):
         choose(ChoiceTask.of(tiny, letters, FEW, data=NO_SKILLS))

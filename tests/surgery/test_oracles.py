@@ -167,7 +167,7 @@ def test_an_exchanged_answer(tokenizer):
         assert [other.prompt[begin:stop] for begin, stop in other.spans] == [f"{key}:{two[key]}\n" for key in two]
     with pytest.raises(UserError, match="another one of as many tokens"):
         exchanged(tokenizer, kv(1, 1)[0], random.Random(0))
-    with pytest.raises(UserError, match="says where its answers stand"):
+    with pytest.raises(UserError, match="with the positions of answers"):
         exchanged(tokenizer, Question("a", ("b", "c"), 0), random.Random(0))
 
 
