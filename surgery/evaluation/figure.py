@@ -130,6 +130,10 @@ class Figure:
         best, control = self._best(lines[1:]), self.best_control
         told = [(line.name, line) for line in (best, lines[0]) if line is not None]
         told += [("the best control", control)] if control is not None else []
+        if any(line.points[-1].x != self.xs[-1] for _, line in told):  # each ends where it ends
+            ends = [(plotting.shown(name), line.points[-1]) for name, line in told]
+            each = (f"{name} {self.written.format(point.y)} at {point.x:,g} {self.unit}" for name, point in ends)
+            return f"{self.title}: {', '.join(each)}"
         values = ", ".join(f"{plotting.shown(name)} {self.written.format(line.points[-1].y)}" for name, line in told)
         return f"{self.title} at {self.xs[-1]:,g} {self.unit}: {values}"
 

@@ -23,7 +23,7 @@ def draw_lines(figures: Sequence[Figure], path: Path) -> None:
 
 
 def _draw(axis: Any, figure: Figure) -> None:
-    best, labels = figure.best_control, list[tuple[float, str, str]]()
+    best, labels = figure.best_control, list[tuple[float, float, str, str]]()
     others = [line for line in figure.series if line.look.control and line is not best]
     for line in (*others, *(line for line in reversed(figure.series) if line not in others)):
         if line in others:
@@ -31,14 +31,18 @@ def _draw(axis: Any, figure: Figure) -> None:
         else:
             style = {"color": line.look.color, "marker": line.look.marker, "ls": "--" if line.look.control else "-"}
             _draw_line(axis, line, whiskers=True, **style)
-            labels.append((line.points[-1].y, plotting.shown(line.name) + " (best)" * (line is best), line.look.color))
+            labels.append(
+                (line.points[-1].x, line.points[-1].y, plotting.shown(line.name) + " (best)" * (line is best), line.look.color)
+            )
     if others:
         ends = sorted(line.points[-1].y for line in others)
-        labels.append((ends[len(ends) // 2], plotting.controls_label(len(others), best is not None), plotting.CHANCE))
+        labels.append(
+            (figure.xs[-1], ends[len(ends) // 2], plotting.controls_label(len(others), best is not None), plotting.CHANCE)
+        )
     if figure.chance:
         xs, ys = ([x for x, _ in figure.chance], [y for _, y in figure.chance])
         axis.plot(xs, ys, color=plotting.CHANCE, lw=1.2, ls=(0, (1, 2)), zorder=1.5, marker="." if len(xs) == 1 else "")
-        labels.append((ys[-1], "chance", plotting.CHANCE))
+        labels.append((xs[-1], ys[-1], "chance", plotting.CHANCE))
     foot, top = figure.span
     x_label = figure.x_label + " (log scale)" * figure.logarithmic
     axis.set(xlabel=x_label, ylabel=figure.quantity, ylim=(foot, top + 0.02 * (top - foot)))
@@ -48,11 +52,11 @@ def _draw(axis: Any, figure: Figure) -> None:
     axis.set_xticks([x for x, _ in ticks], [label for _, label in ticks])
     axis.set_xticks([], minor=True)
     axis.set_title(textwrap.fill(figure.result, LETTERS))
-    heights = spread([figure.rise(y) / 1.02 for y, _, _ in labels], LABEL)
-    for (y, text, color), place in zip(labels, heights, strict=True):
+    heights = spread([figure.rise(y) / 1.02 for _, y, _, _ in labels], LABEL)
+    for (x, y, text, color), place in zip(labels, heights, strict=True):
         leader = {"arrowstyle": "-", "color": color, "lw": 0.6, "shrinkA": 2, "shrinkB": 4, "relpos": (0, 0.5)}
         axis.annotate(
-            text, (figure.xs[-1], y), (1.04, place), textcoords="axes fraction", color=color, va="center", fontsize=9.5,
+            text, (x, y), (1.04, place), textcoords="axes fraction", color=color, va="center", fontsize=9.5,
             arrowprops=leader, annotation_clip=False,
         )  # fmt: skip
 

@@ -109,6 +109,7 @@ def test_recall_against_memory_has_a_line_a_model(reports):
     assert [(line.name, [(p.x, p.y) for p in line.points]) for line in figure.series] == [
         ("base", [(1024.0, 0.05)]), ("hybrid_1", [(3072.0, 0.95)]),
     ]  # fmt: skip
+    assert figure.result == "Mean of RULER: hybrid 1 0.950 at 3,072 KiB, base 0.050 at 1,024 KiB"  # each where it ends
 
 
 def tensors_in(thing, seen=None) -> dict[int, int]:
