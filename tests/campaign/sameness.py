@@ -17,7 +17,7 @@ from safetensors.numpy import load
 from surgery.runtime.ownership import RECORD
 
 # Fields of dates, times and memory, and what follows from them: the seal over all fields, and the digests of such files.
-TIMES = {"created", "timings", "memory", "seal", "seconds", "cost", "speed"}
+TIMES = {"created", "timings", "cpu", "memory", "seal", "seconds", "cost", "speed"}
 # The difference of logits in a proof: a product's last bit depends on where a matrix lies in memory (exporting/verify.py).
 PLACES = {"difference"}
 TIMED = re.compile(r".*\.(json|html|md)|cost\.png")
