@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from surgery.locating.planning import plan
     from surgery.locating.ranking import Ranking
     from surgery.records.plan import Plan
-    from surgery.records.recipe import Bench, Data, Recipe, Tune, read_recipe
+    from surgery.records.recipe import Bench, Data, Locate, Recipe, Tune, read_recipe
     from surgery.records.site import Site
     from surgery.runtime.consent import consenting
     from surgery.splicing.load import load
@@ -46,6 +46,7 @@ __all__ = [
     "Bench",
     "Checkpoint",
     "Data",
+    "Locate",
     "Plan",
     "Ranking",
     "Recipe",
@@ -76,6 +77,7 @@ _MODULES = {
     "Bench": "records.recipe",
     "Data": "records.recipe",
     "Checkpoint": "loading.opened",
+    "Locate": "records.recipe",
     "Plan": "records.plan",
     "Ranking": "locating.ranking",
     "Recipe": "records.recipe",

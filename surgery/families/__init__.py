@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from surgery.errors import UserError
 from surgery.families.inert import entry_of
 from surgery.records.plan import Plan
+from surgery.records.site import Site
 
 GROUP = "surgery.families"  # of entry points
 Hybrid = Any  # a PreTrainedModel of a family's hybrid class; what its own attributes are is beyond mypy
@@ -50,6 +51,9 @@ class Family(Protocol):
     def empty(self, config: PreTrainedConfig, plan: Plan | None, layers: Sequence[dict[str, Any]] = ()) -> PreTrainedModel:
         """The hybrid class for a base's configuration and a plan, without values in its tensors (on the meta device). layers:
         the configuration's entries of layer grafts, in place of what the plan says of heads."""
+
+    def grafted_mixer(self, config: PreTrainedConfig, plan: Plan, site: Site) -> Any:
+        """A mixer with a site's graft, without values in its tensors, and without a model around it."""
 
     def initialise(self, mixer: Any, plan: Plan) -> None:
         """Give the mixer's graft, which has storage but no values, its first weights."""

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers import PreTrainedConfig
 from surgery.errors import UserError
 from surgery.families import refuse_unhandled
 from surgery.hybrids.layer_graft import is_layer_graft
+from surgery.hybrids.patching import become
 from surgery.hybrids.spliced import Spliced
 from surgery.models.anatomy import blocks_of
 from surgery.records.plan import Plan
@@ -60,6 +62,15 @@ class DualFamily:
         places = {"layer_idx": 0} if "layer_idx" in inspect.signature(self.hybrid.stock_mixer).parameters else {}
         with torch.device("meta"):
             return self.hybrid.stock_mixer(config, **places)
+
+    def grafted_mixer(self, config: Any, plan: Plan, site: Site) -> Any:
+        """A mixer with a site's graft, without values."""
+        mixer, spec = self.mixer(config), self.graft(config, plan, site)
+        become(mixer, self.hybrid.mixer_class)
+        mixer.layer_idx = site.layer
+        with torch.device("meta"):
+            mixer.take_grafts(SimpleNamespace(grafts=[spec]))
+        return mixer
 
     def shape(self, config: Any) -> tuple[int, int]:
         """Heads: those that can be grafted, of a layer that has any."""

@@ -17,7 +17,7 @@ from surgery.probes.perplexity import TextWindows
 from surgery.records.recipe import Recipe
 from surgery.records.site import Site
 from surgery.runtime.progress import busy, say
-from surgery.splicing.splice import check_sites, check_start, install
+from surgery.splicing.splice import check_sites, check_start, install, ungrafted
 from surgery.splicing.start import check_donor, head_starts, layer_start
 from surgery.tuning import batches
 from surgery.tuning.state_sizes import check_size
@@ -61,7 +61,8 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
             raise UserError(f"{name}: the model has {most} {options.kind}s, and {count} are to be grafted")
     check_sites(base.model, options.sites or ())
     if options.state_size is not None:
-        check_size(install(base.model, options.trial() if options.sites else None), options.state_size, base.name)
+        sized = install(base.model, options.trial()) if options.sites else ungrafted(base.model)
+        check_size(sized, options.state_size, base.name)
     if options.init is not None:
         first = Site(family.graftable(base.model)[0], (0,))
         check_start(base.model, options.trial() if options.sites else options.trial().model_copy(update={"sites": (first,)}))

@@ -4,11 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
@@ -23,7 +22,6 @@ from surgery.locating.ledger import Ledger
 from surgery.locating.prefilter import prefilter
 from surgery.locating.questions import QuestionSet, question_sets, questions_digest
 from surgery.locating.ranking import Ranking
-from surgery.locating.replay import How
 from surgery.locating.search import LEADING, Search, drawn, of_heads
 from surgery.locating.skill_scores import skill_scores, skill_sets, slopes
 from surgery.locating.stability import EXACT, ScoreColumn, Stability, stability
@@ -31,7 +29,7 @@ from surgery.locating.subject import Subject, is_graftable
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan, Start
 from surgery.records.recipe import Data, Locate
-from surgery.records.record import first_line, provenance
+from surgery.records.record import provenance
 from surgery.records.site import Site
 from surgery.runtime.ownership import writing
 from surgery.splicing.splice import check_start
@@ -44,42 +42,25 @@ TESTED = ("ablation_loss", "splice_gain", *SHARES)  # scores on which roles stan
 def locate(
     base: PreTrainedModel | Checkpoint,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    settings: Locate | None = None,
     *,
-    probe: str = "kv",
-    options: Mapping[str, Any] | None = None,
-    examples: int = 256,
-    exact: bool | None = None,
-    confirm: float | None = None,
-    init: Literal["dual", "induction"] = "dual",
-    layers: bool = True,
-    ablation: How = "zero",
-    batch_size: int | None = None,
-    seeds: int = 1,
-    also: Sequence[Mapping[str, Any]] = (),
-    budget: float = 600.0,
     data: Data | None = None,
     seed: int = 0,
     name: str | None = None,
     recipe: dict[str, Any] | None = None,
     kept: Path | None = None,
+    **fields: Any,
 ) -> Ranking:
     """Rank the heads of `base` on a choice probe, by default key-value retrieval with 32 pairs (options={"pairs": 32}).
 
     base: a Checkpoint as surgery.load returns it, or a model with its tokenizer. One of a family with grafts is spliced and
     ablated; any other model whose layout is known (models/anatomy.py), hybrids among them, is ablated.
 
-    exact: measure heads by ablating and splicing them (a head costs the layers above it); False: attribution alone (one
-    forward and one backward); None: exactly if that takes at most `budget` seconds (budget.py). confirm: the share of heads,
-    the leading ones by attribution, that are measured exactly; a few others, drawn at random, stand beside them. Those that
-    cannot be among the LEADING ones are given up on the way, and only these are ablated as well as spliced. In a family without
-    grafts there is no attribution: the heads of the layers whose ablation costs most lead. init: how the grafts of heads start,
-    here and in plans of this ranking (Plan.init). layers: measure whole layers too.
-    ablation: what comes instead of an ablated head: "zero", its "mean" over other questions, or its values on another one
-    ("resample").
-    batch_size: questions in a forward pass, 32 unless given. If it is not given, attribution takes fewer at a time where they
-    do not fit into memory.
-    seeds, also: repeat the ranking (its score alone, with the same grafts) with the questions of seed + 1, ..., and of other
-    probes ({"probe": name, "options": {...}}), and compare; see stability.py.
+    settings: surgery.Locate(examples=64, ...), or its fields by name: locate(base, examples=64). With exact=False, and where a
+    look at the model says that more takes longer than `budget`, attribution ranks alone: one forward and one backward. confirm
+    measures the leading heads exactly, and a few others, drawn at random, beside them; those that cannot be among the LEADING
+    ones are given up on the way, and only these are ablated as well as spliced. In a family without grafts there is no
+    attribution: the heads of the layers whose ablation costs most lead.
     data: its skills (Data.skills) are what the heads are also measured on, on fewer questions; see skill_scores.py.
     name: what the ranking calls the base; a Checkpoint has one. kept: a folder for what is measured, batch by batch; what is
     there already is not measured again.
@@ -89,15 +70,7 @@ def locate(
 
     Raises UserError for arguments that do not fit, and for a model whose layout is not known.
     """
-    given: dict[str, Any] = {"also": also}
-    given |= {name: value for name, value in {"options": options, "batch_size": batch_size}.items() if value is not None}
-    try:
-        chosen = Locate.model_validate(
-            {"probe": probe, "examples": examples, "exact": exact, "confirm": confirm, "init": init, "layers": layers,
-             "ablation": ablation, "seeds": seeds, "budget": budget, **given}
-        )  # fmt: skip
-    except ValidationError as error:
-        raise UserError(f"locate: {first_line(error)}") from error
+    chosen = Locate.of(settings, fields, "locate")
     with writing(kept):
         return rank(Subject.of(base, tokenizer, name), chosen, data=data, seed=seed, recipe=recipe, kept=kept)
 

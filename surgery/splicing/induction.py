@@ -22,7 +22,7 @@ model's head, less the mean row, times the weight of the last norm). They are as
 norm, so that g, which starts at the plan's blend, is the share of it that a copy adds. The heads of the layer stay as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,10 +46,10 @@ POWER = 0.355  # the mean of SiLU(z) ** 2 for a standard normal z
 BACK = 1  # the token before a key is compared, unless the plan knows at which place its head reads
 
 
-def check_induction(base: PreTrainedModel, hybrid: PreTrainedModel, plan: Plan) -> None:
-    """Raise UserError where grafts of the base's family cannot start as induction heads."""
-    for site in plan.sites:
-        mixer = mixer_at(hybrid, site.layer)
+def check_induction(base: PreTrainedModel, mixers: Iterable[Any], plan: Plan) -> None:
+    """Raise UserError where grafts of the base's family cannot start as induction heads. mixers: with their grafts, which
+    need no values."""
+    for mixer in mixers:
         conv = getattr(mixer.graft, "qk_conv", None)
         if conv is None or conv.kernel_size[0] <= BACK or type(mixer).prepare is not DualMixer.prepare:
             raise UserError(

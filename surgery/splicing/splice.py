@@ -51,27 +51,25 @@ def splice(
     return hybrid
 
 
-def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | None = None) -> PreTrainedModel:
-    """As splice, with every parameter of the base learning as before, and nothing remembered; without a plan no grafts."""
+def install(base: PreTrainedModel, plan: Plan, donor: PreTrainedModel | None = None) -> PreTrainedModel:
+    """As splice, with every parameter of the base learning as before, and nothing remembered."""
     family = family_of(base.config)
     hybrid, plan, layers, heads = empty_hybrid(base, plan, donor)
     inputs: dict[int, Tensor] = {}
     outputs: Tensor | None = None
-    if plan is not None and plan.init in ("induction", "copy"):
-        check_induction(base, hybrid, plan)
+    if plan.init in ("induction", "copy"):
+        check_induction(base, [grafted_mixer(hybrid, site.layer) for site in plan.sites], plan)
         adopted = adopt(base)  # a stock model pads each single token to a chunk
         inputs = token_inputs(adopted, plan)
         outputs = token_outputs(adopted, plan) if plan.init == "copy" else None
     share(base, hybrid, "the base lacks the tensor '{}'")
-    for site in plan.sites if plan else ():
-        assert plan is not None
+    for site in plan.sites:
         graft, stock_mixer = grafted_mixer(hybrid, site.layer).graft, grafted_mixer(base, site.layer)
         out_proj = stock_mixer.out_proj if hasattr(stock_mixer, "out_proj") else stock_mixer.o_proj
         graft.to_empty(device=device_of(out_proj, out_proj.weight))
         graft.to(base.dtype if is_quantised_weight(out_proj.weight) else out_proj.weight.dtype)
     take_hooks(base, hybrid)
-    for site in plan.sites if plan else ():
-        assert plan is not None
+    for site in plan.sites:
         mixer = grafted_mixer(hybrid, site.layer)
         with fetched(mixer):
             if plan.kind == "layer":
@@ -86,7 +84,17 @@ def install(base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | N
                 if plan.init == "copy":
                     assert outputs is not None
                     fill_copy(mixer, inputs[site.layer], outputs)
-    return cut_state(hybrid, plan.kept_state) if plan is not None and plan.kept_state else hybrid
+    return cut_state(hybrid, plan.kept_state) if plan.kept_state else hybrid
+
+
+def ungrafted(base: PreTrainedModel) -> PreTrainedModel:
+    """The base in the hybrid's class without a graft, every parameter learning as before."""
+    family = family_of(base.config)
+    check_bare(base)
+    model = family.empty(base.config, None)
+    share(base, model, "the base lacks the tensor '{}'")
+    take_hooks(base, model)
+    return model
 
 
 def cut_state(hybrid: PreTrainedModel, kept: Kept) -> PreTrainedModel:
@@ -102,33 +110,45 @@ def cut_state(hybrid: PreTrainedModel, kept: Kept) -> PreTrainedModel:
 
 
 def empty_hybrid(
-    base: PreTrainedModel, plan: Plan | None, donor: PreTrainedModel | None = None
-) -> tuple[PreTrainedModel, Plan | None, dict[int, DonorLayer], dict[Site, DonorHead]]:
-    """The hybrid without values in its tensors, the plan with the width of its donor's heads, and what grafts of layers and of
-    heads start from. No weight of the base is looked at, which may be on the meta device. Raises UserError for whatever keeps
-    the base from being grafted so."""
-    family = family_of(base.config)
-    family.check(base.config)
+    base: PreTrainedModel, plan: Plan, donor: PreTrainedModel | None = None
+) -> tuple[PreTrainedModel, Plan, dict[int, DonorLayer], dict[Site, DonorHead]]:
+    """The hybrid without values in its tensors, and what check_plan returns. No weight of the base is looked at, which may be
+    on the meta device. Raises UserError for whatever keeps the base from being grafted so."""
+    plan, layers, heads = check_plan(base, plan, donor)
+    return family_of(base.config).empty(base.config, plan, [start.spec for start in layers.values()]), plan, layers, heads
+
+
+def check_bare(base: PreTrainedModel) -> None:
+    """Raise UserError for a base that its family does not support, or that holds grafts."""
+    family_of(base.config).check(base.config)
     if getattr(base.config, "grafts", None):
         raise UserError("the model already holds grafts; unsplice it first")
-    check_sites(base, plan.sites if plan else ())
-    layers: dict[int, DonorLayer] = {}
-    heads: dict[Site, DonorHead] = {}
-    if plan is not None:
-        check_donor(base, plan, donor)
-        if plan.kind == "layer":
-            layers = {site.layer: layer_start(base, plan, donor, site.layer) for site in plan.sites}
-        elif donor is not None:
-            heads, width = head_starts(base, plan, donor)
-            plan = plan.model_copy(update={"width": width})
-    return family.empty(base.config, plan, [start.spec for start in layers.values()]), plan, layers, heads
+
+
+def check_plan(
+    base: PreTrainedModel, plan: Plan, donor: PreTrainedModel | None = None
+) -> tuple[Plan, dict[int, DonorLayer], dict[Site, DonorHead]]:
+    """The plan with the width of its donor's heads, and what grafts of layers and of heads start from. Raises UserError where
+    they cannot start so."""
+    check_bare(base)
+    check_sites(base, plan.sites)
+    check_donor(base, plan, donor)
+    if plan.kind == "layer":
+        return plan, {site.layer: layer_start(base, plan, donor, site.layer) for site in plan.sites}, {}
+    if donor is None:
+        return plan, {}, {}
+    heads, width = head_starts(base, plan, donor)
+    return plan.model_copy(update={"width": width}), {}, heads
 
 
 def check_start(base: PreTrainedModel, plan: Plan) -> None:
-    """Raise UserError where the plan's grafts cannot start as it says in such a base. No weight is looked at."""
-    hybrid = empty_hybrid(base, plan)[0]
-    if plan.init in ("induction", "copy"):
-        check_induction(base, hybrid, plan)
+    """Raise UserError where the plan's grafts cannot start as it says in such a base. No weight is looked at, and no model
+    made: a mixer of each layer says it."""
+    plan, _, _ = check_plan(base, plan)
+    if plan.kind == "head":
+        mixers = [family_of(base.config).grafted_mixer(base.config, plan, site) for site in plan.sites]
+        if plan.init in ("induction", "copy"):
+            check_induction(base, mixers, plan)
 
 
 def check_sites(base: PreTrainedModel, sites: Iterable[Site]) -> None:
@@ -154,7 +174,7 @@ def adopt(base: PreTrainedModel) -> PreTrainedModel:
     family here stays as it is: it can be measured, and located in."""
     base = model_of(base, "adopt")
     family = families().get(base.config.model_type)
-    return base if family is None or family.adopted(base) else install(base, None)
+    return base if family is None or family.adopted(base) else ungrafted(base)
 
 
 def unsplice(hybrid: PreTrainedModel) -> PreTrainedModel:

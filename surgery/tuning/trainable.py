@@ -11,7 +11,7 @@ from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint, model_of
 from surgery.models.anatomy import mixer_at
 from surgery.models.quantised import has_quantised_weight
-from surgery.splicing.splice import install
+from surgery.splicing.splice import ungrafted
 from surgery.tuning.lora import adapters
 
 
@@ -32,7 +32,7 @@ def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.
 def with_own_mixers(base: PreTrainedModel | Checkpoint, layers: list[int]) -> PreTrainedModel:
     """The base adopted, as the control that `tune` trains with these `layers`: what is trained there is a copy, all else the
     base's own. Adapters (tune.lora) need no copies, as they are merged into some of their own."""
-    return own_mixers(install(model_of(base, "tune"), None), layers)  # adopt() would return an adopted base itself
+    return own_mixers(ungrafted(model_of(base, "tune")), layers)  # adopt() would return an adopted base itself
 
 
 def own_mixers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, dataclass_transform, get_args, get_origin
 
 import pydantic
 from pydantic import Field
 
 from surgery.errors import UserError
-from surgery.records.reading import check_name
+from surgery.records.reading import check_name, shown
 from surgery.records.record import Record, first_line
 from surgery.runtime.keywords import alike
 
@@ -87,6 +87,22 @@ class Section(Record, metaclass=_Settings):
 
     section: ClassVar[str] = ""
     gone: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def of(cls, given: Any, fields: Mapping[str, Any], verb: str) -> Self:
+        """The settings of a public function: the record that was given, or one of single fields, or their defaults. verb: the
+        function's name, for the message. Raises UserError for both, for anything else, and for a field that does not fit."""
+        if unknown := [name for name in fields if name not in cls.model_fields]:
+            raise UserError(f"surgery.{verb} has no keyword '{unknown[0]}'{alike(unknown[0], cls.model_fields)}")
+        if isinstance(given, cls) and not fields:
+            return given
+        if given is not None:
+            what = "both" if isinstance(given, cls) else shown(repr(given), 40)
+            raise UserError(f"surgery.{verb} takes surgery.{cls.__name__}(...), or its settings by name, not {what}")
+        try:
+            return cls.model_validate(fields)
+        except pydantic.ValidationError as error:
+            raise UserError(f"{verb}: {first_line(error)}") from error
 
     @pydantic.model_validator(mode="before")
     @classmethod
