@@ -22,7 +22,7 @@ BEGIN, END = "<!-- filled from recipes/architecture.json -->", "<!-- end -->"
 AROUND = ("serving", "pretraining", "studies", "doctor", "cli")
 OWN = ("hybrids", "kernels")  # whose calls are a model's own
 
-WALKS = '''
+WALKS = """
 import collections, json, sys, tempfile
 from pathlib import Path
 import surgery
@@ -63,7 +63,7 @@ print(json.dumps({
     "locate": located, "splice": spliced, "tune": tuned,
     "settings": sum(len(rows(name)) for name in names), "sections": len(names),
 }))
-'''
+"""
 
 
 def lines(files: list[Path]) -> int:
@@ -77,7 +77,12 @@ def measure(checkout: Path) -> dict[str, Any]:
     kernels = [file for file in (checkout / "kernels").iterdir() if file.suffix in (".py", ".c", ".h")]
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", WALKS, json.dumps(OWN)], cwd=checkout, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", WALKS, json.dumps(OWN)],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])

@@ -77,6 +77,12 @@ def locate(
 
 def check_locatable(base: PreTrainedModel, exact: bool | None = None, init: str = "dual") -> None:
     """Raise UserError if locate has nothing to measure in such a model, or its grafts cannot start so."""
+    _check_measurable(base, exact, init)
+    anatomy(base)
+
+
+def _check_measurable(base: PreTrainedModel, exact: bool | None, init: str) -> None:
+    """The same of a model whose layout is known."""
     if init == "induction" and not is_graftable(base):
         raise UserError(f"locate.init: says how grafts start, and a {base.config.model_type} model takes none; leave it out")
     if init == "induction":
@@ -89,7 +95,6 @@ def check_locatable(base: PreTrainedModel, exact: bool | None = None, init: str 
         raise UserError(
             "heads cannot be located in a hybrid with heads that copy (plan.init), as they add to all; locate in its base"
         )
-    anatomy(base)
 
 
 def rank(
@@ -97,7 +102,7 @@ def rank(
     kept: Path | None = None,
 ) -> Ranking:  # fmt: skip
     """What locate does, with its options in one record."""
-    check_locatable(subject.model, options.exact, options.init)
+    _check_measurable(subject.model, options.exact, options.init)
     first, *others = sets = question_sets(subject.tokenizer, options, seed=seed, device=subject.model.device)
     ledger = Ledger(kept, subject.conditions.model_dump())
     if options.init != "dual":

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
+from surgery.loading.opened import Checkpoint, a_type, model_of, tokenizer_of
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.memory import keep_apart
 from surgery.runtime.ownership import writing
@@ -60,7 +60,7 @@ def tune(
     hybrid = model_of(model, "tune")
     tokenizer = tokenizer_of(model, remembered_tokenizer(hybrid) if tokenizer is None else tokenizer, "tune")
     starting = started_run(
-        hybrid, tokenizer, Tune.of(options, {}, "tune"), data=data, seed=seed, layers=layers, teacher=teacher, out=out,
+        hybrid, tokenizer, options or Tune(), data=data, seed=seed, layers=layers, teacher=teacher, out=out,
         resume=resume, description=description,
     )  # fmt: skip
     # Every step seeds torch's generator; afterwards the caller goes on with his own numbers.
@@ -78,6 +78,8 @@ def started_run(
     description: str = "tune",
 ) -> Iterator[TuningRun]:  # fmt: skip
     """A run of tune that has taken no step yet, or none since the checkpoint that it resumes. Arguments as for tune."""
+    if not isinstance(options, Tune):
+        raise UserError(f"surgery.tune takes its options as surgery.Tune(steps=100, ...), not {a_type(options)}")
     data = data or Data()
     check_trackers(options)
     keep_apart(model)
