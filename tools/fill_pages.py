@@ -79,7 +79,7 @@ little when it is ablated.""",
     "delegation": """\
 **Agrees**, and more sharply than in the paper: without attention at the query position retrieval is at chance and knowledge
 stays. The hybrid was trained from scratch with nothing said about where to retrieve. (The paper masks the last row; here the
-mixers' output at the last position is put to zero, which goes for SSMs as well: `surgery/locating/prune.py`.)""",
+mixers' output at the last position is put to zero, which goes for SSMs as well: `surgery/studies/prune.py`.)""",
     "replacement": """\
 **Agrees**: one layer gives everything back without training, and it is the layer of the donor's aggregate head. **Differs**:
 the layer above does nearly as well, because the donor has heads there that can replace them. Of locate's measures on the SSM,

@@ -29,7 +29,7 @@ def prune(
       surgery prune checkpoints/tiny-mamba2 --ranking runs/located/ranking.json
     """
     with starting():
-        from surgery.jobs.prune_model import PRUNING, prune_model
+        from surgery.studies.prune_model import PRUNING, prune_model
 
         options = recipe_of("prune", recipe, settings, model=model)
     out = out or Path("runs") / f"prune-{Path(model).name}"

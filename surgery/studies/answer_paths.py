@@ -14,13 +14,13 @@ from pydantic import Field
 from surgery.errors import UserError
 from surgery.evaluation.results import value
 from surgery.locating.oracles import OracleHead, OracleOutcome, Oracles, plan_at
-from surgery.locating.paths import PARTS, Travelled, travel
 from surgery.locating.questions import choice_probe
 from surgery.locating.walk import fully_gated
 from surgery.probes.scoring import answer
 from surgery.runtime import plotting
 from surgery.splicing.splice import install
 from surgery.statistics import mean, proportion
+from surgery.studies.paths import PARTS, Travelled, travel
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 
 WHOLE, ALONE, PERFECT, GRAFTED = "as it is", "each span read alone", "perfect choice at ", "dual grafts there, untrained"

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from surgery.locating.prune import keep_only
 from surgery.records.site import Site
 from surgery.studies.figures import draw_bars
+from surgery.studies.prune import keep_only
 from surgery.studies.study import Findings, Measurements, OfHeads, Subjects, change, rows
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from surgery.errors import UserError
-from surgery.locating.prune import last_rows
 from surgery.studies.figures import draw_bars
+from surgery.studies.prune import last_rows
 from surgery.studies.study import Findings, Measurements, Study, Subjects, change, rows
 
 

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from surgery.locating.sweep import CONTROL, kv_sweep
 from surgery.studies.figures import draw_curves
 from surgery.studies.study import Findings, Measurements, OfHeads, Row, Subjects
+from surgery.studies.sweep import CONTROL, kv_sweep
 
 
 class KVSweep(OfHeads):

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import ClassVar
 
-from surgery.locating.prune import minimal_model, shorten
 from surgery.studies.figures import draw_bars
+from surgery.studies.prune import minimal_model, shorten
 from surgery.studies.study import Findings, Measurements, Study, Subjects, change, rows
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import ClassVar
 
-from surgery.locating.donor_sweep import replacement_sweep
 from surgery.locating.ranking import Ranking
+from surgery.studies.donor_sweep import replacement_sweep
 from surgery.studies.figures import draw_bars
 from surgery.studies.study import Findings, Measurements, Study, Subjects, change, rows
 

@@ -11,7 +11,6 @@ from surgery.errors import UserError
 from surgery.loading.digests import Conditions
 from surgery.loading.opened import Checkpoint
 from surgery.locating.locate import rank
-from surgery.locating.prune import PruneOutcome, Pruner, minimal_model, shorten
 from surgery.locating.ranking import Ranking, Role, Score
 from surgery.locating.subject import Subject
 from surgery.probes.knowledge import Knowledge
@@ -19,6 +18,7 @@ from surgery.records.recipe import Recipe
 from surgery.records.record import Provenance, Record, Sealed
 from surgery.records.site import Site, SitesText
 from surgery.statistics import Estimate, Proportion
+from surgery.studies.prune import PruneOutcome, Pruner, minimal_model, shorten
 
 
 class Row(Record):

@@ -45,12 +45,12 @@ def prepare(work: Path) -> Path:
     import surgery.exporting.publish
     import surgery.jobs.comparison
     import surgery.jobs.costs.estimate
-    import surgery.jobs.prune_model
     import surgery.jobs.report_folder
     import surgery.jobs.run
     import surgery.jobs.tune_hybrid
     import surgery.pretraining.pretrain
     import surgery.studies.conduct
+    import surgery.studies.prune_model
     from surgery.doctor.diagnosis import diagnose
     from surgery.exporting import verify
     from surgery.kernels.dispatch import use

@@ -25,15 +25,15 @@ from surgery.exporting.export import export
 from surgery.kernels.dispatch import Operation, use
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan
-from surgery.locating.prune import prune
 from surgery.locating.subject import Subject
-from surgery.locating.sweep import kv_sweep
 from surgery.probes.knowledge import Knowledge
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Locate, Tune
 from surgery.records.site import Site
 from surgery.splicing.load import load
 from surgery.splicing.splice import graft_parameters, splice, unsplice
+from surgery.studies.prune import prune
+from surgery.studies.sweep import kv_sweep
 from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base

@@ -11,7 +11,6 @@ from surgery.errors import UserError
 from surgery.evaluation.bench import measure
 from surgery.evaluation.language import sliding_losses
 from surgery.locating.locate import locate
-from surgery.locating.prune import Pruner
 from surgery.locating.subject import Subject
 from surgery.models.finite import NotFinite, broken_weight, checked, explained, watching_logits, within
 from surgery.probes import make
@@ -20,6 +19,7 @@ from surgery.probes.scoring import answer, complete
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Calibrate, Data, EarlyStopping, Lesson, Locate, Tune
 from surgery.splicing.splice import splice
+from surgery.studies.prune import Pruner
 from surgery.tuning.loop import tune
 from tests.conftest import random_base
 

@@ -18,7 +18,6 @@ from surgery.locating.exact import Exact
 from surgery.locating.example import example_tokens, short_question
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan
-from surgery.locating.prune import Pruner
 from surgery.locating.questions import QuestionSet, question_set
 from surgery.locating.subject import Subject
 from surgery.locating.substitution import ablate_heads
@@ -32,6 +31,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, Data, Lesson, Locate, PlanOptions, Text, Tune
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
+from surgery.studies.prune import Pruner
 from surgery.tuning.batches import check, held_out_windows
 from surgery.world.text import document
 from tests.conftest import VOCABULARY, random_base

@@ -10,7 +10,6 @@ from transformers import MambaConfig, MambaForCausalLM
 from surgery.errors import UserError
 from surgery.locating.attribution_memory import intercept_ssm_output
 from surgery.locating.oracles import PLACES, OracleHead, Oracles, encode_span_alone, plan_at
-from surgery.locating.paths import PARTS, exchanged, travel
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
 from surgery.models.tokens import encode_prompts, token_spans
@@ -22,6 +21,7 @@ from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.splice import splice
 from surgery.studies import Findings
+from surgery.studies.paths import PARTS, exchanged, travel
 from tests.conftest import ROOT, VOCABULARY, random_base, random_selective
 
 BASES = {

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from surgery.errors import UserError
-from surgery.locating import prune
-from surgery.locating.prune import Pruner, Pruning
 from surgery.locating.subject import Subject
 from surgery.models.anatomy import anatomy
 from surgery.probes.encoded import padded
@@ -18,6 +16,8 @@ from surgery.probes.scoring import answer, batches
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt
+from surgery.studies import prune
+from surgery.studies.prune import Pruner, Pruning
 from tests.conftest import VOCABULARY
 from tests.surgery.test_anatomy import build
 from tests.surgery.test_replay import untouched

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from surgery.errors import UserError
-from surgery.locating.donor_sweep import replacement_sweep
-from surgery.locating.prune import Pruner
 from surgery.locating.subject import Subject
-from surgery.locating.sweep import CONTROL, kv_sweep
 from surgery.models.anatomy import anatomy
 from surgery.probes.knowledge import Knowledge
 from surgery.probes.kv import KVRetrieval
@@ -18,6 +15,9 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
 from surgery.splicing.splice import splice
+from surgery.studies.donor_sweep import replacement_sweep
+from surgery.studies.prune import Pruner
+from surgery.studies.sweep import CONTROL, kv_sweep
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import VOCABULARY, random_llamba
 from tests.surgery.test_layer_graft import random_donor

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from surgery.errors import UserError
-from surgery.locating.prune import heads_of
 from surgery.locating.subject import Subject
 from surgery.locating.substitution import ablate_heads, skip_layers
 from surgery.probes.kv import KVRetrieval
@@ -18,6 +17,7 @@ from surgery.records.record import Record
 from surgery.records.site import Site, SiteText
 from surgery.runtime.progress import Track
 from surgery.statistics import Estimate, Proportion, difference, proportion
+from surgery.studies.prune import heads_of
 
 CONTROL = "as many heads at random"
 

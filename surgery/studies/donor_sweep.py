@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedModel
 
-from surgery.locating.prune import PruneOutcome, Pruner
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.runtime.progress import Track
 from surgery.splicing.splice import install
+from surgery.studies.prune import PruneOutcome, Pruner
 
 
 def replacement_sweep(

@@ -6,7 +6,6 @@ from pathlib import Path
 from surgery.jobs.opening import open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.locating.heads import ROLES
-from surgery.locating.prune import Pruning, prune
 from surgery.locating.questions import check_questions, choice_probe
 from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
@@ -14,6 +13,7 @@ from surgery.probes.knowledge import Knowledge
 from surgery.records.recipe import Recipe
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
+from surgery.studies.prune import Pruning, prune
 
 PRUNING = "pruning.json"
 
