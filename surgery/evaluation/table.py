@@ -39,7 +39,7 @@ GUESSED = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """low, high: of its 95% interval over n examples; None for what has none, a time or a mean of tasks."""
 
     value: float
@@ -49,14 +49,14 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """cells: by model, those that there are. unit: %, of a value from 0 to 1; MiB, ms, M (millions), or none. falls: less is
     better; None: neither. chance: what guessing gives, where it is known."""
 
     group: str
     title: str
     unit: str
-    cells: Mapping[str, Cell]
+    cells: Mapping[str, TableCell]
     falls: bool | None = False
     chance: float | None = None
 
@@ -132,7 +132,7 @@ def _joined(one: ModelReport, other: ModelReport) -> ModelReport:
     return one.model_copy(update=changes)
 
 
-def columns(models: Mapping[str, ModelReport]) -> list[Column]:
+def columns(models: Mapping[str, ModelReport]) -> list[TableColumn]:
     """All that some model has, in the order of the table."""
     if not any(model.results() or model.cost or model.speed for model in models.values()):
         raise UserError("the reports hold no results")
@@ -169,23 +169,23 @@ def _place(group: str) -> tuple[int, int]:
     return 1 + ("Documents", OF_KV, "Other retrieval", OF_TEXT).index(group), 0
 
 
-def _measured(models: Mapping[str, ModelReport], group: str, task: str) -> Column:
-    cells: dict[str, Cell] = {}
+def _measured(models: Mapping[str, ModelReport], group: str, task: str) -> TableColumn:
+    cells: dict[str, TableCell] = {}
     unit, falls = "%", False
     for name, model in models.items():
         match model.results().get(task):
             case Proportion() as result:
-                cells[name] = Cell(result.accuracy, *result.ci95, result.n)
+                cells[name] = TableCell(result.accuracy, *result.ci95, result.n)
             case Estimate() as result:
-                cells[name] = Cell(result.value, *result.ci95, result.n)
+                cells[name] = TableCell(result.value, *result.ci95, result.n)
             case Perplexity() as result:
                 low, high = (result.value * math.exp(min(end - result.loss.value, 700.0)) for end in result.loss.ci95)
-                cells[name], unit, falls = Cell(result.value, low, high, result.loss.n), "", True
+                cells[name], unit, falls = TableCell(result.value, low, high, result.loss.n), "", True
     family, _, size = task.partition(".")
     if family in ("recall_hits", "other_tokens"):
         unit, falls = "nats", True
     known = chance(task)
-    return Column(group, _title(family, size), unit, cells, falls, GUESSED.get(task) if known is None else known)
+    return TableColumn(group, _title(family, size), unit, cells, falls, GUESSED.get(task) if known is None else known)
 
 
 def _title(family: str, size: str) -> str:
@@ -200,38 +200,38 @@ def _title(family: str, size: str) -> str:
 
 def _mean(
     models: Mapping[str, ModelReport], group: str, tasks: list[str], title: str, guess: float | None
-) -> list[Column]:  # fmt: skip
+) -> list[TableColumn]:  # fmt: skip
     """Of models that were asked all of the tasks. Without an interval: the tasks are no sample of anything."""
     cells = {}
     for name, model in models.items():
         results = model.results()
         if len(tasks) > 1 and all(task in results for task in tasks):
-            cells[name] = Cell(sum(_value(results[task]) for task in tasks) / len(tasks))
-    return [Column(group, title, "%", cells, None, guess)] if cells else []
+            cells[name] = TableCell(sum(_value(results[task]) for task in tasks) / len(tasks))
+    return [TableColumn(group, title, "%", cells, None, guess)] if cells else []
 
 
 def _value(result: Proportion | Estimate | Perplexity) -> float:
     return result.accuracy if isinstance(result, Proportion) else result.value
 
 
-def _costs(models: Mapping[str, ModelReport]) -> list[Column]:
+def _costs(models: Mapping[str, ModelReport]) -> list[TableColumn]:
     """Parameters, memory of a cache by length, and time at the longest length that all were timed at."""
     group = "Size, memory and speed (batch 1)"
-    counts = {name: Cell(model.parameters / 1e6) for name, model in models.items() if model.parameters is not None}
-    result = [Column(group, "parameters", "M", counts, None)] if counts else []
-    held: dict[int, dict[str, Cell]] = {}
+    counts = {name: TableCell(model.parameters / 1e6) for name, model in models.items() if model.parameters is not None}
+    result = [TableColumn(group, "parameters", "M", counts, None)] if counts else []
+    held: dict[int, dict[str, TableCell]] = {}
     for name, model in models.items():
         for context, size in cache_sizes(model).items():
-            held.setdefault(context, {})[name] = Cell(size / 2**20, size / 2**20, size / 2**20)  # counted, so exact
-    result += [Column(group, f"cache at {context:,}", "MiB", cells, True) for context, cells in sorted(held.items())]
+            held.setdefault(context, {})[name] = TableCell(size / 2**20, size / 2**20, size / 2**20)  # counted, so exact
+    result += [TableColumn(group, f"cache at {context:,}", "MiB", cells, True) for context, cells in sorted(held.items())]
 
-    def timed(title: str, unit: str, scale: float, of: Callable[[ModelReport], dict[int, float]]) -> list[Column]:
+    def timed(title: str, unit: str, scale: float, of: Callable[[ModelReport], dict[int, float]]) -> list[TableColumn]:
         each = {name: of(model) for name, model in models.items() if of(model)}
         common = sorted(set.intersection(*({*times} for times in each.values()))) if each else []
         if not common:
             return []
-        cells = {name: Cell(times[common[-1]] / scale) for name, times in each.items()}
-        return [Column(group, f"{title} at {common[-1]:,}", unit, cells, None)]
+        cells = {name: TableCell(times[common[-1]] / scale) for name, times in each.items()}
+        return [TableColumn(group, f"{title} at {common[-1]:,}", unit, cells, None)]
 
     result += timed("prefill", "ms", 1, lambda m: {s.context: s.prefill_milliseconds for s in m.speed if s.batch == 1})
     result += timed(
@@ -248,7 +248,7 @@ def cache_sizes(model: ModelReport) -> dict[int, int]:
     return {cell.context: cell.cache_bytes for cell in model.cost} | single
 
 
-def markdown(found: list[Column], models: Iterable[str]) -> str:
+def markdown(found: list[TableColumn], models: Iterable[str]) -> str:
     """A table for each group, and what has to be known to read them."""
     parts = []
     for group, chosen in _by_group(found).items():
@@ -262,7 +262,7 @@ def markdown(found: list[Column], models: Iterable[str]) -> str:
     return "\n".join(parts)
 
 
-def _said(chosen: list[Column]) -> str:
+def _said(chosen: list[TableColumn]) -> str:
     """How many examples, what is at chance, and what is bold."""
     lines = []
     counts = sorted({cell.n for column in chosen for cell in column.cells.values() if cell.n is not None})
@@ -278,8 +278,8 @@ def _said(chosen: list[Column]) -> str:
     return " ".join(lines) + "\n" if lines else ""
 
 
-def _by_group(found: list[Column]) -> dict[str, list[Column]]:
-    groups: dict[str, list[Column]] = {}
+def _by_group(found: list[TableColumn]) -> dict[str, list[TableColumn]]:
+    groups: dict[str, list[TableColumn]] = {}
     for column in found:
         if column.cells:
             groups.setdefault(column.group, []).append(column)
@@ -289,7 +289,7 @@ def _by_group(found: list[Column]) -> dict[str, list[Column]]:
 LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {c: f"\\{c}" for c in "&%$#_{}"}
 
 
-def latex(found: list[Column], models: Iterable[str]) -> str:
+def latex(found: list[TableColumn], models: Iterable[str]) -> str:
     """A tabular for each group, for booktabs."""
 
     def escaped(text: str) -> str:
@@ -309,7 +309,7 @@ def latex(found: list[Column], models: Iterable[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def as_csv(found: list[Column]) -> str:
+def as_csv(found: list[TableColumn]) -> str:
     """A row for each cell, with interval, n and chance; accuracies from 0 to 1."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
