@@ -35,10 +35,8 @@ def _draw(axis: Any, figure: Figure) -> None:
                 (line.points[-1].x, line.points[-1].y, plotting.shown(line.name) + " (best)" * (line is best), line.look.color)
             )
     if others:
-        ends = sorted(line.points[-1].y for line in others)
-        labels.append(
-            (figure.xs[-1], ends[len(ends) // 2], plotting.controls_label(len(others), best is not None), plotting.CHANCE)
-        )
+        middle = sorted((line.points[-1] for line in others), key=lambda point: point.y)[len(others) // 2]
+        labels.append((middle.x, middle.y, plotting.controls_label(len(others), best is not None), plotting.CHANCE))
     if figure.chance:
         xs, ys = ([x for x, _ in figure.chance], [y for _, y in figure.chance])
         axis.plot(xs, ys, color=plotting.CHANCE, lw=1.2, ls=(0, (1, 2)), zorder=1.5, marker="." if len(xs) == 1 else "")

@@ -332,7 +332,7 @@ def memory_figure(models: Mapping[str, ModelReport]) -> Figure | None:
             if asked:
                 mean = sum(map(_value, asked)) / len(asked)
                 text = f"{mean:.3f} at {context:,} tokens, {len(asked)} tasks"
-                points.setdefault(name, []).append(Point(size / 2**10, mean, text))
+                points.setdefault(name, []).append(Point(float(round(size / 2**10)), mean, text))
     if len(points) < 2:
         return None
     look = looks(list(models))
