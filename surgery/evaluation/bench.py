@@ -1,6 +1,8 @@
 """Measure models side by side: the same examples for all, paired differences to the first."""
 
-from collections.abc import Callable, Mapping
+import math
+import sys
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from surgery.evaluation.text_hits import no_hits
 from surgery.loading.digests import Conditions, fingerprint, tokenizer_digest
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import within
+from surgery.probes.knowledge import Knowledge
 from surgery.records.names import display_name, is_control, strip_paths
 from surgery.records.plan import published
 from surgery.records.recipe import Bench, Data
@@ -31,6 +34,7 @@ from surgery.runtime.processes import gather, is_main, share, state
 from surgery.runtime.progress import Track, busy, say
 from surgery.splicing.remembered import opened, remembered_tokenizer
 from surgery.statistics import Estimate, Evidence, Proportion, decisions, difference, evidence, mean, proportion
+from surgery.world.tokenizer import say_of_the_world
 
 
 def bench(
@@ -67,6 +71,8 @@ def bench(
     known = opened(model)
     words = _tokenizer(named, entries, tokenizer)
     options = options or Bench()
+    if data is None:
+        say_of_the_world(words, "bench")
     name = known.name if known else model.name_or_path or first
     origin = provenance(name, known.fingerprint if known else fingerprint(model), seed)
     return Report(
@@ -169,6 +175,7 @@ def measure(
             tuple(speed for each in timed[name] for speed in each.speeds),
             served.get(name, ()),
             models.parameters.get(name),
+            _guessing(models[first], data, cells_of[first]) if name == first else {},
         )
         for name, entry in named.items()
     }
@@ -272,7 +279,7 @@ def _result(task: str, measured: np.ndarray) -> Proportion | Estimate | Perplexi
 def _report(
     entry: Entry, measured_under: Conditions, cells: dict[str, list[Cell]], change: dict[str, Estimate],
     tests: dict[str, Evidence], cost: tuple[Cost, ...], fast: tuple[Speed, ...],
-    served: tuple[Serving, ...], parameters: int | None,
+    served: tuple[Serving, ...], parameters: int | None, guessing: dict[str, float],
 ) -> ModelReport:  # fmt: skip
     results = {task: _result(task, values(measured)) for task, measured in cells.items()}
     kv = {task.removeprefix("kv."): results.pop(task) for task in [*results] if task.startswith("kv.")}
@@ -291,5 +298,16 @@ def _report(
     return ModelReport.model_validate(
         {**fields, "kv": kv, **own, "tasks": results, "cost": cost, "speed": fast, "serving": served,
          "change": change, "evidence": tests,
-         "seeds": seeds}
+         "seeds": seeds, "guessing": guessing}
     )  # fmt: skip
+
+
+def _guessing(model: PreTrainedModel, data: Data, measured: Collection[str]) -> dict[str, float]:
+    """What guessing gives on some tasks (ModelReport.guessing)."""
+    embeddings: Any = model.get_input_embeddings()
+    guessing: dict[str, float] = {}
+    if "perplexity" in measured:
+        guessing["perplexity"] = math.log(embeddings.weight.shape[0])
+    if "knowledge" in measured:
+        guessing["knowledge"] = float(np.mean([each.chance for each in Knowledge(data.facts).questions(sys.maxsize, 0)]))
+    return guessing

@@ -284,10 +284,30 @@ def _cost(base: ModelReport, model: ModelReport) -> str:
         and _direction(task, change, model.evidence.get(task)) == "worse"
     ]  # fmt: skip
     costs = f"Cost: {'; '.join(parts)}." if parts else "Cost: knowledge and perplexity were not measured."
+    costs = " ".join([costs, *_says_nothing(base)])
     if not worse:
         return costs
     more = f" and {len(worse) - NAMED} more" if len(worse) > NAMED else ""
     return f"{costs} Worse: {'; '.join(worse[:NAMED])}{more}."
+
+
+def _says_nothing(base: ModelReport) -> list[str]:
+    """Sentences on what the base does not know, so that keeping it says nothing."""
+    said = []
+    least = base.guessing.get("perplexity")
+    if base.perplexity is not None and least is not None and base.perplexity.loss.value >= least:
+        said.append(
+            "The base is no better than guessing among all tokens on the held-out text "
+            f"({base.perplexity.loss.value:.2f} nats, log(vocabulary) {least:.2f}), so that losses there say nothing: name a "
+            "text that it knows (data.held_out_text)."
+        )
+    least = base.guessing.get("knowledge")
+    if base.knowledge is not None and least is not None and at_chance(base.knowledge, least):
+        said.append(
+            f"The base is at chance on knowledge ({base.knowledge}, chance {least:.3f}), so that keeping it says nothing: name "
+            "facts that it knows (data.facts)."
+        )
+    return said
 
 
 def _said(model: ModelReport, task: str) -> str:

@@ -88,7 +88,9 @@ class ModelReport(Record):
     by number of pairs. tasks: everything that has no field of its own, by its name: an accuracy, an Estimate where an example's
     score is not just right or wrong (of recall_hits and other_tokens the loss in nats per token), or a Perplexity. change: the
     paired difference to the base on the same examples (accuracies, and "perplexity" and "sliding" as the difference of the mean
-    loss in nats). evidence: what the differences say. seeds: where there are several, the mean of each one."""
+    loss in nats). evidence: what the differences say. seeds: where there are several, the mean of each one. guessing: of the
+    base, what guessing gives: the accuracy on knowledge, and of perplexity the loss of guessing among all tokens,
+    log(vocabulary)."""
 
     description: str
     plan: Plan | None
@@ -105,6 +107,7 @@ class ModelReport(Record):
     change: dict[str, Estimate] = {}
     evidence: dict[str, Evidence] = {}
     seeds: dict[str, tuple[float, ...]] = {}
+    guessing: dict[str, float] = Field(default={}, exclude_if=lambda guessing: not guessing)  # which reports before 0.21 lack
 
     def results(self) -> dict[str, Proportion | Estimate | Perplexity]:
         """Everything that was measured example by example, by the task's name."""

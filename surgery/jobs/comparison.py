@@ -13,7 +13,7 @@ from surgery.evaluation.serving import try_engine
 from surgery.jobs.controls import controls_of, trained
 from surgery.jobs.opening import open_compared
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
-from surgery.jobs.preparing import check
+from surgery.jobs.preparing import check, name_texts
 from surgery.jobs.report_folder import REPORT, write_report
 from surgery.kernels.dispatch import use
 from surgery.loading.digests import Conditions, tokenizer_digest
@@ -52,6 +52,7 @@ def compare(
         source = other.model if isinstance(other, Checkpoint) else other
         entries[label] = Entry(source, display_name(other.name), Plan.read(plan) if plan.exists() else None)
     check(recipe, base)
+    name_texts(recipe, base.tokenizer, tunes=False)
     try_engine(recipe.bench)
     missing = controls_of(recipe, base, {label: other.name for label, other in beside.items()})
     begin(out, "bench", recipe, resume=resume, overwrite=overwrite)

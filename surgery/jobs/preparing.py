@@ -1,5 +1,7 @@
 """Before a job begins: are its inputs there?"""
 
+from transformers import PreTrainedTokenizerBase
+
 from surgery.choosing import check_way
 from surgery.errors import UserError
 from surgery.evaluation import harness
@@ -22,6 +24,7 @@ from surgery.splicing.start import check_donor, head_starts, layer_start
 from surgery.tuning import batches
 from surgery.tuning.state_sizes import check_size
 from surgery.tuning.trackers import check_trackers
+from surgery.world.tokenizer import is_of_the_world
 
 
 def check(recipe: Recipe, base: Checkpoint) -> None:
@@ -41,6 +44,20 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
         check_hits(recipe.bench, base.tokenizer, recipe.data, bench_seed(recipe.seed))
         TextWindows(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
         batches.check(base.tokenizer, recipe.tune, recipe.data, recipe.bench, recipe.seed)
+
+
+def name_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, tunes: bool = True, measures: bool = True) -> None:
+    """Say which text and facts are used, and of a model that does not know the small world, what to give instead of it."""
+    data = recipe.data
+    used = {"data.train_text": ", ".join(text.source for text in data.train_text)} if tunes else {}
+    used |= {"data.held_out_text": data.held_out_text, "data.facts": data.facts} if measures else {}
+    say("text and facts: " + ", ".join(f"{key}={source}" for key, source in used.items()))
+    foreign = [key for key, source in used.items() if source == "world"]
+    if foreign and not is_of_the_world(tokenizer):
+        say(
+            "note: world is the small invented world of the built-in models, which this one does not know: set "
+            f"{', '.join(foreign)} (a text file that it knows; facts: capitals, or a .jsonl file)"
+        )
 
 
 def check_run(recipe: Recipe, base: Checkpoint) -> None:

@@ -30,7 +30,7 @@ from surgery.jobs.locating_stage import RANKING, located
 from surgery.jobs.opening import open_base, open_donor
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.jobs.planning_stage import KEPT, planned
-from surgery.jobs.preparing import check, check_run
+from surgery.jobs.preparing import check, check_run, name_texts
 from surgery.jobs.report_folder import REPORT, describe, write_report
 from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import steps_of, tuned
@@ -81,6 +81,7 @@ def run(
         check(recipe, base)
         check_run(recipe, base)
         try_engine(recipe.bench)
+        name_texts(recipe, base.tokenizer)
         if recipe.tune.lora is not None:
             matches(adopt(base.model), recipe.tune.lora)
         earlier = begin(out, "run", recipe, resume=resume, overwrite=overwrite)

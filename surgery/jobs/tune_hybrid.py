@@ -12,6 +12,7 @@ from surgery.exporting.source import base_of, holds_base, is_patch, present
 from surgery.exporting.verifications import check_way
 from surgery.jobs.opening import in_dtype_of, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, is_empty, withdrawn_if_refused
+from surgery.jobs.preparing import name_texts
 from surgery.jobs.sizes import check_tuning
 from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import steps_of, tuned
@@ -81,6 +82,7 @@ def tune_hybrid(
     if earlier and (change := first_change(earlier, recipe, ("tune",))) is not None:
         say(str(change))
     options = recipe.tune
+    name_texts(recipe, loaded.tokenizer, measures=False)
     say(f"tuning: {steps_of(options)} of {options.batch_size} sequences and {options.text_batch_size} texts")
     log = tuned(loaded.model, loaded, recipe, work, plan=plan, teacher=teacher, resume=resume)
     if resume and on_main(partial(_holds, out, model_digest(loaded.model))):

@@ -1,8 +1,9 @@
 """Knowledge: what only the weights can know, as fact cloze and as lettered multiple choice about the same facts.
 
 Without a file, the facts of the small world (as cloze, each in its held-out template; as letters, in prompts of the held-out
-split). With a file, its lines: {"prompt": "The capital of France is", "answer": " Paris", "choices": [" Paris",
-" Rome", ...]}, and "question" where the lettered form should ask something else than the prompt.
+split). With a file, its lines: {"prompt": "The capital of France is", "answer": "Paris"}, questions of any kind. Choices are
+drawn from the other answers, unless a line has its own: "choices": [" Paris", " Rome", ...], with "answer" among them, letter
+for letter. "question": where the lettered form should ask something else than the prompt.
 
 A file's facts have one prompt each. So they are divided: a quarter, by a hash of the prompt, is asked while planning and
 tuning, and bench asks the others (of fewer than four, both ask all). The world's need no division: tuning asks them in
@@ -25,6 +26,7 @@ from surgery.world.facts import facts
 Part = Literal["tune", "bench"]
 PARTS: tuple[Part, ...] = get_args(Part)
 SHARE = 4  # one fact in so many is for planning and tuning
+DRAWN = 10  # choices of a fact that brings none
 CAPITALS = Path(__file__).parent / "capitals.jsonl"
 
 
@@ -33,10 +35,11 @@ def _lines(source: str, part: Part | None = None) -> list[dict]:
     items = []
     for number, item in parse_json_lines(text, source):
         if (why := _wrong_with(item)) is not None:
-            raise UserError(f"{source}, line {number}: needs prompt, answer and choices, the answer among the choices{why}")
+            raise UserError(f"{source}, line {number}: needs prompt and answer, and the answer among its choices, if any{why}")
         items.append(item)
     if not items:
         raise UserError(f"{source} holds no facts")
+    items = _with_choices(items, source)
     return items if part is None or len(items) < SHARE else _of_part(items, part)
 
 
@@ -47,10 +50,31 @@ def _of_part(items: list[dict], part: Part) -> list[dict]:
     return [item for item, value in zip(items, hashes, strict=True) if (value <= bound) == (part == "tune")] or items
 
 
+def _with_choices(items: list[dict], source: str) -> list[dict]:
+    """Each with choices: where a line has none, its answer and others of the file, in an order that its prompt decides."""
+    answers = list(dict.fromkeys(item["answer"].strip() for item in items))
+    if len(answers) < 2 and any("choices" not in item for item in items):
+        raise UserError(f"{source}: choices are drawn from the other answers, and there is only '{answers[0]}'")
+    return [item if "choices" in item else _drawn(item, answers) for item in items]
+
+
+def _drawn(item: dict, answers: list[str]) -> dict:
+    rng, own = random.Random(f"choices {item['prompt']}"), item["answer"].strip()
+    others = [answer for answer in answers if answer != own]
+    choices = [own, *rng.sample(others, min(len(others), DRAWN - 1))]
+    rng.shuffle(choices)
+    # A word begins with a blank, unless prompt or answer says how it begins.
+    blank = "" if item["prompt"][-1].isspace() else item["answer"][: len(item["answer"]) - len(item["answer"].lstrip())] or " "
+    return item | {"answer": blank + own, "choices": [blank + choice for choice in choices]}
+
+
 def _wrong_with(item: Any) -> str | None:
     """What is wrong with a line of a file of facts, as the end of a sentence; None if nothing is."""
-    if not isinstance(item, dict) or not {"prompt", "answer", "choices"} <= item.keys():
+    if not isinstance(item, dict) or not {"prompt", "answer"} <= item.keys():
         return ""  # the sentence says it all
+    if "choices" not in item:
+        texts = [item["prompt"], item["answer"], item.get("question", "-")]
+        return None if all(isinstance(text, str) and text.strip() for text in texts) else "; each of them is text"
     choices = item["choices"]
     texts = [item["prompt"], item["answer"], item.get("question", "-"), *(choices if isinstance(choices, list) else ())]
     if not isinstance(choices, list) or not all(isinstance(text, str) and text.strip() for text in texts):

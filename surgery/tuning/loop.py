@@ -29,6 +29,7 @@ from surgery.tuning.stages import DONE, TuningRun
 from surgery.tuning.state import Checkpoints, Log, State
 from surgery.tuning.trackers import check_trackers
 from surgery.tuning.trainable import trainable, training
+from surgery.world.tokenizer import say_of_the_world
 
 VERSION = 3  # of the steps and of the settings' names: a run that another version began cannot be resumed
 
@@ -63,6 +64,8 @@ def tune(
         hybrid, tokenizer, options or Tune(), data=data, seed=seed, layers=layers, teacher=teacher, out=out,
         resume=resume, description=description,
     )  # fmt: skip
+    if data is None:
+        say_of_the_world(tokenizer, "tune")
     # Every step seeds torch's generator; afterwards the caller goes on with his own numbers.
     device = getattr(hybrid, "device", None)
     devices = [device] if device is not None and device.type == "cuda" else []

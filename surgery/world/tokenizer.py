@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.letters import lettered
+from surgery.runtime.progress import say
 from surgery.world.facts import facts
 from surgery.world.text import document
 from surgery.world.words import KEYS
@@ -29,6 +30,16 @@ def is_of_the_world(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer is that of the built-in models, which alone know the small world."""
     own = build_tokenizer().get_vocab()
     return len(tokenizer) == len(own) and tokenizer.get_vocab() == own
+
+
+def say_of_the_world(tokenizer: PreTrainedTokenizerBase, verb: str) -> None:
+    """Say, of a model that does not know the small world, that it is the default of a public function, and what to give."""
+    if not is_of_the_world(tokenizer):
+        say(
+            f"note: surgery.{verb} without data= takes text and facts of the small invented world of the built-in models, "
+            'which this one does not know: data=surgery.Data(train_text="train.txt", held_out_text="held_out.txt", '
+            'facts="capitals")'
+        )
 
 
 def wrapped(text: str, **options: int) -> PreTrainedTokenizerFast:

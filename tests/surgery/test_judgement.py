@@ -219,3 +219,14 @@ def test_heads_located_by_letters_are_judged_by_letters():
     )}  # fmt: skip
     (better,) = judge(report.model_copy(update={"located": located, "models": turned}))
     assert better.answer.startswith("Yes: on letters tuned answers 0.982 of the questions, the base 0.914 (difference +0.068")
+
+
+def test_keeping_what_the_base_does_not_know_says_nothing(report):
+    """A text on which it is no better than guessing among all tokens, and facts at chance."""
+    base = report.models["base"]
+    lost_on_both = {"perplexity": base.perplexity.loss.value - 0.01, "knowledge": base.knowledge.accuracy}
+    for guessing, names in ((lost_on_both, True), ({"perplexity": 99.0, "knowledge": 0.1}, False), ({}, False)):
+        models = report.models | {"base": base.model_copy(update={"guessing": guessing})}
+        said = did_it_help(report.model_copy(update={"models": models}))
+        assert ("name a text that it knows (data.held_out_text)" in said) == names
+        assert ("name facts that it knows (data.facts)" in said) == names

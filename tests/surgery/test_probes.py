@@ -1,5 +1,7 @@
 """Probes: seeded, by the published protocol, exact for candidates of several tokens."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -149,3 +151,21 @@ def test_the_worlds_tokenizer_keeps_words_and_numbers_whole_and_text_intact():
 
 def test_the_worlds_tokenizer_is_the_checkpoints(tiny):
     assert tiny.tokenizer.get_vocab() == build_tokenizer().get_vocab()
+
+
+def test_choices_are_drawn_from_the_other_answers(tmp_path):
+    """Where a line has none; the same in every process, and every answer among them once."""
+    path = tmp_path / "mine.jsonl"
+    lines = [{"prompt": f"The code of room {n} is", "answer": str(n % 20)} for n in range(40)]
+    lines.append({"prompt": "The key:", "answer": "blue", "choices": ["red", "blue"]})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, again = (Knowledge(str(path)).questions(99, seed=0) for _ in range(2))
+    assert first == again
+    assert first[-1].choices == ("red", "blue")
+    for line, question in zip(lines[:-1], first, strict=False):
+        assert question.choices[question.answer] == f" {line['answer']}"
+        assert len(set(question.choices)) == len(question.choices) == 10
+    assert {len(question.choices) for question in Letters(str(path)).questions(9, seed=0)} == {4}
+    path.write_text('{"prompt": "a", "answer": "b"}\n')
+    with pytest.raises(UserError, match="choices are drawn from the other answers, and there is only 'b'"):
+        Knowledge(str(path)).questions(1, seed=0)
