@@ -142,7 +142,7 @@ class ModelLook(Environment, Marked):
         for each in self.held:
             more = "" if each.a_head is None else f" (a grafted head adds {size(each.a_head)})"
             held.append(f"{size(each.bytes)}{more} at {each.context:,} tokens")
-        return [*lines, f"cache and state: {', '.join(held)}", f"Verdict: {self.verdict}"]
+        return [*lines, f"cache and state: {', '.join(held) or 'not to be counted'}", f"Verdict: {self.verdict}"]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -209,7 +209,11 @@ def _what_can_be_edited(model: PreTrainedModel) -> tuple[tuple[int, ...], int, s
 
 def _held(model: PreTrainedModel, editable: Sequence[int]) -> tuple[Held, ...]:
     """Of a cache that grows along a line, the line through two short prompts."""
-    own, grafted = _line(model), None
+    grafted = None
+    try:
+        own = _line(model)
+    except ValueError:  # transformers' Gated DeltaNet without attention layers counts no tokens, and has no cache
+        return ()
     if editable:
         grafted = _line(install(model, Plan(kind="head", sites=(Site(editable[0], (0,)),))).eval())
     at = [tuple(round(fixed + each * context) for fixed, each in filter(None, (own, grafted))) for context in CONTEXTS]
