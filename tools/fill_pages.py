@@ -43,6 +43,7 @@ LETTERS = {
 }
 SKILLS = ROOT / "recipes" / "skills.findings.json"
 UNBOUNDED = ROOT / "recipes" / "skills-unbounded.findings.json"
+TARGET = ROOT / "recipes" / "letters-target.findings.json"
 MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
 KERNELS_BEFORE = ROOT / "recipes" / "kernels.before.json"  # an earlier version's, measured in the same way
@@ -169,6 +170,27 @@ def skills() -> str:
 Measured {made.created[:10]} on {made.machine}, version {made.toolkit}, {examples} examples a cell, one seed of locating and \
 tuning a base (`recipes/{SKILLS.name}`, `recipes/{UNBOUNDED.name}`). Other heads: grafts at random other heads of the same \
 layer, under the same gate, tuned alike. Changes are those of the edit within bounds."""
+
+
+def target() -> str:
+    """Bases whose heads were located by letters, beside the same tuning without a graft and with grafts elsewhere."""
+    told = Findings.read(TARGET)
+    body = []
+    for name in told.about:
+        of = {row.what.partition(OF)[2]: row.figures for row in told.rows if row.what.partition(OF)[0] == name}
+        models = ["base", "tuned", "control_tuned", "control_random_site_tuned", SAME_LAYER]
+        cells = [f"{value(of[model][LETTERED]):.3f}" if model in of else "" for model in models]
+        others = [f"{value(of[model]['kv.64']):.3f}" if model in of else "" for model in ("base", "tuned")]
+        body.append([name, *cells, " to ".join(filter(None, others))])
+    header = ["", "base", "edited", "no graft", "other layer", "other heads", "KV 64"]
+    made, examples = told.provenance, told.rows[0].figures[LETTERED].n
+    return f"""{markdown.table(header, body)}
+
+{told.summary.splitlines()[0]}
+
+Letters right, of {examples}. Measured {made.created[:10]} on {made.machine}, version {made.toolkit}, one seed of locating and \
+tuning a base (`recipes/{TARGET.name}`). No graft, other layer, other heads: the same tuning without a graft, with grafts in \
+another layer, and at other heads of the same one."""
 
 
 def letters() -> str:
@@ -368,7 +390,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     },
     EVIDENCE / "index.md": {"claims": claims_page.claims},
     EVIDENCE / "demo.md": {"demo": demo, "demo-auto": demo_auto, "foreign-words": foreign_words},
-    EVIDENCE / "letters.md": {"letters": letters, "skills": skills},
+    EVIDENCE / "letters.md": {"letters": letters, "skills": skills, "target": target},
     EVIDENCE / "mixers.md": {"mixers table": mixers_page.table, "mamba-1 table": mamba1, "seeds": seeds},
     EVIDENCE / "cohort.md": {"cohort": cohort, "seed-2": partial(cohort, SEED2)},
     EVIDENCE / "lengths.md": {"lengths": lengths},
