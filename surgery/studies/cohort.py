@@ -195,12 +195,12 @@ def _make(name: str, recipe: PretrainRecipe, folder: Path) -> None:
 
 
 def _measured(folder: Path, sizes: Sequence[int]) -> dict[str, dict[str, Proportion | Estimate]]:
-    """What the base alone can do, as it was measured when it was trained, at those of `sizes` that were. Empty where it could
+    """What the base alone can do, as it was measured when it was trained, at those of `sizes` that were, and on letters. Empty where it could
     not be trained."""
     if not (folder / "measured.json").exists():
         return {}
     figures = json.loads((folder / "measured.json").read_text())
-    names = [name for size in sizes if (name := f"kv.{size}") in figures]
+    names = [name for name in (*(f"kv.{size}" for size in sizes), LETTERS) if name in figures]
     return {BASE: {name: Proportion.model_validate(figures[name]) for name in names}}
 
 
