@@ -195,8 +195,8 @@ def _make(name: str, recipe: PretrainRecipe, folder: Path) -> None:
 
 
 def _measured(folder: Path, sizes: Sequence[int]) -> dict[str, dict[str, Proportion | Estimate]]:
-    """What the base alone can do, as it was measured when it was trained, at those of `sizes` that were, and on letters. Empty where it could
-    not be trained."""
+    """What the base alone can do, as it was measured when it was trained: at those of `sizes` that were, and on letters. Empty
+    where it could not be trained."""
     if not (folder / "measured.json").exists():
         return {}
     figures = json.loads((folder / "measured.json").read_text())
