@@ -57,7 +57,7 @@ def claims() -> str:
     parts: tuple[Callable[[], Sequence[str]], ...] = (
         _demo, _auto, _seeds, _mamba1, _deltanet, _mlstm, _cohort, _seed2, _lengths, _transformer, _state, _text, _words,
         lambda: _letters("letters-choice", "nothing bounded", LOSS), lambda: _letters("letters-kept", "within bounds", SHOWN),
-        _skills,
+        _skills, _target,
     )  # fmt: skip
     return markdown.table(["claim", "scope", "best control", "record", "verdict"], [list(part()) for part in parts])
 
@@ -239,6 +239,19 @@ def _skills() -> list[str]:
         f"{fall(free):.3f}), and at least {100 * share:.0f}% of the gain at 64 pairs stays",
         f"{len(bases)} bases, 1 seed each", f"graft at other heads of the layer, tuned: {others[0]:.3f} to {others[-1]:.3f}",
         source(findings("skills"), "skills.findings.json"), SHOWN,
+    ]  # fmt: skip
+
+
+def _target() -> list[str]:
+    rows = rows_of(findings("letters-target"))
+    edited = [row.partition(": ")[0] for row in rows if row.endswith(": tuned")]
+    changes = [rows[f"{name}: tuned"]["letters"] - rows[f"{name}: base"]["letters"] for name in edited]
+    bases = [row for row in rows if row.endswith(": base")]
+    return [
+        f"[Letters as the target](letters.md#lettered-choice-as-the-target): a change of {min(changes):+.3f} to {max(changes):+.3f} "
+        f"on {len(edited)} bases, no plan on {len(bases) - len(edited)}",
+        f"{len(bases)} bases, 1 seed each", "the same tuning without a graft: no gain either",
+        source(findings("letters-target"), "letters-target.findings.json"), NOT,
     ]  # fmt: skip
 
 

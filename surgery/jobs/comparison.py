@@ -52,10 +52,10 @@ def compare(
         source = other.model if isinstance(other, Checkpoint) else other
         entries[label] = Entry(source, display_name(other.name), Plan.read(plan) if plan.exists() else None)
     check(recipe, base)
-    name_texts(recipe, base.tokenizer, tunes=False)
     try_engine(recipe.bench)
     missing = controls_of(recipe, base, {label: other.name for label, other in beside.items()})
     begin(out, "bench", recipe, resume=resume, overwrite=overwrite)
+    name_texts(recipe, base.tokenizer, tunes=False)
     settings = strip_paths(recipe.model_dump(mode="json"))
     with use(**recipe.kernels):
         entries |= trained(missing, base, out, resume=resume)

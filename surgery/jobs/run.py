@@ -81,10 +81,10 @@ def run(
         check(recipe, base)
         check_run(recipe, base)
         try_engine(recipe.bench)
-        name_texts(recipe, base.tokenizer)
         if recipe.tune.lora is not None:
             matches(adopt(base.model), recipe.tune.lora)
         earlier = begin(out, "run", recipe, resume=resume, overwrite=overwrite)
+        name_texts(recipe, base.tokenizer)
         change = first_change(earlier, recipe) if earlier else None
         if change is not None:
             say(str(change))

@@ -4,6 +4,7 @@ Measured on every device: the time of a step, and the most memory that it holds 
 and the optimizer's state are computed from the sizes of tensors; the rest is activations and whatever else is temporary.
 """
 
+import gc
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -84,6 +85,7 @@ def rehearse(
 ) -> TuningProfile:  # fmt: skip
     """Take a few steps of `distil` and put everything back. Nothing is written. Each of several processes measures itself.
     Arguments as for tune. Raises UserError for whatever tune would refuse."""
+    gc.collect()  # what is let go of during a step would be taken for what the step does not hold
     data, layers = data or Data(), None if layers is None else list(layers)
     nothing: dict[str, Any] = {"curriculum": 0.0, "report_to": (), "steps": STEPS}
     nothing |= dict.fromkeys(("align", "calibrate", "early_stopping", "repeat"))

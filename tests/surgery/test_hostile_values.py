@@ -80,7 +80,7 @@ def test_an_empty_name_is_not_the_current_folder():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"chunk_size": 0}, "chunk_size is 0"), ({"grafts": 5}, "cannot read .*config.json"),
+        ({"chunk_size": 0}, "chunk_size is 0"), ({"grafts": 5}, "grafts is 5, and is to be a list of grafts"),
         ({"grafts": [5]}, "list of grafts|cannot read"),
         ({"grafts": [{"layer": 9, "heads": [0]}]}, "a graft is in layer 9"), ({"grafts": "H99"}, "at heads"),
     ],

@@ -275,8 +275,8 @@ def test_settings_are_listed(surgery):
         (("locate", "m", "--set", "bench.limit=3"), "surgery locate has no use for bench.limit; it uses tokenizer, "),
         (("locate", "m", "--set", "model=x"), "surgery locate takes the model as an argument"),
         (
-            ("bench", "m", "m", "--set", "bench.controls=false"),
-            "surgery bench has no use for bench.controls; it uses bench.suites",
+            ("bench", "m", "m", "--set", "bench.random_sites=2"),
+            "surgery bench has no use for bench.random_sites; it uses bench.suites",
         ),
         (("bench", "m", "m", "--set", "tune.steps=3"), "surgery bench has no use for tune.steps"),
         (("tune", "m", "--out", "x", "--set", "locate.seeds=3"), "surgery tune has no use for locate.seeds"),

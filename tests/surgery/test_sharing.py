@@ -16,6 +16,7 @@ from surgery.jobs.opening import open_checkpoint
 from surgery.loading.digests import model_digest
 from surgery.loading.sharing import own_bytes, same_bits
 from surgery.models.answers import tensors
+from surgery.probes import scoring
 from surgery.records.plan import Plan
 from surgery.records.recipe import Lesson, Lora, Recipe, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice
@@ -168,7 +169,7 @@ def measured(monkeypatch, live_bytes):
     return seen
 
 
-def test_a_comparison_costs_the_base_and_the_grafts(folder, tmp_path, measured, live_bytes):
+def test_a_comparison_costs_the_base_and_the_grafts(folder, tmp_path, measured, live_bytes, monkeypatch):
     """Two patches and an export; and afterwards nothing is left."""
     package.load(folder / "base")  # whatever the first call leaves
     before = live_bytes()
@@ -181,6 +182,7 @@ def test_a_comparison_costs_the_base_and_the_grafts(folder, tmp_path, measured, 
     assert held - before == total(models)
     del measured_entries, models
     measured.clear()
+    monkeypatch.setattr(scoring, "_last", None)  # the questions that were asked last
     assert live_bytes() == before
 
 
