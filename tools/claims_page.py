@@ -248,8 +248,8 @@ def _target() -> list[str]:
     changes = [rows[f"{name}: tuned"]["letters"] - rows[f"{name}: base"]["letters"] for name in edited]
     bases = [row for row in rows if row.endswith(": base")]
     return [
-        f"[Letters as the target](letters.md#lettered-choice-as-the-target): a change of {min(changes):+.3f} to {max(changes):+.3f} "
-        f"on {len(edited)} bases, no plan on {len(bases) - len(edited)}",
+        f"[Letters as the target](letters.md#lettered-choice-as-the-target): a change of {min(changes):+.3f} to "
+        f"{max(changes):+.3f} on {len(edited)} bases, no plan on {len(bases) - len(edited)}",
         f"{len(bases)} bases, 1 seed each", "the same tuning without a graft: no gain either",
         source(findings("letters-target"), "letters-target.findings.json"), NOT,
     ]  # fmt: skip

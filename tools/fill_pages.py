@@ -188,9 +188,9 @@ def target() -> str:
 
 {told.summary.splitlines()[0]}
 
-Letters right, of {examples} (without an edit, of 1,000 when the base was trained). Measured {made.created[:10]} on
-{made.machine}, version {made.toolkit}, one seed of locating and \ tuning a base (`recipes/{TARGET.name}`). No graft, other
-layer, other heads: the same tuning without a graft, with grafts in \ another layer, and at other heads of the same one."""
+Letters right, of {examples} (without an edit, of 1,000 when the base was trained). Measured {made.created[:10]} on \
+{made.machine}, version {made.toolkit}, one seed of locating and tuning a base (`recipes/{TARGET.name}`). No graft, other \
+layer, other heads: the same tuning without a graft, with grafts in another layer, and at other heads of the same one."""
 
 
 def letters() -> str:

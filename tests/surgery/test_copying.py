@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from surgery.choosing.bounded import Measuring
-from surgery.choosing.task import Task
+from surgery.choosing.task import ChoiceTask
 from surgery.errors import UserError
 from surgery.jobs.entries import STARTS, names_of
 from surgery.jobs.preparing import check_run
@@ -109,7 +109,7 @@ def test_gates_are_tried_where_heads_are_added(base, tokenizer):
     options = PlanOptions(heads="auto", init="copy", auto=auto)
     questions, text = KVRetrieval(4).questions(4, seed=1), held_out_windows(tokenizer, Data(), Tune(text_tokens=32), 2, 0)
     measuring = Measuring(Subject.of(base, tokenizer), questions, text)
-    assert Task.of(base, ranking, options, tokenizer=tokenizer).gates == [1.0, 0.1]
+    assert ChoiceTask.of(base, ranking, options, tokenizer=tokenizer).gates == [1.0, 0.1]
     (measured,) = measuring.measure([plan(ranking, sites="L1.H3", init="copy", blend=1.0)], "a plan")
     assert np.isfinite(measured.loss).all()
 

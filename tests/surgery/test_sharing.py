@@ -169,7 +169,7 @@ def measured(monkeypatch, live_bytes):
     return seen
 
 
-def test_a_comparison_costs_the_base_and_the_grafts(folder, tmp_path, measured, live_bytes, monkeypatch):
+def test_a_comparison_costs_the_base_and_the_grafts(folder, tmp_path, measured, live_bytes):
     """Two patches and an export; and afterwards nothing is left."""
     package.load(folder / "base")  # whatever the first call leaves
     before = live_bytes()
@@ -182,7 +182,7 @@ def test_a_comparison_costs_the_base_and_the_grafts(folder, tmp_path, measured, 
     assert held - before == total(models)
     del measured_entries, models
     measured.clear()
-    monkeypatch.setattr(scoring, "_last", None)  # the questions that were asked last
+    scoring._last = None  # the questions that were asked last
     assert live_bytes() == before
 
 

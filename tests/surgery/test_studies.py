@@ -233,7 +233,7 @@ def test_a_base_that_cannot_be_operated_on_is_a_finding(surgery, tmp_path, cohor
     assert status == 0, error
     findings = Findings.read(tmp_path / "out" / "findings.json")
     assert [row.what for row in findings.rows] == ["two: base"]
-    assert {*findings.rows[0].figures} == {"kv.4"}  # of the sizes that bench asks
+    assert {*findings.rows[0].figures} == {"kv.4", "letters"}  # of the sizes that bench asks
     assert "no head is worth its cache" in findings.about["two"]["stopped"]
     assert "predicted" in findings.about["two"]
     assert "stopped: " in findings.summary
