@@ -209,8 +209,12 @@ class OwnedFolder:
         return self._below(path).foreign
 
     def tidy(self, path: Path) -> list[Path]:
-        """Remove what is ours of a file or a folder, and return what stays: the user's."""
+        """Remove what is ours of a file or a folder, and return what stays: the user's. A folder with a record of its own, an
+        export for one, is seen whole or not at all."""
         found = self._below(path)
+        if path in found.folders and not found.foreign and (path / RECORD).is_file():
+            self.remove(path)
+            return []
         for file in found.files:
             file.unlink(missing_ok=True)
         _remove_folders(found)
@@ -431,6 +435,8 @@ def put(path: str | Path, content: bytes, *, own: Callable[[bytes], bool] | None
         before = _content(place)
         if before is not None and not (folder.owns(place) if folder is not None else own is not None and own(before)):
             refuse([path])
+        if folder is None and own is not None:
+            _sweep_files(place, own)
         if before == content:
             return
         _make_folders(place.parent, folder)
@@ -447,6 +453,14 @@ def put(path: str | Path, content: bytes, *, own: Callable[[bytes], bool] | None
             refuse([path])
         finally:
             hidden.unlink(missing_ok=True)
+
+
+def _sweep_files(place: Path, own: Callable[[bytes], bool]) -> None:
+    """Remove what killed writers of a file have left beside it: whole, under a hidden name, and ours by its content."""
+    for other in place.parent.iterdir():
+        named = other.name.startswith(f".{place.name[:200]}-new-") and HIDDEN.search(other.name) and not other.is_symlink()
+        if named and (content := _content(other)) is not None and own(content):
+            other.unlink(missing_ok=True)
 
 
 def note_down(root: Path, name: str, value: str) -> None:

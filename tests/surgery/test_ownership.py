@@ -398,3 +398,15 @@ def test_what_a_library_cannot_write_is_one_line_too(name, status):
     assert done.returncode == status
     line = f"surgery: cannot write x/file: {os.strerror(getattr(errno, name))}\n"
     assert (done.stderr == line) is (status == 2)
+
+
+def test_what_a_killed_writer_of_a_file_left_is_removed_by_the_next(tmp_path):
+    """If it is whole and ours; the user's file of such a name stays."""
+    place = tmp_path / "plan.json"
+    place.write_bytes(b"ours 1")
+    (tmp_path / ".plan.json-new-01234567").write_bytes(b"ours 2")
+    (tmp_path / ".plan.json-new-89abcdef").write_bytes(b"mine")
+    ownership.put(place, b"ours 3", own=lambda content: content.startswith(b"ours"))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        "plan.json": b"ours 3", ".plan.json-new-89abcdef": b"mine",
+    }  # fmt: skip
