@@ -23,6 +23,7 @@ from scipy import stats
 from surgery.records.record import Record
 
 LEVEL, POWER = 0.05, 0.8
+CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 CHUNK = 4096  # columns at once: a Mamba-1 has thousands of heads
 CACHED = 512  # of them, so many that a processor's cache holds what is computed of them
 QUICK = 16_384  # columns; of more, intervals may be off by their last bit (see _moments)

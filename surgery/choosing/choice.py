@@ -7,7 +7,6 @@ on questions that no head was ranked by.
 
 from collections.abc import Sequence
 
-from surgery.choosing.bounded import decided, growth_of
 from surgery.choosing.task import ChoiceTask, Most, counts, most_chosen
 from surgery.errors import UserError
 from surgery.locating.ledger import Ledger
@@ -45,8 +44,7 @@ def choose(task: ChoiceTask) -> Plan:
         for count in counts(len(carriers))
         for each in task.gates
     ]
-    growth = growth_of(task.ranking.probe, task.measuring, task.before)
-    return decided(task.measuring, task.bounds, plans, growth, by_preference=True)
+    return task.decided(plans)
 
 
 def most(options: PlanOptions, heads: int, bounded: bool) -> Most:

@@ -19,7 +19,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.choosing.bounded import PlanMeasurement, decided, growth_of, saved
-from surgery.choosing.task import ChoiceTask, Most
+from surgery.choosing.task import ChoiceTask, Most, gate_count
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
 from surgery.locating.ranking import Ranking
@@ -63,7 +63,7 @@ def choose(task: ChoiceTask) -> Plan:
 
 def most(options: PlanOptions, heads: int, bounded: bool) -> Most:
     """The base included, and the finalists untrained once more."""
-    auto, gates = options.auto, len(options.auto.gates) if options.blend is None else 1
+    auto, gates = options.auto, gate_count(options)
     rounds, candidates = min(auto.max_heads, heads), min(auto.candidates, heads)
     measured = 1 + gates + rounds * min(candidates * gates, candidates * min(2, gates) + gates)
     return Most(measured + 2 * auto.finalists, auto.finalists if bounded else 0)

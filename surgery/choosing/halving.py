@@ -1,8 +1,8 @@
 """Successive halving: many plans, tuned for a few steps; the better half for twice as many, and so on, until
 plan.auto.finalists are left. What is best untrained need not be best after tuning."""
 
-from surgery.choosing.bounded import decided, growth_of, saved
-from surgery.choosing.task import ChoiceTask, Most, counts
+from surgery.choosing.bounded import saved
+from surgery.choosing.task import ChoiceTask, Most, counts, gate_count
 from surgery.records.plan import Plan
 from surgery.records.recipe import PlanOptions
 from surgery.records.site import Site
@@ -26,9 +26,7 @@ def choose(task: ChoiceTask) -> Plan:
         plans = [plans[i] for i in order[: max(auto.finalists, -(-len(plans) // 2))]]
         say(f"plan: after {steps} steps the best of {len(tuned)} saves {gains[order[0]]:+.3f} nats")
         steps *= 2
-    return decided(
-        task.measuring, task.bounds, plans, growth_of(task.ranking.probe, task.measuring, task.before), by_preference=True
-    )
+    return task.decided(plans)
 
 
 def _sets(task: ChoiceTask) -> list[tuple[Site, ...]]:
@@ -44,8 +42,7 @@ def _sets(task: ChoiceTask) -> list[tuple[Site, ...]]:
 
 
 def most(options: PlanOptions, heads: int, bounded: bool) -> Most:
-    gates = len(options.auto.gates) if options.blend is None else 1
-    left = gates * (LAYERS + 1) * (len(counts(options.counted)) if options.grows else 1)
+    left = gate_count(options) * (LAYERS + 1) * (len(counts(options.counted)) if options.grows else 1)
     plans = tuned = 0
     steps = FEWEST
     while left > options.auto.finalists and steps < options.auto.steps:

@@ -150,18 +150,25 @@ class ChoiceTask:
         units = units[: self.options.counted]
         if not (self.measuring.skills or self.options.grows):
             return self.plan(units, self.options.blend)
-        plans = [self.plan(units[:count], each) for count in counts(len(units)) for each in self.gates]
-        return decided(
-            self.measuring, self.bounds, plans, growth_of(self.ranking.probe, self.measuring, self.before), by_preference=True
-        )
+        return self.decided([self.plan(units[:count], each) for count in counts(len(units)) for each in self.gates])
+
+    def decided(self, plans: Sequence[Plan]) -> Plan:
+        """The best within the bounds of some plans, the preferred ones first. Raises NoPlan where none is."""
+        growth = growth_of(self.ranking.probe, self.measuring, self.before)
+        return decided(self.measuring, self.bounds, plans, growth, by_preference=True)
 
 
 def most_chosen(options: PlanOptions, heads: int, bounded: bool) -> Most:
-    """What Task.chosen measures at most, the base included."""
+    """What ChoiceTask.chosen measures at most, the base included."""
     if not (bounded or options.grows):
         return Most(0)
-    gates = len(options.auto.gates) if options.blend is None else 1
-    return Most(1 + len(counts(min(options.counted, heads))) * gates + options.auto.finalists, options.auto.finalists)
+    plans = len(counts(min(options.counted, heads))) * gate_count(options)
+    return Most(1 + plans + options.auto.finalists, options.auto.finalists)
+
+
+def gate_count(options: PlanOptions) -> int:
+    """How many gates are tried."""
+    return len(options.auto.gates) if options.blend is None else 1
 
 
 def counts(units: int) -> list[int]:

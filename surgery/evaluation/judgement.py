@@ -12,11 +12,10 @@ from surgery.evaluation.results import HITS, OTHERS, ModelReport, Results, is_lo
 from surgery.probes.needle import CHOICES
 from surgery.probes.skills import BOUND, BOUND_OF_LOSS
 from surgery.records.names import is_control
-from surgery.statistics import Estimate, Evidence, at_chance, written
+from surgery.statistics import CEILING, Estimate, Evidence, at_chance, written
 
 UNSEEN = "kv_unseen"
 CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
-CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 NAMED = 6  # tasks in a sentence
 SKILLS = ("letters", "knowledge")  # what a model is judged by where its heads were located by it; else by dictionaries
 

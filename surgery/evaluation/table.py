@@ -17,7 +17,7 @@ from surgery.evaluation.chance import chance
 from surgery.evaluation.figure import Figure, Point, Series, looks
 from surgery.evaluation.markdown import named_table
 from surgery.evaluation.report import Report
-from surgery.evaluation.results import ModelReport, Perplexity
+from surgery.evaluation.results import ModelReport, Perplexity, value
 from surgery.evaluation.suites import DOCUMENTS, OF_RULER, RULER_TITLES, ZEROSHOT
 from surgery.runtime import plotting
 from surgery.statistics import Estimate, Proportion
@@ -206,12 +206,8 @@ def _mean(
     for name, model in models.items():
         results = model.results()
         if len(tasks) > 1 and all(task in results for task in tasks):
-            cells[name] = TableCell(sum(_value(results[task]) for task in tasks) / len(tasks))
+            cells[name] = TableCell(sum(value(results[task]) for task in tasks) / len(tasks))
     return [TableColumn(group, title, "%", cells, None, guess)] if cells else []
-
-
-def _value(result: Proportion | Estimate | Perplexity) -> float:
-    return result.accuracy if isinstance(result, Proportion) else result.value
 
 
 def _costs(models: Mapping[str, ModelReport]) -> list[TableColumn]:
@@ -330,7 +326,7 @@ def memory_figure(models: Mapping[str, ModelReport]) -> Figure | None:
         for context, size in sorted(sizes.items()):
             asked = [results[task] for family in OF_RULER if (task := f"{family}.{context}") in results]
             if asked:
-                mean = sum(map(_value, asked)) / len(asked)
+                mean = sum(map(value, asked)) / len(asked)
                 text = f"{mean:.3f} at {context:,} tokens, {len(asked)} tasks"
                 points.setdefault(name, []).append(Point(float(round(size / 2**10)), mean, text))
     if len(points) < 2:

@@ -22,9 +22,7 @@ from surgery.records.recipe import Locate
 from surgery.records.record import read_text, write_text
 from surgery.runtime import processes
 from surgery.runtime.progress import busy, duration, say
-from surgery.statistics import Proportion, at_chance, share_right
-
-CEILING = 0.98  # an accuracy above which hardly anything is left to gain
+from surgery.statistics import CEILING, Proportion, at_chance, share_right
 
 
 def look_at_base(subject: Subject, questions: QuestionSet, options: Locate, ledger: Ledger) -> tuple[Proportion, float | None]:

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from surgery.errors import UserError
 from surgery.evaluation import markdown
+from surgery.evaluation.judgement import heading
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import ModelReport, value
 from surgery.jobs.locating_stage import RANKING
@@ -120,7 +121,7 @@ class Cohort(Study):
         of_tuned = [f"tuned, {name}" for name in ("unseen keys", KNOWLEDGE, TEXT)]
         beside = [model for model in (BASE, TUNED, SAME_LAYER) if any(other in row.figures for row in findings.rows)]
         header = ["", "plan", "predicted is best", *COLUMNS.values(), *of_tuned]
-        header += [f"{_heading(other)}, {COLUMNS[model]}" for model in beside]
+        header += [f"{heading(other)}, {COLUMNS[model]}" for model in beside]
         body = []
         for name, about in findings.about.items():
             models = _of_base(findings.rows, name)
@@ -163,10 +164,10 @@ class Cohort(Study):
             axis.axvline(_chance(size), color=plotting.CHANCE, lw=1.2, ls=(0, (1, 2)), label="chance")
             axis.set_yticks(range(len(names)), names)
             axis.set_ylim(len(names) - 0.5, -0.5)
-            axis.set(xlabel=f"{_heading(size)}: {plotting.ACCURACY}", xlim=(0, 1.02))
+            axis.set(xlabel=f"{heading(size)}: {plotting.ACCURACY}", xlim=(0, 1.02))
             tuned = [value(models[TUNED][size]) for models in map(partial(_of_base, findings.rows), names) if TUNED in models]
             reach = sum(accuracy >= WELL for accuracy in tuned)
-            title = f"{self.title}:\n{reach} of {len(names)} reach {WELL} at {_heading(size)} when tuned"
+            title = f"{self.title}:\n{reach} of {len(names)} reach {WELL} at {heading(size)} when tuned"
             figure.suptitle(title, fontsize=11, fontweight="bold", ha="left", x=0.01)
             plotting.legend(figure, axis, columns=3)
 
@@ -288,10 +289,6 @@ def _target(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return LETTERS if any(each.get("probe") == LETTERS for each in about.values()) else _largest(rows)
 
 
-def _heading(task: str) -> str:
-    return task.replace("kv.", "KV ")
-
-
 def _chance(task: str) -> float:
     return 1 / len(OPTIONS) if task == LETTERS else 1 / int(task[3:])
 
@@ -334,10 +331,10 @@ def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
             told += [f"unseen keys {value(models[BASE][unseen]):.3f} to {value(models[TUNED][unseen]):.3f}"]
         other = largest if size == LETTERS else LETTERS
         if other in models.get(BASE, {}) and other in models[TUNED]:
-            told += [f"{_heading(other)} {value(models[BASE][other]):.3f} to {value(models[TUNED][other]):.3f}"]
+            told += [f"{heading(other)} {value(models[BASE][other]):.3f} to {value(models[TUNED][other]):.3f}"]
         change = models[TUNED].get(KNOWLEDGE)
         told += [f"knowledge {value(change):+.3f}"] if change is not None else []
-        lines.append(f"{name} ({markdown.shortened(_planned(each))}), {_heading(size)}: {', '.join(told)}.")
+        lines.append(f"{name} ({markdown.shortened(_planned(each))}), {heading(size)}: {', '.join(told)}.")
     return "\n".join(lines)
 
 
