@@ -435,11 +435,11 @@ def put(path: str | Path, content: bytes, *, own: Callable[[bytes], bool] | None
         before = _content(place)
         if before is not None and not (folder.owns(place) if folder is not None else own is not None and own(before)):
             refuse([path])
-        if folder is None and own is not None:
-            _sweep_files(place, own)
         if before == content:
             return
         _make_folders(place.parent, folder)
+        if folder is None and own is not None:
+            _sweep_files(place, own)
         hidden = _hidden_name(place)
         if folder is not None:
             folder.note(place, hidden, digest=hashlib.sha256(content).hexdigest())
