@@ -26,6 +26,12 @@ def points(findings: Findings) -> list[tuple[float, float]]:
     return [(value(own[TEXT]), value(own[size]) - value(other[size])) for own, other in zip(tuned, base, strict=True)]
 
 
+def _overlap(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> bool:
+    """Whether two kinds have points above each other."""
+    (low, high), (least, most) = ((min(x for x, _ in each), max(x for x, _ in each)) for each in (one, other))
+    return low <= most and least <= high
+
+
 def draw(path: Path) -> None:
     """Lines are labelled directly; the title says the result."""
     of = {kind: points(Findings.read(file)) for file, kind in files().items()}
@@ -36,7 +42,7 @@ def draw(path: Path) -> None:
         for (kind, each), color in zip(of.items(), COLORS, strict=False):
             axis.plot(*zip(*each, strict=True), "o", ms=6, alpha=0.8, color=color)
             ys = [y for _, y in each]
-            crowded = any(0 < fmean(y for _, y in other) - fmean(ys) < CLOSE for other in of.values())
+            crowded = any(0 < fmean(y for _, y in other) - fmean(ys) < CLOSE and _overlap(each, other) for other in of.values())
             place, offset = (min(ys), -14) if crowded else (max(ys), 5)
             where = max(x for x, _ in each), place
             axis.annotate(kind, where, (4, offset), textcoords="offset points", color=color, fontsize=9.5, ha="center")

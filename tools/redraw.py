@@ -10,7 +10,7 @@ from surgery.evaluation.report_figures import draw
 from surgery.records.recipe import Recipe
 from surgery.studies import Findings, make
 from surgery.studies.redraw import redraw
-from tools import mixers_figure
+from tools import cache_figure, mixers_figure
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 REPORTS = {  # figure in recipes/ -> its report, and its file there
@@ -25,8 +25,9 @@ def main() -> None:
             draw(Report.read(RECIPES / f"{name}.report.json"), Path(folder), only=file)
             _take(Path(folder) / file, RECIPES / shown)
             print(shown)
-        mixers_figure.draw(Path(folder) / "mixers.png")
-        _take(Path(folder) / "mixers.png", RECIPES / "mixers.png")
+        for name, own in (("mixers.png", mixers_figure), ("gain-cache.png", cache_figure)):
+            own.draw(Path(folder) / name)
+            _take(Path(folder) / name, RECIPES / name)
         for path in sorted(RECIPES.rglob("*.findings.json")):
             figure = path.with_name(path.name.removesuffix("findings.json") + "png")
             options = dict(Recipe.model_validate(Findings.read(path).provenance.recipe).study or {})

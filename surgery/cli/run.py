@@ -43,6 +43,9 @@ def run(
     trust_remote_code: Trust = False,
     engine_python: EnginePython = None,
     trust_task_code: TaskCode = False,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Go on where a model is not worth editing, or is at chance on what locates heads.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what it would cost: time, memory and disk, stage by stage; write nothing.")
     ] = False,
@@ -52,8 +55,8 @@ def run(
 
     That is the main job (locate, plan, splice, tune, bench, export) or a study. The output goes to runs/<recipe>. Of a model, a
     quick look (`surgery look`) comes first, and its recipe is chosen by that: chosen.yaml, with a reason for each choice, which
-    --set changes. A model that is not worth editing is declined with exit status 1, and nothing is written. Where the hybrid
-    gains and loses another skill of the base, the exit status is 1, too; all files are written.
+    --set changes. A model that is not worth editing is declined with exit status 1, and nothing is written; --anyway goes on.
+    Where the hybrid gains and loses another skill of the base, the exit status is 1, too; all files are written.
 
     Examples:
       surgery run recipes/demo.yaml --dry-run
@@ -83,10 +86,10 @@ def run(
     chosen = None
     if options is None:
         parts = Path(until_the_end.enter_context(TemporaryDirectory())) if dry_run else None
-        chosen = chosen_for(str(recipe), out, text=text, settings=settings or (), parts=parts, **places)
+        chosen = chosen_for(str(recipe), out, text=text, settings=settings or (), parts=parts, anyway=anyway, **places)
         options = chosen.recipe
         _show_chosen(chosen, as_json)
-        if chosen.seen is not None and not chosen.seen.worth:
+        if chosen.declined:
             raise typer.Exit(1)
     if dry_run:
         _show_estimate(estimate(options, out, verify=verify, trust_remote_code=trust_remote_code), as_json)
@@ -98,9 +101,9 @@ def run(
         show(f"{findings.summary}\nFindings: {out / FINDINGS}, figure: {out / FIGURE}")
         return
     if chosen is None:
-        report = job.run(options, out, verify=verify, **places)
+        report = job.run(options, out, verify=verify, anyway=anyway, **places)
     else:
-        report = run_chosen(chosen, out, verify=verify, **places)
+        report = run_chosen(chosen, out, verify=verify, anyway=anyway, **places)
     table(*markdown.rows(report))
     prose(markdown.EXPLANATION)
     show("")

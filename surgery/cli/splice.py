@@ -27,19 +27,19 @@ def splice(
     settings: Settings = None,
     verify: Verify = "auto",
     overwrite: ReplaceExport = False,
-    shrink_state: Annotated[
-        int | None, typer.Option("--shrink-state", help="Keep so many dimensions of the state, those that text needs most.")
+    state_size: Annotated[
+        int | None, typer.Option("--state-size", help="Keep so many dimensions of the state, those that text needs most.")
     ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Put a plan's grafts into a model.
 
-    Writes a hybrid folder, untrained. With --shrink-state, which plan.state_size does while planning, the heads that stay an
+    Writes a hybrid folder, untrained. With --state-size, which plan.state_size does while planning, the heads that stay an
     SSM keep a part of their state; tune the hybrid afterwards.
 
     Examples:
       surgery splice checkpoints/tiny-mamba2 plan.json --out spliced
-      surgery splice checkpoints/tiny-mamba2 plan.json --out s --shrink-state 4
+      surgery splice checkpoints/tiny-mamba2 plan.json --out s --state-size 4
     """
     from surgery.exporting.export import export
     from surgery.exporting.source import advise_tuning
@@ -55,12 +55,12 @@ def splice(
     base = open_base(in_dtype_of(chosen, options), trust_remote_code)
     splicing.check_base(chosen, base.fingerprint)
     donor = open_donor(chosen, trust_remote_code)
-    if shrink_state is not None:
+    if state_size is not None:
         from surgery.tuning import state_sizes
 
         tokens = options.tune.text_tokens
         chosen = state_sizes.shrink_state(
-            base, chosen, shrink_state, donor=donor, data=options.data, text_tokens=tokens, seed=options.seed
+            base, chosen, state_size, donor=donor, data=options.data, text_tokens=tokens, seed=options.seed
         )
     hybrid = splicing.splice(base.model, chosen, donor)
     export(hybrid, out, tokenizer=base.tokenizer, plan=chosen, base=base.name, verify=verify)

@@ -15,7 +15,7 @@ USED: dict[str, tuple[str, ...]] = {
     "plan": (
         *OPENING, "plan", "seed", "data.skills", "data.facts", "data.train_text", "tune", "locate.batch_size",
     ),  # tune: by which the last candidates are tuned for a few steps
-    "splice": (*OPENING, "seed", "data.train_text", "tune.text_tokens"),  # the text by which --shrink-state measures
+    "splice": (*OPENING, "seed", "data.train_text", "tune.text_tokens"),  # the text by which --state-size measures
     "tune": (*OPENING, "seed", "data", "tune", "bench.windows", "bench.window"),
     "export": OPENING,
     # locate: the question whose mixing matrices are drawn.

@@ -2,6 +2,7 @@
 
 from surgery.evaluation.results import Results
 from surgery.records.growth import Trial
+from surgery.records.site import Site
 from surgery.runtime.progress import duration
 
 Table = tuple[list[str], list[list[str]]]
@@ -18,6 +19,11 @@ def automatic_choices(report: Results) -> str:
             f"{growth.measured} plans without training, on {probe['examples']} questions of {probe['name']} that no head was "
             f"ranked by and {probe['windows']} windows of text, in {duration(growth.seconds)}."
         )
+        added = {part for head in heads for part in Site.parse(head).each()}
+        if {part for site in report.plan.sites for part in site.each()} != added and growth.rounds:
+            steps = max((candidate.steps for candidate in growth.candidates), default=0)
+            chosen = ", ".join(map(str, report.plan.sites))
+            sentences.append(f"Of the plans that were then tuned for {steps} steps, {chosen} saved most, and was chosen.")
     if (steps := report.training.get("tuned", {}).get("steps")) is not None:
         sentences.append(f"tune.steps=auto took {steps:.0f} steps; the controls took as many.")
     return " ".join(sentences)

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from surgery.evaluation.entries import Entry, ModelPool
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import HITS, Cost, ModelReport, Perplexity, Serving, Speed
 from surgery.evaluation.serving import Served, check_serving, serve, versions
-from surgery.evaluation.speed import Timed, decode_cost, speed
+from surgery.evaluation.speed import Timed, decode_cost, decodes, speed
 from surgery.evaluation.suites import Task, measures, tasks
 from surgery.evaluation.text_hits import no_hits
 from surgery.loading.digests import Conditions, fingerprint, tokenizer_digest
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.finite import within
-from surgery.probes.knowledge import Knowledge
+from surgery.probes.knowledge import Knowledge, Letters
 from surgery.records.names import display_name, is_control, strip_paths
 from surgery.records.plan import published
 from surgery.records.recipe import Bench, Data
@@ -34,7 +34,7 @@ from surgery.runtime.processes import gather, is_main, share, state
 from surgery.runtime.progress import Track, busy, say
 from surgery.splicing.remembered import opened, remembered_tokenizer
 from surgery.statistics import Estimate, Evidence, Proportion, decisions, difference, evidence, mean, proportion
-from surgery.world.tokenizer import say_of_the_world
+from surgery.world.tokenizer import is_of_the_world, say_of_the_world
 
 
 def bench(
@@ -154,9 +154,13 @@ def measure(
         dtypes = ", ".join(f"{name} in {each.dtype}" for name, each in measured_under.items())
         say(f"the models are in several dtypes: {dtypes}")
     cells_of = _measured(models, measured_under, todo, cells)
-    timed = _timed(models, measured_under, options, readable(options, tokenizer), cells)
-    served = _served(models, measured_under, options, tokenizer, cells) if "serving" in options.suites else {}
     first = next(iter(named))
+    contexts = readable(options, tokenizer)
+    if contexts and not decodes(models[first]):
+        say(f"note: {first} cannot go on from a cache in transformers, so that no token is timed")
+        contexts = []
+    timed = _timed(models, measured_under, options, contexts, cells)
+    served = _served(models, measured_under, options, tokenizer, cells) if "serving" in options.suites else {}
     pairs: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
     for name, by_task in cells_of.items():
         for task, measured in by_task.items():
@@ -176,6 +180,7 @@ def measure(
             served.get(name, ()),
             models.parameters.get(name),
             _guessing(models[first], data, cells_of[first]) if name == first else {},
+            invented(data, tokenizer, ("held_out_text", "facts")) if name == first else (),
         )
         for name, entry in named.items()
     }
@@ -280,6 +285,7 @@ def _report(
     entry: Entry, measured_under: Conditions, cells: dict[str, list[Cell]], change: dict[str, Estimate],
     tests: dict[str, Evidence], cost: tuple[Cost, ...], fast: tuple[Speed, ...],
     served: tuple[Serving, ...], parameters: int | None, guessing: dict[str, float],
+    of_the_world: tuple[str, ...],
 ) -> ModelReport:  # fmt: skip
     results = {task: _result(task, values(measured)) for task, measured in cells.items()}
     kv = {task.removeprefix("kv."): results.pop(task) for task in [*results] if task.startswith("kv.")}
@@ -298,8 +304,19 @@ def _report(
     return ModelReport.model_validate(
         {**fields, "kv": kv, **own, "tasks": results, "cost": cost, "speed": fast, "serving": served,
          "change": change, "evidence": tests,
-         "seeds": seeds, "guessing": guessing}
+         "seeds": seeds, "guessing": guessing, "invented": of_the_world}
     )  # fmt: skip
+
+
+def invented(data: Data, tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> tuple[str, ...]:
+    """Those of some settings of `data` that take text or facts of the built-in models' small world, for a model that is none of
+    them."""
+
+    def of_world(source: Any) -> bool:
+        return source == "world" if isinstance(source, str) else any(each.source == "world" for each in source)
+
+    world = tuple(f"data.{name}" for name in names if of_world(getattr(data, name)))
+    return () if not world or is_of_the_world(tokenizer) else world
 
 
 def _guessing(model: PreTrainedModel, data: Data, measured: Collection[str]) -> dict[str, float]:
@@ -308,6 +325,7 @@ def _guessing(model: PreTrainedModel, data: Data, measured: Collection[str]) -> 
     guessing: dict[str, float] = {}
     if "perplexity" in measured:
         guessing["perplexity"] = math.log(embeddings.weight.shape[0])
-    if "knowledge" in measured:
-        guessing["knowledge"] = float(np.mean([each.chance for each in Knowledge(data.facts).questions(sys.maxsize, 0)]))
+    for name, probe in (("knowledge", Knowledge(data.facts)), ("letters", Letters(data.facts))):
+        if name in measured:
+            guessing[name] = float(np.mean([each.chance for each in probe.questions(sys.maxsize, 0)]))
     return guessing

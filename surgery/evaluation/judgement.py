@@ -12,7 +12,7 @@ from surgery.evaluation.results import HITS, OTHERS, ModelReport, Results, is_lo
 from surgery.probes.needle import CHOICES
 from surgery.probes.skills import BOUND, BOUND_OF_LOSS
 from surgery.records.names import is_control
-from surgery.statistics import CEILING, Estimate, Evidence, at_chance, written
+from surgery.statistics import CEILING, Estimate, Evidence, Proportion, at_chance, written
 
 UNSEEN = "kv_unseen"
 CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
@@ -266,10 +266,10 @@ def _cost(base: ModelReport, model: ModelReport) -> str:
     """Knowledge and perplexity, and what else got worse."""
     before, after = base.results(), model.results()
     parts = []
-    if model.knowledge is not None and base.knowledge is not None:
-        parts.append(
-            f"knowledge {model.knowledge.accuracy:.3f} (base {base.knowledge.accuracy:.3f}{_said(model, 'knowledge')})"
-        )
+    for skill in reversed(SKILLS):
+        kept, had = after.get(skill), before.get(skill)
+        if isinstance(kept, Proportion) and isinstance(had, Proportion) and not _guessed(base, skill):
+            parts.append(f"{skill} {kept.accuracy:.3f} (base {had.accuracy:.3f}{_said(model, skill)})")
     if model.perplexity is not None and base.perplexity is not None:
         change = model.perplexity.loss.value - base.perplexity.loss.value
         parts.append(
@@ -279,7 +279,7 @@ def _cost(base: ModelReport, model: ModelReport) -> str:
     worse = [
         f"{heading(task)} {written(value(after[task]))} (base {written(value(before[task]))})"
         for task, change in model.change.items()
-        if task not in ("knowledge", "perplexity")
+        if task not in (*SKILLS, "perplexity")
         and _direction(task, change, model.evidence.get(task)) == "worse"
     ]  # fmt: skip
     costs = f"Cost: {'; '.join(parts)}." if parts else "Cost: knowledge and perplexity were not measured."
@@ -300,16 +300,32 @@ def _says_nothing(base: ModelReport) -> list[str]:
             f"({base.perplexity.loss.value:.2f} nats, log(vocabulary) {least:.2f}), so that losses there say nothing: name a "
             "text that it knows (data.held_out_text)."
         )
-    least = base.guessing.get("knowledge")
-    if base.knowledge is not None and least is not None and at_chance(base.knowledge, least):
+    for skill in reversed(SKILLS):
+        if _guessed(base, skill):
+            said.append(
+                f"The base is at chance on {skill} ({base.results()[skill]}, chance {base.guessing[skill]:.3f}), so that "
+                "keeping it says nothing: name facts that it knows (data.facts)."
+            )
+    if base.invented:
         said.append(
-            f"The base is at chance on knowledge ({base.knowledge}, chance {least:.3f}), so that keeping it says nothing: name "
-            "facts that it knows (data.facts)."
+            f"{' and '.join(base.invented)} are those of the small invented world of the built-in models, which the base was "
+            "not trained on: name its own."
         )
     return said
 
 
+def _guessed(base: ModelReport, skill: str) -> bool:
+    """Whether the base is at chance on a skill, as far as that is known."""
+    result, least = base.results().get(skill), base.guessing.get(skill)
+    return isinstance(result, Proportion) and least is not None and at_chance(result, least)
+
+
 def _said(model: ModelReport, task: str) -> str:
-    """What the difference to the base says, after a comma; nothing where the report has none."""
+    """What the difference to the base says, after a comma; nothing where the report has none. Of a skill, also a fall beyond
+    BOUND that too few questions cannot rule out."""
     change = model.change.get(task)
-    return "" if change is None else f", {_direction(task, change, model.evidence.get(task))}"
+    if change is None:
+        return ""
+    said = _direction(task, change, model.evidence.get(task))
+    unseen = said == "no difference seen" and task in SKILLS and change.ci95[0] < -BOUND
+    return f", {said}" + (f", a fall by {-change.ci95[0]:.3f} not ruled out" if unseen else "")

@@ -50,7 +50,14 @@ def _draw(axis: Any, figure: Figure) -> None:
     axis.set_xticks([x for x, _ in ticks], [label for _, label in ticks])
     axis.set_xticks([], minor=True)
     axis.set_title(textwrap.fill(figure.result, LETTERS))
-    heights = spread([figure.rise(y) / 1.02 for _, y, _, _ in labels], LABEL)
+    name_lines(axis, labels)
+
+
+def name_lines(axis: Any, labels: Sequence[tuple[float, float, str, str]], size: float = LABEL) -> None:
+    """Write names beside the ends of lines, right of the axis: (x, y, text, colour) of each. size: the height of a label, as a
+    share of the axis, whose limits are final."""
+    low, high = axis.get_ylim()
+    heights = spread([(y - low) / (high - low) for _, y, _, _ in labels], size)
     for (x, y, text, color), place in zip(labels, heights, strict=True):
         leader = {"arrowstyle": "-", "color": color, "lw": 0.6, "shrinkA": 2, "shrinkB": 4, "relpos": (0, 0.5)}
         axis.annotate(

@@ -90,7 +90,8 @@ class ModelReport(Record):
     paired difference to the base on the same examples (accuracies, and "perplexity" and "sliding" as the difference of the mean
     loss in nats). evidence: what the differences say. seeds: where there are several, the mean of each one. guessing: of the
     base, what guessing gives: the accuracy on knowledge, and of perplexity the loss of guessing among all tokens,
-    log(vocabulary)."""
+    log(vocabulary). invented: of the base, the settings whose text or facts are of the built-in models' small world, where it
+    is not one of them."""
 
     description: str
     plan: Plan | None
@@ -108,6 +109,7 @@ class ModelReport(Record):
     evidence: dict[str, Evidence] = {}
     seeds: dict[str, tuple[float, ...]] = {}
     guessing: dict[str, float] = Field(default={}, exclude_if=lambda guessing: not guessing)  # which reports before 0.21 lack
+    invented: tuple[str, ...] = Field(default=(), exclude_if=lambda invented: not invented)
 
     def results(self) -> dict[str, Proportion | Estimate | Perplexity]:
         """Everything that was measured example by example, by the task's name."""

@@ -1,11 +1,11 @@
 """What a token costs: time, cache and memory against context length and batch.
 
 In each round all models are timed, one after the other, so that a disturbance of the machine hits all of them; the median of
-the rounds counts. One context (and batch) is measured for all models before the next one, and its times are kept together.
+the rounds counts. Times are of the work alone, not of what other programs take meanwhile (runtime/timing.py). One context (and
+batch) is measured for all models before the next one, and its times are kept together.
 """
 
 import inspect
-import time
 from collections.abc import Mapping
 from functools import partial
 from statistics import median
@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel
 
 from surgery.evaluation.cells import Kept
 from surgery.evaluation.results import Cost, Speed
-from surgery.runtime.timing import peak_bytes
+from surgery.runtime.timing import Stopwatch, peak_bytes
 
 CACHES = ("cache_params", "past_key_values")  # as state-space models call them, and as Transformers do
 ROUNDS, TOKENS = 3, 8
@@ -59,11 +59,9 @@ def speed(models: Mapping[str, PreTrainedModel], context: int, batch: int) -> Ti
     times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(ROUNDS):
         for name, model in models.items():
-            _wait(model)
-            start = time.perf_counter()
+            watch = Stopwatch(model.device)
             caches[name] = _prefilled(model, context, batch)
-            _wait(model)
-            times[name].append(time.perf_counter() - start)
+            times[name].append(watch.read()[0])
     parts = {name: cache_parts(cache) for name, cache in caches.items()}
     decoding = _decoding(models, caches, batch)
     caches.clear()
@@ -98,6 +96,16 @@ def cache_parts(cache: Cache) -> dict[str, int]:
     return {part: size for part, of in held.items() if (size := sum(t.numel() * t.element_size() for t in of))}
 
 
+def decodes(model: PreTrainedModel) -> bool:
+    """Whether a model goes on from a cache. transformers' Gated DeltaNet without attention layers counts no tokens, and does
+    not."""
+    try:
+        cache_after(model, 1)
+    except ValueError:
+        return False
+    return True
+
+
 def cache_after(model: PreTrainedModel, context: int) -> int:
     """Bytes of the cache after so many tokens, of one row."""
     return cache_bytes(_prefilled(model, context, 1))
@@ -118,19 +126,12 @@ def _decoding(models: Mapping[str, PreTrainedModel], caches: dict[str, Cache], b
         for name, model in models.items():
             token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
             for _ in range(TOKENS + (turn == 0)):
-                _wait(model)
-                start = time.perf_counter()
+                watch = Stopwatch(model.device)
                 model(input_ids=token, use_cache=True, **_cached(model, caches[name]))
-                _wait(model)
-                times[name].append(time.perf_counter() - start)
+                times[name].append(watch.read()[0])
     return {name: 1e3 * median(measured[1:]) for name, measured in times.items()}
 
 
 def _cached(model: PreTrainedModel, cache: Cache) -> dict[str, Any]:
     """The cache as a keyword argument."""
     return {next(name for name in CACHES if name in inspect.signature(model.forward).parameters): cache}
-
-
-def _wait(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

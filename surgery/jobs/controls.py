@@ -1,21 +1,25 @@
 """The cheapest control of hybrids that are tuned: their base, tuned alike without a graft. `surgery bench` trains it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from surgery.errors import UserError
 from surgery.evaluation.entries import Entry
 from surgery.jobs.entries import without_graft
 from surgery.jobs.opening import is_hybrid
-from surgery.jobs.tuning_stage import steps_of, tuned
+from surgery.jobs.tuning_stage import record_of, steps_of, take_over, tuned
 from surgery.loading.opened import Checkpoint
 from surgery.records.names import CONTROL_TUNED, is_control
 from surgery.records.plan import PLAN, Plan
 from surgery.records.recipe import Data, Recipe, read_recipe
+from surgery.runtime.processes import on_main
 from surgery.runtime.progress import duration, say
 from surgery.splicing.splice import adopt
+from surgery.tuning.plateau import taken
 from surgery.tuning.rehearsal import rehearse
+from surgery.tuning.state import state_of
 from surgery.tuning.trainable import with_own_mixers
 
 LEAVES_OUT = "--set bench.controls=false leaves it out"
@@ -24,10 +28,12 @@ UNMEASURED = "no control is measured, so no gain will be called one"
 
 @dataclass(frozen=True)
 class Control:
-    """A control to be trained. plan: of the hybrid, whose layers are tuned; the recipe is what the hybrid was tuned by."""
+    """A control to be trained. plan: of the hybrid, whose layers are tuned; the recipe is what the hybrid was tuned by, with as
+    many steps as it took. earlier: where the run that made the hybrid keeps its own control."""
 
     plan: Plan
     recipe: Recipe
+    earlier: Path = field(compare=False)
 
 
 def controls_of(recipe: Recipe, base: Checkpoint, hybrids: Mapping[str, str]) -> list[Control]:
@@ -39,7 +45,7 @@ def controls_of(recipe: Recipe, base: Checkpoint, hybrids: Mapping[str, str]) ->
     for label, name in hybrids.items():
         if not (Path(name) / PLAN).exists() or (learnt := _learnt_by(Path(name), recipe)) is None:
             continue  # not a hybrid, or never tuned
-        control = Control(Plan.read(Path(name) / PLAN), learnt)
+        control = Control(Plan.read(Path(name) / PLAN), learnt, Path(name).parent / "tuning" / CONTROL_TUNED)
         if (other := _other_base(control.plan, base)) is not None:
             say(f"{label} was made from another base ({other}): {UNMEASURED}")
         elif control not in controls:
@@ -48,22 +54,27 @@ def controls_of(recipe: Recipe, base: Checkpoint, hybrids: Mapping[str, str]) ->
 
 
 def trained(controls: Iterable[Control], base: Checkpoint, out: Path, *, resume: bool) -> dict[str, Entry]:
-    """The controls by name, tuned in out/tuning; with `resume`, what is there is not tuned again. What each takes is said
-    first. One whose text or facts are not here is left out, and a line says so."""
+    """The controls by name, tuned in out/tuning; with `resume`, what is there is not tuned again, nor is what the run of the
+    hybrid has tuned already. What each takes is said first. One whose text or facts are not here is left out, and a line says
+    so."""
     entries: dict[str, Entry] = {}
     for number, control in enumerate(controls, start=1):
         name = CONTROL_TUNED + (f"_{number}" if number > 1 else "")
         layers, description = without_graft(control.plan)
         options, data, seed = control.recipe.tune, control.recipe.data, control.recipe.seed
         model, teacher = with_own_mixers(base, layers), adopt(base.model)
+        place = out / "tuning" / name
         try:
-            if not (resume and (out / "tuning" / name).exists()):
+            there = resume and place.exists()
+            if not there and on_main(partial(take_over, control.earlier, place, record_of(base, control.recipe, None, layers))):
+                say(f"{name}: {description}: taken from {control.earlier}")
+                there = True
+            elif not there:
                 cost = rehearse(model, base.tokenizer, options, data=data, seed=seed, layers=layers, teacher=teacher)
-                takes = duration(cost.costs[0].seconds * options.most_steps)
+                takes = duration(cost.costs[0].seconds * cost.pace.slowed * options.most_steps)
                 say(f"{name}: {description}: {steps_of(options)}, about {takes}; {LEAVES_OUT}")
             tuned(
-                model, base, control.recipe, out / "tuning" / name, plan=None, layers=layers, teacher=teacher, resume=resume,
-                description=name,
+                model, base, control.recipe, place, plan=None, layers=layers, teacher=teacher, resume=there, description=name,
             )  # fmt: skip
         except UserError as error:
             say(f"{name} cannot be tuned ({error}): {UNMEASURED}; --set data.train_text=FILE names the text")
@@ -73,9 +84,9 @@ def trained(controls: Iterable[Control], base: Checkpoint, out: Path, *, resume:
 
 
 def _learnt_by(hybrid: Path, recipe: Recipe) -> Recipe | None:
-    """What a hybrid was tuned by; None if there is no record of that. An export names no folder of the machine that it was made
-    on, so what lies next to it is taken first: the recipe of its run, or of `surgery tune`. Text and facts that the
-    comparison itself names go before both."""
+    """What a hybrid was tuned by, with as many steps as it took; None if there is no record of that. An export names no folder
+    of the machine that it was made on, so what lies next to it is taken first: the recipe of its run, or of `surgery tune`.
+    Text and facts that the comparison itself names go before both."""
     places = (hybrid.parent / f"{hybrid.name}-tuning", hybrid.parent)
     own = _read(hybrid)
     if own is None:
@@ -83,7 +94,9 @@ def _learnt_by(hybrid: Path, recipe: Recipe) -> Recipe | None:
     beside = next((each for each in map(_read, places) if each is not None and each.tune == own.tune), own)
     given = recipe.data.model_dump(include=recipe.data.model_fields_set)
     data = Data.model_validate(beside.data.model_dump() | given)
-    return beside.model_copy(update={"data": data, "kernels": recipe.kernels})
+    states = map(state_of, (places[0], hybrid.parent / "tuning" / "tuned"))
+    log = next((state.log for state in states if state is not None), [])
+    return beside.model_copy(update={"data": data, "kernels": recipe.kernels, "tune": taken(beside.tune, log)})
 
 
 def _read(folder: Path) -> Recipe | None:

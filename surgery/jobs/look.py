@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.evaluation.speed import cache_after
+from surgery.evaluation.speed import cache_after, decodes
 from surgery.families import family_of
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.locating.questions import asked
@@ -209,10 +209,9 @@ def _what_can_be_edited(model: PreTrainedModel) -> tuple[tuple[int, ...], int, s
 def _held(model: PreTrainedModel, editable: Sequence[int]) -> tuple[Held, ...]:
     """Of a cache that grows along a line, the line through two short prompts."""
     grafted = None
-    try:
-        own = _line(model)
-    except ValueError:  # transformers' Gated DeltaNet without attention layers counts no tokens, and has no cache
+    if not decodes(model):
         return ()
+    own = _line(model)
     if editable:
         grafted = _line(install(model, Plan(kind="head", sites=(Site(editable[0], (0,)),))).eval())
     at = [tuple(round(fixed + each * context) for fixed, each in filter(None, (own, grafted))) for context in CONTEXTS]
@@ -280,7 +279,9 @@ def _verdict(why_not: str, retrieval: dict[str, Measured], text: TextLoss | None
     """Whether editing is worth trying, and a line that says so."""
     smallest, largest = next(iter(retrieval)), list(retrieval)[-1]
     beyond_chance = [n for n, each in retrieval.items() if not each.at_chance]
-    on_text = f" Give a text of the kind that it knows: {text}." if text is not None and text.hopeless else ""
+    on_text = ""
+    if text is not None and text.hopeless:
+        on_text = f" On {text.source}: {text}; a trained model is better on a text of its kind."
     if why_not:
         return False, f"not worth editing, because {why_not}."
     first = retrieval[smallest]

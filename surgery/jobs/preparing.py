@@ -5,6 +5,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.choosing import check_way
 from surgery.errors import UserError
 from surgery.evaluation import harness
+from surgery.evaluation.bench import invented
 from surgery.evaluation.contexts import left_out
 from surgery.evaluation.serving import check_serving
 from surgery.evaluation.suites import bench_seed, check_probes, standard
@@ -24,7 +25,6 @@ from surgery.splicing.start import check_donor, head_starts, layer_start
 from surgery.tuning import batches
 from surgery.tuning.state_sizes import check_size
 from surgery.tuning.trackers import check_trackers
-from surgery.world.tokenizer import is_of_the_world
 
 
 def check(recipe: Recipe, base: Checkpoint) -> None:
@@ -52,8 +52,7 @@ def name_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, tunes: boo
     used = {"data.train_text": ", ".join(text.source for text in data.train_text)} if tunes else {}
     used |= {"data.held_out_text": data.held_out_text, "data.facts": data.facts} if measures else {}
     say("text and facts: " + ", ".join(f"{key}={source}" for key, source in used.items()))
-    foreign = [key for key, source in used.items() if source == "world"]
-    if foreign and not is_of_the_world(tokenizer):
+    if foreign := invented(data, tokenizer, [key.removeprefix("data.") for key in used]):
         say(
             "note: world is the small invented world of the built-in models, which this one does not know: set "
             f"{', '.join(foreign)} (a text file that it knows; facts: capitals, or a .jsonl file)"

@@ -4,7 +4,6 @@ Every stage leaves its result in the folder. With `resume`, a stage whose result
 repeated, a tuning goes on from its last checkpoint, and a finished cell of the bench is not measured again.
 """
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -48,17 +47,20 @@ from surgery.runtime.memory import measured as measured_memory
 from surgery.runtime.memory import size, trim
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, duration, say
-from surgery.runtime.timing import processor_seconds
+from surgery.runtime.timing import Stopwatch, processor_seconds
 from surgery.splicing.splice import adopt
+from surgery.statistics import at_chance
 from surgery.tuning.lora import matches
 from surgery.tuning.plateau import taken
 from surgery.tuning.state import Log
+
+LONG = 300.0  # seconds of work that are not spent on heads that mean nothing, unless told to
 
 
 @withdrawn_if_refused
 def run(
     recipe: Recipe, out: str | Path, *, verify: str = "auto", resume: bool = False, overwrite: bool = False,
-    trust_remote_code: bool = False, papers: Mapping[str, str] | None = None,
+    trust_remote_code: bool = False, papers: Mapping[str, str] | None = None, anyway: bool = False,
 ) -> Report:  # fmt: skip
     """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, report.html,
     mixing.json, grafts.png, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that
@@ -66,8 +68,8 @@ def run(
 
     verify: how the export is, as surgery.export takes it. resume: go on with an earlier run in `out`, from the first stage
     whose own settings are others. overwrite: remove what an earlier run has left there. papers: files that are to stand beside
-    the report, by name. Raises UserError, and writes nothing, where an earlier run is there and neither is given, or where the
-    disk has no room for the export.
+    the report, by name. anyway: go on for hours, too, where the base is at chance on what locates its heads. Raises UserError,
+    and writes nothing, where an earlier run is there and neither is given, or where the disk has no room for the export.
     """
     if not isinstance(recipe, Recipe):
         raise UserError(f"surgery.run takes a recipe, as surgery.read_recipe returns it, not {a_type(recipe)}")
@@ -95,6 +97,8 @@ def run(
             enough()
         job = _Job(recipe, out, base, resume, verify)
         ranking = job.locate()
+        if not anyway:
+            job.check_chance(ranking)
         chosen = job.plan(ranking)
         if resume and (report := on_main(partial(job.finished, chosen))) is not None:
             say(f"nothing has changed, and everything is finished: this is the result in {out}")
@@ -124,14 +128,15 @@ class _Job:
         self.announced.say(name)
         if announcement is not None:
             say(announcement)
-        start, cpu = time.monotonic(), processor_seconds()
+        watch, cpu = Stopwatch(self.base.model.device), processor_seconds()
         self.cpu.setdefault("start", round(cpu, 2))
         trim()  # what the stage before has freed is no part of this one's memory
         with measured_memory() as peak:
             yield
-        self.timings[name] = round(time.monotonic() - start, 2)
+        work, wall = watch.read()
+        self.timings[name] = round(wall, 2)
         self.cpu[name] = round(processor_seconds() - cpu, 2)
-        self.announced.note(name, self.timings[name])
+        self.announced.note(name, work, wall)
         self.memory[name] = peak.device or peak.total
         say(f"{name}: done in {duration(self.timings[name])}, peak memory {size(self.memory[name])}")
 
@@ -140,6 +145,16 @@ class _Job:
             return located(self.recipe, self.base, self.out, resume=True, subject=self.subject)
         with self.stage("locate"):
             return located(self.recipe, self.base, self.out, resume=self.resume, subject=self.subject)
+
+    def check_chance(self, ranking: Ranking) -> None:
+        """Raise UserError where heads were located by guesses, and much work would follow."""
+        left = self.announced.left("locate")
+        if left > LONG and ranking.chance is not None and at_chance(ranking.base_accuracy, ranking.chance):
+            raise UserError(
+                f"the base is at chance on what located its heads ({ranking.base_accuracy}, chance {ranking.chance:.3f}), so "
+                f"that they mean nothing, and about {duration(left)} of work would follow: choose an easier probe "
+                "(locate.options), or go on with --resume --anyway"
+            )
 
     def plan(self, ranking: Ranking) -> Plan:
         options = self.recipe.plan

@@ -28,10 +28,11 @@ from surgery.models.anatomy import anatomy, mixer_at
 from surgery.records.names import display_name, on_hub
 from surgery.records.recipe import Recipe, read_recipe, recipe_from, with_settings
 from surgery.records.record import read_text, write_text
+from surgery.runtime.ownership import writing
 from surgery.runtime.progress import busy, say
 
 HELD_OUT = 10  # of a text, the last part of so many is measured on
-LARGEST = 64  # entries of a dictionary in lessons and in bench
+LARGEST = 64  # entries of a dictionary in training examples and in bench
 HEAD = "# Chosen by `surgery run {model}`. `surgery run` of this file does the same again; change what you like.\n"
 
 
@@ -46,7 +47,7 @@ class Choice(NamedTuple):
 @dataclass(frozen=True)
 class Chosen:
     """What is to be done with a model. seen: None where an earlier run is resumed. choices: none there, nor for a model that is
-    not worth editing. adapted: the modules that adapters are for, where heads are chosen by a perfect choice; none where they
+    declined. adapted: the modules that adapters are for, where heads are chosen by a perfect choice; none where they
     cannot be."""
 
     recipe: Recipe
@@ -54,6 +55,11 @@ class Chosen:
     choices: tuple[Choice, ...] = ()
     settings: tuple[str, ...] = ()
     adapted: tuple[str, ...] = ()
+
+    @property
+    def declined(self) -> bool:
+        """Whether nothing is to be done."""
+        return self.seen is not None and not self.choices
 
     @property
     def papers(self) -> dict[str, str]:
@@ -72,16 +78,18 @@ def is_model(name: str) -> bool:
 
 def chosen_for(
     model: str, out: Path, *, text: Path | None = None, settings: Sequence[str] = (), resume: bool = False,
-    overwrite: bool = False, parts: Path | None = None, trust_remote_code: bool = False,
+    overwrite: bool = False, parts: Path | None = None, trust_remote_code: bool = False, anyway: bool = False,
 ) -> Chosen:  # fmt: skip
-    """Look at a model, and choose its recipe. With `resume`, that of the run in `out`, if there is one.
+    """Look at a model, and choose its recipe. With `resume`, that of the run in `out`, if there is one, with its text.
 
     text: a file that is divided into what tuning sees and what is measured on, in the folder `parts` (<out>-text). settings:
     key=value, as --set takes them; they go before what is chosen. A model that is not worth editing has the recipe by which it
-    was opened. Raises UserError for a text that cannot be read, and where a model that the built-in world is foreign to
-    comes without one."""
+    was opened; with `anyway`, one is chosen if it can be edited at all. Raises UserError for a text that cannot be read, and
+    where a model that the built-in world is foreign to comes without one."""
     check_folder(out, "run", resume=resume, overwrite=overwrite)
     if resume and (out / CHOSEN).exists():
+        if text is not None:
+            say(f"note: --text is not read: {out / CHOSEN} says which text this run uses (--overwrite begins anew)")
         return Chosen(read_recipe(out / CHOSEN, [*settings]), None)
     opening = recipe_from(with_settings({"model": model}, settings), settings)
     with use(**opening.kernels):
@@ -89,7 +97,7 @@ def chosen_for(
             base = open_base(opening, trust_remote_code)
         facts = opening.data.facts if "facts" in opening.data.model_fields_set else None
         seen = look(base, text=text, facts=facts, seed=opening.seed)
-    if not seen.worth:
+    if not (seen.worth or (anyway and not seen.why_not)):
         return Chosen(opening, seen)
     choices = [*_data(base, seen, opening, text, parts or out.parent / f"{out.name}-text"), *_settings(base, seen)]
     return _chosen(Chosen(opening, seen, settings=tuple(settings), adapted=_adapted(base)), choices)
@@ -157,10 +165,10 @@ def _divided(text: Path, folder: Path) -> tuple[Path, Path]:
         if (place := whole.rfind(between, len(whole) // 2, middle)) > 0:
             middle = place + len(between)
             break
-    folder.mkdir(parents=True, exist_ok=True)
     train, held_out = folder / "train.txt", folder / "held_out.txt"
-    write_text(train, whole[:middle])
-    write_text(held_out, whole[middle:])
+    with writing(folder):  # so that another text can take their place
+        write_text(train, whole[:middle])
+        write_text(held_out, whole[middle:])
     return train, held_out
 
 
@@ -181,17 +189,19 @@ def _settings(base: Checkpoint, seen: ModelLook) -> list[Choice]:
         Choice(
             "plan.auto", {"max_heads": 4, "skill_examples": 256}, "other skills may fall by .02, text by .01 nats (plan.auto)"
         ),
-        Choice("tune.steps", "auto", "until the loss on lessons that are not trained on is flat"),
+        Choice("tune.steps", "auto", "until the loss on examples that are kept back is flat"),
         Choice("tune.max_steps", 300, "the controls take as many as the hybrid"),
         Choice("tune.learning_rate", 2e-3, "as in recipes/letters-kept.yaml"),
         Choice("tune.lessons", [{"probe": "kv", "options": {"pairs": [low, LARGEST]}}], "from half of the located size on"),
         Choice("tune.batch_size", 8, ""),
         Choice("tune.text_batch_size", 4, ""),
         Choice("tune.kl_weight", 8.0, "holds the model to its base on text"),
-        Choice("bench.pairs", sizes, "the smallest of the lessons, what was located with, the largest"),
+        Choice("bench.pairs", sizes, "the smallest that is trained on, what was located with, the largest"),
         Choice("bench.limit", 300, "intervals of about 0.06"),
         Choice("bench.windows", 32, ""),
-        Choice("bench.contexts", [256, 1024], "where a token is timed; cache at longer ones is in look.json"),
+        Choice("bench.contexts", [256, 1024], "where a token is timed; cache at longer ones is in look.json")
+        if seen.held
+        else Choice("bench.contexts", [], "no token is timed: transformers cannot go on from a cache of this model"),
         Choice("bench.random_sites", 1, "one draw of random heads beside the tuning without a graft"),
     ]
 

@@ -16,7 +16,8 @@ from surgery.runtime.ownership import remove, writing
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
 from surgery.tuning.loop import tune
-from surgery.tuning.state import Log, complete
+from surgery.tuning.stages import DONE
+from surgery.tuning.state import Log, complete, newest, put_copy, state_of
 
 TUNED, SECONDS = "tuning.json", "seconds.json"  # the second is of studies that compare times
 
@@ -54,18 +55,39 @@ def tuned(
     base: what the model was spliced from (of `surgery tune`, the hybrid itself); digest: its model_digest, if it is known. With
     `resume`, a tuning of the same goes on from its last checkpoint; one of anything else begins anew, and a line says so.
     """
-    now = Tuned(
-        model=digest or model_digest(base.model), tokenizer=tokenizer_digest(base.tokenizer), dtype=dtypes(base.model),
-        plan=None if plan is None else plan.model_dump(mode="json", exclude={"provenance", "growth"}), layers=layers,
-        seed=recipe.seed, kernels=recipe.kernels, tune=recipe.tune.model_dump(mode="json"),
-        data=recipe.data.model_dump(mode="json"),
-    )  # fmt: skip
+    now = record_of(base, recipe, plan, layers, digest)
     with writing(out):
         same = on_main(partial(_prepare, out, now, resume, description))
         return tune(
             model, base.tokenizer, recipe.tune, data=recipe.data, seed=recipe.seed, layers=layers, teacher=teacher, out=out,
             resume=same, description=description,
         )  # fmt: skip
+
+
+def record_of(
+    base: Checkpoint, recipe: Recipe, plan: Plan | None, layers: list[int] | None = None, digest: str | None = None
+) -> Tuned:  # fmt: skip
+    """What a tuning depends on. Arguments as for tuned()."""
+    return Tuned(
+        model=digest or model_digest(base.model), tokenizer=tokenizer_digest(base.tokenizer), dtype=dtypes(base.model),
+        plan=None if plan is None else plan.model_dump(mode="json", exclude={"provenance", "growth"}), layers=layers,
+        seed=recipe.seed, kernels=recipe.kernels, tune=recipe.tune.model_dump(mode="json"),
+        data=recipe.data.model_dump(mode="json"),
+    )  # fmt: skip
+
+
+def take_over(earlier: Path, out: Path, now: Tuned) -> bool:
+    """Whether the same was tuned to its end in the folder `earlier`, of another run: then its checkpoint is copied to `out`,
+    where tuned() with `resume` has nothing left to do."""
+    if not (earlier / TUNED).exists() or Tuned.read(earlier / TUNED) != now:
+        return False
+    checkpoint, state = newest(earlier), state_of(earlier)
+    if checkpoint is None or state is None or state.stage != DONE:
+        return False
+    with writing(out):
+        put_copy(checkpoint, out / checkpoint.name)
+        now.write(out / TUNED)
+    return True
 
 
 def _prepare(out: Path, now: Tuned, resume: bool, description: str) -> bool:

@@ -222,16 +222,11 @@ def _draw_leading(axis: Any, ranking: RankedHeads, planned: set[Site]) -> None:
     for i, score in enumerate(leading):
         also = ", ".join(ranking.also_for(score.site))
         axis.annotate(
-            also,
-            (1, i),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="center",
-            fontsize=7.5,
-            color="#D55E00",
-            bbox={"fc": "white", "ec": "none", "alpha": 0.85, "pad": 0.5},
-        )
+            also, (1, i), xycoords=("axes fraction", "data"), ha="right", va="center", fontsize=7.5, color="#D55E00"
+        )  # fmt: skip
+    if ranking.skills and values:  # room for what is written there
+        axis.set_xlim(right=1.9 * max(0.0, *(v.ci95[1] for v in values)) or None)
     axis.set_yticks(range(len(leading)), labels, fontsize=8.5)
     axis.axvline(0, color="#57606A", lw=0.8)
     axis.set_xlabel(ORDERED_BY[order], fontsize=8.5)
-    axis.set_title("Leading heads" + (", and what else they serve" if ranking.skills else ", 95% intervals"), fontsize=9.5)
+    axis.set_title("Leading heads" + (" (orange: also serve)" if ranking.skills else ", 95% intervals"), fontsize=9.5)

@@ -86,18 +86,19 @@ def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], 
     settle(subject.model)
     ids, _ = padded(sets[0].groups[0][1].rows, subject.model.device)
     with busy("timing a forward"):
-        seconds = _scan(options, subject, sets, forward_pace(subject.model, ids))
+        pace = forward_pace(subject.model, ids)
+    seconds = _scan(options, subject, sets, pace)
     affordable = exact = seconds <= options.budget
     if kept is not None:
         exact = _decided(kept / "exact.json", options, subject.conditions.model_dump(mode="json"), exact)
-    heads = f"{len(subject.anatomy.coordinates[0]):,} heads"
+    heads, takes = f"{len(subject.anatomy.coordinates[0]):,} heads", duration(seconds * pace.slowed)
     if exact:
-        say(f"measuring {heads} exactly, each ablated and spliced: about {duration(seconds)}")
+        say(f"measuring {heads} exactly, each ablated and spliced: about {takes}")
     elif affordable:
         say("locating by attribution alone, as this search began; locate.exact=true measures all heads")
     else:
         say(
-            f"locating by attribution alone: measuring {heads} exactly would take about {duration(seconds)}, more than "
+            f"locating by attribution alone: measuring {heads} exactly would take about {takes}, more than "
             f"locate.budget ({duration(options.budget)}). locate.exact=true measures all of them, locate.confirm=0.05 the "
             "leading 5%"
         )

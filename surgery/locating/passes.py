@@ -4,20 +4,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from surgery.locating.attribution import STARTS
+from surgery.locating.attribution import STARTS, attribute_starts
+from surgery.locating.attribution_memory import parted
 from surgery.locating.prefilter import deciding
 from surgery.locating.questions import QuestionSet
 from surgery.locating.roles import EXAMPLES
 from surgery.locating.search import DRAWN, LEADING
 from surgery.locating.subject import Subject
-from surgery.models.pace import Work
+from surgery.locating.walk import fully_gated
+from surgery.models.pace import Pace, Work
+from surgery.probes.encoded import Encoded
 from surgery.records.recipe import Locate
+from surgery.runtime.timing import Stopwatch
 
 # In forwards of the same batch, measured on the built-in Mambas and at mamba2-130m's shape (CPU, float32).
 WALK = 3.0  # layer by layer, beside its variants
-SLOPE = 2.5  # a forward and its backward
-START = 0.7  # the attention of all heads by one more start, on the way back
 MATRICES = 2.0  # of one question
+FEW = 2  # rows by which attribution is timed
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,24 @@ class PassCounts:
         computes."""
         return self.base + WALK * self.walks + share * self.variants
 
-    def forwards(self, share: float, rows: float) -> float:
-        """All of it, in forwards of a batch of so many rows."""
-        backward = (self.starts + self.slopes) * SLOPE + self.starts * (len(STARTS) - 1) * START
+    def forwards(self, share: float, rows: float, slope: float = 0.0, start: float = 0.0) -> float:
+        """All of it, in forwards of a batch of so many rows. slope, start: as attribution_costs has them."""
+        backward = (self.starts + self.slopes) * slope + self.starts * (len(STARTS) - 1) * start
         return self.scan(share) + backward + MATRICES * self.matrices / rows
+
+
+def attribution_costs(subject: Subject, encoded: Encoded, forward: Pace) -> tuple[float, float]:
+    """(a forward and its backward, with the attention of all heads by one start; the same attention by one more start), in
+    forwards of the same rows. Timed on a few rows: of channels, attention costs several forwards."""
+    gated, few = fully_gated(subject), parted(encoded, FEW)[0]
+    times = []
+    for starts in (STARTS[:1], STARTS[:1], STARTS[:3]):  # the first is not counted: it finds nothing ready
+        watch = Stopwatch(subject.model.device)
+        attribute_starts(gated, few, starts)
+        times.append(watch.read()[0])
+    rows = [len(row) for row in few.rows]
+    one = max(1e-9, forward.time(Work.of([(len(rows), max(rows))])))
+    return times[1] / one, max(0.0, times[2] - times[1]) / 2 / one
 
 
 def passes(sets: Sequence[QuestionSet], options: Locate, heads: int, layers: int, graftable: bool = True) -> PassCounts:

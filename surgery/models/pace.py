@@ -1,11 +1,11 @@
 """How long a model takes, and how much it holds: a piece of work at two sizes, and a straight line through them.
 
 A forward and a step of training cost so much a call, and so much a token. What a job will run is counted (Work); what one call
-costs is timed here, on the very model (Pace). Nothing else estimates.
+costs is timed here, on the very model (Pace). Nothing else estimates. Timed is the work and not the wall (runtime/timing.py):
+it is the same whatever else a machine does. How much longer the same takes now is measured beside it.
 """
 
 import os
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.runtime.timing import peak_bytes
+from surgery.runtime.timing import Stopwatch, peak_bytes, slowed
 
-SECONDS = 4.0  # that one size of a forward is timed, about, and the longest that is tried
+SECONDS = 4.0  # on the wall: that one size of a forward is timed, about, and the longest that is tried
 FEW = 32  # tokens of the smallest size
 GROWTH = 4  # from one size to the next
 REPEATS = 3
-clock = time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Piece:
-    """A call of so many tokens: its time in seconds, again and again, and the most bytes that it holds beyond the model."""
+    """A call of so many tokens: its seconds of work, again and again, the most bytes that it holds beyond the model, and how
+    many times as long it took on the wall."""
 
     tokens: float
     times: tuple[float, ...]
     bytes: float = 0.0
+    slowed: float = 1.0
 
     @property
     def seconds(self) -> float:
@@ -60,11 +61,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Pace:
-    """(for a call, for a token) of seconds and of bytes. spread: the slowest of equal calls over the fastest."""
+    """(for a call, for a token) of seconds and of bytes. seconds: of work. slowed: how many times as long it took on the
+    wall."""
 
     seconds: tuple[float, float]
     bytes: tuple[float, float] = (0.0, 0.0)
-    spread: float = 1.0
+    slowed: float = 1.0
 
     def time(self, work: Work) -> float:
         """The seconds of work."""
@@ -76,7 +78,7 @@ class Pace:
 
     def times(self, factor: float) -> "Pace":
         """Of what takes so many times as long."""
-        return Pace((factor * self.seconds[0], factor * self.seconds[1]), self.bytes, self.spread)
+        return Pace((factor * self.seconds[0], factor * self.seconds[1]), self.bytes, self.slowed)
 
     def along(self, other: "Pace", part: float) -> "Pace":
         """On the line from this one to another, so many times as far."""
@@ -86,21 +88,21 @@ class Pace:
             return call, token
 
         return Pace(
-            between(self.seconds, other.seconds), between(self.bytes, other.bytes), max(self.spread, other.spread)
+            between(self.seconds, other.seconds), between(self.bytes, other.bytes), max(self.slowed, other.slowed)
         )  # fmt: skip
 
 
 def paced(measure: Callable[[int], Piece], small: int, whole: int, seconds: float) -> Pace:
-    """From pieces of growing size, up to the whole or to about so many seconds a call: a line through the first and the last.
+    """From pieces of growing size, up to the whole or to about so many seconds a call on the wall: a line through the first and
+    the last.
 
     measure: from a size to the piece, whose tokens need not be the size."""
     size, first = small, measure(small)
     last = first
-    while size < whole and last.seconds * GROWTH <= seconds:
+    while size < whole and last.seconds * last.slowed * GROWTH <= seconds:
         size = min(whole, size * GROWTH)
         last = measure(size)
-    spread = max(last.times) / max(min(last.times), 1e-9)
-    return Pace(_line(first, last, "seconds"), _line(first, last, "bytes"), spread)
+    return Pace(_line(first, last, "seconds"), _line(first, last, "bytes"), last.slowed)
 
 
 def _line(first: Piece, last: Piece, what: str) -> tuple[float, float]:
@@ -121,24 +123,29 @@ def forward_pace(model: PreTrainedModel, ids: Tensor, memory: bool = False) -> P
 
         def forward() -> None:
             model(input_ids=part, use_cache=False, logits_to_keep=1)
-            if part.device.type == "cuda":
-                torch.cuda.synchronize(part.device)
 
         held = peak_bytes(forward, part.device) if memory else 0  # this one is not timed: it finds nothing ready
-        return Piece(part.numel(), timed(forward, warm=memory), held)
+        times, slower = timed(forward, part.device, warm=memory)
+        return Piece(part.numel(), times, held, slower)
 
     return paced(measure, min(FEW, ids.numel()), ids.numel(), SECONDS)
 
 
-def timed(work: Callable[[], object], warm: bool = False) -> tuple[float, ...]:
-    """The times of a few calls, one if it is long. warm: the first call counts, too."""
-    times: list[float] = []
-    begun = clock()
-    while len(times) < REPEATS + (not warm) and (not times or clock() - begun < SECONDS):
-        start = clock()
+def timed(work: Callable[[], object], device: torch.device, warm: bool = False) -> tuple[tuple[float, ...], float]:
+    """(the seconds of work of a few calls, of one if it is long; how many times as long they took on the wall). warm: the first
+    call counts, too."""
+    times: list[tuple[float, float]] = []
+    while len(times) < REPEATS + (not warm) and (not times or sum(wall for _, wall in times) < SECONDS):
+        watch = Stopwatch(device)
         work()
-        times.append(clock() - start)
-    return tuple(times if warm or len(times) == 1 else times[1:])
+        times.append(watch.read())
+    return measured(times if warm or len(times) == 1 else times[1:])
+
+
+def measured(times: Iterable[tuple[float, float]]) -> tuple[tuple[float, ...], float]:
+    """From (seconds of work, on the wall) of some calls: those of work, and how many times as long they took."""
+    work, wall = zip(*times, strict=True)
+    return work, slowed(sum(work), sum(wall))
 
 
 def load() -> float:

@@ -15,6 +15,31 @@ from torch.profiler import ProfilerActivity, profile
 Runs = Mapping[str, Callable[[], Any]]
 
 
+class Stopwatch:
+    """Seconds of work, and on the wall, since it was made. On an idle machine they are the same. Work is the processor time of
+    this thread, which computes along with torch's other threads: what other programs take does not count. On a GPU, which other
+    programs seldom use, it is the time on the wall."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._begun = self._now()
+
+    def read(self) -> tuple[float, float]:
+        """(of work, on the wall)."""
+        work, wall = self._now()
+        return work - self._begun[0], wall - self._begun[1]
+
+    def _now(self) -> tuple[float, float]:
+        _wait(self.device)
+        wall = time.perf_counter()
+        return wall if self.device.type == "cuda" else time.thread_time(), wall
+
+
+def slowed(work: float, wall: float) -> float:
+    """How many times as long as on an idle machine something took."""
+    return max(1.0, wall / work) if work > 0 else 1.0
+
+
 def processor_seconds() -> float:
     """The processor time of all threads of this process so far, and of its child processes that have ended."""
     return sum(os.times()[:4])

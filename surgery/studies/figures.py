@@ -77,10 +77,13 @@ def draw_seeds(
     path: Path,
     *,
     control: str,
+    colors: Mapping[str, str],
 ) -> None:
     """Draw a panel for every column: for each model a point a seed, side by side, with its 95% interval. Behind them lies the
     band of the model `control`, from its lowest to its highest seed. models: of each, the columns seed by seed. labels: column
-    -> the label of its axis; of an accuracy also chance is drawn."""
+    -> the label of its axis; of an accuracy also chance is drawn. colors: of models; others have one of their own."""
+    spare = iter(("#CC79A7", "#56B4E9", "#8C564B", "#B8A800") * len(models))
+    colors = {name: colors.get(name) or next(spare) for name in models}
     rows = -(-len(labels) // 2)
     with plotting.drawing(path, rows, 2, width=6.4, height=0.5 + 3.1 * rows) as (figure, axes):
         for axis in axes.flat[len(labels) :]:
@@ -88,8 +91,7 @@ def draw_seeds(
         for axis, (column, label) in zip(axes.flat, labels.items(), strict=False):
             names = [name for name in models if column in models[name][0]]
             for place, name in enumerate(names):
-                color = plotting.CHANCE if name == control else LINES[list(models).index(name) % len(LINES)]
-                _draw_points(axis, place, color, [figures[column] for figures in models[name]])
+                _draw_points(axis, place, colors[name], [figures[column] for figures in models[name]])
             if control in names:
                 values = [value(figures[column]) for figures in models[control]]
                 plotting.draw_controls(axis, [-0.5, len(names) - 0.5], [[each, each] for each in values])
@@ -103,7 +105,8 @@ def draw_seeds(
                     plotting.draw_chance(axis, [-0.5, len(names) - 0.5], [guess, guess])
             else:
                 axis.axhline(0, color=plotting.CHANCE, lw=1)
-        _headline(figure, f"{title}: a point a seed, 95% intervals; grey: {control}; dotted: chance")
+        _headline(figure, title)
+        figure.supxlabel(f"a point a seed, 95% intervals; grey: from the lowest to the highest seed of {control}", fontsize=9)
 
 
 def draw_matrices(findings: Findings, title: str, path: Path, subjects: Subjects, pairs: int) -> None:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
+from surgery.evaluation.plots import name_lines
 from surgery.evaluation.results import ModelReport, value
 from surgery.jobs.locating_stage import located
 from surgery.jobs.tuning_stage import tuned
@@ -50,10 +51,11 @@ from surgery.tuning.trainable import own_mixers, with_own_mixers
 TRANSFORMER, CONVERTED, NONE = "the Transformer", "converted", "no head kept"
 KEPT, RANDOM, OPERATED = "kept", "at random", "operated on"
 CURVES = {
-    KEPT: "the Transformer's retrieval heads kept",
+    KEPT: "the Transformer's retrieval\nheads kept",
     RANDOM: "heads kept in random layers",
-    OPERATED: "grafted by splice attribution, and tuned",
+    OPERATED: "grafted by splice attribution,\nand tuned",
 }
+COLORS = ("#0072B2", "#009E73", "#CC79A7")  # in the order of CURVES
 
 
 class RetrievalAware(Study):
@@ -106,22 +108,27 @@ class RetrievalAware(Study):
         )  # fmt: skip
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
-        """A panel for each size of dictionary."""
+        """The largest size of dictionary; the others are alike, and in the table."""
         of = {row.what: row.figures for row in findings.rows}
-        sizes = [name for name in of[NONE] if name.startswith("kv.")]
-        with plotting.drawing(path, 1, len(sizes), width=3.4 * len(sizes) + 1, height=4.4) as (figure, axes):
-            for axis, size in zip(axes.flat, sizes, strict=True):
-                for color, (curve, label) in zip(LINES[1:], CURVES.items(), strict=False):
-                    results = [of[NONE][size], *(of[_row(curve, count)][size] for count in self.heads)]
-                    plotting.draw_line(
-                        axis, [0, *self.heads], [value(r) for r in results], [r.ci95 for r in results], color=color, label=label
-                    )
-                axis.axhline(value(of[TRANSFORMER][size]), color=LINES[0], lw=1.2, label=TRANSFORMER)
-                plotting.draw_chance(axis, [0, max(self.heads)], [1 / int(size[3:])] * 2)
-                axis.set_title(size.replace("kv.", "KV "))
-                plotting.accuracy_axis(axis, xlabel="heads that are attention", xticks=[0, *self.heads])
-            figure.suptitle(self.title, fontsize=11, fontweight="bold", ha="left", x=0.01)
-            plotting.legend(figure, axes.flat[0], columns=2)
+        size = [name for name in of[NONE] if name.startswith("kv.")][-1]
+        most = max(self.heads)
+        with plotting.drawing(path, width=7.6, height=3.6) as (_, axes):
+            axis, ends = axes[0, 0], [(most, value(of[TRANSFORMER][size]), TRANSFORMER, LINES[0])]
+            axis.axhline(ends[0][1], color=LINES[0], lw=1.2)
+            for color, (curve, label) in zip(COLORS, CURVES.items(), strict=True):
+                results = [of[NONE][size], *(of[_row(curve, count)][size] for count in self.heads)]
+                values = [value(each) for each in results]
+                plotting.draw_line(axis, [0, *self.heads], values, [each.ci95 for each in results], color=color)
+                ends.append((most, values[-1], label, color))
+            plotting.draw_chance(axis, [0, most], [1 / int(size[3:])] * 2)
+            ends.append((most, 1 / int(size[3:]), "chance", plotting.CHANCE))
+            plotting.accuracy_axis(axis, xlabel="heads that are attention", xticks=[0, *self.heads])
+            kept, drawn = (value(of[_row(curve, most)][size]) for curve in (KEPT, RANDOM))
+            axis.set_title(
+                f"{size.replace('kv.', '')} pairs, {most} heads of attention: {kept:.2f} where they are the\nTransformer's "
+                f"retrieval heads, {drawn:.2f} in random layers"
+            )
+            name_lines(axis, ends)
 
 
 class Aligned:

@@ -100,7 +100,13 @@ class Seeds(Study):
         columns = [name for name in findings.rows[0].figures if name.startswith("kv.")][-2:]
         labels = dict.fromkeys(columns, plotting.ACCURACY) | LABELS
         models = dict.fromkeys(row.what.rpartition(SEED)[0] for row in findings.rows)
-        draw_seeds({model: _of_model(findings.rows, model) for model in models}, labels, self.title, path, control=CONTROL)
+        of = {model: _of_model(findings.rows, model) for model in models}
+        first, largest = next(iter(self.ways)), columns[-1]
+        least, most = min(value(each[largest]) for each in of[first]), max(value(each[largest]) for each in of[CONTROL])
+        title = f"{largest[3:]} pairs, {len(of[first])} seeds: {first} at least {least:.2f}, {CONTROL} at most {most:.2f}"
+        known = {BASE: "base", UNTRAINED: "spliced", first: "tuned", CONTROL: "control_tuned", ELSEWHERE: "control_random_site"}
+        colors = {model: plotting.COLORS[name] for model, name in known.items()}
+        draw_seeds(of, labels, title, path, control=CONTROL, colors=colors)
 
 
 def _run_seed(

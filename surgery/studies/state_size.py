@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
+from surgery.evaluation.plots import name_lines
 from surgery.evaluation.results import ModelReport, value
 from surgery.jobs.locating_stage import located
 from surgery.jobs.planning_stage import KEPT, planned
@@ -24,11 +25,11 @@ from surgery.runtime import plotting
 from surgery.splicing.splice import adopt, cut_state, splice
 from surgery.splicing.state import state_size
 from surgery.statistics import Estimate, Proportion
-from surgery.studies.figures import LINES
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 from surgery.tuning.state_sizes import shrink_state
 
 BASE, UNTRAINED, TUNED = "base", "grafted, not trained", "tuned"
+COLORS = {BASE: plotting.COLORS["base"], UNTRAINED: plotting.COLORS["spliced"], TUNED: plotting.COLORS["tuned"]}
 KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
 CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
 
@@ -80,40 +81,50 @@ class StateSize(Study):
         of, sizes = {row.what: row.figures for row in findings.rows}, sorted(findings.about["sizes"])
         largest = [name for name in of[_row(BASE, sizes[-1])] if name.startswith("kv.")][-1]
         columns = {largest: f"{plotting.ACCURACY}", TEXT: plotting.lower("nats per token")}
-        with plotting.drawing(path, 1, 3, width=11.4, height=4.4) as (figure, axes):
-            for color, model in zip(LINES, (BASE, UNTRAINED, TUNED), strict=False):
-                for axis, column in zip(axes.flat, columns, strict=False):
+        held = findings.about["cache bytes"]
+        with plotting.drawing(path, 3, 1, width=7.0, height=8.4) as (_, axes):
+            ends: list[list[tuple[float, float, str, str]]] = [[], [], []]
+            for model, color in COLORS.items():
+                for axis, column, names in zip(axes.flat, columns, ends, strict=False):
                     known = [size for size in sizes if column in of[_row(model, size)]]  # the base has no change
                     cells = [of[_row(model, size)][column] for size in known]
-                    plotting.draw_line(axis, known, [value(cell) for cell in cells], [cell.ci95 for cell in cells],
-                                       color=color, label=model)  # fmt: skip
-            for color, model in zip(LINES, (BASE, UNTRAINED, TUNED), strict=False):
-                cache = [findings.about["cache bytes"][_row(model, size)] for size in sizes]
-                for style, context in zip(("-", "--", ":"), cache[0] if model != UNTRAINED else (), strict=False):
-                    axes.flat[2].plot(sizes, [held[context] / 2**10 for held in cache], color=color, ls=style, marker="o", ms=4)
-            plotting.draw_chance(axes.flat[0], [sizes[0], sizes[-1]], [1 / int(largest[3:])] * 2)
+                    values = [value(cell) for cell in cells]
+                    plotting.draw_line(axis, known, values, [cell.ci95 for cell in cells], color=color)
+                    names.append((known[-1], values[-1], model, color))
+                for context in held[_row(model, sizes[0])] if model != UNTRAINED else ():
+                    kib = [held[_row(model, size)][context] / 2**10 for size in sizes]
+                    plotting.draw_line(axes.flat[2], sizes, kib, color=color)
+                    ends[2].append((sizes[-1], kib[-1], f"{model}, {int(context):,} token{'s' * (int(context) > 1)}", color))
+            guess = 1 / int(largest[3:])
+            plotting.draw_chance(axes.flat[0], [sizes[0], sizes[-1]], [guess] * 2)
+            ends[0].append((sizes[-1], guess, "chance", plotting.CHANCE))
             labels = (*columns.values(), plotting.lower("KiB"))
-            titles = (largest.replace("kv.", "KV "), "Loss on text, change", f"Cache, {_tokens(findings)} tokens")
-            for axis, label, title in zip(axes.flat, labels, titles, strict=True):
-                axis.set(xlabel="dimensions of the state", ylabel=label, title=title, xscale="log")
+            for axis, label, title in zip(axes.flat, labels, _titles(of, held, sizes, largest), strict=True):
+                axis.set(xlabel="dimensions of the state (log scale)", ylabel=label, title=title, xscale="log")
                 axis.set_xticks(sizes, [str(size) for size in sizes], minor=False)
                 axis.set_xticks([], minor=True)
             axes.flat[0].set_ylim(0, 1.02)
             axes.flat[2].set_ylim(bottom=0)
-            figure.suptitle(self.title, fontsize=11, fontweight="bold", ha="left", x=0.01)
-            plotting.legend(figure, axes.flat[0], columns=3)
+            for axis, names in zip(axes.flat, ends, strict=True):
+                name_lines(axis, names)
+
+
+def _titles(of: dict[str, Any], held: dict[str, Any], sizes: list[int], largest: str) -> tuple[str, str, str]:
+    """The result of each panel."""
+    least, whole, pairs = sizes[0], sizes[-1], largest.removeprefix("kv.")
+    tuned, base = (value(of[_row(model, size)][largest]) for model, size in ((TUNED, least), (BASE, whole)))
+    changes = [value(of[_row(TUNED, size)][TEXT]) for size in sizes]
+    longest = max(held[_row(TUNED, least)], key=int)
+    share = held[_row(TUNED, least)][longest] / held[_row(TUNED, whole)][longest]
+    return (
+        f"{pairs} pairs: tuned with {least} of {whole} dimensions {tuned:.2f}, the base with all {base:.2f}",
+        f"Loss on text: {min(changes):+.4f} to {max(changes):+.4f} nats when tuned",
+        f"Cache after {int(longest):,} tokens: {share:.2f} of the whole with {least} dimensions",
+    )
 
 
 def _row(model: str, size: int) -> str:
     return f"{model}, state of {size}"
-
-
-def _tokens(findings: Findings) -> str:
-    """The lengths at which the cache was measured, as the lines are drawn: solid, dashed, dotted."""
-    contexts = next(iter(findings.about["cache bytes"].values()))
-    return ", ".join(
-        f"{int(context):,} ({style})" for context, style in zip(contexts, ("solid", "dashed", "dotted"), strict=False)
-    )
 
 
 def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:

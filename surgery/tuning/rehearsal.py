@@ -14,12 +14,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.models import pace
-from surgery.models.pace import Pace, Piece, Work, paced
+from surgery.models.pace import Pace, Piece, Work, measured, paced
 from surgery.probes.skills import skills_of
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import gather, state
-from surgery.runtime.timing import peak_bytes
+from surgery.runtime.timing import Stopwatch, peak_bytes
 from surgery.tuning.batches import BUFFER, loaders
 from surgery.tuning.loop import started_run
 from surgery.tuning.packed_rows import padding_share
@@ -27,7 +26,7 @@ from surgery.tuning.skill_batches import skill_loader
 from surgery.tuning.stages import TuningRun
 
 STEPS = 3  # the first is not counted: it allocates memory and compiles kernels
-SECONDS = 6.0  # that a step may take which is tried, about
+SECONDS = 6.0  # on the wall: that a step may take which is tried, about
 ROWS = 256  # of a batch, whose tokens are counted; a larger batch has as many more as it has more rows
 SIZES = ("batch_size", "text_batch_size", "skill_batch_size")  # of the parts of a batch, in their order
 MOMENTS = 3  # of the size of what is trained: its gradient, and Adam's two
@@ -35,8 +34,8 @@ MOMENTS = 3  # of the size of what is trained: its gradient, and Adam's two
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of tuning in one process. seconds: of a step. Memory in bytes; weights: of the model, and of those parts of the
-    teacher that the model does not share."""
+    """The cost of tuning in one process. seconds: of work, of a step. Memory in bytes; weights: of the model,
+    and of those parts of the teacher that the model does not share."""
 
     device: str
     seconds: float
@@ -100,7 +99,7 @@ def rehearse(
         with started_run(model, tokenizer, few, data=data, seed=seed, layers=layers, teacher=teacher) as run:
             start = run.checkpoints.tensors()
             try:
-                times = _times(run)
+                times, slower = _times(run)
                 run.options, run.state.step = few.model_copy(update={"steps": 1}), 0
                 peak = peak_bytes(run.distil, run.accelerator.device)
             finally:
@@ -112,7 +111,7 @@ def rehearse(
                 device=str(run.accelerator.device), gradients=gradients, optimizer=(MOMENTS - 1) * gradients,
                 weights=sum(p.nbytes for p in run.distillation.parameters()) // parts,
             )  # fmt: skip
-        return Piece(mean(tried), times, max(0, peak - MOMENTS * gradients))
+        return Piece(mean(tried), times, max(0, peak - MOMENTS * gradients), slower)
 
     rows = max(options.batch_size, options.text_batch_size)
     of_a_step = paced(measure, _least(options), rows, SECONDS)
@@ -144,16 +143,17 @@ def _fewer(options: Tune, rows: int) -> Tune:
     return options.model_copy(update={**few, "gradient_accumulation_steps": parts})
 
 
-def _times(run: TuningRun) -> tuple[float, ...]:
-    """The times of the steps, without the first."""
-    times: list[float] = []
+def _times(run: TuningRun) -> tuple[tuple[float, ...], float]:
+    """(the seconds of work of the steps, without the first; how many times as long they took on the wall)."""
+    times: list[tuple[float, float]] = []
+    watch = Stopwatch(run.accelerator.device)
 
     def note_time(_: int) -> tuple[dict[str, float], bool]:
-        times.append(pace.clock())
+        times.append(watch.read())
         return {}, False
 
     run.distil(note_time)
-    return tuple(after - before for before, after in pairwise(times))
+    return measured((after[0] - before[0], after[1] - before[1]) for before, after in pairwise(times))
 
 
 def _batches(

@@ -175,6 +175,33 @@ def complete(out: Path) -> list[Path]:
     return sorted(ours, key=lambda path: int(steps[path][1]))
 
 
+def newest(out: Path) -> Path | None:
+    """The newest complete checkpoint in a folder, whosever it is, to be read."""
+    steps = {path: match for path in out.glob("checkpoint-*") if (match := CHECKPOINT.fullmatch(path.name))}
+    return max(steps, key=lambda path: int(steps[path][1]), default=None)
+
+
+def state_of(out: Path) -> State | None:
+    """The state that a tuning in a folder has reached; None where there is no checkpoint, or none that can be read."""
+    if (checkpoint := newest(out)) is None:
+        return None
+    try:
+        return State(**parse_json(read_text(checkpoint / "state.json"), str(checkpoint))["state"])
+    except (UserError, KeyError, TypeError):
+        return None
+
+
+def put_copy(checkpoint: Path, target: Path) -> None:
+    """Copy the files of a checkpoint into a folder of a running job."""
+    with building(target) as new:
+        with new.filling() as temporary:
+            for name in ("trained.safetensors", "best.safetensors", "optimizer.pt", "state.json"):
+                if (checkpoint / name).exists():
+                    check_plain(checkpoint / name)
+                    _write(temporary / name, (checkpoint / name).read_bytes())
+        new.replace()
+
+
 def differences(mine: dict[str, Any], other: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """The dotted names of the settings that differ."""
     for name in dict.fromkeys([*mine, *other]):

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import sys
+import time
 from contextlib import contextmanager, redirect_stdout
 
 import pytest
@@ -34,6 +35,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Data, Locate, Tune, read_recipe
 from surgery.runtime import memory
 from surgery.runtime.ownership import writing
+from surgery.runtime.timing import Stopwatch, slowed
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning import rehearsal
 from surgery.tuning.calibrate import calibrate
@@ -314,15 +316,15 @@ def test_work_adds_up():
 def test_a_pace_is_a_line_through_two_sizes():
     def measure(size):
         sizes.append(size)
-        return Piece(size, (9.0, 1 + size / 100, 0.5), 50 + 3 * size)
+        return Piece(size, (9.0, 1 + size / 100, 0.5), 50 + 3 * size, 2.0)
 
     sizes = []
-    line = paced(measure, 10, 700, 5.0)
-    assert sizes == [10, 40]  # after this, another might take longer than 5 s
+    line = paced(measure, 10, 700, 10.0)
+    assert sizes == [10, 40]  # after this, another might take longer than 10 s on the wall
     assert line.time(Work(3, 1000)) == pytest.approx(3 + 10)
     assert line.memory(1000) == pytest.approx(3050)
     assert line.memory(0) == 0
-    assert line.spread == 18
+    assert line.slowed == 2
     sizes.clear()
     paced(measure, 10, 700, 1000.0)
     assert sizes == [10, 40, 160, 640, 700]
@@ -346,31 +348,34 @@ def test_a_forward_is_run_as_it_will_be(base):
 
 def test_a_time_is_a_range_and_a_busy_machine_is_said(estimated):
     stage = Stage(name="tune tuned", seconds=600.0, memory=2**30)
-    assert stage.line(2.0) == "tune tuned: 5 min to 20 min, 1.0 GiB"
-    assert stage.model_copy(update={"at_most": True}).line(2.0) == "tune tuned: at most 20 min, 1.0 GiB"
-    quiet = estimated[0].model_copy(update={"load": 0.2, "spread": 1.3})
+    assert stage.line(2.0, 2.0) == "tune tuned: 5 min to 40 min, 1.0 GiB"
+    assert stage.model_copy(update={"at_most": True}).line(2.0, 2.0) == "tune tuned: at most 40 min, 1.0 GiB"
+    quiet = estimated[0].model_copy(update={"load": 0.2, "slowed": 1.3})
     assert quiet.busy() == ""
-    for change in ({"load": 3.0}, {"spread": 2.0}):
+    for change in ({"load": 3.0}, {"slowed": 2.0}):
         assert "This machine is busy" in quiet.model_copy(update=change).lines()[0]
     whole = dict(zip(*(quiet.table()[0], quiet.table()[1][-2]), strict=True))
     assert whole["stage"] == "in all"
 
 
 def test_what_was_measured_replaces_the_estimate(base, tokenizer, folder, monkeypatch, capsys):
-    """Of a stage's kind, from the first on that is done."""
+    """Of a stage's kind, from the first on that is done; and a machine that has become busy makes all others longer."""
     told = announced.Announced(read_recipe(folder / "quick.yaml"), Checkpoint("base", base, tokenizer, "f" * 64), folder)
     names = ("locate", "tune tuned", "tune control_tuned", "bench")
-    told._stages, told.spread = {name: Stage(name=name, seconds=600.0, memory=2**30) for name in names}, 2.0
+    told._stages = {name: Stage(name=name, seconds=600.0, memory=2**30) for name in names}
 
     def said(name):
         told.say(name)
         return capsys.readouterr().err.strip()
 
-    assert said("tune tuned") == "tune tuned: 5 min to 20 min, 1.0 GiB; about 30 min left in all"
-    told.note("tune tuned", 1200.0)
+    assert said("tune tuned") == "tune tuned: 8 min to 13 min, 1.0 GiB; about 30 min left in all"
+    told.note("tune tuned", 1200.0, 1200.0)
     assert said("tune control_tuned") == "tune control_tuned: 17 min to 23 min, 1.0 GiB; about 30 min left in all"
-    told.note("splice", 1.0)  # of what was not estimated, nothing is said
-    assert said("bench") == "bench: 5 min to 20 min, 1.0 GiB; about 10 min left in all"
+    told.note("splice", 1.0, 9.0)  # of what was not estimated, nothing is said
+    assert said("bench") == "bench: 8 min to 13 min, 1.0 GiB; about 10 min left in all"
+    told.note("tune control_tuned", 1200.0, 3600.0)
+    busy = "bench: 8 min to 39 min, 1.0 GiB; about 30 min left in all on this machine, which is busy (3.0 times as long)"
+    assert said("bench") == busy
 
 
 def test_no_estimate_ends_a_run(folder, monkeypatch, capsys):
@@ -508,3 +513,14 @@ def test_all_that_is_trained_in_a_deep_model_is_counted(tmp_path, tokenizer, mon
         trained = sum(p.numel() for p in started.trained.values())
     (tuned,) = (stage for stage in estimated.stages if stage.name == "tune tuned")
     assert tuned.disk == estimate.CHECKPOINTS * 3 * 4 * trained
+
+
+def test_what_other_programs_take_is_no_work():
+    """A machine that does other work, here one that sleeps, is slower by what its clock on the wall says."""
+    watch = Stopwatch(torch.device("cpu"))
+    sum(range(200_000))
+    time.sleep(0.3)
+    work, wall = watch.read()
+    assert wall >= 0.3 > work > 0
+    assert slowed(work, wall) == wall / work
+    assert slowed(2.0, 1.0) == slowed(0.0, 1.0) == 1.0

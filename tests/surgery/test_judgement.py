@@ -45,6 +45,21 @@ def test_a_gain_above_all_controls_is_a_yes_with_its_cost(report):
     assert "With 64 pairs tuned answers 0.936 of the questions, the base 0.279" in page(report)
 
 
+def test_what_the_base_does_not_know_is_told(report):
+    """Of each skill at chance, and where text and facts are of a world that it was not trained on; and a fall that too few
+    questions cannot rule out."""
+    base, tuned = report["base"], report["tuned"]
+    guessed = base.model_copy(update={"guessing": {"knowledge": 0.99}, "invented": ("data.held_out_text", "data.facts")})
+    said = did_it_help(report.model_copy(update={"models": report.models | {"base": guessed}}))
+    assert "The base is at chance on knowledge" in said
+    assert "knowledge 0.980" not in said
+    assert "data.held_out_text and data.facts are those of the small invented world" in said
+    wide = tuned.change["knowledge"].model_copy(update={"ci95": (-0.041, 0.02)})
+    unsure = tuned.model_copy(update={"change": tuned.change | {"knowledge": wide}})
+    said = did_it_help(report.model_copy(update={"models": report.models | {"tuned": unsure}}))
+    assert "(base 0.988, no difference seen, a fall by 0.041 not ruled out)" in said
+
+
 @pytest.mark.parametrize("low", [0.031, 0.02])
 def test_a_base_at_chance_is_refused_whatever_was_gained(report, low):
     located = Located(probe="kv (pairs 32)", accuracy=Proportion(accuracy=0.05, ci95=(low, 0.08), n=256), chance=1 / 32)

@@ -18,7 +18,7 @@ from tests.conftest import TINY, VOCABULARY, names, random_base
 SMALL = (
     "locate.examples=8", "locate.exact=false", "plan={by: gain, heads: 1}",
     "tune={steps: 1, batch_size: 2, text_batch_size: 1}",
-    "bench={pairs: [4], limit: 4, windows: 2, window: 16, contexts: [], controls: false}",
+    "bench={pairs: [4], limit: 4, windows: 2, window: 16, contexts: [], controls: [tuned]}",
 )  # fmt: skip
 
 
@@ -66,6 +66,9 @@ def test_a_text_is_divided(tmp_path):
     )
     assert train + held_out == text.read_text()
     assert train.endswith("\n\n")
+    text.write_text("Other words.\n" * 200)
+    again = chosen_for(str(TINY), tmp_path / "out", text=text)  # another text takes its place
+    assert "Other words." in Path(again.recipe.data.held_out_text).read_text()
     assert 0.08 < len(held_out) / len(train) < 0.2
 
 
@@ -84,6 +87,10 @@ def test_a_model_that_does_not_retrieve_is_declined(surgery, tmp_path, monkeypat
     status, out, err = surgery("run", "base", "--out", "out")
     assert (status, names(tmp_path)) == (1, before), err
     assert "Verdict: not worth editing, because it does not retrieve" in out
+    assert chosen_for("base", tmp_path / "out").declined
+    chosen = chosen_for("base", tmp_path / "out", anyway=True)
+    assert not chosen.declined
+    assert chosen.recipe.locate.options == {"pairs": 4}
 
 
 def test_a_run_writes_what_it_followed(surgery, tmp_path):
@@ -96,6 +103,11 @@ def test_a_run_writes_what_it_followed(surgery, tmp_path):
     assert "Verdict: worth trying" in out
     assert read_recipe(done / "chosen.yaml") == read_recipe(done / "recipe.yaml")
     assert "Did it help?" in out
+    status, _, err = surgery("bench", "mine", done / "hybrid", "--set", SMALL[-1])
+    assert (status, f"taken from {done / 'tuning' / 'control_tuned'}" in err) == (0, True), err  # and not tuned again
+    assert "control_tuned: 1/" not in err
+    reports = (Report.read(place / "report.json") for place in (done, tmp_path / "runs" / "bench-hybrid"))
+    assert len({report["control_tuned"].conditions.model for report in reports}) == 1
     status, _, err = surgery("run", "mine", "--resume")
     assert (status, "nothing has changed, and everything is finished" in err) == (0, True), err
     assert Report.read(done / "report.json").provenance.recipe["plan"]["heads"] == 1

@@ -6,27 +6,30 @@ from pathlib import Path
 import torch
 
 from surgery.jobs.costs.estimate import Costs, started
-from surgery.jobs.costs.record import Stage
+from surgery.jobs.costs.record import SLOWED, SURE, Stage
 from surgery.loading.hub import one_line
 from surgery.loading.opened import Checkpoint
 from surgery.records.recipe import Recipe
 from surgery.runtime import memory
 from surgery.runtime.processes import several_processes
 from surgery.runtime.progress import busy, duration, say, silently
+from surgery.runtime.timing import slowed
 
 SHORT = 120.0  # seconds: of a run that takes no longer, by one forward, no step is timed and nothing is said
 KNOWN = 1.15  # the factor, either way, for a stage of a kind that this run has done
+LEAST = 2.0  # seconds of work, from which on it shows how busy the machine is
 
 
 class Announced:
     """The costs of a run that goes on in `out`, estimated when its first stage starts; of what is finished by then, nothing is
-    said. What a stage then took replaces the estimate for all of its kind. Several processes would each have to measure, so
+    said. The work that a stage then took replaces the estimate for all of its kind, and how much longer it took than on an idle
+    machine is what the next ones are expected to. Several processes would each have to measure, so
     that they say nothing."""
 
     def __init__(self, recipe: Recipe, base: Checkpoint, out: Path, verify: str = "auto"):
         self.recipe, self.base, self.out, self.verify, self.start = recipe, base, out, verify, started()
-        self.spread = 1.0
-        self.factors: dict[str, float] = {}  # by kind of stage: what one took, over its estimate
+        self.slowed = 1.0  # times as long as on an idle machine
+        self.factors: dict[str, float] = {}  # by kind of stage: the work of one, over its estimate
         self._stages: dict[str, Stage] | None = None
 
     def say(self, name: str) -> None:
@@ -40,15 +43,23 @@ class Announced:
             for line in advice:
                 say(f"warning: {line}")
         if name in self._stages:
-            names = list(self._stages)
-            left = sum(self._known(each).seconds for each in names[names.index(name) :])
-            spread = KNOWN if _kind(name) in self.factors else self.spread
-            say(f"{self._known(name).line(spread)}; about {duration(left)} left in all")
+            left = self.left(name) + self.slowed * self._known(name).seconds
+            spread = KNOWN if _kind(name) in self.factors else SURE
+            late = f" on this machine, which is busy ({self.slowed:.1f} times as long)" if self.slowed > SLOWED else ""
+            say(f"{self._known(name).line(self.slowed, spread)}; about {duration(left)} left in all{late}")
 
-    def note(self, name: str, seconds: float) -> None:
-        """What a stage took."""
+    def left(self, name: str) -> float:
+        """The seconds of what comes after a stage, as far as it was estimated."""
+        names = list(self._stages or ())
+        after = names[names.index(name) + 1 :] if name in names else []
+        return self.slowed * sum(self._known(each).seconds for each in after)
+
+    def note(self, name: str, work: float, wall: float) -> None:
+        """What a stage took, in seconds of work and on the wall."""
         if self._stages and name in self._stages:
-            self.factors[_kind(name)] = seconds / max(1e-9, self._stages[name].seconds)
+            self.factors[_kind(name)] = work / max(1e-9, self._stages[name].seconds)
+            if work >= LEAST:
+                self.slowed = slowed(work, wall)
 
     def _known(self, name: str) -> Stage:
         """A stage by what is known so far."""
@@ -62,7 +73,7 @@ class Announced:
         try:
             with silently(), torch.random.fork_rng():
                 costs = Costs(self.recipe, self.base, self.start, verify=self.verify)
-                if sum(stage.seconds for stage in costs.all_stages(first, timed=False)) < SHORT:
+                if costs.slowed * sum(stage.seconds for stage in costs.all_stages(first, timed=False)) < SHORT:
                     return ()
                 stages = costs.all_stages(first)
         except Exception as error:  # what goes wrong in a part goes wrong in the stage, which says what to do
@@ -70,7 +81,7 @@ class Announced:
             return ()
         finally:
             random.setstate(state)
-        self._stages, self.spread = {stage.name: stage for stage in stages}, costs.spread
+        self._stages, self.slowed = {stage.name: stage for stage in stages}, costs.slowed
         return costs.advice(stages, memory.free_disk(self.out))
 
 

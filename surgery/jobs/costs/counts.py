@@ -13,13 +13,13 @@ from surgery.evaluation.contexts import readable
 from surgery.evaluation.speed import ROUNDS, decode_forwards
 from surgery.evaluation.suites import Task, measures, standard, tasks
 from surgery.locating.questions import asked
-from surgery.models import pace
 from surgery.models.answers import LENGTHS
 from surgery.models.pace import Work
 from surgery.probes.encoded import Asked
 from surgery.probes.scoring import answer_shapes
 from surgery.probes.skills import skill_questions, skills_of
 from surgery.records.recipe import Bench, Recipe, Skill, Tune
+from surgery.runtime.timing import Stopwatch
 from surgery.tuning.early_stopping import BATCH
 from surgery.tuning.state_sizes import WINDOWS
 
@@ -121,10 +121,10 @@ def benching(
     encoding = 0.0
     for task in todo:
         if task.shapes is not None:
-            begun = pace.clock()
+            watch = Stopwatch(model.device)
             shapes = task.shapes()  # encodes all that is asked, as every model's turn does
             more = options.limit / few.limit if task.count == few.limit and task.metric == "accuracy" else 1.0
-            work, encoding = work + Work.of(shapes) * more, encoding + (pace.clock() - begun) * more
+            work, encoding = work + Work.of(shapes) * more, encoding + watch.read()[0] * more
     if standard(options):
         alone = options.model_copy(update={"suites": (), "tasks": tuple(standard(options))})
         asked_of = tasks(alone, tokenizer, recipe.data, recipe.seed)
@@ -136,7 +136,7 @@ def benching(
 
 def timed_shapes(options: Bench, contexts: Sequence[int]) -> list[tuple[int, int]]:
     """(rows, tokens) of the forwards that are timed. A token after a cache counts as a row of one."""
-    shapes: list[tuple[int, int]] = []
+    shapes = [(1, 1)] if contexts else []  # whether it goes on from a cache at all
     decoded = decode_forwards() - 1
     for context in contexts:
         if "quick" in options.suites:

@@ -26,7 +26,7 @@ from surgery.kernels.dispatch import use
 from surgery.loading.opened import Checkpoint, a_type
 from surgery.locating.attribution_memory import activations
 from surgery.locating.budget import is_exact
-from surgery.locating.passes import batch_of, counted, skill_passes
+from surgery.locating.passes import attribution_costs, batch_of, counted, skill_passes
 from surgery.locating.questions import question_sets
 from surgery.locating.skill_scores import skill_sets
 from surgery.locating.subject import Subject
@@ -41,6 +41,7 @@ from surgery.records.record import environment
 from surgery.runtime import memory
 from surgery.runtime.processes import several_processes
 from surgery.runtime.progress import busy, say, silently
+from surgery.runtime.timing import Stopwatch
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.backward_memory import step_fits
 from surgery.tuning.rehearsal import rehearse, step_work
@@ -51,8 +52,6 @@ READINGS = 6  # of all weights in an export: it writes, digests and reads them b
 GUESSED = 4  # forwards: a step of tuning that was not timed
 WHOLE = 2.0  # seconds: of a model whose forward of one row takes longer, the first layers alone are tuned
 CUT = (2, 4)  # layers of it
-SURE = 1.3  # times, either way: what the time of a quiet machine may be off
-UNSURE = 4.0  # the most that is said of a busy one
 SMALLER = "Open the model in less precision (--set dtype=bfloat16), or take a machine with more."
 
 
@@ -84,7 +83,7 @@ def estimate(
         stages = costs.all_stages()
     return CostEstimate(
         **environment().model_dump(), model=recipe.model, stages=tuple(stages), available=costs.available,
-        free_disk=memory.free_disk(out), tried=costs.tried, assumptions=costs.assumptions(), spread=costs.spread,
+        free_disk=memory.free_disk(out), tried=costs.tried, assumptions=costs.assumptions(), slowed=costs.slowed,
         load=round(waiting, 2), advice=costs.advice(stages, memory.free_disk(out)), took=time.perf_counter() - begun,
     )  # fmt: skip
 
@@ -121,10 +120,9 @@ class Costs:
             yield
 
     @property
-    def spread(self) -> float:
-        """The factor, either way, within which times are expected: what they vary by now, with what is left out."""
-        measured = max(self.forward.spread, self.step.spread if self.step else 1.0)
-        return round(min(UNSURE, max(SURE, measured)), 2)
+    def slowed(self) -> float:
+        """How many times as long as on an idle machine the work that was timed took."""
+        return round(max(self.forward.slowed, self.step.slowed if self.step else 1.0), 2)
 
     def all_stages(self, first: str = "locate", timed: bool = True) -> list[Stage]:
         """The stages in their order, for a plan that is not yet known, from the first on that is not finished. timed: whether
@@ -176,8 +174,9 @@ class Costs:
         if skills := skill_sets(self.subject, self.recipe.data, options, sets[0], seed=self.recipe.seed):
             heads = len(self.subject.anatomy.coordinates[0])
             parts.append((skill_passes(skills, options, heads, self.subject.graftable), batch_of(skills)))
+        costs = attribution_costs(self.subject, sets[0].groups[0][1], self.forward) if self.subject.graftable else ()
         seconds = sum(
-            self.forward.time(batch * part.forwards(share, batch.tokens / self.row)) for part, batch in parts
+            self.forward.time(batch * part.forwards(share, batch.tokens / self.row, *costs)) for part, batch in parts
         )  # fmt: skip
         held = self.forward.memory(max(batch.largest for _, batch in parts))
         if self.subject.graftable:
@@ -295,9 +294,9 @@ class Costs:
     def _reading(self) -> float:
         """The seconds of a digest of all weights."""
         part = bytes(2**24)
-        begun = pace.clock()
+        watch = Stopwatch(self.device)
         hashlib.sha256(part).digest()
-        return (pace.clock() - begun) * weights_of(self.model) / len(part)
+        return watch.read()[0] * weights_of(self.model) / len(part)
 
     def _stage(
         self, name: str, seconds: float, held: float, *, disk: float = 0, does: dict[str, int] | None = None,

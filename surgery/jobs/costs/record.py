@@ -4,8 +4,9 @@ from surgery.records.record import Environment, Record
 from surgery.runtime.memory import size
 from surgery.runtime.progress import duration
 
+SURE = 1.3  # the factor, either way, within which the time on an idle machine is expected
 BUSY = 0.75  # programs that run or wait, for every CPU: with more, a machine is busy
-VARIED = 1.5  # times, between equal pieces of work: the same
+SLOWED = 1.5  # times as long as on an idle one: the same
 
 # What stages count, of one.
 SINGULAR = {
@@ -20,7 +21,7 @@ class Stage(Record):
 
     name: str
     seconds: float
-    """Time."""
+    """Time, on an idle machine."""
     memory: int
     """The most bytes that the run holds at once meanwhile, with its child processes (on a GPU: there)."""
     disk: int = 0
@@ -30,16 +31,16 @@ class Stage(Record):
     at_most: bool = False
     """Whether it may turn out to be less, as that depends on results."""
 
-    def time(self, spread: float) -> str:
-        """As a range: so many times less and more; of what may be less, the upper end."""
-        low, high = duration(self.seconds / spread), duration(self.seconds * spread)
+    def time(self, slowed: float = 1.0, spread: float = SURE) -> str:
+        """As a range, from an idle machine to one that is slowed down so many times; of what may be less, the upper end."""
+        low, high = duration(self.seconds / spread), duration(self.seconds * spread * slowed)
         if self.at_most:
             return f"at most {high}"
         return high if low == high else f"{low} to {high}"
 
-    def line(self, spread: float) -> str:
-        """As it is said when the stage starts: "tune tuned: 2 to 3 min, 1.1 GiB"."""
-        return f"{self.name}: {self.time(spread)}, {size(self.memory)}"
+    def line(self, slowed: float = 1.0, spread: float = SURE) -> str:
+        """As it is said when the stage starts: "tune tuned: 2 min to 3 min, 1.1 GiB"."""
+        return f"{self.name}: {self.time(slowed, spread)}, {size(self.memory)}"
 
     def work(self) -> str:
         """What it counts: "3 models, 1 forward"."""
@@ -61,8 +62,8 @@ class CostEstimate(Environment):
     """What is taken for granted until results are there."""
     advice: tuple[str, ...]
     """What to change where the run does not fit."""
-    spread: float
-    """Times are expected within this factor, either way."""
+    slowed: float
+    """How many times as long as on an idle machine the work took that was timed."""
     load: float
     """Programs that ran or waited before the estimate began, for every CPU."""
     took: float
@@ -70,7 +71,7 @@ class CostEstimate(Environment):
 
     @property
     def seconds(self) -> float:
-        """Of the whole run."""
+        """Of the whole run, on an idle machine."""
         return sum(stage.seconds for stage in self.stages)
 
     @property
@@ -92,13 +93,13 @@ class CostEstimate(Environment):
         """Header and body: a row for every stage, one for all of them, and one for what there is."""
         body = [
             [
-                stage.name, stage.time(self.spread), size(stage.memory),
+                stage.name, stage.time(self.slowed), size(stage.memory),
                 size(stage.disk) if stage.disk else "", stage.work(),
             ]
             for stage in self.stages
         ]  # fmt: skip
         whole = Stage(name="in all", seconds=self.seconds, memory=0)
-        body.append(["in all", whole.time(self.spread), size(self.memory), size(self.disk), ""])
+        body.append(["in all", whole.time(self.slowed), size(self.memory), size(self.disk), ""])
         body.append(["this machine", "", size(self.available), size(self.free_disk), ""])
         return ["stage", "time", "peak memory", "disk", "what it does"], body
 
@@ -109,11 +110,12 @@ class CostEstimate(Environment):
 
     def busy(self) -> str:
         """A word on a machine that does other work; empty where it does none."""
-        if self.load <= BUSY and self.spread <= VARIED:
+        if self.load <= BUSY and self.slowed <= SLOWED:
             return ""
         return (
-            f"This machine is busy: {self.load:.1f} programs for every CPU ran or waited, and equal pieces of work differed by "
-            f"a factor of {self.spread:.1f}. The times hold while that lasts."
+            f"This machine is busy: {self.load:.1f} programs for every CPU ran or waited, and work took "
+            f"{self.slowed:.1f} times as long as on an idle one. The lower ends are of an idle machine, the upper ones of one "
+            "that stays as it is now."
         )
 
     def __str__(self) -> str:

@@ -73,7 +73,7 @@ class Bench(Section):
     task_limit: Count | None = None
     """Examples of each task of lm-evaluation-harness; all by default."""
     pairs: tuple[Count, ...] = (4, 8, 16, 32, 48, 64)
-    """Sizes of the dictionaries of KV retrieval, with keys that lessons may hold."""
+    """Sizes of the dictionaries of KV retrieval, with keys that tuning may use."""
     unseen_pairs: tuple[Count, ...] | None = None
     """Sizes of the dictionaries with keys not used in tuning; by default the last of pairs."""
     limit: int = Field(default=500, ge=2, le=EXAMPLES)

@@ -38,8 +38,8 @@ class Locate(ProbeChoice):
     """Measure only this share of the heads exactly: the leading ones by attribution."""
     init: Literal["dual", "induction"] = "dual"
     """How grafts of heads start, those that are measured here as well as the plan's. dual: as the head's own SSM. induction: as
-    an induction head, which looks for the same token before; for a base whose own heads hardly choose. In families like
-    mamba2."""
+    an induction head, which looks for the same token before; for a base whose own heads do not choose among tokens. In
+    families like mamba2."""
     layers: bool = True
     """Also measure whole layers."""
     ablation: Literal["zero", "mean", "resample"] = "zero"
@@ -108,8 +108,8 @@ class PlanOptions(Section):
     """These sites instead of the leading ones, e.g. L1.H3,5;L2.H0."""
     init: Literal["dual", "induction", "copy"] | None = None
     """How grafts of heads start; by default as those that locate.init ranked them by. copy: as induction heads with values of
-    their own, which make the token that they find more likely. They are added to what the layer puts out, times `blend`: at
-    which of its heads they are matters little, and in which layer does. In mamba2 and llamba."""
+    their own, which make the token that they find more likely. They are added to what the layer puts out, times `blend`:
+    the layer matters, and not which of its heads. In mamba2 and llamba."""
     donor: Name | None = None
     """A Transformer whose attention weights initialise the grafts: a folder, or an id of the Hub."""
     donor_heads: dict[str, SiteText] = {}

@@ -25,7 +25,7 @@ from surgery.records.sections.section import (
 
 
 class Lesson(Section):
-    """A probe's questions to learn from."""
+    """Training examples: a probe's questions with their answers."""
 
     section = "tune.lessons"
 
@@ -36,7 +36,7 @@ class Lesson(Section):
     queries: Count | None = None
     """How many questions follow one dictionary, 8 by default. For kv only; other probes ask one."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """How often this lesson is drawn, relative to the other weights."""
+    """How often this probe is drawn, relative to the other weights."""
 
     @pydantic.field_validator("options")
     @classmethod
@@ -68,7 +68,7 @@ class Calibrate(Section):
     section = "tune.calibrate"
 
     examples: Examples = 16
-    """Lessons that a point is measured on, and as many batches of text as that makes."""
+    """Training examples that a point is measured on, and as many batches of text as that makes."""
     tau: tuple[Annotated[float, Field(gt=0, ge=1 / FACTOR, le=FACTOR, allow_inf_nan=False)], ...] = Field(
         default=(0.5, 1.0, 2.0, 4.0, 8.0), min_length=1
     )
@@ -98,8 +98,8 @@ class EarlyStopping(Section):
 
 
 class Hints(Section):
-    """Where the grafts are to look, as far as it is known: from the place where an answer of a lesson is due at the span of the
-    prompt that holds it, and from the token before a recall hit of text (tune.hit_weight) at where its pair stood before. The
+    """Where the grafts are to look, as far as it is known: from the place where an answer is due at the span of the prompt
+    that holds it, and from the token before a recall hit of text (tune.hit_weight) at where its pair stood before. The
     loss on an answer moves attention only as far as attention is near it already."""
 
     section = "tune.hints"
@@ -138,15 +138,16 @@ class Lora(Section):
 
 
 class AutoSteps(Section):
-    """How `tune.steps: auto` finds the number of steps. The learning rate stays at its largest until the loss on lessons and
-    text that are not trained on is flat, and then falls over the share `tune.decay` of all steps: if that is 1, a quarter."""
+    """How `tune.steps: auto` finds the number of steps. The learning rate stays at its largest until the loss on training
+    examples and text that are kept back is flat, and then falls over the share `tune.decay` of all steps: if that is 1, a
+    quarter."""
 
     section = "tune.auto"
 
     eval_steps: Count = 25
     """Measure after every so many steps."""
     examples: Examples = 128
-    """Sequences of lessons for each measurement, none of which is trained on, and as many batches of text as that makes."""
+    """Sequences of examples for each measurement, none of which is trained on, and as many batches of text as that makes."""
     least_gain: float = Field(default=0.02, ge=0, allow_inf_nan=False)
     """A measurement counts as progress where the loss is below the best so far by this share of it, and the paired 95% interval
     over batches leaves out 0."""
@@ -155,24 +156,24 @@ class AutoSteps(Section):
 
 
 class Tune(Section):
-    """How the grafts are trained. Each step sees a batch of one of the lessons, and a batch of text on which the hybrid is held
-    to its base by a KL term. Several processes divide every batch."""
+    """How the grafts are trained. Each step sees a batch of training examples of one probe (lessons), and a batch of text on
+    which the hybrid is held to its base by a KL term. Several processes divide every batch."""
 
     section = "tune"
     gone: ClassVar[Mapping[str, Any]] = {"weight_decay": 0.01}
 
     steps: Annotated[Annotated[int, Field(ge=0, le=STEPS)] | Literal["auto"], Field(union_mode="left_to_right")] = 150
-    """Training steps. 0: only the stages align and calibrate. auto: until the loss on other lessons and text is flat
-    (section tune.auto); the controls of a run then take as many."""
+    """Training steps. 0: only the stages align and calibrate. auto: until the loss on examples and text that are kept back is
+    flat (section tune.auto); the controls of a run then take as many."""
     max_steps: Steps = 1000
     """Where steps is auto, the most that there may be."""
     batch_size: Rows = 16
-    """Sequences of a lesson in a step."""
+    """Sequences of training examples in a step."""
     lessons: tuple[Lesson, ...] = (Lesson(options={"pairs": (4, 64)}),)
     """What retrieval is learnt from (section tune.lessons): each step draws one, by weight. []: from recall hits of text alone
     (hit_weight)."""
     curriculum: float = Field(default=0.0, ge=0, le=1)
-    """The share of the steps over which the lessons' ranges and the text grow to their full size."""
+    """The share of the steps over which the examples (their ranges) and the text grow to their full size."""
     text_batch_size: int = Field(default=4, ge=0, le=ROWS)
     """Rows of text in a step."""
     text_tokens: int = Field(default=192, ge=2, le=TOKENS)
@@ -204,8 +205,8 @@ class Tune(Section):
     auto: AutoSteps = AutoSteps()
     """How steps: auto finds the number of steps (section tune.auto)."""
     hints: Hints | None = None
-    """What tells the grafts where the answers of lessons and the pairs of recall hits stand (section tune.hints). {} for its
-    defaults."""
+    """What tells the grafts where the answers of training examples and the pairs of recall hits are (section tune.hints). {}
+    for its defaults."""
     rename: Rename | None = None
     """What keeps a base from knowing the recall hits of its own training text by heart (section tune.rename). {} for its
     defaults."""
