@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from matplotlib.patches import Circle, FancyBboxPatch
 
@@ -26,7 +27,7 @@ def draw(folder: Path) -> Path:
         axes.add_patch(FancyBboxPatch(corner, width, height, boxstyle=style, facecolor=color, edgecolor=LINE, lw=1, zorder=2))
         axes.text(x, y, text, ha="center", va="center", color=ADDED_INK if added else INK, fontsize=10.5, zorder=3)
     for x, y, text, added in ((9.0, 4.6, "times 1 - g", False), (9.0, 1.35, "times g", True), (10.9, 3.0, "+", False)):
-        size = 0.34 if text == "+" else 0.62
+        size = 0.34 if text == "+" else 0.7
         axes.add_patch(Circle((x, y), size, facecolor=ADDED if added else "white", edgecolor=LINE, lw=1, zorder=2))
         axes.text(x, y, text, ha="center", va="center", color=ADDED_INK if added else INK, fontsize=8.5, zorder=3)
     for start, end in (
@@ -35,9 +36,9 @@ def draw(folder: Path) -> Path:
         ((14.5, 3.0), (15.1, 3.0)),
     ):  # fmt: skip
         axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": LINE, "lw": 1.4}, zorder=1)
-    small = {"fontsize": 10, "color": INK, "va": "center", "linespacing": 1.4}
+    small: dict[str, Any] = {"fontsize": 10, "color": INK, "va": "center", "linespacing": 1.4}
     axes.text(2.05, 4.5, "C, B, x, dt", ha="center", **small)
-    axes.text(2.05, 1.35, "copies of C and B,\nand x, dt", ha="center", **small | {"color": ADDED_INK})
+    axes.text(1.75, 1.15, "copies of C and B,\nand x, dt", ha="center", **small | {"color": ADDED_INK})
     axes.text(9.0, 0.42, "learned", ha="center", **small | {"color": ADDED_INK})
     title = "A grafted head adds attention to its SSM; a learned gate divides between them"
     axes.text(-0.6, 6.1, title, fontsize=13, weight="bold", color=INK, va="center")

@@ -21,9 +21,9 @@ def automatic_choices(report: Results) -> str:
         )
         added = {part for head in heads for part in Site.parse(head).each()}
         if {part for site in report.plan.sites for part in site.each()} != added and growth.rounds:
-            steps = max((candidate.steps for candidate in growth.candidates), default=0)
+            few = max((candidate.steps for candidate in growth.candidates), default=0)
             chosen = ", ".join(map(str, report.plan.sites))
-            sentences.append(f"Of the plans that were then tuned for {steps} steps, {chosen} saved most, and was chosen.")
+            sentences.append(f"Of the plans that were then tuned for {few} steps, {chosen} saved most, and was chosen.")
     if (steps := report.training.get("tuned", {}).get("steps")) is not None:
         sentences.append(f"tune.steps=auto took {steps:.0f} steps; the controls took as many.")
     return " ".join(sentences)

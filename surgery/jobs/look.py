@@ -281,7 +281,7 @@ def _verdict(why_not: str, retrieval: dict[str, Measured], text: TextLoss | None
     beyond_chance = [n for n, each in retrieval.items() if not each.at_chance]
     on_text = ""
     if text is not None and text.hopeless:
-        on_text = f" On {text.source}: {text}; a trained model is better on a text of its kind."
+        on_text = f" On {text.source}: {text}."
     if why_not:
         return False, f"not worth editing, because {why_not}."
     first = retrieval[smallest]

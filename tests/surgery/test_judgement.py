@@ -163,7 +163,8 @@ def test_a_report_without_differences_is_not_judged(report):
     bare = {name: model.model_copy(update={"change": {}}) for name, model in report.models.items()}
     (judged,) = judge(report.model_copy(update={"models": bare}))
     assert judged.verdict == "not to be judged"
-    assert judged.details[0].startswith("Cost: knowledge 0.980 (base 0.988); loss on held-out text +0.0026 nats per token")
+    cost = "Cost: knowledge 0.980 (base 0.988); letters 0.296 (base 0.292); loss on held-out text +0.0026 nats per token"
+    assert judged.details[0].startswith(cost)
 
 
 def test_chance_is_said_of_the_probe_that_it_is_true_of(report):
