@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("SURGERY_TEST_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the Hub is a mistake
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,7 +30,8 @@ from transformers import (
 )
 
 from surgery.hybrids.llamba import LlambaConfig, LlambaForCausalLM
-from surgery.runtime import ownership
+from surgery.runtime import ownership, plotting
+from surgery.runtime.ownership import put
 from surgery.world.tokenizer import build_tokenizer
 from tools.double import float64
 
@@ -202,19 +205,47 @@ def fresh_process(monkeypatch, read_back_here):
     monkeypatch.setattr(verify, "ask", read_back_here)
 
 
+class Nothing:
+    """A figure, its axes, and all that they give: whatever is drawn on it."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):  # numpy asks for some
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_, **__):
+        return self
+
+    def __getitem__(self, _):
+        return self
+
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unpainted():
+    """Figures are neither laid out nor painted, which would take most of a run. Tests that look at them ask for `painted`."""
+    own = {name: getattr(plotting, name) for name in ("drawing", "legend")}
+
+    @contextmanager
+    def drawing(path, rows=1, columns=1, **_):
+        axes = np.empty((rows, columns), object)
+        axes.fill(Nothing())
+        yield Nothing(), axes
+        if path is not None:
+            put(path, b"a picture")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plotting, "drawing", drawing)
+        patch.setattr(plotting, "legend", Nothing())
+        yield own
+
+
 @pytest.fixture
-def blank(monkeypatch):
-    """Figures are laid out, and not painted, which takes half of a run."""
-
-    from matplotlib.figure import Figure
-
-    def savefig(self, file, **_):
-        if hasattr(file, "write"):
-            file.write(b"a picture")
-        else:
-            Path(file).write_bytes(b"a picture")
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
+def painted(monkeypatch, unpainted):
+    for name, own in unpainted.items():
+        monkeypatch.setattr(plotting, name, own)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The whole job, and every verb by itself, on the awkward patients of patients.py.
 
-`make test` takes every family once, `make test-slow` every published model, and in these every tokenizer; the product of all
-needs SURGERY_ALL_PATIENTS, as it takes the better part of an hour.
+`make test` takes every family once (three of them in test_recipes.py), `make test-slow` every published model, and in these
+every tokenizer; the product of all needs SURGERY_ALL_PATIENTS, as it takes the better part of an hour.
 """
 
 import csv
@@ -33,9 +33,7 @@ SOME = [
     for i, name in enumerate(NAMES)
 ]
 PAINTED = "mistralai/Mamba-Codestral-7B-v0.1"  # with controls, and figures of tokens that no font has
-QUICK = [
-    p for p in SOME if p.published in (PAINTED, "state-spaces/mamba-130m", "tiiuae/falcon-mamba-7b", "cartesia-ai/Llamba-3B")
-]
+QUICK = [patient for patient in SOME if patient.published in (PAINTED, "state-spaces/mamba-130m")]
 # Fewer of everything than by default, and nothing else.
 FEW = """
 locate: {examples: 4, options: {pairs: 4}}
@@ -46,7 +44,7 @@ bench: {pairs: [4], limit: 4, windows: 2, window: 32, contexts: [16]}
 CHOICE = """
 dtype: float32
 locate: {examples: 2, options: {pairs: 3}}
-plan: {by: choice, heads: 2}
+plan: {by: choice, heads: 2, auto: {candidates: 2, examples: 2, skill_examples: 2}}
 tune:
   steps: 2
   batch_size: 2
@@ -101,20 +99,20 @@ def whole_job(surgery, admitted, tmp_path, patient: Patient) -> None:
 
 @pytest.mark.parametrize("patient", but_slow(SOME, *QUICK), ids=str)
 def test_the_whole_job(surgery, admitted, tmp_path, request, patient):
-    if patient.published != PAINTED:
-        request.getfixturevalue("blank")
+    if patient.published == PAINTED:
+        request.getfixturevalue("painted")
     whole_job(surgery, admitted, tmp_path, patient)
 
 
 @pytest.mark.slow
 @whole_product
 @pytest.mark.parametrize("patient", ALL, ids=str)
-def test_the_whole_job_on_everyone(surgery, admitted, tmp_path, blank, patient):
+def test_the_whole_job_on_everyone(surgery, admitted, tmp_path, patient):
     whole_job(surgery, admitted, tmp_path, patient)
 
 
 @pytest.mark.parametrize("words", but_slow(["Llama 2", "no special tokens"], "Llama 2"))
-def test_heads_by_choice_learn_from_hints(surgery, admitted, tmp_path, blank, words):
+def test_heads_by_choice_learn_from_hints(surgery, admitted, tmp_path, words):
     """Choice and hints have to find the answer's tokens in the prompt, whatever the tokenizer makes of its beginning."""
     folder, _ = admitted(Patient("mistralai/Mamba-Codestral-7B-v0.1", "float16", "one file", words))
     (tmp_path / "choice.yaml").write_text(f"model: {folder}\n{CHOICE}")
@@ -160,15 +158,16 @@ def step_by_step(surgery, admitted, tmp_path, patient: Patient) -> None:
         assert "Nothing was sent to someone/hybrid" in call("publish", name, "someone/hybrid", "--dry-run")
 
 
-@pytest.mark.parametrize("patient", but_slow(STEP_BY_STEP, STEP_BY_STEP[0]), ids=str)
-def test_every_verb_by_itself(surgery, admitted, tmp_path, blank, patient):
+@pytest.mark.slow  # on a base of the toolkit's own it is a quick test of test_cli.py
+@pytest.mark.parametrize("patient", STEP_BY_STEP, ids=str)
+def test_every_verb_by_itself(surgery, admitted, tmp_path, patient):
     step_by_step(surgery, admitted, tmp_path, patient)
 
 
 @pytest.mark.slow
 @whole_product
 @pytest.mark.parametrize("patient", SOME, ids=str)
-def test_every_verb_by_itself_on_more(surgery, admitted, tmp_path, blank, patient):
+def test_every_verb_by_itself_on_more(surgery, admitted, tmp_path, patient):
     step_by_step(surgery, admitted, tmp_path, patient)
 
 

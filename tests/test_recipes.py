@@ -14,7 +14,6 @@ import yaml
 from transformers import AutoTokenizer
 
 from surgery import adopt, load
-from surgery.jobs import locating_stage
 from surgery.loading.hub import local_folder
 from surgery.records.recipe import read_recipe
 from tests.conftest import ROOT
@@ -30,8 +29,7 @@ WORDS = {
     "zamba2-7b": "Llama 2",
 }  # fmt: skip
 LOCATED = ("llama-3.1-8b", "zamba2-7b")  # and no more
-WITH_CONTROLS = "mamba2-2.7b"
-AGAIN = ("mamba-130m", "mamba2-130m")  # cut, they have the configuration of their family's large model
+ELSEWHERE = ("mamba-130m", "mamba-2.8b", "mamba2-130m", "codestral-mamba-7b")  # of a kind that is below, or in test_patients.py
 # Fewer of everything. Of few layers and channels, a recipe's share of heads can be less than one.
 FEW = [
     "locate.examples=2", "locate.options.pairs=4", "tune.steps=1", "tune.batch_size=2", "tune.text_batch_size=2",
@@ -103,22 +101,14 @@ def test_a_recipe_is_for_its_model(name):
     assert f"{verb} recipes/{name}.yaml" in command[0]
 
 
-@pytest.fixture
-def unpainted(blank, monkeypatch):
-    """Without the maps of heads: drawing takes longer than measuring here, and other tests look at them."""
-    monkeypatch.setattr(locating_stage, "draw_atlas", lambda *_: None)
-
-
-WHOLE = [pytest.param(name, marks=pytest.mark.slow if name in AGAIN else ()) for name in names() if name not in LOCATED]
+WHOLE = [pytest.param(name, marks=pytest.mark.slow if name in ELSEWHERE else ()) for name in names() if name not in LOCATED]
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_the_whole_run(surgery, write, tmp_path, unpainted, name):
-    # Shares and numbers of heads are of the whole depth and width. Controls are of the same parts, and one recipe makes them.
+def test_the_whole_run(surgery, write, tmp_path, name):
+    # Shares and numbers of heads are of the whole depth and width. Controls are of the same parts.
     fewer = ["locate.confirm=0.1"] if read_recipe(RECIPES / f"{name}.yaml").locate.confirm else []
-    fewer += [f"bench.controls={str(name == WITH_CONTROLS).lower()}", "plan.heads=2"]
-    done, out = run(surgery, write, tmp_path, name, 2, *fewer)
-    assert ("control_same_layer" in out) == (name == WITH_CONTROLS)
+    done, _ = run(surgery, write, tmp_path, name, 2, *fewer, "bench.controls=false", "plan.heads=2")
     hybrid = load(done / "hybrid")
     written = read_recipe(RECIPES / f"{name}.yaml").dtype
     assert {str(p.dtype) for n, p in hybrid.model.named_parameters() if ".graft." not in n} == {f"torch.{written}"}
@@ -128,7 +118,7 @@ def test_the_whole_run(surgery, write, tmp_path, unpainted, name):
 
 
 @pytest.mark.parametrize("name", LOCATED)
-def test_locating_alone(surgery, write, tmp_path, unpainted, name):
+def test_locating_alone(surgery, write, tmp_path, name):
     done, _ = run(surgery, write, tmp_path, name, 2, "locate.confirm=0.2")
     ranking = json.loads((done / "ranking.json").read_text())
     kinds = {head["kind"] for head in ranking["heads"]}
@@ -141,7 +131,7 @@ def test_locating_alone(surgery, write, tmp_path, unpainted, name):
     "SURGERY_ALL_PATIENTS" not in os.environ, reason="SURGERY_ALL_PATIENTS is not set: it takes the better part of an hour"
 )
 @pytest.mark.parametrize("name", names())
-def test_the_published_widths(surgery, write, tmp_path, unpainted, name):
+def test_the_published_widths(surgery, write, tmp_path, name):
     """All widths and options as published; layers and vocabulary are cut, and the shares are the recipe's."""
     layers = {"llamba-8b": 1, "llama-3.1-8b": 1}.get(name, 2)
     few = [] if name in LOCATED else ["bench.controls=false"]

@@ -105,7 +105,7 @@ def _look_again() -> None:
 @pytest.mark.parametrize(
     "page", [pytest.param(page, id=name(page), marks=[pytest.mark.slow] * (name(page) in SLOW)) for page in WITH_CODE]
 )
-def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed, blank, monkeypatch):
+def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed, monkeypatch):
     monkeypatch.setattr("surgery.evaluation.bench.Bench", SmallBench)
     cells: dict = {"__name__": "page"}
     commands: list[str] = []

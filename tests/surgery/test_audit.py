@@ -15,7 +15,6 @@ import pytest
 
 from surgery.families.mamba2 import Mamba2HybridForCausalLM
 from surgery.hybrids.sources import sources
-from surgery.records.plan import Plan
 from tests.conftest import ROOT, VOCABULARY, random_base
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the names here have characters that other systems refuse")
@@ -60,7 +59,7 @@ COMPILER = "the C compiler, for kernels"
 FONTS = "fc-list, by matplotlib, which looks for fonts"
 STARTS = {
     "doctor": {COMPILER}, "doctor of a model": set(), "locate": {COMPILER, FONTS}, "plan": set(),
-    "splice": {FRESH, COMPILER, FONTS}, "splice of a layer": {FRESH, COMPILER, FONTS}, "tune": {FRESH, COMPILER, FONTS},
+    "splice": {FRESH, COMPILER, FONTS}, "tune": {FRESH, COMPILER, FONTS},
     "tune --dry-run": {COMPILER}, "bench": {COMPILER, FONTS}, "export": {FRESH, COMPILER, FONTS},
     "run": {FRESH, COMPILER, FONTS}, "run --dry-run": {COMPILER, FONTS}, "prune": {COMPILER},
     "pretrain": {COMPILER}, "publish": {FONTS},
@@ -77,7 +76,7 @@ class Event(NamedTuple):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, tokenizer) -> Path:
-    """The folder of a stranger: a base, a layer's plan, tasks and recipes, with modules lying about that leave a mark."""
+    """The folder of a stranger: a base, tasks and recipes, with modules lying about that leave a mark."""
     place = tmp_path_factory.mktemp("audit")
     model = place / "work" / NAME
     random_base(vocab_size=VOCABULARY).save_pretrained(model)
@@ -103,7 +102,6 @@ def place(tmp_path_factory, tokenizer) -> Path:
     }  # fmt: skip
     for name, text in recipes.items():
         (place / "work" / f"{name}.yaml").write_text(text)
-    Plan(kind="layer", sites=("L1",), width=16).write(place / "work" / "layer.json")
     (place / "work" / "evil plan.json").write_text(
         json.dumps({"sites": ["L0.H1"], "donor": "__import__('os').system('touch ran')"})
     )
@@ -243,14 +241,13 @@ def refused(name: str) -> list[str]:
 
 def test_no_verb_runs_what_it_was_not_told_to(place):
     quick = ["--recipe", "quick.yaml"]
-    out = {name: f"out of {NAME} {name}" for name in ("located", "spliced", "layer", "tuned", "bench", "pruned", "run")}
+    out = {name: f"out of {NAME} {name}" for name in ("located", "spliced", "tuned", "bench", "pruned", "run")}
     calls = {
         "doctor": ["doctor"],
         "doctor of a model": ["doctor", NAME],
         "locate": ["locate", NAME, *quick, "--out", out["located"]],
         "plan": ["plan", f"{out['located']}/ranking.json", "--out", "plan.json", "--set", "plan.sites=L1.H3"],
         "splice": ["splice", NAME, "plan.json", "--out", out["spliced"]],
-        "splice of a layer": ["splice", NAME, "layer.json", "--out", out["layer"]],
         "splice of an evil plan": ["splice", NAME, "evil plan.json", "--out", "never"],
         "prune": ["prune", NAME, *quick, "--out", out["pruned"]],
         "run": ["run", "quick.yaml", "--out", out["run"]],
@@ -267,23 +264,20 @@ def test_no_verb_runs_what_it_was_not_told_to(place):
     found = list(violations(events, place))
 
     # A stranger's hybrid: what the first calls have written, made hostile.
-    hybrid, layer = out["spliced"], out["layer"]
-    for folder in (hybrid, layer):
-        make_hostile(place, place / "work" / folder)
+    hybrid = out["spliced"]
+    make_hostile(place, place / "work" / hybrid)
     calls = {
         "tune --dry-run": ["tune", hybrid, *quick, "--out", "x", "--dry-run"],
         "tune": ["tune", hybrid, *quick, "--out", out["tuned"]],
         "bench": ["bench", NAME, hybrid, *quick, "--out", out["bench"]],
         "export of hf": ["export", hybrid, "--out", f"hf {NAME}"],
         "export of patch": ["export", hybrid, "--format", "patch", "--out", f"patch {NAME}"],
-        "export of nemotron_h": ["export", layer, "--format", "nemotron_h", "--out", f"nemotron_h {NAME}"],
-        "export of mamba_ssm": ["export", layer, "--format", "mamba_ssm", "--out", f"mamba_ssm {NAME}"],
     }
     results, events, said = called(place, calls)
     assert not any(results.values()), said[-6000:]
     found += violations(events, place)
     fresh = [event for event in events if event.kind == "subprocess.Popen" and started(event) == FRESH]
-    assert len(fresh) == 5
+    assert len(fresh) == 3
     assert len({event.process for event in events}) == 1 + len(fresh)  # those were heard, too
     assert not (place / "ran").exists(), (place / "ran").read_text()
     assert not list((place / "work").rglob("ran"))

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from surgery.cli import app as cli
 from surgery.exporting import export as exporting
 from surgery.kernels import dispatch
+from surgery.runtime import plotting
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, VOCABULARY, random_base
 
@@ -46,10 +47,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def finished(folder, tmp_path_factory):
-    """The folder of a whole run, and what was printed. Do not change it."""
+def finished(folder, tmp_path_factory, unpainted):
+    """The folder of a whole run with its pictures, and what was printed. Do not change it."""
     place = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        for name, own in unpainted.items():
+            patch.setattr(plotting, name, own)
         patch.chdir(place)
         patch.setattr(sys, "argv", ["surgery", "run", str(folder / "quick.yaml")])
         with pytest.raises(SystemExit) as stop:
@@ -136,7 +139,7 @@ def test_a_finished_run_is_not_overwritten_unasked(surgery, folder, finished, tm
     }
 
 
-def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, blank, tmp_path):
+def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, tmp_path):
     """Also that what is done again is what changed, and what depends on it."""
     done = shutil.copytree(finished[0], tmp_path / "runs" / "quick")
     first, before = json.loads((done / "report.json").read_text()), written(done)
@@ -179,7 +182,7 @@ def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, blank, t
     assert second["models"]["tuned"]["conditions"]["model"] != first["models"]["tuned"]["conditions"]["model"]
 
 
-def test_the_verbs_one_by_one(surgery, folder, blank, tmp_path):
+def test_the_verbs_one_by_one(surgery, folder, tmp_path):
     common = ("--recipe", folder / "quick.yaml")
     assert surgery("locate", folder / "base", *common, "--out", "ranked")[0] == 0
     assert surgery("plan", "ranked/ranking.json", "--set", "plan.heads=2")[0] == 0

@@ -27,9 +27,7 @@ HEADS = Plan(sites=("L0.H1", "L1.H3,5"))
 LAYER = Plan(kind="layer", sites=("L1",))
 WITH_MLP = Plan(kind="layer", sites=("L1", "L2"), donor="the donor", mlp=True)
 CASES = {
-    "heads": ("plain", HEADS), "gated": ("groups", Plan(sites=("L1.H3,5",), blend=0.5)), "channels": ("mamba", HEADS),
-    "normalised channels": ("falcon mamba", HEADS), "llamba": ("llamba", HEADS), "layer": ("plain", LAYER),
-    "llamba's layer": ("llamba", LAYER), "Mamba-1's layer": ("mamba, biases, untied", LAYER),
+    "heads": ("plain", HEADS), "layer": ("plain", LAYER), "Mamba-1's layer": ("mamba, biases, untied", LAYER),
     "blocks of a donor": ("plain", WITH_MLP), "llamba's blocks": ("llamba", WITH_MLP),
 }  # fmt: skip
 

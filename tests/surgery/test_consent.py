@@ -17,7 +17,7 @@ from surgery.kernels import native
 from surgery.records.plan import Plan
 from surgery.runtime.consent import consent, consenting
 from surgery.splicing.splice import splice
-from tests.conftest import VOCABULARY, but_slow, random_base
+from tests.conftest import VOCABULARY, random_base
 
 PLAN = Plan(sites=("L1.H3",))
 STRANGE = {
@@ -66,7 +66,7 @@ NAMES = ['x"+str(__import__("os").system("touch ran"))+"', "a\nb", "a\tb", "it's
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_may_have_any_name(tokenizer, tmp_path, monkeypatch, name):
-    """It stands in the card as text."""
+    """It stands in the card as text. How it travels to a fresh process is in test_audit.py."""
     monkeypatch.chdir(tmp_path)
     hybrid = splice(random_base(vocab_size=VOCABULARY), PLAN)
     export(hybrid, tmp_path / name, tokenizer=tokenizer, plan=PLAN, base="b", verify="tensors")
@@ -74,12 +74,6 @@ def test_a_folder_may_have_any_name(tokenizer, tmp_path, monkeypatch, name):
     card = (tmp_path / name / "README.md").read_text()
     (code,) = card.split("```python\n")[1:]
     assert f"from_pretrained({json.dumps(name, ensure_ascii=False)}" in code.split("```")[0]
-
-
-@pytest.mark.parametrize("name", but_slow(NAMES, NAMES[0]))
-@pytest.mark.usefixtures("fresh_process")
-def test_it_travels_to_the_fresh_process_as_an_argument(tokenizer, tmp_path, monkeypatch, name):
-    test_a_folder_may_have_any_name(tokenizer, tmp_path, monkeypatch, name)
 
 
 @pytest.mark.parametrize(

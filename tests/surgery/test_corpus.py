@@ -49,7 +49,7 @@ def books(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def recipe(books):
     """Six steps."""
     corpus = CorpusOptions(
@@ -169,6 +169,14 @@ def test_a_base_is_trained_measured_and_described(recipe, tmp_path):
     assert run(recipe, folder) == measured, "what is finished is measured and written again"
 
 
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory):
+    """The folder of an uninterrupted training. Do not change it."""
+    folder = tmp_path_factory.mktemp("whole") / "base"
+    run(recipe, folder)
+    return folder
+
+
 class Stopped(Exception):
     """What a signal's handler raised."""
 
@@ -207,17 +215,16 @@ def raising():
 
 @pytest.mark.parametrize("step", [0, 2, 5])
 @pytest.mark.usefixtures("raising")
-def test_interrupted_it_ends_where_an_uninterrupted_training_does(step, recipe, tmp_path):
+def test_interrupted_it_ends_where_an_uninterrupted_training_does(step, recipe, whole, tmp_path):
     """Within a step that would have been saved, and within one that would not; the step is finished, and what it reached
     kept."""
-    run(recipe, tmp_path / "whole")
     interrupted(step, lambda: run(recipe, tmp_path / "parts"))
     assert [path.name for path in (tmp_path / "parts-pretraining").glob("checkpoint-*")] == [f"checkpoint-{step + 1}"]
     assert not (tmp_path / "parts").exists()
     run(recipe, tmp_path / "parts")
-    assert equal(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    assert equal(weights(tmp_path / "parts"), weights(whole))
     for name in ("log.jsonl", "measured.json", "recipe.yaml"):
-        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert (tmp_path / "parts" / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_a_signal_whose_handler_raises_nothing_leaves_no_checkpoint_behind(recipe, tmp_path):
@@ -230,8 +237,7 @@ def test_a_signal_whose_handler_raises_nothing_leaves_no_checkpoint_behind(recip
     assert not (tmp_path / "base").exists()
 
 
-def test_killed_it_goes_on_from_what_it_kept(recipe, tmp_path, monkeypatch):
-    run(recipe, tmp_path / "whole")
+def test_killed_it_goes_on_from_what_it_kept(recipe, whole, tmp_path, monkeypatch):
     own, saved = Checkpoints.save, []
 
     def save(self, *arguments):
@@ -245,20 +251,19 @@ def test_killed_it_goes_on_from_what_it_kept(recipe, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             run(recipe, tmp_path / "parts")
     run(recipe, tmp_path / "parts")
-    assert equal(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    assert equal(weights(tmp_path / "parts"), weights(whole))
 
 
 @pytest.mark.usefixtures("raising")
-def test_the_number_of_steps_may_change_until_the_rate_falls(recipe, tmp_path):
+def test_the_number_of_steps_may_change_until_the_rate_falls(recipe, whole, tmp_path):
     """What was begun for 40 steps and goes on for 6 is what 6 would have given."""
-    run(recipe, tmp_path / "whole")
     long = recipe.model_copy(update={"steps": 40})
     interrupted(2, lambda: run(long, tmp_path / "parts"))
     interrupted(1, lambda: run(recipe, tmp_path / "parts"))
     with pytest.raises(UserError, match=r"at step 5 of 6 the learning rate falls already.* set steps: 6, or remove the folder"):
         run(long, tmp_path / "parts")
     run(recipe, tmp_path / "parts")
-    assert equal(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    assert equal(weights(tmp_path / "parts"), weights(whole))
 
 
 @pytest.mark.usefixtures("raising")
@@ -396,9 +401,9 @@ def test_models_that_cannot_be_made_are_refused_in_one_line(recipe, tmp_path):
         assert len(str(refusal.value).splitlines()) == 1
 
 
-def test_training_begins_with_a_model_that_is_there(recipe, tmp_path):
+def test_training_begins_with_a_model_that_is_there(recipe, whole, tmp_path):
     """With its weights and its tokenizer; an interrupted one goes on, and the recipe that is written makes it again."""
-    run(recipe, tmp_path / "first")
+    shutil.copytree(whole, tmp_path / "first")
     corpus = recipe.corpus.model_copy(update={"vocabulary": 400})
     settings = recipe.model_dump(mode="json", exclude={"architecture"}) | {"corpus": corpus.model_dump(mode="json"), "seed": 1}
     second = parsed_pretrain_recipe(settings | {"start": str(tmp_path / "first"), "steps": 2, "learning_rate": 1e-9}, "x")
@@ -429,11 +434,10 @@ def test_a_start_that_means_nothing_is_refused(changes, words):
         parsed_pretrain_recipe(settings | changes, "x")
 
 
-def test_a_start_may_have_another_tokenizer(recipe, tmp_path):
+def test_a_start_may_have_another_tokenizer(recipe, whole, tmp_path):
     """The models of state-spaces come without one."""
-    run(recipe, tmp_path / "first")
-    bare = shutil.copytree(tmp_path / "first", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    corpus = recipe.corpus.model_copy(update={"tokenizer": str(tmp_path / "first")})
+    bare = shutil.copytree(whole, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    corpus = recipe.corpus.model_copy(update={"tokenizer": str(whole)})
     settings = {"architecture": {}, "start": str(bare), "corpus": corpus}
     run(recipe.model_copy(update=settings), tmp_path / "second")
     assert len(load(str(tmp_path / "second")).tokenizer) == 300

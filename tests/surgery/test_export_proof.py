@@ -26,6 +26,8 @@ from surgery.records.plan import Plan
 from surgery.runtime.ownership import building
 from surgery.splicing.splice import graft_parameters, splice
 from tests.conftest import VOCABULARY, names, random_base, random_llamba, random_selective
+from tests.surgery.stock_bases import CONFIGURATIONS, plan_for
+from tests.surgery.stock_bases import base_of as stock_base
 from tests.surgery.test_layer_graft import random_donor
 
 HEADS, LAYER = Plan(sites=("L0.H3", "L1.H0,5")), Plan(kind="layer", sites=("L1",), width=16)
@@ -38,24 +40,29 @@ FAMILIES = {
 }
 ANY = [f"{family} {kind}" for family in FAMILIES for kind in ("heads", "layer")]
 WRITTEN = {  # rope: attention with grouped queries, positions and biases, of a Transformer; grouped: without the latter two
-    "hf": [*ANY, "mamba2 rope"],
+    "hf": [*ANY, "mamba2 rope", "falcon_h1 heads", "olmo_hybrid heads"],
     "patch": ["mamba2 heads", "mamba rope", "falcon-mamba heads", "llamba layer"],
     "nemotron_h": ["mamba2 layer", "mamba2 grouped"],
     "mamba_ssm": ["mamba2 rope", "mamba layer"],
 }
 CASES = [(form, what) for form, every in WRITTEN.items() for what in every]
 # Every form, heads, layers and attention of a Transformer; all others are asked by the slow tests.
-QUICK = (("hf", "llamba heads"), ("patch", "mamba rope"), ("nemotron_h", "mamba2 grouped"), ("mamba_ssm", "mamba layer"))
+QUICK = (("hf", "llamba heads"), ("hf", "falcon_h1 heads"), ("hf", "olmo_hybrid heads"),
+         ("patch", "mamba rope"), ("nemotron_h", "mamba2 grouped"), ("mamba_ssm", "mamba layer"))  # fmt: skip
 
 
 def base_of(what):
     """With the tokenizer's vocabulary; the same weights every time."""
+    if (name := what.split()[0]) in CONFIGURATIONS:
+        return stock_base(name, vocab_size=VOCABULARY)
     return FAMILIES[what.split()[0]](vocab_size=VOCABULARY)
 
 
 def hybrid_of(what):
     base, kind = base_of(what), what.split()[1]
-    if kind in ("heads", "layer"):
+    if what.split()[0] in CONFIGURATIONS:
+        hybrid = splice(base, plan_for(base))
+    elif kind in ("heads", "layer"):
         hybrid = splice(base, HEADS if kind == "heads" else LAYER)
     else:
         fields = {"no_rope_layers": [1, int(kind == "rope"), 1], "attention_bias": kind == "rope"}
@@ -78,18 +85,23 @@ def answered(tmp_path_factory, tokenizer, tiny, read_back_here, quick):
     place, asked = tmp_path_factory.mktemp("proof"), {OURS: {}, "transformers": {}}
     with contextlib.chdir(place):
         for form, what in (case for case in CASES if (case in QUICK) == quick):
-            hybrid, plan = hybrid_of(what), HEADS if "heads" in what else LAYER
+            hybrid = hybrid_of(what)
             written, base = place / f"{form} {what}", f"base of {what}"
             written.mkdir()
             if form == "patch":
                 base_of(what).save_pretrained(base)
                 tokenizer.save_pretrained(base)
-            format_of(form).write(hybrid, written, tokenizer=tokenizer, plan=plan, base=base)
+            format_of(form).write(hybrid, written, tokenizer=tokenizer, plan=hybrid.surgery.plan, base=base)
             reader = format_of(form).READER
             asked[reader.package][written] = reader.how
         plain, demo = asked["transformers"], Plan(sites=("L0.H3,5",))
         export(splice(tiny.model, demo), "demo", tokenizer=tiny.tokenizer, plan=demo, base=tiny.name)
         plain[place / "demo"] = format_of("hf").READER.how
+        if quick:
+            (place / "changed").mkdir()
+            hf.write(hybrid_of("mamba heads"), place / "changed", tokenizer=tokenizer, plan=HEADS, base="b")
+            change_code(place / "changed")
+            plain[place / "changed"] = f"{hf.READER.how}:disk"  # each weight is read when it is used
         return {
             folder.name: answer
             for package, folders in asked.items()
@@ -118,6 +130,21 @@ def test_the_three_lines_of_the_card_generate_in_plain_transformers(there, tiny)
     assert (
         compare(hf.READER, splice(tiny.model, Plan(sites=("L0.H3,5",))), len(tiny.tokenizer), there(True)["demo"]).tokens == 64
     )
+
+
+def change_code(place):
+    """The modelling code of the folder computes something else."""
+    file = place / "parts.py"
+    text = file.read_text()
+    assert "return F.softplus(at_least_float32(x))" in text
+    file.write_text(text.replace("return F.softplus(at_least_float32(x))", "return 2 * F.softplus(at_least_float32(x))"))
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_changed_code_is_found(there, tokenizer):
+    """Without this package it is the folder's code that runs."""
+    with pytest.raises(UserError, match="transformers reads back is not the live model"):
+        compare(hf.READER, hybrid_of("mamba heads"), len(tokenizer), there(True)["changed"])
 
 
 def test_the_command_proves_and_says_so(surgery, tokenizer, tmp_path):

@@ -1,5 +1,5 @@
 """What is the own of Gated DeltaNet and of Kimi Delta Attention; the laws of all families inside stock models are in
-test_stock_hybrids.py."""
+test_laws.py."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from surgery.splicing.splice import splice
 from tests.conftest import SAME, VOCABULARY
 from tests.kernels.inputs import assert_near
 from tests.surgery.mixer_checks import entering
-from tests.surgery.test_stock_hybrids import base_of as stock_base
+from tests.surgery.stock_bases import base_of as stock_base
 
 FIELDS = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

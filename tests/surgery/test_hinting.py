@@ -29,7 +29,7 @@ from surgery.tuning.sequences import (
 )
 from surgery.tuning.trainable import trainable, training, with_own_mixers
 from tests.conftest import SAME, VOCABULARY, random_base, random_llamba, random_selective
-from tests.surgery.test_stock_hybrids import CONFIGURATIONS, base_of, plan_for
+from tests.surgery.stock_bases import CONFIGURATIONS, base_of, plan_for
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
 SHORT = Tune(steps=3, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=24, warmup_steps=1)

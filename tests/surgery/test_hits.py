@@ -148,7 +148,7 @@ def test_losses_are_shared_by_two_tasks_of_a_model_and_no_further(pair, tokenize
     assert values.mean() == pytest.approx(alone[first.chosen[:, 1:]].mean(), rel=1e-5)
 
 
-def test_a_report_shows_and_judges_hits(pair, tokenizer, text, options, tmp_path):
+def test_a_report_shows_and_judges_hits(pair, tokenizer, text, options, tmp_path, painted):
     report = bench(pair["base"], pair["hybrid"], tokenizer, options, data=Data(held_out_text=text))
     page = markdown.render(report)
     assert "## Loss on recall hits of held-out text, nats per token\n\n| tokens of a row | 32 | 64 |" in page

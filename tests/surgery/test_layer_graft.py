@@ -99,11 +99,9 @@ def no_rope(base, plan):
 HYBRIDS = {
     "mamba2": lambda: from_donor(random_base(n_groups=2), PLAIN),
     "mamba2, mlp": lambda: from_donor(random_base(), WHOLE),
-    "mamba2, every layer": lambda: from_donor(random_base(), EVERY),
     "mamba2, at random": lambda: splice(random_base(), Plan(kind="layer", sites=("L0", "L2"), width=16)),
     "mamba2attn": as_in_mamba2attn,
     "mamba2, donor heads": lambda: no_rope(random_base(use_bias=True), HEADS),
-    "mamba": lambda: from_donor(BASES["mamba"](), PLAIN),
     "mamba, mlp": lambda: from_donor(BASES["mamba"](), WHOLE),
     "falcon mamba, mlp": lambda: from_donor(BASES["falcon mamba"](), WHOLE),
     "llamba": lambda: from_donor(BASES["llamba"](), PLAIN),

@@ -1,4 +1,4 @@
-"""What is mLSTM's and Lightning attention's own; the laws of all families inside stock models are in test_stock_hybrids.py."""
+"""What is mLSTM's and Lightning attention's own; the laws of all families inside stock models are in test_laws.py."""
 
 import pytest
 import torch

@@ -322,7 +322,7 @@ def test_only_the_leading_heads_are_confirmed(world_base, tokenizer):
 
 
 @pytest.mark.parametrize("name", ["llama", "recurrent_gemma"])
-def test_models_without_grafts_are_analysed(name, tokenizer, tmp_path):
+def test_models_without_grafts_are_analysed(name, tokenizer, tmp_path, painted):
     model = build(name, vocab_size=VOCABULARY)
     found = anatomy(model)
     ranking = locate(model, tokenizer, options={"pairs": 4}, examples=6)

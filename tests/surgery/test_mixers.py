@@ -22,7 +22,7 @@ from tests.conftest import BASES, SAME
 from tests.kernels.inputs import assert_near
 from tests.surgery import test_gated_delta as delta
 from tests.surgery import test_linear_mixers as linear
-from tests.surgery.test_stock_hybrids import base_of
+from tests.surgery.stock_bases import base_of
 
 # By what it is called: a model that has it, and the layer of it.
 MIXERS: dict[str, tuple[Callable[[], PreTrainedModel], int]] = {

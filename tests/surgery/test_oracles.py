@@ -200,7 +200,7 @@ study: {name: answer_paths, most: 1, candidates: 1, worth: 0.0}
 """
 
 
-def test_the_study(surgery, tmp_path):
+def test_the_study(surgery, tmp_path, painted):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     (tmp_path / "paths.yaml").write_text(PATHS)
     status, printed, error = surgery("run", "paths.yaml", "--out", "out")

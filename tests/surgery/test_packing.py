@@ -15,19 +15,16 @@ from surgery.tuning.graft_alignment import alignment_error, gather_states
 from surgery.tuning.partial_run import PartialRun
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.trainable import trainable, training
-from tests.conftest import BASES, SAME, but_slow, random_base
+from tests.conftest import BASES, SAME, random_base
 from tests.kernels.inputs import assert_near, rounding
 from tests.surgery.test_hybrid import PLANS
-from tests.surgery.test_laws import LAYERS, MODELS, SLOW, UNTOUCHED, over
+from tests.surgery.test_laws import LAYERS, UNTOUCHED, model_of, over
 
 LENGTHS = [[1, 17, 3, 30, 9], [28, 32]]
 ADOPTED = {f"{name}: adopted": lambda name=name: adopt(BASES[name]()) for name in ("groups", "mamba", "falcon mamba")}
 PACKED = [
-    "plain: one head", "group per two heads, biases: shared pairs, two layers, one complete",
-    "dt limit: first layer, half blended", "mamba: one head", "mamba: no time step",
-    "falcon mamba: shared pairs, two layers, one complete", "llamba: one head", "llamba: first layer, half blended",
-    "plain: copying", "llamba: copying",
-    *LAYERS, *UNTOUCHED, *ADOPTED,
+    "plain: one head", "dt limit: first layer, half blended", "mamba: one head", "llamba: one head", "llamba: copying",
+    "falcon mamba: shared pairs, two layers, one complete", *LAYERS, *UNTOUCHED, *ADOPTED,
 ]  # fmt: skip
 ONE_A_FAMILY = ("plain: one head", "mamba: one head", "falcon mamba: one head", "llamba: one head")
 
@@ -38,7 +35,8 @@ ERROR = rounding(2 * 3 * 800)
 
 @pytest.fixture
 def model(request):
-    model = (MODELS | ADOPTED)[request.param]().to(torch.get_default_dtype())
+    name = request.param
+    model = (ADOPTED[name]() if name in ADOPTED else model_of(name)).to(torch.get_default_dtype())
     return model.requires_grad_(True)  # gradients of everything are compared
 
 
@@ -63,7 +61,7 @@ def gradients(model, loss):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@over(but_slow(PACKED, *(name for name in PACKED if name not in SLOW or name in ONE_A_FAMILY)))
+@over(PACKED)
 def test_packed_equals_separate(model, ids, request):
     """Logits and gradients: in float64, and in float32 up to its rounding."""
     weights = torch.randn(2, 60, model.config.vocab_size, generator=torch.Generator().manual_seed(6))

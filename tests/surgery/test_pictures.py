@@ -28,11 +28,12 @@ from surgery.studies import redraw
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, VOCABULARY, random_base
 
+pytestmark = pytest.mark.usefixtures("painted")
 CONTROL_NAMES = ("control_tuned", "control_random_site", "control_same_layer")
 
 
 @pytest.fixture
-def drawn(monkeypatch):
+def drawn(painted, monkeypatch):
     """The axes of every figure that is drawn, instead of a file."""
     figures = []
     original = plotting.drawing

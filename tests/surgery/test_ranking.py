@@ -93,7 +93,7 @@ def test_a_data_frame_holds_all_heads(ranking, ablated):
     assert ablated.to_pandas()[["sign", "attribution", "splice_loss"]].isna().all().all()
 
 
-def test_the_figure_has_a_map_for_each_score_that_was_measured(ranking, ablated, tmp_path):
+def test_the_figure_has_a_map_for_each_score_that_was_measured(ranking, ablated, tmp_path, painted):
     for made, titles in ((ranking, {"Ablated: loss gained", "Spliced: loss saved"}), (ablated, {"Ablated: loss gained"})):
         figure = made.plot()
         drawn = {axis.get_title() or axis.get_title(loc="left") for axis in figure.axes if axis.images}

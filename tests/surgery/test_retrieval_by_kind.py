@@ -44,7 +44,7 @@ def needed_by_all(model) -> None:
     model.backbone.norm_f.register_forward_hook(lambda module, args, output: output * 0 if dead == [True] else output)
 
 
-def test_in_a_hybrid_it_lives_in_attention_and_a_planted_sink_is_no_gatherer(tmp_path, blank):
+def test_in_a_hybrid_it_lives_in_attention_and_a_planted_sink_is_no_gatherer(tmp_path, painted):
     study, found = measured(recipe("tiny-hybrid"), tmp_path, needed_by_all, Site(3, (5,)))
     names = {what: part["is"] for what, part in found.about["parts"].items()}
     assert names["all attention heads"] == names["attention of L2"] == "holds retrieval"

@@ -321,7 +321,7 @@ def test_the_verbs_cut_alike(surgery, tmp_path):
         assert (status, complaint in error, (tmp_path / "refused").exists()) == (2, True, False), error
 
 
-def test_the_study_measures_every_size(surgery, tmp_path):
+def test_the_study_measures_every_size(surgery, tmp_path, painted):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     (tmp_path / "recipe.yaml").write_text(RECIPE + "study: {name: state_size, sizes: [4, 2]}\n")
     status, printed, error = surgery("run", "recipe.yaml", "--out", "out")

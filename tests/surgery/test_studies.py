@@ -27,7 +27,7 @@ MORE = {  # what a recipe needs beside that: smaller sizes, or enough examples f
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_runs(recipe, surgery, tmp_path, monkeypatch):
+def test_a_recipe_runs(recipe, surgery, tmp_path, painted):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     more = MORE.get(recipe.stem, ())
     status, printed, error = surgery("run", recipe, *FEW, *more, "--out", "out")
@@ -95,7 +95,7 @@ study: {name: seeds, seeds: 2, ways: {distil: {}, calibrate: {steps: 0, calibrat
 """
 
 
-def test_seeds(surgery, tmp_path, blank, monkeypatch):
+def test_seeds(surgery, tmp_path, monkeypatch):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     (tmp_path / "seeds.yaml").write_text(SEEDS)
     assert surgery("run", "seeds.yaml", "--out", "out")[0] == 0
@@ -176,7 +176,7 @@ study: {{name: cohort, bases: {{one: {{{SMALL}, seed: 1}}, two: {{{SMALL}, seed:
 
 
 @pytest.fixture
-def cohort_files(tmp_path, blank):
+def cohort_files(tmp_path):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     (tmp_path / "cohort.yaml").write_text(COHORT)
 
@@ -258,7 +258,7 @@ def test_a_base_that_cannot_be_trained_is_a_finding(surgery, tmp_path, cohort_fi
     assert [row[0] for row in body] == ["one", "two"]
 
 
-def test_a_cohort_is_summed_up_where_a_job_stopped(tmp_path):
+def test_a_cohort_is_summed_up_where_a_job_stopped(tmp_path, painted):
     """Such a base has other sizes than the rest, and no hybrid."""
     sizes = {"able": ("kv.8", "kv.100"), "stopped": ("kv.4", "kv.8")}
     right, well = (Proportion(accuracy=accuracy, ci95=(0.8, 1.0), n=20) for accuracy in (0.9, 0.95))
