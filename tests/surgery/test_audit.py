@@ -2,6 +2,7 @@
 process starts and no connection is tried but those that are named here and in the page "What it touches and what it runs"."""
 
 import hashlib
+import inspect
 import json
 import os
 import subprocess
@@ -81,9 +82,9 @@ def place(tmp_path_factory, tokenizer) -> Path:
     model = place / "work" / NAME
     random_base(vocab_size=VOCABULARY).save_pretrained(model)
     tokenizer.save_pretrained(model)
-    make_hostile(place, model)
+    make_hostile(model, modules(place), SETTINGS)
     for folder in ("tasks", "."):
-        scatter(place, place / "work" / folder)
+        make_hostile(place / "work" / folder, modules(place), {})
     for name, text in TASKS.items():
         (place / "work" / "tasks" / name).write_text(text)
     (place / "work" / "elsewhere.txt").write_text(TASKS["evil.yaml"])
@@ -111,30 +112,40 @@ def place(tmp_path_factory, tokenizer) -> Path:
     return place
 
 
-def scatter(place: Path, folder: Path) -> None:
-    """Modules that would leave a mark, with names that somebody may import."""
-    for name in MODULES:
+def make_hostile(folder: Path, texts: dict[str, str], settings: dict[str, dict]) -> None:
+    """Done here, and by the driver to what it has written."""
+    for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(EVIL.format(str(place / "ran")))
+        (folder / name).write_text(text)
+    for name, more in settings.items():
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | more))
 
 
-def make_hostile(place: Path, folder: Path) -> None:
-    scatter(place, folder)
-    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
-        content = json.loads((folder / name).read_text()) | {"auto_map": MAP}
-        if name != "config.json":  # there a field that no family knows is refused
-            content["trust_remote_code"] = True
-        (folder / name).write_text(json.dumps(content))
+SETTINGS = {
+    "config.json": {"auto_map": MAP},  # a field that no family knows is refused there
+    "tokenizer_config.json": {"auto_map": MAP, "trust_remote_code": True},
+    "generation_config.json": {"auto_map": MAP, "trust_remote_code": True},
+}
 
 
-DRIVER = """
+def modules(place: Path) -> dict[str, str]:
+    """Modules that would leave a mark, with names that somebody may import."""
+    return dict.fromkeys(MODULES, EVIL.format(str(place / "ran")))
+
+
+DRIVER = f"""
 import json, os, sys
 from pathlib import Path
+{inspect.getsource(make_hostile)}
 calls = json.loads(sys.argv[1])
 LOG = os.open(os.environ["AUDIT"], os.O_WRONLY | os.O_APPEND)
 from surgery.cli.app import main
-results = {}
+results = {{}}
 for name, arguments in calls.items():
+    if name.startswith("hostile: "):
+        make_hostile(Path(name.removeprefix("hostile: ")), *arguments)
+        continue
     os.write(LOG, (json.dumps([os.getpid(), "call", name]) + "\\n").encode())
     sys.argv = ["surgery", *arguments]
     try:
@@ -143,12 +154,12 @@ for name, arguments in calls.items():
     except SystemExit as stop:
         results[name] = stop.code or 0
     except BaseException as error:
-        results[name] = f"{type(error).__name__}: {error}"
+        results[name] = f"{{type(error).__name__}}: {{error}}"
 os.write(LOG, (json.dumps([os.getpid(), "results", json.dumps(results)]) + "\\n").encode())
 """
 
 
-def called(place: Path, calls: dict[str, list[str]]) -> tuple[dict[str, int], list[Event], str]:
+def called(place: Path, calls: dict[str, list]) -> tuple[dict[str, int], list[Event], str]:
     """The statuses of calls of the command line, one after the other in one process, all that it and its children did, and
     what it said."""
     log = place / "log"
@@ -172,7 +183,7 @@ def called(place: Path, calls: dict[str, list[str]]) -> tuple[dict[str, int], li
             results = json.loads(what)
         elif call:
             events.append(Event(call, process, kind, what, *more, *[""] * (1 - len(more))))
-    assert results.keys() == calls.keys(), done.stderr[-3000:]
+    assert results.keys() == {name for name in calls if not name.startswith("hostile: ")}, done.stderr[-3000:]
     return results, events, done.stdout + done.stderr
 
 
@@ -242,51 +253,43 @@ def refused(name: str) -> list[str]:
 def test_no_verb_runs_what_it_was_not_told_to(place):
     quick = ["--recipe", "quick.yaml"]
     out = {name: f"out of {NAME} {name}" for name in ("located", "spliced", "tuned", "bench", "pruned", "run")}
+    hybrid = out["spliced"]
     calls = {
         "doctor": ["doctor"],
         "doctor of a model": ["doctor", NAME],
         "locate": ["locate", NAME, *quick, "--out", out["located"]],
         "plan": ["plan", f"{out['located']}/ranking.json", "--out", "plan.json", "--set", "plan.sites=L1.H3"],
-        "splice": ["splice", NAME, "plan.json", "--out", out["spliced"]],
+        "splice": ["splice", NAME, "plan.json", "--out", out["spliced"], "--verify", "tensors"],
         "splice of an evil plan": ["splice", NAME, "evil plan.json", "--out", "never"],
         "prune": ["prune", NAME, *quick, "--out", out["pruned"]],
-        "run": ["run", "quick.yaml", "--out", out["run"]],
+        "run": ["run", "quick.yaml", "--out", out["run"], "--verify", "tensors"],
         "run --dry-run": ["run", "quick.yaml", "--dry-run"],
         "pretrain": ["pretrain", "pretraining.yaml", "--out", "pretrained"],
         "publish": ["publish", out["spliced"], "who/repo", "--dry-run"],
         **{f"run of {name}": refused(name) for name in ("engine", "tasks", "included", "trusting", "tagged")},
         "settings": ["settings"], "list": ["list", "suites"], "report-schema": ["report-schema"], "tasks-path": ["tasks-path"],
+        # A stranger's hybrid: what the calls above have written, made hostile.
+        f"hostile: {hybrid}": [modules(place), SETTINGS],
+        "tune --dry-run": ["tune", hybrid, *quick, "--out", "x", "--dry-run"],
+        "tune": ["tune", hybrid, *quick, "--out", out["tuned"], "--verify", "tensors"],
+        "bench": ["bench", NAME, hybrid, *quick, "--out", out["bench"]],
+        "export": ["export", hybrid, "--format", "patch", "--out", f"patch {NAME}"],
     }  # fmt: skip
     results, events, said = called(place, calls)
     wrong = {"splice of an evil plan", *(f"run of {name}" for name in ("engine", "tasks", "included", "trusting", "tagged"))}
     assert {name for name, status in results.items() if status != 0} == wrong, said[-6000:]
     assert all(results[name] == 2 for name in wrong), said[-6000:]
     found = list(violations(events, place))
-
-    # A stranger's hybrid: what the first calls have written, made hostile.
-    hybrid = out["spliced"]
-    make_hostile(place, place / "work" / hybrid)
-    calls = {
-        "tune --dry-run": ["tune", hybrid, *quick, "--out", "x", "--dry-run"],
-        "tune": ["tune", hybrid, *quick, "--out", out["tuned"]],
-        "bench": ["bench", NAME, hybrid, *quick, "--out", out["bench"]],
-        "export of hf": ["export", hybrid, "--out", f"hf {NAME}"],
-        "export of patch": ["export", hybrid, "--format", "patch", "--out", f"patch {NAME}"],
-    }
-    results, events, said = called(place, calls)
-    assert not any(results.values()), said[-6000:]
-    found += violations(events, place)
     fresh = [event for event in events if event.kind == "subprocess.Popen" and started(event) == FRESH]
-    assert len(fresh) == 3
+    assert [event.call for event in fresh] == ["splice", "run", "tune", "export"]
     assert len({event.process for event in events}) == 1 + len(fresh)  # those were heard, too
     assert not (place / "ran").exists(), (place / "ran").read_text()
     assert not list((place / "work").rglob("ran"))
     assert not found, "\n".join(sorted({*found}))
-    for written in (out["tuned"], f"hf {NAME}"):
-        config = json.loads((place / "work" / written / "config.json").read_text())
-        assert config["auto_map"].keys() == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
-        assert not any("--" in value for value in config["auto_map"].values())
-        assert "auto_map" not in json.loads((place / "work" / written / "tokenizer_config.json").read_text())
+    config = json.loads((place / "work" / out["tuned"] / "config.json").read_text())
+    assert config["auto_map"].keys() == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    assert not any("--" in value for value in config["auto_map"].values())
+    assert "auto_map" not in json.loads((place / "work" / out["tuned"] / "tokenizer_config.json").read_text())
 
 
 def test_the_hook_hears_what_a_stranger_would_do(place):

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from surgery.cli import app as cli
 from surgery.exporting import export as exporting
 from surgery.kernels import dispatch
-from surgery.runtime import plotting
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, VOCABULARY, random_base
 
@@ -51,8 +50,8 @@ def finished(folder, tmp_path_factory, unpainted):
     """The folder of a whole run with its pictures, and what was printed. Do not change it."""
     place = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
-        for name, own in unpainted.items():
-            patch.setattr(plotting, name, own)
+        for module, name, own in unpainted:
+            patch.setattr(module, name, own)
         patch.chdir(place)
         patch.setattr(sys, "argv", ["surgery", "run", str(folder / "quick.yaml")])
         with pytest.raises(SystemExit) as stop:

@@ -19,7 +19,7 @@ from transformers import (
 
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice
-from tests.conftest import SAME, random_base, random_llamba, random_selective
+from tests.conftest import random_base, random_llamba, random_selective
 from tests.kernels.inputs import assert_near, rounding
 from tools import bench_compile
 from tools.bench_compile import Decoder, errors, rounding_bound
@@ -184,22 +184,3 @@ def test_a_compiled_hybrid_obeys_autocast():
     compiled = torch.compile(hybrid, fullgraph=True, backend="eager")
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(compiled(ids(11), use_cache=False).logits, hybrid(ids(11), use_cache=False).logits)
-
-
-@pytest.mark.usefixtures("in_float64")
-def test_torch_func_transforms_a_hybrid():
-    hybrid = model("mamba2", "hybrid").double().requires_grad_(True)
-    parameters = dict(hybrid.named_parameters())
-    tokens = ids(11)
-
-    def loss(parameters):
-        return torch.func.functional_call(
-            hybrid, parameters, (), {"input_ids": tokens, "labels": tokens, "use_cache": False}
-        ).loss
-
-    transformed = torch.func.grad(loss)(parameters)
-    loss(parameters).backward()
-    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    torch.testing.assert_close({name: transformed[name] for name in gradients}, gradients, **SAME)
-    rows = torch.func.vmap(lambda row: hybrid(row[None], use_cache=False).logits[0])(tokens)
-    torch.testing.assert_close(rows, hybrid(tokens, use_cache=False).logits, **SAME)

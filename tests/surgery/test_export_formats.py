@@ -9,11 +9,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import AutoTokenizer, NemotronHForCausalLM, SmolLM3Config
+from transformers import NemotronHForCausalLM, SmolLM3Config
 
 import surgery
 from surgery.errors import UserError
-from surgery.exporting.folder import Exported
 from surgery.exporting.formats import format_of
 from surgery.exporting.tolerance import tolerance
 from surgery.exporting.verify import compare, difference
@@ -150,24 +149,6 @@ def test_nemotron_h_in_16_bits_has_the_same_weights_or_none(tmp_path):
     assert difference(answers(half.float(), 99, NEW), answers(loaded.float(), 99, NEW)) <= 1e-4
     with pytest.raises(UserError, match=r"bfloat16; export it in float32"):
         written(nemotron_h, splice(random_base().to(torch.bfloat16), TWO), tmp_path)
-
-
-@pytest.mark.slow  # seconds: another Python starts, as one does for every format in test_export_proof.py
-@pytest.mark.usefixtures("fresh_process")
-def test_the_command_verifies_in_a_fresh_process(surgery, tmp_path):
-    tokenizer = build_tokenizer()
-    hybrid = splice(lively(random_base(vocab_size=-(-len(tokenizer) // 8) * 8)), LAYER)
-    (tmp_path / "hybrid").mkdir()
-    hybrid.save_pretrained(tmp_path / "hybrid")
-    tokenizer.save_pretrained(tmp_path / "hybrid")
-    LAYER.write(tmp_path / "hybrid" / "plan.json")
-    status, out, err = surgery("export", "hybrid", "--format", "nemotron_h", "--out", "nemotron")
-    assert (status, out) == (0, "nemotron_h: nemotron\n")
-    proof = Exported.read("nemotron/export.json").proof
-    assert err.endswith(f"{proof.line()}\n")
-    assert 0 < proof.difference <= proof.tolerance
-    assert proof.tokens == 64
-    assert AutoTokenizer.from_pretrained("nemotron").get_vocab() == tokenizer.get_vocab()
 
 
 # mamba_ssm

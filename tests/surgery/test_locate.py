@@ -14,7 +14,6 @@ from surgery.locating.atlas import draw_atlas
 from surgery.locating.attribution import STARTS, attribute_starts, best_starts
 from surgery.locating.exact import Exact
 from surgery.locating.locate import locate
-from surgery.locating.matrices import mixing_matrices
 from surgery.locating.mixing_figure import draw_mixing
 from surgery.locating.planning import plan, random_plan
 from surgery.locating.questions import QuestionSet, reference_batch
@@ -142,26 +141,6 @@ def test_masses_are_shares(world_base, tokenizer):
         assert share.shape == (2, 3, 8)
         assert (share >= 0).all()
         assert (share <= 1 + 1e-5).all()
-
-
-@pytest.mark.usefixtures("in_float64")
-@torch.inference_mode()
-def test_mixing_matrices_of_a_hybrid_reproduce_its_mixing(tokens):
-    """M x + D x equals what the mixer computes, for SSM heads and for grafted ones."""
-    hybrid = splice(random_base(n_groups=2), Plan(sites=("L0.H1,6",), starts={"L0.H6": Start(sign=-1)}))
-    mixer = hybrid.backbone.layers[0].mixer
-    every = mixing_matrices(subject(hybrid), tokens[0])
-    matrix = torch.stack([every[Site(0, (head,))] for head in range(8)])
-    projected = mixer.project(hybrid.backbone.layers[0].norm(hybrid.backbone.embeddings(tokens[:1])))
-    wanted = mixer.mix(projected)[0]
-    values = projected.values[0]
-    mixed = torch.einsum("hts,shp->thp", matrix, values) + mixer.D[:, None] * values
-    torch.testing.assert_close(mixed, wanted, **SAME)
-    rows = matrix.sum(-1)
-    torch.testing.assert_close(
-        rows[[1, 6]], torch.tensor([[1.0], [-1.0]]).expand(2, 37), **SAME
-    )  # attention: one, times the sign
-    assert (rows[0] - 1).abs().max() > 0.01
 
 
 @pytest.mark.usefixtures("in_float64")

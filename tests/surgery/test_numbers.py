@@ -220,7 +220,6 @@ def test_a_falsified_or_foreign_cell_is_refused_by_name(place, tmp_path):
 
 def test_a_ranking_is_resumed_only_for_the_same_weights(surgery, place, tmp_path, monkeypatch):
     """A hybrid that was tuned again in its folder: its base has the same fingerprint, its grafts have not."""
-    monkeypatch.setattr(locating_stage, "draw_atlas", lambda *_: None)
     hybrid = splice(package.load(place / "base").model, Plan(sites=("L1.H3",)))
     for change in (lambda unchanged: unchanged, ruined):
         model = change(hybrid)
@@ -409,7 +408,6 @@ def test_the_versions_of_what_is_in_use_are_named(monkeypatch):
 
 def test_no_record_and_no_export_says_where_its_maker_keeps_things(surgery, place, tmp_path, monkeypatch):
     """Everything is given by absolute paths; the folders of the run, and what is published, hold none of them."""
-    monkeypatch.setattr(locating_stage, "draw_atlas", lambda *_: None)
     home = tmp_path / "alice"
     (home / "deep").mkdir(parents=True)
     shutil.copytree(place / "base", home / "deep" / "base")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from surgery.cli import app as cli
 from surgery.errors import UserError
-from surgery.jobs import locating_stage, report_folder
+from surgery.jobs import report_folder
 from surgery.jobs.locating_stage import located
 from surgery.jobs.opening import open_checkpoint
 from surgery.locating import exact, prefilter
@@ -68,7 +68,6 @@ def whole(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
     recipe = read_recipe(None, SETTINGS, model=str(folder))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(locating_stage, "draw_atlas", lambda *_: None)
         counts = watch(patch)
         located(recipe, open_checkpoint(recipe), out)
     return said(out), counts
@@ -118,7 +117,6 @@ RUN_SETTINGS = [
 @pytest.mark.usefixtures("in_float64")
 def test_a_run_in_two_processes_ends_with_the_report_of_one(surgery, folder, tmp_path, monkeypatch):
     """In float64, where the processes' sums differ by roundings alone."""
-    monkeypatch.setattr(locating_stage, "draw_atlas", lambda *_: None)
     monkeypatch.setattr(report_folder, "draw", lambda *_: None)
     (tmp_path / "recipe.yaml").write_text(f"model: {folder}\ndtype: float64\n")
     settings = [part for setting in RUN_SETTINGS for part in ("--set", setting)]
@@ -139,7 +137,6 @@ def test_a_run_in_two_processes_ends_with_the_report_of_one(surgery, folder, tmp
 
 
 def test_an_interrupted_locate_goes_on_where_it_was(surgery, folder, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(locating_stage, "draw_atlas", lambda *_: None)
     counts = watch(monkeypatch)
     counts["stop"] = 13
     assert surgery("locate", folder, *ASKED, "--out", "parts")[0] != 0
