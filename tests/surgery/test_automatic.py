@@ -19,7 +19,9 @@ from tests.conftest import ROOT
 
 RECIPE = """
 locate: {options: {pairs: 4}, examples: 8, batch_size: 4, exact: false}
-plan: {heads: auto, auto: {max_heads: 2, candidates: 2, examples: 6, windows: 2, gates: [0.5, 1.0]}}
+plan:
+  heads: auto
+  auto: {max_heads: 2, candidates: 2, examples: 6, windows: 2, gates: [0.5, 1.0], skill_examples: 8, steps: 2}
 tune:
   steps: auto
   max_steps: 8
@@ -106,7 +108,7 @@ def test_an_estimate_names_the_plan(recipe):
     assert names[:3] == ["locate", "plan", "tune tuned"]
     stages = {stage.name: stage for stage in cost.stages}
     assert stages["plan"].at_most
-    assert stages["plan"].work() == "17 plans measured, 75 steps"
+    assert stages["plan"].work() == "17 plans measured, 6 steps"
     assert stages["tune tuned"].at_most
     assert stages["tune tuned"].counts == {"steps": 8}
     assert any("plan.auto.max_heads" in line for line in cost.assumptions)
@@ -116,7 +118,10 @@ def test_the_verb_opens_the_ranked_model(recipe, every_head_saves, surgery, tmp_
     folder = recipe.model
     quick = ("--set", "locate.exact=false", "--set", "locate.examples=8")
     assert surgery("locate", folder, "--out", tmp_path / "ranked", *quick)[0] == 0
-    few = [f"plan.auto.{setting}" for setting in ("examples=4", "windows=1", "candidates=1", "max_heads=1", "gates=1.0")]
+    few = [
+        f"plan.auto.{setting}"
+        for setting in ("examples=4", "windows=1", "candidates=1", "max_heads=1", "gates=1.0", "skill_examples=4", "steps=1")
+    ]
     settings = [part for setting in ("plan.heads=auto", *few) for part in ("--set", setting)]
     ranking = tmp_path / "ranked" / "ranking.json"
     status, _, err = surgery("plan", ranking, *settings)

@@ -14,8 +14,8 @@ from surgery.records.recipe import Auto, Data, PlanOptions
 from tests.conftest import ROOT, TINY
 
 NO_SKILLS = Data(skills=())  # test_skills.py has the bounds
-FEW = PlanOptions(heads=2, by="choice", auto=Auto(examples=8, candidates=2))
-NO_GAIN = "auto: {least_gain: 99, examples: 4, candidates: 1, max_heads: 1}"
+FEW = PlanOptions(heads=2, by="choice", auto=Auto(examples=8, candidates=2, windows=2))
+NO_GAIN = "auto: {least_gain: 99, examples: 4, skill_examples: 4, windows: 2, candidates: 1, max_heads: 1}"
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_auto_adds_heads_while_they_are_worth_it(tiny, ranking):
 
 def test_as_a_setting(surgery, tmp_path, ranking):
     ranking.write(tmp_path / "ranking.json")
-    few = ("--set", "plan.auto={examples: 4, candidates: 1}", "--set", "plan.blend=0.5", "--set", "data.skills=[]")
+    few = ("--set", "plan.auto={examples: 4, candidates: 1, windows: 2}", "--set", "plan.blend=0.5", "--set", "data.skills=[]")
     status, out, error = surgery("plan", "ranking.json", "--set", "plan.by=choice", *few, "--base", TINY)
     assert status == 0, error
     chosen = Plan.read(tmp_path / "plan.json")
