@@ -118,11 +118,8 @@ def test_the_verb_opens_the_ranked_model(recipe, every_head_saves, surgery, tmp_
     folder = recipe.model
     quick = ("--set", "locate.exact=false", "--set", "locate.examples=8")
     assert surgery("locate", folder, "--out", tmp_path / "ranked", *quick)[0] == 0
-    few = [
-        f"plan.auto.{setting}"
-        for setting in ("examples=4", "windows=1", "candidates=1", "max_heads=1", "gates=1.0", "skill_examples=4", "steps=1")
-    ]
-    settings = [part for setting in ("plan.heads=auto", *few) for part in ("--set", setting)]
+    few = "examples: 4, windows: 1, candidates: 1, max_heads: 1, gates: [1.0], skill_examples: 4, steps: 1"
+    settings = ["--set", "plan.heads=auto", "--set", f"plan.auto={{{few}}}"]
     ranking = tmp_path / "ranked" / "ranking.json"
     status, _, err = surgery("plan", ranking, *settings)
     assert (status, err) == (2, "surgery: plan.heads=auto measures the ranked model, and there is no base here; give --base\n")

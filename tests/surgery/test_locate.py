@@ -27,6 +27,7 @@ from surgery.probes.encoded import encode, padded
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import batches
 from surgery.records.plan import Plan, Start
+from surgery.records.recipe import Data
 from surgery.records.site import Site
 from surgery.runtime.quiet import hush_transformers
 from surgery.splicing.splice import adopt, splice
@@ -34,6 +35,8 @@ from surgery.statistics import Estimate, mean, means
 from tests.conftest import ROOT, SAME, VARIANTS, VOCABULARY, but_slow, float64, random_base, subject
 from tests.surgery.test_anatomy import build
 from tests.surgery.test_replay import untouched
+
+FEW = {"data": Data(skills=()), "options": {"pairs": 4}}  # test_skills.py measures skills
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +106,7 @@ def test_attribution_is_the_derivative_of_the_loss(world_base, tokenizer):
 
 
 def test_ranking_is_seeded_and_sorted(world_base, tokenizer, tmp_path):
-    one, two = (locate(world_base, tokenizer, options={"pairs": 4}, examples=12, batch_size=b, seed=3) for b in (5, 12))
+    one, two = (locate(world_base, tokenizer, **FEW, examples=12, batch_size=b, seed=3) for b in (5, 12))
     assert [s.site for s in one.heads] == [s.site for s in two.heads]
     gains = [s.splice_loss.value for s in one.heads]
     assert gains == sorted(gains, reverse=True)
@@ -119,7 +122,7 @@ def test_ranking_is_seeded_and_sorted(world_base, tokenizer, tmp_path):
 
 
 def test_attribution_alone_ranks_without_exact_scores(world_base, tokenizer):
-    ranking = locate(world_base, tokenizer, options={"pairs": 4}, examples=8, exact=False)
+    ranking = locate(world_base, tokenizer, **FEW, examples=8, exact=False)
     assert ranking.heads[0].splice_loss is None
     values = [s.attribution.value for s in ranking.heads]
     assert values == sorted(values, reverse=True)
@@ -128,7 +131,7 @@ def test_attribution_alone_ranks_without_exact_scores(world_base, tokenizer):
 
 def test_locating_leaves_the_base_alone(world_base, tokenizer):
     before = {name: (p.clone(), p.requires_grad) for name, p in world_base.named_parameters()}
-    locate(world_base, tokenizer, options={"pairs": 4}, examples=4)
+    locate(world_base, tokenizer, **FEW, examples=4)
     for name, p in world_base.named_parameters():
         assert torch.equal(p, before[name][0])
         assert p.requires_grad == before[name][1]
@@ -163,7 +166,7 @@ def test_the_start_of_a_head_is_the_one_with_the_largest_attribution(world_base,
 
 
 def test_plan_and_its_random_control(world_base, tokenizer):
-    ranking = locate(world_base, tokenizer, options={"pairs": 4}, examples=4)
+    ranking = locate(world_base, tokenizer, **FEW, examples=4)
     chosen = plan(ranking, heads=3)
     assert {head for site in chosen.sites for head in site.each()} == {score.site for score in ranking.heads[:3]}
     assert chosen.starts == {str(score.site): score.start for score in ranking.heads[:3]}
@@ -183,7 +186,7 @@ def test_plan_and_its_random_control(world_base, tokenizer):
 
 
 def test_impossible_requests_are_refused(world_base, tokenizer):
-    ranking = locate(world_base, tokenizer, options={"pairs": 4}, examples=4, exact=False)
+    ranking = locate(world_base, tokenizer, **FEW, examples=4, exact=False)
     with pytest.raises(UserError, match="holds 24 heads; cannot plan 25"):
         plan(ranking, heads=25)
     with pytest.raises(UserError, match="locate: examples: Input should be greater than or equal to 2"):
@@ -252,7 +255,7 @@ def test_roles_stand_on_intervals_that_are_corrected_for_the_number_of_heads(wor
     """A head's own interval, as it is shown, is shorter than that on which its role stands."""
     lows = []
     monkeypatch.setitem(role.__globals__, "role", lambda score, low, *_: lows.append((score, low)))
-    locate(world_base, tokenizer, options={"pairs": 4}, examples=24, layers=False)
+    locate(world_base, tokenizer, **FEW, examples=24, layers=False)
     assert len(lows) == 24
     for score, low in lows:
         for field in ("ablation_loss", "splice_gain"):
@@ -279,8 +282,8 @@ def test_many_means_equal_single_ones():
 @pytest.mark.usefixtures("in_float64")
 def test_only_the_leading_heads_are_confirmed(world_base, tokenizer):
     world_base = copy.deepcopy(world_base).double()
-    every = locate(world_base, tokenizer, options={"pairs": 4}, examples=8)
-    some = locate(world_base, tokenizer, options={"pairs": 4}, examples=8, confirm=0.2)
+    every = locate(world_base, tokenizer, **FEW, examples=8)
+    some = locate(world_base, tokenizer, **FEW, examples=8, confirm=0.2)
     by_attribution = sorted(every.heads, key=lambda s: -s.attribution.value)
     leading = {score.site for score in by_attribution[:5]}  # a fifth of 24
     assert not leading & set(some.drawn)
@@ -296,7 +299,7 @@ def test_only_the_leading_heads_are_confirmed(world_base, tokenizer):
     assert measured == sorted(measured, reverse=True)
     assert all(score.splice_loss for score in some.heads[: len(measured)])
     np.testing.assert_allclose(*([s.splice_loss.value for s in one.layers] for one in (some, every)), **SAME)
-    without = locate(world_base, tokenizer, options={"pairs": 4}, examples=8, confirm=0.1, layers=False)
+    without = locate(world_base, tokenizer, **FEW, examples=8, confirm=0.1, layers=False)
     assert all(score.splice_loss is None and score.attribution for score in without.layers)
 
 
@@ -345,7 +348,7 @@ def test_what_comes_instead_of_a_head_is_the_same_however_batches_are_cut(how, w
             costs.append(exact.effects(found.sites() + [Site(layer) for layer in range(3)])["ablation_loss"])
     np.testing.assert_allclose(costs[0], costs[1], **SAME)
     assert np.abs(costs[0] - costs[2]).max() > 1e-4
-    assert locate(world_base, tokenizer, options={"pairs": 4}, examples=2, ablation=how, confirm=0.1).probe["ablation"] == how
+    assert locate(world_base, tokenizer, **FEW, examples=2, ablation=how, confirm=0.1).probe["ablation"] == how
 
 
 @pytest.mark.parametrize(
