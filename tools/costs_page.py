@@ -87,15 +87,15 @@ def estimates() -> str:
                 *memory,
                 f"{whole.memory_ratio:.2f}",
                 duration(case.took),
-                f"{made.created[:10]}, version {made.toolkit}",
+                f"{made.created[:10]}, version {made.toolkit}" + ", processor time" * ((case.clock or record.clock) == "cpu"),
             ]
         )
     header = ["run", "time, estimated", "then", "ratio", "peak memory, estimated", "then", "ratio", "the estimate took", "on"]
     where = record.environment
     return f"""{markdown.table(header, body)}
 
-Each is to be within a factor of {TIME:g} in time, either way, and {MEMORY:.0%} in memory. Measured on {where.machine}, \
-{where.threads} threads (`recipes/estimates.json`, with every stage)."""
+Each is to be within a factor of {TIME:g} in time, either way, and {MEMORY:.0%} in memory. Measured on {where.machine} \
+(`recipes/estimates.json`, with every stage). Processor time: with one thread, while other programs ran."""
 
 
 def _whole(stage: Stage, model: Published) -> bool:

@@ -1,7 +1,8 @@
 """How near `surgery run --dry-run` comes to what then happens: python -m tools.estimate_check [--out FILE.json] [--only CASE]
 
-Each case is estimated and run, each in a fresh process: the demo as it is, a Mamba-2 of random weights in the shape of
-mamba2-130m, and a Falcon-Mamba-7B of random weights cut to a few layers. Ratios are estimate over actual, by stage and in all.
+Each case is estimated and run, each in a fresh process: the demo as it is, short recipes for built-in models, a Mamba-2 of
+random weights in the shape of mamba2-130m, and a Falcon-Mamba-7B of random weights cut to a few layers. Ratios are estimate
+over actual, by stage and in all.
 --quick takes shorter recipes and a narrow 7B, for a look at the script. --clock cpu compares with the processor time of the run
 and its child processes instead of the time, with one thread, for a machine that does other work: estimates are of the work
 alone. --only measures these cases and leaves the others on record.
@@ -37,8 +38,10 @@ QUICK: dict[str, Any] = {
     "tune": SHORT["tune"] | {"steps": 6},
     "bench": SHORT["bench"] | {"limit": 32, "contexts": [256], "random_sites": 1},
 }
+BUILT_IN = SHORT | {"locate": SHORT["locate"] | {"exact": None}, "bench": SHORT["bench"] | {"random_sites": 1}}
 CASES: dict[str, dict[str, Any]] = {
     "demo": {},
+    **dict.fromkeys(("tiny-mamba2", "tiny-mamba", "tiny-deltanet", "tiny-mlstm"), BUILT_IN),
     "mamba2-130m": SHORT | {"plan": {"sites": ["L8.H3,5"]}},
     "falcon-mamba-7b, 6 layers": SHORT | {"plan": {"sites": ["L3.H0,1,2,3"]}, "bench": SHORT["bench"] | {"random_sites": 1}},
 }
@@ -55,7 +58,7 @@ class Compared(Record):
 
 class Case(Record):
     """stages: by name. whole: the sum of their times and the most of their memory. took: seconds of the estimate itself.
-    environment: what it was measured with, if that is not what the whole record says."""
+    environment, clock: what it was measured with and by, if that is not what the whole record says."""
 
     recipe: dict[str, Any]
     tried: str
@@ -63,6 +66,7 @@ class Case(Record):
     whole: Compared
     took: float
     environment: Environment | None = None
+    clock: str | None = None
 
     def holds(self) -> bool:
         """Whether the whole is within the bounds."""
@@ -92,20 +96,18 @@ def check(names: list[str], clock: str, quick: bool) -> Check:
 
 
 def _with_earlier(result: Check, out: Path) -> Check:
-    """With the other cases that are on record, if they were measured in the same way, on the same machine and packages. Each
-    keeps the version that it was measured with."""
-    if not out.exists():
+    """With the other cases that are on record, if they were measured on the same machine. Each keeps the version and the clock
+    that it was measured with."""
+    if not out.exists() or (earlier := Check.read(out)).quick != result.quick:
         return result
-    earlier = Check.read(out)
-    here, there = (each.environment.model_dump(include={"packages", "machine", "threads"}) for each in (result, earlier))
-    if here != there or (earlier.clock, earlier.quick) != (result.clock, result.quick):
+    if earlier.environment.machine != result.environment.machine:
         return result
-    cases = {name: _dated(case, of.environment) for of in (earlier, result) for name, case in of.cases.items()}
+    cases = {name: _dated(case, of) for of in (earlier, result) for name, case in of.cases.items()}
     return result.model_copy(update={"cases": {name: cases[name] for name in CASES if name in cases}})
 
 
-def _dated(case: Case, here: Environment) -> Case:
-    return case if case.environment is not None else case.model_copy(update={"environment": here})
+def _dated(case: Case, of: Check) -> Case:
+    return case.model_copy(update={"environment": case.environment or of.environment, "clock": case.clock or of.clock})
 
 
 def _case(recipe: dict[str, Any], estimated: dict[str, Any], happened: dict[str, Any]) -> Case:
@@ -148,6 +150,8 @@ def _recipe(name: str, place: Path, quick: bool) -> Path:
         if quick:
             recipe["locate"]["examples"], recipe["tune"]["steps"], recipe["bench"]["limit"] = 64, 20, 128
             recipe["bench"]["contexts"] = [256]
+    elif name.startswith("tiny-"):
+        recipe = CASES[name] | {"model": str(ROOT / "checkpoints" / name)}
     else:
         recipe = CASES[name] | (QUICK if quick else {})
         recipe["model"] = str(_random_weights(name, place / name.partition(",")[0], quick))

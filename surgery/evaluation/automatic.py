@@ -2,7 +2,7 @@
 
 from surgery.evaluation.results import Results
 from surgery.records.growth import Trial
-from surgery.records.site import Site
+from surgery.records.site import Site, shortened
 from surgery.runtime.progress import duration
 
 Table = tuple[list[str], list[list[str]]]
@@ -13,16 +13,17 @@ def automatic_choices(report: Results) -> str:
     sentences = []
     if report.plan is not None and (growth := report.plan.growth) is not None:
         heads, probe = growth.heads(), growth.probe
+        named = ", ".join(shortened([Site.parse(head)]) for head in heads)
         gate = "attention in place of the SSM" if report.plan.blend is None else f"a gate that starts at {report.plan.blend:g}"
         sentences.append(
-            f"plan.heads=auto added {len(heads)} head{'s' * (len(heads) != 1)} ({', '.join(heads)}) with {gate}. It measured "
+            f"plan.heads=auto added {len(heads)} head{'s' * (len(heads) != 1)} ({named}) with {gate}. It measured "
             f"{growth.measured} plans without training, on {probe['examples']} questions of {probe['name']} that no head was "
             f"ranked by and {probe['windows']} windows of text, in {duration(growth.seconds)}."
         )
         added = {part for head in heads for part in Site.parse(head).each()}
         if {part for site in report.plan.sites for part in site.each()} != added and growth.rounds:
             few = max((candidate.steps for candidate in growth.candidates), default=0)
-            chosen = ", ".join(map(str, report.plan.sites))
+            chosen = shortened(report.plan.sites)
             sentences.append(f"Of the plans that were then tuned for {few} steps, {chosen} saved most, and was chosen.")
     if (steps := report.training.get("tuned", {}).get("steps")) is not None:
         sentences.append(f"tune.steps=auto took {steps:.0f} steps; the controls took as many.")
@@ -40,7 +41,7 @@ def rounds(report: Results) -> Table | None:
         low, high = best.saved.ci95
         body.append(
             [
-                f"+ {best.site}", "" if best.blend is None else f"{best.blend:g}",
+                f"+ {shortened([best.site])}", "" if best.blend is None else f"{best.blend:g}",
                 f"{best.saved.value:+.3f} [{low:+.3f}, {high:+.3f}]", f"{best.accuracy:.3f}", f"{best.loss:.3f}",
                 f"{best.text_loss:+.4f}", "added" if each.added else "not worth its cache",
             ]

@@ -1,14 +1,12 @@
 """The report as tables that a newcomer understands: for the terminal, report.md and the model card."""
 
-from collections.abc import Sequence
-
 from surgery.evaluation.automatic import automatic_choices, rounds
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.results import HITS, NEEDLES, OTHERS, ModelReport, Results, needle_tasks, value
 from surgery.evaluation.suites import OF_RULER
 from surgery.records.names import in_markdown, one_line
 from surgery.records.plan import Plan
-from surgery.records.site import Site
+from surgery.records.site import shortened
 from surgery.runtime.memory import size
 from surgery.statistics import Estimate, Proportion, written
 
@@ -47,14 +45,6 @@ def sites_text(plan: Plan) -> str:
     """Where a plan's grafts are, counted where there are too many to name, and what of the state is left if not all of it."""
     cut = next((f", the state cut to {len(groups[0])} dimensions" for groups in plan.kept_state.values()), "")
     return shortened(plan.sites) + cut
-
-
-def shortened(sites: Sequence[Site]) -> str:
-    """Sites, counted where there are too many to name."""
-    named = ", ".join(map(str, sites))
-    if len(named) <= 60:
-        return named
-    return ", ".join(f"{len(site.heads)} heads of L{site.layer}" if site.heads else str(site) for site in sites)
 
 
 def results(report: Results) -> str:

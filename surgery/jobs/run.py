@@ -43,6 +43,7 @@ from surgery.records.names import strip_paths
 from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance, write_text
+from surgery.records.site import shortened
 from surgery.runtime.memory import measured as measured_memory
 from surgery.runtime.memory import size, trim
 from surgery.runtime.processes import on_main
@@ -195,7 +196,7 @@ class _Job:
     def tune(self, name: str, model: PreTrainedModel, chosen: Plan, layers: list[int] | None = None) -> PreTrainedModel:
         # What stands beside the tuned model learns as long, with the same learning rates.
         options = taken(self.recipe.tune, self.log) if self.log else self.recipe.tune
-        what = f"the grafts at {markdown.shortened(chosen.sites)}"
+        what = f"the grafts at {shortened(chosen.sites)}"
         if layers is not None:
             what = "the base's own layers" if layers else "adapters alone"
         work = [stage for stage in ("align", "calibrate") if getattr(options, stage) and layers is None]

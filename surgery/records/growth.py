@@ -3,7 +3,7 @@
 from typing import Any
 
 from surgery.records.record import Record
-from surgery.records.site import SitesText, SiteText
+from surgery.records.site import SitesText, SiteText, shortened
 
 
 class Saved(Record):
@@ -55,7 +55,7 @@ class Candidate(Record):
     @property
     def label(self) -> str:
         """Its heads and their gate."""
-        return f"{', '.join(map(str, self.sites))}, {'no gate' if self.blend is None else f'gate {self.blend:g}'}"
+        return f"{shortened(self.sites)}, {'no gate' if self.blend is None else f'gate {self.blend:g}'}"
 
     def __str__(self) -> str:
         skills = "".join(f", {name} {accuracy:.3f}" for name, accuracy in self.skills.items())

@@ -1,6 +1,7 @@
 """A site: the serialisable address of a layer or of heads in a layer."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -84,3 +85,11 @@ SiteText = Annotated[
 ]
 # A list of sites, in every way in which users write one.
 SitesText = Annotated[tuple[SiteText, ...], BeforeValidator(split_sites)]
+
+
+def shortened(sites: Sequence[Site]) -> str:
+    """Sites, counted where there are too many to name."""
+    named = ", ".join(map(str, sites))
+    if len(named) <= 60:
+        return named
+    return ", ".join(f"{len(site.heads)} heads of L{site.layer}" if site.heads else str(site) for site in sites)

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Glm5NextConfig, Glm5N
 
 import surgery
 from surgery.errors import UserError
+from surgery.evaluation.speed import decodes
 from surgery.hybrids.gated_delta import SHARPNESS
 from surgery.kernels.delta import delta_rule, unit
 from surgery.records.plan import Plan
@@ -138,6 +139,7 @@ def test_a_hybrid_without_attention_of_its_own_uses_a_cache(ids):
     with pytest.raises(ValueError, match="only contain LinearAttention layers"):
         base(ids, use_cache=True)
     hybrid = splice(base, Plan(sites=("L1.H1",)))
+    assert (decodes(base), decodes(hybrid)) == (False, True)  # bench times no token where the base has no cache
     prompt = hybrid(ids[:, :20], use_cache=True)
     steps = [hybrid(ids[:, t : t + 1], past_key_values=prompt.past_key_values, use_cache=True).logits for t in range(20, 30)]
     torch.testing.assert_close(torch.cat([prompt.logits, *steps], 1), hybrid(ids, use_cache=False).logits, **SAME)

@@ -2,11 +2,13 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from surgery.jobs import tuning_stage
+from surgery.errors import UserError
+from surgery.jobs import run, tuning_stage
 from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import TUNED, tuned
 from surgery.loading.opened import Checkpoint
@@ -17,6 +19,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Locate, Recipe, changed
 from surgery.runtime import progress, tables
 from surgery.runtime.ownership import building, writing
+from surgery.statistics import Proportion
 
 FEW = {"options": {"pairs": 3}, "examples": 8, "layers": False}
 
@@ -41,6 +44,18 @@ def test_heads_are_measured_exactly_within_the_budget(base, tokenizer, monkeypat
     assert ("by attribution alone" in said) is (seconds == 1e6 and options == {})
     assert "warning: the base is at chance on kv (pairs 3, keys lessons)" in said  # it is random
     assert ranking.chance == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(("left", "low", "ends"), [(3600.0, 0.02, True), (3600.0, 0.04, False), (10.0, 0.02, False)])
+def test_long_work_on_heads_that_mean_nothing_is_not_begun(left, low, ends):
+    """Of a base at chance on what located them; what is short is done, and warned of."""
+    job = SimpleNamespace(announced=SimpleNamespace(left=lambda _: left))
+    ranking = SimpleNamespace(base_accuracy=Proportion(accuracy=0.05, ci95=(low, 0.08), n=256), chance=1 / 32)
+    if ends:
+        with pytest.raises(UserError, match=r"about 60 min of work would follow: .* --resume --anyway"):
+            run._Job.check_chance(job, ranking)
+    else:
+        run._Job.check_chance(job, ranking)
 
 
 def test_a_clock_does_not_decide_twice(base, tokenizer, tmp_path, monkeypatch):
