@@ -54,8 +54,9 @@ class Score(Record):
     role: Role | None = None
 
     def __repr__(self) -> str:
-        measured = (f"{name.replace('_', ' ')} {value}" for name in SCORES if (value := getattr(self, name)) is not None)
-        return f"<{', '.join([str(self.site), *([self.role] if self.role else []), *measured])}>"
+        first = next((name for _, name in ORDER if getattr(self, name) is not None), None)
+        ranked_by = [f"{first.replace('_', ' ')} {getattr(self, first)}"] if first else []
+        return f"<{', '.join([str(self.site), *([self.role] if self.role else []), *ranked_by])}>"
 
 
 def gain(score: Score) -> tuple[int, float]:

@@ -63,7 +63,8 @@ def load(
     Raises UserError in one line for anything that cannot be loaded exactly, or onto its devices.
     """
     if not isinstance(name, str | Path):
-        raise UserError(f"surgery.load takes a Hub id or a folder, not {a_type(name)}")
+        taken = "; a model is taken as it is, with tokenizer=, by surgery.locate and the others"
+        raise UserError(f"surgery.load takes a Hub id or a folder, not {a_type(name)}{taken}")
     name = str(name)
     if device not in (BALANCED, DISK):
         check_device(device)
