@@ -222,6 +222,9 @@ class Nothing:
     def __iter__(self):
         return iter(())
 
+    def get_ylim(self):
+        return 0.0, 1.0
+
 
 @pytest.fixture(scope="session", autouse=True)
 def unpainted():
