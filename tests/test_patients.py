@@ -93,9 +93,6 @@ def whole_job(surgery, admitted, tmp_path, patient: Patient) -> None:
     assert report["models"]["tuned"]["kv"]["4"]["n"] == 4
     for name in ("ranking.json", "report.json"):
         finite(done / name)
-    if controls:
-        for name in ("atlas", "mixing", "retrieval", "cost", "grafts", "hybrid/retrieval"):
-            assert (done / f"{name}.png").stat().st_size > 5000, name
     hybrid = load(done / "hybrid")
     assert {str(p.dtype) for n, p in hybrid.model.named_parameters() if ".graft." not in n} == {f"torch.{patient.dtype}"}
 

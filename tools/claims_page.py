@@ -55,7 +55,7 @@ def source(record: Report | Findings, file: str) -> str:
 def claims() -> str:
     """The table of claims."""
     parts: tuple[Callable[[], Sequence[str]], ...] = (
-        _demo, _auto, _seeds, _mamba1, _deltanet, _kda, _mlstm, _cohort, _seed2, _lengths, _transformer, _state, _text, _words,
+        _demo, _auto, _seeds, _mamba1, _deltanet, _mlstm, _cohort, _seed2, _lengths, _transformer, _state, _text, _words,
         lambda: _letters("letters-choice", "nothing bounded", LOSS), lambda: _letters("letters-kept", "within bounds", SHOWN),
         _skills, _target,
     )  # fmt: skip
@@ -125,20 +125,11 @@ def _mlstm() -> list[str]:
 
 
 def _deltanet() -> list[str]:
-    return _paid("seeds-deltanet", "Gated DeltaNet")
+    return _five("seeds-deltanet", "Gated DeltaNet", "tuned", 64, PRICE, f"; loss on text rises by {deltanet_price()} nats")
 
 
-def _kda() -> list[str]:
-    return _paid("seeds-kda", "Kimi Delta Attention")
-
-
-def _paid(name: str, title: str) -> list[str]:
-    return _five(name, title, "tuned", 64, PRICE, f"; loss on text rises by {price(name)} nats")
-
-
-def price(name: str) -> str:
-    """What tuning on several seeds costs on text."""
-    worse = over_seeds(findings(name), "tuned", TEXT)
+def deltanet_price() -> str:
+    worse = over_seeds(findings("seeds-deltanet"), "tuned", TEXT)
     return f"{min(worse):.2f} to {max(worse):.2f}"
 
 
@@ -344,8 +335,7 @@ def status() -> str:
     return f"""\
 - **Shown** on toy models (Mamba-2, Mamba-1, mLSTM): the gain in retrieval, on five seeds each. Mamba-2 reaches {least:.3f} or \
 more at 64 pairs; tuned without a graft it reaches {most:.3f} at most.
-- **Shown at a price** on toys of Gated DeltaNet and Kimi Delta Attention: loss on text rises by {price("seeds-deltanet")} and \
-{price("seeds-kda")} nats.
+- **Shown at a price** on a Gated DeltaNet toy: loss on text rises by {deltanet_price()} nats.
 - **In part**: of {len(findings("cohort").about)} toys trained without our layer-0 curriculum, {cohort_counts()} reach \
 {WELL:.2f} at 64 pairs; {cohort_counts(f"{UNSEEN}64")} do with keys not used in tuning; random heads of the same layer \
 reach it in {cohort_counts(model=SAME_LAYER)}.

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from surgery.cli.console import prose, show, starting, table
+from surgery.cli.dry_run import AsJson, DryRun, check_json, say_what_is_there, show_estimate
 from surgery.cli.options import (
     EnginePython,
     ModelArgument,
@@ -41,14 +42,15 @@ def bench(
     recipe: RecipeOption = None, settings: Settings = None, out: Out = None, resume: Resume = False,
     overwrite: Overwrite = False, trust_remote_code: Trust = False, engine_python: EnginePython = None,
     trust_task_code: TaskCode = False,
+    dry_run: DryRun = False, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Compare models on the same examples.
 
     Writes report.html, .md and .json and figures into --out (runs/bench-<first hybrid>). What is measured: bench.suites
     (`surgery list suites`). The base is also tuned as each hybrid was, without a graft: without such a control no gain is
-    called one. What that takes is said first; --set bench.controls=false leaves it out. With --resume, what an earlier run
-    into the same folder has measured is not measured again. `accelerate launch -m surgery bench ...` divides the work among
-    processes.
+    called one. What that takes is said first; --set bench.controls=false leaves it out. --dry-run says what all of it would
+    cost. With --resume, what an earlier run into the same folder has measured is not measured again. `accelerate launch -m
+    surgery bench ...` divides the work among processes.
 
     Examples:
       surgery bench checkpoints/tiny-mamba2 tuned --require "kv.32 >= base"
@@ -60,15 +62,21 @@ def bench(
         from surgery.evaluation.judgement import did_it_help
         from surgery.evaluation.suites import names
         from surgery.exporting.source import advise_tuning
-        from surgery.jobs.comparison import compare
+        from surgery.jobs.comparison import compare, estimate_comparison
         from surgery.jobs.opening import labels
 
         options = recipe_of("bench", recipe, settings, model=base)
-    until_the_end.enter_context(consenting(engine_python=engine_python, task_code=trust_task_code))
+    check_json(as_json, dry_run)
+    # A dry run runs nothing of others.
+    until_the_end.enter_context(consenting(engine_python=engine_python, task_code=trust_task_code and not dry_run))
     out = out or Path("runs") / f"bench-{Path(hybrids[0]).name}"
     requirements = [requirement(text, list(labels(hybrids)), names(options.bench)) for text in require or []]
     for hybrid in hybrids:
         advise_tuning(hybrid)
+    if dry_run:
+        show_estimate(estimate_comparison(options, hybrids, out, trust_remote_code=trust_remote_code), as_json)
+        say_what_is_there(out, "bench", resume, overwrite)
+        return
     report = compare(options, hybrids, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
     failures = [line for required in requirements for line in required.failures(report)]
     if is_main():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surgery.cli.console import prose, show, starting, table
+from surgery.cli.dry_run import AsJson, DryRun, check_json, say_what_is_there, show_estimate
 from surgery.cli.options import (
     EnginePython,
     Out,
@@ -26,7 +27,6 @@ from surgery.records.reading import check_name
 from surgery.runtime.consent import consenting
 
 if TYPE_CHECKING:
-    from surgery.jobs.costs.record import CostEstimate
     from surgery.jobs.run_model import Chosen
 
 
@@ -46,10 +46,8 @@ def run(
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Go on where a model is not worth editing, or is at chance on what locates heads.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what it would cost: time, memory and disk, stage by stage; write nothing.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON instead of a table.")] = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Do everything that a recipe says, or for a model without one.
 
@@ -78,8 +76,7 @@ def run(
     out = out or Path("runs") / (recipe.name if of_model else recipe.stem)
     if text is not None and not of_model:
         raise UserError("--text is for a model; a recipe names its text itself, in data.train_text and data.held_out_text")
-    if as_json and not dry_run:
-        raise UserError("--json prints what --dry-run finds out; give both")
+    check_json(as_json, dry_run)
     # A dry run runs nothing of others.
     until_the_end.enter_context(consenting(engine_python=engine_python, task_code=trust_task_code and not dry_run))
     places: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "trust_remote_code": trust_remote_code}
@@ -92,8 +89,8 @@ def run(
         if chosen.declined:
             raise typer.Exit(1)
     if dry_run:
-        _show_estimate(estimate(options, out, verify=verify, trust_remote_code=trust_remote_code), as_json)
-        _say_what_is_there(out, resume, overwrite)
+        show_estimate(estimate(options, out, verify=verify, trust_remote_code=trust_remote_code), as_json)
+        say_what_is_there(out, "run", resume, overwrite)
         return
     if options.study is not None:
         findings = conduct(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
@@ -125,27 +122,3 @@ def _show_chosen(chosen: "Chosen", as_json: bool) -> None:
         prose(line)
     if chosen.choices:
         show(f"\n{chosen.text()}")
-
-
-def _show_estimate(estimate: "CostEstimate", as_json: bool) -> None:
-    if as_json:
-        show(estimate.text().rstrip())
-        return
-    table(*estimate.table())
-    for line in estimate.lines():
-        prose(line)
-    prose("Counted from the recipe, with a forward and a few steps of tuning timed here. Nothing was written.")
-
-
-def _say_what_is_there(out: Path, resume: bool, overwrite: bool) -> None:
-    """Of an output folder that is not empty: what the run itself would say of it, or leave out."""
-    from surgery.jobs.output_folder import check_folder, is_empty
-    from surgery.runtime.progress import say
-
-    try:
-        check_folder(out, "run", resume=resume, overwrite=overwrite)
-    except UserError as error:
-        say(f"note: without --dry-run this would stop at once: {error}")
-        return
-    if resume and not is_empty(out):
-        say("note: these are the costs of the whole run; --resume leaves out what is finished")

@@ -18,7 +18,7 @@ from surgery.evaluation.report import Report
 from surgery.evaluation.results import HITS, Cost, ModelReport, Perplexity, Serving, Speed
 from surgery.evaluation.serving import Served, check_serving, serve, versions
 from surgery.evaluation.speed import Timed, decode_cost, decodes, speed
-from surgery.evaluation.suites import Task, measures, tasks
+from surgery.evaluation.suites import Task, measures, pooled, tasks
 from surgery.evaluation.text_hits import no_hits
 from surgery.loading.digests import Conditions, fingerprint, tokenizer_digest
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
@@ -153,7 +153,7 @@ def measure(
     if len({each.dtype for each in measured_under.values()}) > 1:
         dtypes = ", ".join(f"{name} in {each.dtype}" for name, each in measured_under.items())
         say(f"the models are in several dtypes: {dtypes}")
-    cells_of = _measured(models, measured_under, todo, cells)
+    cells_of = {name: cells | pooled(cells) for name, cells in _measured(models, measured_under, todo, cells).items()}
     first = next(iter(named))
     contexts = readable(options, tokenizer)
     if contexts and not decodes(models[first]):
@@ -290,11 +290,10 @@ def _report(
     results = {task: _result(task, values(measured)) for task, measured in cells.items()}
     kv = {task.removeprefix("kv."): results.pop(task) for task in [*results] if task.startswith("kv.")}
     own = {name: results.pop(name) for name in ("knowledge", "letters", "perplexity") if name in results}
-    seeds = {
-        task: tuple(float(values([cell]).mean()) for cell in several)
-        for task, several in cells.items()
-        if len({cell.seed for cell in several}) > 1
-    }
+    seeds: dict[str, tuple[float, ...]] = {}
+    for task, several in cells.items():
+        if len(drawn := sorted({cell.seed for cell in several})) > 1:
+            seeds[task] = tuple(float(values([c for c in several if c.seed == seed]).mean()) for seed in drawn)
     fields: dict[str, Any] = {
         "description": entry.description,
         "plan": entry.plan and published(entry.plan),

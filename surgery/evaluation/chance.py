@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 from surgery.evaluation.results import NEEDLES
-from surgery.evaluation.suites import OF_RULER, WRITTEN, sized_options
+from surgery.evaluation.suites import RULER_TITLES, WRITTEN, sized_options
 from surgery.probes import make, probes
 from surgery.probes.needle import CHOICES
 from surgery.probes.question import CompletionProbe
@@ -18,7 +18,7 @@ def chance(task: str) -> float | None:
     name = "kv" if name == "kv_unseen" else name
     if name == "needle" or name in NEEDLES:
         return 1 / CHOICES
-    if name in WRITTEN or name in OF_RULER:
+    if name in WRITTEN or name in RULER_TITLES:
         return 0.0
     if name not in probes() or not size.isdigit():
         return None

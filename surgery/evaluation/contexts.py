@@ -1,4 +1,4 @@
-"""The lengths of `bench.contexts` that a model reads."""
+"""The lengths of `bench.contexts` that are measured."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,15 +9,17 @@ READING = {*READING_ALONE, "quick", "retrieval", "table"}
 
 
 def readable(options: Bench, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Those that its tokenizer's model_max_length allows; the others are not measured."""
-    return [context for context in options.contexts if context <= tokenizer.model_max_length]
+    """All that are given; of the default ones, those that the tokenizer's model_max_length allows."""
+    given = options.contexts is not None
+    return [length for length in options.lengths if given or length <= tokenizer.model_max_length]
 
 
-def left_out(options: Bench, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sentence on the lengths that are not measured; empty where all are, or no suite reads them."""
-    if not READING & {*options.suites}:
+def said_of_long(options: Bench, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A sentence on the lengths beyond the tokenizer's model_max_length; empty where there are none, or no suite reads them."""
+    beyond = [f"{length:,}" for length in options.lengths if length > tokenizer.model_max_length]
+    if not beyond or not READING & {*options.suites}:
         return ""
-    beyond = [str(context) for context in options.contexts if context > tokenizer.model_max_length]
-    if not beyond:
-        return ""
-    return f"not measured: bench.contexts {', '.join(beyond)}; the tokenizer's model_max_length is {tokenizer.model_max_length}"
+    limit = f"the tokenizer's model_max_length is {tokenizer.model_max_length:,}"
+    if options.contexts is None:
+        return f"not measured: {', '.join(beyond)} tokens, of the default bench.contexts; {limit}"
+    return f"warning: bench.contexts {', '.join(beyond)}: {limit}; models may not know such lengths"

@@ -28,6 +28,7 @@ from surgery.models.finite import explained, watching_logits
 from surgery.models.tokens import prompting
 
 FEWSHOT_SEED = 1234  # the command's
+NORMED = "acc_norm"
 
 
 def load(names: list[str], include_path: str | None = None, data_path: str | None = None) -> dict[str, list[Any]]:
@@ -51,8 +52,9 @@ def identity(task: Any) -> str:
 
 def evaluate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Any, batch_size: int, limit: int | None
-) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Per example of a task: the score, and a digest of what was asked. limit: examples at most."""
+) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """Per example of a task: the score that is reported, and acc_norm where the task has it, by metric; and a digest of what
+    was asked. limit: examples at most."""
     from lm_eval import evaluate as harness
 
     from surgery.evaluation.harness_model import Ends
@@ -73,7 +75,8 @@ def evaluate(
     first = samples[0]["filter"]  # a task with several ways to read an answer lists the samples once for each
     samples = [sample for sample in samples if sample["filter"] == first]
     prompts = (digest(f"{sample['doc_hash']} {sample['arguments']} {sample['target_hash']}") for sample in samples)
-    return np.array([float(sample[metric]) for sample in samples]), tuple(prompts)
+    metrics = [metric, *(name for name in (NORMED,) if name in samples[0])]
+    return {each: np.array([float(sample[each]) for sample in samples]) for each in metrics}, tuple(prompts)
 
 
 @cache

@@ -1,9 +1,9 @@
 """The report as tables that a newcomer understands: for the terminal, report.md and the model card."""
 
 from surgery.evaluation.automatic import automatic_choices, rounds
-from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
+from surgery.evaluation.judgement import RULER, UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.results import HITS, NEEDLES, OTHERS, ModelReport, Results, needle_tasks, value
-from surgery.evaluation.suites import OF_RULER
+from surgery.evaluation.suites import RULER_TITLES
 from surgery.records.names import in_markdown, one_line
 from surgery.records.plan import Plan
 from surgery.records.site import shortened
@@ -21,11 +21,11 @@ tokens: all others. Less is better. Rows of all lengths are cut from the same te
 
 def rows(report: Results) -> tuple[list[str], list[list[str]]]:
     """Header and one row a model. Probes of several sizes have tables of their own, key-value retrieval its columns here, with
-    keys not used in tuning at the largest size."""
+    keys not used in tuning at the largest size, and so has RULER as a whole."""
     results = [*report.models[next(iter(report.models))].results()]
     largest = [task for task in results if _family(task) == UNSEEN][-1:]
     tasks = [task for task in results if _family(task) == "kv"] + largest
-    tasks += [task for task in results if _family(task) == task]
+    tasks += [task for task in results if _family(task) in (task, RULER)]
     header = ["model", *map(heading, tasks)]
     return header, [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
 
@@ -140,11 +140,11 @@ def _swept(report: Results) -> list[str]:
             families.setdefault(family, []).append(task)
     parts = []
     for family, tasks in families.items():
-        if family == UNSEEN and len(tasks) == 1:
+        if family == RULER or (family == UNSEEN and len(tasks) == 1):
             continue  # it has its column in the main table
         body = [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
         sizes = [task.removeprefix(f"{family}.").replace(".", " at ") for task in tasks]
-        header = ["tokens" if family in NEEDLES or family in OF_RULER else "size", *sizes]
+        header = ["tokens" if family in NEEDLES or family in RULER_TITLES else "size", *sizes]
         if family == "needle":
             header = ["tokens at depth", *(f"{size}%" for size in sizes)]
         title = family.replace("_", " ")
@@ -153,7 +153,7 @@ def _swept(report: Results) -> list[str]:
         parts.append(f"## {title}\n\n{named_table(header, body)}\n")
     if HITS in families:
         parts.append(f"{HITS_EXPLANATION}\n\n![Loss on recall hits](hits.png)\n")
-    if any(family in OF_RULER and len(tasks) > 1 for family, tasks in families.items()):
+    if any(family in RULER_TITLES and len(tasks) > 1 for family, tasks in families.items()):
         parts.append("![RULER against the length of the prompt](ruler.png)\n")
     if needles(report):
         parts.append("![Retrieval against the length of the prompt](lengths.png)\n")

@@ -9,7 +9,7 @@ from surgery.evaluation.figure import Figure, Look, Point, Series, looks
 from surgery.evaluation.judgement import UNSEEN
 from surgery.evaluation.plots import draw_lines
 from surgery.evaluation.results import HITS, MIDDLE, NEEDLES, OTHERS, ModelReport, Perplexity, Results, is_loss, value
-from surgery.evaluation.suites import OF_RULER, RULER_TITLES
+from surgery.evaluation.suites import RULER_TITLES
 from surgery.records.names import is_control
 from surgery.runtime import plotting
 from surgery.statistics import Estimate, Proportion
@@ -70,7 +70,7 @@ def retrieval_figures(report: Results, look: dict[str, Look]) -> dict[tuple[str,
 
 def ruler_figures(figures: dict[tuple[str, str], Figure]) -> list[Figure]:
     """Of retrieval_figures those of RULER's tasks that were asked in several lengths."""
-    return [figure for (family, _), figure in figures.items() if family in OF_RULER and len(figure.xs) > 1]
+    return [figure for (family, _), figure in figures.items() if family in RULER_TITLES and len(figure.xs) > 1]
 
 
 def cost_figures(report: Results, look: dict[str, Look]) -> list[Figure]:
@@ -135,7 +135,7 @@ def _labels(family: str, depth: str) -> tuple[str, str, str]:
         return "A needle in the middle of a text", "tokens", "tokens of the prompt"
     if family in NEEDLES:
         return NEEDLE_TITLES[family], "tokens", "tokens of the prompt"
-    if family in OF_RULER:
+    if family in RULER_TITLES:
         return f"RULER, {RULER_TITLES[family]}", "tokens", "tokens of the prompt and what is written"
     unit = "tokens" if family == "needle" else "size"
     return family.replace("_", " ") + (f" at depth {depth}%" if depth else ""), unit, unit

@@ -136,8 +136,8 @@ class Results(Sealed):
     """models: by name, the base first. plan: the graft's. located: how well the base does what its heads were located by; None
     in a comparison, which locates nothing. timings: seconds by stage. cpu: seconds of processor time by
     stage, of all threads and child processes; `start` is what came before the first stage. memory: by stage, the most bytes
-    that the run and its child processes held at once (resident; on a GPU, what torch held there). All three are empty in a
-    comparison. training: the last losses of each tuned model."""
+    that the run and its child processes held at once (resident; on a GPU, what torch held there); of a comparison, that of
+    bench alone. training: the last losses of each tuned model."""
 
     schema_version: int = 2
 

@@ -84,13 +84,15 @@ def cache_bytes(cache: Cache) -> int:
 
 
 def cache_parts(cache: Cache) -> dict[str, int]:
-    """The bytes of a cache's keys, values, recurrent states and states of convolutions, as far as there are such."""
-    parts: dict[str, list[Any]] = {"keys": [], "values": [], "state": [], "convolution": []}
+    """The bytes of a cache's keys, values, recurrent states, states of convolutions, and of what sparse attention chooses by
+    (an indexer's keys and positions), as far as there are such."""
+    parts: dict[str, list[Any]] = {"keys": [], "values": [], "state": [], "convolution": [], "indexer": []}
     for layer in cache.layers:
         parts["convolution"] += getattr(layer, "conv_states", {}).values()
         parts["state"] += getattr(layer, "recurrent_states", {}).values()
         parts["keys"].append(getattr(layer, "keys", None))
         parts["values"].append(getattr(layer, "values", None))
+        parts["indexer"] += [held for name, held in vars(layer).items() if name.startswith("indexer_")]
     parts["state"] += getattr(cache, "linear_cache", ())  # MiniMax's
     held = {part: [tensor for tensor in of if isinstance(tensor, torch.Tensor)] for part, of in parts.items()}
     return {part: size for part, of in held.items() if (size := sum(t.numel() * t.element_size() for t in of))}

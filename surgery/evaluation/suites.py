@@ -3,10 +3,12 @@ suite speed is in speed.py."""
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.evaluation import harness
-from surgery.evaluation.cells import digest, watched
+from surgery.evaluation.cells import Cell, digest, watched
 from surgery.evaluation.contexts import READING_ALONE, readable
 from surgery.evaluation.language import sliding_losses, sliding_rows
 from surgery.evaluation.results import MIDDLE, NEEDLES, is_loss
@@ -31,16 +33,19 @@ from surgery.records.record import package_version
 
 KNOWLEDGE = ("winogrande", "openbookqa", "piqa", "hellaswag", "arc_challenge", "arc_easy")
 PAPER = ("mmlu", "gsm8k", "bbh", "dream", *KNOWLEDGE)
-TABLE = ("ruler", "documents", "zeroshot", "speed")  # what the suite `table` is
+OF_DATA = ("documents", "zeroshot")
+TABLE = ("ruler", *OF_DATA, "speed")  # what the suite `table` is, as far as the data are there
 DOCUMENTS = ("swde", "fda", "squad_completion", "based_triviaqa", "based_nq_2048", "based_drop")
 ZEROSHOT = ("lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge")
 # RULER's variable tracking is by four hops.
 OF_RULER: dict[str, dict[str, Any]] = {
     **{name: {"task": name} for name in RULER_TASKS}, "ruler_vt_1hop": {"task": "ruler_vt", "hops": 1}
 }  # fmt: skip
-RULER_TITLES = dict(zip(OF_RULER, (
+NEEDLE, RULER = "needle", "ruler"  # probes whose prompts have a length
+# ruler.1024 is all tasks of RULER together.
+RULER_TITLES = dict(zip((*OF_RULER, RULER), (
     "S-NIAH-1", "S-NIAH-2", "S-NIAH-3", "MK-NIAH-1", "MK-NIAH-2", "MK-NIAH-3", "MV-NIAH", "MQ-NIAH", "VT", "CWE", "FWE",
-    "VT, one hop",
+    "VT, one hop", "all",
 ), strict=True))  # fmt: skip
 PAPER_PAIRS = tuple(range(10, 51, 5))
 # How many needles are hidden and asked for; needle.1024.50 has one, in the middle.
@@ -49,7 +54,7 @@ SEVERAL = dict(zip(NEEDLES, ({"needles": 8}, {"needles": 8, "queries": 4}), stri
 # Whether greedy decoding would write the answer, in one forward, where the candidates are so many and so long that scoring each
 # of them would take a hundred times as long. Chance is 0.
 WRITTEN = ("phonebook",)
-NEEDLE, RULER = "needle", "ruler"  # probes whose prompts have a length
+NORMED = ("hellaswag", "arc_challenge")  # of which papers print the accuracy by log-likelihoods divided by length, too
 WINDOW_ROWS = 4  # of the rows of a batch, what a window of text stands for: it is several times as long as a question
 
 
@@ -94,7 +99,23 @@ def names(options: Bench, data: Data | None = None) -> list[str]:
     if "language" in options.suites:
         result.append("sliding")
     result += hit_names(options)
-    return [*result, *standard(options)]
+    result += [f"{RULER}.{length}" for length in options.lengths if measures(options, "ruler")]
+    return [*result, *standard(options), *(norm_of(name) for name in NORMED if measures(options, "zeroshot"))]
+
+
+def norm_of(name: str) -> str:
+    """What a task of the harness is called by its length-normalised accuracy."""
+    return f"{name}_norm"
+
+
+def pooled(cells: Mapping[str, list[Cell]]) -> dict[str, list[Cell]]:
+    """ruler.1024: the cells of all tasks of RULER of a length, where there are several."""
+    of_length: dict[str, list[list[Cell]]] = {}
+    for task, measured in cells.items():
+        family, _, length = task.partition(".")
+        if family in OF_RULER:
+            of_length.setdefault(length, []).append(measured)
+    return {f"{RULER}.{length}": [*chain(*each)] for length, each in of_length.items() if len(each) > 1}
 
 
 def standard(options: Bench) -> list[str]:
@@ -106,7 +127,8 @@ def standard(options: Bench) -> list[str]:
 
 def measures(options: Bench, suite: str) -> bool:
     """Whether a suite is asked for, by itself or as a part of `table`."""
-    return suite in options.suites or ("table" in options.suites and suite in TABLE)
+    there = suite in TABLE and (suite not in OF_DATA or options.data_path is not None)
+    return suite in options.suites or ("table" in options.suites and there)
 
 
 def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> list[Task]:
@@ -120,7 +142,11 @@ def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: 
     result += _hit_tasks(options, tokenizer, data, seed)
     if names_of := standard(options):
         loaded = harness.load(names_of, options.include_path, options.data_path)
-        result += [_standard_task(name, task, options, tokenizer) for name in names_of for task in loaded[name]]
+        normed = NORMED if measures(options, "zeroshot") else ()
+        result += [
+            made for name in names_of for task in loaded[name]
+            for made in _standard_tasks(name, task, options, tokenizer, name in normed)
+        ]  # fmt: skip
     return result
 
 
@@ -128,15 +154,14 @@ def check_probes(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data,
     """Raise UserError for a probe that cannot be asked in the sizes of `options`, and where these leave nothing to measure."""
     if not {*options.suites} - READING_ALONE and not options.tasks and not readable(options, tokenizer):
         raise UserError(
-            f"bench: nothing is left to measure: {', '.join(options.suites)} (bench.suites) needs rows of bench.contexts, but "
-            "the model reads none of these"
+            f"bench: nothing is left to measure: {', '.join(options.suites)} (bench.suites) needs lengths in bench.contexts"
         )
     for name, (probe, fields) in _probes(options).items():
         try:
             asks: Any = _made(probe, fields, options, tokenizer, data)
             if probe == NEEDLE and asks is not None:
                 # The text may be too short for any question, the shortest length for one of them.
-                shortest = asks.length == min(options.contexts)
+                shortest = asks.length == min(options.lengths)
                 asks.check(options.limit if shortest else 1, bench_seed(seed))
             elif probe == RULER and asks is not None and asks.length == max(readable(options, tokenizer)):
                 asks.check(bench_seed(seed))
@@ -172,17 +197,17 @@ def _probes(options: Bench) -> dict[str, tuple[str, dict[str, Any]]]:
     if "retrieval" in options.suites:
         for name in sorted({*probes()} - {"kv", "knowledge", "letters", NEEDLE, RULER}):
             result |= {f"{name}.{size}": (name, fields) for size in options.pairs if (fields := sized_options(name, size))}
-        for length in options.contexts:
+        for length in options.lengths:
             for depth in DEPTHS:
                 result[f"needle.{length}.{round(100 * depth)}"] = (NEEDLE, {"length": length, "depth": depth})
     if "length" in options.suites:
-        for length in options.contexts:
+        for length in options.lengths:
             result[f"needle.{length}.{MIDDLE}"] = (NEEDLE, {"length": length, "depth": MIDDLE / 100})
         for name, several in SEVERAL.items():
-            result |= {f"{name}.{length}": (NEEDLE, {"length": length, **several}) for length in options.contexts}
+            result |= {f"{name}.{length}": (NEEDLE, {"length": length, **several}) for length in options.lengths}
     if measures(options, "ruler"):
         for name, fields in OF_RULER.items():
-            result |= {f"{name}.{length}": (RULER, {"length": length, **fields}) for length in options.contexts}
+            result |= {f"{name}.{length}": (RULER, {"length": length, **fields}) for length in options.lengths}
     if "quick" in options.suites:
         result |= {name: (name, {}) for name in ("knowledge", "letters")}
     return result
@@ -324,11 +349,20 @@ def _text_shapes(rows: Tensor, batch_size: int) -> list[tuple[int, int]]:
     return [(len(ids), ids.shape[1]) for ids in rows.split(batch_size)]
 
 
-def _standard_task(name: str, task: Any, options: Bench, tokenizer: PreTrainedTokenizerBase) -> Task:
-    def measure(model: PreTrainedModel) -> Outcome:
-        values, digests = harness.evaluate(model, tokenizer, task, options.batch_size, options.task_limit)
+def _standard_tasks(name: str, task: Any, options: Bench, tokenizer: PreTrainedTokenizerBase, normed: bool) -> list[Task]:
+    """One, or with the length-normalised accuracy two, for which a model is asked once."""
+    known: WeakKeyDictionary[PreTrainedModel, tuple[dict[str, np.ndarray], tuple[str, ...]]] = WeakKeyDictionary()
+
+    def measure(model: PreTrainedModel, norm: bool) -> Outcome:
+        if model not in known:
+            known[model] = harness.evaluate(model, tokenizer, task, options.batch_size, options.task_limit)
+        scores, digests = known[model]
+        values = scores[harness.NORMED] if norm else next(iter(scores.values()))
         return Outcome(values, digests, digest(" ".join(digests)))
 
     identity = f"{name} {harness.identity(task)} {options.task_limit}"
     count = min(len(task.eval_docs), options.task_limit or sys.maxsize)
-    return Task(name, 0, identity, measure, task.config.task, package_version("lm_eval"), count)
+    return [
+        Task(called, 0, identity, partial(measure, norm=norm), task.config.task, package_version("lm_eval"), count)
+        for called, norm in ((name, False), (norm_of(name), True))[: 1 + normed]
+    ]

@@ -18,23 +18,24 @@ from surgery.evaluation.figure import Figure, Point, Series, looks
 from surgery.evaluation.markdown import named_table
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import ModelReport, Perplexity, value
-from surgery.evaluation.suites import DOCUMENTS, OF_RULER, RULER_TITLES, ZEROSHOT
+from surgery.evaluation.suites import DOCUMENTS, NORMED, RULER, RULER_TITLES, ZEROSHOT, norm_of
 from surgery.runtime import plotting
 from surgery.statistics import Estimate, Proportion
 
 REPORT = "report.json"
-MEAN = "mean"
 OF_KV, OF_TEXT = "Dictionaries (key-value retrieval)", "Language"
 TITLES = {
     "swde": "SWDE", "fda": "FDA", "squad_completion": "SQuAD", "based_triviaqa": "TriviaQA", "based_nq_2048": "NQ",
     "based_drop": "DROP", "lambada_openai": "LAMBADA", "piqa": "PIQA", "hellaswag": "HellaSwag", "winogrande": "WinoGrande",
-    "arc_easy": "ARC-E", "arc_challenge": "ARC-C", "openbookqa": "OBQA", "mmlu": "MMLU", "gsm8k": "GSM8K", "bbh": "BBH",
+    "arc_easy": "ARC-E", "arc_challenge": "ARC-C", "hellaswag_norm": "HellaSwag, normed",
+    "arc_challenge_norm": "ARC-C, normed", "openbookqa": "OBQA", "mmlu": "MMLU", "gsm8k": "GSM8K", "bbh": "BBH",
     "dream": "DREAM", "perplexity": "ppl", "sliding": "ppl, sliding", "knowledge": "knowledge", "letters": "letters",
 }  # fmt: skip
 # What guessing gives on the harness's tasks, where it is known. 0 where the answer is written.
 GUESSED = {
     **dict.fromkeys(DOCUMENTS, 0.0), "lambada_openai": 0.0, "piqa": 0.5, "winogrande": 0.5, "hellaswag": 0.25,
-    "arc_easy": 0.25, "arc_challenge": 0.25, "mmlu": 0.25, "gsm8k": 0.0, "openbookqa": 0.25, "dream": 1 / 3,
+    "arc_easy": 0.25, "arc_challenge": 0.25, "hellaswag_norm": 0.25, "arc_challenge_norm": 0.25,
+    "mmlu": 0.25, "gsm8k": 0.0, "openbookqa": 0.25, "dream": 1 / 3,
 }  # fmt: skip
 
 
@@ -98,7 +99,8 @@ class TableColumn:
 
 def read(paths: Sequence[Path]) -> Report:
     """The first of some reports (or of the folders that hold them), with the models of all. The same weights in two reports are
-    one model; where others have its name, it stands with its report's folder. Raises UserError for what is no report."""
+    one model; where others have its name, it stands with its report's folder, or with a file's own name. Raises UserError for
+    what is no report."""
     models: dict[str, ModelReport] = {}
     files = [path / REPORT if path.is_dir() else path for path in paths]
     reports = [Report.read(file) for file in files]
@@ -108,7 +110,8 @@ def read(paths: Sequence[Path]) -> Report:
             if same is not None:
                 models[same] = _joined(models[same], model)
                 continue
-            candidates = (name, f"{file.resolve().parent.name} {name}", *(f"{name} {i}" for i in range(2, 10_000)))
+            place = file.resolve().parent.name if file.name == REPORT else file.name.partition(".")[0]
+            candidates = (name, f"{place} {name}", *(f"{name} {i}" for i in range(2, 10_000)))
             models[next(each for each in candidates if each not in models)] = model
     return reports[0].model_copy(update={"models": models})
 
@@ -140,21 +143,20 @@ def columns(models: Mapping[str, ModelReport]) -> list[TableColumn]:
     groups: dict[str, list[str]] = {}
     for task in tasks:
         groups.setdefault(_group(task), []).append(task)
-    order = {name: i for i, name in enumerate([*OF_RULER, *DOCUMENTS, "perplexity", "sliding", *ZEROSHOT])}
+    language = [each for name in ZEROSHOT for each in (name, norm_of(name))]
+    order = {name: i for i, name in enumerate([*RULER_TITLES, *DOCUMENTS, "perplexity", "sliding", *language])}
     result = _costs(models)
     for group in sorted(groups, key=_place):
         chosen = sorted(groups[group], key=lambda task: order.get(task.partition(".")[0], len(order)))
         result += [_measured(models, group, task) for task in chosen]
-        if group.startswith("RULER"):
-            result += _mean(models, group, chosen, "mean", 0.0)
-        elif group == OF_TEXT and {*ZEROSHOT} <= {*chosen}:
-            result += _mean(models, group, list(ZEROSHOT), "mean of six", None)
+        if group == OF_TEXT:
+            result += _mean(models, group)
     return result
 
 
 def _group(task: str) -> str:
     family, _, size = task.partition(".")
-    if family in OF_RULER:
+    if family in RULER_TITLES:
         return f"RULER, {int(size):,} tokens"
     if family in ("kv", "kv_unseen"):
         return OF_KV
@@ -189,7 +191,7 @@ def _measured(models: Mapping[str, ModelReport], group: str, task: str) -> Table
 
 
 def _title(family: str, size: str) -> str:
-    if family in OF_RULER:
+    if family in RULER_TITLES:
         return RULER_TITLES[family]
     if family == "kv":
         return f"{size} pairs"
@@ -198,16 +200,14 @@ def _title(family: str, size: str) -> str:
     return TITLES.get(family, family.replace("_", " ")) + (f" {size.replace('.', ' at ')}" if size else "")
 
 
-def _mean(
-    models: Mapping[str, ModelReport], group: str, tasks: list[str], title: str, guess: float | None
-) -> list[TableColumn]:  # fmt: skip
-    """Of models that were asked all of the tasks. Without an interval: the tasks are no sample of anything."""
-    cells = {}
+def _mean(models: Mapping[str, ModelReport], group: str) -> list[TableColumn]:
+    """As papers take it: of the six tasks, two by their length-normalised accuracy. Of models that were asked all. Without an
+    interval: the tasks are no sample of anything."""
+    cells, tasks = {}, [norm_of(name) if name in NORMED else name for name in ZEROSHOT]
     for name, model in models.items():
-        results = model.results()
-        if len(tasks) > 1 and all(task in results for task in tasks):
+        if all(task in (results := model.results()) for task in tasks):
             cells[name] = TableCell(sum(value(results[task]) for task in tasks) / len(tasks))
-    return [TableColumn(group, title, "%", cells, None, guess)] if cells else []
+    return [TableColumn(group, "mean of six", "%", cells, None)] if cells else []
 
 
 def _costs(models: Mapping[str, ModelReport]) -> list[TableColumn]:
@@ -319,18 +319,16 @@ def as_csv(found: list[TableColumn]) -> str:
 
 
 def memory_figure(models: Mapping[str, ModelReport]) -> Figure | None:
-    """The mean of RULER's tasks over the size of the cache: a line a model, a point for each length at which both are known."""
+    """All of RULER over the size of the cache: a line a model, a point for each length at which both are known."""
     points: dict[str, list[Point]] = {}
     for name, model in models.items():
         results, sizes = model.results(), cache_sizes(model)
         for context, size in sorted(sizes.items()):
-            asked = [results[task] for family in OF_RULER if (task := f"{family}.{context}") in results]
-            if asked:
-                mean = sum(map(value, asked)) / len(asked)
-                text = f"{mean:.3f} at {context:,} tokens, {len(asked)} tasks"
-                points.setdefault(name, []).append(Point(float(round(size / 2**10)), mean, text))
+            if (task := f"{RULER}.{context}") in results:
+                mean = value(results[task])
+                points.setdefault(name, []).append(Point(float(round(size / 2**10)), mean, f"{mean:.3f} at {context:,} tokens"))
     if len(points) < 2:
         return None
     look = looks(list(models))
     lines = tuple(Series(name, look[name], tuple(of)) for name, of in points.items())
-    return Figure("Mean of RULER", "KiB of cache", "KiB", plotting.ACCURACY, lines, top=1.0)
+    return Figure("RULER, all tasks", "KiB of cache", "KiB", plotting.ACCURACY, lines, top=1.0)

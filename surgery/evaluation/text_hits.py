@@ -79,7 +79,7 @@ class ChosenTokens:
 
 def hit_names(options: Bench) -> list[str]:
     """The tasks of the suite, in the order of the report."""
-    lengths = options.contexts if "hits" in options.suites else ()
+    lengths = options.lengths if "hits" in options.suites else ()
     return [f"{name}.{length}" for length in lengths for name in (HITS, OTHERS)]
 
 

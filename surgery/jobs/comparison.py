@@ -1,5 +1,6 @@
 """Benches models against a base, as `surgery bench` does."""
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from surgery.evaluation.entries import Entry, ModelPool
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.evaluation.serving import try_engine
-from surgery.jobs.controls import controls_of, trained
+from surgery.jobs.controls import Control, controls_of, names_of, seconds_of, trained
+from surgery.jobs.costs.announced import announce
+from surgery.jobs.costs.estimate import BenchCosts
+from surgery.jobs.costs.record import CostEstimate
 from surgery.jobs.opening import open_compared
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.jobs.preparing import check, name_texts
@@ -19,11 +23,13 @@ from surgery.kernels.dispatch import use
 from surgery.loading.digests import Conditions, tokenizer_digest
 from surgery.loading.opened import Checkpoint
 from surgery.locating.example import short_question
+from surgery.models import pace
 from surgery.records.names import display_name, strip_paths
 from surgery.records.plan import PLAN, Plan
 from surgery.records.recipe import Recipe
-from surgery.records.record import provenance
-from surgery.runtime.processes import on_main
+from surgery.records.record import environment, provenance
+from surgery.runtime import memory
+from surgery.runtime.processes import on_main, several_processes
 from surgery.runtime.progress import busy, say
 
 
@@ -44,16 +50,7 @@ def compare(
     remove it first. Raises UserError, and writes nothing, where one is there and neither is given.
     """
     on_main(partial(check_folder, out, "bench", resume=resume, overwrite=overwrite))
-    with busy("opening the models"):
-        recipe, base, beside = open_compared(recipe, others, trust_remote_code)
-    entries = {"base": Entry(base.model, display_name(base.name))}
-    for label, other in beside.items():
-        plan = Path(other.name) / PLAN
-        source = other.model if isinstance(other, Checkpoint) else other
-        entries[label] = Entry(source, display_name(other.name), Plan.read(plan) if plan.exists() else None)
-    check(recipe, base)
-    try_engine(recipe.bench)
-    missing = controls_of(recipe, base, {label: other.name for label, other in beside.items()})
+    recipe, base, entries, missing = _opened(recipe, others, trust_remote_code)
     begin(out, "bench", recipe, resume=resume, overwrite=overwrite)
     name_texts(recipe, base.tokenizer, tunes=False)
     settings = strip_paths(recipe.model_dump(mode="json"))
@@ -67,13 +64,61 @@ def compare(
         if resume and (earlier := on_main(partial(_finished, out, settings, now))) is not None:
             say(f"nothing has changed, and everything is finished: this is the result in {out}")
             return earlier
-        measured = measure(entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
+        if not resume:
+            announce(lambda: BenchCosts(recipe, [*models.held.values()], base.tokenizer))
+        memory.trim()  # what the controls have freed is no part of it
+        with memory.measured() as peak:
+            measured = measure(entries, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
     origin = provenance(base.name, base.fingerprint, recipe.seed, settings)
-    report = Report(provenance=origin, plan=None, models=measured, timings={}, training={}, settings=settings["bench"])
+    report = Report(
+        provenance=origin, plan=None, models=measured, timings={}, memory={"bench": peak.device or peak.total}, training={},
+        settings=settings["bench"],
+    )  # fmt: skip
     with busy("drawing the report"):
         example = short_question(base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
         on_main(lambda: write_report(report, out, mixing(entries, base.tokenizer, example, origin)))
     return report
+
+
+def estimate_comparison(
+    recipe: Recipe, others: list[str], out: Path, *, trust_remote_code: bool = False
+) -> CostEstimate:  # fmt: skip
+    """What compare(recipe, others, out) will cost: the controls that it tunes, and bench. Nothing is written. Raises UserError
+    for whatever compare would refuse before its work begins."""
+    if several_processes():
+        raise UserError("an estimate is made by one process; start it without a launcher")
+    begun, waiting = time.perf_counter(), pace.load()
+    recipe, base, entries, missing = _opened(recipe, others, trust_remote_code)
+    with use(**recipe.kernels):
+        costs = BenchCosts(recipe, [*ModelPool(entries).held.values()], base.tokenizer, says=True)
+        stages = [
+            costs.tuning(name, control.recipe.tune.most_steps, seconds_of(control, base))
+            for name, control in names_of(missing).items()
+        ]  # fmt: skip
+        stages.append(costs.bench(len(entries) + len(missing)))
+    free = memory.free_disk(out)
+    return CostEstimate(
+        **environment().model_dump(), model=recipe.model, stages=tuple(stages), available=costs.available, free_disk=free,
+        tried="", assumptions=costs.assumptions(), slowed=costs.slowed, load=round(waiting, 2),
+        advice=costs.advice(stages, free), took=time.perf_counter() - begun,
+    )  # fmt: skip
+
+
+def _opened(
+    recipe: Recipe, others: list[str], trust_remote_code: bool
+) -> tuple[Recipe, Checkpoint, dict[str, Entry], list[Control]]:
+    """The recipe that opened the models, the first of them, all that are measured, and the controls that are to be tuned, once
+    all inputs are there."""
+    with busy("opening the models"):
+        recipe, base, beside = open_compared(recipe, others, trust_remote_code)
+    entries = {"base": Entry(base.model, display_name(base.name))}
+    for label, other in beside.items():
+        plan = Path(other.name) / PLAN
+        source = other.model if isinstance(other, Checkpoint) else other
+        entries[label] = Entry(source, display_name(other.name), Plan.read(plan) if plan.exists() else None)
+    check(recipe, base)
+    try_engine(recipe.bench)
+    return recipe, base, entries, controls_of(recipe, base, {label: other.name for label, other in beside.items()})
 
 
 def _finished(out: Path, settings: dict[str, Any], now: dict[str, Conditions]) -> Report | None:

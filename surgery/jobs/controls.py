@@ -58,10 +58,9 @@ def trained(controls: Iterable[Control], base: Checkpoint, out: Path, *, resume:
     hybrid has tuned already. What each takes is said first. One whose text or facts are not here is left out, and a line says
     so."""
     entries: dict[str, Entry] = {}
-    for number, control in enumerate(controls, start=1):
-        name = CONTROL_TUNED + (f"_{number}" if number > 1 else "")
+    for name, control in names_of(controls).items():
         layers, description = without_graft(control.plan)
-        options, data, seed = control.recipe.tune, control.recipe.data, control.recipe.seed
+        options = control.recipe.tune
         model, teacher = with_own_mixers(base, layers), adopt(base.model)
         place = out / "tuning" / name
         try:
@@ -70,8 +69,7 @@ def trained(controls: Iterable[Control], base: Checkpoint, out: Path, *, resume:
                 say(f"{name}: {description}: taken from {control.earlier}")
                 there = True
             elif not there:
-                cost = rehearse(model, base.tokenizer, options, data=data, seed=seed, layers=layers, teacher=teacher)
-                takes = duration(cost.costs[0].seconds * cost.pace.slowed * options.most_steps)
+                takes = duration(seconds_of(control, base))
                 say(f"{name}: {description}: {steps_of(options)}, about {takes}; {LEAVES_OUT}")
             tuned(
                 model, base, control.recipe, place, plan=None, layers=layers, teacher=teacher, resume=there, description=name,
@@ -81,6 +79,23 @@ def trained(controls: Iterable[Control], base: Checkpoint, out: Path, *, resume:
             continue
         entries[name] = Entry(model, description)
     return entries
+
+
+def names_of(controls: Iterable[Control]) -> dict[str, Control]:
+    """By the name that the report gives them."""
+    return {CONTROL_TUNED + (f"_{number}" if number > 1 else ""): each for number, each in enumerate(controls, start=1)}
+
+
+def seconds_of(control: Control, base: Checkpoint) -> float:
+    """What tuning a control will take on this machine as busy as it is, from a few steps of it. Raises UserError where its text
+    or facts are not here."""
+    layers, _ = without_graft(control.plan)
+    options, model = control.recipe.tune, with_own_mixers(base, layers)
+    cost = rehearse(
+        model, base.tokenizer, options, data=control.recipe.data, seed=control.recipe.seed, layers=layers,
+        teacher=adopt(base.model),
+    )  # fmt: skip
+    return cost.costs[0].seconds * cost.pace.slowed * options.most_steps
 
 
 def _learnt_by(hybrid: Path, recipe: Recipe) -> Recipe | None:

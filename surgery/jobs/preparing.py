@@ -6,9 +6,9 @@ from surgery.choosing import check_way
 from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.bench import invented
-from surgery.evaluation.contexts import left_out
+from surgery.evaluation.contexts import said_of_long
 from surgery.evaluation.serving import check_serving
-from surgery.evaluation.suites import bench_seed, check_probes, standard
+from surgery.evaluation.suites import OF_DATA, bench_seed, check_probes, measures, standard
 from surgery.evaluation.text_hits import check_hits
 from surgery.families import family_of
 from surgery.jobs.sizes import check_bench, check_tuning
@@ -34,8 +34,10 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
     with busy("checking the inputs"):
         if names := standard(recipe.bench):
             harness.load(names, recipe.bench.include_path, recipe.bench.data_path)
-        if unread := left_out(recipe.bench, base.tokenizer):
-            say(unread)
+        if long := said_of_long(recipe.bench, base.tokenizer):
+            say(long)
+        if "table" in recipe.bench.suites and (missing := [s for s in OF_DATA if not measures(recipe.bench, s)]):
+            say(f"not measured: {' and '.join(missing)}; bench.data_path names the folder of their data")
         check_probes(recipe.bench, base.tokenizer, recipe.data, recipe.seed)
         check_serving(recipe.bench)
         check_questions(base.tokenizer, recipe.locate, recipe.seed)

@@ -59,7 +59,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
     if not texts:
         return []
     appended = len(_added(tokenizer)[1])
-    return [ids[: len(ids) - appended] for ids in tokenizer(list(texts))["input_ids"]]
+    return [ids[: len(ids) - appended] for ids in tokenizer(list(texts), verbose=False)["input_ids"]]
 
 
 def encode_continuations(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str]]) -> list[list[int]]:

@@ -1,11 +1,12 @@
 """RULER: what is the real context size of a long-context model? (arXiv 2404.06654), without a download.
 
 Prompts, answers and scores are those of lm-evaluation-harness 0.4.13 (its group `ruler`), example for example, if `words` is
-"wonderwords": everything is drawn in the same order. Its texts are data, and are carried over as they are. What differs:
+"wonderwords": everything is drawn in the same order (tools/ruler_check.py compares). Its texts are data, and are carried over
+as they are. What differs:
 
-- By default the words are pairs of this project's own words, since wonderwords is not among what it needs.
-- Running text is the user's, not essays from the Hub. Its sentences end where a word ends with a full stop, an exclamation or a
-  question mark; the harness asks nltk.
+- By default the words are pairs of this project's own words, and sentences of running text end where a word ends with a full
+  stop, an exclamation or a question mark, since wonderwords and nltk are not among what it needs.
+- Running text is the user's, not essays from the Hub.
 - Below 4,096 tokens, where the harness scores nothing, running text grows by 25 words, not by 500, so that it fills a prompt.
 
 A score is the share of the answers that stand in what greedy decoding writes, whatever their case. Guessing gives 0.
@@ -113,7 +114,7 @@ class Ruler:
     ruler_vt (variable tracking), ruler_cwe and ruler_fwe (common and frequent words). length: tokens of the prompt and what is
     written after it, at most, by `tokenizer` (of ruler_fwe of the prompt alone). source: the running text in which some needles
     are hidden, as for `needle`. hops: of ruler_vt, how often the value is handed on, 1 to 10. words: "own", or "wonderwords",
-    which has to be installed.
+    which has to be installed, and for running text nltk with its data punkt_tab.
     """
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
@@ -220,7 +221,7 @@ class Ruler:
                 needles.append(NEEDLE.format(kind=task.value, key=keys[-1], value=values[-1][-1]))
         random.Random(FIXED).shuffle(needles)
         if task.text == "essay":
-            sentences = _sentences(text[:size])
+            sentences = (_sentences if self.words == "own" else _by_nltk)(text[:size])
             places = sorted(int(len(sentences) * (depth / 100)) for depth in rng.sample(DEPTHS, len(needles)))
             parts = [" ".join(sentences[a:b]) for a, b in pairwise([0, *places, len(sentences)])]
             context = " ".join(chain(*zip(parts, needles, strict=False), parts[-1:]))
@@ -357,6 +358,19 @@ def _sentences(words: list[str]) -> list[str]:
     """Words as sentences."""
     ends = [i for i, word in enumerate(words, 1) if word.endswith((".", "!", "?"))]
     return [" ".join(words[a:b]) for a, b in pairwise(dict.fromkeys([0, *ends, len(words)]))]
+
+
+def _by_nltk(words: list[str]) -> list[str]:
+    """The same as the harness has them. Raises UserError where nltk or its data is missing."""
+    try:
+        from nltk import sent_tokenize
+
+        return sent_tokenize(" ".join(words))
+    except (ImportError, LookupError) as error:
+        raise UserError(
+            "ruler with words 'wonderwords' divides running text by nltk: pip install nltk, then python -m nltk.downloader "
+            "punkt_tab"
+        ) from error
 
 
 def _renamed(rng: random.Random, example: str) -> str:

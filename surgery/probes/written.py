@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from surgery.models.finite import explained, watching_logits
 from surgery.models.tokens import encode_prompts
 from surgery.probes.question import Writing
+from surgery.runtime.progress import Track
 
 
 def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Writing], tokens: int) -> np.ndarray:
@@ -18,7 +19,7 @@ def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: Seq
     the prompts of a batch, at most, or one prompt. Raises NotFinite."""
     shares = np.zeros(len(asked))
     with torch.inference_mode(), explained(model), watching_logits(model):
-        for chosen, rows in batches(tokenizer, asked, tokens):
+        for chosen, rows in Track([*batches(tokenizer, asked, tokens)], "writing"):
             texts = Texts(tokenizer, [asked[i].answers for i in chosen], max(map(len, rows)))
             ids, real = _padded(rows, model.device)
             model.generate(  # type: ignore[operator]

@@ -47,7 +47,7 @@ class StateSize(Study):
             raise UserError(
                 "the study 'state_size' says what is kept beside head grafts: leave out plan.state_size and plan.kind"
             )
-        if "quick" not in recipe.bench.suites or not recipe.bench.contexts:
+        if "quick" not in recipe.bench.suites or not recipe.bench.lengths:
             raise UserError("the study 'state_size' needs bench.suites: [quick], and a length of bench.contexts")
 
     def measure(self, subjects: Subjects) -> Measurements:

@@ -5,7 +5,6 @@ import hashlib
 import inspect
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,7 +16,6 @@ import pytest
 
 from surgery.families.mamba2 import Mamba2HybridForCausalLM
 from surgery.hybrids.sources import sources
-from surgery.kernels import native
 from tests.conftest import ROOT, VOCABULARY, random_base
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the names here have characters that other systems refuse")
@@ -166,10 +164,8 @@ def called(place: Path, calls: dict[str, list]) -> tuple[dict[str, int], list[Ev
     what it said."""
     log = place / "log"
     log.write_text("")
-    home, kernels = place / "home", native._cache()
-    home.mkdir()
-    if kernels.is_dir():  # all but one of the kernels are compiled
-        shutil.copytree(kernels, home / "cache" / "surgery", ignore=shutil.ignore_patterns("divergence-*"))
+    home = place / "home"
+    home.mkdir(exist_ok=True)
     environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | {
         "AUDIT": str(log), "PYTHONPATH": f"{place / 'hook'}:{ROOT}", "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"),
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -84,7 +84,8 @@ def test_the_numbers_are_those_of_the_command_on_the_exported_folder(tiny, hybri
     every = []
     for task in (*tasks["sizes"], *tasks["local_written"]):
         name, key = task.config.task, "exact_match,strict" if task.config.task == "local_written" else "acc,none"
-        values, asked = harness.evaluate(hybrid, tiny.tokenizer, task, 8, None)
+        scores, asked = harness.evaluate(hybrid, tiny.tokenizer, task, 8, None)
+        (values,) = scores.values()
         metric, _, read = key.partition(",")
         theirs = [sample for sample in said["samples"][name] if sample["filter"] == read]
         assert values.tolist() == [sample[metric] for sample in theirs]
@@ -98,9 +99,9 @@ def test_the_numbers_are_those_of_the_command_on_the_exported_folder(tiny, hybri
 def test_decisions_do_not_depend_on_the_batch(tiny, hybrid, local):
     for tasks in harness.load([*FORMS], str(local)).values():
         one, five = (harness.evaluate(hybrid, tiny.tokenizer, tasks[0], size, None) for size in (1, 5))
-        assert one[0].tolist() == five[0].tolist()
+        assert [values.tolist() for values in one[0].values()] == [values.tolist() for values in five[0].values()]
         assert one[1] == five[1]
-        assert len(one[0]) == 16
+        assert len(one[1]) == 16
 
 
 @pytest.mark.usefixtures("in_float64")
@@ -219,8 +220,8 @@ def test_our_probes_are_tasks_of_the_harness(tiny, hybrid):
     ours = {task.name: task for task in suites.tasks(options, tiny.tokenizer, Data(), 0)}
     for name in ("kv.16", "phonebook.8"):
         task = harness.load([f"surgery_{name.replace('.', '_')}"], None)
-        values, _ = harness.evaluate(hybrid, tiny.tokenizer, next(iter(task.values()))[0], 8, 10)
-        assert values.tolist() == ours[name].measure(hybrid).values.tolist()
+        scores, _ = harness.evaluate(hybrid, tiny.tokenizer, next(iter(task.values()))[0], 8, 10)
+        assert scores["acc"].tolist() == ours[name].measure(hybrid).values.tolist()
 
 
 def test_every_retrieval_probe_is_among_them():
@@ -317,16 +318,25 @@ def test_documents_that_the_harness_lacks(tiny, hybrid, on_the_hub):
     assert task.doc_to_text(docs[0]) == "The owl is at the inn. The inn is big. The owl is at the"
     assert task.doc_to_text(docs[1]) == "The cat is here. The cat is"
     assert [task.process_results(docs[0], [text])["contains"] for text in (" big INN.", "", "owl")] == [1.0, 0.0, 0.0]
-    values, _ = harness.evaluate(hybrid, tiny.tokenizer, task, 2, None)
-    assert {*values.tolist()} <= {0.0, 1.0}
+    scores, _ = harness.evaluate(hybrid, tiny.tokenizer, task, 2, None)
+    assert {*scores["contains"].tolist()} <= {0.0, 1.0}
 
 
 @pytest.mark.slow  # reads all tasks of the harness; the one above reads ours
-def test_documents_and_language_from_a_folder(tiny, hybrid, on_the_hub):
+def test_documents_and_language_from_a_folder(tiny, hybrid, on_the_hub, tmp_path, monkeypatch):
+    """Answer by answer as the harness's own command on the exported folder."""
+    export(hybrid, tmp_path / "hybrid", tokenizer=tiny.tokenizer, plan=Plan(sites=("L0.H3,5",)), base="tiny")
     options = Bench(suites=("documents", "zeroshot"), data_path=on_the_hub, batch_size=2)
     asked = {task.name: task for task in suites.tasks(options, tiny.tokenizer, Data(), 0)}
-    assert [*asked] == [*suites.DOCUMENTS, *suites.ZEROSHOT]
-    for name in ("swde", "based_drop", "lambada_openai", "arc_challenge"):
-        outcome = asked[name].measure(hybrid)
-        assert len(outcome.values) == 2
-        assert {*outcome.values.tolist()} <= {0.0, 1.0}
+    assert {*asked} == {*suites.DOCUMENTS, *suites.ZEROSHOT, "hellaswag_norm", "arc_challenge_norm"} == {*suites.names(options)}
+    monkeypatch.setattr(evaluator, "add_env_info", lambda _: None)  # lists all packages, for seconds
+    with harness._local(on_the_hub):
+        said = evaluator.simple_evaluate(
+            "hf", f"pretrained={tmp_path / 'hybrid'}", ["swde", "based_drop", "lambada_openai", "hellaswag"], batch_size=2,
+            device="cpu", bootstrap_iters=0, task_manager=TaskManager(include_path=[harness.TASKS]),
+        )["samples"]  # fmt: skip
+    metrics = {"swde": "contains", "based_drop": "contains", "lambada_openai": "acc", "hellaswag": "acc"}
+    for name, metric in metrics.items():
+        assert asked[name].measure(hybrid).values.tolist() == [sample[metric] for sample in said[name]]
+    normed = [sample["acc_norm"] for sample in said["hellaswag"]]
+    assert asked["hellaswag_norm"].measure(hybrid).values.tolist() == normed

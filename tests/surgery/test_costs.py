@@ -15,6 +15,7 @@ import surgery
 from surgery.cli import app as cli
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
+from surgery.jobs import comparison
 from surgery.jobs import run as job
 from surgery.jobs.costs import announced, counts, estimate
 from surgery.jobs.costs.counts import benching, stages_of
@@ -181,12 +182,13 @@ def test_plans_that_are_bounded_are_counted(tokenizer):
 def test_the_forwards_of_the_bench_are_those_that_it_makes(base, tokenizer):
     recipe = read_recipe(None, ["bench.pairs=[2,4]", "bench.limit=10", "bench.batch_size=4"], model="none")
     options = recipe.bench.model_copy(update={"windows": 20, "window": 16, "contexts": (16, 32)})
-    work, encoding, exact = benching(recipe.model_copy(update={"bench": options}), base, tokenizer)
-    assert exact
-    assert encoding > 0
+    counted = benching(recipe.model_copy(update={"bench": options}), base, tokenizer)
+    assert counted.exact
+    assert not counted.at_most
+    assert counted.encoding > 0
     with shapes_of(hybrid := splice(base, Plan(sites=("L0.H1",)))) as shapes:
         measure({"hybrid": hybrid}, tokenizer, options)
-    assert work == Work.of(shapes)
+    assert counted.work == Work.of(shapes)
 
 
 @pytest.mark.parametrize("family", ["plain", "mamba", "falcon mamba", "llamba"])
@@ -524,3 +526,24 @@ def test_what_other_programs_take_is_no_work():
     assert wall >= 0.3 > work > 0
     assert slowed(work, wall) == wall / work
     assert slowed(2.0, 1.0) == slowed(0.0, 1.0) == 1.0
+
+
+def test_a_comparison_is_estimated_as_it_runs(folder, tmp_path, monkeypatch, capsys):
+    """What its stages are, with writing that may end early; the comparison itself says it first, unless it is short."""
+    spliced = splice(surgery.load(folder / "base").model, Plan(sites=("L1.H2",)))
+    surgery.export(spliced, tmp_path / "hybrid", verify="tensors")
+    recipe = read_recipe(folder / "quick.yaml")
+    found = comparison.estimate_comparison(recipe, [str(tmp_path / "hybrid")], tmp_path / "out")
+    assert [(stage.name, stage.counts["models"], stage.at_most) for stage in found.stages] == [("bench", 2, False)]
+    assert found.seconds > 0
+    assert found.memory <= found.available
+    assert [path.name for path in tmp_path.iterdir() if path.name[0] != "."] == ["hybrid"]
+    capsys.readouterr()
+    for short, says in ((0.0, True), (120.0, False)):
+        monkeypatch.setattr(announced, "SHORT", short)
+        comparison.compare(recipe, [str(tmp_path / "hybrid")], tmp_path / f"out-{short}")
+        assert ("\nbench: " in capsys.readouterr().err) is says
+    long = recipe.bench.model_copy(update={"suites": ("ruler",), "contexts": (256,), "limit": 4})
+    counted = benching(recipe.model_copy(update={"bench": long}), spliced, surgery.load(folder / "base").tokenizer)
+    assert counted.at_most
+    assert counted.longest > 100

@@ -93,6 +93,28 @@ def test_where_needles_alone_were_asked_they_are_judged(report):
     assert judge(as_good)[0].verdict == "unclear"
 
 
+def test_where_ruler_alone_was_asked_it_is_judged(report):
+    """By all tasks together, at the longest length at which anything was written."""
+    evidence = report.models["tuned"].evidence["kv.64"]
+    empty = {"kv": {}, "knowledge": None, "perplexity": None, "change": {}, "evidence": {}}
+
+    def asked(**shares):
+        models = {}
+        for name, share in shares.items():
+            tasks, change = {}, {}
+            for length, each in {"512": share, "2048": share / 2, "8192": 0.0}.items():
+                tasks |= {f"ruler.{length}": (result := Estimate(value=each, ci95=(each - 0.01, each + 0.01), n=200))}
+                change |= {f"ruler.{length}": result}
+            compared = {"change": change, "evidence": dict.fromkeys(change, evidence)} if name != "base" else {}
+            models[name] = report.models[name].model_copy(update={**empty, "tasks": tasks, **compared})
+        return report.model_copy(update={"models": models})
+
+    said = did_it_help(asked(base=0.0, tuned=0.8, control_tuned=0.2))
+    assert said.startswith("Did it help? Yes: of RULER's answers, after 2,048 tokens, tuned writes 0.400, the base 0.000")
+    nothing = did_it_help(asked(base=0.0, tuned=0.0))
+    assert "neither tuned nor the base writes any answer of RULER, at 512 and 2,048 and 8,192 tokens" in nothing
+
+
 def test_a_base_at_chance_at_every_size_is_refused_without_a_ranking(report):
     """A comparison does not locate; a base at chance at the largest size alone may have gained there."""
     base = report.models["base"]

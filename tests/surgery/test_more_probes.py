@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import UserError
+from surgery.evaluation.contexts import readable
 from surgery.jobs.preparing import check
 from surgery.probes import make, probes
 from surgery.probes.question import Completion, CompletionProbe, Passage, PassageProbe, Question, WritingProbe
@@ -299,7 +300,7 @@ def test_a_needle_in_a_file(tokenizer, tmp_path):
 def test_a_needle_that_cannot_be_exact_is_shorter(characters, tmp_path):
     """Words of four characters and a space: not every length can be had."""
     (tmp_path / "text.txt").write_text("word " * 500)
-    for length in (300, 302, 304):
+    for length in range(300, 305):
         probe = make("needle", tokenizer=characters, length=length, source=str(tmp_path / "text.txt"))
         for question in probe.questions(1, seed=0):
             assert length - 5 < len(characters(question.prompt)["input_ids"]) <= length
@@ -323,13 +324,13 @@ def test_a_check_refuses_what_the_questions_refuse_and_nothing_else(needles, cha
     """From lengths at which no question fits, through those at which some do, to one that the text cannot fill."""
     (tmp_path / "short.txt").write_text("It was short. " * 30)
     said = set()
-    lengths_of = (("world", range(60, 76, 2)), ("world", range(125, 165, 8)), (tmp_path / "short.txt", (300, 470, 560)))
-    for source, lengths in lengths_of:
+    for source, lengths in (("world", range(60, 76)), ("world", range(125, 165, 4)), (tmp_path / "short.txt", (300, 470, 560))):
         for length in lengths:
             needle = make("needle", tokenizer=characters, length=length, needles=needles, source=str(source))
-            checked = refusal(lambda needle=needle: needle.check(10, seed=0))
-            assert refusal(lambda needle=needle: needle.questions(10, seed=0)) == checked
-            said.add(checked)
+            said.add(refusal(lambda needle=needle: needle.check(10, seed=0)))
+            assert refusal(lambda needle=needle: needle.questions(10, seed=0)) == refusal(
+                lambda needle=needle: needle.check(10, seed=0)
+            )
     assert len(said) > 4
     assert "" in said
     assert any("needs more" in line for line in said)
@@ -350,15 +351,24 @@ def test_a_length_that_bench_could_not_ask_is_refused_before_the_work_begins(tin
 
 @pytest.mark.parametrize("suite", ["length", "hits", "speed"])
 def test_a_bench_with_nothing_to_measure_is_refused(suite, tiny):
-    with pytest.raises(UserError, match=rf"nothing is left to measure: {suite} \(bench.suites\) needs rows of bench.contexts"):
-        check(Recipe(model="tiny", bench=Bench(suites=(suite,), contexts=(4096,))), tiny)
+    with pytest.raises(UserError, match=rf"nothing is left to measure: {suite} \(bench.suites\) needs lengths in"):
+        check(Recipe(model="tiny", bench=Bench(suites=(suite,), contexts=())), tiny)
 
 
-def test_lengths_that_the_model_does_not_read_are_named(tiny, capsys):
-    check(Recipe(model="tiny", bench=Bench(suites=("language",), contexts=(512, 4096, 8192), windows=2)), tiny)
-    assert "not measured" not in capsys.readouterr().err
-    check(Recipe(model="tiny", bench=Bench(suites=("length",), contexts=(512, 4096, 8192))), tiny)
-    assert "not measured: bench.contexts 4096, 8192; the tokenizer's model_max_length is 2048" in capsys.readouterr().err
+def test_lengths_beyond_the_tokenizer_s_are_measured_where_they_are_given(tiny, capsys):
+    def said(**options):
+        check(Recipe(model="tiny", bench=(bench := Bench(windows=2, **options))), tiny)
+        return readable(bench, tiny.tokenizer), capsys.readouterr().err
+
+    assert said(suites=("speed",), contexts=(512, 4096)) == (
+        [512, 4096],
+        "warning: bench.contexts 4,096: the tokenizer's model_max_length is 2,048; models may not know such lengths\n",
+    )
+    assert said(suites=("speed",)) == (
+        [256, 1024],
+        "not measured: 4,096 tokens, of the default bench.contexts; the tokenizer's model_max_length is 2,048\n",
+    )
+    assert said(suites=("language",), contexts=(4096,))[1] == ""
 
 
 class Indifferent:

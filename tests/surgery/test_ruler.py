@@ -1,33 +1,28 @@
 """RULER's prompts, answers and scores are those of lm-evaluation-harness, and of the definition."""
 
-import importlib
 import random
 import sys
-from importlib import metadata
+from functools import partial
+from importlib import machinery, metadata
 from types import ModuleType
 
-import numpy as np
 import pytest
 
+import surgery
 from surgery.errors import UserError
 from surgery.probes import make, ruler
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.question import Writing
 from surgery.probes.ruler import WRITTEN
 from surgery.probes.written import Texts, batches, write, write_shapes
+from surgery.records.plan import Plan
 from tests.conftest import TINY
+from tools.ruler_check import harness_examples, prompt_of
 
 ADJECTIVES, NOUNS, VERBS = (
     [f"{one}{two}{kind}" for one in ("bo", "da", "fi", "gu", "ke", "la", "mi") for two in ("ra", "se", "ti", "vo", "zu")]
     for kind in ("c", "n", "b")
 )
-HARNESS = {
-    **{name: ("niah_utils", name) for name in ruler.MAGIC},
-    "ruler_vt": ("vt_utils", "get_vt_dataset"),
-    "ruler_cwe": ("cwe_utils", "get_cw_dataset"),
-    "ruler_fwe": ("fwe_utils", "fwe_download"),
-}
-MODULES = ("common_utils", "prepare_niah", "niah_utils", "vt_utils", "cwe_utils", "fwe_utils")
 TEXT = " ".join(f"The {noun} of {verb} is {adjective}." for noun in NOUNS for verb in VERBS for adjective in ADJECTIVES[:9])
 
 
@@ -41,7 +36,7 @@ def words(monkeypatch):
         _categories |= {"nouns": NOUNS, "adjectives": ADJECTIVES, "verbs": VERBS}
 
     stub.RandomWord = RandomWord
-    stub.__spec__ = importlib.machinery.ModuleSpec("wonderwords", None)
+    stub.__spec__ = machinery.ModuleSpec("wonderwords", None)
     monkeypatch.setitem(sys.modules, "wonderwords", stub)
     for known in (ruler._compounds, ruler._single):
         known.cache_clear()
@@ -60,33 +55,7 @@ def harness(words, monkeypatch, tokenizer):
     monkeypatch.setitem(sys.modules, "nltk", nltk)
     version = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "9" if name == "nltk" else version(name))
-
-    def examples(task, length, seed, n):
-        for name in MODULES:
-            monkeypatch.delitem(sys.modules, f"lm_eval.tasks.ruler.{name}", raising=False)
-        modules = {name: importlib.import_module(f"lm_eval.tasks.ruler.{name}") for name in MODULES}
-        module, function = HARNESS[task]
-        for name in ("niah_utils", "vt_utils", "cwe_utils", "fwe_utils"):
-            modules[name].get_tokenizer = lambda name: tokenizer
-            modules[name].tqdm = iter_few = lambda items, desc="": items[:n]  # of its 500 examples
-        modules["prepare_niah"].tqdm = iter_few
-        haystack = modules["prepare_niah"].get_haystack
-        modules["niah_utils"].get_haystack = lambda type_haystack: (
-            TEXT.split() if type_haystack == "essay" else haystack(type_haystack)
-        )
-        random.seed(f"{task} {length} {seed}")
-        np.random.seed(seed)
-        docs = getattr(modules[module], function)(tokenizer="x", max_seq_lengths=[length])["test"]
-        for name in MODULES:
-            monkeypatch.delitem(sys.modules, f"lm_eval.tasks.ruler.{name}")
-        return [*docs]
-
-    return examples
-
-
-def prompt_of(doc, task):
-    """As the harness joins the parts of an example."""
-    return doc["input"] + ("\n\n" if task == "ruler_cwe" else " ") + doc["gen_prefix"]
+    return partial(harness_examples, tokenizer, TEXT.split())
 
 
 @pytest.mark.parametrize("task", WRITTEN)
@@ -164,8 +133,6 @@ def test_scores_are_the_harness_s_and_do_not_depend_on_the_batch(asked):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    import surgery
-
     tiny = surgery.load(TINY)
     asker = HFLM(pretrained=tiny.model, tokenizer=tiny.tokenizer, backend="causal", batch_size=1)
     kinds = [{"until": [], "max_gen_toks": each.tokens, "do_sample": False, "temperature": 0.0} for each in asked]
@@ -185,3 +152,31 @@ def test_batches_hold_so_many_tokens(asked, tokenizer):
         assert len({asked[i].tokens for i in chosen}) == 1
     shapes = write_shapes(tokenizer, asked, 100)
     assert sum(rows for rows, tokens in shapes if tokens == 1) == sum(each.tokens - 1 for each in asked)
+
+
+@pytest.mark.slow  # reads all tasks of the harness, and prompts of 4,096 tokens, the shortest that it reports
+def test_decisions_are_those_of_the_command_on_the_exported_folder(harness, tmp_path, monkeypatch):
+    """With the same prompts. Of numbers of one digit, which a model that knows nothing writes here and there."""
+    from lm_eval import evaluator
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks.ruler import prepare_niah
+
+    digit = ruler.Ruler._drawn
+    monkeypatch.setattr(prepare_niah, "generate_random_number", lambda: str(random.randint(0, 9)))
+    monkeypatch.setattr(
+        ruler.Ruler, "_drawn", lambda self, rng, kind: str(rng.randint(0, 9)) if kind == "numbers" else digit(self, rng, kind)
+    )
+    base = surgery.load(TINY)
+    hybrid = surgery.splice(base, plan := Plan(sites=("L0.H3,5",)))
+    surgery.export(hybrid, tmp_path / "hybrid", tokenizer=base.tokenizer, plan=plan, base="tiny")
+    probe = make("ruler", tokenizer=base.tokenizer, task="niah_single_1", length=4096, words="wonderwords")
+    monkeypatch.setattr(evaluator, "add_env_info", lambda _: None)  # lists all packages, for seconds
+    said = evaluator.simple_evaluate(
+        "hf", f"pretrained={tmp_path / 'hybrid'}", ["niah_single_1"], batch_size=2, device="cpu", bootstrap_iters=0, limit=6,
+        random_seed=probe.name(7), numpy_random_seed=7, task_manager=TaskManager(),
+    )["samples"]["niah_single_1"]  # fmt: skip
+    asked = probe.writings(6, 7)
+    assert [each.prompt for each in asked] == [prompt_of(sample["doc"], "niah_single_1") for sample in said]
+    ours = write(hybrid, base.tokenizer, asked, 10_000).tolist()
+    assert ours == [sample["4096"] for sample in said]
+    assert {*ours} == {0.0, 1.0}

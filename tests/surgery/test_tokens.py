@@ -332,7 +332,7 @@ def test_bench_decides_as_the_harness_s_command_does(name, tmp_path, monkeypatch
         theirs = said[f"surgery_{task.replace('.', '_')}"]
         assert ours[task].measure(hybrid).values.tolist() == [sample["acc"] for sample in theirs]
     (task,) = harness.load(["surgery_kv_4"])["surgery_kv_4"]
-    assert harness.evaluate(hybrid, tokenizer, task, 4, 10)[0].tolist() == [s["acc"] for s in said["surgery_kv_4"]]
+    assert harness.evaluate(hybrid, tokenizer, task, 4, 10)[0]["acc"].tolist() == [s["acc"] for s in said["surgery_kv_4"]]
     encoded = encode(tokenizer, make("kv", pairs=4, keys="lessons").questions(10, suites.bench_seed(0)))
     # What the harness adds up in float32, against float64.
     with float64(), torch.no_grad():

@@ -1,11 +1,13 @@
 """What a run says of its cost: a line as each stage starts, and a warning before the first where one does not fit."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from surgery.jobs.costs.estimate import Costs, started
+from surgery.jobs.costs.estimate import BenchCosts, Costs, started
 from surgery.jobs.costs.record import SLOWED, SURE, Stage
 from surgery.loading.hub import one_line
 from surgery.loading.opened import Checkpoint
@@ -15,6 +17,7 @@ from surgery.runtime.processes import several_processes
 from surgery.runtime.progress import busy, duration, say, silently
 from surgery.runtime.timing import slowed
 
+T = TypeVar("T")
 SHORT = 120.0  # seconds: of a run that takes no longer, by one forward, no step is timed and nothing is said
 KNOWN = 1.15  # the factor, either way, for a stage of a kind that this run has done
 LEAST = 2.0  # seconds of work, from which on it shows how busy the machine is
@@ -69,20 +72,45 @@ class Announced:
 
     def _estimate(self, first: str) -> tuple[str, ...]:
         """The advice on the stages from the first on."""
-        state = random.getstate()
-        try:
-            with silently(), torch.random.fork_rng():
-                costs = Costs(self.recipe, self.base, self.start, verify=self.verify)
-                if costs.slowed * sum(stage.seconds for stage in costs.all_stages(first, timed=False)) < SHORT:
-                    return ()
-                stages = costs.all_stages(first)
-        except Exception as error:  # what goes wrong in a part goes wrong in the stage, which says what to do
-            say(f"note: what follows could not be estimated ({one_line(error)})")
-            return ()
-        finally:
-            random.setstate(state)
-        self._stages, self.slowed = {stage.name: stage for stage in stages}, costs.slowed
-        return costs.advice(stages, memory.free_disk(self.out))
+
+        def estimated() -> tuple[str, ...]:
+            costs = Costs(self.recipe, self.base, self.start, verify=self.verify)
+            if costs.slowed * sum(stage.seconds for stage in costs.all_stages(first, timed=False)) < SHORT:
+                return ()
+            stages = costs.all_stages(first)
+            self._stages, self.slowed = {stage.name: stage for stage in stages}, costs.slowed
+            return costs.advice(stages, memory.free_disk(self.out))
+
+        return _undisturbed(estimated) or ()
+
+
+def announce(make: Callable[[], BenchCosts]) -> None:
+    """Say what a comparison will cost, and whether it does not fit, unless it is short. Several processes say nothing."""
+    if several_processes():
+        return
+    with busy("estimating the costs"):
+        if (costs := _undisturbed(make)) is None:
+            return
+        stage = costs.bench()
+    for line in costs.advice([stage], stage.disk):
+        say(f"warning: {line}")
+    if costs.slowed * stage.seconds >= SHORT:
+        say(stage.line(costs.slowed))
+
+
+def _undisturbed(work: Callable[[], T]) -> T | None:
+    """Silent work that leaves all generators of random numbers as they were. None where it fails: what goes wrong in a part
+    goes wrong in the stage, which says what to do."""
+    state = random.getstate()
+    try:
+        with silently(), torch.random.fork_rng():
+            return work()
+    except Exception as error:
+        problem = one_line(error)
+    finally:
+        random.setstate(state)
+    say(f"note: what follows could not be estimated ({problem})")
+    return None
 
 
 def _kind(name: str) -> str:

@@ -1,6 +1,7 @@
 """What the stages of a run will do, counted from the recipe by the functions that do it: forwards, their tokens, and steps."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from surgery.choosing.bounded import SEED, TEXTS
 from surgery.choosing.task import Most
 from surgery.evaluation.contexts import readable
 from surgery.evaluation.speed import ROUNDS, decode_forwards
-from surgery.evaluation.suites import Task, measures, standard, tasks
+from surgery.evaluation.suites import TABLE, Task, measures, standard, tasks
 from surgery.locating.questions import asked
 from surgery.models.answers import LENGTHS
 from surgery.models.pace import Work
@@ -108,30 +109,56 @@ def planning(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, heads: int) -> 
     return work
 
 
-def benching(
-    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
-) -> tuple[Work, float, bool]:
-    """(the forwards of each model in bench, the seconds of encoding what it is asked, whether the forwards are exact). limit:
-    examples of a task that are made for it."""
+@dataclass(frozen=True)
+class Benching:
+    """What bench does. work: the forwards of each model. longest: tokens of a row. making, encoding: the seconds of making what
+    is asked, once, and of encoding it, for each model. exact: whether the forwards are; at_most: whether there may be fewer, as
+    writing ends where all answers stand."""
+
+    work: Work
+    longest: int
+    making: float
+    encoding: float
+    exact: bool
+    at_most: bool
+
+
+def benching(recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> Benching:
+    """What bench does with a model. limit: examples of a task that are made for it; of RULER's, as many as two batches hold."""
     options = recipe.bench
     few = options.model_copy(update={"limit": min(options.limit, limit or COUNTED), "task_limit": TRIED})
-    todo = tasks(few, tokenizer, recipe.data, recipe.seed)
+    suites = {suite for suite in (*options.suites, *TABLE) if suite != "table" and measures(options, suite)}
+    asked = [few.model_copy(update={"suites": tuple(suites - {"ruler"})})]
+    if "ruler" in suites:
+        for length in readable(options, tokenizer):
+            two = min(few.limit, max(2, 2 * (options.batch_size * options.window // length)))
+            asked.append(few.model_copy(update={"suites": ("ruler",), "tasks": (), "contexts": (length,), "limit": two}))
     shapes = timed_shapes(options, readable(options, tokenizer))
-    work, exact = Work.of(shapes), few.limit == options.limit and not standard(options)
-    encoding = 0.0
-    for task in todo:
-        if task.shapes is not None:
-            watch = Stopwatch(model.device)
-            shapes = task.shapes()  # encodes all that is asked, as every model's turn does
-            more = options.limit / few.limit if task.count == few.limit and task.metric == "accuracy" else 1.0
-            work, encoding = work + Work.of(shapes) * more, encoding + watch.read()[0] * more
+    work, longest = Work.of(shapes), max((tokens for _, tokens in shapes), default=0)
+    making = encoding = 0.0
+    todo = list[Task]()
+    for part in asked:
+        watch = Stopwatch(model.device)
+        made = tasks(part, tokenizer, recipe.data, recipe.seed)
+        if "ruler" in part.suites:  # whose prompts are tried until they fit
+            making += watch.read()[0] * options.limit / part.limit
+        todo += made
+        for task in made:
+            if task.shapes is not None:
+                watch = Stopwatch(model.device)
+                shapes = task.shapes()  # encodes all that is asked, as every model's turn does
+                more = options.limit / part.limit if task.count == part.limit and task.metric == "accuracy" else 1.0
+                work, encoding = work + Work.of(shapes) * more, encoding + watch.read()[0] * more
+                longest = max(longest, *(tokens for _, tokens in shapes), 0)
     if standard(options):
         alone = options.model_copy(update={"suites": (), "tasks": tuple(standard(options))})
         asked_of = tasks(alone, tokenizer, recipe.data, recipe.seed)
         whole = {(task.name, task.part): task.count for task in asked_of}
         for task in (each for each in todo if each.shapes is None):
-            work += _tried(task, model) * (whole[task.name, task.part] / max(1, task.count))
-    return work, encoding, exact
+            tried = _tried(task, model)
+            longest, work = max(longest, tried.largest), work + tried * (whole[task.name, task.part] / max(1, task.count))
+    exact = all(part.limit == options.limit for part in asked) and not standard(options)
+    return Benching(work, longest, making, encoding, exact, "ruler" in suites)
 
 
 def timed_shapes(options: Bench, contexts: Sequence[int]) -> list[tuple[int, int]]:

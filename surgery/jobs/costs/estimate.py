@@ -6,11 +6,14 @@ two sizes (models/pace.py, tuning/rehearsal.py). Nothing is written.
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.choosing.task import Most
 from surgery.errors import UserError
@@ -52,6 +55,7 @@ READINGS = 6  # of all weights in an export: it writes, digests and reads them b
 GUESSED = 4  # forwards: a step of tuning that was not timed
 WHOLE = 2.0  # seconds: of a model whose forward of one row takes longer, the first layers alone are tuned
 CUT = (2, 4)  # layers of it
+ROW = 8192  # tokens, of a comparison's longest row that is timed
 SMALLER = "Open the model in less precision (--set dtype=bfloat16), or take a machine with more."
 
 
@@ -88,28 +92,19 @@ def estimate(
     )  # fmt: skip
 
 
-class Costs:
-    """The costs of a run's stages on an open model. start: seconds of CPU time that a process takes to begin. says: whether it
-    says what it does."""
+class StageCosts:
+    """The costs of the stages that need nothing but an open model. says: whether it says what it does."""
 
-    def __init__(self, recipe: Recipe, base: Checkpoint, start: float, *, verify: str = "auto", says: bool = False):
-        self.recipe, self.start, self.verify, self.says = recipe, start, verify, says
-        self.model, self.tokenizer = adopt(base.model).eval(), base.tokenizer
+    forward: Pace
+    step: Pace | None = None
+
+    def __init__(self, recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, says: bool = False):
+        self.recipe, self.model, self.tokenizer, self.says = recipe, model, tokenizer, says
         self.device = self.model.device
-        self.depth, self.heads = family_of(self.model.config).shape(self.model.config)
         _import_what_a_run_needs()
         on_gpu = self.device.type == "cuda"
         self.before = self.held = memory.device_held() if on_gpu else memory.resident()
         self.available = self.before + memory.available(self.device)
-        self.subject = Subject(self.model, self.tokenizer, anatomy(self.model))
-        self.sets = question_sets(self.tokenizer, recipe.locate, seed=recipe.seed, device=self.device)
-        ids, _ = padded(self.sets[0].groups[0][1].rows, self.device)
-        self.row = ids.shape[1]
-        with self._doing("timing a forward"):
-            self.forward = forward_pace(self.model, ids, memory=True)
-        self.plan = assumed(recipe, self.depth, self.heads)
-        self.step: Pace | None = None
-        self.tried = ""
         self.settings: dict[str, tuple[dict[str, int], str]] = {}
 
     @contextmanager
@@ -123,6 +118,60 @@ class Costs:
     def slowed(self) -> float:
         """How many times as long as on an idle machine the work that was timed took."""
         return round(max(self.forward.slowed, self.step.slowed if self.step else 1.0), 2)
+
+    def _bench(self, paces: Sequence[Pace], counted: counts.Benching) -> Stage:
+        """bench, of all models together. paces: of a forward of each."""
+        self.settings["bench"] = {"bench.batch_size": self.recipe.bench.batch_size}, SMALLER
+        models, work = len(paces), counted.work
+        does = {"models": models} | ({"forwards": round(work.calls) * models} if counted.exact else {})
+        seconds = sum(pace.time(work) + counted.encoding + self._reading() for pace in paces) + counted.making
+        held = max(pace.memory(work.largest) for pace in paces)
+        return self._stage("bench", seconds, held, does=does, at_most=counted.at_most)
+
+    def _reading(self) -> float:
+        """The seconds of a digest of all weights."""
+        part = bytes(2**24)
+        watch = Stopwatch(self.device)
+        hashlib.sha256(part).digest()
+        return watch.read()[0] * weights_of(self.model) / len(part)
+
+    def _stage(
+        self, name: str, seconds: float, held: float, *, disk: float = 0, does: dict[str, int] | None = None,
+        at_most: bool = False,
+    ) -> Stage:  # fmt: skip
+        return Stage(
+            name=name, seconds=seconds, memory=int(self.held + held), disk=int(disk), counts=does or {}, at_most=at_most
+        )
+
+    def advice(self, stages: list[Stage], free: int) -> tuple[str, ...]:
+        """A line for every stage that does not fit, and one for the disk."""
+        result = []
+        for stage in stages:
+            if stage.memory > self.available:
+                settings, remedy = self.settings.get(stage.name, ({}, SMALLER))
+                result.append(fitting_advice(stage, self.held, self.available, settings, remedy))
+        if (disk := sum(stage.disk for stage in stages)) > free:
+            result.append(
+                f"The disk has {memory.size(free)} free, and the run needs {memory.size(disk)}: choose another --out."
+            )
+        return tuple(result)
+
+
+class Costs(StageCosts):
+    """The costs of a run's stages. start: seconds of CPU time that a process takes to begin."""
+
+    def __init__(self, recipe: Recipe, base: Checkpoint, start: float, *, verify: str = "auto", says: bool = False):
+        super().__init__(recipe, adopt(base.model).eval(), base.tokenizer, says=says)
+        self.start, self.verify = start, verify
+        self.depth, self.heads = family_of(self.model.config).shape(self.model.config)
+        self.subject = Subject(self.model, self.tokenizer, anatomy(self.model))
+        self.sets = question_sets(self.tokenizer, recipe.locate, seed=recipe.seed, device=self.device)
+        ids, _ = padded(self.sets[0].groups[0][1].rows, self.device)
+        self.row = ids.shape[1]
+        with self._doing("timing a forward"):
+            self.forward = forward_pace(self.model, ids, memory=True)
+        self.plan = assumed(recipe, self.depth, self.heads)
+        self.tried = ""
 
     def all_stages(self, first: str = "locate", timed: bool = True) -> list[Stage]:
         """The stages in their order, for a plan that is not yet known, from the first on that is not finished. timed: whether
@@ -143,7 +192,9 @@ class Costs:
             if self.recipe.plan.opens:
                 stages.append(self._planning(next(iter(tuned.values()), None), self.step, adapters))
             stages += [self._tune(name, trained, self.step, adapters) for name, trained in tuned.items()]
-            stages += [self._bench(models, None if timed else 2 * self.recipe.bench.batch_size), self._export()]
+            limit = None if timed else 2 * self.recipe.bench.batch_size
+            counted = counts.benching(self.recipe, self.model, self.tokenizer, limit)
+            stages += [self._bench([self.forward] * models, counted), self._export()]
         names = [stage.name for stage in stages]
         return stages[names.index(first) if first in names else 0 :]
 
@@ -269,14 +320,6 @@ class Costs:
             disk=CHECKPOINTS * (STATES - 1) * 4 * numbers, does={"steps": sum(steps.values())}, at_most=at_most,
         )  # fmt: skip
 
-    def _bench(self, models: int, limit: int | None) -> Stage:
-        """bench, of all models together. limit: of the examples that are made to be counted."""
-        work, encoding, exact = counts.benching(self.recipe, self.model, self.tokenizer, limit)
-        self.settings["bench"] = {"bench.batch_size": self.recipe.bench.batch_size}, SMALLER
-        does = {"models": models} | ({"forwards": round(work.calls) * models} if exact else {})
-        seconds = models * (self.forward.time(work) + encoding + self._reading())
-        return self._stage("bench", seconds, self.forward.memory(work.largest), does=does)
-
     def _export(self) -> Stage:
         """export, with its proof in a fresh process."""
         way = chosen(self.verify, self.model)
@@ -291,32 +334,39 @@ class Costs:
             held = process + {"full": whole_size(self.model), "layers": 2.0 * largest, "tensors": float(largest)}[way]
         return self._stage("export", 2 * proof + READINGS * self._reading() + self.start, held, disk=weights)
 
-    def _reading(self) -> float:
-        """The seconds of a digest of all weights."""
-        part = bytes(2**24)
-        watch = Stopwatch(self.device)
-        hashlib.sha256(part).digest()
-        return watch.read()[0] * weights_of(self.model) / len(part)
 
-    def _stage(
-        self, name: str, seconds: float, held: float, *, disk: float = 0, does: dict[str, int] | None = None,
-        at_most: bool = False,
-    ) -> Stage:  # fmt: skip
-        return Stage(
-            name=name, seconds=seconds, memory=int(self.held + held), disk=int(disk), counts=does or {}, at_most=at_most
-        )
+class BenchCosts(StageCosts):
+    """The costs of a comparison. models: the base first. Each is timed, on rows as long as those that are asked, or ROW."""
 
-    def advice(self, stages: list[Stage], free: int) -> tuple[str, ...]:
-        """A line for every stage that does not fit, and one for the disk."""
+    def __init__(
+        self, recipe: Recipe, models: Sequence[PreTrainedModel], tokenizer: PreTrainedTokenizerBase, *, says: bool = False
+    ):
+        super().__init__(recipe, models[0], tokenizer, says=says)
+        with self._doing("counting"):
+            self.counted = counts.benching(recipe, self.model, tokenizer, 2 * recipe.bench.batch_size)
+        self.row = max(1, min(ROW, self.counted.longest, self.counted.work.largest))
+        embeddings: Any = self.model.get_input_embeddings()
+        tokens = max(self.row, min(ROW, self.counted.work.largest) // self.row * self.row)
+        ids = (torch.arange(tokens) % embeddings.weight.shape[0]).view(-1, self.row).to(self.device)
+        with self._doing("timing a forward of each model"):
+            self.paces = [forward_pace(model.eval(), ids, memory=True) for model in models]
+        self.forward = max(self.paces, key=lambda pace: pace.slowed)
+
+    def bench(self, models: int | None = None) -> Stage:
+        """models: how many there are, if more than are open; those take as long as the first."""
+        return self._bench([*self.paces, *[self.paces[0]] * ((models or 0) - len(self.paces))], self.counted)
+
+    def tuning(self, name: str, steps: int, seconds: float) -> Stage:
+        """A control that is tuned first."""
+        return self._stage(f"tune {name}", seconds, 0.0, does={"steps": steps})
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What is not known before."""
         result = []
-        for stage in stages:
-            if stage.memory > self.available:
-                settings, remedy = self.settings.get(stage.name, ({}, SMALLER))
-                result.append(fitting_advice(stage, self.held, self.available, settings, remedy))
-        if (disk := sum(stage.disk for stage in stages)) > free:
-            result.append(
-                f"The disk has {memory.size(free)} free, and the run needs {memory.size(disk)}: choose another --out."
-            )
+        if self.counted.at_most:
+            result.append("Writing ends where all answers stand; it is taken to go on as long as it may.")
+        if self.counted.longest > self.row:
+            result.append(f"Forwards were timed on rows of {self.row:,} tokens; in longer ones attention takes more.")
         return tuple(result)
 
 

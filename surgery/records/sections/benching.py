@@ -22,7 +22,7 @@ from surgery.records.sections.section import (
 Control = Literal["tuned", "random_site", "same_layer"]
 Suite = Literal[
     "quick", "retrieval", "length", "ruler", "language", "hits", "knowledge", "documents", "zeroshot", "paper", "speed",
-    "serving", "table",
+    "serving", "table", "table_quick",
 ]  # fmt: skip
 SUITES: dict[Suite, str] = {
     "quick": (
@@ -52,8 +52,12 @@ SUITES: dict[Suite, str] = {
         "Tokens per second, time to the first token and cache in vLLM, by its own benchmark client, against context and "
         "concurrency (--engine-python, bench.concurrencies)."
     ),
-    "table": "ruler, documents, zeroshot and speed: the columns of `surgery table`.",
+    "table": ("The columns of `surgery table`: ruler and speed, and, where bench.data_path is given, documents and zeroshot."),
+    "table_quick": "The same in minutes, unless set otherwise: 20 examples a task, 50 of standard ones, 512 and 1,024 tokens.",
 }
+TABLE_QUICK = {"limit": 20, "task_limit": 50, "contexts": (512, 1024), "batches": (1,)}
+
+LENGTHS = (256, 1024, 4096)  # of bench.contexts, by default
 
 
 class Bench(Section):
@@ -84,9 +88,10 @@ class Bench(Section):
     """Windows of text for perplexity, and for hits, whose rows are cut from as much text."""
     window: int = Field(default=256, ge=2, le=TOKENS)
     """Tokens of a window."""
-    contexts: tuple[Tokens, ...] = (256, 1024, 4096)
-    """Lengths in tokens at which decoding is timed, needles are hidden, and hits are looked for: for a question of length, one
-    to sixteen times what the base was trained on, say."""
+    contexts: tuple[Tokens, ...] | None = None
+    """Lengths in tokens at which decoding is timed, prompts are asked, and hits are looked for: for a question of length, one
+    to sixteen times what the base was trained on, say. By default 256, 1024 and 4096, as far as the tokenizer's
+    model_max_length allows; lengths that are given are measured beyond it, too."""
     rare: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """Of the suite hits: how often, per million tokens, a pair may stand in the text outside the row. Counted in
     data.train_text; if none is named, in the rest of data.held_out_text."""
@@ -106,6 +111,21 @@ class Bench(Section):
     random_sites: Repeats = 2
     """How many draws of random sites; the first is also tuned."""
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _quick(cls, fields: Any) -> Any:
+        """The suite table_quick is the suite table in smaller sizes."""
+        suites = fields.get("suites") if isinstance(fields, Mapping) else None
+        names = [name.strip() for name in suites.split(",")] if isinstance(suites, str) else suites
+        if not isinstance(names, list | tuple) or "table_quick" not in names:
+            return fields
+        return TABLE_QUICK | fields | {"suites": ["table" if name == "table_quick" else name for name in names]}
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of `contexts`, or the default ones."""
+        return LENGTHS if self.contexts is None else self.contexts
+
     def has(self, control: Control) -> bool:
         """Whether a control is measured."""
         return self.controls if isinstance(self.controls, bool) else control in self.controls
@@ -114,5 +134,5 @@ class Bench(Section):
     def _possible(self) -> Self:
         check_tokens(windows=self.windows, window=self.window)
         if {"speed", "table"} & {*self.suites}:
-            check_tokens(contexts=max(self.contexts, default=0), batches=max(self.batches, default=0))
+            check_tokens(contexts=max(self.lengths, default=0), batches=max(self.batches, default=0))
         return self
