@@ -326,7 +326,7 @@ def _says_nothing(base: ModelReport) -> list[str]:
         if _guessed(base, skill):
             said.append(
                 f"The base is at chance on {skill} ({base.results()[skill]}, chance {base.guessing[skill]:.3f}), so that "
-                "keeping it says nothing: name facts that it knows (data.facts)."
+                f"keeping it says nothing{': name facts that it knows (data.facts)' if skill == 'knowledge' else ''}."
             )
     if base.invented:
         said.append(
