@@ -63,10 +63,10 @@ def one_at_a_time(model, tokenizer, question: Question) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("probe", [KVRetrieval(5), KVRetrieval(12), Knowledge("capitals"), Letters("capitals")])
+@pytest.mark.parametrize("probe", [KVRetrieval(5), Knowledge("capitals"), Letters("capitals")])
 @torch.inference_mode()
 def test_scores_equal_the_published_protocol(probe, characters):
-    model, questions = random_base(vocab_size=128).double(), probe.questions(6, seed=0)
+    model, questions = random_base(vocab_size=128).double(), probe.questions(3, seed=0)
     encoded = encode(characters, questions)
     logits = torch.stack([model(torch.tensor([row])).logits[0, -1] for row in encoded.rows])
     scores = encoded.scores(logits)
@@ -86,7 +86,7 @@ def test_single_token_candidates_take_one_row(characters):
 
 @pytest.mark.usefixtures("in_float64")
 def test_batch_size_does_not_change_decisions(characters):
-    model, questions = random_base(vocab_size=128).double(), KVRetrieval(7).questions(20, seed=5)
+    model, questions = random_base(vocab_size=128).double(), KVRetrieval(7).questions(8, seed=5)
     results = [answer(model, characters, questions, batch_size=size) for size in (1, 3, 64)]
     for result in results[1:]:
         assert np.array_equal(result.correct, results[0].correct)

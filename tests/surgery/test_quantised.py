@@ -239,11 +239,14 @@ def test_a_4_bit_model_that_lost_its_scales_is_refused(folders):
 WHOLE_JOB = """
 locate: {examples: 4, options: {pairs: 4}}
 tune: {steps: 2, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
-bench: {pairs: [4], limit: 4, windows: 2, window: 32, contexts: [16]}
+bench: {pairs: [4], unseen_pairs: [], limit: 4, windows: 2, window: 32, contexts: [16], random_sites: 1}
 """
 
 
-@pytest.mark.parametrize(("family", "bits"), [("mamba2", 4), ("falcon", 8), ("llamba", 8)])
+MORE = [pytest.param(*case, marks=pytest.mark.slow) for case in (("mamba2", 4), ("llamba", 8))]
+
+
+@pytest.mark.parametrize(("family", "bits"), [("falcon", 8), *MORE])
 def test_the_whole_job(surgery, folders, tmp_path, family, bits):
     """`surgery run`, controls included, and what it exports is still quantised."""
     base = stored(folders, tmp_path / "base", bits, family)

@@ -17,7 +17,7 @@ from surgery.tuning.batches import check, loaders
 from surgery.tuning.renaming import Renaming, token_kinds
 
 RENAMED = Tune(
-    steps=6, text_batch_size=3, text_tokens=160, lessons=(), hit_weight=1.0, rare=5000.0, rename=Rename(rare=2000.0)
+    steps=4, text_batch_size=2, text_tokens=160, lessons=(), hit_weight=1.0, rare=5000.0, rename=Rename(rare=2000.0)
 )  # fmt: skip
 
 
