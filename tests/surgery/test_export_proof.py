@@ -97,12 +97,12 @@ def answered(tmp_path_factory, tokenizer, tiny, read_back_here, quick):
         plain, demo = asked["transformers"], Plan(sites=("L0.H3,5",))
         export(splice(tiny.model, demo), "demo", tokenizer=tiny.tokenizer, plan=demo, base=tiny.name)
         plain[place / "demo"] = format_of("hf").READER.how
-        for name in ("as written", "changed") if quick else ():
-            (place / name).mkdir()
-            hf.write(hybrid_of("mamba heads"), place / name, tokenizer=tokenizer, plan=HEADS, base="b")
-            plain[place / name] = f"{hf.READER.how}:disk"  # each weight is read when it is used
-        if quick:
+        if quick:  # each weight is read when it is used
+            (place / "on disk").symlink_to("hf llamba heads")
+            (place / "changed").mkdir()
+            hf.write(hybrid_of("mamba heads"), place / "changed", tokenizer=tokenizer, plan=HEADS, base="b")
             change_code(place / "changed")
+            plain |= {place / name: f"{hf.READER.how}:disk" for name in ("on disk", "changed")}
         return {
             folder.name: answer
             for package, folders in asked.items()
@@ -144,7 +144,7 @@ def change_code(place):
 @pytest.mark.usefixtures("fresh_process")
 def test_changed_code_is_found(there, tokenizer):
     """Without this package it is the folder's code that runs."""
-    assert compare(hf.READER, hybrid_of("mamba heads"), len(tokenizer), there(True)["as written"]).holds()
+    assert compare(hf.READER, hybrid_of("llamba heads"), len(tokenizer), there(True)["on disk"]).holds()
     with pytest.raises(UserError, match="transformers reads back is not the live model"):
         compare(hf.READER, hybrid_of("mamba heads"), len(tokenizer), there(True)["changed"])
 
