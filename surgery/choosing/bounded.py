@@ -37,7 +37,7 @@ from surgery.statistics import LEVEL, at_chance, intervals, mean, proportion
 from surgery.tuning.batches import held_out_windows
 from surgery.tuning.loop import tune
 
-SEED = 30_013  # added to the ranking's: no other questions have it (bench, calibrate and early stopping add less)
+SEED = 30_013  # added to the ranking's: no other questions have it (bench and early stopping add less)
 TEXTS = 8  # windows of text in a forward
 
 

@@ -58,24 +58,20 @@ def tune(
     if not isinstance(log, list):
         _show_rehearsal(log)
         return
-    for stage in dict.fromkeys(record["stage"] for record in log):
-        records = [record for record in log if record["stage"] == stage]
-        # Without lessons there is no loss on them, and without hits and hints none on those.
-        losses = [name for name in ("retrieval", "hits", "hints") if any(record.get(name) for record in records)]
-        for what in losses or ["loss"]:
-            prose(_course(stage, what, [record[what] for record in records]))
+    # Without lessons there is no loss on them, and without hits and hints none on those.
+    losses = [name for name in ("retrieval", "hits", "hints") if any(record.get(name) for record in log)]
+    for what in losses or ["loss"]:
+        prose(_course(what, [record[what] for record in log]))
     show(f"hybrid: {out}")
 
 
-def _course(stage: str, what: str, losses: list[float]) -> str:
-    """How a stage began and ended. The loss of a step says little, as questions are easy or hard by the batch: means of the
-    first and the last fifth of the steps are compared. A search keeps the best of what it tried."""
-    if stage == "calibrate":
-        return f"{stage}: {what} {losses[0]:.3f} -> {min(losses):.3f}"
+def _course(what: str, losses: list[float]) -> str:
+    """How tuning began and ended. The loss of a step says little, as questions are easy or hard by the batch: means of the
+    first and the last fifth of the steps are compared."""
     steps = max(1, len(losses) // 5)
     first, last = sum(losses[:steps]) / steps, sum(losses[-steps:]) / steps
     meant = f" (means of the first and the last {steps} steps)" if steps > 1 else ""
-    return f"{stage}: {what} {first:.3f} -> {last:.3f}{meant}"
+    return f"{what} {first:.3f} -> {last:.3f}{meant}"
 
 
 def _show_rehearsal(rehearsal: "TuningProfile") -> None:
@@ -84,7 +80,7 @@ def _show_rehearsal(rehearsal: "TuningProfile") -> None:
     table(*rehearsal.cost_rows())
     prose(
         "Measured here: the time of a step, and the memory that it takes beyond the weights. Computed from sizes: weights, "
-        "gradients and optimizer; activations are what remains. The stages before the steps, and early stopping, come on top."
+        "gradients and optimizer; activations are what remains. Early stopping comes on top."
     )
     if rehearsal.padding is not None:
         show(f"Padding: {rehearsal.padding:.1%} of the text.")

@@ -23,9 +23,9 @@ from surgery.records.names import display_name
 from surgery.records.plan import PATCH, Plan
 from surgery.records.record import Marked, Record
 from surgery.records.site import Site
-from surgery.splicing.donor import donor_head, donor_layer
+from surgery.splicing.donor import donor_layer
 from surgery.splicing.joining import Patch
-from surgery.splicing.splice import empty_hybrid
+from surgery.splicing.splice import hybrid_config
 
 VLLM, OWN = "vllm", "hf"  # an engine that refuses some of what this format holds, and nothing in its other formats
 
@@ -59,8 +59,8 @@ class Layers(Record):
     """Equal layers, by number from 0, and what can be done with each of them.
 
     mixers: by first head; of a layer that mixes channels alone there are none. heads: attention in place of some of its heads.
-    layer: in place of its whole mixer. located: how its heads are ranked. donor_layer, donor_heads: whether grafts in another
-    model can start from it.
+    layer: in place of its whole mixer. located: how its heads are ranked. donor_layer: whether a layer graft in
+    another model can start from it.
     """
 
     layers: tuple[int, ...]
@@ -69,7 +69,6 @@ class Layers(Record):
     heads: Answer
     layer: Answer
     donor_layer: Answer
-    donor_heads: Answer
 
     def name(self) -> str:
         """Their numbers: "0-2,4"."""
@@ -148,14 +147,13 @@ def _depth(config: PreTrainedConfig) -> int | None:
 def _equal_layers(model: PreTrainedModel, parts: Anatomy) -> list[Layers]:
     """What can be done with each kind of layer. Of layers whose modules are equal, and which serve as donors alike, the first
     is examined; then those are one of which the same is said."""
-    groups: dict[Any, tuple[int, tuple[str, str], list[int]]] = {}
+    groups: dict[Any, tuple[int, str, list[int]]] = {}
     said: dict[str, Layers] = {}
     for layer, block in enumerate(parts.blocks):
-        donors = (_donor(donor_layer, model, layer), _donor(donor_head, model, Site(layer, (0,))))
-        alike = tuple(_of_any_layer(reason, layer) for reason in donors)
-        groups.setdefault((repr(block), alike), (layer, donors, []))[2].append(layer)
-    for first, (whole, head), layers in groups.values():
-        mixers = parts.at(first)
+        donor = _refusal(donor_layer, model, layer, model.config.get_text_config(decoder=True).hidden_size)
+        groups.setdefault((repr(block), _of_any_layer(donor, layer)), (layer, donor, []))[2].append(layer)
+    for first, whole, layers in groups.values():
+        mixers = parts.mixers_of(first)
         heads, whole_layer = (_graft(model, mixers, site) for site in (Site(first, (0,)), Site(first)))
         located: list[Literal["splice attribution", "ablation"]] = ["ablation"] if mixers else []
         group = Layers(
@@ -167,7 +165,6 @@ def _equal_layers(model: PreTrainedModel, parts: Anatomy) -> list[Layers]:
             heads=heads,
             layer=whole_layer,
             donor_layer=_answer(whole),
-            donor_heads=_answer(head),
         )
         same = said.get(what := _of_any_layer(group.model_dump_json(exclude={"layers"}), first))
         numbers = (*(same.layers if same else ()), *layers)
@@ -185,17 +182,10 @@ def _graft(model: PreTrainedModel, mixers: Sequence[MixerPlace], site: Site) -> 
     if model.config.model_type not in families() and mixers and all(mixer.kind == "attention" for mixer in mixers):
         return _answer("it is attention already")  # and no family is missing
     plan = Plan(kind="head" if site.heads else "layer", sites=(site,))
-    hybrid, reason = None, ""
     try:
-        hybrid, *_ = empty_hybrid(model, plan)
+        return Answer(possible=True, exports=_exports(hybrid_config(model, plan)))
     except Exception as error:
-        reason = _reason(error)
-    return Answer(possible=not reason, why_not=reason, exports=None if hybrid is None else _exports(hybrid.config))
-
-
-def _donor(take: Callable[..., Any], model: PreTrainedModel, what: Any) -> str:
-    """Why a graft in another model cannot start from this one; "" if it can."""
-    return _refusal(take, model, what, model.config.get_text_config(decoder=True).hidden_size)
+        return _answer(_reason(error))
 
 
 def _exports(config: PreTrainedConfig) -> Exports:

@@ -34,10 +34,8 @@ def _grafts(layers: Layers) -> Iterator[str]:
         if answer.possible and answer.exports is not None:
             yield f"  {name} can become attention: {_exported(answer.exports)}"
     yield from _refused("cannot become attention", grafts)
-    donors = {"layer grafts": layers.donor_layer, "head grafts": layers.donor_heads}
-    if able := [name for name, answer in donors.items() if answer.possible]:
-        yield f"  can be the donor of {' and '.join(able)}"
-        yield from _refused("cannot start from it", donors)
+    if layers.donor_layer.possible:
+        yield "  can be the donor of layer grafts"
 
 
 def _refused(what: str, answers: dict[str, Answer]) -> Iterator[str]:

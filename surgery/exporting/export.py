@@ -23,7 +23,6 @@ from surgery.models.tokens import prompting
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.runtime.memory import free_disk, size
-from surgery.runtime.progress import say
 from surgery.splicing.remembered import Surgery, remembered_tokenizer
 
 __all__ = ["export"]
@@ -44,7 +43,6 @@ def export(
     verify: str = "auto",
     engines: Sequence[str] = (),
     engine_python: Pythons = None,
-    form: str | None = None,
     **options: Any,
 ) -> Proof:
     """Write a hybrid in one of the formats (`surgery list formats`), and return how a fresh process proved that the folder is
@@ -52,7 +50,7 @@ def export(
 
     tokenizer, plan, base (its name, as load() takes it): unless given, those that the hybrid remembers (`hybrid.surgery`); the
     tokenizer is else taken from the base's folder. figures: a folder whose atlas travels along. identity: the hybrid's
-    (digests.identify), where it is known. form: the former name of `format`. options: the format's own, such as
+    (digests.identify), where it is known. options: the format's own, such as
     max_shard_size="5GB" of `hf`.
 
     verify: "full" compares logits and 64 greedy tokens in float32, with the whole model in memory. "layers" does so with 3
@@ -70,9 +68,6 @@ def export(
     format cannot hold the hybrid exactly, if the disk has no room for it, if writing or proving fails, or if something that is
     not given is not remembered either.
     """
-    if form is not None:
-        say("export(form=...) is now export(format=...)")
-        format = form
     check_way(verify)
     written = format_of(format)
     model = model_of(hybrid, "export")

@@ -33,7 +33,6 @@ class Family(Protocol):
     model_type: str
     hybrid_type: str
     fields: frozenset[str] | None  # of configurations, that a forward of ours understands; None where it is transformers'
-    donor_heads: bool  # whether a head graft can start from a donor's head: it reads the mixer's input, as the donor's does
     copies: bool  # whether grafts can copy: what a mixer puts out is added to the residual stream as it is
 
     def check(self, config: PreTrainedConfig) -> None:
@@ -48,9 +47,12 @@ class Family(Protocol):
     def graftable(self, model: PreTrainedModel) -> Sequence[int]:
         """The layers whose mixers can hold grafts, of a base or a hybrid."""
 
+    def configured(self, config: PreTrainedConfig, plan: Plan | None, layers: Sequence[dict[str, Any]] = ()) -> Any:
+        """The hybrid's configuration, from a base's and a plan. layers: its entries of layer grafts, in place of what the plan
+        says of heads."""
+
     def empty(self, config: PreTrainedConfig, plan: Plan | None, layers: Sequence[dict[str, Any]] = ()) -> PreTrainedModel:
-        """The hybrid class for a base's configuration and a plan, without values in its tensors (on the meta device). layers:
-        the configuration's entries of layer grafts, in place of what the plan says of heads."""
+        """The hybrid of such a configuration, without values in its tensors (on the meta device)."""
 
     def grafted_mixer(self, config: PreTrainedConfig, plan: Plan, site: Site) -> Any:
         """A mixer with a site's graft, without values in its tensors, and without a model around it."""

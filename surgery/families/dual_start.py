@@ -41,8 +41,6 @@ class DualFamily:
     """hybrid: of stock_hybrid. fields: those of a configuration that its forward understands, where that is ours; unless given,
     what a field says is what transformers' own code makes of it, and none is refused. copies: as Family says."""
 
-    donor_heads = False
-
     def __init__(self, hybrid: Any, fields: frozenset[str] | None = None, *, copies: bool = False):
         self.base, self.hybrid, self.copies = hybrid.stock, hybrid, copies
         self.fields = None if fields is None else fields | {"grafts", "auto_map", "quantization_config"}
@@ -97,26 +95,31 @@ class DualFamily:
     def initialise(self, mixer: Any, plan: Plan) -> None:
         raise NotImplementedError
 
-    def empty(self, config: PreTrainedConfig, plan: Plan | None, layers: Sequence[dict[str, Any]] = ()) -> Any:
+    def configured(self, config: PreTrainedConfig, plan: Plan | None, layers: Sequence[dict[str, Any]] = ()) -> Any:
         grafts = list(layers)
         if any(is_layer_graft(spec) and spec["mlp"] for spec in grafts) and not self.hybrid.plain_blocks:
             raise UserError(f"layer grafts in a {self.model_type} come without their donor's MLP: leave it out (mlp: false)")
         if plan is not None and plan.kind == "head":
             grafts += [self.graft(config, plan, site) for site in plan.sites]
-        return self.made(self.hybrid, config, grafts=grafts)
+        return _converted(config, self.hybrid_config, grafts=grafts)
+
+    def empty(self, config: PreTrainedConfig, plan: Plan | None, layers: Sequence[dict[str, Any]] = ()) -> Any:
+        with torch.device("meta"):
+            return self.hybrid(self.configured(config, plan, layers))
 
     def empty_base(self, config: PreTrainedConfig) -> Any:
-        return self.made(self.base, config)
-
-    def made(self, model: Any, config: PreTrainedConfig, **more: Any) -> Any:
-        """The model of a class for the fields that a base and its hybrid have in common, on the meta device."""
-        fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in OWN}
-        other = model.config_class(**fields, **more)
-        for name in CHOSEN:
-            if (value := getattr(config, name, None)) is not None:
-                setattr(other, name, value)
         with torch.device("meta"):
-            return model(other)
+            return self.base(_converted(config, self.base_config))
+
+
+def _converted(config: PreTrainedConfig, kind: Any, **more: Any) -> Any:
+    """A configuration of another class, with the fields that a base and its hybrid have in common."""
+    fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in OWN}
+    other = kind(**fields, **more)
+    for name in CHOSEN:
+        if (value := getattr(config, name, None)) is not None:
+            setattr(other, name, value)
+    return other
 
 
 @contextmanager
@@ -141,7 +144,7 @@ Spliced.saving = _saving
 def common_spec(plan: Plan, site: Site, state_size: int) -> dict[str, Any]:
     """What the entry of every family holds."""
     width = plan.width or max(32, state_size)
-    if width < state_size and plan.init != "donor":
+    if width < state_size:
         raise UserError(f"a {plan.init} graft needs a width of at least the state size, {state_size}; the plan says {width}")
     return {
         "kind": "head",

@@ -17,7 +17,6 @@ class LinearFamily(DualFamily):
     time_step: whether the mixer writes with a strength, whose logarithm may stand in the scores.
     """
 
-    donor_heads = True
     time_step = True
 
     def rows(self, mixer: Any) -> tuple[Tensor, Tensor]:
@@ -34,15 +33,14 @@ class LinearFamily(DualFamily):
 
     def graft(self, config: Any, plan: Plan, site: Site) -> dict[str, Any]:
         size = self.state_size(config)
-        direct = plan.init == "donor"
-        if not direct and plan.width not in (None, size):
+        if plan.width not in (None, size):
             raise UserError(
                 f"a dual graft of {self.model_type} has queries and keys as wide as the base's, {size}, not {plan.width}"
             )
         signs = [plan.start(site.layer, head).sign for head in site.heads]
-        spec = common_spec(plan.model_copy(update={"width": plan.width or size}), site, size)
+        spec = common_spec(plan.model_copy(update={"width": size}), site, size)
         time_step = spec["time_step"] and self.time_step
-        return {**spec, "time_step": time_step, "signs": signs, "shared": plan.shared, "direct": direct}
+        return {**spec, "time_step": time_step, "signs": signs, "shared": plan.shared, "direct": False}
 
     def initialise(self, mixer: Any, plan: Plan) -> None:
         """The dual start: queries and keys from the base's rows of both and their conv filters."""

@@ -22,11 +22,9 @@ class Mamba2Family(DualFamily):
 
     gate_first = True  # whether in_proj has the gate before what the convolution takes
 
-    donor_heads = True
-
     def graft(self, config: Any, plan: Plan, site: Site) -> dict[str, Any]:
         signs = [plan.start(site.layer, head).sign for head in site.heads]
-        own = {"signs": signs, "shared": plan.shared, "direct": plan.init == "donor"}
+        own = {"signs": signs, "shared": plan.shared, "direct": False}
         own |= {"own_values": True} if plan.init == "copy" else {}
         return {**common_spec(plan, site, self.state_size(config)), **own}
 
@@ -72,7 +70,6 @@ class Mamba2Family(DualFamily):
                 base_rows = weight[first:][rows[name]]
                 spread = base_rows.std().item() if name == "q" else 0.0
                 fill(proj.weight, base_rows, spread)
-                assert graft.qk_conv is not None  # the dual start has a convolution
                 taps = mixer.conv1d.weight[rows[name]]
                 fill(graft.qk_conv.weight[part], taps, taps.std().item())
                 if proj.bias is not None:

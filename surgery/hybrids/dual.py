@@ -52,7 +52,8 @@ class DualGraft(Graft):
         self.pair_of_head = Index([self.pair_groups.index(g) for g in groups] if spec["shared"] else range(len(groups)))
         self.other_groups = Index([head // per_group for head in self.others.values])
         size = len(self.pair_groups) * self.width
-        self.direct: bool = spec.get("direct", False)  # a donor's, which knows nothing of what the base does to both
+        if spec.get("direct"):
+            raise ValueError("grafts of heads that start from a donor's went with version 0.22; load them with 0.21")
         self.own_values = spec.get("own_values", False)
         if self.own_values:
             inner = len(self.heads) * mixer.head_dim
@@ -62,7 +63,7 @@ class DualGraft(Graft):
         self.q_proj = nn.Linear(mixer.in_proj.in_features, size, bias=bias)
         self.k_proj = nn.Linear(mixer.in_proj.in_features, size, bias=bias)
         conv, self.qk_conv = getattr(mixer, "conv1d", None), None
-        if conv is not None and not self.direct:
+        if conv is not None:
             (taps,), bias = conv.kernel_size, conv.bias is not None
             self.qk_conv = nn.Conv1d(2 * size, 2 * size, taps, groups=2 * size, bias=bias, padding=taps - 1)
 
@@ -142,8 +143,6 @@ class DualMixer(GraftedMixer):
         if self.graft is None:
             return through(xBC, weight, bias), None
         qk, own = self.graft.project(hidden_states), self.graft.qk_conv
-        if own is None:
-            return through(xBC, weight, bias), qk
         if cache_params is None and learns(qk, own.weight, own.bias):
             return through(xBC, weight, bias), through(qk, own.weight, own.bias)
         with own_precision(xBC.device.type):  # autocast to bfloat16 takes no float16 here
@@ -193,7 +192,7 @@ class DualMixer(GraftedMixer):
     def queries_and_keys(self: Any, projected: Any) -> tuple[Tensor, Tensor]:
         """The graft's q and k, (b, grafted heads, t, ...), such that q . k is the score."""
         graft, qk = self.graft, projected.qk
-        return graft.split(qk if graft.direct else self.prepare(qk), self.log_write(projected) if graft.time_step else None)
+        return graft.split(self.prepare(qk), self.log_write(projected) if graft.time_step else None)
 
     def grafted_matrices(
         self: Any, matrices: Tensor, projected: Any, rows: Tensor | None, heads: Sequence[int] | None

@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_states
 
 from surgery.hybrids.constants import Constant
-from surgery.hybrids.parts import RMSNorm, at, convolved, fetching, normed, seen_keys
+from surgery.hybrids.parts import RMSNorm, convolved, fetching, gather_positions, normed, seen_keys
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.mixing import attention_matrix
 from surgery.kernels.packing import Packing
@@ -238,7 +238,7 @@ class LayerGraftMixer(nn.Module):
         q, k, v = self.graft.project(hidden_states, cache_params, attention_mask, position_ids, packing)
         if cache_params is not None:
             k, v = seen_keys(cache_params, self.layer_idx, k, v)
-        return self.o_proj(at(positions_to_keep, self.graft.attend(q, k, v, packing or causal_mask)).flatten(-2))
+        return self.o_proj(gather_positions(positions_to_keep, self.graft.attend(q, k, v, packing or causal_mask)).flatten(-2))
 
     def block(self, hidden_states: Tensor, positions_to_keep: Tensor | None = None, **kwargs: Any) -> Tensor:
         """The donor's whole layer, residuals included; they keep the dtype that they come in."""
@@ -247,7 +247,7 @@ class LayerGraftMixer(nn.Module):
         assert after is not None
         assert mlp is not None
         mixed = self(normed(before, hidden_states), positions_to_keep=positions_to_keep, **kwargs)
-        hidden_states = at(positions_to_keep, hidden_states) + mixed
+        hidden_states = gather_positions(positions_to_keep, hidden_states) + mixed
         return hidden_states + mlp(normed(after, hidden_states))
 
     @fetching("graft.qkv_conv")

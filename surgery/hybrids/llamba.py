@@ -34,7 +34,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from surgery.hybrids.dual import DualMixer, SSDProjected
-from surgery.hybrids.parts import RMSNorm, at, gated, normed, time_step
+from surgery.hybrids.parts import RMSNorm, gated, gather_positions, normed, time_step
 from surgery.hybrids.spliced import classes_of, register
 from surgery.hybrids.ssm_model import HybridBackbone, HybridLanguageModel
 from surgery.hybrids.stock_hybrid import InStock, StockHybrid, WithoutHead
@@ -202,7 +202,7 @@ class LlambaBlock(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, positions_to_keep: Tensor | None = None, **kwargs: Any) -> Tensor:
         mixed = self.mixer(normed(self.input_layernorm, hidden_states), positions_to_keep=positions_to_keep, **kwargs)
-        hidden_states = at(positions_to_keep, hidden_states) + mixed
+        hidden_states = gather_positions(positions_to_keep, hidden_states) + mixed
         return hidden_states + self.mlp(normed(self.post_attention_layernorm, hidden_states))
 
 

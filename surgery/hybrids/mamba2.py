@@ -26,12 +26,12 @@ SSM: a token with a small time step draws little attention.
 An entry of a hybrid configuration's `grafts` for head grafts, here and in all later mixers of this kind, is
 
 {"kind": "head", "layer": int, "heads": [int, ...], "signs": [1 or -1, ...], "width": int, "shared": bool,
- "time_step": bool, "blend": float or None, "direct": bool, "own_values": True or not there}
+ "time_step": bool, "blend": float or None, "direct": False, "own_values": True or not there}
 
 heads: sorted; signs: sigma of each; width: of queries and keys; shared: one query-key pair per B/C group instead of one per
 head; time_step: whether log dt is added to the scores; blend: the initial value of a learned gate between the SSM output (0)
-and attention (1), or None for attention alone; direct: queries and keys come from their projections without convolution and
-activation, as a donor's do; own_values: the graft adds attention over values of its own, out of v_proj and into o_proj, to what
+and attention (1), or None for attention alone; direct: false (up to 0.21 true of what started from a donor's heads);
+own_values: the graft adds attention over values of its own, out of v_proj and into o_proj, to what
 the mixer puts out, times `blend`. A layer graft's entry is layer_graft.layer_spec.
 """
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from surgery.hybrids.constants import Constant, Index
-from surgery.hybrids.parts import at, fetching
+from surgery.hybrids.parts import fetching, gather_positions
 from surgery.kernels.functions import own_precision, result_dtype
 from surgery.kernels.packing import Packing
 
@@ -155,11 +155,11 @@ class GraftedMixer:
         """causal_mask: the mask of `mix`. positions_to_keep: for which of the b * t positions the output is wanted."""
         projected = self.project(hidden_states, cache_params, attention_mask, packing)
         y = self.mix(projected, cache_params, causal_mask, packing)
-        mixed = self.finish(at(positions_to_keep, y), at(positions_to_keep, projected.gate))
+        mixed = self.finish(gather_positions(positions_to_keep, y), gather_positions(positions_to_keep, projected.gate))
         if self.graft is None or not self.graft.own_values:
             return mixed
-        found = self.look_up(self.graft.values(hidden_states), projected, cache_params, packing or causal_mask)
-        return mixed + self.graft.written(at(positions_to_keep, found)).to(mixed.dtype)
+        attended = self.look_up(self.graft.values(hidden_states), projected, cache_params, packing or causal_mask)
+        return mixed + self.graft.written(gather_positions(positions_to_keep, attended)).to(mixed.dtype)
 
     def mix(
         self: Any, projected: Any, cache: Cache | None = None, mask: Tensor | None = None, packing: Packing | None = None

@@ -159,7 +159,7 @@ def convolved(
     return causal_conv(x, weight, bias, t, silu, packing=packing)
 
 
-def at(positions: Tensor | None, states: Tensor) -> Tensor:
+def gather_positions(positions: Tensor | None, states: Tensor) -> Tensor:
     """states (b, t, ...) at some of the b * t positions alone, (positions, ...); for None all of them, as they are."""
     return states if positions is None else states.flatten(0, 1)[positions]
 

@@ -16,7 +16,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mamba2Output
 
 from surgery.hybrids.packed import PACKED, packing
-from surgery.hybrids.parts import as_weight, at, normed
+from surgery.hybrids.parts import as_weight, gather_positions, normed
 
 
 class HybridBlock(GradientCheckpointingLayer):
@@ -31,7 +31,7 @@ class HybridBlock(GradientCheckpointingLayer):
     def forward(self: Any, hidden_states: Tensor, positions_to_keep: Tensor | None = None, **kwargs: Any) -> Tensor:
         residual = hidden_states.to(torch.float32) if self.residual_in_fp32 else hidden_states
         mixed = self.mixer(normed(self.norm, hidden_states), positions_to_keep=positions_to_keep, **kwargs)
-        return at(positions_to_keep, residual) + mixed
+        return gather_positions(positions_to_keep, residual) + mixed
 
 
 class HybridBackbone:

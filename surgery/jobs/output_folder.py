@@ -74,7 +74,7 @@ def check_folder(out: Path, verb: str, *, resume: bool = False, overwrite: bool 
     if is_empty(out):
         return
     with saying(out):
-        folder = OwnedFolder.at(_real(out))
+        folder = OwnedFolder.of(_real(out))
         if folder is None or RUN not in folder.files:
             raise UserError(f"{out} exists and is no earlier run of this toolkit; choose another --out")
         names = {path: path.relative_to(folder.root).as_posix() for path in folder.survey().foreign}
@@ -147,7 +147,7 @@ def is_empty(out: Path) -> bool:
     if not out.is_dir():
         raise UserError(f"cannot write {out}: it is no folder")
     with saying(out):
-        folder = OwnedFolder.at(_real(out))
+        folder = OwnedFolder.of(_real(out))
         if folder is None:
             return not any(out.iterdir())
         return RUN not in folder.files and not any(not folder.left(path) for path in folder.survey().all())

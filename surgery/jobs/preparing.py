@@ -20,8 +20,8 @@ from surgery.probes.perplexity import TextWindows
 from surgery.records.recipe import Recipe
 from surgery.records.site import Site
 from surgery.runtime.progress import busy, say
-from surgery.splicing.splice import check_sites, check_start, install, ungrafted
-from surgery.splicing.start import check_donor, head_starts, layer_start
+from surgery.splicing.splice import adopt, check_sites, check_start
+from surgery.splicing.start import check_donor, layer_start
 from surgery.tuning import batches
 from surgery.tuning.state_sizes import check_size
 from surgery.tuning.trackers import check_trackers
@@ -79,8 +79,7 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
             raise UserError(f"{name}: the model has {most} {options.kind}s, and {count} are to be grafted")
     check_sites(base.model, options.sites or ())
     if options.state_size is not None:
-        sized = install(base.model, options.trial()) if options.sites else ungrafted(base.model)
-        check_size(sized, options.state_size, base.name)
+        check_size(adopt(base.model), options.state_size, base.name)
     if options.init is not None:
         first = Site(family.graftable(base.model)[0], (0,))
         check_start(base.model, options.trial() if options.sites else options.trial().model_copy(update={"sites": (first,)}))
@@ -93,9 +92,6 @@ def _check_donor(recipe: Recipe, base: Checkpoint) -> None:
     options = recipe.plan
     donor = load_empty(options.donor or "")
     trial = options.trial()
-    check_donor(base.model, trial, donor)
-    if trial.kind == "layer":
-        for site in trial.sites:
-            layer_start(base.model, trial, donor, site.layer)
-    else:
-        head_starts(base.model, trial, donor)
+    check_donor(trial, donor)
+    for site in trial.sites:
+        layer_start(base.model, trial, donor, site.layer)

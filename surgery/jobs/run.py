@@ -199,20 +199,18 @@ class _Job:
         what = f"the grafts at {shortened(chosen.sites)}"
         if layers is not None:
             what = "the base's own layers" if layers else "adapters alone"
-        work = [stage for stage in ("align", "calibrate") if getattr(options, stage) and layers is None]
-        work.append(f"{steps_of(options)} of {options.batch_size} sequences and {options.text_batch_size} texts")
-        with self.stage(f"tune {name}", f"tuning {name}, {what}: {', '.join(work)}"):
+        work = f"{steps_of(options)} of {options.batch_size} sequences and {options.text_batch_size} texts"
+        with self.stage(f"tune {name}", f"tuning {name}, {what}: {work}"):
             log = tuned(
                 model, self.base, self.recipe.model_copy(update={"tune": options}), self.out / "tuning" / name,
                 plan=chosen if layers is None else None, layers=layers,
                 teacher=adopt(self.base.model), resume=self.resume, description=name, digest=self.conditions.model,
             )  # fmt: skip
         self.log = self.log or log  # the tuned model comes first
-        end = [record for record in log if "retrieval" in record][-10:]
-        end = [record for record in end if record["stage"] == end[-1]["stage"]]
+        end = log[-10:]
         self.training[name] = {key: sum(r[key] for r in end) / len(end) for key in ("loss", "retrieval", "kl") if end}
         if self.recipe.tune.steps == "auto":
-            self.training[name]["steps"] = sum(record["stage"] == "distil" for record in log)
+            self.training[name]["steps"] = len(log)
         on_main(partial(write_text, self.out / "tuning" / f"{name}.csv", _csv(log)))
         return model
 

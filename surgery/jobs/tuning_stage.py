@@ -16,7 +16,6 @@ from surgery.runtime.ownership import remove, writing
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
 from surgery.tuning.loop import tune
-from surgery.tuning.stages import DONE
 from surgery.tuning.state import Log, complete, newest, put_copy, state_of
 
 TUNED, SECONDS = "tuning.json", "seconds.json"  # the second is of studies that compare times
@@ -82,7 +81,7 @@ def take_over(earlier: Path, out: Path, now: Tuned) -> bool:
     if not (earlier / TUNED).exists() or Tuned.read(earlier / TUNED) != now:
         return False
     checkpoint, state = newest(earlier), state_of(earlier)
-    if checkpoint is None or state is None or state.stage != DONE:
+    if checkpoint is None or state is None or not state.done:
         return False
     with writing(out):
         put_copy(checkpoint, out / checkpoint.name)

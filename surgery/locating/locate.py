@@ -220,7 +220,7 @@ def _layer_scores(subject: Subject, measured: Exact, attributions: np.ndarray | 
     }  # fmt: skip
     scores = []
     for i, site in enumerate(sites):
-        kinds = {mixer.kind for mixer in subject.anatomy.at(site.layer)}
+        kinds = {mixer.kind for mixer in subject.anatomy.mixers_of(site.layer)}
         kind = kinds.pop() if len(kinds) == 1 else None
         scores.append(Score(site=site, kind=kind, **{field: estimates[field][i] for field in estimates}))
     return tuple(scores)

@@ -1,38 +1,29 @@
-"""Oracles: what a model would answer if one part of retrieval were perfect.
+"""Oracles: what a model would answer if its choice of what to read were perfect.
 
 Retrieval has two parts (gather and aggregate): something reads a span of the prompt, a pair say, into a summary; later a head
-picks out the right summary and carries what it holds to where the answer is due. If answers are wrong, either may be to blame:
-
-- perfect choice: at the last token, chosen heads attend to one place of the span that holds the answer, or behind it, alone.
-  This is what the best possible attention would do there, grafted into these heads with all else as it is. If the answer comes
-  out, what was lost is the choice, and these heads are where a graft, once trained, can give it back. If not, nothing that is
-  done to their queries and keys alone can help: what they carry does not hold the answer, or nothing above reads it.
-- perfect summaries: the states of each span are, in all layers, those of a prompt that holds this span alone, so that nothing
-  else has blurred them. If that changes nothing, the summaries are as good as this model makes them.
+picks out the right summary and carries what it holds to where the answer is due. If answers are wrong, either may be to blame.
+With a perfect choice, chosen heads attend, at the last token, to one place of the span that holds the answer, or behind it,
+alone. This is what the best possible attention would do there, grafted into these heads with all else as it is. If the answer
+comes out, what was lost is the choice, and these heads are where a graft, once trained, can give it back. If not, nothing that
+is done to their queries and keys alone can help: what they carry does not hold the answer, or nothing above reads it.
 """
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
 
 from surgery.errors import UserError
-from surgery.hybrids.patching import replaced
 from surgery.locating.attribution import frozen
 from surgery.locating.attribution_memory import intercept_ssm_output
 from surgery.locating.ledger import Ledger, Tensors
-from surgery.locating.recording import picked
 from surgery.locating.subject import Subject
-from surgery.locating.substitution import Shape, tensor_of
 from surgery.models.finite import explained
-from surgery.models.tokens import encode_prompts, token_spans
+from surgery.models.tokens import token_spans
 from surgery.probes.encoded import Asked, Encoded, padded
 from surgery.probes.question import Question
 from surgery.probes.scoring import batches
@@ -89,7 +80,7 @@ class Batch:
     spans: list[list[list[int]]]
     span_end: Tensor
 
-    def at(self, back: int) -> Tensor:
+    def read_at(self, back: int) -> Tensor:
         """(rows,): the positions so many tokens before the one behind the span that holds the answer; none after the prompt."""
         return (self.span_end - back).clamp_min(0).minimum(self.last)
 
@@ -124,15 +115,11 @@ class Oracles:
         return Batch(chosen, encoded, ids, last, owners, spans, torch.tensor(ends, device=device)[owners.to(device)])
 
     @torch.inference_mode()
-    def outcome(self, carriers: Sequence[OracleHead] = (), *, alone: bool = False) -> OracleOutcome:
-        """What the model answers with a perfect choice at the heads of `carriers`, and, if `alone`, with each span read as if
-        it were the only one."""
+    def outcome(self, carriers: Sequence[OracleHead] = ()) -> OracleOutcome:
+        """What the model answers with a perfect choice at the heads of `carriers`."""
         loss, correct = np.zeros(len(self.questions)), np.zeros(len(self.questions), dtype=bool)
-        for number, batch in enumerate(self.batches):
-            with ExitStack() as stack:
-                stack.enter_context(intercept_ssm_output(self.mixers, self._carrying(batch, carriers), always=True))
-                if alone:
-                    stack.enter_context(replaced(self._read_alone(batch, self._states[number])))
+        for batch in self.batches:
+            with intercept_ssm_output(self.mixers, self._carrying(batch, carriers), always=True):
                 logits = self._logits(batch)
             with explained(self.gated.model, batch.encoded.rows):
                 loss[batch.chosen] = batch.encoded.losses(logits).cpu().numpy()
@@ -157,63 +144,11 @@ class Oracles:
             passed = _skipped(mixer, x[rows, batch.last])
             for carrier in here:
                 (head,) = carrier.site.heads
-                value = carrier.sign * x[rows, batch.at(carrier.back), head] + passed[:, head]
+                value = carrier.sign * x[rows, batch.read_at(carrier.back), head] + passed[:, head]
                 y[rows, batch.last, head] = value.to(y.dtype)
             return y
 
         return listen
-
-    @cached_property
-    def _states(self) -> list[list[Tensor]]:
-        """Of each batch, what leaves every block at the tokens of all spans, each read alone: (tokens, d) by block."""
-        return [self._alone(batch) for batch in self.batches]
-
-    def _alone(self, batch: Batch) -> list[Tensor]:
-        rows, places = [], []
-        for number, i in enumerate(batch.chosen):
-            prompts = encode_span_alone(self.gated.tokenizer, self.questions[i], batch.spans[number])
-            rows += [ids for ids, _ in prompts]
-            places += [here for _, here in prompts]
-        ids, _ = padded(rows, self.gated.model.device)
-        tokens = torch.tensor([(row, place) for row, here in enumerate(places) for place in here], device=ids.device)
-        at = tokens[:, 0], tokens[:, 1]
-        states: list[Tensor] = []
-        handles = [
-            block.register_forward_hook(lambda _, __, returned: states.append(picked(tensor_of(returned), at)))
-            for block in self.gated.anatomy.blocks
-        ]
-        try:
-            with intercept_ssm_output(self.mixers, self._carrying(batch, ()), always=True):
-                self.gated.model(input_ids=ids, use_cache=False, logits_to_keep=1)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return states
-
-    def _read_alone(self, batch: Batch, states: list[Tensor]) -> dict[nn.Module, Any]:
-        """The blocks, with other states at the tokens of all spans."""
-        tokens = [[place for span in spans for place in span] for spans in batch.spans]
-        starts = np.cumsum([0, *map(len, tokens)]).tolist()
-        owners = batch.owners.tolist()
-        rows = [row for row, question in enumerate(owners) for _ in tokens[question]]
-        where = [place for question in owners for place in tokens[question]]
-        source = [starts[question] + i for question in owners for i in range(len(tokens[question]))]
-        device = batch.ids.device
-        at = torch.tensor(rows, device=device), torch.tensor(where, device=device)
-        of = torch.tensor(source, device=device)
-
-        def changed(forward: Any, state: Tensor) -> Any:
-            def block(*args: Any, **kwargs: Any) -> Any:
-                returned = forward(*args, **kwargs)
-                hidden = tensor_of(returned).clone()
-                hidden[at] = state[of].to(hidden.dtype)
-                return Shape.of(returned).around(hidden)
-
-            return block
-
-        blocks = self.gated.anatomy.blocks
-        # Behind the last block nothing reads these tokens; it may hand on the last ones alone.
-        return {block: changed(block.forward, state) for block, state in zip(blocks[:-1], states[:-1], strict=True)}
 
     def slopes(self) -> dict[OracleHead, float]:
         """To first order, the loss in nats that a perfect choice at one head saves: for every head at all places and with both
@@ -230,7 +165,7 @@ class Oracles:
 
                 def read(gradient: Tensor) -> None:
                     slope = gradient[rows, batch.last]
-                    values = [x[rows, batch.at(back)] for back in PLACES]
+                    values = [x[rows, batch.read_at(back)] for back in PLACES]
                     for i, sign in enumerate((1, -1)):
                         saved = torch.stack([-(slope * (sign * value - own)).float().sum((0, 2)) for value in values])
                         sums[number][i] += saved.cpu()
@@ -260,8 +195,7 @@ class Oracles:
         best: dict[Site, OracleHead] = {}
         for carrier in sorted(alone, key=lambda carrier: alone[carrier].loss.mean()):
             best.setdefault(carrier.site, carrier)
-        self.alone = {carrier: alone[carrier] for carrier in best.values()}
-        left, chosen = list(self.alone), list[tuple[OracleHead, OracleOutcome]]()
+        left, chosen = list(best.values()), list[tuple[OracleHead, OracleOutcome]]()
         (before,) = self.outcomes([[]], "as it is")
         while left and len(chosen) < most:
             here = [carrier for carrier, _ in chosen]
@@ -293,20 +227,3 @@ def _skipped(mixer: Any, x: Tensor) -> Tensor:
     """What a mixer's D passes on of x (rows, heads, p); 0 where it has none."""
     skip = getattr(mixer, "D", None)
     return torch.zeros_like(x) if skip is None else skip.to(x.dtype)[:, None] * x
-
-
-def encode_span_alone(
-    tokenizer: PreTrainedTokenizerBase, question: Question, spans: Sequence[Sequence[int]]
-) -> list[tuple[list[int], list[int]]]:
-    """For every span of a question: the token ids of the prompt's beginning with this span alone, and where in them its tokens
-    stand. spans: where they stand in the whole prompt. Raises UserError where they are other tokens then."""
-    head = question.prompt[: question.spans[0][0]]
-    texts = [head + question.prompt[begin:stop] for begin, stop in question.spans]
-    (whole,) = encode_prompts(tokenizer, [question.prompt])
-    alone = []
-    for text, ids, span in zip(texts, encode_prompts(tokenizer, texts), spans, strict=True):
-        _, (here,) = token_spans(tokenizer, text, [(len(head), len(text))])
-        if [ids[i] for i in here] != [whole[i] for i in span]:
-            raise UserError(f"read alone, '{text[len(head) :].strip()}' is other tokens than among the others")
-        alone.append((ids, here))
-    return alone

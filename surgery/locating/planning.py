@@ -26,7 +26,6 @@ def plan(
     sites: str | Sequence[Site | str] | None = None,
     init: Literal["dual", "induction", "copy"] | None = None,
     donor: str | None = None,
-    donor_heads: dict[str, Site] | None = None,
     donor_layers: dict[str, int] | None = None,
     mlp: bool = False,
     width: int | None = None,
@@ -59,11 +58,11 @@ def plan(
     if not chosen:
         raise UserError("plan.sites is empty; leave it out to plan the leading ones")
     fields: dict[str, Any] = {"kind": kind, "sites": chosen, "width": width, "provenance": ranking.provenance}
-    fields |= {"donor": donor, "donor_heads": donor_heads or {}, "donor_layers": donor_layers or {}, "mlp": mlp}
+    fields |= {"donor": donor, "donor_layers": donor_layers or {}, "mlp": mlp}
     fields |= {"shared": shared, "blend": blend, "seed": ranking.provenance.seed if seed is None else seed}
     if init is not None:
         fields["init"] = init
-    if kind == "head" and donor is None:
+    if kind == "head":
         fields["init"] = init or ranking.init
     if fields.get("init") == ranking.init:  # a start that is best for another one says nothing
         parts = [head for site in chosen for head in site.each()]

@@ -14,7 +14,7 @@ from surgery.locating.attribution_memory import Activations, activations
 from surgery.locating.ledger import Ledger, Tensors, digest, gathered
 from surgery.locating.questions import Groups
 from surgery.locating.subject import Subject
-from surgery.locating.walk import fully_gated
+from surgery.locating.walk import fully_gated, set_starts
 from surgery.records.plan import Start
 from surgery.runtime import memory, processes
 from surgery.runtime.progress import counting
@@ -58,16 +58,16 @@ class Prefilter:
 def prefilter(subject: Subject, groups: Groups, ledger: Ledger, *, whole: bool = False) -> tuple[Prefilter, np.ndarray]:
     """Choose every head's start, the one with the largest attribution over the first START_EXAMPLES questions, and attribute:
     (the prefilter, attributions (examples, layers, heads) in float32). whole: batches are not divided to fit into memory."""
-    ungated = fully_gated(subject)
+    gated = fully_gated(subject)
     first = deciding(groups)
-    kept = activations(ungated, min((row for _, encoded in groups for row in encoded.rows), key=len))
+    kept = activations(gated, min((row for _, encoded in groups for row in encoded.rows), key=len))
 
     def key(number: int) -> Any:
         return ["every start", digest(groups[number][1])]
 
     def measure(number: int) -> Tensors:
         encoded = groups[number][1]
-        values = attribute_starts(ungated, encoded, step=kept.step(encoded, memory.spare(subject.model.device), whole=whole))
+        values = attribute_starts(gated, encoded, step=kept.step(encoded, memory.spare(subject.model.device), whole=whole))
         advance()
         return {"every": values}
 
@@ -84,7 +84,8 @@ def prefilter(subject: Subject, groups: Groups, ledger: Ledger, *, whole: bool =
             for number in mine
         })  # fmt: skip
     ledger = ledger.extended("starts", index.flatten().tolist())
-    chosen = Prefilter(fully_gated(subject, starts), starts, ledger, kept, whole)
+    set_starts(gated, starts)
+    chosen = Prefilter(gated, starts, ledger, kept, whole)
     return chosen, chosen.attributions(groups, {number: tensors["values"] for number, tensors in known.items()})
 
 

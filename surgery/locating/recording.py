@@ -50,7 +50,7 @@ class Walk:
     def step(self) -> tuple[Tensor, list[Recorded], Tensor | None]:
         """Walk through the next layer: (states that enter it, its mixers, the logits if it is the first)."""
         layer, first = self.layer, self.layer == 0
-        mixers, blocks = self.anatomy.at(layer), self.anatomy.blocks
+        mixers, blocks = self.anatomy.mixers_of(layer), self.anatomy.blocks
         entering: Tensor = self.hidden
         recorders = [_Recorder(mixer) for mixer in mixers]
         own = blocks[layer].forward

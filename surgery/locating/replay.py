@@ -97,7 +97,7 @@ class Layer:
     def __init__(self, replay: Replay, index: int, hidden: Tensor, recorded: list[Recorded], reference: list[Recorded] | None):
         self.replay, self.index, self.base = replay, index, replay.base
         anatomy = replay.subject.anatomy
-        self.mixers = anatomy.at(index)
+        self.mixers = anatomy.mixers_of(index)
         self.entering = [r.entering for r in recorded]
         # Behind the model's last mixer nothing mixes positions: the tokens are enough at which logits are looked at.
         is_last = index >= max(anatomy.layers())

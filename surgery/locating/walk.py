@@ -41,6 +41,17 @@ def fully_gated(subject: Subject, starts: dict[str, Start] | None = None) -> Sub
     return replace(subject, model=gated, anatomy=anatomy(gated))
 
 
+@torch.no_grad()
+def set_starts(gated: Subject, starts: dict[str, Start]) -> None:
+    """Give the grafts of a subject that was gated without starts their own, by head. Channels that share a pair have one."""
+    for place in gated.anatomy.ssms:
+        graft: Any = place.module.graft
+        heads = [graft.heads[pair[0]] for pair in graft.pairs] if hasattr(graft, "pairs") else graft.heads
+        chosen = [starts[f"L{place.layer}.H{head}"] for head in heads]
+        graft.signs = [start.sign for start in chosen]
+        graft.log_tau += torch.tensor([start.tau for start in chosen]).log().to(graft.log_tau)
+
+
 @torch.inference_mode()
 def variants(
     replay: Replay,

@@ -88,7 +88,7 @@ class Anatomy:
     blocks: tuple[nn.Module, ...]
     mixers: tuple[MixerPlace, ...]
 
-    def at(self, layer: int) -> tuple[MixerPlace, ...]:
+    def mixers_of(self, layer: int) -> tuple[MixerPlace, ...]:
         """The mixers of a layer."""
         return self._by_layer.get(layer, ())
 
@@ -98,7 +98,7 @@ class Anatomy:
 
     def heads(self, layer: int) -> int:
         """How many heads a layer has, of both kinds."""
-        return sum(mixer.heads for mixer in self.at(layer))
+        return sum(mixer.heads for mixer in self.mixers_of(layer))
 
     def sites(self) -> list[Site]:
         """All heads, in order."""
@@ -124,7 +124,7 @@ class Anatomy:
 
     def ssm(self, layer: int) -> MixerPlace | None:
         """The SSM of a layer, whose heads come first in it; None where it has none."""
-        return next((mixer for mixer in self.at(layer) if mixer.kind == "ssm"), None)
+        return next((mixer for mixer in self.mixers_of(layer) if mixer.kind == "ssm"), None)
 
     @cached_property
     def ssms(self) -> tuple[MixerPlace, ...]:
@@ -147,7 +147,7 @@ class Anatomy:
     def mixer_of(self, site: Site) -> MixerPlace:
         """The mixer of a site of one head. Raises UserError if the model lacks it."""
         (head,) = site.heads
-        for mixer in self.at(site.layer):
+        for mixer in self.mixers_of(site.layer):
             if mixer.first <= head < mixer.first + mixer.heads:
                 return mixer
         raise UserError(f"the model has no site {site}: {self._shape(site.layer)}")
@@ -160,7 +160,7 @@ class Anatomy:
 
     def kinds(self) -> str:
         """Which layers are what, e.g. "0-3 ssm, 4 attention, 5 ssm and attention"."""
-        names = [" and ".join(mixer.kind for mixer in self.at(layer)) or "no mixer" for layer in range(len(self.blocks))]
+        names = [" and ".join(mixer.kind for mixer in self.mixers_of(layer)) or "no mixer" for layer in range(len(self.blocks))]
         runs = [(name, [layer for layer, _ in run]) for name, run in groupby(enumerate(names), key=lambda pair: pair[1])]
         return ", ".join(f"{run[0]}-{run[-1]} {name}" if len(run) > 1 else f"{run[0]} {name}" for name, run in runs)
 

@@ -48,7 +48,7 @@ def train_on_corpus(model: PreTrainedModel, corpus: Corpus, recipe: PretrainReci
     trained = dict(model.named_parameters())
     anew = f"remove the folder {work} to begin anew"
     checkpoints = Checkpoints(work, trained, _settings(recipe, corpus), anew=anew, left="the same command goes on")
-    state = checkpoints.begin(State(STAGE, more={"seconds": 0.0}), resume=True)
+    state = checkpoints.begin(State(more={"seconds": 0.0}), resume=True)
     steps = _most_steps(recipe, state, work, finish=finish)
     state.more["steps"] = steps
     optimizer = torch.optim.AdamW(

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 
 from surgery.errors import UserError
-from surgery.probes.question import Question
+from surgery.probes.question import Question, with_spans
 from surgery.world.words import Keys, key_words
 
 OPENING = "Memorize the following dictionary:\n"
@@ -47,11 +47,7 @@ class KVRetrieval:
 
     def _question(self, rng: random.Random) -> Question:
         entries = dictionary(rng, self.pairs, self.keys)
-        prompt, spans = OPENING, []
-        for key, value in entries.items():
-            line = f"{key}:{value}\n"
-            spans.append((len(prompt), len(prompt) + len(line)))
-            prompt += line
+        prompt, spans = with_spans(OPENING, (f"{key}:{value}\n" for key, value in entries.items()))
         answer = rng.randrange(self.pairs)
         prompt += ask(list(entries)[answer])
         return Question(prompt, tuple(entries.values()), answer, tuple(spans), answer)

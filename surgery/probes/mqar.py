@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass
 
 from surgery.errors import UserError
-from surgery.probes.question import Question
+from surgery.probes.question import Question, with_spans
 from surgery.world.words import KEYS, Keys, key_words
 
 MOST_PAIRS = len(KEYS) // 2
@@ -46,10 +46,7 @@ class MQAR:
         chosen = rng.sample(key_words(self.keys, 2 * self.pairs), 2 * self.pairs)
         keys, values = chosen[: self.pairs], chosen[self.pairs :]
         lines = [f"{key} {value}\n" for key, value in zip(keys, values, strict=True)]
-        prompt, spans = "", []
-        for line in lines:
-            spans.append((len(prompt), len(prompt) + len(line)))
-            prompt += line
+        prompt, spans = with_spans("", lines)
         *answered, last = rng.sample(range(self.pairs), self.queries)
         prompt += "\n" + "".join(lines[i] for i in answered) + keys[last]
         return Question(prompt, tuple(f" {value}" for value in values), last, tuple(spans), last)

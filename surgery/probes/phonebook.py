@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 
 from surgery.errors import UserError
-from surgery.probes.question import Question
+from surgery.probes.question import Question, with_spans
 
 FIRST = """
     Aaron Alice Amy Anna Arthur Barbara Brian Carol Claire Daniel David Diana Edith Edward Ellen Emma Frank George Grace Hannah
@@ -45,10 +45,7 @@ class PhoneBook:
         names = rng.sample(NAMES, self.entries)
         numbers = rng.sample(range(6 * 10**9, 10**10), self.entries)
         lines = [f"{name}: {number}\n" for name, number in zip(names, numbers, strict=True)]
-        prompt, spans = "", []
-        for line in lines:
-            spans.append((len(prompt), len(prompt) + len(line)))
-            prompt += line
+        prompt, spans = with_spans("", lines)
         *shown, last = rng.sample(range(self.entries), SHOTS + 1)
         prompt += "\n" + "".join(lines[i] for i in shown) + f"\n{names[last]}:"
         return Question(prompt, tuple(f" {number}" for number in numbers), last, tuple(spans), last)

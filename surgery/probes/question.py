@@ -1,5 +1,6 @@
 """What probes ask: a question with choices, a text to be completed, answers to be written, or some tokens of running text."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -22,6 +23,15 @@ class Question:
     def chance(self) -> float:
         """How often a guess among the choices is right."""
         return 1 / len(self.choices)
+
+
+def with_spans(opening: str, lines: Iterable[str]) -> tuple[str, list[tuple[int, int]]]:
+    """(an opening and then the lines, the span of characters of each line), as a Question takes them."""
+    prompt, spans = opening, []
+    for line in lines:
+        spans.append((len(prompt), len(prompt) + len(line)))
+        prompt += line
+    return prompt, spans
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from surgery.errors import UserError
 from surgery.probes.kv import MOST_PAIRS, OPENING
-from surgery.probes.question import Question
+from surgery.probes.question import Question, with_spans
 from surgery.world.words import Keys, key_words
 
 
@@ -40,11 +40,7 @@ class TwoHops:
         entries = [*zip(keys, between, strict=True), *zip(between, numbers, strict=True)]
         chosen = rng.randrange(self.pairs)
         order = rng.sample(range(2 * self.pairs), 2 * self.pairs)
-        prompt, spans = OPENING, []
-        for i in order:
-            line = ":".join(entries[i]) + "\n"
-            spans.append((len(prompt), len(prompt) + len(line)))
-            prompt += line
+        prompt, spans = with_spans(OPENING, (":".join(entries[i]) + "\n" for i in order))
         prompt += f"The value of the value of the key '{keys[chosen]}' is"
         return Question(prompt, tuple(numbers), chosen, tuple(spans), order.index(self.pairs + chosen))
 

@@ -8,6 +8,7 @@ import pydantic
 
 from surgery.records.reading import shown
 from surgery.records.record import complaint_line
+from surgery.records.sections.gone import gone_of
 from surgery.records.sections.listing import keys, section_of
 from surgery.records.sections.section import Section
 
@@ -71,7 +72,11 @@ def _with_key(line: str, name: str, root: type[Section], place: tuple[Any, ...])
     """`plan: blend: means nothing` as `plan.blend: means nothing`."""
     section = section_of(root, place)[1]
     key, colon, rest = line.removeprefix(f"{name}: ").partition(": ")
-    return f"{name}.{key}: {rest}".lstrip(".") if colon and section and key in {*section.model_fields, *section.gone} else line
+    return (
+        f"{name}.{key}: {rest}".lstrip(".")
+        if colon and section and key in {*section.model_fields, *gone_of(section.section)}
+        else line
+    )
 
 
 def meant(root: type[Section], place: tuple[Any, ...]) -> str:

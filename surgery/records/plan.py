@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from surgery.records.growth import Growth
 from surgery.records.names import display_name, strip_paths
 from surgery.records.record import Marked, Provenance, Record
-from surgery.records.site import Site, SitesText, SiteText
+from surgery.records.site import Site, SitesText
 
 PLAN = "plan.json"  # its file, in every folder that holds one
 PATCH = "patch.json"  # of a folder that holds no whole model, but what surgery changed in one
@@ -41,15 +41,13 @@ class Plan(Marked):
     before a key; `copy`: the same, with values of its own, which make the token that it finds more likely, beside the SSM's
     heads; `donor`: from a donor's; `random`. By default a head starts dual, and a layer from its donor or at random."""
     donor: str | None = None
-    """The donor's name or path."""
-    donor_heads: dict[str, SiteText] = {}
-    """Head -> the donor's head ("L1.H3" -> "L7.H10"); the same address where a head is not named. For kind head."""
+    """The donor's name or path. For kind layer."""
     donor_layers: dict[str, Annotated[int, Field(ge=0)]] = {}
     """Layer -> the number of the donor's layer ("L3" -> 7); the same number where a layer is not named. For kind layer."""
     mlp: bool = False
     """The donor's MLP and norms come too. For kind layer."""
     time_step: bool = True
-    """Add log dt to the scores. By default not with a donor, whose scores know no time step. For kind head."""
+    """Add log dt to the scores. For kind head."""
     width: int | None = Field(default=None, ge=1, le=2**14)
     """Width of queries and keys; by default the state size, and at least 32, or the donor's. For kind layer without a donor: of
     a head, by default 64 where that divides the hidden size."""
@@ -83,6 +81,9 @@ class Plan(Marked):
             return fields
         usual = "donor" if fields.get("donor") else "random" if fields.get("kind") == "layer" else "dual"
         init = fields.get("init", usual)
+        if fields.get("donor_heads"):
+            raise ValueError("donor_heads: went with version 0.22: heads start from their own weights; take kind: layer")
+        fields = {name: value for name, value in fields.items() if name != "donor_heads"}
         return {"init": init, "time_step": init in ("dual", "induction")} | fields
 
     @field_validator("sites")
@@ -103,21 +104,21 @@ class Plan(Marked):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         """Refuse fields that splice would not obey."""
-        starts = {"head": ("dual", "induction", "copy", "donor"), "layer": ("donor", "random")}[self.kind]
+        starts = {"head": ("dual", "induction", "copy"), "layer": ("donor", "random")}[self.kind]
         if self.init not in starts:
             raise ValueError(f"init: a {self.kind} graft starts {' or '.join(starts)}, not {self.init}")
         if self.init == "copy" and self.blend is None:
             raise ValueError("blend: what a graft copies is added to the mixer's output, times blend; 0.1, say")
         donor, layer = self.init == "donor", self.kind == "layer"
         for name, allowed in {
-            "donor": donor, "donor_heads": donor and not layer, "donor_layers": donor and layer, "mlp": donor and layer,
-            "starts": not layer, "blend": not layer, "shared": not layer and not donor, "time_step": not layer,
+            "donor": donor, "donor_layers": donor, "mlp": donor, "starts": not layer, "blend": not layer, "shared": not layer,
+            "time_step": not layer,
             "width": not (layer and donor), "kept_state": not layer, "places": not layer,
         }.items():  # fmt: skip
             value = getattr(self, name)
             if not (allowed or value is None or value is False or value == {}):
                 raise ValueError(f"{name}: means nothing for a {self.kind} graft that starts {self.init}")
-        for name in ("donor_heads", "donor_layers", "starts", "places"):
+        for name in ("donor_layers", "starts", "places"):
             named = getattr(self, name)
             planned = {str(head) for site in self.sites for head in (site.each() or (site,))} if named else set()
             if strays := sorted(set(named) - planned):  # also L01.H3, which nobody would find
@@ -129,8 +130,6 @@ class Plan(Marked):
             or () in groups
         ):
             raise ValueError("kept_state: every group keeps as many dimensions, one at least, in ascending order")
-        if wide := [site for site in self.donor_heads.values() if len(site.heads) != 1]:
-            raise ValueError(f"donor_heads: {wide[0]} is not one head")
         return self
 
     def __repr__(self) -> str:
@@ -146,11 +145,6 @@ class Plan(Marked):
     def start(self, layer: int, head: int) -> Start:
         """The start of one head."""
         return self.starts.get(f"L{layer}.H{head}", START)
-
-    def donor_head(self, layer: int, head: int) -> Site:
-        """The donor's head that one head starts from."""
-        site = Site(layer, (head,))
-        return self.donor_heads.get(str(site), site)
 
     def donor_layer(self, layer: int) -> int:
         """The number of the donor's layer that one layer starts from."""

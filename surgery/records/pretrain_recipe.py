@@ -1,8 +1,7 @@
 """The recipe of a built-in reference model: what `surgery pretrain` reads. See surgery/pretraining/pretrain.py."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -122,7 +121,6 @@ class PretrainRecipe(Section):
     """How a model is trained from scratch: a built-in reference model on the small world, or a base on one's own text."""
 
     section = "pretrain"
-    gone: ClassVar[Mapping[str, Any]] = {"needles": 8, "letter_questions": 6}
 
     architecture: dict[str, Any] = {}
     """Fields of the Hugging Face configuration. The size of the vocabulary follows from the tokenizer."""

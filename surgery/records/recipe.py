@@ -16,11 +16,11 @@ from surgery.records.sections.benching import Bench, Suite
 from surgery.records.sections.data import Data, Skill, Text
 from surgery.records.sections.locating import Auto, Locate, PlanOptions, ProbeChoice
 from surgery.records.sections.section import Name, Section
-from surgery.records.sections.tuning import Align, AutoSteps, Calibrate, EarlyStopping, Hints, Lesson, Lora, Rename, Tune
+from surgery.records.sections.tuning import EarlyStopping, Hints, Lesson, Lora, Rename, Tune
 from surgery.records.yaml_text import parse_yaml
 
 __all__ = [
-    "Align", "Auto", "AutoSteps", "Bench", "Calibrate", "Data", "EarlyStopping", "Hints", "Lesson", "Locate", "Lora",
+    "Auto", "Bench", "Data", "EarlyStopping", "Hints", "Lesson", "Locate", "Lora",
     "PlanOptions", "ProbeChoice", "Recipe", "Rename", "Skill", "Suite", "Text", "Tune", "changed", "read_recipe",
 ]  # fmt: skip
 
@@ -71,8 +71,6 @@ class Recipe(Section):
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Self:
         """Refuse sections that contradict each other."""
-        if self.plan.init == "copy" and self.tune.align is not None:
-            raise ValueError("tune.align: heads that copy (plan.init) are added, and take nothing's place; leave it out")
         if self.plan.kind == "layer" and self.plan.sites is None and not self.locate.layers:
             raise ValueError("plan.kind=layer takes the leading layers, and locate.layers=false ranks none; name plan.sites")
         return self

@@ -16,12 +16,12 @@ def explained(function: Callable) -> Callable:
         return function
 
     @wraps(function)
-    def called(*values: Any, **named: Any) -> Any:
+    def checked_call(*values: Any, **named: Any) -> Any:
         if unknown := [name for name in named if name not in parameters]:
             raise UserError(f"surgery.{function.__name__} has no keyword '{unknown[0]}'{_meant(function, unknown[0])}")
         return function(*values, **named)
 
-    return called
+    return checked_call
 
 
 def _meant(function: Callable, name: str) -> str:

@@ -79,7 +79,7 @@ class OwnedFolder:
         self._read()
 
     @classmethod
-    def at(cls, root: Path) -> "OwnedFolder | None":
+    def of(cls, root: Path) -> "OwnedFolder | None":
         """The folder `root`, if it has a record. Raises UserError for a damaged one."""
         return cls(root) if os.path.lexists(root / RECORD) else None
 
@@ -149,11 +149,11 @@ class OwnedFolder:
     def survey(self) -> Survey:
         """All that is in the folder, but the record. Raises UserError for a damaged record in a folder below."""
         self._read()
-        found = Survey()
-        self._look(self.root, found)
-        return found
+        contents = Survey()
+        self._look(self.root, contents)
+        return contents
 
-    def _look(self, place: Path, found: Survey) -> None:
+    def _look(self, place: Path, contents: Survey) -> None:
         with os.scandir(place) as entries:
             each = sorted(entries, key=lambda entry: entry.name)
         for entry in each:
@@ -162,36 +162,36 @@ class OwnedFolder:
             if name == RECORD and not entry.is_symlink():
                 continue
             if entry.is_dir(follow_symlinks=False) and name in self.folders:
-                found.folders.append(path)
-                if (inner := OwnedFolder.at(path)) is None:
-                    self._look(path, found)
+                contents.folders.append(path)
+                if (inner := OwnedFolder.of(path)) is None:
+                    self._look(path, contents)
                 else:
-                    inner._look(path, found)
+                    inner._look(path, contents)
             elif entry.is_file(follow_symlinks=False) and (self._expects(path) or self.owns(path)):
-                found.files.append(path)
+                contents.files.append(path)
             else:
-                found.foreign.append(path)
+                contents.foreign.append(path)
 
     def _expects(self, path: Path) -> bool:
         return (path.name in EXPECTED or PARTS.fullmatch(path.name) is not None) and self.hidden("building")
 
-    def clear(self, found: Survey | None = None) -> list[Path]:
-        """Remove what is ours (found: by a survey of a moment ago), and what of it could not be removed; the record last, and
-        the folder itself not. Returns what stays: the user's."""
-        found = found or self.survey()
-        for path in found.files:
+    def clear(self, contents: Survey | None = None) -> list[Path]:
+        """Remove what is ours (contents: by a survey of a moment ago), the record last, and the
+        folder itself not. Returns what stays: the user's."""
+        contents = contents or self.survey()
+        for path in contents.files:
             path.unlink(missing_ok=True)
-        _remove_folders(found)
-        if not found.foreign:
+        _remove_folders(contents)
+        if not contents.foreign:
             (self.root / RECORD).unlink(missing_ok=True)
-        return found.foreign
+        return contents.foreign
 
     def remove(self, path: Path) -> None:
         """Remove a file or a folder of ours, if it is there. A folder loses its name first, so that no part of it ever has it.
         Raises UserError, and removes nothing, where it holds what is not ours."""
-        found = self._below(path)
-        refuse(found.foreign)
-        if path in found.folders:
+        contents = self._below(path)
+        refuse(contents.foreign)
+        if path in contents.folders:
             hidden = _hidden_name(path)
             self.note_folder(hidden)
             OwnedFolder.create(path).hide("removing", hidden.name)
@@ -201,7 +201,7 @@ class OwnedFolder:
                 refuse(path / other.relative_to(hidden) for other in others)
             OwnedFolder(hidden).clear()
             hidden.rmdir()
-        for file in found.files:
+        for file in contents.files:
             file.unlink(missing_ok=True)
 
     def others(self, path: Path) -> list[Path]:
@@ -211,28 +211,28 @@ class OwnedFolder:
     def tidy(self, path: Path) -> list[Path]:
         """Remove what is ours of a file or a folder, and return what stays: the user's. A folder with a record of its own, an
         export for one, is seen whole or not at all."""
-        found = self._below(path)
-        if path in found.folders and not found.foreign and (path / RECORD).is_file():
+        contents = self._below(path)
+        if path in contents.folders and not contents.foreign and (path / RECORD).is_file():
             self.remove(path)
             return []
-        for file in found.files:
+        for file in contents.files:
             file.unlink(missing_ok=True)
-        _remove_folders(found)
-        return found.foreign
+        _remove_folders(contents)
+        return contents.foreign
 
     def _below(self, path: Path) -> Survey:
         """A survey of a file, or of a folder and all that is in it."""
-        found = Survey()
+        contents = Survey()
         if not os.path.lexists(path):
-            return found
+            return contents
         if path.is_dir() and not path.is_symlink() and path.relative_to(self.root).as_posix() in self.folders:
-            found.folders.append(path)
-            (OwnedFolder.at(path) or self)._look(path, found)
+            contents.folders.append(path)
+            (OwnedFolder.of(path) or self)._look(path, contents)
         elif self.owns(path):
-            found.files.append(path)
+            contents.files.append(path)
         else:
-            found.foreign.append(path)
-        return found
+            contents.foreign.append(path)
+        return contents
 
     def _write(self, lines: bytes) -> None:
         descriptor = os.open(self.root / RECORD, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
@@ -287,10 +287,10 @@ class OwnedFolder:
             raise _damaged(place) from error
 
 
-def _remove_folders(found: Survey) -> None:
+def _remove_folders(contents: Survey) -> None:
     """Those that are empty by now."""
-    for path in reversed(found.folders):
-        if not any(path in other.parents for other in found.foreign):
+    for path in reversed(contents.folders):
+        if not any(path in other.parents for other in contents.foreign):
             (path / RECORD).unlink(missing_ok=True)
         with suppress(OSError):  # the user's files are in it
             path.rmdir()
@@ -398,9 +398,9 @@ def withdraw(folders: list[OwnedFolder], beforehand: Container[str] = ()) -> Non
         for folder in folders:
             if folder.created is None or not folder.root.exists():
                 continue
-            found = folder.survey()
-            if all(path.relative_to(folder.root).as_posix() in beforehand for path in found.files):
-                folder.clear(found)
+            contents = folder.survey()
+            if all(path.relative_to(folder.root).as_posix() in beforehand for path in contents.files):
+                folder.clear(contents)
                 for path in folder.created:
                     path.rmdir()
 
@@ -473,7 +473,7 @@ def note_down(root: Path, name: str, value: str) -> None:
 def noted(root: Path, name: str) -> str | None:
     """What was noted about a folder; None if nothing was, or its record cannot be read."""
     try:
-        folder = OwnedFolder.at(_real(root))
+        folder = OwnedFolder.of(_real(root))
     except UserError:
         return None
     return None if folder is None else folder.notes.get(name)
@@ -512,7 +512,7 @@ def check_free(path: Path, *, overwrite: bool = True, what: str = "an earlier ex
             raise UserError(f"{path} exists and is no folder; choose another place")
         if not any(place.iterdir()):
             return
-        if (folder := OwnedFolder.at(place)) is None:
+        if (folder := OwnedFolder.of(place)) is None:
             first = min(file.name for file in place.iterdir())
             raise UserError(f"{path} exists and is not {what}: it holds '{first}', and no record of ours; choose another place")
         others = [file.relative_to(place).as_posix() for file in folder.survey().foreign]
@@ -544,11 +544,11 @@ class Building:
     def replace(self) -> None:
         """Put it at its place, in one step if the system can. What was there is removed if it is ours, every file of it; else
         nothing is changed. Raises UserError for what is not ours, there or in the folder itself."""
-        found = self.folder.survey()
-        refuse(found.foreign)
+        contents = self.folder.survey()
+        refuse(contents.foreign)
         target = self.path
-        earlier = OwnedFolder.at(target) if target.is_dir() and any(target.iterdir()) else None
-        self._modes(found)
+        earlier = OwnedFolder.of(target) if target.is_dir() and any(target.iterdir()) else None
+        self._modes(contents)
         if (outer := governing(target)) is not None:
             outer.note_folder(target)
         if earlier is None:  # nothing, or an empty folder; the system refuses any other
@@ -578,17 +578,17 @@ class Building:
         if not target.is_dir() or not any(target.iterdir()):
             self.replace()
             return
-        found, there = self.folder.survey(), OwnedFolder.at(target)
-        refuse(found.foreign)
-        names = {path: target / path.relative_to(self.place) for path in found.files}
+        contents, there = self.folder.survey(), OwnedFolder.of(target)
+        refuse(contents.foreign)
+        names = {path: target / path.relative_to(self.place) for path in contents.files}
         taken = [new for new in names.values() if os.path.lexists(new) and not (there is not None and there.owns(new))]
         refuse(taken)
         there = there or OwnedFolder.create(target)
         for name, value in self.folder.notes.items():
             there.remark(name, value)
-        for folder in found.folders:
+        for folder in contents.folders:
             _make_folders(target / folder.relative_to(self.place), there)
-        self._modes(found)
+        self._modes(contents)
         for path, new in names.items():
             there.note(new, digest=_digest(path))
             _install(path, new, None if not os.path.lexists(new) else _digest(new))
@@ -599,13 +599,13 @@ class Building:
             if weights and "/" not in name and path not in names.values() and there.owns(path):
                 path.unlink()
 
-    def _modes(self, found: Survey) -> None:
+    def _modes(self, contents: Survey) -> None:
         """Files get the modes that the user's umask gives, and those that take the place of another its mode; libraries write
         some for the owner only."""
         usual = stat.S_IMODE(self.place.stat().st_mode)
         if self.path.is_dir():
             self.place.chmod(stat.S_IMODE(self.path.stat().st_mode))
-        for path in (*found.files, *found.folders):
+        for path in (*contents.files, *contents.folders):
             earlier = self.path / path.relative_to(self.place)
             if earlier.exists() and earlier.is_dir() == path.is_dir():
                 path.chmod(stat.S_IMODE(earlier.stat().st_mode))
@@ -644,7 +644,7 @@ def _remove_left(place: Path) -> None:
     if not place.is_dir():
         return
     try:
-        folder = OwnedFolder.at(place)
+        folder = OwnedFolder.of(place)
         foreign = folder.clear() if folder is not None else []
         if not foreign:
             place.rmdir()
@@ -666,7 +666,7 @@ def _sweep_beside(path: Path) -> None:
         with suppress(UserError, OSError):  # not ours, by its record; or its builder lives
             if place.is_symlink() or HIDDEN.search(place.name) is None:
                 continue
-            if (folder := OwnedFolder.at(place)) is None:
+            if (folder := OwnedFolder.of(place)) is None:
                 place.rmdir()  # which the system refuses unless it is empty
                 continue
             if not any(map(folder.hidden, ("building", "leaving", "removing"))):

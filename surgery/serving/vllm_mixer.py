@@ -38,8 +38,7 @@ class ServedHeads(nn.Module):
     """The parameters of a head graft by their names in the checkpoint, but for the projections and the convolution: these are
     rows of the mixer's own.
 
-    convolved, direct: how many channels queries and keys have together that pass the convolution, and that do not; one of the
-    two is 0.
+    channels: how many queries and keys have together, which pass the convolution.
     """
 
     def __init__(self, config: Any, spec: dict[str, Any]):
@@ -49,9 +48,7 @@ class ServedHeads(nn.Module):
         pairs = sorted(set(groups)) if spec["shared"] else groups
         of_head = [pairs.index(group) for group in groups] if spec["shared"] else list(range(len(groups)))
         self.width, self.pairs, self.time_step = spec["width"], len(pairs), bool(spec["time_step"])
-        channels = 2 * self.pairs * self.width
-        self.convolved: int = 0 if spec.get("direct") else channels
-        self.direct: int = channels - self.convolved
+        self.channels: int = 2 * self.pairs * self.width
         self.heads: Tensor
         self.pair_of_head: Tensor
         self.signs: Tensor
@@ -101,19 +98,18 @@ class HybridMixer2(Mixer2):
         self.sizes = [self.intermediate_size, state, state]  # of x, B and C
         self.in_proj = MergedColumnParallelLinear(
             config.hidden_size,
-            [size for size in (self.intermediate_size, *self.sizes, graft.convolved, self.num_heads, graft.direct) if size],
+            [self.intermediate_size, *self.sizes, graft.channels, self.num_heads],
             bias=config.use_bias, quant_config=vllm_config.quant_config, prefix=f"{prefix}.in_proj",
         )  # fmt: skip
-        if graft.convolved:
-            self.conv_dim += graft.convolved
-            self.tped_conv_size = self.conv_dim
-            self.conv1d = MergedColumnParallelLinear(
-                config.conv_kernel, [*self.sizes, graft.convolved], bias=config.use_conv_bias, quant_config=None,
-                prefix=f"{prefix}.conv1d",
-            )  # fmt: skip
-            weight = self.conv1d.weight
-            weight.data = weight.data.unsqueeze(1)  # as the parent does: a checkpoint's is (channels, 1, taps)
-            self.conv_weights = weight.view(weight.size(0), weight.size(2))
+        self.conv_dim += graft.channels
+        self.tped_conv_size = self.conv_dim
+        self.conv1d = MergedColumnParallelLinear(
+            config.conv_kernel, [*self.sizes, graft.channels], bias=config.use_conv_bias, quant_config=None,
+            prefix=f"{prefix}.conv1d",
+        )  # fmt: skip
+        weight = self.conv1d.weight
+        weight.data = weight.data.unsqueeze(1)  # as the parent does: a checkpoint's is (channels, 1, taps)
+        self.conv_weights = weight.view(weight.size(0), weight.size(2))
         self.seen: list[Tensor] = []
         self.split_hidden_states_B_C_fn = self._split
 
@@ -124,10 +120,8 @@ class HybridMixer2(Mixer2):
         return channels[:, : sum(self.sizes)].split(self.sizes, dim=-1)
 
     def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> None:
-        end = projected_states.shape[1] - self.graft.direct
-        base, direct = projected_states[:, :end], projected_states[:, end:]
         self.seen.clear()
-        super().conv_ssm_forward(base, output)
+        super().conv_ssm_forward(projected_states, output)
         parts, self.seen = self.seen[::-1], []  # in a batch the tokens that follow a prompt stand before the prompts
         everything = get_forward_context().attn_metadata
         if everything is None:  # vLLM measures memory: there is nothing to attend to
@@ -137,8 +131,8 @@ class HybridMixer2(Mixer2):
         channels = parts[0] if len(parts) == 1 else torch.cat(parts)
         heads = self.graft.heads
         x = channels[:tokens, : self.intermediate_size].view(tokens, self.num_heads, self.head_dim)[:, heads]
-        qk = direct[:tokens] if self.graft.direct else channels[:tokens, sum(self.sizes) :]
-        dt = F.softplus(base[:tokens, -self.num_heads :].float() + self.dt_bias.float())[:, heads]
+        qk = channels[:tokens, sum(self.sizes) :]
+        dt = F.softplus(projected_states[:tokens, -self.num_heads :].float() + self.dt_bias.float())[:, heads]
         attended = self._attended(x, qk, dt)
         y = output[:tokens].view(tokens, self.num_heads, self.head_dim)
         if self.graft.gate is not None:
@@ -164,7 +158,7 @@ class HybridMixer2(Mixer2):
         return attended * graft.signs[:, None] + self.D.float()[graft.heads][:, None] * x.float()
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return state_shape(self.config, self.graft.convolved, self.num_spec)
+        return state_shape(self.config, self.graft.channels, self.num_spec)
 
 
 def state_shape(config: Any, channels: int, speculated: int) -> tuple[tuple[int, ...], ...]:
@@ -178,7 +172,7 @@ def state_shape(config: Any, channels: int, speculated: int) -> tuple[tuple[int,
 
 def convolved_channels(config: Any, spec: dict[str, Any]) -> int:
     """How many channels a graft adds to its mixer's convolution."""
-    return 0 if is_layer_graft(spec) else ServedHeads(config, spec).convolved
+    return 0 if is_layer_graft(spec) else ServedHeads(config, spec).channels
 
 
 def mixer_arguments(config: Any, vllm_config: VllmConfig) -> dict[str, Any]:

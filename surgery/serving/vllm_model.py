@@ -152,9 +152,8 @@ class ServedMamba2ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsPP, Su
         parts_of: dict[str, list[str]] = {}
         for layer, spec in grafts_of(self.config).items():
             if not is_layer_graft(spec):
-                parts_of |= _parts(f"backbone.layers.{layer}.mixer", bool(spec.get("direct")), self.config)
+                parts_of |= _parts(f"backbone.layers.{layer}.mixer", self.config)
         whole_of = {part: whole for whole, parts in parts_of.items() for part in parts}
-        direct = {f"backbone.layers.{layer}.mixer" for layer, spec in grafts_of(self.config).items() if spec.get("direct")}
         waiting: dict[str, Tensor] = {}
         for name, tensor in weights:
             if name not in whole_of:
@@ -164,21 +163,20 @@ class ServedMamba2ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsPP, Su
             whole = whole_of[name]
             if all(part in waiting for part in parts_of[whole]):
                 first, *others = (waiting.pop(part) for part in parts_of[whole])
-                # in_proj: gate, x, B, C, then queries and keys that pass the convolution, then dt, then those that do not.
-                after = self.config.num_heads if ".in_proj." in whole and whole.rsplit(".", 2)[0] not in direct else 0
+                # in_proj: gate, x, B, C, then queries and keys, then dt.
+                after = self.config.num_heads if ".in_proj." in whole else 0
                 yield whole, torch.cat([first[: len(first) - after], *others, first[len(first) - after :]])
         if waiting:
             raise ValueError(f"the checkpoint is not whole: {', '.join(sorted(waiting))} came without what belongs to it")
 
 
-def _parts(mixer: str, direct: bool, config: Any) -> dict[str, list[str]]:
+def _parts(mixer: str, config: Any) -> dict[str, list[str]]:
     """Of what names each of a mixer's widened tensors is put together."""
     kinds = ["weight", *(["bias"] if config.use_bias else [])]
     parts = {
         f"{mixer}.in_proj.{kind}": [f"{mixer}.{name}.{kind}" for name in ("in_proj", "graft.q_proj", "graft.k_proj")]
         for kind in kinds
     }
-    if not direct:
-        for kind in ("weight", *(["bias"] if config.use_conv_bias else [])):
-            parts[f"{mixer}.conv1d.{kind}"] = [f"{mixer}.conv1d.{kind}", f"{mixer}.graft.qk_conv.{kind}"]
+    for kind in ("weight", *(["bias"] if config.use_conv_bias else [])):
+        parts[f"{mixer}.conv1d.{kind}"] = [f"{mixer}.conv1d.{kind}", f"{mixer}.graft.qk_conv.{kind}"]
     return parts

@@ -1,4 +1,4 @@
-"""What a graft takes from a donor: a decoder layer for a layer graft, one head's queries and keys for a head graft.
+"""What a layer graft takes from a donor: a decoder layer.
 
 A donor's attention is taken over exactly or not at all. What is read here is what LayerGraft computes; any other kind of
 attention or of block is refused, by model type, because a field that nobody thought of would change it in silence.
@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.hybrids.layer_graft import layer_spec
-from surgery.records.site import Site
 
 # Blocks of these are norm, attention, residual, norm, gated MLP, residual, with nothing else in them.
 DONORS = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
@@ -31,15 +30,6 @@ class DonorLayer:
 
     spec: dict[str, Any]
     tensors: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class DonorHead:
-    """A head's rows of q_proj and k_proj, (head_dim, hidden), and the scale of its scores."""
-
-    q: Tensor
-    k: Tensor
-    scale: float
 
 
 def donor_layer(donor: PreTrainedModel, index: int, hidden_size: int, *, mlp: bool = True) -> DonorLayer:
@@ -78,31 +68,6 @@ def donor_layer(donor: PreTrainedModel, index: int, hidden_size: int, *, mlp: bo
         bias=[name.removeprefix("mlp.") for name, part in parts.items() if part.bias is not None],
     )
     return DonorLayer(spec, tensors)
-
-
-def donor_head(donor: PreTrainedModel, site: Site, hidden_size: int) -> DonorHead:
-    """A head of a donor for a head graft, whose scores are those of two linear projections of the layer's input.
-
-    Raises UserError if the donor lacks it, or if its scores are more than that.
-    """
-    layer = donor_layer(donor, site.layer, hidden_size, mlp=False)
-    spec, tensors = layer.spec, layer.tensors
-    (head,) = site.heads
-    if head >= spec["num_heads"]:
-        raise UserError(f"the donor has no head {site}: its layers have heads 0-{spec['num_heads'] - 1}")
-    extras = {
-        "turn with the position (RoPE)": spec["rope"] is not None,
-        "are normalised": spec["qk_norm"] is not None,
-        "have a bias": "q_proj" in spec["bias"] or "k_proj" in spec["bias"],
-    }
-    if extra_parts := [what for what, present in extras.items() if present]:
-        raise UserError(
-            f"the donor's head {site} does not fit a head graft: its queries and keys {extra_parts[0]}, which a head graft's "
-            f"cannot; graft the whole layer instead (kind: layer)"
-        )
-    width, shared = spec["head_dim"], head // (spec["num_heads"] // spec["num_key_value_heads"])
-    q, k = (tensors[f"{name}.weight"].unflatten(0, (-1, width)) for name in ("q_proj", "k_proj"))
-    return DonorHead(q[head], k[shared], spec["scale"])
 
 
 def _layer(donor: PreTrainedModel, index: int, hidden_size: int) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.families import Hybrid, families, family_of
@@ -21,10 +21,10 @@ from surgery.models.offloaded import device_of, fetched, is_offloaded, placehold
 from surgery.models.quantised import exact, has_quantised_weight, is_quantised, note
 from surgery.records.plan import Plan
 from surgery.records.site import Site
-from surgery.splicing.donor import DonorHead, DonorLayer
+from surgery.splicing.donor import DonorLayer
 from surgery.splicing.induction import check_induction, fill_copy, fill_induction, token_inputs, token_outputs
 from surgery.splicing.remembered import Surgery, opened, remember
-from surgery.splicing.start import check_donor, fill_heads, fill_layer, head_starts, layer_start
+from surgery.splicing.start import check_donor, fill_layer, layer_start
 from surgery.splicing.state import Kept, with_less_state
 
 
@@ -54,7 +54,8 @@ def splice(
 def install(base: PreTrainedModel, plan: Plan, donor: PreTrainedModel | None = None) -> PreTrainedModel:
     """As splice, with every parameter of the base learning as before, and nothing remembered."""
     family = family_of(base.config)
-    hybrid, plan, layers, heads = empty_hybrid(base, plan, donor)
+    layers = check_plan(base, plan, donor)
+    hybrid = family.empty(base.config, plan, [start.spec for start in layers.values()])
     inputs: dict[int, Tensor] = {}
     outputs: Tensor | None = None
     if plan.init in ("induction", "copy"):
@@ -75,8 +76,6 @@ def install(base: PreTrainedModel, plan: Plan, donor: PreTrainedModel | None = N
             if plan.kind == "layer":
                 remove(base, hybrid, site.layer)
                 fill_layer(mixer.graft, layers[site.layer], plan)
-            elif heads:
-                fill_heads(mixer, plan, heads)
             else:
                 family.initialise(mixer, plan)
                 if plan.init in ("induction", "copy"):
@@ -109,13 +108,12 @@ def cut_state(hybrid: PreTrainedModel, kept: Kept) -> PreTrainedModel:
     return smaller
 
 
-def empty_hybrid(
-    base: PreTrainedModel, plan: Plan, donor: PreTrainedModel | None = None
-) -> tuple[PreTrainedModel, Plan, dict[int, DonorLayer], dict[Site, DonorHead]]:
-    """The hybrid without values in its tensors, and what check_plan returns. No weight of the base is looked at, which may be
-    on the meta device. Raises UserError for whatever keeps the base from being grafted so."""
-    plan, layers, heads = check_plan(base, plan, donor)
-    return family_of(base.config).empty(base.config, plan, [start.spec for start in layers.values()]), plan, layers, heads
+def hybrid_config(base: PreTrainedModel, plan: Plan) -> PreTrainedConfig:
+    """The configuration that the hybrid will have. No weight of the base is looked at, which may be on the meta device, and no
+    model is made. Raises UserError for whatever keeps the base from being grafted so."""
+    check_start(base, plan)
+    layers = check_plan(base, plan)
+    return family_of(base.config).configured(base.config, plan, [start.spec for start in layers.values()])
 
 
 def check_bare(base: PreTrainedModel) -> None:
@@ -125,26 +123,18 @@ def check_bare(base: PreTrainedModel) -> None:
         raise UserError("the model already holds grafts; unsplice it first")
 
 
-def check_plan(
-    base: PreTrainedModel, plan: Plan, donor: PreTrainedModel | None = None
-) -> tuple[Plan, dict[int, DonorLayer], dict[Site, DonorHead]]:
-    """The plan with the width of its donor's heads, and what grafts of layers and of heads start from. Raises UserError where
-    they cannot start so."""
+def check_plan(base: PreTrainedModel, plan: Plan, donor: PreTrainedModel | None = None) -> dict[int, DonorLayer]:
+    """What the grafts of layers start from. Raises UserError where grafts cannot start so."""
     check_bare(base)
     check_sites(base, plan.sites)
-    check_donor(base, plan, donor)
-    if plan.kind == "layer":
-        return plan, {site.layer: layer_start(base, plan, donor, site.layer) for site in plan.sites}, {}
-    if donor is None:
-        return plan, {}, {}
-    heads, width = head_starts(base, plan, donor)
-    return plan.model_copy(update={"width": width}), {}, heads
+    check_donor(plan, donor)
+    return {site.layer: layer_start(base, plan, donor, site.layer) for site in plan.sites if plan.kind == "layer"}
 
 
 def check_start(base: PreTrainedModel, plan: Plan) -> None:
     """Raise UserError where the plan's grafts cannot start as it says in such a base. No weight is looked at, and no model
     made: a mixer of each layer says it."""
-    plan, _, _ = check_plan(base, plan)
+    check_plan(base, plan)
     if plan.kind == "head":
         mixers = [family_of(base.config).grafted_mixer(base.config, plan, site) for site in plan.sites]
         if plan.init in ("induction", "copy"):

@@ -33,7 +33,7 @@ from surgery.records.record import read_text
 from surgery.runtime.processes import on_main
 from surgery.tuning.draws import Draws, open_sources
 from surgery.tuning.leaks import check_apart
-from surgery.tuning.packed_rows import cut, pack, pad, pad_packed, pad_packed_with_hits
+from surgery.tuning.packed_rows import pack, pad, pad_packed, pad_packed_with_hits
 from surgery.tuning.rare_pairs import training_pairs
 from surgery.tuning.renaming import Renaming
 from surgery.tuning.sequences import (
@@ -52,7 +52,6 @@ BUFFER = 16  # steps whose documents are packed together and sorted by length
 SAMPLE = 256  # documents whose mean length is taken
 QUERIES = 8
 FIRST_STEPS = 16  # whose text is looked at for hits before the work begins
-SHORTEST = 0.25  # the curriculum begins with this share of text_tokens
 FIRST_SEED = 1 << 63  # of the questions in lessons; the seeds of recipes, which locate and bench use, are far below
 
 
@@ -159,16 +158,13 @@ class Lessons(Dataset[list[Piece]]):
     def drawn(self, step: int) -> dict[str, Any]:
         """The options of a step's lesson, with a number drawn from every range."""
         rng, lesson = random.Random(f"size {self.seed} {step}"), self.lesson(step)
-        part = progress(self.options, step)
         between = {field.name for field in dataclasses.fields(probes()[lesson.probe]) if isinstance(field.default, float)}
 
         def draw(name: str, value: Any) -> Any:
             if not isinstance(value, tuple):
                 return value
             low, high = value
-            if name in between:  # a depth is no size, which would grow with the curriculum
-                return rng.uniform(low, high)
-            return rng.randint(low, low + round((high - low) * part))
+            return rng.uniform(low, high) if name in between else rng.randint(low, high)
 
         return {name: draw(name, value) for name, value in lesson.options.items()}
 
@@ -197,8 +193,7 @@ class Rows(Dataset[list[list[int]]]):
         buffer, place = divmod(index, BUFFER * self.options.text_batch_size)
         if buffer != self._buffer[0]:
             self._buffer = (buffer, self._read(buffer))
-        part = SHORTEST + (1 - SHORTEST) * progress(self.options, index // self.options.text_batch_size)
-        return cut(self._buffer[1][place], max(2, round(part * self.options.text_tokens)))
+        return self._buffer[1][place]
 
     def _read(self, buffer: int) -> list[list[list[int]]]:
         size, tokens = self.options.text_batch_size, self.options.text_tokens
@@ -216,11 +211,6 @@ class Rows(Dataset[list[list[int]]]):
     def _length(self, source: int, index: int) -> int:
         known = self.sources[source].full_length
         return self.options.text_tokens if known else len(self.sources[source].excerpt(index))
-
-
-def progress(options: Tune, step: int) -> float:
-    """How far the curriculum has come at a step, from 0 to 1."""
-    return min(1.0, step / (options.curriculum * options.most_steps)) if options.curriculum else 1.0
 
 
 def _no_text(_: list[int]) -> None:

@@ -21,10 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from surgery.errors import UserError
 from surgery.families import Hybrid
 from surgery.hybrids.packed import packing
-from surgery.hybrids.parts import at
+from surgery.hybrids.parts import gather_positions
 from surgery.hybrids.patching import replaced
 from surgery.kernels.packing import Packing, packed
 from surgery.models.pieces import rows_at_once
@@ -54,10 +53,6 @@ class Below:
     position_ids: Tensor | None = None
     documents: Packing | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return sum(m.nbytes for m in (self.ids, self.states, self.position_ids) if m is not None)
-
 
 @dataclass
 class LastStates(MoeModelOutputWithPast):
@@ -67,10 +62,9 @@ class LastStates(MoeModelOutputWithPast):
 class Distillation(nn.Module):
     """A student, and the modules in which its teacher differs from it. `forward` gives the losses of a batch.
 
-    The parameters of the student that have a gradient now are those that will be trained. cache_bytes: how much memory may hold
-    states that fixed weights have computed, for batches that have a key. read_at: where hinted heads read (Plan.places). bf16:
-    compute in bfloat16, whatever dtype the weights have. checkpointing: whether states within blocks are computed again in the
-    backward pass (backward_memory.py).
+    The parameters of the student that have a gradient now are those that will be trained. read_at: where hinted heads read
+    (Plan.places). bf16: compute in bfloat16, whatever dtype the weights have. checkpointing: whether states within blocks are
+    computed again in the backward pass (backward_memory.py).
     """
 
     def __init__(
@@ -83,13 +77,12 @@ class Distillation(nn.Module):
         hit_weight: float = 0.0,
         hint_weight: float = 0.0,
         read_at: Mapping[str, int] | None = None,
-        cache_bytes: int = 0,
         bf16: bool = False,
         checkpointing: Checkpointing = False,
     ):
         super().__init__()
         self.recomputing = Recomputing(checkpointing)
-        self.student, self.bf16, self.cache = student, bf16, StateCache(cache_bytes)
+        self.student, self.bf16, self.cache = student, bf16, StateCache()
         self.kl_weight, self.hit_weight, self.read_at = kl_weight, hit_weight, read_at or {}
         self.skill_weight = skill_weight
         self.hint_weight = hint_weight if has_grafts(student) else 0.0  # a control without grafts has nothing to hint at
@@ -147,7 +140,7 @@ class Distillation(nn.Module):
                 below = self._below(ids, (key, "lesson"))
                 with self._watching(evidence is not None) as seen:
                     hidden = self._above(below, positions)
-                ce = self._cross_entropy(hidden, at(positions, targets)) / target_count
+                ce = self._cross_entropy(hidden, gather_positions(positions, targets)) / target_count
                 if seen and evidence is not None:
                     more["hints"] = attention_nll(seen, evidence) / target_count
             else:  # nothing but text, of which a part of a batch may have none; every trained number still gets a gradient
@@ -193,22 +186,6 @@ class Distillation(nn.Module):
         keeping = KeepingWeights() if self.bf16 and self.casts_fixed_weights else nullcontext()
         with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16), keeping:
             yield
-
-    @torch.no_grad()
-    def block_states(self, ids: Tensor, position_ids: Tensor | None = None) -> Iterator[tuple[int, Below, Tensor]]:
-        """For every block that is trained and differs from the teacher's, in order: (its number, what enters it in the teacher,
-        the states that leave it). position_ids: of packed rows. Nothing above the last such block is run. Raises
-        UserError if the teacher has other embeddings or another head."""
-        if self.teacher is not None:
-            raise UserError("tune.align needs the hybrid's own base as teacher; leave out tune.align or the other teacher")
-        with self.autocast(ids.device), evaluated(self.student):
-            below = self._below(ids, (None, ""), position_ids)
-            trained = [i for i in self.different if is_trained(self.part.blocks[i])]
-            for i in range(self.first, max(trained) + 1):
-                hidden = self.run(below, self._all_teacher_blocks(), i, i + 1)
-                if i in trained:
-                    yield i, below, hidden
-                below = replace(below, states=hidden)
 
     @contextmanager
     def as_teacher(self) -> Iterator[PreTrainedModel]:
@@ -276,7 +253,7 @@ class Distillation(nn.Module):
         others: Any = slice(None)
         if before is not None:
             evidence = evidence_of_hits(before)
-            chosen = at(positions, evidence[..., 1] > 0)
+            chosen = gather_positions(positions, evidence[..., 1] > 0)
             others = ~chosen
         teacher = (
             self._teacher_logits(ids, below, positions[others], position_ids, (key, "teacher")) if self.kl_weight else None
@@ -285,7 +262,7 @@ class Distillation(nn.Module):
             hidden = self._above(below, positions, position_ids)
         entropy = hints = hidden.new_zeros((), dtype=torch.float)
         if before is not None and chosen.any():
-            entropy = self._cross_entropy(hidden[chosen], at(positions, ids.roll(-1, 1))[chosen])
+            entropy = self._cross_entropy(hidden[chosen], gather_positions(positions, ids.roll(-1, 1))[chosen])
         if seen:
             hints = self._missed_hits(seen, evidence, below)
         if teacher is None:
@@ -318,7 +295,7 @@ class Distillation(nn.Module):
     ) -> Callable[[slice], Tensor]:
         """A function from a slice of the positions to the teacher's logits there."""
         if self.teacher is not None:
-            logits = at(positions, self._logits_of_whole_teacher(ids, position_ids)).float()
+            logits = gather_positions(positions, self._logits_of_whole_teacher(ids, position_ids)).float()
             return lambda part: logits[part]
         with evaluated(self.student):
             hidden = self.cache.get(key, lambda: self._last(self._all_teacher_blocks(), below, positions))

@@ -108,5 +108,5 @@ def _missed(of: GraftScores, evidence: Tensor, begins: Tensor | None) -> Tensor:
         asking = q.gather(2, at[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])).to(dtype)
         scores = asking @ k.to(dtype).transpose(-1, -2)  # b heads most t
         whole = scores.masked_fill(~past, -torch.inf).logsumexp(-1)
-        found = scores.masked_fill(~inside, -torch.inf).logsumexp(-1)
-        return (whole - found).sum((0, 2))
+        score = scores.masked_fill(~inside, -torch.inf).logsumexp(-1)
+        return (whole - score).sum((0, 2))

@@ -1,8 +1,6 @@
-"""Brief fine-tuning with accelerate, in stages (stages.py): align, calibrate, distil.
+"""Brief fine-tuning with accelerate: end to end (distil.py), cross-entropy on retrieval and KL to the frozen base on text.
 
-align (graft_alignment.py): each graft alone learns to do what the base does in its place. calibrate (calibrate.py): tau and
-gate by a search without gradients. distil (distil.py): end to end, cross-entropy on retrieval and KL to the frozen base on
-text. Only the grafts are trained, and adapters where a recipe asks for them (lora.py), so nothing below the first of them needs
+Only the grafts are trained, and adapters where a recipe asks for them (lora.py), so nothing below the first of them needs
 a backward pass. The base's own tensors never change: adapters are merged into copies. The control of every claim runs through
 the same loop: the same data and steps, with the base's own layers trained instead.
 
@@ -25,13 +23,13 @@ from surgery.runtime.processes import state as processes
 from surgery.splicing.remembered import remembered_tokenizer
 from surgery.splicing.splice import adopt, stock
 from surgery.tuning.lora import adapted
-from surgery.tuning.stages import DONE, TuningRun
+from surgery.tuning.run import TuningRun
 from surgery.tuning.state import Checkpoints, Log, State
 from surgery.tuning.trackers import check_trackers
 from surgery.tuning.trainable import trainable, training
 from surgery.world.tokenizer import say_of_the_world
 
-VERSION = 3  # of the steps and of the settings' names: a run that another version began cannot be resumed
+VERSION = 4  # of the steps and of the settings' names: a run that another version began cannot be resumed
 
 
 def tune(
@@ -47,16 +45,15 @@ def tune(
     resume: bool = False,
     description: str = "tune",
 ) -> Log:
-    """Train `model` in place and return the log: one record for every step, {"stage", "step", "loss", ...}, losses in nats. The
-    records of distil also have "retrieval" and "kl"; with early stopping some have "knowledge" and "perplexity".
+    """Train `model` in place and return the log: one record for every step, {"step", "loss", "retrieval", "kl", ...}, losses in
+    nats.
 
     model: a hybrid, whose grafts are trained; or any supported model with `layers`, the numbers of the layers whose mixers are
-    trained. The latter is the control. It has nothing to align or to calibrate, and needs its own copy of the weights. A
-    Checkpoint is taken, too. tokenizer: the one that the model brings, unless another is given. teacher: the model that text is
-    compared with. By default the hybrid's base, whose weights it shares; give the original base for a reloaded hybrid that has
-    adapters merged into it. options: surgery.Tune(steps=100, ...). out: a
-    folder for a checkpoint every `options.save_steps` steps. resume: continue the newest checkpoint in `out`. Raises UserError
-    for settings, data or checkpoints that do not fit.
+    trained. The latter is the control, and needs its own copy of the weights. A Checkpoint is taken, too. tokenizer: the one
+    that the model brings, unless another is given. teacher: the model that text is compared with. By default the hybrid's base,
+    whose weights it shares; give the original base for a reloaded hybrid that has adapters merged into it. options:
+    surgery.Tune(steps=100, ...). out: a folder for a checkpoint every `options.save_steps` steps. resume: continue the newest
+    checkpoint in `out`. Raises UserError for settings, data or checkpoints that do not fit.
     """
     hybrid = model_of(model, "tune")
     tokenizer = tokenizer_of(model, remembered_tokenizer(hybrid) if tokenizer is None else tokenizer, "tune")
@@ -70,7 +67,7 @@ def tune(
     device = getattr(hybrid, "device", None)
     devices = [device] if device is not None and device.type == "cuda" else []
     with starting as run, torch.random.fork_rng(devices=devices):
-        run.finish_stages()
+        run.finish()
     return run.state.log
 
 
@@ -104,8 +101,5 @@ def started_run(
     adapting = adapted(model, options.lora, seed=seed, out=out if layers is None else None)
     with writing(out), adapting, training(model, trainable(model, layers), teacher) as trained:
         checkpoints = Checkpoints(out, trained, settings)
-        stages = ["distil"] if options.most_steps else []
-        if layers is None:
-            stages = [stage for stage in ("align", "calibrate") if getattr(options, stage) is not None] + stages
-        state = checkpoints.begin(State([*stages, DONE][0]), resume=resume)
-        yield TuningRun(model, tokenizer, teacher, trained, options, data, seed, checkpoints, state, description, stages)
+        state = checkpoints.begin(State(), resume=resume)
+        yield TuningRun(model, tokenizer, teacher, trained, options, data, seed, checkpoints, state, description)

@@ -103,19 +103,6 @@ def adapters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if ".lora_" in name}
 
 
-@contextmanager
-def resting(model: PreTrainedModel) -> Iterator[None]:
-    """Keep the adapters fixed for a while."""
-    requires_grad = {p: p.requires_grad for p in adapters(model).values()}
-    try:
-        for p in requires_grad:
-            p.requires_grad_(False)
-        yield
-    finally:
-        for p, before in requires_grad.items():
-            p.requires_grad_(before)
-
-
 def matches(model: PreTrainedModel, options: Lora) -> list[Match]:
     """The modules that the targets match, in the model's order. Raises UserError for a target that matches nothing, or a module
     that is not a linear module of the base's blocks, is quantised, or is never called."""
@@ -124,11 +111,11 @@ def matches(model: PreTrainedModel, options: Lora) -> list[Match]:
     )
     modules: dict[str, Any] = dict(model.named_modules())
     blocks = next(name for name, module in modules.items() if module is model.base_model.layers) + "."
-    called = _called(model)
+    in_use = _modules_called(model)
     adaptable = [
         name
         for name, module in modules.items()
-        if name.startswith(blocks) and ".graft." not in name and isinstance(module, nn.Linear) and name in called
+        if name.startswith(blocks) and ".graft." not in name and isinstance(module, nn.Linear) and name in in_use
     ]
     matched: dict[str, Match] = {}
     for target, rank in targets.items():
@@ -142,7 +129,7 @@ def matches(model: PreTrainedModel, options: Lora) -> list[Match]:
             where = "is only in grafts, which are trained whole" if ".graft." in named[0] else "is outside the blocks"
             raise UserError(f"{refused} {where}{choice}")
         for name in own:
-            if name not in called:
+            if name not in in_use:
                 raise UserError(
                     f"{refused} would learn nothing: the model reads the weight of {name} but never calls it{choice}"
                 )
@@ -178,16 +165,16 @@ def table(model: PreTrainedModel, options: Lora, matched: list[Match]) -> list[s
     return [f"lora: {total:,} trainable numbers in {len(matched)} modules", *lines]
 
 
-def _called(model: PreTrainedModel) -> set[str]:
+def _modules_called(model: PreTrainedModel) -> set[str]:
     """The names of the modules that a forward calls."""
-    called: set[str] = set()
-    hooks = [module.register_forward_hook(lambda *_, name=name: called.add(name)) for name, module in model.named_modules()]
+    in_use: set[str] = set()
+    hooks = [module.register_forward_hook(lambda *_, name=name: in_use.add(name)) for name, module in model.named_modules()]
     try:
         model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    return called
+    return in_use
 
 
 def _config(options: Lora, matched: list[Match]) -> "LoraConfig":

@@ -27,18 +27,8 @@ class MicroBatches:
         self.tokenizer, self.options, self.data, self.accelerator = tokenizer, options, data, accelerator
 
     def steps(self, seed: int, start: int) -> Iterator[list[tuple]]:
-        """The batches of distil from step `start` on, each divided by `split`. Batches that are repeated have a key."""
-        options = self.options
-        if options.repeat is None:
-            yield from (self.split(None, batch) for batch in self._batches(options, seed, start))
-            return
-        distinct = min(options.repeat, options.most_steps)
-        batches = list(self._batches(options.model_copy(update={"steps": distinct}), seed, 0))
-        yield from (self.split(step % distinct, batches[step % distinct]) for step in range(start, options.most_steps))
-
-    def full_size(self, count: int, seed: int) -> Iterator[Batch]:
-        """`count` batches without a curriculum: of full size from the first on."""
-        return self._batches(self.options.model_copy(update={"steps": count, "curriculum": 0.0}), seed, 0)
+        """The batches from step `start` on, each divided by `split`."""
+        return (self.split(None, batch) for batch in self._batches(self.options, seed, start))
 
     def split(self, key: Any, batch: Batch) -> list[tuple]:
         """A batch in `gradient_accumulation_steps` parts, each the arguments of Distillation.forward."""
@@ -85,8 +75,8 @@ class MicroBatches:
         return training_pairs(self.tokenizer, self.data) if self.options.hit_weight else None
 
     def _fixed(self, name: str, examples: int, seed: int) -> list[list[tuple]]:
-        count = -(-examples // self.options.batch_size)
-        return [self.split((name, i), batch) for i, batch in enumerate(self.full_size(count, seed))]
+        few = self.options.model_copy(update={"steps": -(-examples // self.options.batch_size)})
+        return [self.split((name, i), batch) for i, batch in enumerate(self._batches(few, seed, 0))]
 
     def _batches(self, options: Tune, seed: int, start: int) -> Iterator[Batch]:
         skills = skills_of(self.data, (lesson.probe for lesson in options.lessons))

@@ -63,12 +63,3 @@ def padding_share(text: Iterable[tuple[Tensor, ...]]) -> float:
     """The share of padding in batches of text."""
     real_tokens, tokens = torch.tensor([[real.sum(), real.numel()] for _, real, *_ in text]).sum(0).tolist()
     return 1 - real_tokens / tokens
-
-
-def cut(row: Sequence[list[int]], most: int) -> list[list[int]]:
-    """The first `most` tokens of a row."""
-    cut: list[list[int]] = []
-    for document in row:
-        if left := most - sum(map(len, cut)):
-            cut.append(document[:left])
-    return cut

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.hybrids.parts import at
+from surgery.hybrids.parts import gather_positions
 from surgery.locating.recording import with_states
 from surgery.locating.substitution import Shape, block_shapes, tensor_of
 from surgery.models.anatomy import block_list
@@ -60,7 +60,7 @@ class Running(StandIn):
         self.seen = tensor_of(returned)
         if self.positions is None or keeps_positions(self.block):
             return returned
-        return Shape.of(returned).around(at(self.positions, self.seen)[None])
+        return Shape.of(returned).around(gather_positions(self.positions, self.seen)[None])
 
 
 class PartialRun:

@@ -14,6 +14,10 @@ import numpy as np
 from surgery.records.recipe import Tune
 from surgery.statistics import mean
 
+EVAL_STEPS = 25  # the loss is measured after every so many steps
+EXAMPLES = 128  # sequences of lessons for each measurement, and as many batches of text as that makes
+LEAST_GAIN = 0.02  # progress is a loss below the best so far by this share of it
+PATIENCE = 2  # measurements without progress, after which the curve is flat
 DECAY = 0.25  # of all steps, unless tune.decay says otherwise
 
 
@@ -31,13 +35,13 @@ class Plateau:
     """Decides for one run."""
 
     def __init__(self, options: Tune, curve: LossCurve):
-        self.options, self.curve, self.auto = options, curve, options.auto
+        self.options, self.curve = options, curve
         self.decay = options.decay if options.decay < 1 else DECAY
         self.longest = max(1, options.most_steps - round(self.decay * options.most_steps))
 
     def is_due(self, step: int) -> bool:
         """Whether the loss is to be measured after this step."""
-        return self.curve.flat is None and (step % self.auto.eval_steps == 0 or step >= self.longest)
+        return self.curve.flat is None and (step % EVAL_STEPS == 0 or step >= self.longest)
 
     def look(self, step: int, losses: np.ndarray) -> None:
         """Take in a measurement, (batches,) in nats."""
@@ -46,16 +50,16 @@ class Plateau:
             self.curve.best, self.curve.since = losses.tolist(), 0
         else:
             self.curve.since += 1
-        if self.curve.since >= self.auto.patience or step >= self.longest:
+        if self.curve.since >= PATIENCE or step >= self.longest:
             self.curve.flat = step
 
     def is_cut_short(self) -> bool:
         """Whether the learning rate falls because the steps end, and not because the curve is flat."""
-        return self.curve.flat is not None and self.curve.since < self.auto.patience
+        return self.curve.flat is not None and self.curve.since < PATIENCE
 
     def _progress(self, best: np.ndarray, losses: np.ndarray) -> bool:
         saved = mean(best - losses)
-        return saved.value > self.auto.least_gain * best.mean() and (saved.n < 2 or saved.ci95[0] > 0)
+        return saved.value > LEAST_GAIN * best.mean() and (saved.n < 2 or saved.ci95[0] > 0)
 
     def span(self) -> tuple[int, int] | None:
         """The step from which the learning rate falls, and the last step; None while that is not known."""
@@ -67,7 +71,7 @@ class Plateau:
 
 def taken(options: Tune, log: list[dict]) -> Tune:
     """The options by which another model is tuned for as many steps as one whose log this is, with the same learning rates."""
-    steps = sum(record["stage"] == "distil" for record in log)
+    steps = len(log)
     flat = next((int(record["flat"]) for record in log if "flat" in record), steps)
     if options.steps != "auto" or not steps:
         return options

@@ -22,8 +22,8 @@ from surgery.runtime.timing import Stopwatch, peak_bytes
 from surgery.tuning.batches import BUFFER, loaders
 from surgery.tuning.loop import started_run
 from surgery.tuning.packed_rows import padding_share
+from surgery.tuning.run import TuningRun
 from surgery.tuning.skill_batches import skill_loader
-from surgery.tuning.stages import TuningRun
 
 STEPS = 3  # the first is not counted: it allocates memory and compiles kernels
 SECONDS = 6.0  # on the wall: that a step may take which is tried, about
@@ -47,7 +47,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class TuningProfile:
-    """trained: (name, shape) of every trained tensor. steps: of distil. pace: of a step, by its tokens, padding included.
+    """trained: (name, shape) of every trained tensor. pace: of a step, by its tokens, padding included.
     a_step: of the recipe, on average. padding: the share of it in the first batches of text; None without text. costs: one
     for every process."""
 
@@ -82,13 +82,11 @@ def rehearse(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Tune, *, data: Data | None = None, seed: int = 0,
     layers: Iterable[int] | None = None, teacher: PreTrainedModel | None = None,
 ) -> TuningProfile:  # fmt: skip
-    """Take a few steps of `distil` and put everything back. Nothing is written. Each of several processes measures itself.
+    """Take a few steps and put everything back. Nothing is written. Each of several processes measures itself.
     Arguments as for tune. Raises UserError for whatever tune would refuse."""
     gc.collect()  # what is let go of during a step would be taken for what the step does not hold
     data, layers = data or Data(), None if layers is None else list(layers)
-    nothing: dict[str, Any] = {"curriculum": 0.0, "report_to": (), "steps": STEPS}
-    nothing |= dict.fromkeys(("align", "calibrate", "early_stopping", "repeat"))
-    whole = options.model_copy(update=nothing)
+    whole = options.model_copy(update={"steps": STEPS, "early_stopping": None, "report_to": ()})
     a_step, padding = step_work(tokenizer, options, data, seed)
     trained: list[tuple[str, tuple[int, ...]]] = []
     cost: dict[str, Any] = {}
@@ -105,7 +103,7 @@ def rehearse(
             finally:
                 run.checkpoints.put(start)
             trained[:] = [(name, tuple(p.shape)) for name, p in run.trained.items()]
-            parts = run.accelerator.num_processes if run.descent.sharded else 1
+            parts = run.accelerator.num_processes if run.loop.sharded else 1
             gradients = sum(p.nbytes for p in run.trained.values()) // parts
             cost.update(
                 device=str(run.accelerator.device), gradients=gradients, optimizer=(MOMENTS - 1) * gradients,

@@ -10,11 +10,13 @@ from surgery.models.anatomy import block_list
 from surgery.models.offloaded import same_tensor, same_tensors
 from surgery.splicing.state import FIELDS as STATE_SIZES
 
+KEPT_BYTES = 2**30  # of what is kept for batches that come again
+
 
 class StateCache:
     """Tensors by key, of `limit` bytes together at most. What does not fit is computed again whenever it is needed."""
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int = KEPT_BYTES):
         self.limit, self.bytes, self.tensors = limit, 0, dict[Any, Tensor]()
 
     def get(self, key: tuple[Any, str], compute: Callable[[], Tensor]) -> Tensor:

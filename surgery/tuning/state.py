@@ -2,9 +2,9 @@
 interrupted.
 
 A checkpoint is a folder: `trained.safetensors` (and `best.safetensors`), `optimizer.pt` (optimizer and schedule), `state.json`
-(stage, step, log, and the settings of the run). It holds no random states, since every step seeds its own (descent.py). A
-folder gets its name only when it is complete, and loses it before it is removed, so a folder called checkpoint-N is always
-whole. Of several processes, only the main one reads and writes.
+(step, log, and the settings of the run). It holds no random states, since every step seeds its own (steps.py). A folder gets
+its name only when it is complete, and loses it before it is removed, so a folder called checkpoint-N is always whole. Of
+several processes, only the main one reads and writes.
 
 accelerate's save_state would write the whole model and its teacher, thousands of times as much as the trained tensors, and
 would not replace the previous checkpoint in one step.
@@ -27,12 +27,11 @@ from torch import Tensor, nn
 from surgery.errors import UserError
 from surgery.loading.hub import one_line
 from surgery.records.reading import check_plain, parse_json
-from surgery.records.recipe import Tune
 from surgery.records.record import read_text
 from surgery.runtime.ownership import building, check_ours, governing, reason, refuse, remove
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
-from surgery.tuning.shards import load_optimizer_state, optimizer_state
+from surgery.tuning.shards import gathered, scattered
 
 Log = list[dict[str, Any]]
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -40,11 +39,11 @@ CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 @dataclass
 class State:
-    """The state of a run: `step` steps of `stage` are done. best: the best step so far, and its figures. curve: what
-    tune.steps=auto knows so far. more: what pretraining knows beside."""
+    """The state of a run: `step` steps are done. done: nothing is left to do. best: the best step so far, and its figures.
+    curve: what tune.steps=auto knows so far. more: what pretraining knows beside."""
 
-    stage: str
     step: int = 0
+    done: bool = False
     log: Log = field(default_factory=list)
     best: dict[str, Any] | None = None
     curve: dict[str, Any] | None = None
@@ -87,19 +86,19 @@ class Checkpoints:
         return newest
 
     def save(self, state: State, optimizer: Any = None, schedule: Any = None) -> None:
-        """Write checkpoint-<steps of all stages> and remove the older ones. Raises UserError, the older ones untouched, if it
+        """Write checkpoint-<steps> and remove the older ones. Raises UserError, the older ones untouched, if it
         cannot be written."""
         if self.out is None:
             return
         training = {
-            "optimizer": optimizer and optimizer_state(optimizer),
+            "optimizer": optimizer and gathered(optimizer.state_dict()),
             "schedule": schedule and schedule.state_dict(),
         }
         on_main(partial(self._write, state, training))
 
     def _write(self, state: State, training: dict[str, Any]) -> None:
         assert self.out is not None
-        target = self.out / f"checkpoint-{max(state.step, len(state.log))}"  # tuning logs all steps, pretraining some
+        target = self.out / f"checkpoint-{state.step}"
         buffer = io.BytesIO()
         torch.save(training, buffer)
         try:
@@ -122,11 +121,11 @@ class Checkpoints:
                     say(f"note: {error}")
 
     def restore(self, optimizer: Any, schedule: Any) -> None:
-        """Load the checkpoint's state of optimizer and schedule, the first time that this is called after a resume. A
-        checkpoint between two stages has none."""
+        """Load the checkpoint's state of optimizer and schedule, the first time that this is called after a resume. The
+        last checkpoint has none."""
         training, self._optimizer = self._optimizer, None
         if training is not None and training["optimizer"] is not None:
-            load_optimizer_state(training["optimizer"], optimizer)
+            optimizer.load_state_dict(scattered(training["optimizer"], optimizer))
             schedule.load_state_dict(training["schedule"])
 
     def tensors(self) -> dict[str, Tensor]:
@@ -155,16 +154,12 @@ class Checkpoints:
         if {name: t.shape for name, t in tensors.items()} != {name: p.shape for name, p in self.trained.items()}:
             raise UserError(f"{folder} was made by another plan; {self.anew}, or choose another --out")
         record = parse_json(read_text(folder / "state.json"), str(folder / "state.json"))
-        if "tune" in self.settings:
-            settings = record["settings"]
-            settings["tune"] = Tune().model_dump(mode="json") | settings.get("tune", {})  # what older versions did not have
-            for name in Tune.model_fields.keys() - self.settings["tune"].keys():  # such as gradient_checkpointing in 0.7
-                settings["tune"].pop(name, None)
         if differing := next(differences(self.settings, record["settings"]), None):
             raise UserError(f"{folder} was made with another {differing}; {self.anew}, or choose another --out")
         best = {} if record["state"]["best"] is None else load_file(folder / "best.safetensors")
         training = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
-        return tensors, best, training, State(**record["state"])
+        known = {name: value for name, value in record["state"].items() if name != "stage"}  # which a pretraining of 0.21 has
+        return tensors, best, training, State(**known)
 
 
 def complete(out: Path) -> list[Path]:

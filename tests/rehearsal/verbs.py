@@ -140,9 +140,7 @@ VERBS: dict[str, Callable[[Place], Any]] = {
     "splice": splicing,
     "packed rows": packing,
     "tune": tuning,
-    "tune stages": lambda place: tuning(
-        place, align={"steps": 2, "batches": 1}, calibrate={"examples": 4}, early_stopping={"eval_steps": 2, "examples": 4}
-    ),
+    "tune early stopping": lambda place: tuning(place, early_stopping={"eval_steps": 2, "examples": 4}),
     "tune checkpointing": lambda place: tuning(place, gradient_checkpointing=True, gradient_accumulation_steps=2),
     "tune bf16": lambda place: tuning(place, mixed_precision="bf16"),
     "tune lora": lambda place: tuning(place, lora={"target_modules": ["in_proj"], "r": 2}),

@@ -100,7 +100,7 @@ def test_the_layers_and_heads_of_every_architecture_are_found(name):
         assert mixer.heads * mixer.width == mixer.out.in_features
         assert mixer.columns(mixer.first) == slice(0, mixer.width)
     for layer in found.layers():  # heads of a layer are numbered through, SSM heads first
-        mixers = found.at(layer)
+        mixers = found.mixers_of(layer)
         assert [mixer.kind for mixer in mixers] == sorted((mixer.kind for mixer in mixers), reverse=True)
         assert [mixer.first for mixer in mixers] == [0, *(mixer.heads for mixer in mixers[:-1])]
     assert len(found.sites()) == sum(mixer.heads for mixer in found.mixers)

@@ -215,12 +215,11 @@ def test_a_base_of_transformers_own_is_known_by_its_folder(folder, tmp_path):
         surgery.export(splice(random_base(), HEADS), tmp_path / "nameless")
 
 
-def test_what_is_given_to_export_is_what_counts(folder, tmp_path, capsys):
+def test_what_is_given_to_export_is_what_counts(folder, tmp_path):
     base = surgery.load(folder)
     hybrid = surgery.splice(base, HEADS)
     other = HEADS.model_copy(update={"seed": 5})
-    surgery.export(hybrid, tmp_path / "out", plan=other, base="someone/base", form="hf")
-    assert "export(form=...) is now export(format=...)" in capsys.readouterr().err
+    surgery.export(hybrid, tmp_path / "out", plan=other, base="someone/base")
     assert Plan.read(tmp_path / "out" / "plan.json") == other
     assert json.loads((tmp_path / "out" / "export.json").read_text())["base"]["name"] == "someone/base"
 

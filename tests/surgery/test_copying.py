@@ -19,7 +19,6 @@ from surgery.records.recipe import Data, PlanOptions, Recipe, Tune
 from surgery.splicing.induction import token_inputs, token_outputs
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.batches import held_out_windows
-from surgery.tuning.graft_alignment import without_gates
 from tests.conftest import BASES, SAME
 
 SITES = ("L0.H1,3", "L2.H0")
@@ -140,10 +139,6 @@ def test_what_cannot_be_done_with_it_is_refused_before_anything_is_measured(base
         locate(hybrid, tokenizer, examples=4)
     with pytest.raises(UserError, match="width of at least the state size"):
         copying(base, width=2)
-    with pytest.raises(UserError, match=r"tune\.align: heads that copy"), without_gates(hybrid):
-        pass
-    with pytest.raises(ValueError, match=r"tune\.align: heads that copy"):
-        Recipe(model="x", plan={"init": "copy", "blend": 0.1}, tune={"align": {}})
     selective = BASES["mamba"]()
     for init in ("copy", "induction"):
         recipe = Recipe(model="x", plan={"init": init, "blend": 0.1})

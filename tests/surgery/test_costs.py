@@ -18,7 +18,7 @@ from surgery.evaluation.bench import measure
 from surgery.jobs import comparison
 from surgery.jobs import run as job
 from surgery.jobs.costs import announced, counts, estimate
-from surgery.jobs.costs.counts import benching, stages_of
+from surgery.jobs.costs.counts import benching
 from surgery.jobs.costs.models import assumed, held_beyond, models_of, remap_layers, storages, truncate_layers, weights_of
 from surgery.jobs.costs.record import CostEstimate, Stage, fitting_advice
 from surgery.jobs.output_folder import Run
@@ -39,8 +39,6 @@ from surgery.runtime.ownership import writing
 from surgery.runtime.timing import Stopwatch, slowed
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning import rehearsal
-from surgery.tuning.calibrate import calibrate
-from surgery.tuning.descent import Descent
 from surgery.tuning.loop import started_run, tune
 from surgery.tuning.micro_batches import MicroBatches
 from tests.conftest import BASES, names, random_base
@@ -130,24 +128,6 @@ def test_the_passes_of_a_search_are_those_that_it_makes(base, tokenizer, monkeyp
     else:
         assert counted.calls["logits"] == forwards
     assert own.at_most is skills.at_most is (options.confirm is not None)
-
-
-@pytest.mark.parametrize("control", [False, True])
-def test_the_steps_of_tuning_are_those_that_it_takes(base, tokenizer, monkeypatch, control):
-    options = Tune(
-        steps=3, batch_size=2, text_batch_size=1, text_tokens=24, align={"steps": 4, "batches": 1}, calibrate={"examples": 2}
-    )
-    steps = stages_of(options, control)
-    counted = Counted(monkeypatch)
-    counted.watch(Descent, "_step")
-    measured = []
-    monkeypatch.setattr("surgery.tuning.stages.calibrate", lambda *args: measured.extend(log := calibrate(*args)) or log)
-    if control:
-        tune(adopt(random_base(vocab_size=base.config.vocab_size)), tokenizer, options, layers=[1], teacher=adopt(base))
-    else:
-        tune(splice(base, Plan(sites=("L1.H3",), blend=0.1)), tokenizer, options)
-    assert counted.calls["_step"] == steps["distil"] + steps.get("align", 0)
-    assert 0 < len(measured) <= steps["calibrate"] if not control else "calibrate" not in steps and not measured
 
 
 def test_the_tokens_of_a_step_are_those_of_its_batches(base, tokenizer, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from surgery.doctor.examination import Answer, Examination, Layers, _runs, examine
+from surgery.doctor.examination import Examination, Layers, _runs, examine
 from surgery.doctor.examination_text import lines
 from surgery.exporting.export import export
 from surgery.exporting.formats import format_of, names, patch
@@ -62,11 +62,13 @@ def test_every_layer_is_in_one_run_with_its_mixers(name, tmp_path):
     assert sorted(layer for group in found.layers for layer in group.layers) == list(range(len(parts.blocks)))
     for layer in range(len(parts.blocks)):
         group = of_layer(found, layer)
-        assert [(m.kind, m.heads, m.width) for m in group.mixers] == [(m.kind, m.heads, m.width) for m in parts.at(layer)]
+        assert [(m.kind, m.heads, m.width) for m in group.mixers] == [
+            (m.kind, m.heads, m.width) for m in parts.mixers_of(layer)
+        ]
         assert ("ablation" in group.located) == bool(group.mixers)
         assert ("splice attribution" in group.located) == group.heads.possible
         assert group.heads.possible <= is_graftable(model)
-        for answer in (group.heads, group.layer, group.donor_layer, group.donor_heads):
+        for answer in (group.heads, group.layer, group.donor_layer):
             assert answer.possible != bool(answer.why_not)
     if name in KINDS:
         assert {mixer.kind for group in found.layers for mixer in group.mixers} == KINDS[name]
@@ -149,9 +151,6 @@ def test_a_transformer_is_a_donor_where_its_layers_fit(tmp_path):
     found = examine(configured(tmp_path / "qwen3", "qwen3", **fields))
     assert of_layer(found, 0).donor_layer.possible
     assert "sliding window" in of_layer(found, 1).donor_layer.why_not
-    no_positions = examine(configured(tmp_path / "smollm3", "smollm3", **PLAIN | {"no_rope_layers": [1, 1, 0, 1, 1]}))
-    assert of_layer(no_positions, 2).donor_heads == Answer(possible=True)
-    assert "turn with the position (RoPE)" in of_layer(no_positions, 0).donor_heads.why_not
 
 
 def test_a_base_that_load_refuses_and_a_quantised_one(tmp_path):

@@ -364,7 +364,7 @@ def test_a_proof_that_fails_loses_no_training(tokenizer, tmp_path, monkeypatch):
             tune_hybrid(recipe, tmp_path / "tuned")
     assert not (tmp_path / "tuned").exists()
     with monkeypatch.context() as patched:
-        patched.setattr("surgery.tuning.descent.torch.optim.AdamW.step", None)  # no step is made
+        patched.setattr("surgery.tuning.steps.torch.optim.AdamW.step", None)  # no step is made
         log = tune_hybrid(recipe, tmp_path / "tuned", resume=True, verify="tensors")
     assert [record["step"] for record in log] == [1, 2]
     assert folder.check(tmp_path / "tuned").proof.verify == "tensors"

@@ -33,9 +33,9 @@ from surgery.locating.walk import fully_gated
 from surgery.probes.encoded import encode
 from surgery.probes.kv import KVRetrieval
 from surgery.records.plan import Plan
-from surgery.records.recipe import Align, Calibrate, EarlyStopping, Lesson, Lora, Tune
+from surgery.records.recipe import EarlyStopping, Lesson, Lora, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice
-from surgery.tuning import descent
+from surgery.tuning import steps
 from surgery.tuning.loop import tune
 from surgery.tuning.rehearsal import rehearse
 from surgery.tuning.trainable import trainable, training
@@ -207,10 +207,8 @@ def test_ablation_of_products_beyond_float16(dtype, tokenizer):
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
 SHORT = Tune(steps=3, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, save_steps=2)
-STAGES = SHORT.model_copy(
+TUNE = SHORT.model_copy(
     update={
-        "align": Align(steps=2, batches=1),
-        "calibrate": Calibrate(examples=4, tau=(2.0,), gate=(0.3,), evaluations=0),
         "lora": Lora(target_modules=("in_proj",), r=2),
         "gradient_checkpointing": True,
         "gradient_accumulation_steps": 2,
@@ -234,16 +232,15 @@ def bases(request, tokenizer):
     return lambda dtype: (copy.deepcopy(base).to(dtype), plan)
 
 
-def test_every_stage_as_in_float32(bases, tokenizer):
+def test_tuning_as_in_float32(bases, tokenizer):
     logs = {}
     for dtype in (torch.float32, torch.float16):
         base, plan = bases(dtype)
         hybrid = splice(base, plan)
-        logs[dtype] = tune(hybrid, tokenizer, STAGES, teacher=adopt(base))
+        logs[dtype] = tune(hybrid, tokenizer, TUNE, teacher=adopt(base))
         assert {p.dtype for p in hybrid.parameters()} == {dtype}
         assert all(p.isfinite().all() for p in hybrid.parameters())
     one, two = logs.values()
-    assert [(record["stage"], record["step"]) for record in one] == [(record["stage"], record["step"]) for record in two]
     for mine, other in zip(one, two, strict=True):
         assert other["loss"] == pytest.approx(mine["loss"], rel=0.05)
 
@@ -267,18 +264,18 @@ def test_resumed_it_ends_bit_for_bit(bases, tokenizer, tmp_path, monkeypatch):
     base, plan = bases(torch.float16)
     whole, hybrid, again = (splice(base, plan) for _ in range(3))
     keep = EarlyStopping(eval_steps=2, accuracy=1.0, perplexity=10.0, examples=2, windows=1)
-    options = STAGES.model_copy(update={"lora": None, "steps": 4, "early_stopping": keep})
+    options = TUNE.model_copy(update={"lora": None, "steps": 4, "early_stopping": keep})
     log = tune(whole, tokenizer, options)
-    step, taken = descent.Descent._step, []
+    step, taken = steps.TrainingLoop._step, []
 
     def failing(*args, **named):
         taken.append(1)
-        if len(taken) == 6:  # two steps of align, the fourth of distil
+        if len(taken) == 4:
             raise KeyboardInterrupt
         return step(*args, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(descent.Descent, "_step", failing)
+        patch.setattr(steps.TrainingLoop, "_step", failing)
         with pytest.raises(KeyboardInterrupt):
             tune(hybrid, tokenizer, options, out=tmp_path)
     assert tune(again, tokenizer, options, out=tmp_path, resume=True) == log

@@ -19,7 +19,7 @@ SMALLER = {
     "run": f"{LOCATE} {BENCH} tune.steps=2 bench.controls=false",
     "locate": LOCATE,
     "prune": "locate.examples=8",
-    "tune": "tune.steps=2 tune.align=null tune.calibrate=null tune.batch_size=2 tune.text_batch_size=1",
+    "tune": "tune.steps=2 tune.batch_size=2 tune.text_batch_size=1",
     "bench": BENCH,
 }
 SLOW = {"run", "pretrain", "doctor"}  # a whole run, a training, and measurements; left to the slow test

@@ -183,9 +183,9 @@ def test_tuning_with_hints(tiny):
         for name in ("retrieval", "kl", "hints"):
             assert whole[name] == pytest.approx(parts[name], rel=1e-3)
         assert whole["loss"] == pytest.approx(whole["retrieval"] + whole["kl"] + whole["hints"], rel=1e-5)
-    again = SHORT.model_copy(update={"steps": 12, "repeat": 1, "text_batch_size": 0, "hints": Hints(weight=1.0)})
-    log = tune(splice(tiny.model, Plan(sites=("L2.H1",))), tiny.tokenizer, again)
-    assert log[-1]["hints"] < 0.7 * log[0]["hints"], [record["hints"] for record in log]
+    longer = SHORT.model_copy(update={"steps": 12, "text_batch_size": 0, "hints": Hints(weight=1.0)})
+    losses = [record["hints"] for record in tune(splice(tiny.model, Plan(sites=("L2.H1",))), tiny.tokenizer, longer)]
+    assert sum(losses[-3:]) < 0.85 * sum(losses[:3]), losses
 
 
 @torch.no_grad()

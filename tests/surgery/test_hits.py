@@ -18,9 +18,9 @@ from surgery.evaluation.text_hits import hit_texts
 from surgery.probes.hits import NONE, PairCounts, hits, seen_before
 from surgery.probes.perplexity import text_losses
 from surgery.records.plan import Plan
-from surgery.records.recipe import AutoSteps, Bench, Data, Hints, Text, Tune, read_recipe
+from surgery.records.recipe import Bench, Data, Hints, Text, Tune, read_recipe
 from surgery.splicing.splice import adopt, splice
-from surgery.tuning import batches, rare_pairs
+from surgery.tuning import batches, plateau, rare_pairs
 from surgery.tuning.batches import loaders
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
@@ -260,10 +260,13 @@ def test_the_losses_are_those_of_the_definition(tokenizer, train_text):
     assert losses["loss"].item() == pytest.approx(2 * losses["kl"].item() + 0.5 * losses["hits"].item())
 
 
-def test_parts_of_a_batch_make_the_whole(tokenizer, train_text):
+def test_parts_of_a_batch_make_the_whole(tokenizer, train_text, monkeypatch):
+    monkeypatch.setattr(plateau, "EVAL_STEPS", 2)
+    monkeypatch.setattr(plateau, "EXAMPLES", 8)
+
     def log(parts: int):
         model = splice(random_base(vocab_size=VOCABULARY), Plan(sites=("L1.H2",)))
-        auto = {"steps": "auto", "max_steps": 3, "auto": AutoSteps(eval_steps=2, examples=8)}  # which measures as well
+        auto = {"steps": "auto", "max_steps": 3}  # which measures as well
         options = TUNE.model_copy(update={"gradient_accumulation_steps": parts, "hints": Hints(), **auto})
         return tune(model, tokenizer, options, data=train_text)
 

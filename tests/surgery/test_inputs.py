@@ -106,11 +106,11 @@ def test_names_that_no_file_can_have(name):
 
 
 ABSURD = (
-    "locate.examples", "tune.steps", "tune.text_batch_size", "tune.text_tokens", "tune.batch_size", "tune.repeat",
+    "locate.examples", "tune.steps", "tune.text_batch_size", "tune.text_tokens", "tune.batch_size",
     "bench.limit",
     "bench.seeds", "bench.windows", "bench.window", "bench.contexts", "bench.batches", "bench.random_sites", "plan.width",
-    "tune.lora.r", "tune.align.steps", "tune.align.batches", "tune.early_stopping.windows", "tune.early_stopping.examples",
-    "tune.calibrate.examples", "locate.batch_size", "bench.batch_size", "tune.learning_rate", "tune.kl_weight",
+    "tune.lora.r", "tune.early_stopping.windows", "tune.early_stopping.examples",
+    "locate.batch_size", "bench.batch_size", "tune.learning_rate", "tune.kl_weight",
 )  # fmt: skip
 
 

@@ -26,7 +26,6 @@ from surgery.locating.planning import plan as plan_from
 from surgery.locating.planning import random_plan
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
-from surgery.records.sections.tuning import Align
 from surgery.splicing.splice import adopt, graft_parameters, splice, stock, unsplice
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
@@ -485,9 +484,8 @@ def test_tuned(name, tokenizer):
     base = base_of(name, vocab_size=VOCABULARY)
     hybrid = splice(base, plan_for(base))
     before = {name: p.clone() for name, p in hybrid.named_parameters()}
-    log = tune(hybrid, tokenizer, SHORT.model_copy(update={"align": Align(steps=4, batches=1, learning_rate=1e-4)}))
-    assert log[3]["loss"] < log[0]["loss"]  # each graft by itself comes nearer to what it replaces
-    assert log[4]["kl"] > 0
+    log = tune(hybrid, tokenizer, SHORT)
+    assert log[0]["kl"] > 0
     changed = {name for name, p in hybrid.named_parameters() if not torch.equal(p, before[name])}
     assert changed == set(graft_parameters(hybrid))
 

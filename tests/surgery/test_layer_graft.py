@@ -26,7 +26,6 @@ from surgery.hybrids.layer_graft import layer_spec
 from surgery.kernels.attention import graft_attention
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
-from surgery.records.site import Site
 from surgery.splicing.splice import graft_parameters, splice, unsplice
 from tests.conftest import BASES, SAME, random_base
 
@@ -70,7 +69,6 @@ DONORS = {
 PLAIN = Plan(kind="layer", sites=("L1",), donor="a donor")
 WHOLE = PLAIN.model_copy(update={"mlp": True})
 EVERY = Plan(kind="layer", sites=("L0", "L1", "L2"), donor="a donor", donor_layers={"L0": 2, "L2": 0}, mlp=True)
-HEADS = Plan(sites=("L1.H3,5",), donor="a donor", donor_heads={"L1.H5": "L1.H0"})
 
 
 @pytest.fixture(params=DONORS, ids=lambda name: name.replace(",", "").replace(" ", "-"))
@@ -92,16 +90,11 @@ def as_in_mamba2attn():
     return Mamba2HybridForCausalLM(Mamba2HybridConfig(**fields, grafts=[graft])).eval()
 
 
-def no_rope(base, plan):
-    return splice(base, plan, random_donor(SmolLM3Config, no_rope_layers=[1, 0, 1], hidden=base.config.hidden_size))
-
-
 HYBRIDS = {
     "mamba2": lambda: from_donor(random_base(n_groups=2), PLAIN),
     "mamba2, mlp": lambda: from_donor(random_base(), WHOLE),
     "mamba2, at random": lambda: splice(random_base(), Plan(kind="layer", sites=("L0", "L2"), width=16)),
     "mamba2attn": as_in_mamba2attn,
-    "mamba2, donor heads": lambda: no_rope(random_base(use_bias=True), HEADS),
     "mamba, mlp": lambda: from_donor(BASES["mamba"](), WHOLE),
     "falcon mamba, mlp": lambda: from_donor(BASES["falcon mamba"](), WHOLE),
     "llamba": lambda: from_donor(BASES["llamba"](), PLAIN),
@@ -261,20 +254,6 @@ def test_a_donor_in_bfloat16_keeps_its_frequencies():
     assert exact == rounded
 
 
-@pytest.mark.usefixtures("in_float64")
-def test_a_donors_head_gives_its_scores(tokens):
-    """In a layer without RoPE; the value stays the SSM's own."""
-    donor = DONORS["smollm3, no rope"]()
-    hybrid = splice(random_base(), HEADS.model_copy(update={"width": 15}), donor)
-    mixer, hidden = hybrid.backbone.layers[1].mixer, states()
-    attention = donor.model.layers[1].self_attn
-    q, k = (proj(hidden[:1]).unflatten(-1, (-1, 12)).transpose(1, 2)[0] for proj in (attention.q_proj, attention.k_proj))
-    for head, theirs in ((3, 3), (5, 0)):
-        scores = q[theirs] @ k[theirs // 2].T * attention.scaling
-        wanted = scores.masked_fill(torch.ones(23, 23).triu(1).bool(), -torch.inf).softmax(-1)
-        torch.testing.assert_close(mixer.matrices(hidden[:1])[head], wanted, **SAME)
-
-
 def broken(donor, **changes):
     for name, value in changes.items():
         setattr(donor.model.layers[1].self_attn.q_proj, name, value)
@@ -295,14 +274,6 @@ def broken(donor, **changes):
         (random_donor, Plan(sites=("L1.H3",)), "a donor is given, but the plan's grafts start dual"),
         (lambda: None, Plan(kind="layer", sites=("L1",), width=24), "width 24 do not divide the base's hidden size, 64"),
         (random_donor, Plan(kind="layer", sites=("L3",), donor="x"), "no site L3"),
-        (random_donor, HEADS, r"L1.H3 does not fit a head graft: its queries and keys turn .*kind: layer"),
-        (DONORS["smollm3, no rope"], HEADS.model_copy(update={"width": 7}), "are 12 wide, and the plan's queries and keys 7"),
-        (partial(random_donor, Qwen3Config), HEADS, "turn with the position"),
-        (
-            partial(random_donor, SmolLM3Config, no_rope_layers=[0, 0, 0], attention_bias=True), HEADS,
-            "queries and keys have a bias",
-        ),
-        (DONORS["smollm3, no rope"], Plan(sites=("L1.H6",), donor="x"), "no head L1.H6: its layers have heads 0-3"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_line(donor, plan, complaint):
@@ -311,23 +282,18 @@ def test_what_does_not_fit_is_refused_in_one_line(donor, plan, complaint):
     assert "\n" not in str(error.value)
 
 
-def test_donor_heads_are_mamba2s_alone():
-    with pytest.raises(UserError, match="head graft of mamba, whose queries and keys are not made from the layer's input"):
-        no_rope(BASES["mamba"](), HEADS)
-
-
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
         ({"kind": "layer", "sites": ["L1.H3"]}, "L1.H3 names heads; a layer graft takes a whole layer, e.g. L1"),
         ({"sites": ["L1"]}, "names no heads"),
         ({"kind": "layer", "sites": ["L1"], "init": "dual"}, "a layer graft starts donor or random, not dual"),
-        ({"sites": ["L1.H0"], "init": "random"}, "a head graft starts dual or induction or copy or donor, not random"),
+        ({"sites": ["L1.H0"], "init": "random"}, "a head graft starts dual or induction or copy, not random"),
         ({"kind": "layer", "sites": ["L1"], "blend": 0.0}, "blend: means nothing for a layer graft"),
         ({"kind": "layer", "sites": ["L1"], "mlp": True}, "mlp: means nothing for a layer graft that starts random"),
         ({"kind": "layer", "sites": ["L1"], "donor": "x", "donor_layers": {"L2": 0}}, "L2 is not among the sites"),
-        ({"sites": ["L1.H0"], "donor": "x", "donor_heads": {"L1.H0": "L2"}}, "donor_heads: L2 is not one head"),
-        ({"sites": ["L1.H0"], "donor": "x", "shared": True}, "shared: means nothing"),
+        ({"sites": ["L1.H0"], "donor": "x", "donor_heads": {"L1.H0": "L2.H0"}}, "donor_heads: went with version 0.22"),
+        ({"kind": "layer", "sites": ["L1"], "donor": "x", "shared": True}, "shared: means nothing"),
     ],
 )
 def test_plans_that_would_not_be_obeyed_are_refused(fields, complaint):
@@ -335,15 +301,14 @@ def test_plans_that_would_not_be_obeyed_are_refused(fields, complaint):
         Plan.model_validate(fields)
 
 
-@pytest.mark.parametrize("plan", [PLAIN, EVERY, HEADS, Plan(kind="layer", sites=("L2", "L0"))])
+@pytest.mark.parametrize("plan", [PLAIN, EVERY, Plan(kind="layer", sites=("L2", "L0"))])
 def test_plans_survive_json(plan, tmp_path):
     plan.write(tmp_path / "plan.json")
     assert Plan.read(tmp_path / "plan.json") == plan
 
 
 def test_defaults_of_a_plan():
-    assert (PLAIN.init, HEADS.init, HEADS.time_step) == ("donor", "donor", False)
+    assert PLAIN.init == "donor"
     assert Plan(kind="layer", sites=("L2", "L0")).init == "random"
-    assert [HEADS.donor_head(1, head) for head in (5, 3)] == [Site(1, (0,)), Site(1, (3,))]
     assert [EVERY.donor_layer(layer) for layer in range(3)] == [2, 1, 0]
     assert Plan(sites=("L1.H3",)).time_step

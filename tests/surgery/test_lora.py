@@ -12,7 +12,7 @@ from surgery.jobs.entries import entries_of, names_of
 from surgery.locating.locate import locate
 from surgery.records.names import is_control
 from surgery.records.plan import Plan
-from surgery.records.recipe import Align, Calibrate, Lesson, Lora, Recipe, Tune, read_recipe
+from surgery.records.recipe import Lesson, Lora, Recipe, Tune, read_recipe
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning import lora
 from surgery.tuning.distil import Distillation
@@ -202,8 +202,7 @@ def test_an_adapter_that_no_gradient_reaches_ends_the_run(monkeypatch):
 
 ALL = SHORT.model_copy(
     update={
-        "align": Align(steps=2, batches=1),
-        "calibrate": Calibrate(examples=2, tau=(2.0,), gate=(0.5,), evaluations=0),
+        "steps": 6,
         "lora": Lora(target_modules=("in_proj",), r=2, lora_dropout=0.1),
     }
 )
@@ -212,12 +211,7 @@ ALL = SHORT.model_copy(
 @pytest.mark.usefixtures("in_float64")
 def test_interrupted_and_resumed_it_ends_the_same_and_can_be_loaded_by_peft(tokens, tmp_path, monkeypatch):
     base, whole = hybrid_of("plain", vocab_size=VOCABULARY)
-    plain = splice(base, PLAN)
     log = tune(whole, TOKENIZER, ALL)
-    align = [
-        record["loss"] for record in tune(plain, TOKENIZER, ALL.model_copy(update={"lora": None})) if record["stage"] == "align"
-    ]
-    assert [record["loss"] for record in log if record["stage"] == "align"] == align  # adapters rest meanwhile
     hybrid, forward, calls = splice(base, PLAN), Distillation.forward, []
 
     def dying(*args, **kwargs):

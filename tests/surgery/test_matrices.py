@@ -144,7 +144,7 @@ def test_where_no_matrix_can_be_had_there_is_none(name):
 def test_only_the_heads_that_are_named_are_computed():
     """In any order, and as they are among all. So of other mixers: test_mixers.py."""
     hybrid = splice(random_base(), Plan(kind="layer", sites=("L0",)))
-    mixer = anatomy(hybrid).at(0)[0].module
+    mixer = anatomy(hybrid).mixers_of(0)[0].module
     hidden = torch.randn(1, 13, hybrid.config.hidden_size, generator=torch.Generator().manual_seed(5))
     rows = torch.tensor([12, 4])
     whole = mixer.matrices(hidden, rows)

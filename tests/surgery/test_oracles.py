@@ -1,28 +1,22 @@
-"""Oracles and paths: what a perfect choice, or perfect summaries, would bring; and where an answer's way leads."""
-
-import random
+"""Oracles: what a perfect choice would bring."""
 
 import numpy as np
 import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM
 
-from surgery.errors import UserError
 from surgery.locating.attribution_memory import intercept_ssm_output
-from surgery.locating.oracles import PLACES, OracleHead, Oracles, encode_span_alone, plan_at
+from surgery.locating.oracles import PLACES, OracleHead, Oracles, plan_at
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
-from surgery.models.tokens import encode_prompts, token_spans
+from surgery.models.tokens import token_spans
 from surgery.probes import make
 from surgery.probes.encoded import encode, padded
-from surgery.probes.question import Question
 from surgery.probes.scoring import answer
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.splice import splice
-from surgery.studies import Findings
-from surgery.studies.paths import PARTS, exchanged, travel
-from tests.conftest import ROOT, VOCABULARY, random_base, random_selective
+from tests.conftest import VOCABULARY, random_base, random_selective
 
 BASES = {
     "mamba2": random_base,
@@ -75,27 +69,6 @@ def test_a_perfect_choice_is_attention_to_one_token(made, tokenizer, sign, monke
     assert found.loss[0] != pytest.approx(answer(base, tokenizer, [question]).loss[0], rel=1e-6)
 
 
-@pytest.mark.usefixtures("in_float64")
-def test_a_span_read_alone(made, tokenizer):
-    """Of a single span nothing changes, nor in a model of one layer; of several it does, since they blur each other."""
-    deep, shallow = (gated(made(vocab_size=VOCABULARY, num_hidden_layers=n).double(), tokenizer) for n in (3, 1))
-    for model, questions, changes in ((deep, kv(1, 3), False), (shallow, kv(4, 3), False), (deep, kv(4, 3), True)):
-        oracles = Oracles(model, questions, batch_size=2)
-        alone, whole = oracles.outcome(alone=True).loss, oracles.outcome().loss
-        assert np.allclose(alone, whole, rtol=1e-9) != changes
-
-
-def test_what_is_read_alone_has_the_same_tokens(tokenizer):
-    (question,) = kv(5, 1)
-    whole, spans = token_spans(tokenizer, question.prompt, question.spans)
-    for (ids, here), span, (begin, stop) in zip(
-        encode_span_alone(tokenizer, question, spans), spans, question.spans, strict=True
-    ):
-        assert [ids[i] for i in here] == [whole[i] for i in span]
-        assert tokenizer.decode([ids[i] for i in here]) == question.prompt[begin:stop]
-        assert len(ids) == len(encode_prompts(tokenizer, [question.prompt[: question.spans[0][0]]])[0]) + len(span)
-
-
 def test_carriers_are_where_the_built_in_model_retrieves(tiny):
     """In its first layer; and with a perfect choice there more is right than as it is."""
     subject = fully_gated(Subject.of(tiny))
@@ -117,7 +90,6 @@ def test_carriers_are_added_while_they_save_loss(tiny, monkeypatch):
     assert losses == sorted(losses, reverse=True)
     carriers = [carrier for carrier, _ in found]
     assert len({carrier.site for carrier in carriers}) == len(carriers)
-    assert found[0][1].loss.mean() == min(outcome.loss.mean() for outcome in oracles.alone.values())
     chosen = plan_at(carriers)
     assert {(head, chosen.start(site.layer, head).sign) for site in chosen.sites for head in site.heads} == {
         (carrier.site.heads[0], carrier.sign) for carrier in carriers
@@ -151,68 +123,3 @@ def test_slopes_are_those_of_the_loss(made, tokenizer):
             with torch.no_grad(), intercept_ssm_output(oracles.mixers, towards, always=True):
                 near[batch.chosen] = batch.encoded.losses(oracles._logits(batch)).numpy()
         assert slopes[carrier] == pytest.approx((whole - near.mean()) / step, rel=1e-3, abs=1e-9)
-
-
-@pytest.mark.usefixtures("in_float64")
-def test_an_exchanged_answer(tokenizer):
-    """Two values have changed places, all else stands."""
-    for seed, question in enumerate(kv(6, 5)):
-        other = exchanged(tokenizer, question, random.Random(seed))
-        one, two = (dict(line.split(":") for line in q.prompt.splitlines()[1:-1]) for q in (question, other))
-        differing = {key for key in one if one[key] != two[key]}
-        asked = question.prompt.split("'")[1]
-        assert len(differing) == 2
-        assert asked in differing
-        assert sorted(one.values()) == sorted(two.values())
-        assert [other.prompt[begin:stop] for begin, stop in other.spans] == [f"{key}:{two[key]}\n" for key in two]
-    with pytest.raises(UserError, match="another one of as many tokens"):
-        exchanged(tokenizer, kv(1, 1)[0], random.Random(0))
-    with pytest.raises(UserError, match="with the positions of answers"):
-        exchanged(tokenizer, Question("a", ("b", "c"), 0), random.Random(0))
-
-
-@pytest.mark.usefixtures("in_float64")
-def test_travelling(made, tokenizer):
-    """What is exchanged behind the last mixing of tokens matters at the last token alone; what is exchanged nowhere does not
-    matter; and exchanged answers are what the other prompt answers."""
-    sizes = {"hidden_size": 16, "num_heads": 2} if made is random_base else {"hidden_size": 4}
-    base = made(vocab_size=VOCABULARY, num_hidden_layers=2, **sizes)
-    questions = kv(3, 4)
-    found = travel(Subject.of(base.double(), tokenizer), questions, batch_size=3, seed=5)
-    np.testing.assert_allclose(found.clean, answer(base, tokenizer, questions).loss, rtol=1e-9)
-    rng = random.Random("exchanged answers 5")
-    others = [exchanged(tokenizer, question, rng) for question in questions]
-    np.testing.assert_allclose(found.exchanged, answer(base, tokenizer, others).loss, rtol=1e-9)
-    last = [number for number, site in enumerate(found.sites) if site.layer == 1]
-    first = [number for number, site in enumerate(found.sites) if site.layer == 0]
-    moved = np.abs(found.patched - found.clean).max(-1)  # parts, heads
-    assert (moved[:-1, last] < 1e-9).all()
-    assert moved[PARTS.index("the last token"), last].max() > 1e-9
-    assert moved[PARTS.index("the answer"), first].max() > 1e-9
-    assert found.share().shape == (len(PARTS), len(found.sites))
-
-
-PATHS = """
-model: checkpoints/tiny-mamba2
-locate: {examples: 4, options: {pairs: 8}}
-bench: {limit: 6}
-study: {name: answer_paths, most: 1, candidates: 1, worth: 0.0}
-"""
-
-
-def test_the_study(surgery, tmp_path, painted):
-    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-    (tmp_path / "paths.yaml").write_text(PATHS)
-    status, printed, error = surgery("run", "paths.yaml", "--out", "out")
-    assert status == 0, error
-    findings = Findings.read(tmp_path / "out" / "findings.json")
-    (carrier,) = findings.about["carriers"]
-    site = carrier.split(" ")[0]
-    names = [f"perfect choice at {site}", f"perfect choice at {site}, each span read alone", "dual grafts there, untrained"]
-    assert [row.what for row in findings.rows] == ["as it is", "each span read alone", *names]
-    assert all(row.figures["accuracy"].n == 6 for row in findings.rows)
-    assert all(set(parts) == set(PARTS) for parts in findings.about["travels"].values())
-    assert findings.summary.splitlines()[0][:40] in printed.replace("\n", "")
-    assert (tmp_path / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
-    status, _, error = surgery("run", "paths.yaml", "--set", "model=checkpoints/tiny-llama", "--out", "other")
-    assert (status, "needs a base that can be grafted" in error) == (2, True), error

@@ -4,14 +4,12 @@ import copy
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache, LlamaConfig, Trainer, TrainingArguments
 
 from surgery.hybrids.packed import packing
 from surgery.kernels.dispatch import use
 from surgery.splicing.splice import adopt, splice
 from surgery.tuning.distil import Distillation
-from surgery.tuning.graft_alignment import alignment_error, gather_states
 from surgery.tuning.partial_run import PartialRun
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.trainable import trainable, training
@@ -321,17 +319,3 @@ def test_where_documents_begin_is_looked_up_on_the_host_whatever_device_is_the_d
             other = packing(hidden, torch.ones_like(ids, device="cpu"), places, None, None, given)
         assert torch.equal(plain.places, other.places)
         assert torch.equal(plain.starts, other.starts)
-
-
-@pytest.mark.usefixtures("in_float64")
-def test_grafts_are_aligned_on_the_same_states_packed(ids):
-    hybrid = splice(random_base(), PLANS["shared pairs, two layers, one complete"]).double()
-    with training(hybrid, trainable(hybrid, None)):
-        distillation = Distillation(hybrid, adopt(random_base()).double())
-        nothing = torch.full_like(ids, IGNORE)
-        states = [gather_states(distillation, [((ids, nothing), text, None)], 0, Accelerator())[0] for text in in_rows(ids)]
-        off = [alignment_error(distillation, some)["loss"] for some in states]
-    assert states[0].keys() == {1, 2}
-    for i in states[0]:
-        torch.testing.assert_close(states[0][i][1], states[1][i][1], **SAME)
-    torch.testing.assert_close(*off, **SAME)

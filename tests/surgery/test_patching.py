@@ -66,7 +66,7 @@ OWN = {
     "jobs/costs/estimate.py",  # a field of that name: the time of a forward
 }
 # What is taken off, or put on, for transformers, accelerate and PEFT, which keep names of their own on a model.
-OTHERS = {"tuning/descent.py", "tuning/lora.py"}
+OTHERS = {"tuning/steps.py", "tuning/lora.py"}
 
 
 def test_nothing_else_patches():

@@ -9,8 +9,9 @@ from torch.optim import SGD
 
 from surgery.errors import UserError
 from surgery.records.plan import Plan
-from surgery.records.recipe import AutoSteps, EarlyStopping, Lesson, Tune, read_recipe
+from surgery.records.recipe import EarlyStopping, Lesson, Tune, read_recipe
 from surgery.splicing.splice import splice
+from surgery.tuning import plateau
 from surgery.tuning.loop import tune
 from surgery.tuning.optimizer import cosine_schedule, falling_schedule
 from surgery.tuning.plateau import LossCurve, Plateau, taken
@@ -19,17 +20,23 @@ from tests.conftest import VOCABULARY, random_base
 SMALL = Tune(
     steps="auto", max_steps=12, batch_size=4, text_batch_size=2, text_tokens=24, warmup_steps=2, save_steps=3,
     lessons=(Lesson(options={"pairs": (2, 4)}, queries=2),),
-    auto=AutoSteps(eval_steps=2, examples=8, patience=3, least_gain=0.5),
 )  # fmt: skip
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """It is looked more often, at less, than in earnest."""
+    for name, value in {"EVAL_STEPS": 2, "EXAMPLES": 8, "PATIENCE": 3, "LEAST_GAIN": 0.5}.items():
+        monkeypatch.setattr(plateau, name, value)
 
 
 def curve(options: Tune, means: list[float], noise: float = 0.01) -> Plateau:
     """A plateau that has seen these means, one a look, from step 0 on."""
-    plateau = Plateau(options, LossCurve())
+    seen = Plateau(options, LossCurve())
     for look, mean in enumerate(means):
         spread = np.random.default_rng(look).normal(size=8)
-        plateau.look(look * options.auto.eval_steps, mean + noise * (spread - spread.mean()))
-    return plateau
+        seen.look(look * plateau.EVAL_STEPS, mean + noise * (spread - spread.mean()))
+    return seen
 
 
 def test_the_rate_falls_once_the_curve_is_flat():
@@ -48,6 +55,7 @@ def test_the_rate_falls_once_the_curve_is_flat():
     assert curve(options, down).is_cut_short()
 
 
+@pytest.mark.usefixtures("often")
 def test_it_is_said_whether_the_curve_or_the_limit_ends_the_steps(tokenizer, capsys, monkeypatch):
     for gains, line in ((False, "is flat after 6 steps; the"), (True, "still falls after 9 steps, but tune.max_steps=12; the")):
         monkeypatch.setattr(Plateau, "_progress", lambda *_, gains=gains: gains)
@@ -55,9 +63,9 @@ def test_it_is_said_whether_the_curve_or_the_limit_ends_the_steps(tokenizer, cap
         assert f"the held-out loss {line} learning rate falls for" in capsys.readouterr().err
 
 
-@given(st.integers(1, 3000), st.lists(st.floats(0.01, 5), min_size=1, max_size=60), st.integers(1, 60), st.floats(0.01, 1))
-def test_steps_never_exceed_the_most_and_end(most, means, every, decay):
-    options = Tune(steps="auto", max_steps=most, decay=decay, auto=AutoSteps(eval_steps=every))
+@given(st.integers(1, 3000), st.lists(st.floats(0.01, 5), min_size=1, max_size=60), st.floats(0.01, 1))
+def test_steps_never_exceed_the_most_and_end(most, means, decay):
+    options = Tune(steps="auto", max_steps=most, decay=decay)
     plateau, step, looks = Plateau(options, LossCurve()), 0, iter(means)
     plateau.look(0, np.full(4, 6.0))
     while True:
@@ -95,8 +103,8 @@ def made():
     return splice(random_base(vocab_size=VOCABULARY), Plan(sites=("L1.H2",)))
 
 
-@pytest.fixture(scope="module")
-def straight(tokenizer):
+@pytest.fixture
+def straight(tokenizer, often):
     model = made()
     return model, tune(model, tokenizer, SMALL, seed=3)
 
@@ -143,6 +151,7 @@ def test_another_model_takes_the_same_steps_at_the_same_rates(straight, tokenize
     assert taken(Tune(steps=7), log).steps == 7
 
 
+@pytest.mark.usefixtures("often")
 def test_early_stopping_watches_beside_it(tokenizer):
     bounds = EarlyStopping(eval_steps=100, accuracy=1, perplexity=10, examples=4, windows=2)
     log = tune(made(), tokenizer, SMALL.model_copy(update={"early_stopping": bounds}), seed=3)
@@ -152,7 +161,6 @@ def test_early_stopping_watches_beside_it(tokenizer):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (["tune.steps=auto", "tune.curriculum=.5"], "is a share of the steps, whose number steps: auto does not know"),
         (["tune.steps=some"], r"tune.steps takes a whole number or 'auto', not 'some'"),
         (["tune.decay=0"], r"tune.decay"),
     ],

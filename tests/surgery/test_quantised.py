@@ -143,7 +143,7 @@ def test_ablation_is_exact(folders):
     """8-bit modules round what they read: the output without a head is no sum of parts."""
     base = adopt(quantised(folders / "mamba2", 8))
     found, last = anatomy(base), torch.tensor([8, 8])
-    mixer = found.at(0)[0]
+    mixer = found.mixers_of(0)[0]
     own = mixer.out.forward
 
     def without(columns):

@@ -103,7 +103,7 @@ def test_settings_change_a_recipe():
     [
         ("tune.stpes=7", "unknown key 'tune.stpes'"),
         ("stpes=7", "unknown key 'stpes'"),
-        ("tune.steps=0", "steps: 0 leaves nothing to do without align or calibrate"),
+        ("tune.steps=0", "tune.steps: must be greater than or equal to 1"),
         ("tune.steps=many", "tune.steps"),
         ("tune.lessons=[{options: {pairs: [8, 4]}}]", "smallest <= largest"),
         ("tune.lessons=[{pairs: 8}]", "unknown key 'tune.lessons.0.pairs'"),

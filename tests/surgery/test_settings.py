@@ -1,5 +1,6 @@
 """Settings: those of earlier versions, where they are listed, and what is said of wrong ones."""
 
+import json
 import re
 from functools import cache
 from typing import get_args
@@ -18,6 +19,7 @@ from surgery.kernels.dispatch import OPERATIONS
 from surgery.probes import probes
 from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.recipe import Recipe, Suite, Text, read_recipe
+from surgery.records.sections.gone import GONE
 from surgery.records.settings import rows, sections
 from surgery.records.site import Site
 from surgery.splicing.load import load
@@ -36,19 +38,18 @@ def test_recipes_of_earlier_versions_are_read_where_what_went_was_at_its_default
     (tmp_path / "recipe.yaml").write_text(OF_019)
     recipe = read_recipe(tmp_path / "recipe.yaml")
     assert (recipe.tune.steps, recipe.tune.lora.r, recipe.bench.limit) == (7, 2, 9)
-    kept = {section: names for section, kind in sections().items() if (names := kind.gone)}
-    assert {section: set(names) for section, names in kept.items()} == {
-        "tune": {"weight_decay"}, "tune.lora": {"use_rslora", "use_dora"}, "bench": {"doses", "depths", "engine_python"},
-        "pretrain": {"needles", "letter_questions"},
-    }  # fmt: skip
+    for name, gone in GONE.items():
+        if not name.startswith("pretrain"):
+            needed = ["tune.lora.target_modules=in_proj"] if "lora" in name else []
+            read_recipe(None, [*needed, f"{name}={json.dumps(gone.default)}"], model="m")
     assert read_pretrain_recipe(ROOT / "checkpoints" / "tiny-letters" / "recipe.yaml").letter_sequences
 
 
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ("bench.doses=[1]", "bench.doses: went with version 0.20, which does as doses: [] did; leave it out"),
-        ("tune.weight_decay=0.1", "tune.weight_decay: went with version 0.20, which does as weight_decay: 0.01 did"),
+        ("bench.doses=[1]", "bench.doses: went with version 0.20: this version does what its default did; leave it out"),
+        ("tune.weight_decay=0.1", "tune.weight_decay: went with version 0.20: this version does what its default did"),
         ("tune.lora={target_modules: in_proj, use_dora: true}", "use_dora: went with version 0.20"),
     ],
 )
@@ -72,8 +73,9 @@ def said(*settings, path=None):
     ("setting", "line"),
     [
         ("tune.stpes=7", "unknown key 'tune.stpes'; did you mean tune.steps?"),
-        ("steps=7", "unknown key 'steps'; did you mean plan.auto.steps, tune.steps or tune.align.steps?"),
+        ("steps=7", "unknown key 'steps'; did you mean plan.auto.steps or tune.steps?"),
         ("tune.early_stopping={every_steps: 3}", "did you mean tune.early_stopping.eval_steps?"),
+        ("tune.calibrate={tau: [1]}", "tune.calibrate: went with version 0.22: plan.by and plan.heads: auto choose the gate"),
         ("tune.lora.lora_alfa=3", "unknown key 'tune.lora.lora_alfa'; did you mean tune.lora.lora_alpha?"),
         ("bench.task_limits=3", "did you mean bench.task_limit?"),
         ("tune.lessons=[{pairs: 8}]", "unknown key 'tune.lessons.0.pairs'; did you mean bench.pairs?"),
@@ -87,12 +89,22 @@ def said(*settings, path=None):
         ("plan.kind=lyaer", "plan.kind takes 'head' or 'layer', not 'lyaer'; did you mean layer?"),
         ("bench.suites=quick,sped", "bench.suites.1 takes 'quick', "),
         ("bench.limit=", "bench.limit takes a whole number, not nothing"),
-        ("tune.align=yes", "tune.align takes keys and values ({} for its defaults), not True"),
+        ("tune.lora=yes", "tune.lora takes keys and values ({} for its defaults), not True"),
         ("study.name=3", "study: needs the name of a study"),
         ("device=meta", "device: nothing can be computed on meta"),
         ("data={facts: x, facts: y}", "the key 'facts' is there twice"),
         ("seed=" + "[" * 500, "nested too deeply"),
         ("seed=2024-99-99", "is not YAML: month must be in 1..12"),
+        ("tune.steps=0", "tune.steps: must be greater than or equal to 1"),
+        ("tune.lessons=[{options: {pairs: [8, 4]}}]", "smallest <= largest"),
+        ("tune.lessons=[]", "tune.lessons"),
+        ("data.train_text=[{source: x, colum: y}]", "unknown key 'data.train_text.0.colum'"),
+        ("data.train_text=[{source: x, weight: 0}]", "data.train_text.0.weight"),
+        ("tune.steps", "key=value"),
+        ("model.name=x", "no keys of its own"),
+        ("plan.sites=[L1H2]", "is not a site"),
+        ("tune.early_stopping={eval_steps:4}", "a space belongs after the colon: 'eval_steps: 4'"),
+        ("data=[", "not YAML"),
         (
             "data={facts: x: y}",
             "is not YAML: line 1, column 10: while parsing a flow mapping, expected ',' or '}', but got ':'",
@@ -144,8 +156,8 @@ def test_a_model_is_missing():
         (["plan.layers=2"], "plan.layers: counts layers, and kind is head"),
         (["plan.kind=layer", "locate.layers=false"], "locate.layers=false ranks none"),
         (["plan.mlp=true"], "plan.mlp: means nothing for a head graft that starts dual"),
-        (["plan.donor_heads={L1.H0: L2.H0}"], "plan.donor_heads: means nothing for a head graft that starts dual"),
-        (["plan.donor=x", "plan.sites=L1.H0", "plan.donor_heads={L2.H0: L2.H0}"], "L2.H0 is not among the sites"),
+        (["plan.donor_heads={L1.H0: L2.H0}"], "plan.donor_heads: went with version 0.22: heads start from their own weights"),
+        (["plan.donor=x", "plan.sites=L1.H0"], "plan.donor: is for kind layer"),
         (["plan.kind=layer", "plan.sites=L1.H3"], "L1.H3 names heads; a layer graft takes a whole layer"),
         (["plan.sites=[]"], "plan.sites: is empty"),
     ],
@@ -188,8 +200,8 @@ def test_values_as_users_write_them(setting, value):
 def test_settings_below_what_a_written_recipe_leaves_empty(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(Recipe(model="m", study={"name": "seeds"}).model_dump(mode="json")))
-    recipe = read_recipe(path, ["tune.align.steps=3", "study.seeds=2"])
-    assert recipe.tune.align.steps == 3
+    recipe = read_recipe(path, ["tune.hints.weight=3", "study.seeds=2"])
+    assert recipe.tune.hints.weight == 3
     assert recipe.study == {"name": "seeds", "seeds": 2}
     assert read_recipe(None, ["model=m", "study=seeds", "study.seeds=2"]).study == {"name": "seeds", "seeds": 2}
 
@@ -216,7 +228,7 @@ def test_every_setting_says_what_it_means():
             assert row.meaning.endswith((".", ")")), row.key
             assert row.type, row.key
     table = {row.key: row for place in known for row in rows(place)}
-    assert table["tune.steps"][1:3] == ("int >= 0 or auto", "150")
+    assert table["tune.steps"][1:3] == ("int >= 1 or auto", "150")
     assert table["tune.report_to"][1:3] == ("list of str", "[]")
     assert table["plan.kind"][1:3] == ("head | layer", "head")
     assert table["tune.lessons"][2] == "[{options: {pairs: [4, 64]}}]"
@@ -258,7 +270,7 @@ def test_settings_are_listed(surgery):
     assert status == 0
     assert re.findall(r"^  (tune\.lora\.\w+)  \[", out, flags=re.M) == [row.key for row in rows("tune.lora")]
     assert "tune.lora.r  [int >= 1; default 8]\n      The rank." in out
-    assert surgery("settings", "tune.steps")[1].startswith("  tune.steps  [int >= 0 or auto; default 150]\n")
+    assert surgery("settings", "tune.steps")[1].startswith("  tune.steps  [int >= 1 or auto; default 150]\n")
     assert surgery("settings")[1].count("\n  ") > 100
     assert surgery("settings", "tune.stpes")[::2] == (
         2, "surgery: there is no section or key 'tune.stpes'; did you mean tune.steps?\n"
@@ -304,10 +316,9 @@ def test_what_a_verb_uses_exists():
         (["plan={kind: layer, layers: 5}"], "plan.layers: the model has 4 layers, and 5 are to be grafted"),
         (["plan.sites=L9.H0"], "the model has no site L9.H0"),
         (["tune.report_to=nope"], "tune.report_to: there is no 'nope'"),
-        (["plan={donor: ./nope}"], "no such folder: ./nope"),
+        (["plan={kind: layer, donor: ./nope}"], "no such folder: ./nope"),
         (["plan={kind: layer, donor: checkpoints/tiny-mamba}"], "a mamba model cannot be a donor"),
         (["plan={kind: layer, donor: checkpoints/tiny-llama, donor_layers: {L1: 9}}"], "the donor has no layer 9"),
-        (["plan={donor: checkpoints/tiny-llama}"], "turn with the position"),
         (["plan.state_size=16"], "has 16 dimensions; 16 is not 1 to 15"),
         (["model=checkpoints/tiny-llamba", "plan.state_size=2"], "the state of a llamba stays as large as it is"),
     ],

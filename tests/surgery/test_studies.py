@@ -12,7 +12,7 @@ from surgery.runtime.ownership import writing
 from surgery.statistics import Proportion
 from surgery.studies import Findings, cohort, make, retrieval_aware, studies
 from surgery.studies.study import Row
-from surgery.tuning.stages import TuningRun
+from surgery.tuning.run import TuningRun
 from tests.conftest import ROOT
 
 RECIPES = sorted((ROOT / "recipes" / "paper").glob("*.yaml"))
@@ -60,38 +60,12 @@ def test_the_seeds_are_of_the_demos(demo, seeds):
     assert one.seed <= many.seed
 
 
-GAIN = """
-model: checkpoints/tiny-mamba2
-locate: {examples: 8, layers: false, confirm: 0.1, options: {pairs: 8}}
-bench: {limit: 20}
-study: {name: untrained_gain, pairs: [8, 32], tau: [0.01, 1.0], controls: 1}
-"""
-
-
-def test_untrained_gain(surgery, tmp_path):
-    """Of a scale of almost nothing, where a graft can only average, and of one that it can start from."""
-    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-    (tmp_path / "gain.yaml").write_text(GAIN)
-    status, _, error = surgery("run", "gain.yaml", "--set", "plan.sites=L0.H5", "--out", "out")
-    assert status == 0, error
-    findings = Findings.read(tmp_path / "out" / "findings.json")
-    (control,) = findings.about["controls"]
-    assert [row.what for row in findings.rows] == ["base", "L0.H5, tau 0.01", "L0.H5, tau 1", f"{control[0]} at random (1)"]
-    base, blunt, sharp, _ = (row.figures["32"].accuracy for row in findings.rows)
-    assert blunt <= base < sharp
-    assert f"base {base:.3f}" in findings.summary
-    assert control[0][:2] != "L0"
-    status, _, error = surgery("run", "gain.yaml", "--set", "study.pairs=[]", "--out", "other")
-    assert status == 2
-    assert "at least one scale (tau) and one size (pairs)" in error
-
-
 SEEDS = """
 model: checkpoints/tiny-mamba2
 locate: {examples: 4, layers: false, confirm: 0.1, options: {pairs: 4}}
 tune: {steps: 1, batch_size: 2, text_batch_size: 1, lessons: [{probe: kv, options: {pairs: 8}}]}
 bench: {pairs: [4, 8], unseen_pairs: [], limit: 4, windows: 2, contexts: []}
-study: {name: seeds, seeds: 2, ways: {distil: {}, calibrate: {steps: 0, calibrate: {examples: 2, tau: [1, 2], evaluations: 0}}}}
+study: {name: seeds, seeds: 2, ways: {distil: {}, gentle: {kl_weight: 4.0}}}
 """
 
 
@@ -100,7 +74,7 @@ def test_seeds(surgery, tmp_path, monkeypatch):
     (tmp_path / "seeds.yaml").write_text(SEEDS)
     assert surgery("run", "seeds.yaml", "--out", "out")[0] == 0
     findings = Findings.read(tmp_path / "out" / "findings.json")
-    names = ("base", "untrained", "distil", "calibrate", "no graft", "random heads")
+    names = ("base", "untrained", "distil", "gentle", "no graft", "random heads")
     assert [row.what for row in findings.rows] == [f"{name}, seed {seed}" for seed in (0, 1) for name in names]
     assert all(row.figures["knowledge, change"].n == 4 for row in findings.rows if not row.what.startswith("base"))
     worst = min(row.figures["kv.8"].accuracy for row in findings.rows if row.what.startswith("distil"))

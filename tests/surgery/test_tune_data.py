@@ -25,10 +25,10 @@ from surgery.probes.needle import Needle
 from surgery.probes.perplexity import TextWindows
 from surgery.records.recipe import Bench, Data, Lesson, Text, Tune
 from surgery.tuning import leaks
-from surgery.tuning.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders, progress
+from surgery.tuning.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders
 from surgery.tuning.packed_rows import pack, padding_share
+from surgery.tuning.run import CURVE_SEED, HELD_OUT_SEED
 from surgery.tuning.sequences import IGNORE, collate, kv_pieces
-from surgery.tuning.stages import HELD_OUT_SEED, PROBE_SEED
 from surgery.tuning.text_sources import HELD_OUT, Reading, open_source
 from surgery.world.text import document
 
@@ -196,32 +196,6 @@ def test_weights_are_honoured(tiny, folder):
         assert chosen[weight] / 4000 == pytest.approx(weight / 4, abs=0.03)
 
 
-@given(steps=st.integers(1, 60), share=st.floats(0.01, 1))
-def test_the_curriculum_grows_to_the_whole(steps, share):
-    options = Tune(steps=steps, curriculum=share)
-    parts = [progress(options, step) for step in range(steps + 1)]
-    assert parts[0] == 0
-    assert parts[-1] == 1
-    assert all(one <= next_one for one, next_one in pairwise(parts))
-    assert all(part == 1 for step, part in enumerate(parts) if step >= share * steps)
-    assert progress(Tune(steps=steps), 0) == 1
-
-
-def test_the_curriculum_reaches_lessons_and_text(tiny):
-    lesson = Lesson(options={"pairs": (4, 64)})
-    options = Tune(steps=200, batch_size=1, lessons=(lesson,), text_batch_size=1, text_tokens=40, curriculum=0.5)
-    lessons, rows = Lessons(tiny.tokenizer, options, 0), Rows(tiny.tokenizer, options, Data(), 0)
-    pairs = [lessons.drawn(step)["pairs"] for step in range(200)]
-    assert all(4 <= drawn <= 4 + round(60 * progress(options, step)) for step, drawn in enumerate(pairs))
-    assert max(pairs[:25]) < 20
-    assert max(pairs[100:]) > 50
-    lengths = [sum(map(len, rows[i])) for i in range(200)]
-    assert lengths == sorted(lengths)
-    assert (lengths[0], lengths[50], lengths[100]) == (10, 25, 40)
-    without = Lessons(tiny.tokenizer, options.model_copy(update={"curriculum": 0.0}), 0)
-    assert pairs[100:] == [without.drawn(step)["pairs"] for step in range(100, 200)]
-
-
 def test_held_out_documents_are_never_trained_on(words, documents):
     options, data = Tune(steps=160, text_batch_size=4, text_tokens=16), Data(train_text=(documents,))
     trained = {t for ids, *_ in loaders(words, options, data, 0, 0)[1] for t in ids.unique().tolist()} - {0}
@@ -345,7 +319,7 @@ def test_questions_of_lessons_are_not_those_that_are_measured(tiny):
     assert len({lessons[i][0][0] for i in range(100)}) == 100
     only_kv = tune.model_copy(update={"lessons": (Lesson(options={"pairs": 8}),)})
     measured = {q.prompt[:120] for seed in (0, 77, bench_seed(0)) for q in KVRetrieval(8).questions(200, seed)}
-    for seed in (0, PROBE_SEED, HELD_OUT_SEED):  # what is learnt from, calibrated on, looked at by keep
+    for seed in (0, HELD_OUT_SEED, CURVE_SEED):  # what is learnt from, and what is looked at meanwhile
         kv = Lessons(tiny.tokenizer, only_kv, seed)
         assert not measured & {kv[i][0][0][:120] for i in range(100)}
 

@@ -108,7 +108,7 @@ def test_weights_stay_in_their_dtype_and_nothing_is_held_twice(tokenizer):
             is_trained = ".graft." in name
             assert p.dtype == (torch.float32 if is_trained else torch.bfloat16), name
             assert is_trained or p.untyped_storage().data_ptr() in before, name
-        run.finish_stages()
+        run.finish()
     assert {p.dtype for p in hybrid.parameters()} == {torch.bfloat16}
     fixed = {p.untyped_storage().data_ptr() for name, p in hybrid.named_parameters() if ".graft." not in name}
     assert fixed <= before

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from surgery.errors import UserError
 from surgery.records.plan import Plan
-from surgery.records.recipe import Align, Calibrate, Data, EarlyStopping, Lesson, Lora, Tune
+from surgery.records.recipe import Data, EarlyStopping, Lesson, Lora, Tune
 from surgery.runtime import ownership
 from surgery.splicing.splice import graft_parameters, splice
-from surgery.tuning import descent, early_stopping, stages, state
+from surgery.tuning import early_stopping, state, steps
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
 
@@ -30,15 +30,8 @@ SHORT = Tune(
     text_tokens=16,
     save_steps=1,
 )
-ALL = SHORT.model_copy(
-    update={
-        "steps": 6,
-        "align": Align(steps=4, batches=2),
-        "calibrate": Calibrate(examples=2, tau=(2.0,), gate=(0.5,), evaluations=2),
-        "early_stopping": EarlyStopping(eval_steps=2, accuracy=1.0, perplexity=10.0, examples=4, windows=1),
-        "save_steps": 2,
-    }
-)
+KEEP = EarlyStopping(eval_steps=2, accuracy=1.0, perplexity=10.0, examples=4, windows=1)
+LONGER = SHORT.model_copy(update={"steps": 12, "save_steps": 2, "early_stopping": KEEP})
 
 
 @pytest.fixture
@@ -80,7 +73,6 @@ def dying(after, writing):
 
     if not writing:
         fatal(Distillation, "forward")
-        fatal(stages, "alignment_error")
     fatal(state, "_write", half)
     fatal(os, "rename")
     fatal(Path, "unlink")
@@ -101,9 +93,9 @@ def child(hybrid, tokenizer, options, data, folder, result, *when):
 
 
 @pytest.mark.slow  # some 20 processes each; test_interrupted_and_resumed_has_the_same_log interrupts once
-@pytest.mark.parametrize("name", ["streamed text", "adapters, the same batches again"])
+@pytest.mark.parametrize("name", ["streamed text", "adapters"])
 def test_killed_again_and_again_it_ends_where_the_uninterrupted_run_does(name, base, hybrid, tokenizer, tmp_path):
-    options, data = ALL, Data()
+    options, data = LONGER, Data()
     if name == "streamed text":
         pytest.importorskip("datasets", reason="datasets is not installed")
         lines = [json.dumps({"text": f"the {word} is here " * 9}) + "\n" for word in tokenizer.get_vocab()]
@@ -111,9 +103,7 @@ def test_killed_again_and_again_it_ends_where_the_uninterrupted_run_does(name, b
         data = Data(train_text=({"source": str(tmp_path / "text.jsonl"), "streaming": True}, {"source": "world"}))
     else:
         adapters = Lora(target_modules=("in_proj",), r=2, lora_dropout=0.1)
-        options = ALL.model_copy(
-            update={"repeat": 2, "lora": adapters, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
-        )
+        options = LONGER.model_copy(update={"lora": adapters, "gradient_accumulation_steps": 2, "gradient_checkpointing": True})
     fork, uninterrupted = multiprocessing.get_context("fork"), splice(base, Plan(sites=("L1.H3",), blend=0.5))
     tune(uninterrupted, tokenizer, options, data=data)
     wanted = values(uninterrupted)
@@ -177,25 +167,24 @@ def test_checkpoints_are_also_written_by_time(hybrid, tokenizer, tmp_path, monke
     written = []
     save = state.Checkpoints.save
     monkeypatch.setattr(state.Checkpoints, "save", lambda *args: written.append(args[1].step) or save(*args))
-    monkeypatch.setattr(descent, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "SAVE_SECONDS", 0.0)
     tune(hybrid, tokenizer, SHORT.model_copy(update={"save_steps": 1000}), out=tmp_path / "run")
-    assert written == [1, 2, 3, 0]  # the last one is at the end of the stage
+    assert written == [1, 2, 3, 4]  # the last one is at the end
 
 
-RANDOM = ALL.model_copy(  # all that is random, and all that changes from step to step
+RANDOM = LONGER.model_copy(  # all that is random, and all that changes from step to step
     update={
         "lora": Lora(target_modules=("in_proj",), r=2, lora_dropout=0.3),
         "gradient_accumulation_steps": 2,
         "gradient_checkpointing": True,
         "save_steps": 3,
-        "calibrate": Calibrate(examples=2, tau=(2.0,), gate=(0.5,), evaluations=0),
     }
 )
 
 
 def interrupted(patch, after):
-    """A run ends within the `after`-th of these things: a forward in training or for a measurement, a checkpoint written. Gives
-    the list to which their kinds are added as they happen; the first after a checkpoint between two stages begins a stage."""
+    """A run ends within the `after`-th of these things: a forward in training, a checkpoint written. Gives the list to which
+    their kinds are added as they happen."""
     kinds = []
 
     def fatal(owner, name):
@@ -203,7 +192,7 @@ def interrupted(patch, after):
 
         def function(*args, **kwargs):
             result = own(*args, **kwargs)
-            kinds.append(f"{name} {args[1].stage} {args[1].step}" if name == "save" else name)
+            kinds.append(name)
             if len(kinds) == after:
                 raise KeyboardInterrupt
             return result
@@ -211,34 +200,27 @@ def interrupted(patch, after):
         patch.setattr(owner, name, function)
 
     fatal(Distillation, "forward")
-    fatal(stages, "alignment_error")
-    fatal(stages, "gather_states")
     fatal(early_stopping.Guard, "measure")
     fatal(state.Checkpoints, "save")
     return kinds
 
 
-@pytest.mark.slow  # up to nine runs each; test_interrupted_and_resumed_has_the_same_log interrupts once
-@pytest.mark.parametrize("change", [{"curriculum": 0.5}, {"repeat": 2, "align": None}], ids=["curriculum", "repeated batches"])
-def test_interrupted_at_a_border_of_stages_or_anywhere_it_ends_the_same(change, base, tokenizer, tmp_path):
-    options = RANDOM.model_copy(update=change)
-
+@pytest.mark.slow  # seven runs; test_interrupted_and_resumed_has_the_same_log interrupts once
+def test_interrupted_at_a_checkpoint_or_anywhere_it_ends_the_same(base, tokenizer, tmp_path):
     def run(out, after=None):
         hybrid = splice(base, Plan(sites=("L1.H3",), blend=0.5))
         with pytest.MonkeyPatch.context() as patch:
             kinds = interrupted(patch, after)
             try:
-                log = tune(hybrid, tokenizer, options, out=out, resume=True)
+                log = tune(hybrid, tokenizer, RANDOM, out=out, resume=True)
             except KeyboardInterrupt:
                 return kinds
         return kinds, log, values(hybrid)
 
     kinds, log, wanted = run(tmp_path / "whole")
-    borders = [i for i, kind in enumerate(kinds, 1) if kind.startswith("save") and kind.endswith(" 0")]
-    assert len(borders) == len({record["stage"] for record in log}) == 3 - (options.align is None)
-    # Behind a checkpoint between two stages, behind the first thing that distil does, and somewhere else.
-    somewhere = random.Random(f"{change}").randrange(borders[-2], len(kinds))
-    for after in sorted({*borders[:-1], borders[-2] + 1, somewhere} if options.align else {borders[-2], somewhere}):
+    saved = [i for i, kind in enumerate(kinds, 1) if kind == "save"]
+    # At a checkpoint, at the first thing after one, at the last, and somewhere else.
+    for after in sorted({saved[0], saved[1] + 1, saved[-1], random.Random(0).randrange(saved[0], len(kinds))}):
         out = tmp_path / f"{after}"
         assert run(out, after) == kinds[:after]
         _, again, resumed = run(out)

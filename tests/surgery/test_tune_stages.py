@@ -1,4 +1,4 @@
-"""Stages and cheap steps: what each may change, and that saving work changes no figure."""
+"""The losses of tuning, that saving work changes no figure, and early stopping."""
 
 import copy
 import math
@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from transformers import MambaConfig, MambaForCausalLM
 
-from surgery.errors import UserError
 from surgery.records.plan import Plan
-from surgery.records.recipe import Align, Calibrate, Data, EarlyStopping, Lesson, Tune
+from surgery.records.recipe import Data, EarlyStopping, Lesson, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.batches import loaders
-from surgery.tuning.calibrate import calibrate
 from surgery.tuning.distil import Distillation
 from surgery.tuning.early_stopping import Guard
 from surgery.tuning.loop import tune
@@ -26,10 +24,6 @@ from tests.conftest import SAME, VOCABULARY, random_base, random_llamba, random_
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
 SHORT = Tune(steps=2, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, warmup_steps=1)
-EVERY_STAGE = {
-    "align": Align(steps=3, batches=2),
-    "calibrate": Calibrate(examples=4, tau=(2.0,), gate=(0.3, 0.8), evaluations=2),
-}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +123,7 @@ def test_what_coincides_is_run_once_and_what_comes_again_not_at_all(hybrid, toke
     lesson, text = one_batch(tokenizer)
     teacher = adopt(unsplice(hybrid))
     with training(hybrid, trainable(hybrid, None)):
-        module = Distillation(hybrid, teacher, cache_bytes=10**6)
+        module = Distillation(hybrid, teacher)
         below, above, others = hybrid.backbone.layers[0], hybrid.backbone.layers[2], module.teacher_blocks[0]
         outputs = {below: [], above: [], others: []}
 
@@ -144,7 +138,8 @@ def test_what_coincides_is_run_once_and_what_comes_again_not_at_all(hybrid, toke
         again = module(*lesson, text, key=0)
         assert [len(found) for found in outputs.values()] == [2, 5, 1]
         assert again == first
-        small = Distillation(hybrid, teacher, cache_bytes=100)
+        small = Distillation(hybrid, teacher)
+        small.cache = StateCache(100)
         assert small(*lesson, text, key=0) == small(*lesson, text, key=0) == first
         assert not small.cache.tensors
 
@@ -167,7 +162,7 @@ def test_no_more_is_kept_than_was_allowed():
     ("change", "tolerance"),
     [
         ({"gradient_accumulation_steps": 3}, SAME),
-        ({"gradient_checkpointing": True, "cache_bytes": 0}, EQUAL),
+        ({"gradient_checkpointing": True}, EQUAL),
     ],
 )
 def test_a_switch_changes_neither_losses_nor_weights(change, tolerance, vocabulary, tokenizer, request):
@@ -175,8 +170,7 @@ def test_a_switch_changes_neither_losses_nor_weights(change, tolerance, vocabula
         request.getfixturevalue("in_float64")
     hybrid = request.getfixturevalue("hybrid")
     other = copy.deepcopy(hybrid)
-    options = SHORT.model_copy(update={"repeat": 1})
-    plain, switched = tune(hybrid, tokenizer, options), tune(other, tokenizer, options.model_copy(update=change))
+    plain, switched = tune(hybrid, tokenizer, SHORT), tune(other, tokenizer, SHORT.model_copy(update=change))
     for name in ("retrieval", "kl"):
         one, two = (torch.tensor([record[name] for record in log]) for log in (plain, switched))
         torch.testing.assert_close(one, two, **tolerance)
@@ -196,19 +190,6 @@ def test_in_bfloat16_losses_and_gradients_are_close(spliced, tokenizer):
         assert F.cosine_similarity(one, two, dim=0) > 0.98
 
 
-def test_repeated_batches_are_so_many(hybrid, tokenizer, monkeypatch):
-    seen, forward = [], Distillation.forward
-
-    def noted(self, ids, *rest, **named):
-        seen.append(ids)
-        return forward(self, ids, *rest, **named)
-
-    monkeypatch.setattr(Distillation, "forward", noted)
-    tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 5, "repeat": 2}))
-    assert [torch.equal(seen[i], seen[i + 2]) for i in range(3)] == [True] * 3
-    assert not torch.equal(seen[0], seen[1])
-
-
 def test_a_model_in_bfloat16_has_its_grafts_trained_in_float32(vocabulary, tokenizer):
     hybrid = splice(random_base(vocab_size=vocabulary).bfloat16(), HEADS)
     with training(hybrid, trainable(hybrid, None)) as trained:
@@ -220,96 +201,13 @@ def test_a_model_in_bfloat16_has_its_grafts_trained_in_float32(vocabulary, token
 
 
 @one_of_each_graft
-def test_all_stages_are_in_one_log_and_none_changes_the_base(spliced, tokenizer):
+def test_tuning_does_not_change_the_base(spliced, tokenizer):
     base, hybrid = spliced
     before = {name: p.detach().clone() for name, p in base.named_parameters()}
-    log = tune(hybrid, tokenizer, SHORT.model_copy(update=EVERY_STAGE), teacher=adopt(base))
-    assert list(dict.fromkeys(record["stage"] for record in log)) == ["align", "calibrate", "distil"]
-    for stage in ("align", "calibrate", "distil"):
-        steps = [record["step"] for record in log if record["stage"] == stage]
-        assert steps == list(range(1, len(steps) + 1))
+    tune(hybrid, tokenizer, SHORT, teacher=adopt(base))
     assert all(torch.equal(p, before[name]) for name, p in base.named_parameters())
     for name, p in hybrid.named_parameters():
         assert ".graft." in name or p is base.get_parameter(name), name
-
-
-@pytest.mark.parametrize(("stage", "changes"), [("align", {"weight", "bias", "log_tau"}), ("calibrate", {"log_tau", "gate"})])
-def test_what_a_stage_changes(stage, changes, hybrid, tokenizer):
-    start = {name: p.detach().clone() for name, p in graft_parameters(hybrid).items()}
-    tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 0, stage: EVERY_STAGE[stage]}))
-    changed = {name.split(".")[-1] for name, p in graft_parameters(hybrid).items() if not torch.equal(p, start[name])}
-    assert changed
-    assert changed <= changes
-
-
-@one_of_each_graft
-def test_aligned_grafts_do_more_nearly_what_the_base_does(spliced, tokenizer, monkeypatch):
-    base, hybrid = spliced
-    options = SHORT.model_copy(update={"steps": 0, "align": Align(steps=12, batches=1)})
-    ran, run = [], Distillation.run
-
-    def noted(self, below, blocks, *span):
-        ran.append((torch.is_grad_enabled(), *blocks[slice(*span)]))
-        return run(self, below, blocks, *span)
-
-    monkeypatch.setattr(Distillation, "run", noted)
-    log = tune(hybrid, tokenizer, options, teacher=adopt(base))
-    assert log[-1]["loss"] < 0.96 * log[0]["loss"]
-    learning = [blocks for grad, *blocks in ran if grad]
-    assert learning == [[hybrid.backbone.layers[1]]] * 2 * 12  # lessons and text; no other layer
-
-
-def test_a_graft_that_is_the_base_has_nothing_to_align(vocabulary, tokenizer):
-    """A gate of 0 makes the hybrid the base; without its gate it is not, so alignment looks at the attention alone."""
-    hybrid = splice(random_base(vocab_size=vocabulary), Plan(sites=("L1.H3",), blend=0.0))
-    log = tune(hybrid, tokenizer, SHORT.model_copy(update={"steps": 0, "align": Align(steps=1)}))
-    assert log[0]["loss"] > 1e-4
-    assert hybrid.backbone.layers[1].mixer.graft.gate.item() == 0
-    assert len(hybrid.backbone.layers[1].mixer.ssm_heads) == 8
-
-
-def planted(losses, **options):
-    """log tau (2), gate (2) and the log after calibrating what these losses say."""
-    values = {"log_tau": [0.0, 1.0], "gate": [0.1, 0.2]}
-    trained = {f"0.graft.{name}": torch.nn.Parameter(torch.tensor(value)) for name, value in values.items()}
-    log = calibrate(trained, Calibrate(**options), lambda: {"loss": losses(*(p.detach() for p in trained.values()))})
-    return *(p.detach() for p in trained.values()), log
-
-
-def test_calibration_finds_what_was_planted():
-    def losses(log_tau, gate):
-        return ((log_tau[0] - math.log(3)) ** 2 + (gate[0] - 0.6) ** 2).item()
-
-    log_tau, gate, log = planted(losses, evaluations=12)
-    assert log_tau.tolist() == pytest.approx([math.log(3), math.log(3) + 1], abs=0.02)  # one factor for all
-    assert gate.tolist() == pytest.approx([0.6, 0.6], abs=0.01)
-    assert [record["step"] for record in log] == list(range(1, len(log) + 1))
-    assert log[-1]["loss"] == min(record["loss"] for record in log)
-
-
-def test_calibration_leaves_alone_what_it_cannot_better():
-    def losses(log_tau, gate):
-        return 0.0 if log_tau[0] == 0 and gate[0] != gate[1] else 1.0
-
-    log_tau, gate, _ = planted(losses)
-    assert log_tau.tolist() == [0.0, 1.0]
-    assert gate.tolist() == pytest.approx([0.1, 0.2])
-
-
-def test_calibration_survives_infinite_losses_and_a_second_minimum():
-    def losses(log_tau, _):
-        x = log_tau[0].item() / math.log(2)  # a shallow minimum at -1, a deep one at 3, and nothing beyond 2.5 times that
-        return math.nan if x < -2 else min(abs(x + 1) + 0.5, abs(x - 3))
-
-    log_tau, _, _ = planted(losses, tau=(0.125, 0.5, 2.0, 4.0, 8.0, 16.0))
-    assert log_tau[0].item() == pytest.approx(math.log(8), abs=0.05)
-
-
-def test_a_control_has_nothing_to_align_or_to_calibrate(vocabulary, tokenizer):
-    base = random_base(vocab_size=vocabulary)
-    control = copy.deepcopy(adopt(base))
-    log = tune(control, tokenizer, SHORT.model_copy(update=EVERY_STAGE), layers=[1], teacher=adopt(base))
-    assert [record["stage"] for record in log] == ["distil"] * 2
 
 
 def guarded(monkeypatch, figures):
@@ -364,17 +262,5 @@ def test_what_is_looked_at_for_the_bounds(bf16, hybrid, tokenizer):
 
 
 def test_settings_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="nothing to do"):
-        Tune(steps=0)
     with pytest.raises(ValueError, match="cannot be divided into 5 parts"):
         Tune(batch_size=4, gradient_accumulation_steps=5)
-    with pytest.raises(ValueError, match="begin again"):
-        Tune(curriculum=0.5, repeat=8)
-
-
-def test_align_needs_the_base_as_teacher(hybrid, tokenizer):
-    other = copy.deepcopy(adopt(unsplice(hybrid)))
-    with torch.no_grad():
-        other.backbone.embeddings.weight += 0.1
-    with pytest.raises(UserError, match="align needs the hybrid's own base"):
-        tune(hybrid, tokenizer, SHORT.model_copy(update=EVERY_STAGE), teacher=other)

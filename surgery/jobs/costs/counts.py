@@ -19,8 +19,9 @@ from surgery.models.pace import Work
 from surgery.probes.encoded import Asked
 from surgery.probes.scoring import answer_shapes
 from surgery.probes.skills import skill_questions, skills_of
-from surgery.records.recipe import Bench, Recipe, Skill, Tune
+from surgery.records.recipe import Bench, Recipe, Skill
 from surgery.runtime.timing import Stopwatch
+from surgery.tuning import plateau
 from surgery.tuning.early_stopping import BATCH
 from surgery.tuning.state_sizes import WINDOWS
 
@@ -30,30 +31,9 @@ WITH_BACKWARD = 3  # forwards: a forward and its backward
 LOSS = 2  # forwards: what a batch of tuning costs that is measured only, by student and teacher
 
 
-def stages_of(options: Tune, control: bool = False) -> dict[str, int]:
-    """The steps of each stage, for the early-stopped and for calibration the most that there can be. A control has nothing to
-    align or to calibrate."""
-    steps: dict[str, int] = {}
-    if options.align is not None and not control:
-        steps["align"] = options.align.steps
-    if (search := options.calibrate) is not None and not control:
-        steps["calibrate"] = 1 + sum(len(grid) + search.evaluations + 1 for grid in (search.tau, search.gate))
-    if options.most_steps:
-        steps["distil"] = options.most_steps
-    return steps
-
-
-def beside_the_steps(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, steps: dict[str, int], a_step: Work, share: float
-) -> Work:
-    """What tuning computes beside the steps of distil, in forwards. a_step: of distil. share: of all layers, those that are
-    grafted, which alone are aligned."""
-    options, most = recipe.tune, recipe.tune.most_steps
-    work = Work()
-    if (align := options.align) is not None and "align" in steps:
-        work += a_step * (LOSS * align.batches + WITH_BACKWARD * share * steps["align"])
-    if (search := options.calibrate) is not None and "calibrate" in steps:
-        work += a_step * (LOSS * steps["calibrate"] * -(-search.examples // options.batch_size))
+def beside_the_steps(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, a_step: Work) -> Work:
+    """What tuning computes beside the steps, in forwards, at most. a_step: of these."""
+    options, most, work = recipe.tune, recipe.tune.most_steps, Work()
     if (stopping := options.early_stopping) is not None:
         text = [(BATCH, options.text_tokens)] * -(-stopping.windows // BATCH)
         skills = skills_of(recipe.data, [lesson.probe for lesson in options.lessons])
@@ -61,8 +41,8 @@ def beside_the_steps(
         losses = a_step * (LOSS * -(-stopping.examples // options.batch_size))
         work += (Work.of([*text, *facts]) + losses) * (2 + -(-most // stopping.eval_steps))
     if options.steps == "auto":
-        batches = -(-options.auto.examples // options.batch_size)
-        work += a_step * (LOSS * batches * (1 + -(-most // options.auto.eval_steps)))
+        batches = -(-plateau.EXAMPLES // options.batch_size)
+        work += a_step * (LOSS * batches * (1 + -(-most // plateau.EVAL_STEPS)))
     return work
 
 

@@ -212,8 +212,6 @@ class Costs(StageCosts):
             result.append("tune.steps=auto is taken to need as many steps as it may (tune.max_steps).")
         if self.recipe.tune.early_stopping is not None:
             result.append("tune.early_stopping may end the steps early.")
-        if self.recipe.tune.repeat is not None:
-            result.append("What tune.repeat keeps of batches that come again is not counted as saved.")
         return tuple(result)
 
     def _locate(self) -> Stage:
@@ -263,13 +261,11 @@ class Costs(StageCosts):
     def _tuning(self, recipe: Recipe, trained: Trained, step: Pace) -> tuple[Work, float]:
         """(a step, the seconds of all that tuning does). A layer below the first that is trained has no backward pass."""
         options = recipe.tune
-        steps = counts.stages_of(options, trained.layers is not None)
         a_step, _ = step_work(self.tokenizer, options, recipe.data, recipe.seed)
         timed_at = 0 if self.tried else min(site.layer for site in self.plan.sites)
         factor = (3 - 2 * trained.first / self.depth) / (3 - 2 * timed_at / self.depth)
-        share = min(1.0, len({site.layer for site in self.plan.sites}) / self.depth)
-        beside = counts.beside_the_steps(recipe, self.tokenizer, steps, a_step, share)
-        return a_step, step.time(a_step * steps.get("distil", 0)) * factor + self.forward.time(beside)
+        beside = counts.beside_the_steps(recipe, self.tokenizer, a_step)
+        return a_step, step.time(a_step * options.most_steps) * factor + self.forward.time(beside)
 
     def _timed_step(self) -> tuple[Pace, int]:
         """(the pace of a step of the chosen plan, how many numbers of adapters are trained). Of
@@ -305,7 +301,6 @@ class Costs(StageCosts):
     def _tune(self, name: str, trained: Trained, step: Pace, adapters: int) -> Stage:
         """Of a model that is tuned."""
         options = self.recipe.tune
-        steps = counts.stages_of(options, trained.layers is not None)
         a_step, seconds = self._tuning(self.recipe, trained, step)
         numbers = trained.numbers + adapters
         rows = {f"tune.{size}": getattr(options, size) for size in ("batch_size", "text_batch_size")}
@@ -313,11 +308,11 @@ class Costs(StageCosts):
         self.settings[f"tune {name}"] = rows, f"Try {more}shorter tune.text_tokens."
         at_most = (
             options.early_stopping is not None or options.steps == "auto" or self.recipe.plan.grows
-            or options.repeat is not None or bool(self.recipe.plan.sites is None and self.depth > 1)
+            or bool(self.recipe.plan.sites is None and self.depth > 1)
         )  # fmt: skip
         return self._stage(
             f"tune {name}", seconds, step.memory(a_step.largest) + STATES * 4 * numbers,
-            disk=CHECKPOINTS * (STATES - 1) * 4 * numbers, does={"steps": sum(steps.values())}, at_most=at_most,
+            disk=CHECKPOINTS * (STATES - 1) * 4 * numbers, does={"steps": options.most_steps}, at_most=at_most,
         )  # fmt: skip
 
     def _export(self) -> Stage:

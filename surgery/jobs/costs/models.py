@@ -45,7 +45,7 @@ def models_of(base: PreTrainedModel, recipe: Recipe, chosen: Plan) -> tuple[dict
         tuned[name] = Trained(min(layers or [site.layer for site in plan.sites]), layers, numbers)
         return model
 
-    options = recipe.plan.model_copy(update={"donor": None, "donor_heads": {}, "donor_layers": {}, "mlp": False})
+    options = recipe.plan.model_copy(update={"donor": None, "donor_layers": {}, "mlp": False})
     without_donor = recipe.model_copy(update={"plan": options})
     depth, heads = family_of(base.config).shape(base.config)
     return entries_of(base, without_donor, uniform_ranking(depth, heads), chosen, None, note), tuned
@@ -60,11 +60,10 @@ def assumed(recipe: Recipe, depth: int, heads: int) -> Plan:
         sites = tuple(Site(layer) for layer in range(min(options.layers, depth)))
     else:
         sites = tuple(Site(number // heads, (number % heads,)) for number in range(min(options.counted, depth * heads)))
-    shared = options.shared and options.donor is None
     start: dict[str, Any] = {} if options.init is None else {"init": options.init}
     blend = options.auto.gates[0] if options.init == "copy" and options.blend is None else options.blend
     return Plan(
-        kind=options.kind, sites=sites, width=options.width, blend=blend, shared=shared, seed=recipe.seed, **start
+        kind=options.kind, sites=sites, width=options.width, blend=blend, shared=options.shared, seed=recipe.seed, **start
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """What a hybrid and its base are measured on."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -64,7 +64,6 @@ class Bench(Section):
     """What models are measured on. `random_sites` is for `surgery run` alone."""
 
     section = "bench"
-    gone: ClassVar[Mapping[str, Any]] = {"doses": [], "depths": [0.0, 0.5, 1.0], "engine_python": None}
 
     suites: tuple[Suite, ...] = Field(default=("quick",), min_length=1)
     """What is measured (`surgery list suites`)."""

@@ -8,7 +8,7 @@ from pydantic import Field
 from surgery.records.plan import Plan
 from surgery.records.record import first_line
 from surgery.records.sections.section import EXAMPLES, FACTOR, STEPS, Count, Examples, Name, Rows, Section, Width
-from surgery.records.site import Site, SitesText, SiteText
+from surgery.records.site import Site, SitesText
 
 
 class ProbeChoice(Section):
@@ -111,9 +111,7 @@ class PlanOptions(Section):
     their own, which make the token that they find more likely. They are added to what the layer puts out, times `blend`:
     the layer matters, and not which of its heads. In mamba2 and llamba."""
     donor: Name | None = None
-    """A Transformer whose attention weights initialise the grafts: a folder, or an id of the Hub."""
-    donor_heads: dict[str, SiteText] = {}
-    """Head of the model -> head of the donor, e.g. {L1.H3: L7.H10}; the same address where a head is not named."""
+    """A Transformer whose layers the grafts start from: a folder, or an id of the Hub. For kind layer."""
     donor_layers: dict[str, int] = {}
     """Layer of the model -> number of the donor's layer, e.g. {L3: 7}; the same number where a layer is not named."""
     mlp: bool = False
@@ -147,11 +145,8 @@ class PlanOptions(Section):
             )
         if self.state_size is not None and layer:
             raise ValueError("state_size: is for kind head, beside whose attention an SSM is left; leave out kind")
-        if self.state_size is not None and self.donor is not None:
-            raise ValueError(
-                "state_size: measures heads as they start from their own weights; leave out donor, and give `surgery splice` "
-                "--shrink-state"
-            )
+        if self.donor is not None and not layer:
+            raise ValueError("donor: is for kind layer; heads start from their own weights")
         if self.sites is not None and not self.sites:
             raise ValueError("sites: is empty; leave it out to plan the leading ones")
         try:
@@ -160,10 +155,6 @@ class PlanOptions(Section):
             raise ValueError(first_line(error)) from error
         if self.grows and self.sites is not None:
             raise ValueError("heads: auto chooses the heads, and sites names them; leave out one")
-        if self.grows and self.donor is not None:
-            raise ValueError(
-                "heads: auto measures heads before training, as they start from their own weights; leave out donor"
-            )
         return self
 
     @property
@@ -200,8 +191,8 @@ class PlanOptions(Section):
         return Plan(sites=self.sites_named(), **given)
 
     def sites_named(self) -> tuple[Site, ...]:
-        """The sites, or while it is not known which ones lead, others in their place: those that donor_heads or donor_layers
-        name, or the first."""
+        """The sites, or while it is not known which ones lead, others in their place: those that donor_layers names, or
+        the first."""
         layer = self.kind == "layer"
-        named = tuple(map(Site.parse, self.donor_layers if layer else self.donor_heads))
+        named = tuple(map(Site.parse, self.donor_layers))
         return self.sites or named or (Site(0, () if layer else (0,)),)

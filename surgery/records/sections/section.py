@@ -10,6 +10,7 @@ from pydantic import Field
 from surgery.errors import UserError
 from surgery.records.reading import check_name, shown
 from surgery.records.record import Record, first_line
+from surgery.records.sections.gone import gone_of
 from surgery.runtime.keywords import alike
 
 # Upper bounds of settings, beyond what any machine does in its life: what asks for more is refused before it is begun. What a
@@ -71,7 +72,7 @@ class _Settings(ModelMetaclass):
 
     def __call__(cls: Any, *values: Any, **named: Any) -> Any:
         place = f"surgery.{cls.__name__}"
-        if unknown := [name for name in named if name not in cls.model_fields and name not in cls.gone]:
+        if unknown := [name for name in named if name not in cls.model_fields and name not in gone_of(cls.section)]:
             raise SettingsError(f"{place} has no setting '{unknown[0]}'{alike(unknown[0], cls.model_fields)}")
         try:
             return super().__call__(*values, **named)
@@ -82,11 +83,9 @@ class _Settings(ModelMetaclass):
 class Section(Record, metaclass=_Settings):
     """Part of a recipe. The text below a field says what the setting means: `surgery settings` and the documentation print it.
 
-    section: its place in a recipe ("tune.lora"). gone: settings that 0.17 to 0.19 had, which their files hold at the default.
-    """
+    section: its place in a recipe ("tune.lora")."""
 
     section: ClassVar[str] = ""
-    gone: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def of(cls, given: Any, fields: Mapping[str, Any], verb: str) -> Self:
@@ -110,11 +109,13 @@ class Section(Record, metaclass=_Settings):
         """The fields that there still are; one value, or several between commas, where a list is wanted."""
         if not isinstance(fields, Mapping):
             return fields
-        for name in cls.gone.keys() & fields.keys():
-            if fields[name] != cls.gone[name]:
-                raise ValueError(f"{name}: went with version 0.20, which does as {name}: {cls.gone[name]} did; leave it out")
+        gone = gone_of(cls.section)
+        for name in gone.keys() & fields.keys():
+            value = fields[name]
+            if (list(value) if isinstance(value, tuple) else value) != gone[name].default:
+                raise ValueError(f"{name}: went with version {gone[name].version}: {gone[name].instead}")
         lists = cls._lists()
-        return {name: _listed(value) if name in lists else value for name, value in fields.items() if name not in cls.gone}
+        return {name: _listed(value) if name in lists else value for name, value in fields.items() if name not in gone}
 
     @classmethod
     def _lists(cls) -> set[str]:

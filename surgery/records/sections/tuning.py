@@ -1,7 +1,6 @@
 """How a hybrid is tuned."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -10,7 +9,6 @@ from surgery.records.sections.section import (
     FACTOR,
     MOST,
     ROWS,
-    STEPS,
     TOKENS,
     Count,
     Examples,
@@ -46,37 +44,6 @@ class Lesson(Section):
             if len(ends) != 2 or not all(type(end) is int for end in ends) or ends[0] > ends[1]:
                 raise ValueError(f"{name} is {list(ends)}; a range needs whole numbers, smallest <= largest")
         return options | ranges
-
-
-class Align(Section):
-    """A stage before the steps: each graft learns by itself to do what the base does in its place."""
-
-    section = "tune.align"
-
-    steps: Steps = 60
-    """Steps of each graft."""
-    batches: Steps = 4
-    """Batches to learn from. Their states are computed once, and no more of them than tune.cache_bytes hold."""
-    learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR, allow_inf_nan=False)
-    """The largest learning rate."""
-
-
-class Calibrate(Section):
-    """A stage before the steps: a search, without gradients, for one factor of all tau and for the gate of all heads. Each is a
-    grid, refined around its best point."""
-
-    section = "tune.calibrate"
-
-    examples: Examples = 16
-    """Training examples that a point is measured on, and as many batches of text as that makes."""
-    tau: tuple[Annotated[float, Field(gt=0, ge=1 / FACTOR, le=FACTOR, allow_inf_nan=False)], ...] = Field(
-        default=(0.5, 1.0, 2.0, 4.0, 8.0), min_length=1
-    )
-    """The grid of factors."""
-    gate: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(default=(0.0, 0.1, 0.25, 0.5, 1.0), min_length=1)
-    """The grid of gates."""
-    evaluations: int = Field(default=6, ge=0, le=MOST)
-    """At most this many evaluations to refine each of the two."""
 
 
 class EarlyStopping(Section):
@@ -125,7 +92,6 @@ class Lora(Section):
     """Adapters on the base that learn beside the grafts, by peft."""
 
     section = "tune.lora"
-    gone: ClassVar[Mapping[str, Any]] = {"use_rslora": False, "use_dora": False}
 
     target_modules: Annotated[tuple[str, ...] | dict[str, Width], Field(min_length=1)]
     """Names of modules within the blocks, or how they end (in_proj, 3.mixer.in_proj); or a mapping of those to a rank each."""
@@ -137,34 +103,16 @@ class Lora(Section):
     """Dropout on an adapter's input."""
 
 
-class AutoSteps(Section):
-    """How `tune.steps: auto` finds the number of steps. The learning rate stays at its largest until the loss on training
-    examples and text that are kept back is flat, and then falls over the share `tune.decay` of all steps: if that is 1, a
-    quarter."""
-
-    section = "tune.auto"
-
-    eval_steps: Count = 25
-    """Measure after every so many steps."""
-    examples: Examples = 128
-    """Sequences of examples for each measurement, none of which is trained on, and as many batches of text as that makes."""
-    least_gain: float = Field(default=0.02, ge=0, allow_inf_nan=False)
-    """A measurement counts as progress where the loss is below the best so far by this share of it, and the paired 95% interval
-    over batches leaves out 0."""
-    patience: Count = 2
-    """The curve is flat after so many measurements without progress."""
-
-
 class Tune(Section):
     """How the grafts are trained. Each step sees a batch of training examples of one probe (lessons), and a batch of text on
     which the hybrid is held to its base by a KL term. Several processes divide every batch."""
 
     section = "tune"
-    gone: ClassVar[Mapping[str, Any]] = {"weight_decay": 0.01}
 
-    steps: Annotated[Annotated[int, Field(ge=0, le=STEPS)] | Literal["auto"], Field(union_mode="left_to_right")] = 150
-    """Training steps. 0: only the stages align and calibrate. auto: until the loss on examples and text that are kept back is
-    flat (section tune.auto); the controls of a run then take as many."""
+    steps: Annotated[Steps | Literal["auto"], Field(union_mode="left_to_right")] = 150
+    """Training steps. auto: until the loss on examples and text that are kept back is flat; the learning rate stays at its
+    largest until then, and falls over the share `decay` of all steps: if that is 1, a quarter. The controls of a run then take
+    as many."""
     max_steps: Steps = 1000
     """Where steps is auto, the most that there may be."""
     batch_size: Rows = 16
@@ -172,8 +120,6 @@ class Tune(Section):
     lessons: tuple[Lesson, ...] = (Lesson(options={"pairs": (4, 64)}),)
     """What retrieval is learnt from (section tune.lessons): each step draws one, by weight. []: from recall hits of text alone
     (hit_weight)."""
-    curriculum: float = Field(default=0.0, ge=0, le=1)
-    """The share of the steps over which the examples (their ranges) and the text grow to their full size."""
     text_batch_size: int = Field(default=4, ge=0, le=ROWS)
     """Rows of text in a step."""
     text_tokens: int = Field(default=192, ge=2, le=TOKENS)
@@ -198,12 +144,6 @@ class Tune(Section):
     """Steps over which the learning rate rises."""
     save_steps: Count = 50
     """Write a checkpoint after every so many steps, from which --resume continues; also every 5 minutes and on Ctrl-C."""
-    align: Align | None = None
-    """A stage before the steps, or instead of them (section tune.align). {} for its defaults."""
-    calibrate: Calibrate | None = None
-    """A stage before the steps, or instead of them (section tune.calibrate). {} for its defaults."""
-    auto: AutoSteps = AutoSteps()
-    """How steps: auto finds the number of steps (section tune.auto)."""
     hints: Hints | None = None
     """What tells the grafts where the answers of training examples and the pairs of recall hits are (section tune.hints). {}
     for its defaults."""
@@ -214,13 +154,9 @@ class Tune(Section):
     """What ends the steps early (section tune.early_stopping). {} for its defaults."""
     lora: Lora | None = None
     """Adapters on the base that learn beside the grafts (section tune.lora)."""
-    repeat: Steps | None = None
-    """Train on this many distinct batches, again and again. What the frozen weights compute for them is kept."""
-    cache_bytes: int = Field(default=2**30, ge=0, le=2**60)
-    """Memory for what is kept of batches that come again."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Compute states within blocks again on the backward pass: less memory, more time, the same result. auto: where they would
-    not fit into memory; with divided models (FSDP, ZeRO 3) only true does so."""
+    not fit into memory; with divided models (FSDP) only true does so."""
     gradient_accumulation_steps: Count = 1
     """Divide a batch into this many parts that go through the model one after the other: less memory, the same result."""
     mixed_precision: Annotated[Literal["bf16"] | None, pydantic.BeforeValidator(none_for_no)] = None
@@ -230,8 +166,6 @@ class Tune(Section):
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not (self.steps or self.align or self.calibrate):
-            raise ValueError("steps: 0 leaves nothing to do without align or calibrate")
         if self.batch_size < self.gradient_accumulation_steps:
             raise ValueError(
                 f"gradient_accumulation_steps: a batch of {self.batch_size} sequences cannot be divided into "
@@ -247,10 +181,6 @@ class Tune(Section):
             raise ValueError("rename: is for text whose recall hits are learnt; set hit_weight, or leave rename out")
         if not (self.lessons or self.hit_weight):
             raise ValueError("lessons: is empty, so that nothing teaches retrieval; set hit_weight, or leave lessons out")
-        if self.curriculum and self.steps == "auto":
-            raise ValueError("curriculum: is a share of the steps, whose number steps: auto does not know; leave out one")
-        if self.curriculum and self.repeat is not None:
-            raise ValueError("curriculum: with repeat it would begin again each time that the batches do; leave out one")
         return self
 
     @property

@@ -1,7 +1,7 @@
-"""The steps of a stage, in one process or in several.
+"""The steps of tuning, in one process or in several.
 
 accelerate divides every batch among the processes, and the sums of losses are divided by the counts of the whole batch, so the
-number of processes changes nothing but rounding. Each process holds the model (DDP) or a part of it (FSDP2, ZeRO). Only the
+number of processes changes nothing but rounding. Each process holds the model (DDP) or a part of it (FSDP2). Only the
 main process writes and prints.
 """
 
@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import Tensor, nn
-from transformers.integrations import unset_hf_deepspeed_config
 
 from surgery.errors import UserError
 from surgery.models.finite import broken_weight
@@ -47,7 +46,7 @@ class ForwardOnly(nn.Module):
 
     def __init__(self, distillation: Distillation):
         super().__init__()
-        self.distillation, self.config = distillation, distillation.student.config  # DeepSpeed asks for the hidden size
+        self.distillation = distillation
 
     def forward(self, use: Callable[..., Any], *args: Any) -> Any:
         return use(self.distillation, *args)
@@ -63,40 +62,26 @@ class Prepared:
     learning: dict[str, nn.Parameter]
 
 
-class Descent:
+class TrainingLoop:
     """Takes the steps of one run, with what accelerate gives it: device, processes and trackers."""
 
     def __init__(self, options: Tune, checkpoints: Checkpoints, state: State, description: str, seed: int):
         self.options, self.checkpoints, self.state, self.description = options, checkpoints, state, description
-        self.seed, self.begun = seed, False
+        self.seed = seed
         self.accelerator = Accelerator(
             gradient_accumulation_plugin=GradientAccumulationPlugin(sync_with_dataloader=False),
             dataloader_config=DataLoaderConfiguration(split_batches=True),
             log_with=list(options.report_to) or None,
             project_dir=checkpoints.out,
         )
-        kind = self.accelerator.distributed_type
-        self.zero = self.accelerator.deepspeed_plugin if kind == DistributedType.DEEPSPEED else None
-        unset_hf_deepspeed_config()  # otherwise every model that is loaded from now on would be divided, too
-        self.sharded = kind == DistributedType.FSDP or (self.zero is not None and self.zero.zero_stage == 3)
+        self.sharded = self.accelerator.distributed_type == DistributedType.FSDP
         _check(options, self.accelerator)
         begin_trackers(self.accelerator, options, description)
 
     def prepared(self, distillation: Distillation, learning_rate: float, parts: int = 1) -> Prepared:
-        """Prepare the modules of one stage and let go of those of the stage before. The trained parameters are those that have
-        a gradient now. parts: into how many a batch will be divided. The modules are in eval mode, without dropout, until the
-        steps begin."""
-        if self.begun:  # there is something to let go of; it collects garbage, which takes half a second
-            self.accelerator.free_memory()
-        self.begun = True
+        """Prepare the modules. The trained parameters are those that have a gradient now. parts: into how many a batch will be
+        divided. The modules are in eval mode, without dropout, until the steps begin."""
         self.accelerator.gradient_accumulation_steps = parts
-        if self.zero:
-            self.zero.deepspeed_config |= {
-                "train_batch_size": "auto",
-                "train_micro_batch_size_per_gpu": self.options.batch_size // self.accelerator.num_processes // parts,
-                "gradient_accumulation_steps": parts,
-                "gradient_clipping": CLIP,
-            }
         module = ForwardOnly(apart(distillation) if self.sharded else distillation)
         # The classes of modules by which FSDP divides a model.
         vars(module)["_no_split_modules"] = sorted({type(block).__name__ for block in distillation.student.base_model.layers})
@@ -115,24 +100,23 @@ class Descent:
         if self.sharded:
             collect(prepared.learning, self.checkpoints.trained)
 
-    def descend(
-        self, prepared: Prepared, use: Callable[..., dict[str, Tensor]], batches: Iterable[list[tuple]], steps: int,
-        after_step: AfterStep | None = None, span: Callable[[], tuple[int, int] | None] | None = None,
+    def run_steps(
+        self, prepared: Prepared, batches: Iterable[list[tuple]], after_step: AfterStep | None = None,
+        span: Callable[[], tuple[int, int] | None] | None = None,
     ) -> None:  # fmt: skip
-        """Take the steps of a stage that are not yet done.
+        """Take the steps that are not yet done.
 
-        use: from a Distillation and a part of a batch to the losses. batches: for every step a list of the parts, each of them
-        the further arguments of `use`. after_step: from the number of a step to more figures for its record, and whether it was
-        the last. span: as falling_schedule takes it; by default the learning rate falls as tune.decay says, of distil.
+        batches: for every step a list of the parts, each of them the arguments of Distillation.forward. after_step: from the
+        number of a step to more figures for its record, and whether it was the last. span: as falling_schedule takes it; by
+        default the learning rate falls as tune.decay says.
 
         A checkpoint is written every `save_steps` steps, every SAVE_SECONDS, and where SIGINT or SIGTERM comes. The step is
         finished and saved then, before the signal goes to whatever listens. Raises UserError where a loss or a gradient is not
         finite, and where a signal has ended the steps and nobody else did anything about it."""
-        state, module, optimizer = self.state, prepared.module, prepared.optimizer
-        warmup, decay = self.options.warmup_steps, self.options.decay if state.stage == "distil" else 1.0
+        state, module, optimizer, steps = self.state, prepared.module, prepared.optimizer, self.options.most_steps
+        warmup, decay, start = self.options.warmup_steps, self.options.decay, state.step
         schedule = falling_schedule(optimizer, warmup, span) if span else cosine_schedule(optimizer, warmup, steps, decay)
-        start, stage = state.step, state.stage
-        description = self.description if stage == "distil" else f"{self.description}, {stage}"
+        description = self.description
         progress = Track(batches, description, steps, before=start)
         self.checkpoints.restore(optimizer, schedule)
         module.train()
@@ -140,12 +124,12 @@ class Descent:
         with deferred() as came:
             for parts in progress:
                 self._seed()
-                figures = self._step(prepared, use, parts, description, first=state.step == start)
+                figures = self._step(prepared, parts, description, first=state.step == start)
                 schedule.step()
                 state.step += 1
                 more, last = after_step(state.step) if after_step else ({}, False)
-                state.log.append({"stage": stage, "step": state.step, **figures, **more})
-                self.track(state.log[-1:])
+                state.log.append({"step": state.step, **figures, **more})
+                self.track(state.log[-1])
                 progress.note = ", ".join(f"{name} {value:.4g}" for name, value in (figures | more).items() if name != "loss")
                 if last:
                     break
@@ -169,12 +153,10 @@ class Descent:
 
     def _seed(self) -> None:
         """Seed torch by the step alone, so that a resumed run draws the same random numbers."""
-        key = f"{self.state.stage} {self.seed} {self.state.step} {self.accelerator.process_index}"
+        key = f"distil {self.seed} {self.state.step} {self.accelerator.process_index}"
         torch.manual_seed(random.Random(key).getrandbits(63))
 
-    def _step(
-        self, prepared: Prepared, use: Callable[..., dict[str, Tensor]], parts: list[tuple], description: str, *, first: bool
-    ) -> dict[str, float]:
+    def _step(self, prepared: Prepared, parts: list[tuple], description: str, *, first: bool) -> dict[str, float]:
         """Take a step and return the losses of its batch. Raises UserError, without taking it, where they are not finite."""
         accelerator, optimizer = self.accelerator, prepared.optimizer
         reached: set[str] = set()
@@ -183,7 +165,7 @@ class Descent:
         losses: dict[str, Tensor] = {}
         for part in parts:
             with accelerator.accumulate(prepared.module):
-                part_losses = prepared.module(use, *part)
+                part_losses = prepared.module(Distillation.__call__, *part)
                 losses = {name: losses.get(name, 0) + value.detach() for name, value in part_losses.items()}
                 if accelerator.sync_gradients:
                     reduced = accelerator.reduce(losses, "mean")
@@ -206,7 +188,7 @@ class Descent:
             return
         wrapper: Any = self.accelerator.unwrap_model(prepared.module)
         both = wrapper.distillation  # student and teacher
-        stepped = any(record["stage"] != "calibrate" for record in self.state.log)
+        stepped = bool(self.state.log)
         # A step may have made the trained weights not finite; all other weights are as they were loaded.
         why = broken_weight(both, [f"student.{weight}" for weight in prepared.learning] if stepped else ())
         why = why.replace("'student.", "'")
@@ -215,13 +197,10 @@ class Descent:
         why = why or f"nothing was learnt yet, so the model overflows in {both.student.dtype}"
         raise UserError(f"{description}: the {name} is {value} at step {self.state.step + 1}; {why}")
 
-    def track(self, records: list[dict[str, Any]]) -> None:
-        """Send the last records of the log to the trackers."""
+    def track(self, record: dict[str, Any]) -> None:
+        """Send a record of the log to the trackers."""
         if self.accelerator.trackers:
-            first = len(self.state.log) - len(records) + 1
-            for step, record in enumerate(records, first):
-                figures = {name: value for name, value in record.items() if name not in ("stage", "step")}
-                self.accelerator.log({f"{record['stage']}/{name}": value for name, value in figures.items()}, step=step)
+            self.accelerator.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
 
     def finish(self) -> None:
         """Close the trackers."""
@@ -248,10 +227,7 @@ def _check(options: Tune, accelerator: Accelerator) -> None:
             f"leave out accelerate's {accelerator.mixed_precision}; the recipe has tune.mixed_precision=bf16 for that"
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        config = accelerator.deepspeed_plugin.deepspeed_config
-        for name in ("optimizer", "scheduler"):
-            if name in config:
-                raise UserError(f"leave the {name} out of DeepSpeed's configuration; the recipe sets it")
+        raise UserError("tuning divides models by FSDP, not by DeepSpeed: accelerate launch --use_fsdp --fsdp_version 2")
 
 
 @contextmanager
@@ -274,8 +250,7 @@ def _note(reached: set[str], name: str, _: Tensor) -> None:
 
 def _check_gradients(learning: dict[str, nn.Parameter], reached: set[str]) -> None:
     """Raise UserError for a parameter without a gradient: it would silently stay as it is. reached: the parameters whose
-    gradient was seen in the backward pass. DeepSpeed has already taken it away by now, and with FSDP only the parts have
-    one."""
+    gradient was seen in the backward pass; with FSDP only the parts have one afterwards."""
     for name, p in learning.items():
         if p.grad is None and name not in reached:
             raise UserError(f"'{name}' is to be trained, but no gradient reaches it")
