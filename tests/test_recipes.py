@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from surgery import adopt, load
 from surgery.loading.hub import local_folder
 from surgery.records.recipe import read_recipe
-from tests.conftest import ROOT
+from tests.conftest import ROOT, but_slow
 from tests.patients import tokenizer
 from tools import random_weights
 from tools.published import DEPTH, cut, is_original, names, published
@@ -117,9 +117,9 @@ def test_the_whole_run(surgery, write, tmp_path, name):
     assert report["models"]["tuned"]["kv"]["4"]["n"] == 2
 
 
-@pytest.mark.parametrize("name", LOCATED)
+@pytest.mark.parametrize("name", but_slow(LOCATED, "llama-3.1-8b"))
 def test_locating_alone(surgery, write, tmp_path, name):
-    done, _ = run(surgery, write, tmp_path, name, 2, "locate.confirm=0.2")
+    done, _ = run(surgery, write, tmp_path, name, 2, "locate.confirm=0.05")
     ranking = json.loads((done / "ranking.json").read_text())
     kinds = {head["kind"] for head in ranking["heads"]}
     assert kinds == ({"ssm", "attention"} if name == "zamba2-7b" else {"attention"})
