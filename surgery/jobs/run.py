@@ -148,9 +148,10 @@ class _Job:
             return located(self.recipe, self.base, self.out, resume=self.resume, subject=self.subject)
 
     def check_chance(self, ranking: Ranking) -> None:
-        """Raise UserError where heads were located by guesses, and much work would follow."""
-        left = self.announced.left("locate")
-        if left > LONG and ranking.chance is not None and at_chance(ranking.base_accuracy, ranking.chance):
+        """Raise UserError where heads were located by guesses, and much work would follow that has not begun."""
+        if ranking.chance is None or not at_chance(ranking.base_accuracy, ranking.chance) or (self.out / "tuning").exists():
+            return
+        if (left := self.announced.left("locate")) > LONG:
             raise UserError(
                 f"the base is at chance on what located its heads ({ranking.base_accuracy}, chance {ranking.chance:.3f}), so "
                 f"that they mean nothing, and about {duration(left)} of work would follow: choose an easier probe "

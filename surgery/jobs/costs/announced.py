@@ -37,23 +37,15 @@ class Announced:
 
     def say(self, name: str) -> None:
         """Say what a stage will cost, as far as it is known, and what is left of the run."""
-        if several_processes():
-            return
-        if self._stages is None:
-            self._stages = {}
-            with busy("estimating the costs"):
-                advice = self._estimate(name)
-            for line in advice:
-                say(f"warning: {line}")
-        if name in self._stages:
+        if name in self._known_from(name):
             left = self.left(name) + self.slowed * self._known(name).seconds
             spread = KNOWN if _kind(name) in self.factors else SURE
             late = f" on this machine, which is busy ({self.slowed:.1f} times as long)" if self.slowed > SLOWED else ""
             say(f"{self._known(name).line(self.slowed, spread)}; about {duration(left)} left in all{late}")
 
     def left(self, name: str) -> float:
-        """The seconds of what comes after a stage, as far as it was estimated."""
-        names = list(self._stages or ())
+        """The seconds of what comes after a stage; 0 where it is little."""
+        names = list(self._known_from(name))
         after = names[names.index(name) + 1 :] if name in names else []
         return self.slowed * sum(self._known(each).seconds for each in after)
 
@@ -63,6 +55,18 @@ class Announced:
             self.factors[_kind(name)] = work / max(1e-9, self._stages[name].seconds)
             if work >= LEAST:
                 self.slowed = slowed(work, wall)
+
+    def _known_from(self, first: str) -> dict[str, Stage]:
+        """The stages, estimated when they are first asked for, from the first on that is not finished."""
+        if self._stages is None and several_processes():
+            return {}
+        if self._stages is None:
+            self._stages = {}
+            with busy("estimating the costs"):
+                advice = self._estimate(first)
+            for line in advice:
+                say(f"warning: {line}")
+        return self._stages
 
     def _known(self, name: str) -> Stage:
         """A stage by what is known so far."""
