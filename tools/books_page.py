@@ -3,17 +3,21 @@ the report, as far as they are there."""
 
 from pathlib import Path
 
+import numpy as np
+
 from surgery.evaluation import markdown
 from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import HITS, OTHERS, ModelReport, value
 from surgery.records.pretrain_recipe import read_pretrain_recipe
 from tools.copy_cache import CopyCache
+from tools.recall import ALL, APART, BASE, Recall
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "tiny-books.yaml"
 CARD = ROOT / "checkpoints" / "tiny-books" / "README.md"
 CACHE = ROOT / "recipes" / "copy-cache.json"
+RECALL = ROOT / "recipes" / "recall.json"
 REPORT = ROOT / "recipes" / "books.report.json"
 
 
@@ -76,6 +80,30 @@ def _copy_cache() -> str:
             f"The copy cache is a table of n-grams of the row so far, mixed into the base's probabilities; nothing is trained "
             f"and nothing grafted. Its share is {given} that stood before, chosen on {' and '.join(record.chosen_on)}. "
             f"Measured {record.created[:10]} by version {record.toolkit} (`recipes/copy-cache.json`).",
+        ]
+    )
+
+
+def recall() -> str:
+    """What is recalled, with novels as units."""
+    record = Recall.read(RECALL, unsealed="refuse")
+    names = {HITS: "repeated rare bigrams", APART: "rare tokens, no bigram", ALL: "all tokens"}
+    novels = list(record.tokens)
+    header = ["nats per token, change to the base", *names.values()]
+    count = {kind: sum(record.tokens[novel][kind] for novel in novels) for kind in names}
+    body = [["tokens", *(f"{count[kind]:,}" for kind in names)]]
+    body += [
+        ["base: loss, mean over novels", *(f"{np.mean([record.loss[BASE][n][kind] for n in novels]):.3f}" for kind in names)]
+    ]
+    for name, change in record.change.items():
+        body.append([name, *(str(change[kind].mean) for kind in names)])
+        body.append(["a further novel", *("[{:+.3f}, {:+.3f}]".format(*change[kind].new) for kind in names)])
+    return "\n\n".join(
+        [
+            markdown.table(header, body),
+            f"Rows of {record.length:,} tokens of {len(novels)} novels by two authors of whom the base has read nothing; a "
+            f"novel is a unit. Rare: at most {record.rare:g} in a million tokens. Grafts: {record.grafts}, untrained. "
+            f"Measured {record.created[:10]} by version {record.toolkit} (`recipes/recall.json`).",
         ]
     )
 

@@ -1,6 +1,7 @@
 """What README.md and docs/evidence/index.md claim, with every number from a record."""
 
 import json
+import statistics
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from surgery.records.recipe import read_recipe
 from surgery.studies import Findings
 from surgery.studies.cohort import SAME_LAYER, UNSEEN, WELL
 from surgery.studies.seeds import BASE, CONTROL, SEED, TEXT
+from surgery.studies.ways import DEFAULT, common_gains, costs
 from tools.copy_cache import CopyCache
 from tools.estimate_check import Check
 from tools.foreign_words import ForeignWords
@@ -55,7 +57,8 @@ def source(record: Report | Findings, file: str) -> str:
 def claims() -> str:
     """The table of claims."""
     parts: tuple[Callable[[], Sequence[str]], ...] = (
-        _demo, _auto, _seeds, _mamba1, _deltanet, _mlstm, _cohort, _seed2, _lengths, _transformer, _state, _text, _words,
+        _demo, _auto, _ways, _seeds, _mamba1, _deltanet, _mlstm, _cohort, _seed2, _lengths, _transformer, _state, _text,
+        _words,
         lambda: _letters("letters-choice", "nothing bounded", LOSS), lambda: _letters("letters-kept", "within bounds", SHOWN),
         _skills, _target,
     )  # fmt: skip
@@ -98,6 +101,21 @@ def _auto() -> list[str]:
     return [
         f"[Heads, gate and steps chosen by measuring](demo.md#heads-gate-and-steps-chosen-by-measuring): {change}",
         "`tiny-mamba2`, 1 seed", _controls(record, "kv.64"), source(record, "demo-auto.report.json"), SHOWN,
+    ]  # fmt: skip
+
+
+def _ways() -> list[str]:
+    record = findings("ways")
+    gains = {way: common_gains(record.rows, way) for way in ("attribution", DEFAULT, "layer", "random")}
+    mean = {way: statistics.fmean(values) for way, values in gains.items()}
+    passes = {way: sum(costs(record.about, way)[:2]) for way in ("attribution", DEFAULT)}
+    toys = sum(DEFAULT in about["cost"] for about in record.about.values())
+    return [
+        f"[Attribution](ways.md) chooses as well as {DEFAULT} at {passes['attribution'] / passes[DEFAULT]:.0%} of the passes: "
+        f"unseen keys {mean['attribution']:+.3f} and {mean[DEFAULT]:+.3f}",
+        f"{len(gains[DEFAULT])} cases on {toys} toys, 1 seed",
+        f"random heads of the same layer: {mean['layer']:+.3f}; of all: {mean['random']:+.3f}",
+        source(record, "ways.findings.json"), SHOWN,
     ]  # fmt: skip
 
 
@@ -199,7 +217,8 @@ def _text() -> list[str]:
     random = of(record, "control_random_site_tuned", task)
     cache = copy_cache().cached[task].value
     return [
-        f"[Prose](text.md): loss on repeated rare bigrams from {base:.2f} to {tuned:.2f} nats", "`tiny-books`, 1 seed, 1 novel",
+        f"[Prose](text.md), an added copy mechanism: loss on repeated rare bigrams from {base:.2f} to {tuned:.2f} nats",
+        "`tiny-books`, 1 seed, 1 novel",
         f"untrained n-gram cache: {cache:.2f}; grafts at random places: {random:.2f}", source(record, "books.report.json"), NOT,
     ]  # fmt: skip
 
@@ -342,8 +361,8 @@ reach it in {cohort_counts(model=SAME_LAYER)}.
 - **Shown** on five toys that answer lettered questions: an edit within bounds keeps them \
 ({of(kept, "base", "letters"):.3f} to {of(kept, "tuned", "letters"):.3f} on one). With nothing bounded \
 {of(free, "tuned", "letters"):.3f} were left.
-- **Not shown** on prose: grafts save {saved["tuned"]:.2f} nats on repeated rare bigrams, grafts at random places \
-{saved["control_random_site_tuned"]:.2f}, an untrained n-gram cache {cache:.2f}.
+- **Not shown** on prose: an added copy mechanism saves {saved["tuned"]:.2f} nats on repeated rare bigrams, one at random \
+places {saved["control_random_site_tuned"]:.2f}, an untrained n-gram cache {cache:.2f}.
 - **Not shown** for words that the base does not know: {foreign["base"]["foreign"]["16"].accuracy:.3f} to \
 {foreign["hybrid"]["foreign"]["16"].accuracy:.3f} at 16 pairs.
 - **Not measured**: published checkpoints, and GPUs (the GPU kernels have run in an interpreter only)."""

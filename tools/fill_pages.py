@@ -27,7 +27,7 @@ from surgery.exporting.engines import EngineProof
 from surgery.studies import Findings, studies
 from surgery.studies.cohort import KNOWLEDGE, OF, SAME_LAYER, TEXT, headline
 from surgery.studies.cohort import LETTERS as LETTERED
-from tools import books_page, campaign_page, claims_page, costs_page, mixers_page, reference_parts
+from tools import books_page, campaign_page, claims_page, costs_page, mixers_page, reference_parts, ways_page
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -396,7 +396,8 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     EVIDENCE / "lengths.md": {"lengths": lengths},
     EVIDENCE / "transformer.md": {"retrieval-aware": retrieval_aware},
     EVIDENCE / "state.md": {"state-size": state_size},
-    EVIDENCE / "text.md": {"tiny-books": books_page.base, "books": books_page.operation},
+    EVIDENCE / "text.md": {"tiny-books": books_page.base, "books": books_page.operation, "recall": books_page.recall},
+    EVIDENCE / "ways.md": {"ways": ways_page.ways},
     DOCS / "contributing" / "campaigns.md": {"kills": campaign_page.kills, "fuzz": campaign_page.fuzz},
     DOCS / "howto" / "serve-vllm.md": {"serving table": serving},
     DOCS / "howto" / "serve-mlx-lm.md": {"mlx": mlx},

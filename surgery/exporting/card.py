@@ -152,7 +152,8 @@ def _how(plan: Plan, base_unchanged: bool, gates: list[float]) -> str:
     done = f"{place}; queries and keys start as {start}{kept}."
     if plan.init == "copy":
         done = (
-            f"It stands beside the SSM, all of whose heads stay, and its own values make the token that it finds more likely; "
+            f"It is a copy mechanism that was added, not a change of heads that were there: all heads of the SSM stay. Its own "
+            f"values make the token that it finds more likely; "
             f"queries and keys start as {start}{kept}."
         )
     if not plan.kept_state:

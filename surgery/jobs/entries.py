@@ -18,8 +18,7 @@ from surgery.tuning.trainable import with_own_mixers
 # Tunes a model in place and returns it: (its name, the model, its plan, of a control the layers whose mixers are tuned).
 Tune = Callable[..., PreTrainedModel]
 STARTS = {
-    "donor": "a donor's", "dual": "the heads' own", "induction": "an induction head's", "copy": "a copying induction head's",
-    "random": "random",
+    "donor": "a donor's", "dual": "the heads' own", "induction": "an induction head's", "random": "random",
 }  # fmt: skip
 SAME = "tuned on the same data for the same steps"
 
@@ -49,11 +48,11 @@ def _untuned(
     def spliced(description: str, at: Plan) -> Entry:
         return Entry(splice(base, at, donor), description, at)
 
+    copies = "a copy mechanism added to the layers, beside all of their heads, no training"
+    begins = f"attention spliced in, initialised from {STARTS.get(chosen.init)} weights, no training"
     entries = {
         "base": Entry(base, "the pretrained model, unchanged"),
-        "spliced": spliced(
-            f"attention spliced in, initialised from {STARTS[chosen.init]} weights, no training", chosen
-        ),
+        "spliced": spliced(copies if chosen.init == "copy" else begins, chosen),
         "tuned": spliced(f"the same, its grafts tuned{_division(recipe)}", chosen),
     }  # fmt: skip
     for name, (layers, description) in _graftless(recipe, chosen).items():

@@ -181,7 +181,8 @@ def _settings(base: Checkpoint, seen: ModelLook) -> list[Choice]:
     channels = anatomy(base.model).ssms[0].width == 1
     return [
         Choice("locate.options", {"pairs": pairs}, f"of the sizes asked, answered nearest to half: {right:.2f}"),
-        Choice("locate.examples", 128, "intervals of about 0.08; measured exactly where that is quick enough (locate.exact)"),
+        Choice("locate.examples", 128, "intervals of about 0.08"),
+        Choice("locate.exact", False, "attribution chooses as well, at a seventh of the passes (docs/evidence/ways.md)"),
         Choice("plan.by", "gain", "by what heads gain untrained; where none does, by what a perfect choice would save"),
         Choice(
             "plan.heads", "auto", "blocks of 16 channels" if channels else "added while one is worth its cache, with its gate"

@@ -10,8 +10,10 @@ pass. Which ones a step sees depends on the step and the seed alone, so that tra
 
 import hashlib
 import json
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +27,20 @@ from surgery.hybrids.spliced import without_code
 from surgery.loading.checkpoint import load_tokenizer
 from surgery.loading.hub import one_line
 from surgery.models.tokens import tokenizers_errors
+from surgery.probes.hits import PairCounts
 from surgery.records.pretrain_recipe import CorpusOptions
 from surgery.records.reading import PLAIN_TEXT, check_plain, files_below, parse_json
 from surgery.records.record import read_text
 from surgery.runtime.ownership import building, reason
 from surgery.runtime.progress import Track, busy
 from surgery.tuning.leaks import TOLERATED, CheckedText
+from surgery.tuning.renaming import Renaming
 from surgery.world.tokenizer import byte_level_bpe, wrapped
 
 PIECE = 2**19  # characters that are tokenised at once, about; they end where a line does
 RECORD, TRAIN, HELD_OUT = "corpus.json", "train.tokens", "held-out.tokens"
 NAMED = 12  # characters of a digest
+COUNTED = 2**24  # tokens of which pairs are counted, at most
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,12 @@ class Corpus:
     train: np.ndarray
     held_out: np.ndarray
     about: dict[str, Any]
+
+    @cached_property
+    def pairs(self) -> PairCounts:
+        """Of the text that is learnt; of a long one, of the same part of every stretch."""
+        step = -(-len(self.train) // COUNTED)
+        return PairCounts(part[: len(part) // step] for part in np.array_split(self.train, step))
 
 
 def prepared(options: CorpusOptions, work: Path) -> Corpus:
@@ -178,10 +189,11 @@ def _read(folder: Path) -> Corpus:
 
 
 class Windows:
-    """The windows of `tokens` tokens, and the one behind each, that training sees. Raises UserError for too short a text."""
+    """The windows of `tokens` tokens, and the one behind each, that training sees, each with names of its own where `renaming`
+    gives them. Raises UserError for too short a text."""
 
-    def __init__(self, ids: np.ndarray, tokens: int, seed: int):
-        self.ids, self.tokens, self.seed = ids, tokens, seed
+    def __init__(self, ids: np.ndarray, tokens: int, seed: int, renaming: Renaming | None = None):
+        self.ids, self.tokens, self.seed, self.renaming = ids, tokens, seed, renaming
         self.count = (len(ids) - 1) // tokens - 1  # of a pass: one less than there are, for the shift
         if self.count < 1:
             raise UserError(
@@ -191,7 +203,12 @@ class Windows:
 
     def batch(self, step: int, size: int) -> Tensor:
         """(size, tokens + 1): what the step with this number sees."""
-        return _cut(self.ids, [self._start(number) for number in range(step * size, (step + 1) * size)], self.tokens + 1)
+        numbers = range(step * size, (step + 1) * size)
+        windows = _cut(self.ids, [self._start(number) for number in numbers], self.tokens + 1)
+        if self.renaming is None:
+            return windows
+        named = (random.Random(f"names {self.seed} {number}") for number in numbers)
+        return torch.tensor([self.renaming(ids, rng) for ids, rng in zip(windows.tolist(), named, strict=True)])
 
     def _start(self, number: int) -> int:
         turn, place = divmod(number, self.count)

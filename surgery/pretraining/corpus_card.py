@@ -34,6 +34,11 @@ def corpus_card(
             f"further, from the weights of {in_markdown(display_name(recipe.start))},",
             "What that model knew before is not told here.",
         )
+    names = ""
+    if options.rename is not None:
+        rare = f"tokens that stand at most {options.rename.rare:g} times in a million"
+        names = f", in each of which {rare} had been given other names"
+        known = "It could know no rare name by heart, and was taught to retrieve in no other way."
     return f"""---
 library_name: transformers
 tags: [{model.config.model_type}]
@@ -45,7 +50,7 @@ A language model of the class {model.config.model_type} with {model.num_paramete
 {len(corpus.tokenizer):,} tokens. {known}
 {about}
 It learnt from {_files(learnt["files"])}, {learnt["bytes"] / 1e6:.1f} MB, {learnt["tokens"]:,} tokens, of which it saw \
-{seen:,} ({seen / learnt["tokens"]:.2f} times the text) in windows of {options.tokens}. It was measured on \
+{seen:,} ({seen / learnt["tokens"]:.2f} times the text) in windows of {options.tokens}{names}. It was measured on \
 {_files(held_out["files"], "other ")} of {held_out["bytes"] / 1e6:.1f} MB.
 
 Held-out loss, with 95% intervals over {measured["windows"]:,} windows: {_figure(measured["nats_per_token"])} nats per token, \

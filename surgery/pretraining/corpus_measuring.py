@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.pretraining.corpus import Corpus, spread
-from surgery.probes.hits import PairCounts, by_stretch, hits
+from surgery.probes.hits import by_stretch, hits
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.perplexity import token_losses
 from surgery.probes.scoring import answer
@@ -21,7 +21,6 @@ from surgery.statistics import mean, proportion, shares
 MORE = 4  # times the windows that are measured during training
 LENGTHS = (1, 2, 4, 8)  # of rows, in windows
 RARE = 10.0  # how often, in a million tokens of the text that was learnt, a pair stands that may be a hit
-COUNTED = 2**24  # of its tokens, at most so many are counted
 PAIRS = (4, 8, 16)  # of key-value retrieval: its prompts are nothing like prose
 
 
@@ -40,14 +39,12 @@ def measure_on_corpus(
         "nats_per_token": _estimate(losses.mean(1)),
         "nats_per_byte": _estimate(shares(losses.sum(1), size)),
     }
-    step = -(-len(corpus.train) // COUNTED)
-    counts = PairCounts(part[: len(part) // step] for part in np.array_split(corpus.train, step))
     for length in (window * factor for factor in LENGTHS):
         if len(corpus.held_out) < length:
             break
         rows = spread(corpus.held_out, length, max(1, len(windows) * window // length))
         losses = _losses(model, rows, max(1, options.batch_size * window // length), f"rows of {length} tokens")
-        is_hit = hits(rows.numpy(), counts, RARE, within=False)[:, 1:]
+        is_hit = hits(rows.numpy(), corpus.pairs, RARE, within=False)[:, 1:]
         for name, chosen in (("hits", is_hit), ("others", ~is_hit)):
             number = by_stretch(chosen.astype(float), window)
             if number.any():

@@ -10,9 +10,11 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,12 +22,16 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.pretraining.chunked_entropy import mean_cross_entropy
 from surgery.pretraining.corpus import Corpus, Windows, spread
+from surgery.pretraining.corpus_measuring import RARE
 from surgery.pretraining.finite_loss import checked_loss
-from surgery.records.pretrain_recipe import OF_THE_WORLD, PretrainRecipe
+from surgery.probes.hits import NONE, seen_before
+from surgery.probes.perplexity import token_losses
+from surgery.records.pretrain_recipe import OF_THE_WORLD, CorpusOptions, PretrainRecipe
 from surgery.runtime.bf16 import autocast
 from surgery.runtime.deferring import deferred
 from surgery.runtime.progress import Track, say
 from surgery.tuning.optimizer import parameter_groups, steady_schedule
+from surgery.tuning.renaming import Renaming
 from surgery.tuning.state import Checkpoints, State
 
 STAGE = "pretrain"
@@ -37,14 +43,45 @@ FREE = {"steps", "examples", "corpus", *OF_THE_WORLD}
 FREE_OF_CORPUS = {"train", "held_out", "tokenizer", "vocabulary", "save_steps", "about", "dtype"}
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """windows: (n, tokens + 1) of held-out text. groups: name -> which of the tokens behind each window's first, (n, tokens)
+    bool; their mean losses are told as well."""
+
+    windows: Tensor
+    groups: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, corpus: Corpus, options: CorpusOptions) -> Self:
+        """With corpus.rename, the repeated rare pairs (hits) and the first occurrences of the same pairs (firsts)."""
+        windows = spread(corpus.held_out, options.tokens + 1, options.eval_windows)
+        if options.rename is None:
+            return cls(windows, {})
+        before = seen_before(windows.numpy(), corpus.pairs, RARE, within=False)
+        repeated, firsts = before != NONE, np.zeros(before.shape, dtype=bool)
+        rows, columns = np.nonzero(repeated)
+        firsts[rows, before[rows, columns]] = True
+        groups = {"hits": repeated, "firsts": firsts & ~repeated}
+        return cls(windows, {name: torch.from_numpy(chosen[:, 1:]) for name, chosen in groups.items() if chosen.any()})
+
+    @torch.no_grad()
+    def losses(self, model: PreTrainedModel, rows: int) -> dict[str, float]:
+        """Nats per token: of all, and of each group."""
+        model.eval()
+        losses = torch.cat([token_losses(model, part.to(model.device)).cpu() for part in self.windows.split(rows)])
+        model.train()
+        return {"held_out": losses.mean().item()} | {name: losses[chosen].mean().item() for name, chosen in self.groups.items()}
+
+
 def train_on_corpus(model: PreTrainedModel, corpus: Corpus, recipe: PretrainRecipe, work: Path, *, finish: bool) -> State:
     """Train in place, from the newest checkpoint in `work` on, and return the state: the log has a record for every 50th step
     and for every measurement, `more` the seconds that it took and the number of steps. finish: let the learning rate fall from
     here. Raises UserError for checkpoints that were made with other settings, and for a loss that is not finite."""
     options = recipe.corpus
     assert options is not None
-    windows = Windows(corpus.train, options.tokens, recipe.seed)
-    held_out = spread(corpus.held_out, options.tokens + 1, options.eval_windows)
+    renaming = Renaming(corpus.tokenizer, corpus.pairs, options.rename.rare) if options.rename else None
+    windows = Windows(corpus.train, options.tokens, recipe.seed, renaming)
+    held_out = HeldOut.of(corpus, options)
     trained = dict(model.named_parameters())
     anew = f"remove the folder {work} to begin anew"
     checkpoints = Checkpoints(work, trained, _settings(recipe, corpus), anew=anew, left="the same command goes on")
@@ -84,9 +121,10 @@ def train_on_corpus(model: PreTrainedModel, corpus: Corpus, recipe: PretrainReci
             measured = state.step % options.eval_steps == 0 or state.step == steps
             if measured:
                 with precision:
-                    figures["held out"] = _held_out_loss(model, held_out, options.batch_size)
+                    losses = held_out.losses(model, options.batch_size)
+                figures["held out"] = losses["held_out"]
             if measured or state.step % LOG_STEPS == 0 or state.step == 1:
-                now = {"held_out": round(figures["held out"], 4)} if measured else {}
+                now = {name: round(loss, 4) for name, loss in losses.items()} if measured else {}
                 state.log.append({"step": state.step, "loss": round(figures["loss"], 4), **now})
             progress.note = ", ".join(f"{name} {value:.3f}" for name, value in figures.items()) + f", {speed:,.0f} tokens/s"
             last = stopped()
@@ -140,14 +178,6 @@ def _loss(model: Any, rows: Tensor) -> Tensor:
     rows = rows.to(model.device)
     hidden = model.base_model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
     return mean_cross_entropy(hidden.flatten(0, 1), model.lm_head.weight, rows[:, 1:].flatten())
-
-
-@torch.no_grad()
-def _held_out_loss(model: PreTrainedModel, windows: Tensor, rows: int) -> float:
-    model.eval()
-    total = sum(_loss(model, part).item() * len(part) for part in windows.split(rows))
-    model.train()
-    return total / len(windows)
 
 
 def _pace(tokens: int) -> Iterator[float]:

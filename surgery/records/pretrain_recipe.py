@@ -25,6 +25,7 @@ from surgery.records.sections.section import (
     check_tokens,
     none_for_no,
 )
+from surgery.records.sections.tuning import Rename
 from surgery.records.site import Site, SitesText, SiteText
 from surgery.records.yaml_text import parse_yaml
 
@@ -99,6 +100,9 @@ class CorpusOptions(Section):
     """Windows of held-out text that are measured then; when training ends, four times as many."""
     save_steps: Count = 100
     """Keep what was reached after every so many steps, and where a signal ends the work."""
+    rename: Rename | None = Field(default=None, exclude_if=lambda rename: rename is None)
+    """Gives rare tokens other names from the first step on: in every window anew, and alike throughout it, so that what comes
+    has to be recalled. The log then tells the loss on repeated rare pairs of held-out text and on their first occurrences."""
     about: str = ""
     """For the model card: where the text comes from, and its licence."""
 

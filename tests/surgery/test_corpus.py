@@ -21,9 +21,11 @@ from surgery.pretraining.chunked_entropy import mean_cross_entropy
 from surgery.pretraining.corpus import RECORD, Windows, files, prepared, spread
 from surgery.records.plan import Plan
 from surgery.records.pretrain_recipe import KEYS, CorpusOptions, PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
+from surgery.records.recipe import Rename
 from surgery.runtime.deferring import deferred
 from surgery.splicing.load import load
 from surgery.splicing.splice import splice
+from surgery.tuning.renaming import Renaming
 from surgery.tuning.state import Checkpoints
 from surgery.world.text import document
 from surgery.world.words import key_words
@@ -107,6 +109,26 @@ def test_a_pass_shows_every_window_once_in_an_order_of_its_own():
     assert first[: len(second)].tolist() != second.tolist()
     assert torch.equal(Windows(ids, tokens=16, seed=3).batch(40, 7), windows.batch(40, 7)), "whatever was seen before"
     assert not torch.equal(Windows(ids, tokens=16, seed=4).batch(0, 7), windows.batch(0, 7))
+
+
+def test_every_window_has_names_of_its_own(recipe, tmp_path, monkeypatch):
+    """The log then says what a repeated pair costs, and what the same pairs cost where they stand first."""
+    named = recipe.model_copy(
+        update={"corpus": recipe.corpus.model_copy(update={"rename": Rename(rare=20_000.0), "tokens": 64})}
+    )
+    monkeypatch.setattr(corpus_training, "RARE", 10_000.0)
+    run(named, tmp_path / "base")
+    log = [json.loads(line) for line in (tmp_path / "base" / "log.jsonl").read_text().splitlines()]
+    assert {"hits", "firsts"} < {*log[-1]}
+    assert "had been given other names" in (tmp_path / "base" / "README.md").read_text()
+    corpus = prepared(named.corpus, tmp_path)
+    renaming = Renaming(corpus.tokenizer, corpus.pairs, 20_000.0)
+    plain, renamed = (Windows(corpus.train, 64, 0, names).batch(1, 4).numpy() for names in (None, renaming))
+    assert (plain != renamed).any(1).all()
+    for before, after in zip(plain, renamed, strict=True):
+        assert ((before[:, None] == before) == (after[:, None] == after)).all()
+    again = Windows(corpus.train, 64, 0, renaming)
+    assert (again.batch(1, 4).numpy() == renamed).all()
 
 
 def test_held_out_windows_are_spread_over_the_text():

@@ -2,21 +2,26 @@
 
 import numpy as np
 import pytest
+import torch
 
 import surgery
 from surgery import choosing
 from surgery.choosing import check_way, names, way_of
 from surgery.choosing.bounded import Measuring, PlanMeasurement
 from surgery.choosing.halving import FEWEST
+from surgery.choosing.passes import PassCounter
 from surgery.choosing.task import ChoiceTask
 from surgery.errors import UserError
 from surgery.locating.locate import locate
+from surgery.locating.subject import Subject
 from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, Data, PlanOptions
-from tests.conftest import TINY
+from surgery.studies import Findings
+from surgery.studies import ways as ways_study
+from tests.conftest import ROOT, TINY
 
 AUTO = Auto(examples=8, windows=2, candidates=2, max_heads=2, steps=8, finalists=1, skill_examples=8)
-RULES = ("ablation", "attribution", "last", "random", "uniform")
+RULES = ("ablation", "attribution", "last", "layer", "random", "uniform")
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +75,7 @@ def test_a_rule_takes_the_heads_that_it_says(tiny, ranking, by):
     layers = [site.layer for site in plan.sites for _ in site.each()]
     assert by != "last" or layers == [3, 3]
     assert by != "uniform" or layers == [1, 3]
+    assert by != "layer" or layers == [ranking.heads[0].site.layer] * 2
     assert by != "random" or way_of(by).choose(task(tiny, ranking, by, seed=3)).sites != plan.sites
     assert plan.starts == surgery.plan(ranking, sites=plan.sites).starts  # what locate found best for each head
     assert way_of(by).most(chosen.options, 32, bounded=False).plans == 0 == chosen.measuring.count
@@ -78,6 +84,76 @@ def test_a_rule_takes_the_heads_that_it_says(tiny, ranking, by):
 def test_eight_heads_are_spread_over_four_layers(tiny, ranking):
     plan = way_of("uniform").choose(task(tiny, ranking, "uniform", heads=8))
     assert sorted(site.layer for site in plan.sites for _ in site.each()) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_passes_are_counted_in_sequences_through_all_layers(tiny, ranking):
+    """A hybrid's forward counts as its base's. Only what learns is gone back through."""
+    counter = PassCounter(Subject.of(tiny))
+    ids = torch.zeros(3, 5, dtype=torch.long)
+    with counter.counted():
+        surgery.adopt(tiny.model)(input_ids=ids)
+    assert (counter.passes().forwards, counter.passes().backwards) == (3, 0)
+    hybrid = surgery.splice(tiny, surgery.plan(ranking, sites="L2.H1"))
+    with counter.counted():
+        hybrid(input_ids=ids).logits.sum().backward()
+    assert (counter.passes().forwards, counter.passes().backwards) == (6, 1.5)  # through two of four layers
+    hybrid(input_ids=ids)
+    assert counter.passes().forwards == 6
+
+
+STUDY = """
+model: checkpoints/tiny-deltanet
+data: {skills: []}
+locate: {examples: 4, layers: false, options: {pairs: 8}}
+tune: {steps: 3}
+bench: {pairs: [8], limit: 8, windows: 2}
+study: {name: ways, heads: [1, 2], ways: [uniform, gain, layer], bases: {tiny-deltanet: {}}, draws: {layer: 2}}
+"""
+
+
+def test_the_study_compares_ways_after_the_same_tuning(surgery, tmp_path, monkeypatch):
+    """Made-up results: what each plan saves is known. Nothing is chosen twice."""
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    (tmp_path / "ways.yaml").write_text(STUDY)
+
+    def measure(self, plans, description, steps=0):
+        assert all(steps == (0 if plan is None else 3) for plan in plans)
+        gains = [0 if plan is None else 4 * (plan.sites[0].layer == 0) for plan in plans]
+        right = [np.arange(8) < 2 + gain for gain in gains]
+        return [PlanMeasurement(5.0 - each, each, np.ones(2), 0.5, dict.fromkeys(self.skills, each)) for each in right]
+
+    monkeypatch.setattr(Measuring, "measure", measure)
+    status, printed, error = surgery("run", "ways.yaml", "--out", "out")
+    assert status == 0, error
+    findings = Findings.read(tmp_path / "out" / "findings.json")
+    about, rows = findings.about["tiny-deltanet"], {row.what: row.figures for row in findings.rows}
+    ways = ("gain", "uniform", "layer")
+    assert [*rows] == ["tiny-deltanet: base", *(f"tiny-deltanet: {way}, {n} heads" for way in ways for n in (2, 1))]
+    assert rows["tiny-deltanet: base"]["unseen keys"].accuracy == 0.25
+    for way in ways:
+        for count, chosen in about["sites"][way].items():
+            assert len(chosen) == (2 if way == "layer" else 1)
+            wanted = np.mean([0.5 * (sites[0].startswith("L0")) for sites in chosen])
+            assert rows[f"tiny-deltanet: {way}, {count} heads"]["unseen keys, change"].value == wanted
+    assert "unseen keys, against gain" in rows["tiny-deltanet: layer, 1 heads"]
+    assert "unseen keys, against gain" not in rows["tiny-deltanet: gain, 1 heads"]
+    assert about["cost"]["gain"]["forwards"] > about["cost"]["uniform"]["forwards"] > 0  # all heads by themselves
+    assert ways_study.agreement(findings.about, "gain", "gain") == (1, 1)
+    assert "gain: unseen keys" in printed.replace("\n", " ")
+    monkeypatch.setattr(ways_study, "planned", None)
+    (tmp_path / "out" / "findings.json").unlink()
+    assert surgery("run", "ways.yaml", "--out", "out", "--resume")[0] == 0
+    again = Findings.read(tmp_path / "out" / "findings.json")
+    assert (again.rows, again.about) == (findings.rows, findings.about)
+    for setting, complaint in [
+        ("tune.steps=auto", "set tune.steps to a number (study.bases.tiny-deltanet)"),
+        ("data.skills=auto", "which nothing bounds: data.skills=[]"),
+        ("study.ways=[gian]", "no way of choosing is named 'gian'"),
+        ("study.bases.tiny-deltanet={plan: {hedas: 2}}", "unknown key 'plan.hedas'"),
+        ("study.bases.tiny-deltanet={heads: 2}", "numbers of heads, such as [1, 2, 4]"),
+    ]:
+        status, _, error = surgery("run", "ways.yaml", "--set", setting, "--out", "other")
+        assert (status, complaint in error, (tmp_path / "other").exists()) == (2, True, False), error
 
 
 def test_joint_gates_open_where_a_graft_gains(tiny, ranking, monkeypatch):

@@ -107,9 +107,9 @@ class PlanOptions(Section):
     sites: SitesText | None = None
     """These sites instead of the leading ones, e.g. L1.H3,5;L2.H0."""
     init: Literal["dual", "induction", "copy"] | None = None
-    """How grafts of heads start; by default as those that locate.init ranked them by. copy: as induction heads with values of
-    their own, which make the token that they find more likely. They are added to what the layer puts out, times `blend`:
-    the layer matters, and not which of its heads. In mamba2 and llamba."""
+    """How grafts of heads start; by default as those that locate.init ranked them by. copy: an added copy mechanism, no surgery
+    on located heads: induction heads with values of their own, which make the token that they find more likely. They are added
+    to what the layer puts out, times `blend`: the layer matters, and not which of its heads. In mamba2 and llamba."""
     donor: Name | None = None
     """A Transformer whose layers the grafts start from: a folder, or an id of the Hub. For kind layer."""
     donor_layers: dict[str, int] = {}

@@ -1,0 +1,427 @@
+"""Which heads? Every way of choosing (surgery/choosing), with equal numbers of heads and equal tuning, on several bases.
+
+A base is ranked, each way chooses its heads, and what is compared is the model after tuning: on dictionaries with keys not used
+in tuning, with keys of its training examples, and on held-out text. Each way gets the cheapest ranking that it can do with, and
+what ranking and choosing cost is counted in passes through the model. Ways that choose the same heads share one tuned model.
+Nothing bounds the plans, so that all have as many heads: what is compared is the heads, and not how many are taken.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from surgery.choosing import check_way, names
+from surgery.choosing.bounded import Measuring, PlanMeasurement
+from surgery.choosing.passes import PassCounter, Passes
+from surgery.errors import UserError
+from surgery.evaluation.cells import Kept, kept
+from surgery.evaluation.results import value
+from surgery.evaluation.suites import bench_seed
+from surgery.jobs.locating_stage import RANKING, located
+from surgery.jobs.opening import open_checkpoint
+from surgery.jobs.planning_stage import planned
+from surgery.loading.opened import Checkpoint
+from surgery.locating.ranking import Ranking
+from surgery.locating.subject import Subject
+from surgery.probes.kv import KVRetrieval
+from surgery.records.names import strip_paths
+from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe, changed
+from surgery.records.sections.section import Count
+from surgery.runtime import plotting
+from surgery.runtime.ownership import remove
+from surgery.runtime.processes import on_main
+from surgery.runtime.progress import say
+from surgery.statistics import Estimate, Proportion, difference, mean, proportion
+from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
+from surgery.tuning.batches import held_out_windows
+
+BASE, DEFAULT = "base", "gain"
+UNSEEN, LOSS, SEEN, TEXT = "unseen keys", "loss on unseen keys", "keys of the lessons", "loss on text"
+CHANGE, AGAINST = ", change", f", against {DEFAULT}"
+EXACT = ("gain", "ablation")  # ways that need every head measured by itself; for the others attribution ranks
+DRAWN = ("random", "layer")  # ways that draw lots; their lines are dashed
+OF, HEADS = ": ", " heads"  # between a base, a way and a number of heads, in the name of a row
+COLORS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#24292F", "#8C564B", "#7F7F7F", "#B8A800", "#6A3D9A",
+    "#E15759",
+)  # fmt: skip
+SEED = 20_011  # of the windows of text, added to the recipe's: choosing has others
+OWN = ("model", "heads", "ways")  # the keys of a base that are no section of a recipe
+
+
+class Choice(Kept):
+    """What a way chose, and what it cost."""
+
+    plan: Plan
+    passes: Passes
+
+
+class RankingCost(Kept):
+    """What a ranking cost."""
+
+    passes: Passes
+
+
+class Ways(Study):
+    """bases: name -> its `model` (by default checkpoints/<name>), what it changes of the recipe's sections, key by key, and,
+    where they differ, `heads` and `ways`. heads: numbers of heads. ways: those compared; by default all. draws: how often ways
+    that draw lots do so. seeds: of tuning, beginning with the recipe's. bench.limit dictionaries of the largest of bench.pairs
+    are asked, and bench.windows windows of text."""
+
+    title: ClassVar[str] = "Ways of choosing heads: gain on keys not used in tuning"
+
+    bases: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], dict[str, Any]] = Field(min_length=1)
+    heads: tuple[Count, ...] = Field(default=(1, 2, 4), min_length=1)
+    ways: tuple[str, ...] | None = Field(default=None, min_length=1)
+    draws: dict[Literal["random", "layer"], Count] = {"random": 5, "layer": 3}
+    seeds: Count = 1
+
+    def check(self, recipe: Recipe) -> None:
+        for name in self.bases:
+            for way in self.ways_of(name):
+                check_way(way)
+            if not isinstance(heads := self.bases[name].get("heads", self.heads), list | tuple) or not heads:
+                raise UserError(f"study.bases.{name}.heads: numbers of heads, such as [1, 2, 4]")
+            job = self.job(recipe, name)
+            if job.tune.steps == "auto" or not job.tune.steps:
+                raise UserError(
+                    f"the study 'ways' compares plans after equal tuning: set tune.steps to a number (study.bases.{name})"
+                )
+            if job.data.skills:
+                raise UserError(
+                    "the study 'ways' compares plans with equal numbers of heads, which nothing bounds: data.skills=[]"
+                )
+
+    def ways_of(self, base: str) -> list[str]:
+        """The default first: others are compared with it."""
+        chosen = self.bases[base].get("ways", self.ways) or names()
+        return sorted(chosen, key=lambda way: way != DEFAULT)
+
+    def heads_of(self, base: str) -> list[int]:
+        """The largest number first: what choosing costs is told of it."""
+        return sorted(self.bases[base].get("heads", self.heads), reverse=True)
+
+    def job(self, recipe: Recipe, name: str) -> Recipe:
+        """The recipe of a base."""
+        changes = {key: value for key, value in self.bases[name].items() if key not in OWN}
+        model = self.bases[name].get("model", f"checkpoints/{name}")
+        return changed(recipe, **changes, model=model, study=None, tokenizer=None)
+
+    def measure(self, subjects: Subjects) -> Measurements:
+        rows: list[Row] = []
+        about: dict[str, Any] = {}
+        for name in self.bases:
+            say(f"{name}: ways of choosing")
+            compared = _Compared(self, name, self.job(subjects.recipe, name), subjects.out / name)
+            rows += compared.rows()
+            about[name] = compared.about
+        return Measurements(about=about, summary=_summary(about, rows), rows=tuple(rows))
+
+    @staticmethod
+    def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+        """A row for each way: its mean gain over the bases by number of heads, its cost, and in how many cases it is surely
+        better or worse than the default."""
+        counts = _counts(findings.rows)
+        header = ["plan.by", *(f"{count}{HEADS if count > 1 else ' head'}" for count in counts)]
+        header += [f"better, worse than {DEFAULT}", f"{TEXT}, nats", "forwards", "backwards", "seconds"]
+        body = []
+        for way in _ways(findings.rows):
+            cells = [_mean_of(findings.rows, way, count, UNSEEN + CHANGE) for count in counts]
+            each = [row.figures[UNSEEN + AGAINST] for row in _of(findings.rows, way) if UNSEEN + AGAINST in row.figures]
+            decided = f"{sum(e.ci95[0] > 0 for e in each)}, {sum(e.ci95[1] < 0 for e in each)} of {len(each)}" if each else ""
+            text = float(np.mean([value(row.figures[TEXT + CHANGE]) for row in _of(findings.rows, way)]))
+            taken = costs(findings.about, way)
+            body.append([
+                way, *("" if math.isnan(cell) else f"{cell:+.3f}" for cell in cells), decided, f"{text:+.3f}",
+                *(f"{cost:,.0f}" for cost in taken),
+            ])  # fmt: skip
+        return header, body
+
+    def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
+        draw_ways(findings, self.title, path)
+
+
+@dataclass(eq=False)
+class _Compared:
+    """A base, and what becomes of it with the heads of each way. What was measured is in `out`."""
+
+    study: Ways
+    name: str
+    recipe: Recipe
+    out: Path
+
+    def __post_init__(self) -> None:
+        self.base: Checkpoint = open_checkpoint(self.recipe)
+        self.subject = Subject.of(self.base, known_fingerprint=self.base.fingerprint)
+        self.rankings: dict[bool, tuple[Ranking, Passes]] = {}
+        self.about: dict[str, Any] = {"size": self.recipe.bench.pairs[-1], "seeds": self.study.seeds}
+        self.about |= {"sites": {}, "cost": {}, "gains": {}}
+
+    @cached_property
+    def measuring(self) -> list[Measuring]:
+        """One for each seed of tuning, on the same questions and text."""
+        recipe, seed = self.recipe, bench_seed(self.recipe.seed)
+        size, limit, tokenizer = recipe.bench.pairs[-1], recipe.bench.limit, self.subject.tokenizer
+        unseen, seen = KVRetrieval(size, "unseen"), KVRetrieval(size, "lessons")
+        text = held_out_windows(tokenizer, recipe.data, recipe.tune, recipe.bench.windows, recipe.seed + SEED)
+        return [
+            Measuring(
+                self.subject, unseen.questions(limit, seed), text, recipe.bench.batch_size, self.out / "tuned",
+                skills={SEEN: seen.questions(limit, seed)}, tuning=recipe.tune, data=recipe.data, seed=recipe.seed + number,
+            )
+            for number in range(self.study.seeds)
+        ]  # fmt: skip
+
+    def ranking(self, exact: bool) -> tuple[Ranking, Passes]:
+        """With what it cost."""
+        if exact not in self.rankings:
+            out = self.out / ("exact" if exact else "attribution")
+            recipe = changed(self.recipe, locate={"exact": exact, "layers": False})
+            ranked: list[Ranking] = []
+
+            def rank() -> RankingCost:
+                if (out / RANKING).exists():
+                    on_main(lambda: remove(out / RANKING))  # or only a part of it would be counted
+                counter = PassCounter(self.subject)
+                with counter.counted():
+                    ranked.append(located(recipe, self.base, out, figures=False, subject=self.subject))
+                return RankingCost(passes=counter.passes())
+
+            cost = kept(self.out / "costs", self._key(recipe, ranked="exact" if exact else "attribution"), RankingCost, rank)
+            self.rankings[exact] = (
+                ranked[0] if ranked else located(recipe, self.base, out, resume=True, figures=False, subject=self.subject),
+                cost.passes,
+            )
+        return self.rankings[exact]
+
+    def choice(self, way: str, count: int, draw: int, measured: Path) -> Choice:
+        """measured: a folder that all numbers of heads share."""
+        recipe = changed(self.recipe, plan={"by": way, "heads": count})
+        ranking, ranked = self.ranking(way in EXACT)
+
+        def choose() -> Choice:
+            counter = PassCounter(self.subject)
+            with counter.counted():
+                plan = planned(recipe, self.base, ranking, measured, recipe.seed + draw)
+            own, before = counter.passes(), ranked
+            both = {name: round(getattr(own, name) + getattr(before, name), 1) for name in Passes.model_fields}
+            # Ways that choose the same heads are the same model: nothing else of the plan may differ.
+            same: dict[str, Any] = {"seed": recipe.seed, "growth": None, "at_risk": {}, "provenance": None}
+            plan = plan.model_copy(update=same if recipe.tune.hints else same | {"places": {}})
+            return Choice(plan=plan, passes=Passes(**both))
+
+        return kept(self.out / "costs", self._key(recipe, draw=draw), Choice, choose)
+
+    def _key(self, recipe: Recipe, **more: Any) -> dict[str, Any]:
+        settings = strip_paths(recipe.model_dump(mode="json", include={"seed", "data", "locate", "plan", "tune"}))
+        return {"conditions": self.subject.conditions.model_dump(), "recipe": settings, **more}
+
+    def rows(self) -> list[Row]:
+        """The base's, then each way's by number of heads."""
+        (before,) = self.measured(None)
+        rows = [
+            Row(what=f"{self.name}{OF}{BASE}", figures={
+                UNSEEN: proportion(before.correct), LOSS: mean(before.loss), SEEN: proportion(before.skills[SEEN]),
+                TEXT: mean(before.text),
+            })
+        ]  # fmt: skip
+        default: dict[int, PlanMeasurement] = {}
+        for way in self.study.ways_of(self.name):
+            with TemporaryDirectory() as measured:
+                for count in self.study.heads_of(self.name):
+                    draws = range(self.study.draws.get(way, 1))  # type: ignore[call-overload]
+                    choices = [self.choice(way, count, draw, Path(measured)) for draw in draws]
+                    by_draw = [self.measured(choice.plan) for choice in choices]
+                    gains = [[float(seed.correct.mean() - before.correct.mean()) for seed in seeds] for seeds in by_draw]
+                    tuned = _averaged([_averaged(seeds) for seeds in by_draw])
+                    default.setdefault(count, tuned)
+                    against = default[count] if DEFAULT in self.study.ways_of(self.name) and way != DEFAULT else None
+                    rows.append(Row(what=f"{self.name}{OF}{way}, {count}{HEADS}", figures=_figures(before, tuned, against)))
+                    sites = [list(map(str, choice.plan.sites)) for choice in choices]
+                    self.about["sites"].setdefault(way, {})[str(count)] = sites
+                    self.about["gains"].setdefault(way, {})[str(count)] = gains  # by draw and seed
+                    self.about["cost"].setdefault(way, choices[0].passes.model_dump())  # of the largest number
+        return rows
+
+    def measured(self, plan: Plan | None) -> list[PlanMeasurement]:
+        """The base, or its tuned models by seed of tuning."""
+        steps = 0 if plan is None else int(self.recipe.tune.steps)
+        what = "the base" if plan is None else ", ".join(map(str, plan.sites))
+        measuring = self.measuring[:1] if plan is None else self.measuring
+        return [each.measure([plan], f"{self.name}, {what}", steps)[0] for each in measuring]
+
+
+def _averaged(measured: Sequence[PlanMeasurement]) -> PlanMeasurement:
+    """Question by question, over draws or seeds."""
+    if len(measured) == 1:
+        return measured[0]
+    return PlanMeasurement(
+        loss=np.mean([each.loss for each in measured], 0),
+        correct=np.mean([each.correct for each in measured], 0),
+        text=np.mean([each.text for each in measured], 0),
+        seconds=sum(each.seconds for each in measured),
+        skills={name: np.mean([each.skills[name] for each in measured], 0) for name in measured[0].skills},
+    )
+
+
+def _figures(
+    before: PlanMeasurement, tuned: PlanMeasurement, against: PlanMeasurement | None
+) -> dict[str, Proportion | Estimate]:  # fmt: skip
+    """Paired differences to the base, and to the plan of the default."""
+    figures: dict[str, Proportion | Estimate] = {}
+    for end, other in ((CHANGE, before), (AGAINST, against)):
+        if other is not None:
+            figures |= {
+                UNSEEN + end: difference(other.correct, tuned.correct),
+                LOSS + end: difference(other.loss, tuned.loss),
+                SEEN + end: difference(other.skills[SEEN], tuned.skills[SEEN]),
+                TEXT + end: difference(other.text, tuned.text),
+            }
+    return figures
+
+
+def _way(row: Row) -> tuple[str, str, int]:
+    """(base, way, number of heads) of a row; (base, "base", 0)."""
+    base, _, rest = row.what.partition(OF)
+    way, _, count = rest.removesuffix(HEADS).rpartition(", ")
+    return (base, way, int(count)) if way else (base, BASE, 0)
+
+
+def _ways(rows: Sequence[Row]) -> list[str]:
+    """The one with the largest mean gain first, over what all have been measured on."""
+    ways = [way for way in dict.fromkeys(_way(row)[1] for row in rows) if way != BASE]
+    return sorted(ways, key=lambda way: -np.mean(common_gains(rows, way) or [0]))
+
+
+def common_gains(rows: Sequence[Row], way: str) -> list[float]:
+    """Of a way, on the bases and numbers of heads that all ways were measured on."""
+    cases: dict[str, set[tuple[str, int]]] = {}
+    for base, each, count in map(_way, rows):
+        cases.setdefault(each, set()).add((base, count))
+    common = set.intersection(*(found for each, found in cases.items() if each != BASE))
+    return [value(row.figures[UNSEEN + CHANGE]) for row in _of(rows, way) if (_way(row)[0], _way(row)[2]) in common]
+
+
+def _counts(rows: Sequence[Row]) -> list[int]:
+    return sorted({count for _, way, count in map(_way, rows) if way != BASE})
+
+
+def _of(rows: Sequence[Row], way: str) -> list[Row]:
+    return [row for row in rows if _way(row)[1] == way]
+
+
+def _mean_of(rows: Sequence[Row], way: str, count: int, column: str) -> float:
+    """Over the bases with so many heads; NaN where there is none."""
+    found = [value(row.figures[column]) for row in _of(rows, way) if _way(row)[2] == count]
+    return float(np.mean(found)) if found else math.nan
+
+
+def costs(about: Mapping[str, Any], way: str) -> list[float]:
+    """Of choosing the largest number of heads, ranking included: the means over the bases."""
+    costs = [base["cost"][way] for base in about.values() if way in base["cost"]]
+    return [float(np.mean([cost[name] for cost in costs])) for name in Passes.model_fields]
+
+
+def agreement(about: Mapping[str, Any], one: str, other: str) -> tuple[float, float]:
+    """(the share of heads, the share of layers) that two ways choose alike, over bases, numbers of heads and draws: what they
+    have in common by what one of them has."""
+    heads, layers = [], []
+    for base in about.values():
+        for count in {*base["sites"].get(one, {})} & {*base["sites"].get(other, {})}:
+            for first in base["sites"][one][count]:
+                for second in base["sites"][other][count]:
+                    a, b = _heads(first), _heads(second)
+                    heads.append(len(a & b) / max(len(a), len(b)))
+                    layers.append(sum(min([x[0] for x in a].count(n), [x[0] for x in b].count(n)) for n in {x[0] for x in a})
+                                  / max(len(a), len(b)))  # fmt: skip
+    return float(np.mean(heads)), float(np.mean(layers))
+
+
+def _heads(sites: Sequence[str]) -> set[tuple[str, str]]:
+    """(layer, head) of sites as text."""
+    return {(layer, head) for site in sites for layer, _, heads in [site.partition(".H")] for head in heads.split(",")}
+
+
+def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """A sentence for each way, the best first."""
+    lines = []
+    for way in _ways(rows):
+        gains = [value(row.figures[UNSEEN + CHANGE]) for row in _of(rows, way)]
+        sentence = (
+            f"{way}: {UNSEEN} {np.mean(gains):+.3f} on average of {len(gains)} cases, {min(gains):+.3f} to {max(gains):+.3f}"
+        )
+        forwards, backwards, _ = costs(about, way)
+        sentence += f"; {forwards:,.0f} forward and {backwards:,.0f} backward passes"
+        if way != DEFAULT and DEFAULT in _ways(rows):
+            heads, layers = agreement(about, way, DEFAULT)
+            sentence += f"; {heads:.0%} of the heads and {layers:.0%} of the layers of {DEFAULT}"
+        lines.append(f"{sentence}.")
+    return "\n".join(lines)
+
+
+def draw_ways(findings: Findings, title: str, path: Path) -> None:
+    """For each base gain against the number of heads, a line a way, named at its end; last, what choosing cost."""
+    bases, ways = list(findings.about), _ways(findings.rows)
+    colors = dict(zip(ways, COLORS * len(ways), strict=False))
+    columns = min(3, len(bases) + 1)
+    rows = -(-(len(bases) + 1) // columns)
+    with plotting.drawing(path, rows, columns, width=3.9 * columns, height=0.5 + 3.6 * rows) as (figure, axes):
+        flat = [*axes.flat]
+        for axis, name in zip(flat, bases, strict=False):
+            _draw_base(axis, name, findings.rows, ways, colors)
+        _draw_costs(flat[len(bases)], findings.about, ways, colors)
+        for axis in flat[len(bases) + 1 :]:
+            axis.set_visible(False)
+        figure.suptitle(title, fontsize=11, fontweight="bold", ha="left", x=0.01)
+
+
+def _draw_base(axis: Any, name: str, rows: Sequence[Row], ways: Sequence[str], colors: Mapping[str, str]) -> None:
+    counts = sorted({count for base, _, count in map(_way, rows) if base == name and count})
+    ends: dict[str, float] = {}
+    for way in ways:
+        own = {_way(row)[2]: value(row.figures[UNSEEN + CHANGE]) for row in _of(rows, way) if _way(row)[0] == name}
+        if own:
+            drawn = {"ls": "--", "mfc": "white"} if way in DRAWN else {}
+            axis.plot(range(len(own)), [own[count] for count in counts], marker="o", ms=4, lw=1.4, color=colors[way], **drawn)
+            ends[way] = own[counts[-1]]
+    axis.axhline(0, color=plotting.CHANCE, lw=0.8)
+    axis.set_xticks(range(len(counts)), counts)
+    axis.set(title=name, xlabel="heads", ylabel="gain in accuracy", xlim=(-0.2, len(counts) - 0.05))
+    low, high = axis.get_ylim()
+    room = (high - low) * 0.07
+    heights = [*sorted(ends.values())]
+    for i in range(1, len(heights)):  # names stand apart from each other, about their lines
+        heights[i] = max(heights[i], heights[i - 1] + room)
+    down = max(0.0, heights[-1] - high)
+    heights = [height - down * i / max(1, len(heights) - 1) for i, height in enumerate(heights)]
+    for (way, y), height in zip(sorted(ends.items(), key=lambda end: end[1]), heights, strict=True):
+        axis.annotate(
+            way, (len(counts) - 1, y), (len(counts) - 0.75, height), fontsize=8, color=colors[way], va="center",
+            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": colors[way], "shrinkA": 0, "shrinkB": 2},
+        )  # fmt: skip
+    axis.set_ylim(low, max(high, heights[-1] + room))
+
+
+def _draw_costs(axis: Any, about: Mapping[str, Any], ways: Sequence[str], colors: Mapping[str, str]) -> None:
+    """Forward and backward passes together."""
+    passes = {way: max(1.0, sum(costs(about, way)[:2])) for way in ways}
+    for place, way in enumerate(ways):
+        axis.barh(place, passes[way], color=colors[way], height=0.6)
+        axis.text(passes[way] * 1.15, place, f"{passes[way]:,.0f}", fontsize=8, va="center")
+    axis.set_yticks(range(len(ways)), ways, fontsize=8)
+    axis.set(title="cost of choosing", xscale="log", xlabel="passes of one sequence, ranking included")
+    powers = range(math.ceil(math.log10(max(passes.values()))) + 1)
+    axis.set_xticks([10**power for power in powers], [f"{10**power:,}" for power in powers], fontsize=8)
+    axis.set_xlim(1, max(passes.values()) * 8)
+    axis.invert_yaxis()
+
+
+STUDY = Ways
