@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from surgery.records.plan import Plan
     from surgery.records.recipe import PlanOptions
 
-SHARED = ("bounded", "passes", "task")  # what the ways use
+SHARED = ("bounded", "passes", "task", "windows")  # what the ways use, and what is no way of choosing grafts
 
 
 class Way(Protocol):

@@ -133,7 +133,7 @@ class Measuring:
     def _measure(self, chosen: Plan | None, steps: int = 0) -> PlanMeasurement:
         start = time.monotonic()
         model = self.subject.model if chosen is None else install(self.subject.model, chosen).eval()
-        with within("the base" if chosen is None else f"attention at {', '.join(map(str, chosen.sites))}"):
+        with within("the base" if chosen is None else repr(chosen)):
             if steps:
                 self._tune(model, steps)
             answers = answer(model, self.subject.tokenizer, self.questions, self.batch_size)

@@ -23,15 +23,17 @@ def plan(
         typer.Option("--base", help="The ranked model, if it is measured and is not where it was.", callback=check_name),
     ] = None,
 ) -> None:  # fmt: skip
-    """Decide which heads become attention.
+    """Decide which heads become attention, and which of a model's own attention forget.
 
     Writes plan.json beside the ranking. The seed is the ranking's, unless it is set. The ranked model is opened with
     plan.heads=auto, which adds heads until the next one is not worth its cache; with plan.by, for another way of choosing
-    (surgery list ways); and with plan.state_size, to see which dimensions of the state text needs.
+    (surgery list ways); with plan.state_size, to see which dimensions of the state text needs; and with plan.kind=window,
+    to see how many attention heads can have a window (section plan.window), so that the cache shrinks.
 
     Examples:
       surgery plan runs/located/ranking.json --out plan.json
       surgery plan runs/located/ranking.json --set plan.sites=L1.H3,6
+      surgery plan runs/r/ranking.json --set plan.kind=window
     """
     from surgery.locating import planning
     from surgery.locating.ranking import Ranking
@@ -43,13 +45,15 @@ def plan(
     measures = options.plan.opens
     if base is not None and not measures:
         raise UserError(
-            "--base is for plan.heads=auto, plan.by and plan.state_size, which measure the ranked model; leave it out"
+            "--base is for plan.heads=auto, plan.by, plan.state_size and windows, which take the ranked model; leave it out"
         )
     out = out or ranking.with_name(PLAN)
     Plan.check_place(out)
     chosen = _measured(options, ranked, seed) if measures else planning.plan(ranked, **options.plan.given(), seed=seed)
     chosen.write(out)
-    show(f"attention at {', '.join(map(str, chosen.sites))}: {out}")
+    parts = [f"attention at {', '.join(map(str, chosen.sites))}"] * bool(chosen.sites)
+    parts += [] if chosen.windows is None else [str(chosen.windows)]
+    show(f"{'; '.join(parts)}: {out}")
     for skill, heads in chosen.at_risk.items():
         prose(
             f"At risk: {skill}. Grafts without a gate at {', '.join(heads)} cost the base that skill, untrained. "
@@ -68,11 +72,12 @@ def _measured(options: "Recipe", ranked: "Ranking", seed: int | None) -> "Plan":
 
     if not (Path(options.model).exists() or on_hub(options.model)):
         by = f"plan.by={options.plan.by}" if options.plan.measures else "plan.state_size"
+        by = "plan.window" if options.plan.window is not None else by
         setting = "plan.heads=auto" if options.plan.grows else by
         raise UserError(f"{setting} measures the ranked model, and there is no {options.model} here; give --base")
     with use(**options.kernels):
         with busy("opening the model"):
-            base = open_base(options)
+            base = open_base(options, kind=options.plan.kind)
         if base.fingerprint != ranked.provenance.base_fingerprint:
             raise UserError(f"{options.model} is not what was ranked, or in another dtype: the fingerprints differ")
         return planned(options, base, ranked, seed=ranked.provenance.seed if seed is None else seed)

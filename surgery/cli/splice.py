@@ -32,7 +32,7 @@ def splice(
     ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Put a plan's grafts into a model.
+    """Put a plan's grafts into a model, and give its attention the plan's windows.
 
     Writes a hybrid folder, untrained. With --state-size, which plan.state_size does while planning, the heads that stay an
     SSM keep a part of their state; tune the hybrid afterwards.
@@ -52,7 +52,7 @@ def splice(
     check_free(out, overwrite=overwrite)
     chosen = Plan.read(plan)
     options = recipe_of("splice", recipe, settings, model=model)
-    base = open_base(in_dtype_of(chosen, options), trust_remote_code)
+    base = open_base(in_dtype_of(chosen, options), trust_remote_code, kind=chosen.kind)
     splicing.check_base(chosen, base.fingerprint)
     donor = open_donor(chosen, trust_remote_code)
     if state_size is not None:

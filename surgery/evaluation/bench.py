@@ -17,11 +17,12 @@ from surgery.evaluation.entries import Entry, ModelPool
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import HITS, Cost, ModelReport, Perplexity, Serving, Speed
 from surgery.evaluation.serving import Served, check_serving, serve, versions
-from surgery.evaluation.speed import Timed, decode_cost, decodes, speed
+from surgery.evaluation.speed import Timed, decode_cost, speed
 from surgery.evaluation.suites import Task, measures, pooled, tasks
 from surgery.evaluation.text_hits import no_hits
 from surgery.loading.digests import Conditions, fingerprint, tokenizer_digest
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
+from surgery.models.cache import decodes
 from surgery.models.finite import within
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.records.names import display_name, is_control, strip_paths

@@ -42,9 +42,11 @@ def named_table(header: list[str], body: list[list[str]]) -> str:
 
 
 def sites_text(plan: Plan) -> str:
-    """Where a plan's grafts are, counted where there are too many to name, and what of the state is left if not all of it."""
+    """Where a plan's grafts are, counted where there are too many to name, what of the state is left if not all of it, and its
+    windows."""
     cut = next((f", the state cut to {len(groups[0])} dimensions" for groups in plan.kept_state.values()), "")
-    return shortened(plan.sites) + cut
+    windows = "" if plan.windows is None else str(plan.windows)
+    return ", and ".join(filter(None, [shortened(plan.sites) + cut, windows]))
 
 
 def results(report: Results) -> str:

@@ -16,9 +16,9 @@ from transformers import Cache, PreTrainedModel
 
 from surgery.evaluation.cells import Kept
 from surgery.evaluation.results import Cost, Speed
+from surgery.models.cache import CACHES, cache_parts, prefilled
 from surgery.runtime.timing import Stopwatch, peak_bytes
 
-CACHES = ("cache_params", "past_key_values")  # as state-space models call them, and as Transformers do
 ROUNDS, TOKENS = 3, 8
 
 
@@ -35,7 +35,7 @@ class Timed(Kept):
 
 def decode_cost(models: Mapping[str, PreTrainedModel], context: int) -> Timed:
     """Batch 1. Context: tokens in the cache when the timed token is decoded."""
-    caches = {name: _prefilled(model, context, 1) for name, model in models.items()}
+    caches = {name: prefilled(model, context, 1) for name, model in models.items()}
     parts = {name: cache_parts(cache) for name, cache in caches.items()}
     times = _decoding(models, caches, 1)
     return Timed(
@@ -60,12 +60,12 @@ def speed(models: Mapping[str, PreTrainedModel], context: int, batch: int) -> Ti
     for _ in range(ROUNDS):
         for name, model in models.items():
             watch = Stopwatch(model.device)
-            caches[name] = _prefilled(model, context, batch)
+            caches[name] = prefilled(model, context, batch)
             times[name].append(watch.read()[0])
     parts = {name: cache_parts(cache) for name, cache in caches.items()}
     decoding = _decoding(models, caches, batch)
     caches.clear()
-    peaks = {name: peak_bytes(partial(_prefilled, model, context, batch), model.device) for name, model in models.items()}
+    peaks = {name: peak_bytes(partial(prefilled, model, context, batch), model.device) for name, model in models.items()}
     return Timed(
         speeds=tuple(
             Speed(
@@ -76,48 +76,6 @@ def speed(models: Mapping[str, PreTrainedModel], context: int, batch: int) -> Ti
             for name in models
         )
     )  # fmt: skip
-
-
-def cache_bytes(cache: Cache) -> int:
-    """Bytes of all tensors that a cache holds."""
-    return sum(cache_parts(cache).values())
-
-
-def cache_parts(cache: Cache) -> dict[str, int]:
-    """The bytes of a cache's keys, values, recurrent states, states of convolutions, and of what sparse attention chooses by
-    (an indexer's keys and positions), as far as there are such."""
-    parts: dict[str, list[Any]] = {"keys": [], "values": [], "state": [], "convolution": [], "indexer": []}
-    for layer in cache.layers:
-        parts["convolution"] += getattr(layer, "conv_states", {}).values()
-        parts["state"] += getattr(layer, "recurrent_states", {}).values()
-        parts["keys"].append(getattr(layer, "keys", None))
-        parts["values"].append(getattr(layer, "values", None))
-        parts["indexer"] += [held for name, held in vars(layer).items() if name.startswith("indexer_")]
-    parts["state"] += getattr(cache, "linear_cache", ())  # MiniMax's
-    held = {part: [tensor for tensor in of if isinstance(tensor, torch.Tensor)] for part, of in parts.items()}
-    return {part: size for part, of in held.items() if (size := sum(t.numel() * t.element_size() for t in of))}
-
-
-def decodes(model: PreTrainedModel) -> bool:
-    """Whether a model goes on from a cache. transformers' Gated DeltaNet without attention layers counts no tokens, and does
-    not."""
-    try:
-        cache_after(model, 1)
-    except ValueError:
-        return False
-    return True
-
-
-def cache_after(model: PreTrainedModel, context: int) -> int:
-    """Bytes of the cache after so many tokens, of one row."""
-    return cache_bytes(_prefilled(model, context, 1))
-
-
-@torch.inference_mode()
-def _prefilled(model: PreTrainedModel, context: int, batch: int) -> Cache:
-    ids = (torch.arange(context, device=model.device)[None] % model.config.vocab_size).expand(batch, -1)
-    output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    return next(output[name] for name in CACHES if output.get(name) is not None)
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from surgery.evaluation import markdown
 from surgery.evaluation.report import Report
 from surgery.families import family_of
 from surgery.loading.origin import Origin
+from surgery.models.anatomy import anatomy
 from surgery.records.names import as_code, in_markdown, is_control
 from surgery.records.plan import PLAN, Plan
 from surgery.runtime import plotting
@@ -66,6 +67,12 @@ def _gates(folder: Path) -> list[float]:
 def _what(base: str, plan: Plan | None, record: Any, gates: list[float]) -> list[str]:
     if plan is None:
         return [f"{as_code(base)}, as it is, in another format.\n"]
+    if not plan.sites:
+        return [
+            f"A hybrid of {as_code(base)}, without new parameters: **{plan.windows}** of its own attention, which keep the "
+            "keys of no other tokens (arXiv 2410.10819).\n",
+            "![Where windows are](sites.png)\n",
+        ]
     return [
         f"A hybrid of {as_code(base)}: attention at **{markdown.sites_text(plan)}**, {record.parameters:,} new parameters. "
         f"{_how(plan, record.base_unchanged, gates)}\n",
@@ -76,9 +83,12 @@ def _what(base: str, plan: Plan | None, record: Any, gates: list[float]) -> list
 def draw_sites(hybrid: PreTrainedModel, plan: Plan, path: Path) -> None:
     """The layer x head map of where attention went in, as PNG."""
     layers, heads = family_of(hybrid.config).shape(hybrid.config)
+    sites = plan.sites
+    if plan.windows is not None and not sites:
+        sites, heads = plan.windows.sites, max(map(anatomy(hybrid).heads, range(layers)))
     columns = min(heads, COLUMNS)
     grafted = np.zeros((layers, columns))
-    for site in plan.sites:
+    for site in sites:
         for head in site.heads or range(heads):
             grafted[site.layer, head * columns // heads] += 1
     sizes = np.bincount([head * columns // heads for head in range(heads)], minlength=columns)
@@ -86,6 +96,8 @@ def draw_sites(hybrid: PreTrainedModel, plan: Plan, path: Path) -> None:
         title = f"Attention at {sum(len(site.heads) for site in plan.sites):,} of {layers * heads:,} heads"
         if columns < heads:
             title += f"\n{-(-heads // columns)} heads a column, the darker the more"
+    elif plan.kind == "window":
+        title = f"Windows for {sum(len(site.heads) for site in sites):,} heads of the model's own attention"
     else:
         title = f"Attention instead of the mixer in {len(plan.sites)} of {layers} layers"
     with plotting.drawing(path, height=min(1.5 + 0.22 * layers, 7)) as (_, axes):

@@ -26,6 +26,7 @@ from transformers.models.mamba2.modeling_mamba2 import apply_mask_to_padding_sta
 
 from surgery.hybrids.constants import Constant
 from surgery.hybrids.parts import RMSNorm, convolved, fetching, gather_positions, normed, seen_keys
+from surgery.hybrids.windows import AttentionWindow, existing, with_windows
 from surgery.kernels.attention import graft_attention
 from surgery.kernels.mixing import attention_matrix
 from surgery.kernels.packing import Packing
@@ -208,6 +209,7 @@ class LayerGraftMixer(nn.Module):
         super().__init__()
         self.layer_idx: int = spec["layer"]
         self.graft = LayerGraft(config.hidden_size, spec)
+        self.window: AttentionWindow | None = None  # of some heads (windows.py)
         self.removed: dict[str, Tensor] = {}
         self.removed_modules: dict[str, nn.Module] = {}
 
@@ -236,9 +238,31 @@ class LayerGraftMixer(nn.Module):
         elif position_ids is None and causal_mask is not None and causal_mask.dim() == 2:
             position_ids = (causal_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -hidden_states.shape[1] :]
         q, k, v = self.graft.project(hidden_states, cache_params, attention_mask, position_ids, packing)
+        if self.window is not None:
+            y = self._with_window(self.window, q, k, v, packing or causal_mask, cache_params)
+            return self.o_proj(gather_positions(positions_to_keep, y).flatten(-2))
         if cache_params is not None:
             k, v = seen_keys(cache_params, self.layer_idx, k, v)
         return self.o_proj(gather_positions(positions_to_keep, self.graft.attend(q, k, v, packing or causal_mask)).flatten(-2))
+
+    def _with_window(
+        self, window: AttentionWindow, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Packing | None, cache: Cache | None
+    ) -> Tensor:
+        """As graft.attend, with the window of some heads."""
+        if isinstance(mask, Packing):
+
+            def of_documents(*rows: Tensor) -> Tensor:
+                q, k, v = (row.transpose(1, 2) for row in rows)
+                return self._with_window(window, q, k, v, None, None)
+
+            return mask.apply(of_documents, *(row.transpose(1, 2) for row in (q, k, v)))
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        total = k.shape[2] if cache is None else int(cache.get_seq_length(self.layer_idx))
+        return with_windows(
+            window, q, k, v, existing(mask, total, len(q)),
+            lambda q, k, v: self.graft.attend(q, k[:, :, :total], v[:, :, :total], mask),
+        )  # fmt: skip
 
     def block(self, hidden_states: Tensor, positions_to_keep: Tensor | None = None, **kwargs: Any) -> Tensor:
         """The donor's whole layer, residuals included; they keep the dtype that they come in."""
@@ -257,7 +281,19 @@ class LayerGraftMixer(nn.Module):
         k = self.graft.per_head(k)
         if heads is not None:
             q, k = q[:, list(heads)], k[:, list(heads)]
-        return attention_matrix(q, k, rows=rows)[0]
+        matrices = attention_matrix(q, k, rows=rows)[0]
+        return matrices if self.window is None else self._cut(matrices, rows, heads)
+
+    def _cut(self, matrices: Tensor, rows: Tensor | None, heads: Sequence[int] | None) -> Tensor:
+        """Matrices (heads, rows, t) as the window of some heads leaves them."""
+        assert self.window is not None
+        t, each = matrices.shape[-1], self.graft.num_heads // self.graft.num_key_value_heads
+        numbers = torch.arange(t, device=matrices.device)
+        at = (numbers if rows is None else rows.to(numbers.device))[:, None]
+        read = (numbers > at - self.window.length) | (numbers < self.window.first)
+        cut = torch.tensor([head // each in self.window.groups for head in (heads or range(self.graft.num_heads))])
+        left = matrices.masked_fill(~read & cut.to(matrices.device)[:, None, None], 0)
+        return left / left.sum(-1, keepdim=True)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # The base's tensors are shared with it: they go where the others go, or the base would be left in two places.

@@ -15,6 +15,7 @@ from transformers import Cache
 
 from surgery.hybrids.constants import Constant, Index
 from surgery.hybrids.parts import fetching, gather_positions
+from surgery.hybrids.windows import is_window
 from surgery.kernels.functions import own_precision, result_dtype
 from surgery.kernels.packing import Packing
 
@@ -141,7 +142,8 @@ class GraftedMixer:
     returns_pair: ClassVar[bool] = False  # whether a stock block wants a second thing of its mixer
 
     def take_grafts(self: Any, config: Any) -> None:
-        spec = next((graft for graft in config.grafts if graft["layer"] == self.layer_idx), None)
+        grafts = (graft for graft in config.grafts if not is_window(graft))
+        spec = next((graft for graft in grafts if graft["layer"] == self.layer_idx), None)
         make: Any = self.graft_class
         self.graft = None if spec is None else make(self, spec)
         replaced = () if self.graft is None or self.graft.gate is not None else self.graft.heads

@@ -12,6 +12,7 @@ from surgery.hybrids.parts import fetched_state
 from surgery.hybrids.patching import has_note, note_of, set_note
 from surgery.hybrids.sources import write_sources
 from surgery.hybrids.switching import grafts_off
+from surgery.hybrids.windows import is_window
 
 
 class Spliced:
@@ -26,9 +27,12 @@ class Spliced:
         """In a line where its grafts are. Its backbone shows its modules."""
         if not self.config.grafts:
             return super().__repr__()
-        heads = (f".H{','.join(map(str, graft['heads']))}" if graft.get("heads") else "" for graft in self.config.grafts)
-        sites = "; ".join(f"L{graft['layer']}{each}" for graft, each in zip(self.config.grafts, heads, strict=True))
-        return f"<{type(self).__name__}: attention at {sites}; print(hybrid.base_model) shows its modules>"
+        windows = [f"L{spec['layer']}" for spec in self.config.grafts if is_window(spec)]
+        grafts = [spec for spec in self.config.grafts if not is_window(spec)]
+        heads = (f".H{','.join(map(str, graft['heads']))}" if graft.get("heads") else "" for graft in grafts)
+        sites = "; ".join(f"L{graft['layer']}{each}" for graft, each in zip(grafts, heads, strict=True))
+        parts = [f"attention at {sites}"] * bool(grafts) + [f"windows in {', '.join(windows)}"] * bool(windows)
+        return f"<{type(self).__name__}: {', '.join(parts)}; print(hybrid.base_model) shows its modules>"
 
     @property
     def device(self: Any) -> torch.device:

@@ -36,6 +36,7 @@ from surgery.hybrids.patching import become
 from surgery.hybrids.sources import Generated
 from surgery.hybrids.spliced import Spliced, classes_of, register
 from surgery.hybrids.states import Handed
+from surgery.hybrids.windows import attention_in, give_window, is_window, keep_window, window_of
 
 
 class GraftCache:
@@ -110,6 +111,8 @@ class InStock:
         mask = None if attention_mask is None else attention_mask.bool()
         if cache is not None and self.graft is not None:
             cache = GraftCache(cache, self.cache_place)
+            if (window := getattr(self, "window", None)) is not None:
+                keep_window(cache.cache, self.cache_place, window)
             mask = cache.existing(hidden_states, mask)
         ours: Any = super()
         mixed = ours.forward(
@@ -141,15 +144,16 @@ class StockHybrid(Spliced):
         for module in self.modules():
             if (other := self.exchanged.get(type(module))) is not None:
                 become(module, other)
-        places = {spec["layer"]: place for place, spec in enumerate(config.grafts)}
+        grafts = [spec for spec in config.grafts if not is_window(spec)]
+        places = {spec["layer"]: place for place, spec in enumerate(grafts)}
         for layer in range(config.num_hidden_layers) if self.all_mixers else places:
             mixer = self.mixer_at(layer)
             if mixer is None and layer not in places:
                 continue
             if mixer is None:
                 raise ValueError(f"layer {layer} holds no {self.stock_mixer.__name__}, and cannot be grafted")
-            if layer in places and is_layer_graft(config.grafts[places[layer]]):
-                mixer = self.replace_mixer(mixer, config.grafts[places[layer]])
+            if layer in places and is_layer_graft(grafts[places[layer]]):
+                mixer = self.replace_mixer(mixer, grafts[places[layer]])
             else:
                 become(mixer, self.mixer_class)
                 if not hasattr(mixer, "layer_idx"):
@@ -157,6 +161,18 @@ class StockHybrid(Spliced):
                 mixer.take_grafts(config)
             if layer in places:
                 mixer.cache_place = config.num_hidden_layers + 2 * places[layer]
+        for spec in filter(is_window, config.grafts):
+            self.give_window(spec)
+
+    def give_window(self: Any, spec: dict[str, Any]) -> None:
+        """Let heads of a layer's attention, which may be a layer graft of the base, have a window."""
+        layer, window = spec["layer"], window_of(spec)
+        mixer = self.mixer_at(layer)
+        if isinstance(mixer, LayerGraftMixer):
+            mixer.window = window
+        else:
+            give_window(attention_in(self.base_model.layers[layer], self.stock_mixer, self.config), layer, window)
+        self._can_compile_fullgraph = False
 
     def replace_mixer(self: Any, mixer: Any, spec: dict[str, Any]) -> LayerGraftInStock:
         """Put a layer graft in the place of a mixer, or, where it brings an MLP, of its whole block."""

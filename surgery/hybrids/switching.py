@@ -11,6 +11,7 @@ from surgery.errors import UserError
 from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.hybrids.parts import take_hook
 from surgery.hybrids.patching import note_of, with_class
+from surgery.hybrids.windows import WindowedAttention, is_window, without_window
 
 
 @contextmanager
@@ -25,9 +26,16 @@ def grafts_off(model: Any) -> Iterator[None]:
     config, layers = model.config, model.base_model.layers
     with ExitStack() as after:
         after.callback(setattr, config, "grafts", config.grafts)
-        grafted = [spec["layer"] for spec in config.grafts]
-        config.grafts = []
-        for index in grafted:
+        specs = [spec for spec in config.grafts if not spec.get("of_base")]
+        config.grafts = [spec for spec in config.grafts if spec.get("of_base")]
+        for spec in filter(is_window, specs):
+            for module in layers[spec["layer"]].modules():
+                if isinstance(module, WindowedAttention):
+                    after.enter_context(without_window(module, spec["layer"]))
+                elif isinstance(module, LayerGraftMixer):
+                    after.callback(setattr, module, "window", module.window)
+                    module.window = None
+        for index in [spec["layer"] for spec in specs if not is_window(spec)]:
             mixer = model.mixer_at(index)
             if isinstance(mixer, LayerGraftMixer):
                 after.callback(layers.__setitem__, index, layers[index])

@@ -15,12 +15,12 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.evaluation.speed import cache_after, decodes
 from surgery.families import family_of
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.locating.questions import asked
 from surgery.locating.subject import is_graftable
 from surgery.models.anatomy import anatomy
+from surgery.models.cache import cache_after, decodes
 from surgery.models.finite import within
 from surgery.probes.encoded import Asked
 from surgery.probes.perplexity import TextWindows, text_losses
@@ -45,7 +45,6 @@ SECONDS = 8.0  # for the questions of a kind, and for the text, beyond the least
 SEED = 70_001  # added to the seed: no other questions have it
 WINDOWS, WINDOW = 16, 256  # of text
 CONTEXTS = (4_096, 32_768, 131_072)
-SHORT = (64, 128)  # prompts whose caches are measured
 SURE = 0.5  # an accuracy with 4 entries that no guessing reaches
 
 
@@ -207,25 +206,17 @@ def _what_can_be_edited(model: PreTrainedModel) -> tuple[tuple[int, ...], int, s
 
 
 def _held(model: PreTrainedModel, editable: Sequence[int]) -> tuple[Held, ...]:
-    """Of a cache that grows along a line, the line through two short prompts."""
     grafted = None
     if not decodes(model):
         return ()
-    own = _line(model)
+    own = [cache_after(model, context) for context in CONTEXTS]
     if editable:
-        grafted = _line(install(model, Plan(kind="head", sites=(Site(editable[0], (0,)),))).eval())
-    at = [tuple(round(fixed + each * context) for fixed, each in filter(None, (own, grafted))) for context in CONTEXTS]
+        hybrid = install(model, Plan(kind="head", sites=(Site(editable[0], (0,)),))).eval()
+        grafted = [cache_after(hybrid, context) for context in CONTEXTS]
     return tuple(
-        Held(context=context, bytes=both[0], a_head=both[1] - both[0] if len(both) > 1 else None)
-        for context, both in zip(CONTEXTS, at, strict=True)
+        Held(context=context, bytes=size, a_head=None if grafted is None else grafted[number] - size)
+        for number, (context, size) in enumerate(zip(CONTEXTS, own, strict=True))
     )
-
-
-def _line(model: PreTrainedModel) -> tuple[float, float]:
-    """(bytes without a token, bytes for each)."""
-    few, more = (cache_after(model, tokens) for tokens in SHORT)
-    each = (more - few) / (SHORT[1] - SHORT[0])
-    return few - each * SHORT[0], each
 
 
 def _retrieval(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> dict[str, Measured]:

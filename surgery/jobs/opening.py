@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.evaluation.entries import Unheld, writing
+from surgery.hybrids.windows import is_window
 from surgery.kernels.dispatch import requested, use
 from surgery.kernels.operations import operations
 from surgery.loading.digests import conditions
@@ -65,10 +66,12 @@ def _strange_words(opened: Checkpoint) -> str:
     return "" if largest < rows else f"its tokenizer has ids up to {largest:,}, and its embeddings are for {rows:,}"
 
 
-def open_base(recipe: Recipe, trust_remote_code: bool = False) -> Checkpoint:
-    """As open_checkpoint, for what grafts are put into. Raises UserError for a hybrid."""
+def open_base(recipe: Recipe, trust_remote_code: bool = False, *, kind: str = "head") -> Checkpoint:
+    """As open_checkpoint, for what a plan of that kind is carried out on. Raises UserError for a hybrid that grafts would be
+    put into, or that has windows."""
     opened = open_checkpoint(recipe, trust_remote_code)
-    if is_hybrid(opened):
+    windows = any(map(is_window, getattr(opened.model.config, "grafts", None) or ()))
+    if is_hybrid(opened) and (kind != "window" or windows):
         raise UserError(f"{recipe.model} is a hybrid already; what gets grafts is {_base_of_hybrid(recipe.model)}")
     return opened
 
@@ -82,8 +85,8 @@ def advise_base(opened: Checkpoint) -> None:
     """Say so if a model that is to be located in is a hybrid: it can be, but no plan can be made of that."""
     if is_hybrid(opened):
         say(
-            f"{opened.name} is a hybrid: its heads can be measured, but no plan can be made of their ranking; what gets grafts "
-            f"is {_base_of_hybrid(opened.name)}"
+            f"{opened.name} is a hybrid: its heads can be measured, but no grafts be put in; what gets grafts is "
+            f"{_base_of_hybrid(opened.name)}. Its attention can have windows (plan.kind=window)"
         )
 
 

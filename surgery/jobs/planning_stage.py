@@ -6,6 +6,7 @@ from pathlib import Path
 from surgery.choosing import way_of
 from surgery.choosing.bounded import NoPlan
 from surgery.choosing.task import ChoiceTask
+from surgery.choosing.windows import plan_windows
 from surgery.evaluation.frontier import write_frontier
 from surgery.loading.opened import Checkpoint
 from surgery.locating.planning import plan
@@ -24,7 +25,13 @@ def planned(recipe: Recipe, base: Checkpoint, ranking: Ranking, kept: Path | Non
     next to it. seed: the recipe's, unless given."""
     seed = recipe.seed if seed is None else seed
     try:
-        chosen = _heads(recipe, base, ranking, kept, seed)
+        chosen = None if recipe.plan.kind == "window" else _heads(recipe, base, ranking, kept, seed)
+        if recipe.plan.window is not None:
+            chosen = plan_windows(
+                base, ranking, recipe.plan, chosen, data=recipe.data, tuning=recipe.tune,
+                batch_size=recipe.locate.batch_size, seed=seed, kept=kept,
+            )  # fmt: skip
+        assert chosen is not None
     except NoPlan as error:
         if kept is not None:
             on_main(partial(write_frontier, error.growth, kept.parent))

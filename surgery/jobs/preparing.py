@@ -64,6 +64,11 @@ def name_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, tunes: boo
 def check_run(recipe: Recipe, base: Checkpoint) -> None:
     """Find out before anything is located whether what comes after it can be done: the plan with this base, its donor, and the
     trackers of tuning. Raises UserError for the first that cannot."""
+    if recipe.plan.window is not None:
+        raise UserError(
+            "plan.window: a run tunes grafts and compares them with controls, and windows have nothing to tune; make them with "
+            "surgery locate, plan and splice, and measure them with surgery bench"
+        )
     check_trackers(recipe.tune)
     check_tuning(recipe.tune, base.model)
     options = recipe.plan

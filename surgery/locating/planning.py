@@ -21,7 +21,7 @@ def plan(
     ranking: Ranking,
     heads: int | Literal["auto"] = 1,
     *,
-    kind: Literal["head", "layer"] = "head",
+    kind: Literal["head", "layer", "window"] = "head",
     layers: int = 1,
     sites: str | Sequence[Site | str] | None = None,
     init: Literal["dual", "induction", "copy"] | None = None,
@@ -43,6 +43,8 @@ def plan(
         raise UserError(
             "plan.heads=auto measures the model: surgery.grow(model, ranking) does that, `surgery plan` and `surgery run`, too"
         )
+    if kind == "window":
+        raise UserError("plan.kind=window takes the ranked model: `surgery plan` does that")
     measured, count = (ranking.layers, layers) if kind == "layer" else (ranking.heads, heads)
     if sites is None:
         if not isinstance(count, int) or not 1 <= count <= len(measured):

@@ -1,5 +1,6 @@
 """The plan: the frozen record of sites, graft kind and initialisation. It is the only thing that splice obeys."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -27,13 +28,47 @@ class Start(Record):
 START = Start()  # of a head that is not named
 
 
-class Plan(Marked):
-    """Where attention goes and how it starts."""
+class PlanWindows(Record):
+    """Heads of a model's own attention that read the first tokens of a row and the latest ones, and keep no other keys."""
 
-    kind: Literal["head", "layer"] = "head"
-    """`head`: attention inside the SSM's mixer. `layer`: attention instead of the whole mixer."""
     sites: SitesText
-    """For kind head: heads, one site for each layer. For kind layer: layers ("L3")."""
+    """Attention heads, one site for each layer; of heads that share keys all."""
+    first: int = Field(default=4, ge=1, lt=2**20)
+    """How many of the first tokens they read."""
+    length: int = Field(default=256, ge=2, lt=2**24)
+    """How many of the latest tokens they read, the token itself among them."""
+
+    @field_validator("sites")
+    @classmethod
+    def _merge(cls, sites: tuple[Site, ...]) -> tuple[Site, ...]:
+        if not sites:
+            raise ValueError("a plan with windows needs the sites of one at least")
+        if whole := next((site for site in sites if not site.heads), None):
+            raise ValueError(f"{whole} names no heads; a window needs them, e.g. {whole}.H0")
+        return merged(sites)
+
+    def __str__(self) -> str:
+        return f"windows of {self.first} and {self.length} tokens at {'; '.join(map(str, self.sites))}"
+
+
+def merged(sites: Iterable[Site]) -> tuple[Site, ...]:
+    """One site a layer, in order; `L1.H3` and `L1.H6` become `L1.H3,6`."""
+    layers: dict[int, tuple[int, ...]] = {}
+    for site in sites:
+        layers[site.layer] = (*layers.get(site.layer, ()), *site.heads)
+    return tuple(Site(layer, heads) for layer, heads in sorted(layers.items()))
+
+
+class Plan(Marked):
+    """Where attention goes and how it starts, and where less of it is left."""
+
+    kind: Literal["head", "layer", "window"] = "head"
+    """`head`: attention inside the SSM's mixer. `layer`: attention instead of the whole mixer. `window`: no graft, windows
+    alone."""
+    sites: SitesText = ()
+    """For kind head: heads, one site for each layer. For kind layer: layers ("L3"). For kind window: none."""
+    windows: PlanWindows | None = Field(default=None, exclude_if=lambda windows: windows is None)
+    """Heads of the model's own attention that forget. For kind window, or beside the grafts of kind head."""
     starts: dict[str, Start] = {}
     """Head ("L1.H3") -> how it starts. A head that is not named starts with sign 1 and tau 1. For kind head."""
     init: Literal["dual", "induction", "copy", "donor", "random"] = "dual"
@@ -84,36 +119,37 @@ class Plan(Marked):
         if fields.get("donor_heads"):
             raise ValueError("donor_heads: went with version 0.22: heads start from their own weights; take kind: layer")
         fields = {name: value for name, value in fields.items() if name != "donor_heads"}
-        return {"init": init, "time_step": init in ("dual", "induction")} | fields
+        return {"init": init, "time_step": init in ("dual", "induction") and fields.get("kind") != "window"} | fields
 
     @field_validator("sites")
     @classmethod
     def _merge(cls, sites: tuple[Site, ...], info: ValidationInfo) -> tuple[Site, ...]:
-        """One site a layer, in order; `L1.H3` and `L1.H6` become `L1.H3,6`."""
-        if not sites:
-            raise ValueError("a plan needs at least one site")
-        layers: dict[int, tuple[int, ...]] = {}
+        """One site a layer, in order."""
         for site in sites:
+            if info.data.get("kind") == "window":
+                raise ValueError(f"{site} would be a graft; the heads of kind window are windows.sites")
             if site.heads and info.data.get("kind") == "layer":
                 raise ValueError(f"{site} names heads; a layer graft takes a whole layer, e.g. L{site.layer}")
             if not site.heads and info.data.get("kind") == "head":
                 raise ValueError(f"{site} names no heads; a head graft needs them, e.g. {site}.H0")
-            layers[site.layer] = (*layers.get(site.layer, ()), *site.heads)
-        return tuple(Site(layer, heads) for layer, heads in sorted(layers.items()))
+        return merged(sites)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         """Refuse fields that splice would not obey."""
-        starts = {"head": ("dual", "induction", "copy"), "layer": ("donor", "random")}[self.kind]
+        if not self.sites and self.kind != "window":
+            raise ValueError("a plan needs at least one site")
+        if (self.kind == "window" and self.windows is None) or (self.kind == "layer" and self.windows is not None):
+            raise ValueError(f"windows: kind window needs them, kind head may have them, and this is kind {self.kind}")
+        starts = {"head": ("dual", "induction", "copy"), "layer": ("donor", "random"), "window": ("dual",)}[self.kind]
         if self.init not in starts:
             raise ValueError(f"init: a {self.kind} graft starts {' or '.join(starts)}, not {self.init}")
         if self.init == "copy" and self.blend is None:
             raise ValueError("blend: what a graft copies is added to the mixer's output, times blend; 0.1, say")
-        donor, layer = self.init == "donor", self.kind == "layer"
+        donor, layer, head = self.init == "donor", self.kind == "layer", self.kind == "head"
         for name, allowed in {
-            "donor": donor, "donor_layers": donor, "mlp": donor, "starts": not layer, "blend": not layer, "shared": not layer,
-            "time_step": not layer,
-            "width": not (layer and donor), "kept_state": not layer, "places": not layer,
+            "donor": donor, "donor_layers": donor, "mlp": donor, "starts": head, "blend": head, "shared": head,
+            "time_step": head, "width": head or (layer and not donor), "kept_state": head, "places": head,
         }.items():  # fmt: skip
             value = getattr(self, name)
             if not (allowed or value is None or value is False or value == {}):
@@ -134,6 +170,9 @@ class Plan(Marked):
 
     def __repr__(self) -> str:
         gate = "" if self.blend is None else f", behind a gate that begins at {self.blend:g}"
+        gate += "" if self.windows is None else f", {self.windows}"
+        if not self.sites:
+            return f"<Plan: {self.windows}; text() is all of it>"
         return f"<Plan: {'; '.join(map(str, self.sites))}, {self.init} start{gate}; text() is all of it>"
 
     @property

@@ -67,6 +67,8 @@ def why_not(config: Any) -> str | None:
     """Why a hybrid of this configuration cannot be served, however vLLM is started; None if it can."""
     if config.model_type != MODEL_TYPE:
         return f"vLLM's plugin serves hybrids of Mamba-2, and this is a {config.model_type}"
+    if windows := [f"L{graft['layer']}" for graft in config.grafts or () if graft.get("kind") == "window"]:
+        return f"heads in {' and '.join(windows)} have a window, and vLLM's attention keeps all keys"
     try:
         head_size(config)
     except ValueError as error:

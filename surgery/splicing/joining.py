@@ -19,6 +19,7 @@ from surgery.errors import UserError
 from surgery.families import family_of
 from surgery.families.dual_start import OWN
 from surgery.hybrids.layer_graft import LayerGraftMixer
+from surgery.hybrids.windows import is_window
 from surgery.loading.digests import file_digest, fingerprint, function_of
 from surgery.loading.origin import Origin
 from surgery.models.answers import held, tensor_digest
@@ -119,7 +120,7 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     hybrid.load_state_dict(weights, strict=False, assign=True)
     take_hooks(base, hybrid)
     keep(hybrid, weights)
-    for graft in patch.grafts:
+    for graft in (spec for spec in patch.grafts if not spec.get("of_base") and not is_window(spec)):
         mixer = grafted_mixer(hybrid, graft["layer"])
         if isinstance(mixer, LayerGraftMixer):
             remove(base, hybrid, graft["layer"])

@@ -14,6 +14,7 @@ from surgery.families import Hybrid, families, family_of
 from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.hybrids.parts import is_quantised_weight
 from surgery.hybrids.patching import drop_note, note_of, set_note
+from surgery.hybrids.windows import is_window
 from surgery.loading.digests import fingerprint
 from surgery.loading.opened import Checkpoint, model_of, plan_for
 from surgery.models.anatomy import mixer_at
@@ -26,6 +27,7 @@ from surgery.splicing.induction import check_induction, fill_copy, fill_inductio
 from surgery.splicing.remembered import Surgery, opened, remember
 from surgery.splicing.start import check_donor, fill_layer, layer_start
 from surgery.splicing.state import Kept, with_less_state
+from surgery.splicing.windows import grafts_beneath, grafts_of_base, window_specs
 
 
 def splice(
@@ -55,7 +57,7 @@ def install(base: PreTrainedModel, plan: Plan, donor: PreTrainedModel | None = N
     """As splice, with every parameter of the base learning as before, and nothing remembered."""
     family = family_of(base.config)
     layers = check_plan(base, plan, donor)
-    hybrid = family.empty(base.config, plan, [start.spec for start in layers.values()])
+    hybrid = family.empty(base.config, plan, _specs(base, plan, layers))
     inputs: dict[int, Tensor] = {}
     outputs: Tensor | None = None
     if plan.init in ("induction", "copy"):
@@ -113,19 +115,26 @@ def hybrid_config(base: PreTrainedModel, plan: Plan) -> PreTrainedConfig:
     model is made. Raises UserError for whatever keeps the base from being grafted so."""
     check_start(base, plan)
     layers = check_plan(base, plan)
-    return family_of(base.config).configured(base.config, plan, [start.spec for start in layers.values()])
+    return family_of(base.config).configured(base.config, plan, _specs(base, plan, layers))
 
 
-def check_bare(base: PreTrainedModel) -> None:
-    """Raise UserError for a base that its family does not support, or that holds grafts."""
+def _specs(base: PreTrainedModel, plan: Plan, layers: Mapping[int, DonorLayer]) -> list[dict[str, Any]]:
+    """The entries of the hybrid configuration's `grafts`, but for those of heads. layers: of layer grafts."""
+    return [*grafts_of_base(base), *window_specs(base, plan.windows), *(start.spec for start in layers.values())]
+
+
+def check_bare(base: PreTrainedModel, plan: Plan | None = None) -> None:
+    """Raise UserError for a base that its family does not support, or that holds grafts, beside which windows alone can be
+    put."""
     family_of(base.config).check(base.config)
-    if getattr(base.config, "grafts", None):
+    grafts = getattr(base.config, "grafts", None)
+    if grafts and (plan is None or plan.kind != "window" or any(map(is_window, grafts))):
         raise UserError("the model already holds grafts; unsplice it first")
 
 
 def check_plan(base: PreTrainedModel, plan: Plan, donor: PreTrainedModel | None = None) -> dict[int, DonorLayer]:
     """What the grafts of layers start from. Raises UserError where grafts cannot start so."""
-    check_bare(base)
+    check_bare(base, plan)
     check_sites(base, plan.sites)
     check_donor(plan, donor)
     return {site.layer: layer_start(base, plan, donor, site.layer) for site in plan.sites if plan.kind == "layer"}
@@ -185,7 +194,8 @@ def unsplice(hybrid: PreTrainedModel) -> PreTrainedModel:
 def freeze(hybrid: PreTrainedModel) -> None:
     """Let grafts alone learn. What learned before is remembered for unsplice, in each parameter too: the next hybrid of the
     same base finds them frozen."""
-    base = {name: tensor for name, tensor in _tensors(hybrid).items() if ".graft." not in name}
+    grafts = graft_parameters(hybrid)
+    base = {name: tensor for name, tensor in _tensors(hybrid).items() if name not in grafts}
     learned = {name: note_of(tensor, "learned", tensor.requires_grad) for name, tensor in base.items()}
     set_note(hybrid, "learned", learned)
     for name, tensor in base.items():
@@ -198,7 +208,8 @@ def stock(hybrid: PreTrainedModel) -> PreTrainedModel:
     config, whole = note_of(hybrid, "whole", (hybrid.config, {}))
     if not whole and (known := getattr(hybrid, "surgery", None)) is not None and known.plan.kept_state:
         raise UserError("the folder of a hybrid does not hold what its state was cut from; load the base instead")
-    base = family_of(config).empty_base(config)
+    family, beneath = family_of(config), grafts_beneath(config)
+    base = family.empty(config, None, beneath) if beneath else family.empty_base(config)
     now = _tensors(hybrid)  # a hybrid that was moved, or converted, has them there
     uncut = {name: _like(tensor, now[name]) for name, tensor in whole.items()}
     share(hybrid, base, "the folder of a hybrid does not hold what a layer graft replaced ('{}'); load the base instead", uncut)
@@ -219,9 +230,10 @@ def grafted_mixer(hybrid: Hybrid, layer: int) -> Any:
     return mixer_at(hybrid, layer)
 
 
-def graft_parameters(hybrid: PreTrainedModel) -> dict[str, nn.Parameter]:
+def graft_parameters(hybrid: Any) -> dict[str, nn.Parameter]:
     """The parameters that splice added, by name."""
-    return {name: p for name, p in hybrid.named_parameters() if ".graft." in name}
+    beneath = tuple(hybrid.block_name(spec["layer"]) for spec in hybrid.config.grafts or () if spec.get("of_base"))
+    return {name: p for name, p in hybrid.named_parameters() if ".graft." in name and not name.startswith(beneath)}
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -42,8 +42,8 @@ def shrink_state(
     the text comes from. text_tokens, windows: how long its windows are (2 at least), and how many. Raises UserError for a size
     that is not below the base's, and for a base or a plan whose state cannot be cut."""
     subject, plan = Subject.of(base, verb="shrink_state"), plan_for(plan, "shrink_state")
-    if plan.kind == "layer":
-        raise UserError("plan.state_size: is for head grafts, beside whose attention an SSM is left; this plan grafts layers")
+    if plan.kind != "head":
+        raise UserError(f"plan.state_size: is for head grafts, beside whose attention an SSM is left; this is kind {plan.kind}")
     for name, count, least in (("text_tokens", text_tokens, 2), ("windows", windows, 1)):
         if not isinstance(count, int) or count < least:
             raise UserError(f"surgery.shrink_state: {name} is a whole number from {least}, not {count!r}")

@@ -11,7 +11,7 @@ from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint, model_of
 from surgery.models.anatomy import mixer_at
 from surgery.models.quantised import has_quantised_weight
-from surgery.splicing.splice import ungrafted
+from surgery.splicing.splice import graft_parameters, ungrafted
 from surgery.tuning.lora import adapters
 
 
@@ -19,13 +19,13 @@ def trainable(model: PreTrainedModel, layers: list[int] | None) -> dict[str, nn.
     """The parameters that tuning changes, by name: those of the grafts, or of the mixers of `layers`, and those of adapters.
     Parameters of quantised modules are left out: integers have no gradient, and bitsandbytes changes the dtype of the biases in
     every forward."""
+    fixed = {id(p) for module in model.modules() if has_quantised_weight(module) for p in module.parameters(recurse=False)}
     if layers is None:
-        parts = [".graft."]
+        named = graft_parameters(model)
     else:
         mixers = {id(mixer_at(model, layer)) for layer in layers}
         parts = [f"{name}." for name, module in model.named_modules() if id(module) in mixers]
-    fixed = {id(p) for module in model.modules() if has_quantised_weight(module) for p in module.parameters(recurse=False)}
-    named = {name: p for name, p in model.named_parameters() if any(part in name for part in parts)}
+        named = {name: p for name, p in model.named_parameters() if any(part in name for part in parts)}
     return {name: p for name, p in named.items() if p.is_floating_point() and id(p) not in fixed} | adapters(model)
 
 

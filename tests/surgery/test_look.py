@@ -5,9 +5,9 @@ import json
 import pytest
 
 import surgery as package
-from surgery.evaluation.speed import cache_after
 from surgery.jobs import look as looking
 from surgery.jobs.look import CONTEXTS, ModelLook, look
+from surgery.models.cache import cache_bytes, prefilled
 from surgery.world.tokenizer import build_tokenizer, is_of_the_world
 from tests.conftest import TINY, VOCABULARY, random_base
 
@@ -50,9 +50,9 @@ def test_a_model_that_retrieves_is_worth_a_try():
     assert (seen.editable, seen.heads, seen.why_not, seen.model_type) == ((0, 1, 2, 3), 8, "", "mamba2")
     assert seen.pairs == 32  # 4 are answered nearly all
     held = seen.held[0]
-    assert held.bytes == cache_after(base.model, 300)  # counted from shorter prompts
+    assert held.bytes == cache_bytes(prefilled(base.model, 300))  # counted from shorter prompts
     hybrid = package.splice(base, package.Plan(kind="head", sites=(package.Site(0, (0,)),)))
-    assert held.bytes + held.a_head == cache_after(hybrid, 300)
+    assert held.bytes + held.a_head == cache_bytes(prefilled(hybrid, 300))
     assert look(hybrid, base.tokenizer).verdict == "not worth editing, because it is a hybrid already."
 
 

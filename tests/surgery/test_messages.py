@@ -79,7 +79,7 @@ def test_a_hybrid_can_be_located_in_and_is_told_apart(surgery, models, tmp_path)
     settings = [part for s in ("options.pairs=3", "examples=4", "batch_size=4") for part in ("--set", f"locate.{s}")]
     status, _, err = surgery("locate", models / "hybrid", *settings, "--out", "located")
     assert status == 0, err
-    assert "hybrid is a hybrid: its heads can be measured, but no plan can be made of their ranking" in err
+    assert "hybrid is a hybrid: its heads can be measured, but no grafts be put in" in err
     status, _, err = surgery("plan", "located/ranking.json")
     assert status == 2
     assert "cannot be spliced: it has grafts already" in err

@@ -86,7 +86,7 @@ def said(*settings, path=None):
         ("tune.lessons=[{weight: -.inf}]", "tune.lessons.0.weight"),
         ("tune.steps=" + "9" * 30, "tune.steps: must be less than or equal to 10000000"),
         ("seed=-1", "seed: must be greater than or equal to 0, not -1"),
-        ("plan.kind=lyaer", "plan.kind takes 'head' or 'layer', not 'lyaer'; did you mean layer?"),
+        ("plan.kind=lyaer", "plan.kind takes 'head', 'layer' or 'window', not 'lyaer'; did you mean layer?"),
         ("bench.suites=quick,sped", "bench.suites.1 takes 'quick', "),
         ("bench.limit=", "bench.limit takes a whole number, not nothing"),
         ("tune.lora=yes", "tune.lora takes keys and values ({} for its defaults), not True"),
@@ -230,7 +230,7 @@ def test_every_setting_says_what_it_means():
     table = {row.key: row for place in known for row in rows(place)}
     assert table["tune.steps"][1:3] == ("int >= 1 or auto", "150")
     assert table["tune.report_to"][1:3] == ("list of str", "[]")
-    assert table["plan.kind"][1:3] == ("head | layer", "head")
+    assert table["plan.kind"][1:3] == ("head | layer | window", "head")
     assert table["tune.lessons"][2] == "[{options: {pairs: [4, 64]}}]"
     assert table["locate.options"][2] == "{pairs: 32}"
     assert table["tune.lora.target_modules"][2] == ""

@@ -11,8 +11,8 @@ from surgery.errors import UserError
 from surgery.evaluation import table as tables
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import Cost, ModelReport, Perplexity
-from surgery.evaluation.speed import _prefilled, cache_bytes, cache_parts
 from surgery.loading.digests import Conditions
+from surgery.models.cache import cache_bytes, cache_parts, prefilled
 from surgery.records.plan import Plan
 from surgery.records.record import provenance
 from surgery.records.site import Site
@@ -154,7 +154,7 @@ def test_bytes_of_a_cache_are_those_of_its_tensors_and_of_the_formula(name):
         model = adopt(base) if kind is None else splice(base, plan_of(kind, 8 if name in BASES else None))
         sizes = {}
         for length in LENGTHS:
-            cache = _prefilled(model, length, 2)
+            cache = prefilled(model, length, 2)
             assert cache_bytes(cache) == sum(tensors_in(cache).values()) > 0
             sizes[length] = cache_parts(cache)
             if base.config.model_type == "mamba2" and kind != "layer":

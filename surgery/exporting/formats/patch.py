@@ -28,6 +28,7 @@ from surgery.records.plan import PATCH, Plan, published
 from surgery.records.record import environment
 from surgery.splicing.joining import WEIGHTS, Patch, config_texts
 from surgery.splicing.splice import check_base, graft_parameters
+from surgery.splicing.windows import grafts_beneath
 
 USE = """\
 import surgery
@@ -46,7 +47,7 @@ def write(hybrid: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokeniz
     # some stock models hold them in another form (experts one by one), and are read whole.
     whole = is_quantised(hybrid) or family_of(hybrid.config).fields is None
     original = load_base(base, device="cpu" if whole else DISK)
-    if getattr(original.config, "grafts", None):
+    if (getattr(original.config, "grafts", None) or []) != grafts_beneath(hybrid.config):
         raise UserError(f"{base} holds grafts: it is no base that a patch could be made for; say which is (--base)")
     if is_quantised(hybrid) and not is_quantised(original):
         raise UserError(

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from surgery.records.plan import Plan
 from surgery.records.record import first_line
-from surgery.records.sections.section import EXAMPLES, FACTOR, STEPS, Count, Examples, Name, Rows, Section, Width
+from surgery.records.sections.section import EXAMPLES, FACTOR, STEPS, Count, Examples, Name, Rows, Section, Tokens, Width
 from surgery.records.site import Site, SitesText
 
 
@@ -89,13 +89,42 @@ class Auto(Section):
     than by: gain, whose heads share one, the largest within the bounds."""
 
 
+class WindowOptions(Section):
+    """Which heads of the model's own attention read the first tokens of a row and the latest ones, and keep no other keys.
+    Heads that share keys, a group, have their window together. Those whose ablation costs least come first."""
+
+    section = "plan.window"
+
+    groups: Annotated[Count | Literal["auto"], Field(union_mode="left_to_right")] = "auto"
+    """How many groups have a window. auto: as many as cost nothing by the bounds of plan.auto, which hold for the answers to
+    locate.probe, too; with plan.cache_budget, as many as that takes."""
+    sites: SitesText | None = None
+    """These heads instead, e.g. L1.H0,1;L3.H2,3."""
+    first: int = Field(default=4, ge=1, lt=2**20)
+    """How many of the first tokens they read."""
+    length: int = Field(default=256, ge=2, lt=2**24)
+    """How many of the latest tokens they read. What is measured has to be longer, or nothing is forgotten there."""
+
+
+class CacheBudget(Section):
+    """What the cache of a row may take, grafts, windows and states together."""
+
+    section = "plan.cache_budget"
+
+    bytes: int = Field(ge=1, le=2**60)
+    """So many bytes."""
+    tokens: Tokens
+    """After so many tokens."""
+
+
 class PlanOptions(Section):
     """Which sites become attention, and how the attention starts."""
 
     section = "plan"
 
-    kind: Literal["head", "layer"] = "head"
-    """`head`: attention inside the SSM's mixer, at chosen heads. `layer`: attention instead of the whole mixer."""
+    kind: Literal["head", "layer", "window"] = "head"
+    """`head`: attention inside the SSM's mixer, at chosen heads. `layer`: attention instead of the whole mixer. `window`: no
+    graft, but windows for heads of the model's own attention (section plan.window)."""
     heads: Annotated[Count | Literal["auto"], Field(union_mode="left_to_right")] = 1
     """How many of the leading heads are grafted. auto: head after head is added by what it (or, by: choice, a perfect choice
     there) is measured to save, until the next one is not worth its cache (section plan.auto). For kind head."""
@@ -127,6 +156,10 @@ class PlanOptions(Section):
     state_size: Count | None = None
     """The heads that stay an SSM keep so many dimensions of their state, those that text needs most; by default all. In mamba
     and mamba2, for kind head."""
+    window: WindowOptions | None = None
+    """Windows beside the grafts of kind head, or, by default all that is said there, of kind window (section plan.window)."""
+    cache_budget: CacheBudget | None = None
+    """What the cache may take: grafts are put in, and windows given until it fits (section plan.cache_budget)."""
     auto: Auto = Auto()
     """How heads: auto adds heads (section plan.auto)."""
 
@@ -134,6 +167,12 @@ class PlanOptions(Section):
     def _consistent(self) -> Self:
         """Refuse what no plan can be made of, before anything is located."""
         layer = self.kind == "layer"
+        if self.window is None and (self.kind == "window" or self.cache_budget is not None):
+            vars(self)["window"] = WindowOptions()
+        if layer and self.window is not None:
+            raise ValueError("window: is for kind head, beside whose grafts windows stand, and for kind window")
+        if self.kind == "window":
+            return self._alone()
         if layer and self.heads != 1:
             raise ValueError("heads: counts heads, and kind is layer; set plan.layers")
         if not layer and self.layers != 1:
@@ -157,6 +196,14 @@ class PlanOptions(Section):
             raise ValueError("heads: auto chooses the heads, and sites names them; leave out one")
         return self
 
+    def _alone(self) -> Self:
+        """Windows without grafts."""
+        own = {"kind", "window", "cache_budget", "auto"}
+        fields = type(self).model_fields.items()
+        if strays := sorted(name for name, each in fields if name not in own and getattr(self, name) != each.get_default()):
+            raise ValueError(f"{strays[0]}: is of grafts, and kind is window; the heads of windows are in plan.window")
+        return self
+
     @property
     def grows(self) -> bool:
         """Whether the number of heads is found by measuring."""
@@ -170,7 +217,7 @@ class PlanOptions(Section):
     @property
     def opens(self) -> bool:
         """Whether planning takes the model, beside its ranking."""
-        return self.measures or self.state_size is not None
+        return self.measures or self.state_size is not None or self.window is not None
 
     @property
     def counted(self) -> int:
@@ -179,11 +226,11 @@ class PlanOptions(Section):
 
     def given(self) -> dict[str, Any]:
         """The settings as planning takes them."""
-        return self.model_dump(exclude={"auto", "by", "state_size"})
+        return self.model_dump(exclude={"auto", "by", "state_size", "window", "cache_budget"})
 
     def trial(self) -> Plan:
         """A plan with these settings, at the sites that are named, or others in their place. Raises ValidationError."""
-        given = self.model_dump(exclude={"heads", "by", "layers", "sites", "state_size", "auto"})
+        given = self.model_dump(exclude={"heads", "by", "layers", "sites", "state_size", "auto", "window", "cache_budget"})
         if self.init is None:
             del given["init"]
         if self.grows and self.blend is None:

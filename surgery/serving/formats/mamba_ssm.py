@@ -25,6 +25,7 @@ from surgery.exporting.verify import Reader
 from surgery.families.inert import entry_of
 from surgery.hybrids.layer_graft import is_layer_graft
 from surgery.hybrids.spliced import without_code
+from surgery.hybrids.windows import is_window
 from surgery.loading.original import original_names
 from surgery.loading.original_config import original_config
 from surgery.loading.streamed import Live
@@ -76,6 +77,8 @@ def why_not(config: Any) -> str | None:
         return f"the time step is bounded, time_step_limit = {tuple(config.time_step_limit)}, which decoding there ignores"
     for spec in config.grafts:
         where, first = f"in L{spec['layer']}", config.grafts[0]
+        if is_window(spec):
+            return f"{where} heads have a window; there all keys are kept"
         if not is_layer_graft(spec):
             return f"{where} heads are grafted; it knows whole layers of attention only"
         if spec | {"layer": 0} != first | {"layer": 0}:

@@ -28,6 +28,7 @@ from surgery.errors import UserError
 from surgery.exporting.verify import Reader
 from surgery.hybrids.layer_graft import is_layer_graft
 from surgery.hybrids.spliced import without_code
+from surgery.hybrids.windows import is_window
 from surgery.kernels.conv import SILU
 from surgery.loading.streamed import Live
 from surgery.records.plan import Plan
@@ -95,6 +96,8 @@ def why_not(config: Any) -> str | None:
 def _unlike(spec: dict[str, Any], first: dict[str, Any]) -> str | None:
     """Why a graft is no attention of Nemotron-H, or not as the first one is."""
     where = f"in L{spec['layer']}"
+    if is_window(spec):
+        return f"{where} heads have a window; there all keys are kept"
     if not is_layer_graft(spec):
         return f"{where} heads are grafted; it knows whole layers of attention only"
     for name, what in {

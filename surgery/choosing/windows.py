@@ -1,0 +1,185 @@
+"""Which heads of a model's own attention get a window, and how many: those first whose ablation costs least, as long as neither
+questions nor text lose.
+
+Heads stand in for each other: of two that retrieve each can go, and not both. So no count is taken that was not measured as a
+whole; it is found by halving, as what is lost grows with the count.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from surgery.choosing.bounded import NoPlan, PlanMeasurement, growth_of
+from surgery.choosing.task import ChoiceTask
+from surgery.errors import UserError
+from surgery.loading.opened import Checkpoint
+from surgery.locating.ranking import Ranking
+from surgery.locating.skill_scores import TEXT
+from surgery.locating.subject import Subject
+from surgery.models.cache import cache_after
+from surgery.probes.scoring import batches
+from surgery.probes.skills import keeps
+from surgery.records.growth import Candidate, Growth
+from surgery.records.plan import Plan, PlanWindows, merged
+from surgery.records.recipe import CacheBudget, Data, PlanOptions, Tune
+from surgery.records.site import Site
+from surgery.runtime.progress import say
+from surgery.splicing.splice import install
+from surgery.splicing.windows import attention_groups
+from surgery.statistics import mean
+
+
+def plan_windows(
+    base: Checkpoint, ranking: Ranking, options: PlanOptions, grafts: Plan | None = None, *, data: Data | None = None,
+    tuning: Tune | None = None, batch_size: int = 32, seed: int = 0, kept: Path | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of some grafts, or of none, with the windows that plan.window says. kept: a folder for what is measured.
+
+    Raises UserError where the model's attention can have no windows or was not ablated, and where nothing could be seen on the
+    questions; NoPlan where the windows that the budget takes cost too much."""
+    subject = Subject.of(base)
+    task = ChoiceTask(subject, ranking, options, data or Data(), tuning or Tune(), batch_size, seed, kept)
+    return _Windows(task, grafts).plan()  # install() refuses sites that can have none
+
+
+def least_needed(model: PreTrainedModel, ranking: Ranking) -> list[Site]:
+    """All groups of attention heads, those first whose heads' ablation costs least. Raises UserError where that was not
+    measured."""
+    groups, heads = attention_groups(model), ranking.columns
+    if not groups:
+        raise UserError(f"plan.window: a {model.config.model_type} has no attention whose heads could have a window")
+    costs = []
+    for group in groups:
+        places = heads.find(group.each())
+        if any(place is None or not heads.measured("ablation_loss")[place] for place in places):
+            raise UserError("plan.window: the ranking says of no attention head what its ablation costs; locate.exact=true")
+        costs.append(float(np.sum([heads.values("ablation_loss")[place] for place in places])))
+    return [groups[i] for i in np.argsort(costs, kind="stable")]
+
+
+class _Windows:
+    """grafts: the plan that the windows are beside, or None. before: what the windows are measured against."""
+
+    def __init__(self, task: ChoiceTask, grafts: Plan | None):
+        assert task.options.window is not None
+        self.task, self.grafts, self.options = task, grafts, task.options.window
+        self.order = [] if self.options.sites is not None else least_needed(task.subject.model, task.ranking)
+        self.measured: dict[int, PlanMeasurement] = {}
+
+    @cached_property
+    def before(self) -> PlanMeasurement:
+        return self._measurement(0)
+
+    def plan(self) -> Plan:
+        budget, count = self.task.options.cache_budget, self.options.groups
+        if self.options.sites is not None:
+            self.order, count = [*self.options.sites], len(self.options.sites)
+        elif count != "auto" and count > len(self.order):
+            raise UserError(f"plan.window.groups: the model has {len(self.order)} groups of attention heads")
+        if count != "auto":
+            if budget is not None and (size := self._bytes(count)) > budget.bytes:
+                raise UserError(
+                    f"plan.cache_budget: after {budget.tokens:,} tokens the cache of this plan takes {size:,} bytes"
+                )
+            return self._complete(count)
+        self._check_length()
+        count = self._most() if budget is None else self._fitting(budget)
+        if count:
+            say(f"plan: windows for {count} of {len(self.order)} groups: {self._line(count)}")
+        elif self.grafts is None:
+            raise NoPlan(f"no attention head can have a window within the bounds of plan.auto: {self._line(1)}", self._growth())
+        chosen = self._complete(count)
+        return chosen if chosen.growth is not None else chosen.model_copy(update={"growth": self._growth()})
+
+    def _fitting(self, budget: CacheBudget) -> int:
+        """The smallest count whose cache is within the budget. Raises UserError where none is, and NoPlan where it costs more
+        than the bounds."""
+        most = len(self.order)
+        count = bisect_left(range(most + 1), True, key=lambda n: self._bytes(n) <= budget.bytes)
+        if count > most:
+            raise UserError(
+                f"plan.cache_budget: with windows for all heads of attention the cache takes {self._bytes(most):,} bytes after "
+                f"{budget.tokens:,} tokens"
+            )
+        if not count and self.grafts is None:
+            raise UserError(f"plan.cache_budget: the model's cache takes {self._bytes(0):,} bytes; nothing has to be done")
+        if count and not self._keeps(count):
+            raise NoPlan(
+                f"plan.cache_budget: it takes windows for {count} of {most} groups, which cost more than the bounds of "
+                f"plan.auto allow: {self._line(count)}; widen the budget, or a bound", self._growth(),
+            )  # fmt: skip
+        return count
+
+    def _complete(self, count: int) -> Plan:
+        chosen = self._of(self.order[:count])
+        assert chosen is not None
+        return chosen
+
+    def _of(self, sites: Sequence[Site]) -> Plan | None:
+        """The plan with windows at these sites; None for nothing at all."""
+        if not sites:
+            return self.grafts
+        windows = PlanWindows(sites=tuple(sites), first=self.options.first, length=self.options.length)
+        if self.grafts is not None:
+            return self.grafts.model_copy(update={"windows": windows})
+        return Plan(kind="window", windows=windows, provenance=self.task.ranking.provenance, seed=self.task.seed)
+
+    def _most(self) -> int:
+        """The largest count that keeps the bounds, by halving."""
+        low, high = 0, len(self.order)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._keeps(middle) else (low, middle - 1)
+        return low
+
+    def _measurement(self, count: int) -> PlanMeasurement:
+        if count not in self.measured:
+            plan = self._of(self.order[:count])
+            self.measured[count] = self.task.measuring.measure([plan], f"plan, windows for {count} groups")[0]
+        return self.measured[count]
+
+    def _keeps(self, count: int) -> bool:
+        return not self._candidate(count).beyond
+
+    def _candidate(self, count: int) -> Candidate:
+        """What so many windows do, and cost more than the bounds."""
+        task, measured = self.task, self._measurement(count)
+        bound, beyond = task.options.auto, list(task.bounds.beyond(measured))
+        if not keeps(self.before.correct, measured.correct, bound.accuracy_bound):
+            beyond.append(task.ranking.probe["name"])
+        if TEXT not in beyond and mean(measured.text - self.before.text).ci95[1] > bound.text_bound:
+            beyond.append(TEXT)
+        known = task.bounds.candidate(self._complete(count), measured)
+        return known.model_copy(update={"sites": merged(self.order[:count]), "beyond": tuple(beyond)})
+
+    def _line(self, count: int) -> str:
+        told = self._candidate(count)
+        change = told.accuracy - float(self.before.correct.mean())
+        return f"accuracy {told.accuracy:.3f} ({change:+.3f}), text {told.text_loss:+.4f} nats"
+
+    def _growth(self) -> Growth:
+        growth, bounds = growth_of(self.task.ranking.probe, self.task.measuring, self.task.before), self.task.bounds
+        candidates = tuple(self._candidate(count) for count in sorted(self.measured) if count)
+        return growth.model_copy(update={"candidates": candidates, "skills": bounds.accuracies(bounds.base)})
+
+    def _bytes(self, count: int) -> int:
+        """What the cache takes with so many windows."""
+        assert self.task.options.cache_budget is not None
+        plan, model = self._of(self.order[:count]), self.task.subject.model
+        if plan is not None:
+            model = install(model, plan).eval()
+        return cache_after(model, self.task.options.cache_budget.tokens)
+
+    def _check_length(self) -> None:
+        """Raise UserError where the questions are so short that windows read all of them."""
+        task = self.task
+        longest = max(len(row) for _, encoded in batches(task.subject.tokenizer, task.questions, 64) for row in encoded.rows)
+        if longest <= self.options.length:
+            raise UserError(
+                f"plan.window.length: the questions have {longest} tokens at most, all of which a window of "
+                f"{self.options.length} reads, so that nothing can be measured; lower it, or rank by longer ones"
+            )

@@ -1,0 +1,256 @@
+"""Windows: heads of a model's own attention that read the first tokens and the latest ones, and keep no others."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+import surgery
+from surgery.choosing.windows import plan_windows
+from surgery.errors import UserError
+from surgery.hybrids.windows import AttentionWindow, WindowedLayer, with_windows
+from surgery.kernels.attention import graft_attention
+from surgery.locating.heads import KINDS, Heads
+from surgery.locating.matrices import mixing_matrices
+from surgery.locating.ranking import Ranking
+from surgery.models.anatomy import anatomy
+from surgery.models.cache import cache_after, cache_bytes, cache_parts, prefilled
+from surgery.records.plan import Plan, PlanWindows
+from surgery.records.recipe import Data, PlanOptions, Tune
+from surgery.records.record import provenance
+from surgery.records.site import Site
+from surgery.splicing.load import load
+from surgery.splicing.splice import graft_parameters, splice, unsplice
+from surgery.splicing.windows import attention_groups
+from surgery.statistics import Intervals
+from tests.conftest import ROOT, but_slow, subject
+from tests.surgery.stock_bases import CONFIGURATIONS, base_of
+
+FIRST, LENGTH = 2, 5
+NEAR = {"rtol": 1e-4, "atol": 1e-4}  # in float32
+WITH = [name for name in CONFIGURATIONS if name.partition("_")[0] not in ("kimi", "bailing", "glm5", "qwen4", "xlstm")]
+HYBRID = ROOT / "checkpoints" / "tiny-hybrid"
+
+
+def plan_of(*sites, first=FIRST, length=LENGTH, **fields):
+    return Plan(kind=fields.pop("kind", "window"), windows=PlanWindows(sites=sites, first=first, length=length), **fields)
+
+
+def attentive(name):
+    """As initialised, attention does next to nothing."""
+    base = base_of(name)
+    for place in anatomy(base).mixers:
+        if place.kind == "attention":
+            for part in (place.module.q_proj, place.module.k_proj, place.module.v_proj, place.out):
+                torch.nn.init.normal_(part.weight, std=0.3)
+    return base
+
+
+def windowed(base, count=1, **fields):
+    """The hybrid whose first groups of attention heads have a window."""
+    return splice(base, plan_of(*attention_groups(base)[:count], **fields))
+
+
+def in_steps(model, ids, positions, mask=None, first=20):
+    """The logits of a prompt, and of single tokens that follow, from one cache."""
+    cache, parts, t = None, [], ids.shape[1]
+    for begin, end in pairwise([0, first, *range(first + 1, t + 1)]):
+        seen = None if mask is None else mask[:, :end]
+        given = {"position_ids": positions[:, begin:end], "attention_mask": seen, "past_key_values": cache}
+        output = model(ids[:, begin:end], use_cache=True, **given)
+        cache, parts = output.past_key_values, [*parts, output.logits]
+    return torch.cat(parts, 1)
+
+
+def by_definition(window, q, k, v, exist):
+    """Every head's mask by itself."""
+    b, heads, t, _ = q.shape
+    total, each = k.shape[2], heads // k.shape[1]
+    exist = torch.ones(b, total, dtype=torch.bool) if exist is None else exist
+    numbers, at = torch.arange(total), torch.arange(total - t, total)[:, None]
+    causal = exist[:, None] & (numbers <= at)
+    first = exist & (exist.cumsum(-1) <= window.first)
+    cut = causal & ((numbers > at - window.length) | first[:, None])
+    return torch.cat([
+        graft_attention(q[:, [head]], k[:, [head // each]], v[:, [head // each]],
+                        (cut if head // each in window.groups else causal)[:, None], backend="reference")
+        for head in range(heads)
+    ], 2)  # fmt: skip
+
+
+@pytest.mark.parametrize("groups", [(0,), (0, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("t", [1, 3, 300])
+def test_attention_is_what_its_definition_says(groups, t, monkeypatch):
+    """Of fewer tokens than are read, of many blocks, with padding before, behind and among them."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("surgery.hybrids.windows.BLOCK", 64)
+    window, total = AttentionWindow(groups, 3, 9), t + 2
+    q, k, v = (torch.randn(3, heads, n, 8, dtype=torch.float64) for heads, n in ((6, t), (3, total), (3, total)))
+    some = torch.ones(3, total, dtype=torch.bool)
+    some[0, : t // 2], some[1, 1::7], some[2, max(1, t - 2) :] = False, False, False
+    for exist in (None, some):
+        full = lambda *of: graft_attention(of[0], *(m.repeat_interleave(2, 1) for m in of[1:]), exist)  # noqa: B023, E731
+        found = with_windows(window, q, k, v, exist, full)
+        assert torch.allclose(found, by_definition(window, q, k, v, exist), atol=1e-10)
+
+
+@pytest.mark.parametrize("name", but_slow(WITH, "bamba", "zamba2", "qwen3_next"))
+@torch.no_grad()
+@pytest.mark.usefixtures("in_float64")
+def test_the_laws_of_windows_in_every_family(name, tokens, tmp_path):
+    """Cached is uncached, padded is single, saved is live, and what is taken out or switched off is the base bit for bit; a
+    window that is longer than the prompt changes nothing."""
+    base, positions = attentive(name).double(), torch.arange(tokens.shape[1])[None].expand_as(tokens)
+    stock = base(tokens).logits
+    wide, hybrid = windowed(base, length=999), windowed(base)
+    assert torch.allclose(wide(tokens).logits, stock, atol=1e-9)
+    logits = hybrid(tokens).logits
+    assert (logits - stock).abs().max() > 1e-4
+    assert not graft_parameters(hybrid)
+    assert torch.allclose(in_steps(hybrid, tokens, positions), logits, atol=1e-9)
+    padding = torch.zeros(2, 3, dtype=torch.long)
+    mask = torch.cat([padding, torch.ones_like(tokens)], 1)
+    padded = in_steps(hybrid, torch.cat([padding, tokens], 1), (mask.cumsum(1) - 1).clamp_min(0), mask)[:, 3:]
+    assert torch.allclose(padded, logits, atol=1e-8)
+    hybrid.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    again.set_experts_implementation("eager")
+    assert torch.allclose(again.double()(tokens).logits, logits, atol=1e-9)
+    with hybrid.disable_grafts():
+        assert torch.equal(hybrid(tokens).logits, stock)
+    assert torch.equal(hybrid(tokens).logits, logits)
+    taken_out = unsplice(hybrid)
+    assert type(taken_out) is type(base)
+    assert torch.equal(taken_out(tokens).logits, stock)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("kimi_linear", "MLA"), ("bailing_hybrid", "MLA"), ("glm5_next_text", "MLA"), ("qwen4_exp_text", "index")]
+)
+def test_an_attention_that_cannot_forget_by_head_is_refused_by_name(name, why):
+    with pytest.raises(UserError, match=rf"L0 in a {name} can have no windows.*{why}"):
+        attention_groups(base_of(name))
+
+
+@torch.no_grad()
+def test_a_cache_holds_what_was_said(tokens):
+    """Of the heads without a window all keys, of the others FIRST + LENGTH - 1; also static, in a beam, and cropped."""
+    base = attentive("granitemoehybrid")
+    hybrid, wide = windowed(base), windowed(base, length=999)
+    kept, all_of_them = FIRST + LENGTH - 1, 40
+    row = 2 * 8 * 4  # keys and values of a token in one group of 8 dimensions, in float32
+    whole = cache_after(base, all_of_them)
+    assert cache_after(wide, all_of_them) == whole
+    assert cache_after(hybrid, 150) == cache_bytes(prefilled(hybrid, 150))  # counted from shorter prompts
+    assert cache_after(hybrid, all_of_them) == whole - row * (all_of_them - kept)
+    cache = hybrid(tokens, use_cache=True).past_key_values
+    assert isinstance(cache.layers[0], WindowedLayer)
+    tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+    states = [part for layer in cache.layers for name in ("conv_states", "recurrent_states")
+              for part in getattr(layer, name, {}).values()]  # fmt: skip
+    assert cache_bytes(cache) == sum(t.nbytes for t in (*tensors, *states) if t.dim() > 1) == sum(cache_parts(cache).values())
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    greedy = hybrid.generate(tokens, **options)
+    static = StaticCache(config=hybrid.config, max_cache_len=64)
+    assert torch.equal(hybrid.generate(tokens, past_key_values=static, **options), greedy)
+    assert static.layers[0].keys.shape[1] == 1  # of two groups
+    assert torch.equal(hybrid.generate(tokens, num_beams=3, **options)[:, : tokens.shape[1]], tokens)
+    with pytest.raises(ValueError, match="cannot be cropped"):
+        cache.layers[0].crop(-1)
+    with pytest.raises(ValueError, match="filled by a model without windows"):
+        hybrid(tokens[:, :1], past_key_values=base(tokens, use_cache=True).past_key_values)
+
+
+@torch.no_grad()
+def test_eager_attention_and_a_crop_before_anything_is_forgotten(tokens):
+    hybrid = windowed(attentive("bamba"), length=999)
+    before = hybrid(tokens).logits
+    hybrid.set_attn_implementation("eager")
+    assert torch.allclose(hybrid(tokens).logits, before, **NEAR)
+    cache = DynamicCache(config=hybrid.config)
+    hybrid(tokens, past_key_values=cache)
+    cache.layers[0].crop(-4)
+    assert cache.get_seq_length() == cache.layers[0].recent_keys.shape[2] == tokens.shape[1] - 4
+
+
+@torch.no_grad()
+def test_windows_beside_grafts_and_in_a_hybrid_that_is_a_base(tmp_path):
+    """Grafts in and windows out are one plan; a layer graft of the base keeps fewer keys, stays the base's, and goes through
+    export and patch."""
+    base = attentive("falcon_h1")  # attention and SSM in every block
+    ids = torch.arange(30)[None] % 99
+    both = splice(base, plan_of("L0.H4,5", kind="head", sites=("L0.H1",)))
+    assert {name.split(".graft.")[0][-5:] for name in graft_parameters(both)} == {"mamba"}
+    assert torch.equal(unsplice(both)(ids).logits, base(ids).logits)
+    opened = load(str(HYBRID))
+    model, ids = opened.model, torch.arange(50)[None] * 7 % 1600
+    hybrid = splice(opened, plan_of("L2.H1"))
+    assert not any(p.requires_grad for p in hybrid.parameters())
+    logits = hybrid(ids).logits
+    assert (logits - model(ids).logits).abs().max() > 1e-4
+    assert cache_after(model, 50) - cache_after(hybrid, 50) == 2 * 64 * 4 * (50 - FIRST - LENGTH + 1)
+    cut, whole = (mixing_matrices(subject(each), ids[0], sites=[Site(2, (1,))])[Site(2, (1,))] for each in (hybrid, model))
+    assert (cut[-1] != 0).sum() == FIRST + LENGTH
+    assert torch.allclose(cut[-1, -LENGTH:] / cut[-1, -1], whole[-1, -LENGTH:] / whole[-1, -1], **NEAR)
+    assert torch.equal(unsplice(hybrid)(ids).logits, model(ids).logits)
+    for format in ("hf", "patch"):
+        surgery.export(hybrid, tmp_path / format, format=format)
+        assert torch.allclose(load(str(tmp_path / format)).model(ids).logits, logits, **NEAR)
+
+
+def test_as_many_windows_as_cost_nothing_and_as_a_budget_takes():
+    """In tiny-hybrid each of two heads can retrieve, and one has to."""
+    base = load(str(HYBRID))
+    heads, nothing = np.arange(2), np.zeros(2)
+    losses = Intervals(np.array([0.2, 0.1]), nothing, nothing, np.ones(2, dtype=int))
+    every = Heads(
+        layer=np.full(2, 2), head=heads, kind=np.full(2, KINDS.index("attention"), np.uint8), role=np.zeros(2, np.uint8),
+        sign=np.zeros(2, np.int8), tau=np.full(2, np.nan), estimates={"ablation_loss": losses},
+    )  # fmt: skip
+    probe = {"name": "kv", "options": {"pairs": 12}, "examples": 2, "seed": 0}
+    origin = provenance("tiny-hybrid", base.fingerprint, 0, {})
+    ranking = Ranking.model_construct(provenance=origin, heads=every, layers=(), probe=probe)
+
+    def planned(window, **more):
+        few = {"examples": 16, "windows": 4, "accuracy_bound": 0.1, "text_bound": 0.1}
+        options = PlanOptions.model_validate({"kind": "window", "window": window, "auto": few, **more})
+        return plan_windows(base, ranking, options, data=Data(skills=()), tuning=Tune(text_tokens=64))
+
+    chosen = planned({"length": 16})
+    assert chosen.windows.sites == (Site(2, (1,)),)
+    assert [bool(candidate.beyond) for candidate in chosen.growth.candidates] == [False, True]
+    whole, most = cache_after(base.model, 1000), cache_after(splice(base, chosen), 1000)
+    within = planned({"length": 16}, cache_budget={"bytes": most, "tokens": 1000})
+    assert within.windows == chosen.windows
+    assert planned({"groups": 1, "length": 16}).windows == chosen.windows
+    for window, bytes, why in (
+        ({"length": 16}, most - 1, "windows for 2 of 2 groups, which cost more than the bounds"),
+        ({"length": 16}, 99, "with windows for all heads of attention the cache takes"),
+        ({"length": 16}, whole, "nothing has to be done"),
+        ({"length": 16, "groups": 1}, most - 1, f"takes {most:,} bytes"),
+        ({"length": 16, "groups": 3}, whole, "has 2 groups"),
+        ({"length": 999}, most, "tokens at most, all of which a window of 999 reads"),
+    ):
+        with pytest.raises(UserError, match=why):
+            planned(window, cache_budget={"bytes": bytes, "tokens": 1000})
+    for fields, why in (
+        ({"kind": "window", "heads": 2}, "heads: is of grafts"),
+        ({"kind": "layer", "window": {}}, "window: is for"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            PlanOptions(**fields)
+
+
+def test_what_cannot_have_a_window_is_named():
+    base = base_of("bamba")
+    for plan, why in (
+        (plan_of("L1.H0"), "only heads of an attention"),
+        (plan_of("L0.H1"), "every 2 heads of that layer share keys"),
+        (plan_of("L0.H9"), "has no site"),
+    ):
+        with pytest.raises(UserError, match=why):
+            splice(base, plan)
+    with pytest.raises(UserError, match="already holds grafts"):
+        splice(windowed(base), plan_of("L0.H2,3"))
