@@ -34,7 +34,7 @@ def tune(
     """Train a hybrid's grafts.
 
     Writes a tuned hybrid folder; checkpoints lie in <out>-tuning. Processes started by `accelerate launch` divide every batch,
-    and with FSDP (version 2) also the model.
+    and with FSDP (version 2) or DeepSpeed's ZeRO 3 also the model.
 
     Examples:
       surgery tune spliced --out tuned --dry-run

@@ -31,7 +31,7 @@ from surgery.records.record import read_text
 from surgery.runtime.ownership import building, check_ours, governing, reason, refuse, remove
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
-from surgery.tuning.shards import gathered, scattered
+from surgery.tuning.shards import load_optimizer_state, optimizer_state
 
 Log = list[dict[str, Any]]
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -91,7 +91,7 @@ class Checkpoints:
         if self.out is None:
             return
         training = {
-            "optimizer": optimizer and gathered(optimizer.state_dict()),
+            "optimizer": optimizer and optimizer_state(optimizer),
             "schedule": schedule and schedule.state_dict(),
         }
         on_main(partial(self._write, state, training))
@@ -125,7 +125,7 @@ class Checkpoints:
         last checkpoint has none."""
         training, self._optimizer = self._optimizer, None
         if training is not None and training["optimizer"] is not None:
-            optimizer.load_state_dict(scattered(training["optimizer"], optimizer))
+            load_optimizer_state(training["optimizer"], optimizer)
             schedule.load_state_dict(training["schedule"])
 
     def tensors(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The steps of tuning, in one process or in several.
 
 accelerate divides every batch among the processes, and the sums of losses are divided by the counts of the whole batch, so the
-number of processes changes nothing but rounding. Each process holds the model (DDP) or a part of it (FSDP2). Only the
+number of processes changes nothing but rounding. Each process holds the model (DDP) or a part of it (FSDP2, ZeRO). Only the
 main process writes and prints.
 """
 
@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import Tensor, nn
+from transformers.integrations import unset_hf_deepspeed_config
 
 from surgery.errors import UserError
 from surgery.models.finite import broken_weight
@@ -46,7 +47,7 @@ class ForwardOnly(nn.Module):
 
     def __init__(self, distillation: Distillation):
         super().__init__()
-        self.distillation = distillation
+        self.distillation, self.config = distillation, distillation.student.config  # DeepSpeed asks for the hidden size
 
     def forward(self, use: Callable[..., Any], *args: Any) -> Any:
         return use(self.distillation, *args)
@@ -74,7 +75,10 @@ class TrainingLoop:
             log_with=list(options.report_to) or None,
             project_dir=checkpoints.out,
         )
-        self.sharded = self.accelerator.distributed_type == DistributedType.FSDP
+        kind = self.accelerator.distributed_type
+        self.zero = self.accelerator.deepspeed_plugin if kind == DistributedType.DEEPSPEED else None
+        unset_hf_deepspeed_config()  # otherwise every model that is loaded from now on would be divided, too
+        self.sharded = kind == DistributedType.FSDP or (self.zero is not None and self.zero.zero_stage == 3)
         _check(options, self.accelerator)
         begin_trackers(self.accelerator, options, description)
 
@@ -82,6 +86,13 @@ class TrainingLoop:
         """Prepare the modules. The trained parameters are those that have a gradient now. parts: into how many a batch will be
         divided. The modules are in eval mode, without dropout, until the steps begin."""
         self.accelerator.gradient_accumulation_steps = parts
+        if self.zero:
+            self.zero.deepspeed_config |= {
+                "train_batch_size": "auto",
+                "train_micro_batch_size_per_gpu": self.options.batch_size // self.accelerator.num_processes // parts,
+                "gradient_accumulation_steps": parts,
+                "gradient_clipping": CLIP,
+            }
         module = ForwardOnly(apart(distillation) if self.sharded else distillation)
         # The classes of modules by which FSDP divides a model.
         vars(module)["_no_split_modules"] = sorted({type(block).__name__ for block in distillation.student.base_model.layers})
@@ -227,7 +238,10 @@ def _check(options: Tune, accelerator: Accelerator) -> None:
             f"leave out accelerate's {accelerator.mixed_precision}; the recipe has tune.mixed_precision=bf16 for that"
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise UserError("tuning divides models by FSDP, not by DeepSpeed: accelerate launch --use_fsdp --fsdp_version 2")
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        for name in ("optimizer", "scheduler"):
+            if name in config:
+                raise UserError(f"leave the {name} out of DeepSpeed's configuration; the recipe sets it")
 
 
 @contextmanager
@@ -250,7 +264,8 @@ def _note(reached: set[str], name: str, _: Tensor) -> None:
 
 def _check_gradients(learning: dict[str, nn.Parameter], reached: set[str]) -> None:
     """Raise UserError for a parameter without a gradient: it would silently stay as it is. reached: the parameters whose
-    gradient was seen in the backward pass; with FSDP only the parts have one afterwards."""
+    gradient was seen in the backward pass. DeepSpeed has already taken it away by now, and with FSDP only the parts have
+    one."""
     for name, p in learning.items():
         if p.grad is None and name not in reached:
             raise UserError(f"'{name}' is to be trained, but no gradient reaches it")

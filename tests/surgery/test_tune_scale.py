@@ -8,6 +8,7 @@ import socket
 import time
 from contextlib import nullcontext, suppress
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 
 import pytest
@@ -136,6 +137,33 @@ def with_divided_models(make, tokenizer, folder):
     return every_run(make, tokenizer, folder) | {"held": held}
 
 
+def zero(stage, make, tokenizer, folder):
+    os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    found = every_run(make, tokenizer, folder)
+    forward, left = Distillation.forward, iter(range(8))  # of 12 in all
+
+    def stopped(*args, **kwargs):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    Distillation.forward = stopped
+    with pytest.raises(KeyboardInterrupt):
+        resumed(make, tokenizer, folder / "again")
+    Distillation.forward = forward
+    found["weights"]["resumed"] = weights(resumed(make, tokenizer, folder / "again"))
+    return found
+
+
+def with_zero_2(make, tokenizer, folder):
+    return zero(2, make, tokenizer, folder)
+
+
+def with_zero_3(make, tokenizer, folder):
+    return zero(3, make, tokenizer, folder)
+
+
 def resumed(make, tokenizer, folder):
     """The hybrid of a run that goes on where another one ended."""
     hybrid = make()
@@ -187,10 +215,13 @@ def launch(task, make, tokenizer, folder):
     return sorted(one.exitcode for one in running)
 
 
+without_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 divided = pytest.mark.slow  # 14 s; whole models in two processes have quick tests
 HOW = [
     with_whole_models,
     pytest.param(with_divided_models, marks=divided),
+    pytest.param(with_zero_2, marks=without_deepspeed),
+    pytest.param(with_zero_3, marks=without_deepspeed),
 ]
 
 
@@ -250,6 +281,7 @@ def test_two_processes_have_the_losses_of_one(how, together, alone):
         same_curve(two["logs"][name], log, {"all": 1e-9, "more": 1e-5, "bf16": 1e-2}[name])
         # Adam makes much of rounding where a gradient is next to nothing.
         close(two["weights"][name], weights(hybrid), {"all": 1e-7, "more": 1e-3, "bf16": 1e-2}[name])
+    close(two["weights"].get("resumed", two["weights"]["more"]), two["weights"]["more"], 0)
     left = [path.name for path in (folder / "all").iterdir() if path.name != ownership.RECORD]
     assert left == [f"checkpoint-{len(two['logs']['all'])}"]
 

@@ -156,7 +156,7 @@ class Tune(Section):
     """Adapters on the base that learn beside the grafts (section tune.lora)."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Compute states within blocks again on the backward pass: less memory, more time, the same result. auto: where they would
-    not fit into memory; with divided models (FSDP) only true does so."""
+    not fit into memory; with divided models (FSDP, ZeRO 3) only true does so."""
     gradient_accumulation_steps: Count = 1
     """Divide a batch into this many parts that go through the model one after the other: less memory, the same result."""
     mixed_precision: Annotated[Literal["bf16"] | None, pydantic.BeforeValidator(none_for_no)] = None
