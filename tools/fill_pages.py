@@ -19,6 +19,7 @@ from pathlib import Path
 from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.result_tables import cell_rows, describe
 from surgery.evaluation import markdown
+from surgery.evaluation import table as tables
 from surgery.evaluation.automatic import automatic_choices, rounds
 from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import Report
@@ -366,6 +367,31 @@ Grafted: {markdown.sites_text(chosen)}. Measured {made.created[:10]} on {made.ma
 seed {made.seed}, {examples} questions a cell (`recipes/lengths.report.json`)."""
 
 
+def table_of(*names: str) -> str:
+    """What `surgery table` prints of some records, and of which versions they are."""
+    paths = [path for path in (ROOT / "recipes" / f"{name}.report.json" for name in names) if path.exists()]
+    joined = tables.read(paths)
+    made = [(path, Report.read(path).provenance) for path in paths]
+    told = "; ".join(f"`recipes/{path.name}`: {of.created[:10]}, version {of.toolkit}, seed {of.seed}" for path, of in made)
+    return f"""{tables.markdown(tables.columns(joined.models), joined.models)}
+Measured on {made[-1][1].machine}. {told}."""
+
+
+def hops(name: str) -> str:
+    """The study of two hops on a base."""
+    result = Findings.read(ROOT / "recipes" / f"{name}.findings.json")
+    origin, recipe = result.provenance, result.provenance.recipe or {}
+    return f"""{markdown.table(*studies()[result.study].table(result))}
+
+![{studies()[result.study].title}](../../recipes/{name}.png)
+
+`{origin.base}`, grafted at {
+        "; ".join(f"{sites} ({model.removesuffix(', tuned')})" for model, sites in result.about["sites"].items())
+    }. {recipe["tune"]["steps"]} steps of tuning, {recipe["bench"]["limit"]} questions a cell, \
+seed {origin.seed}. Measured {origin.created[:10]} on {origin.machine}, version {origin.toolkit} \
+(`recipes/{name}.findings.json`)."""
+
+
 def mlx() -> str:
     """What mlx-lm answered."""
     return _proved(MLX)
@@ -398,6 +424,12 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     EVIDENCE / "state.md": {"state-size": state_size},
     EVIDENCE / "text.md": {"tiny-books": books_page.base, "books": books_page.operation, "recall": books_page.recall},
     EVIDENCE / "ways.md": {"ways": ways_page.ways},
+    EVIDENCE / "table.md": {
+        "table mamba2": partial(table_of, "demo", "table"),
+        "table needles": partial(table_of, "lengths", "table-needles"),
+        "table books": partial(table_of, "books", "table-books"),
+    },
+    EVIDENCE / "hops.md": {"hops": partial(hops, "hops")},
     DOCS / "contributing" / "campaigns.md": {"kills": campaign_page.kills, "fuzz": campaign_page.fuzz},
     DOCS / "howto" / "serve-vllm.md": {"serving table": serving},
     DOCS / "howto" / "serve-mlx-lm.md": {"mlx": mlx},

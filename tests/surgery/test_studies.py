@@ -8,6 +8,7 @@ from surgery.evaluation.report import Report
 from surgery.locating.ranking import Ranking
 from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.recipe import read_recipe
+from surgery.records.site import split_sites
 from surgery.runtime.ownership import writing
 from surgery.statistics import Proportion
 from surgery.studies import Findings, cohort, make, retrieval_aware, studies
@@ -96,6 +97,40 @@ def test_seeds(surgery, tmp_path, monkeypatch):
     }.items():
         status, _, error = surgery("run", "seeds.yaml", "--set", change, "--out", "other")
         assert (status, complaint in error, (tmp_path / "other").exists()) == (2, True, False), error
+
+
+HOPS = """
+model: checkpoints/tiny-mamba2
+locate: {examples: 4, layers: false, exact: false, options: {pairs: 4}}
+plan: {sites: "L0.H3,5"}
+tune: {steps: 1, batch_size: 2, text_batch_size: 1, lessons: [{probe: two_hops, options: {pairs: 2}}]}
+bench: {limit: 4}
+study: {name: hops, one: [4], two: [2]}
+"""
+
+
+def test_hops(surgery, tmp_path):
+    """Each graft of the hybrids that are asked for is silenced by itself; the controls are not."""
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    (tmp_path / "hops.yaml").write_text(HOPS)
+    status, _, error = surgery("run", "hops.yaml", "--out", "out")
+    assert status == 0, error
+    findings = Findings.read(tmp_path / "out" / "findings.json")
+    names = [row.what for row in findings.rows if ": without " not in row.what]
+    sites = findings.about["sites"]
+    assert {*names} - {"base", "no graft, tuned"} == {*sites}
+    assert sites["heads of one hop, tuned"] == "L0.H3,5"
+    assert "L0" not in sites["random heads, tuned"]
+    named = split_sites(sites["heads of one hop and of other layers, tuned"])
+    grafts = [str(head) for site in named for head in site.each()]
+    assert grafts[:2] == ["L0.H3", "L0.H5"]
+    assert len(grafts) == 4
+    silenced = [row.what.partition(": without ") for row in findings.rows[len(names) :]]
+    assert [last for first, _, last in silenced if "other layers" in first] == grafts
+    assert [last for first, _, last in silenced if "other layers" not in first] == grafts[:2]
+    assert all({*row.figures} == {"one hop, 4 pairs", "two hops, 2 pairs"} for row in findings.rows)
+    status, _, error = surgery("run", "hops.yaml", "--set", "tune.lessons=[{probe: kv, options: {pairs: 4}}]", "--out", "no")
+    assert (status, "needs lessons of two hops" in error) == (2, True)
 
 
 AWARE = """
