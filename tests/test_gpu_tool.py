@@ -136,7 +136,7 @@ time.sleep(600)
 
 def test_what_the_parts_say_is_read(tmp_path):
     assert gpu.summary("..s\n=== 7 passed, 2 skipped in 3.4s ===\n") == "7 passed, 2 skipped"
-    report = json.loads((ROOT / "recipes" / "demo.report.json").read_text())
+    report = json.loads((ROOT / "recipes" / "demo-mamba2.report.json").read_text())
     read = gpu.figures({"memory": {"locate": 3}, **report})
     assert read["models"]["tuned"]["kv"]["64"] == report["models"]["tuned"]["kv"]["64"]["accuracy"]
     assert 0 < read["models"]["base"]["knowledge"] < 1 < read["models"]["base"]["perplexity"]

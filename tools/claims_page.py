@@ -21,7 +21,7 @@ from tools.foreign_words import ForeignWords
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SHOWN, PRICE, PART, NOT, LOSS = "shown", "shown, at a price", "in part", "not shown", "a loss, shown"
-OUTPUT = ("base", "spliced", "tuned", "control_tuned")  # of the demo's models, the last is the strongest control
+OUTPUT = ("base", "spliced", "tuned", "control_tuned", "control_same_layer_tuned")  # the last is the strongest control
 WITHOUT_GRAFT = {"control_tuned": "tuned without a graft", "control_lora_tuned": "LoRA without a graft"}
 
 
@@ -57,7 +57,7 @@ def source(record: Report | Findings, file: str) -> str:
 def claims() -> str:
     """The table of claims."""
     parts: tuple[Callable[[], Sequence[str]], ...] = (
-        _demo, _auto, _ways, _seeds, _mamba1, _deltanet, _mlstm, _cohort, _seed2, _lengths, _transformer, _state, _text,
+        _demo, _auto, _ways, _seeds, _mamba1, _deltanet, _kda, _mlstm, _cohort, _seed2, _lengths, _transformer, _state, _text,
         _words,
         lambda: _letters("letters-choice", "nothing bounded", LOSS), lambda: _letters("letters-kept", "within bounds", SHOWN),
         _skills, _target,
@@ -65,9 +65,9 @@ def claims() -> str:
     return markdown.table(["claim", "scope", "best control", "record", "verdict"], [list(part()) for part in parts])
 
 
-def _kv(name: str, pairs: int) -> tuple[Report, str]:
+def _kv(name: str, pairs: int, keys: str = "kv.") -> tuple[Report, str]:
     record = report(name)
-    base, tuned = (of(record, model, f"kv.{pairs}") for model in ("base", "tuned"))
+    base, tuned = (of(record, model, f"{keys}{pairs}") for model in ("base", "tuned"))
     return record, f"{base:.3f} to {tuned:.3f}"
 
 
@@ -90,8 +90,11 @@ def _titled(control: str) -> str:
 
 def _demo() -> list[str]:
     record, change = _kv("demo", 64)
+    letters = " to ".join(f"{of(record, model, 'letters'):.3f}" for model in ("base", "tuned"))
     return [
-        f"[Two gated heads](demo.md) raise retrieval from 64 pairs from {change}", "`tiny-mamba2`, 1 seed",
+        f"[Two gated heads](demo.md) raise retrieval from 64 pairs from {change}, with keys not used in tuning from "
+        f"{_kv('demo', 64, 'kv_unseen.')[1]}; letters {letters}",
+        f"`{Path(record.provenance.base).name}`, 1 seed",
         _controls(record, "kv.64"), source(record, "demo.report.json"), SHOWN,
     ]  # fmt: skip
 
@@ -143,11 +146,20 @@ def _mlstm() -> list[str]:
 
 
 def _deltanet() -> list[str]:
-    return _five("seeds-deltanet", "Gated DeltaNet", "tuned", 64, PRICE, f"; loss on text rises by {deltanet_price()} nats")
+    return _paid("seeds-deltanet", "Gated DeltaNet")
 
 
-def deltanet_price() -> str:
-    worse = over_seeds(findings("seeds-deltanet"), "tuned", TEXT)
+def _kda() -> list[str]:
+    return _paid("seeds-kda", "Kimi Delta Attention")
+
+
+def _paid(name: str, title: str) -> list[str]:
+    return _five(name, title, "tuned", 64, PRICE, f"; loss on text rises by {price(name)} nats")
+
+
+def price(name: str) -> str:
+    """What tuning on several seeds costs on text."""
+    worse = over_seeds(findings(name), "tuned", TEXT)
     return f"{min(worse):.2f} to {max(worse):.2f}"
 
 
@@ -293,12 +305,14 @@ def picture() -> str:
     record = report("demo")
     assert record.plan is not None
     heads = sum(len(site.heads) for site in record.plan.sites)
-    base, tuned, control = (of(record, model, "kv.64") for model in ("base", "tuned", "control_tuned"))
+    base, tuned = (of(record, model, "kv.64") for model in ("base", "tuned"))
+    plain, elsewhere = (of(record, model, "kv.64") for model in ("control_tuned", "control_same_layer_tuned"))
     cost = {name: record.models[name].cost[-1] for name in ("base", "tuned")}
     cache, time = ({name: each.cache_bytes / 1024 for name, each in cost.items()},
                    {name: each.milliseconds for name, each in cost.items()})  # fmt: skip
     shape = json.loads((RECIPES.parent / "checkpoints" / record.provenance.base / "config.json").read_text())
     of_all = shape["num_heads"] * shape["num_hidden_layers"]
+    letters = [of(record, model, "letters") for model in ("base", "tuned")]
     message = f"Attention at {heads} of {of_all} heads raises retrieval from 64 pairs from {base:.2f} to {tuned:.2f}"
     made = record.provenance
     return f"""**{message}**
@@ -306,21 +320,21 @@ def picture() -> str:
 ![{message}](recipes/demo.retrieval.png)
 
 The attention is mixed in behind a gate that begins at {record.plan.blend} and is learned. The same tuning without a graft \
-ends at {control:.3f}. The price: after {cost["base"].context:,} tokens the cache holds \
-{cache["tuned"]:,.0f} KiB instead of {cache["base"]:,.0f} and grows with the text, and a token takes {time["tuned"]:.1f} ms \
-instead of {time["base"]:.1f}. Measured {made.created[:10]} by version {made.toolkit} (`recipes/demo.report.json`)."""
+ends at {plain:.3f}, and with grafts at random other heads of the layer at {elsewhere:.3f}. Lettered questions, another skill \
+of this base, stay: {letters[0]:.3f} before, {letters[1]:.3f} after. The price: after {cost["base"].context:,} tokens the \
+cache holds {cache["tuned"]:,.0f} KiB instead of {cache["base"]:,.0f} and grows with the text, and a token takes \
+{time["tuned"]:.1f} ms instead of {time["base"]:.1f}. \
+Measured {made.created[:10]} by version {made.toolkit} (`recipes/demo.report.json`)."""
 
 
 def output() -> str:
     """What `make record` prints at the end, abridged."""
     record = report("demo")
-    tasks = {"KV 16": "kv.16", "KV 64": "kv.64", "knowledge": "knowledge", "perplexity": "perplexity"}
-    lines = [f"{'model':<15}" + "".join(f"{name:>12}" for name in tasks)]
-    lines += [f"{name:<15}" + "".join(f"{_result(record, name, task):>12.3f}" for task in tasks.values()) for name in OUTPUT]
+    tasks = {"KV 16": "kv.16", "KV 64": "kv.64", "knowledge": "knowledge", "letters": "letters", "perplexity": "perplexity"}
+    lines = [f"{'model':<25}" + "".join(f"{name:>12}" for name in tasks)]
+    lines += [f"{name:<25}" + "".join(f"{_result(record, name, task):>12.3f}" for task in tasks.values()) for name in OUTPUT]
     answer = textwrap.fill(did_it_help(record), 100)
-    text = "\n".join(
-        [*lines, "...", answer, "", "Report: runs/record/report.html (and .md, .json)", "Hybrid: runs/record/hybrid"]
-    )
+    text = "\n".join([*lines, "...", answer, "", "Report: runs/record/report.html (and .md, .json)"])
     return f"```text\n{text}\n```\n\n{_demo_words(record)}"
 
 
@@ -336,7 +350,8 @@ def _demo_words(record: Report) -> str:
     seconds, asked = sum(record.timings.values()), read_recipe(RECIPES / "demo-short.yaml").bench.limit
     return (
         f"KV n: accuracy on dictionaries of n pairs (chance 1/n). spliced: grafted and not tuned. control_tuned: the same "
-        f"tuning without a graft. The record took {seconds:.0f} seconds on {record.provenance.machine.partition(', ')[2]}. "
+        f"tuning without a graft. control_same_layer_tuned: grafts at random other heads of the layer. The record took "
+        f"{seconds:.0f} seconds on {record.provenance.machine.partition(', ')[2]}, with other work on them. "
         f"`make demo` writes to `runs/demo` and asks {asked} questions a cell instead of {record.settings['limit']:,}, for "
         "wider intervals and the same answer."
     )
@@ -354,7 +369,8 @@ def status() -> str:
     return f"""\
 - **Shown** on toy models (Mamba-2, Mamba-1, mLSTM): the gain in retrieval, on five seeds each. Mamba-2 reaches {least:.3f} or \
 more at 64 pairs; tuned without a graft it reaches {most:.3f} at most.
-- **Shown at a price** on a Gated DeltaNet toy: loss on text rises by {deltanet_price()} nats.
+- **Shown at a price** on toys of Gated DeltaNet and Kimi Delta Attention: loss on text rises by {price("seeds-deltanet")} and \
+{price("seeds-kda")} nats.
 - **In part**: of {len(findings("cohort").about)} toys trained without our layer-0 curriculum, {cohort_counts()} reach \
 {WELL:.2f} at 64 pairs; {cohort_counts(f"{UNSEEN}64")} do with keys not used in tuning; random heads of the same layer \
 reach it in {cohort_counts(model=SAME_LAYER)}.

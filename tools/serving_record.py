@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--cells", type=Path, help="a folder that keeps what is finished, for going on after an interruption")
     arguments = parser.parse_args()
     base = load(str(ROOT / "checkpoints/tiny-mamba2"))
-    plan = Report.read(ROOT / "recipes" / "demo.report.json").plan
+    plan = Report.read(ROOT / "recipes" / "demo-mamba2.report.json").plan
     assert plan is not None
     options = Bench(suites=("serving",), contexts=CONTEXTS, concurrencies=CONCURRENCIES)
     with consenting(engine_python=arguments.engine_python):

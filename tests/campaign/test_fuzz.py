@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
-from tests.campaign.mutations import Mutator, arbitrary, dumped
-from tests.campaign.trial import LONGEST, MEMORY, Outcome, attempt, complaints, kept_measurements, listing
+from tests.campaign.mutations import Mutator, arbitrary
+from tests.campaign.trial import LONGEST, MEMORY, Outcome, attempt, complaints, listing
 
 TREE = {"a": [1, 2.5, None], "b": {"c": "text", "d": True}}
 
@@ -25,16 +25,6 @@ def test_inputs_are_drawn_from_the_seed_alone():
     assert TREE == {"a": [1, 2.5, None], "b": {"c": "text", "d": True}}, "what is spoilt is a copy"
 
 
-def test_files_are_spoilt_and_those_that_they_link_to_are_not(tmp_path):
-    for number in range(60):
-        good, link = tmp_path / "good.json", tmp_path / f"{number}.json"
-        good.write_bytes(dumped(TREE))
-        link.symlink_to(good)
-        mutator = Mutator(random.Random(number), [])
-        mutator.json_file(link)
-        assert good.read_bytes() == dumped(TREE)
-
-
 @pytest.mark.parametrize(
     ("outcome", "hung", "says"),
     [
@@ -46,24 +36,6 @@ def test_files_are_spoilt_and_those_that_they_link_to_are_not(tmp_path):
 )  # fmt: skip
 def test_what_must_not_be_is_seen(outcome, hung, says):
     assert says in " ".join(complaints(outcome, hung, (0, 2)))
-
-
-def test_a_refusal_and_a_good_end_are_well():
-    assert not [*complaints(Outcome(status=2, said="opening\nsurgery: no such folder: x"), "", (0, 2))]
-    assert not [*complaints(Outcome(status=0, said="advice: tune it"), "", (0, 2))]
-
-
-def test_what_was_measured_before_a_number_that_is_not_finite_may_stay():
-    said, measured = "locating\nsurgery: the gradients are not finite\n", ["out", "out/locate", "out/locate/a.safetensors"]
-    assert kept_measurements(said, [*measured, "out/recipe.yaml", "out/run.json"])
-    assert not kept_measurements(said, [*measured, "out/ranking.json"])
-    assert not kept_measurements("surgery: no such file: x\n", measured)
-    worthless, ranked = (
-        "surgery: no head is worth its cache: of the 8 leading ones none\n",
-        ["out/ranking.json", "out/atlas.png"],
-    )
-    assert kept_measurements(worthless, [*measured, *ranked, "out/planning/b"])
-    assert not kept_measurements(worthless, [*measured, "out/plan.json"])
 
 
 def test_a_trial_sees_what_a_refused_command_has_written(tmp_path, monkeypatch):

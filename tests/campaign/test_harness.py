@@ -10,13 +10,12 @@ import sys
 
 import pytest
 
-from surgery.runtime.ownership import OwnedFolder
-from tests.campaign import kills, trials
+from tests.campaign import kills
 from tests.campaign.calls import Case
 from tests.campaign.faults import NUMBERS, SIGNALS, SOURCE, Ended, Fault
-from tests.campaign.kills import Reference, Trial, draw
+from tests.campaign.kills import Reference, Trial
 from tests.campaign.sameness import content, differences
-from tests.campaign.verdicts import complaints, left_over, standing
+from tests.campaign.verdicts import complaints
 
 # Calls below the folder: open, write, rename of each file; two writes of the second. Outside of it nothing counts.
 WRITES = """
@@ -88,15 +87,6 @@ def test_a_difference_is_seen_and_a_date_is_none(tmp_path):
                      "report.json differs", "report.md differs"]  # fmt: skip
 
 
-def test_what_a_campaign_draws_depends_on_its_seed_and_takes_every_place_once():
-    references = {"a": Reference({}, 5, 1.0), "b": Reference({}, 90, 2.0)}
-    drawn = draw(references, 80, 3)
-    assert drawn == draw(references, 80, 3) != draw(references, 80, 4)
-    assert {trial.case for trial in drawn[:2]} == {"a", "b"}
-    places = [fault.at for trial in drawn for fault in trial.faults if trial.case == "b" and fault.kind != "moment"]
-    assert len(set(places)) == len(places) > 40
-
-
 def test_what_an_interrupted_call_may_say():
     def wrong(kind, status, said):
         return len(complaints(Fault(kind, 1), Ended(status, said, 0.0)))
@@ -143,39 +133,3 @@ def test_what_a_read_only_disk_keeps_has_to_be_named_and_to_go(tmp_path, monkeyp
     expected = Reference({"out/file": content(folder)["file"]}, 3, 1.0)
     assert kills.one(trial, case, expected, tmp_path / "inputs", folder)["failures"] == failures
     assert calls == [case.arguments, case.goes_on]
-
-
-def test_a_folder_that_was_moved_aside_stands(tmp_path):
-    """Where a file system cannot exchange two folders, and a process is killed in between."""
-    out = tmp_path / "out"
-    assert standing(out) == {}
-    aside = tmp_path / ".out-new-01234567"
-    aside.mkdir()
-    OwnedFolder.create(aside, hidden="leaving")
-    (aside / "file").write_text("old")
-    old = standing(out)
-    assert list(old) == ["file"]
-    out.mkdir()
-    (out / "file").write_text("new")
-    assert standing(out) != old
-
-
-def test_a_line_that_was_cut_off_is_done_again(tmp_path):
-    (tmp_path / "results").write_text('{"number": 0}\n{"numb')
-    assert trials.read(tmp_path / "results") == [{"number": 0}]
-
-
-def test_what_is_left_over_is_named_once(tmp_path):
-    for path in ("out/a.json", "out/empty/b", ".out-old/more/c", "out/kept/deep/d"):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("x")
-    (tmp_path / "out" / "empty" / "b").unlink()
-    assert left_over(tmp_path, {"out/a.json": "", "out/empty/": ""}) == [".out-old", "out/kept"]
-    assert left_over(tmp_path, content(tmp_path)) == []
-
-
-def test_a_day_is_no_difference(tmp_path):
-    for folder, day in (("a", "2026-11-22"), ("b", "2026-11-23")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "README.md").write_text(f"Trained {day} in 3 minutes; of 2504.18574, at {day}T10:00:00+00:00.")
-    assert content(tmp_path / "a") == content(tmp_path / "b")

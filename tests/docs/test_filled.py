@@ -18,6 +18,7 @@ def test_the_filled_parts_are_up_to_date(page):
 
 RECORDS = [
     (Report, fill_pages.DEMO, "demo"),
+    (Report, fill_pages.MAMBA2, "demo-mamba2"),
     (Report, fill_pages.MAMBA1, "demo-mamba1"),
     *((Findings, path, path.name.partition(".")[0]) for path in (*mixers_page.files(), fill_pages.STATE)),
 ]

@@ -204,7 +204,7 @@ def test_retrieval_against_the_length_of_the_prompt(pair, tokenizer, tmp_path):
     assert all(result.n == 3 for result in models["base"].tasks.values())
     asked = {task.name: task.shapes() for task in suites.tasks(options, tokenizer, Data(), 0)}
     assert all(max(tokens for _, tokens in asked[name]) >= int(name.split(".")[1]) for name in families)
-    made = Report.read(ROOT / "recipes" / "demo.report.json").provenance
+    made = Report.read(ROOT / "recipes" / "demo-mamba2.report.json").provenance
     report = Report(provenance=made, plan=None, models=models, timings={}, training={}, settings={})
     text = markdown.render(report)
     assert "## needles asked\n\n| tokens | 300 | 600 |" in text
@@ -215,7 +215,7 @@ def test_retrieval_against_the_length_of_the_prompt(pair, tokenizer, tmp_path):
 
 
 def test_the_report_in_words(finished, pair):
-    made = Report.read(ROOT / "recipes" / "demo.report.json").provenance
+    made = Report.read(ROOT / "recipes" / "demo-mamba2.report.json").provenance
     report = Report(provenance=made, plan=None, models=finished[0], timings={}, training={}, settings={})
     assert Report.model_validate_json(report.model_dump_json()) == report
     text = markdown.render(report)

@@ -17,7 +17,7 @@ TASKS = ["kv.4", "kv.64", "knowledge", "letters", "perplexity"]
 @pytest.fixture(scope="module")
 def report() -> Report:
     """Of the base and two hybrids: .287, .734 and .944 at 64 pairs; perplexity 5.853, 5.858 and 5.869."""
-    whole = Report.read(ROOT / "recipes" / "demo.report.json")
+    whole = Report.read(ROOT / "recipes" / "demo-mamba2.report.json")
     return whole.model_copy(update={"models": {name: whole.models[name] for name in ("base", "spliced", "tuned")}})
 
 

@@ -84,20 +84,10 @@ def test_run_does_everything(finished):
     assert all(seconds > 0 for seconds in report["cpu"].values())
     assert report["provenance"]["recipe"]["locate"]["options"] == {"pairs": 4}
     assert report["plan"]["sites"]
-    for name in (
-        "atlas.png",
-        "mixing.png",
-        "retrieval.png",
-        "cost.png",
-        "report.md",
-        "report.html",
-        "mixing.json",
-        "grafts.png",
-        "hybrid/report.json",
-        "hybrid/report.html",
-        "hybrid/retrieval.png",
-    ):
+    for name in ("report.md", "report.html", "mixing.json", "hybrid/report.json", "hybrid/report.html"):
         assert (done / name).stat().st_size > 500, name
+    for name in ("atlas", "mixing", "retrieval", "cost", "grafts", "hybrid/retrieval"):
+        assert (done / f"{name}.png").exists(), name
     AutoModelForCausalLM.from_pretrained(done / "hybrid")
     card = (done / "hybrid" / "README.md").read_text()
     assert f"{report['models']['tuned']['kv']['8']['accuracy']:.3f}" in card
@@ -254,7 +244,6 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
         (("run", "{f}/quick.yaml", "--set", "model={f}"), "holds no config.json"),
         (("run", "{f}/quick.yaml", "--set", "plan.sites=[L7.H0]"), "no site L7.H0"),
         (("run", "{f}/quick.yaml", "--set", "plan.sites=[L0.H8]"), "no site L0.H8"),
-        (("run", "{f}/quick.yaml", "--set", "tune.lerning_rate=1"), "unknown key 'tune.lerning_rate'"),
         (("run", "{f}/quick.yaml", "--set", "data.held_out_text=./none.txt"), "cannot read the text"),
         (("run", "{f}/quick.yaml", "--set", "data.facts=./none.jsonl"), "cannot read the facts"),
         (("run", "{f}/quick.yaml", "--set", "kernels.ssd_scna=stock"), "no operation is named 'ssd_scna'"),
@@ -270,14 +259,12 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
         ),
         (("locate", "{f}/base", "--set", "locate.pairs=8"), "unknown key 'locate.pairs'"),
         (("locate", "{f}/base", "--set", "locate.probe=mqra"), "no probe is named 'mqra'"),
-        (("locate", "{f}/base", "--set", "locate.probe=[kv]"), "locate.probe takes text, not ['kv']"),
         (("locate", "{f}/base", "--set", "locate.options.pairs=0"), "kv takes 1 to 100 pairs"),
         (("locate", "{f}/base", "--set", "locate.probe=copying", "--set", "locate.options.length=4"), "asks for completions"),
         (
             ("locate", "{f}/base", "--set", "locate.also=[{{probe: letters, options: {{source: x.jsonl}}}}]"),
             "cannot read the facts",
         ),
-        (("locate", "{f}/base", "--set", "locate.seeds=0"), "locate.seeds: must be greater than or equal to 1"),
         (("prune", "{f}/base", "--set", "locate.probe=copying", "--set", "locate.options.length=4"), "asks for completions"),
         (("plan", "./no.json"), "cannot read"),
         (("splice", "{f}/base", "./no.json", "--out", "x"), "cannot read"),

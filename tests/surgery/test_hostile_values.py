@@ -52,7 +52,7 @@ def test_a_base_of_any_name_has_its_card(tokenizer, tmp_path, name):
 
 
 def test_a_report_names_models_as_they_are_called():
-    report = Report.read(ROOT / "recipes" / "demo.report.json")
+    report = Report.read(ROOT / "recipes" / "demo-mamba2.report.json")
     named = {("tuned|x`<b>" if name == "tuned" else name): model for name, model in report.models.items()}
     page = markdown.render(report.model_copy(update={"models": named}))
     assert "tuned|x" not in page
@@ -60,7 +60,7 @@ def test_a_report_names_models_as_they_are_called():
 
 
 def test_a_task_that_the_base_was_not_asked_is_left_out():
-    report = Report.read(ROOT / "recipes" / "demo.report.json")
+    report = Report.read(ROOT / "recipes" / "demo-mamba2.report.json")
     base = report.models["base"].model_copy(update={"knowledge": None})
     assert comparisons.summaries(report.model_copy(update={"models": report.models | {"base": base}}))
 

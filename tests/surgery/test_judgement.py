@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 
 @pytest.fixture(scope="module")
 def report():
-    return Report.read(ROOT / "recipes" / "demo.report.json")
+    return Report.read(ROOT / "recipes" / "demo-mamba2.report.json")
 
 
 def changed(report, name, **fields):

@@ -57,7 +57,7 @@ def drawn(painted, monkeypatch):
 
 
 def test_a_figure_says_its_result_and_names_its_lines(drawn, tmp_path):
-    report = Report.read(ROOT / "recipes" / "demo.report.json")
+    report = Report.read(ROOT / "recipes" / "demo-mamba2.report.json")
     draw(report, tmp_path, "retrieval.png")
     ((_, axes),) = drawn
     axis, models = axes[0, 0], report.models
@@ -98,7 +98,7 @@ def test_the_page_draws_the_same_lines():
 
 
 def test_models_with_the_same_graft_cost_one_line():
-    report = Report.read(ROOT / "recipes" / "demo.report.json")
+    report = Report.read(ROOT / "recipes" / "demo-mamba2.report.json")
     time, cache = cost_figures(report, looks(list(report.models)))[:2]
     assert [line.name for line in time.series] == [line.name for line in cache.series] == ["base", "spliced and tuned"]
     cells = [report.models[name].cost[-1].milliseconds for name in ("spliced", "tuned")]
@@ -248,7 +248,7 @@ def test_a_single_size_has_its_chance_too(drawn, tmp_path):
     series = (Series("base", look, (Point(32, 0.5, ""),)),)
     laid = chart(Figure("", "pairs", "pairs", "accuracy", series, top=1.0, chance=((32, 0.25),)))
     assert f"H{laid.right}" in laid.chance
-    report = Report.read(ROOT / "recipes" / "demo.report.json")
+    report = Report.read(ROOT / "recipes" / "demo-mamba2.report.json")
     small = {name: model.model_copy(update={"kv": {"32": model.kv["32"]}}) for name, model in report.models.items()}
     draw(report.model_copy(update={"models": small}), tmp_path, "retrieval.png")
     assert "chance" in {text.get_text() for text in drawn[0][1][0, 0].texts}

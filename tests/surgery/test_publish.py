@@ -114,12 +114,12 @@ def exported(tmp_path_factory):
 
 def _tuned() -> str:
     """The tuned hybrid's accuracy at 64 pairs, as a card prints it."""
-    return f"{Report.read(ROOT / 'recipes' / 'demo.report.json', unsealed='take').models['tuned'].kv['64'].accuracy:.3f}"
+    return f"{Report.read(ROOT / 'recipes' / 'demo-mamba2.report.json', unsealed='take').models['tuned'].kv['64'].accuracy:.3f}"
 
 
 def demo_report(model, tokenizer):
     """The demo's report, as if it were about this model."""
-    report = Report.read(ROOT / "recipes" / "demo.report.json", unsealed="take")
+    report = Report.read(ROOT / "recipes" / "demo-mamba2.report.json", unsealed="take")
     about = report.models["tuned"].model_copy(update={"conditions": conditions(model, tokenizer)})
     others = {name: each.model_copy(update={"conditions": None}) for name, each in report.models.items()}
     return report.model_copy(update={"models": others | {"tuned": about}})

@@ -6,11 +6,9 @@ from hypothesis import strategies as st
 
 from surgery.errors import UserError
 from surgery.records.plan import Plan, Start
-from surgery.records.recipe import read_recipe
 from surgery.records.record import Provenance, provenance, write_text
 from surgery.records.site import Site
 from surgery.runtime.ownership import put
-from tests.conftest import ROOT
 
 sites = st.builds(Site, st.integers(0, 99), st.lists(st.integers(0, 9999), max_size=5).map(tuple))
 grafted = st.builds(Site, st.integers(0, 99), st.lists(st.integers(0, 9999), min_size=1, max_size=5).map(tuple))
@@ -78,48 +76,6 @@ def test_provenance_names_versions_and_seed():
     assert made.seed == 7
     assert {"python", "torch", "transformers"} <= made.packages.keys()
     assert "not installed" not in made.packages.values()
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_recipes_are_valid(path):
-    if "\nmodel:" in f"\n{path.read_text()}":
-        read_recipe(path)
-    else:
-        from surgery.records.pretrain_recipe import read_pretrain_recipe
-
-        read_pretrain_recipe(path)
-
-
-def test_settings_change_a_recipe():
-    recipe = read_recipe(
-        ROOT / "recipes" / "demo.yaml", ["tune.steps=7", "plan.sites=[L1.H2]", "bench.pairs=[4, 8]"], model="m"
-    )
-    assert (recipe.model, recipe.tune.steps, recipe.bench.pairs) == ("m", 7, (4, 8))
-    assert recipe.plan.sites == (Site(1, (2,)),)
-
-
-@pytest.mark.parametrize(
-    ("setting", "complaint"),
-    [
-        ("tune.stpes=7", "unknown key 'tune.stpes'"),
-        ("stpes=7", "unknown key 'stpes'"),
-        ("tune.steps=0", "tune.steps: must be greater than or equal to 1"),
-        ("tune.steps=many", "tune.steps"),
-        ("tune.lessons=[{options: {pairs: [8, 4]}}]", "smallest <= largest"),
-        ("tune.lessons=[{pairs: 8}]", "unknown key 'tune.lessons.0.pairs'"),
-        ("tune.lessons=[]", "tune.lessons"),
-        ("data.train_text=[{source: x, colum: y}]", "unknown key 'data.train_text.0.colum'"),
-        ("data.train_text=[{source: x, weight: 0}]", "data.train_text.0.weight"),
-        ("tune.steps", "key=value"),
-        ("model.name=x", "no keys of its own"),
-        ("plan.sites=[L1H2]", "is not a site"),
-        ("tune.early_stopping={eval_steps:4}", "a space belongs after the colon: 'eval_steps: 4'"),
-        ("data=[", "not YAML"),
-    ],
-)
-def test_wrong_settings_are_refused_by_name(setting, complaint):
-    with pytest.raises(UserError, match=complaint.replace("[", r"\[")):
-        read_recipe(ROOT / "recipes" / "demo.yaml", [setting])
 
 
 def test_write_is_atomic(tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ def test_every_study_has_a_recipe_and_says_what_was_published():
     assert all(study.title for study in studies().values())
 
 
-@pytest.mark.parametrize(("demo", "seeds"), [("demo", "seeds"), ("demo-mamba1", "seeds-mamba1")])
+@pytest.mark.parametrize(("demo", "seeds"), [("demo-mamba2", "seeds"), ("demo-mamba1", "seeds-mamba1")])
 def test_the_seeds_are_of_the_demos(demo, seeds):
     one, many = (read_recipe(ROOT / "recipes" / f"{name}.yaml") for name in (demo, seeds))
     assert all(getattr(one, part) == getattr(many, part) for part in ("model", "locate", "plan", "tune", "data"))
