@@ -80,7 +80,7 @@ def run(surgery, write, tmp_path, name, layers, *more, narrow=True):
         few = [setting for setting in FEW if setting.startswith("locate")]
         called = ("locate", folder, "--recipe", recipe, "--out", "out", *settings(*own, *few, *more))
     else:
-        called = ("run", recipe, "--out", "out", *settings(f"model={folder}", *own, *FEW, *more))
+        called = ("run", recipe, "--anyway", "--out", "out", *settings(f"model={folder}", *own, *FEW, *more))
     status, out, err = surgery(*called)
     assert status == 0, err
     return tmp_path / "out", out

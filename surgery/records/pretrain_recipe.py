@@ -73,6 +73,12 @@ class PretrainHints(Section):
         return site
 
 
+class CorpusRename(Rename):
+    __doc__ = Rename.__doc__
+
+    section = "pretrain.corpus.rename"
+
+
 class CorpusOptions(Section):
     """Plain text of one's own to learn from, in place of the small world (surgery/pretraining/corpus.py). What training has
     reached is kept in <out>-pretraining, where the same command goes on."""
@@ -100,7 +106,7 @@ class CorpusOptions(Section):
     """Windows of held-out text that are measured then; when training ends, four times as many."""
     save_steps: Count = 100
     """Keep what was reached after every so many steps, and where a signal ends the work."""
-    rename: Rename | None = Field(default=None, exclude_if=lambda rename: rename is None)
+    rename: CorpusRename | None = Field(default=None, exclude_if=lambda rename: rename is None)
     """Gives rare tokens other names from the first step on: in every window anew, and alike throughout it, so that what comes
     has to be recalled. The log then tells the loss on repeated rare pairs of held-out text and on their first occurrences."""
     about: str = ""

@@ -232,7 +232,9 @@ def grafted_mixer(hybrid: Hybrid, layer: int) -> Any:
 
 def graft_parameters(hybrid: Any) -> dict[str, nn.Parameter]:
     """The parameters that splice added, by name."""
-    beneath = tuple(hybrid.block_name(spec["layer"]) for spec in hybrid.config.grafts or () if spec.get("of_base"))
+    beneath = tuple(
+        hybrid.block_name(spec["layer"]) for spec in getattr(hybrid.config, "grafts", None) or () if spec.get("of_base")
+    )
     return {name: p for name, p in hybrid.named_parameters() if ".graft." in name and not name.startswith(beneath)}
 
 

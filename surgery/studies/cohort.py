@@ -102,7 +102,7 @@ class Cohort(Study):
             job = self.job(subjects.recipe, name).model_copy(update={"model": str(folder)})
             try:
                 _make(name, recipe, folder)
-                report: Report | None = run(job, out, resume=True)
+                report: Report | None = run(job, out, resume=True, anyway=True)
                 stopped = ""
             except UserError as error:  # no head may be worth its cache, say; that is a finding
                 report, stopped = None, str(error)

@@ -57,7 +57,7 @@ SEED = 20_011  # of the windows of text, added to the recipe's: choosing has oth
 OWN = ("model", "heads", "ways")  # the keys of a base that are no section of a recipe
 
 
-class Choice(Kept):
+class ChosenPlan(Kept):
     """What a way chose, and what it cost."""
 
     plan: Plan
@@ -202,12 +202,12 @@ class _Compared:
             )
         return self.rankings[exact]
 
-    def choice(self, way: str, count: int, draw: int, measured: Path) -> Choice:
+    def choice(self, way: str, count: int, draw: int, measured: Path) -> ChosenPlan:
         """measured: a folder that all numbers of heads share."""
         recipe = changed(self.recipe, plan={"by": way, "heads": count})
         ranking, ranked = self.ranking(way in EXACT)
 
-        def choose() -> Choice:
+        def choose() -> ChosenPlan:
             counter = PassCounter(self.subject)
             with counter.counted():
                 plan = planned(recipe, self.base, ranking, measured, recipe.seed + draw)
@@ -216,9 +216,9 @@ class _Compared:
             # Ways that choose the same heads are the same model: nothing else of the plan may differ.
             same: dict[str, Any] = {"seed": recipe.seed, "growth": None, "at_risk": {}, "provenance": None}
             plan = plan.model_copy(update=same if recipe.tune.hints else same | {"places": {}})
-            return Choice(plan=plan, passes=Passes(**both))
+            return ChosenPlan(plan=plan, passes=Passes(**both))
 
-        return kept(self.out / "costs", self._key(recipe, draw=draw), Choice, choose)
+        return kept(self.out / "costs", self._key(recipe, draw=draw), ChosenPlan, choose)
 
     def _key(self, recipe: Recipe, **more: Any) -> dict[str, Any]:
         settings = strip_paths(recipe.model_dump(mode="json", include={"seed", "data", "locate", "plan", "tune"}))

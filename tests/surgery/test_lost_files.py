@@ -110,7 +110,7 @@ def test_what_is_needed_is_named(tmp_path):
     with pytest.raises(UserError, match=r"did you mean .*plan.json\?$"):
         Plan.read(tmp_path)
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(UserError, match=r"other.json holds no plan: the key 'sites' is missing$"):
+    with pytest.raises(UserError, match=r"other.json: a plan needs at least one site$"):
         Plan.read(tmp_path / "other.json")
 
 

@@ -291,7 +291,7 @@ def test_what_it_costs_is_known_before_and_every_hybrid_of_a_run_is_cut():
 
 
 def test_the_verbs_cut_alike(surgery, tmp_path):
-    """plan.state_size while planning, and --shrink-state of a plan that is there."""
+    """plan.state_size while planning, and --state-size of a plan that is there."""
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     for arguments in (
@@ -299,7 +299,7 @@ def test_the_verbs_cut_alike(surgery, tmp_path):
         ("plan", "ranked/ranking.json", "--recipe", "recipe.yaml", "--out", "whole.json"),
         ("plan", "ranked/ranking.json", "--recipe", "recipe.yaml", "--set", "plan.state_size=4", "--base",
          "checkpoints/tiny-mamba2", "--out", "cut.json"),
-        ("splice", "checkpoints/tiny-mamba2", "whole.json", "--recipe", "recipe.yaml", "--shrink-state", "4", "--verify",
+        ("splice", "checkpoints/tiny-mamba2", "whole.json", "--recipe", "recipe.yaml", "--state-size", "4", "--verify",
          "tensors", "--out", "spliced"),
     ):  # fmt: skip
         status, _, error = surgery(*arguments)
@@ -313,8 +313,8 @@ def test_the_verbs_cut_alike(surgery, tmp_path):
     assert markdown.sites_text(cut) == f"{markdown.sites_text(whole)}, the state cut to 4 dimensions"
     assert not whole.kept_state
     for refused, complaint in (
-        (("--shrink-state", "0"), "0 is not 1 to 15"),
-        (("--shrink-state", "16"), "16 is not 1 to 15"),
+        (("--state-size", "0"), "0 is not 1 to 15"),
+        (("--state-size", "16"), "16 is not 1 to 15"),
         (("--set", "plan.heads=2"), "has no use for plan.heads"),
     ):
         status, _, error = surgery("splice", "checkpoints/tiny-mamba2", "whole.json", *refused, "--out", "refused")
