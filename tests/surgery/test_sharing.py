@@ -16,7 +16,6 @@ from surgery.jobs.opening import open_checkpoint
 from surgery.loading.digests import model_digest
 from surgery.loading.sharing import own_bytes, same_bits
 from surgery.models.answers import tensors
-from surgery.probes import scoring
 from surgery.records.plan import Plan
 from surgery.records.recipe import Lesson, Lora, Recipe, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice
@@ -179,7 +178,7 @@ def test_a_comparison_costs_the_base_and_the_grafts(folder, tmp_path, measured, 
     own = [grafts(model) for model in models]
     assert own[0] == 0 < min(own[1:])
     assert total(models) == own_bytes(models[0]) + sum(own)
-    assert held - before == total(models)
+    assert 0 <= held - before - total(models) < 1024 < min(own[1:])  # constants, and questions that its estimate has asked
     del measured_entries, models
     measured.clear()
     scoring._last = None  # the questions that were asked last
