@@ -56,6 +56,7 @@ def bench(
       surgery bench checkpoints/tiny-mamba2 tuned --require "kv.32 >= base"
       surgery bench checkpoints/tiny-mamba2 spliced --set bench.suites=speed
     """
+    options = recipe_of("bench", recipe, settings, model=base)
     with starting():
         from surgery.evaluation import markdown
         from surgery.evaluation.gate import requirement
@@ -64,8 +65,6 @@ def bench(
         from surgery.exporting.source import advise_tuning
         from surgery.jobs.comparison import compare, estimate_comparison
         from surgery.jobs.opening import labels
-
-        options = recipe_of("bench", recipe, settings, model=base)
     check_json(as_json, dry_run)
     # A dry run runs nothing of others.
     until_the_end.enter_context(consenting(engine_python=engine_python, task_code=trust_task_code and not dry_run))

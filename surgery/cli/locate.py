@@ -40,11 +40,10 @@ def locate(
       surgery locate checkpoints/tiny-mamba2 --out runs/located
       surgery locate checkpoints/tiny-mamba2 --set locate.options.pairs=16
     """
+    options = recipe_of("locate", recipe, settings, model=model)
     with starting():
         from surgery.jobs.locating_stage import locate_model
         from surgery.models.anatomy import anatomy
-
-        options = recipe_of("locate", recipe, settings, model=model)
     out = out or Path("runs") / f"locate-{Path(model).name}"
     ranking, base = locate_model(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
     leading = ranking.heads[:10]

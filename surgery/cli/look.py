@@ -28,6 +28,7 @@ def look(
       surgery look checkpoints/tiny-mamba2
       surgery look checkpoints/tiny-mamba2 --json > look.json
     """
+    options = recipe_of("look", None, settings, model=model)
     with starting():
         from surgery.jobs.look import ModelLook
         from surgery.jobs.look import look as look_at
@@ -35,7 +36,6 @@ def look(
         from surgery.kernels.dispatch import use
         from surgery.runtime.progress import busy
 
-        options = recipe_of("look", None, settings, model=model)
         if out:
             ModelLook.check_place(out)
     with busy("opening the model"):

@@ -10,13 +10,14 @@ import typer
 from surgery.cli.used_settings import refuse_unused
 from surgery.errors import UserError
 from surgery.exporting.verifications import VERIFICATIONS
+from surgery.loading.hub import check_model
 from surgery.records.reading import check_name
 
 if TYPE_CHECKING:
     from surgery.records.recipe import Recipe
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="Hub id, Hugging Face folder, original state-spaces folder, or patch.", callback=check_name)
+    str, typer.Argument(help="Hub id, Hugging Face folder, original state-spaces folder, or patch.", callback=check_model)
 ]
 HybridArgument = Annotated[str, typer.Argument(help="A hybrid's folder, or a patch.", callback=check_name)]
 Settings = Annotated[

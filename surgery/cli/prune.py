@@ -28,10 +28,9 @@ def prune(
     Examples:
       surgery prune checkpoints/tiny-mamba2 --ranking runs/located/ranking.json
     """
+    options = recipe_of("prune", recipe, settings, model=model)
     with starting():
         from surgery.studies.prune_model import PRUNING, prune_model
-
-        options = recipe_of("prune", recipe, settings, model=model)
     out = out or Path("runs") / f"prune-{Path(model).name}"
     pruning = prune_model(options, ranking, out, overwrite=overwrite, trust_remote_code=trust_remote_code)
     cuts = [pruning.base, *pruning.shortened, *pruning.left_out, *pruning.kept.values(), *pruning.last_row.values()]

@@ -23,6 +23,7 @@ from surgery.cli.options import (
 )
 from surgery.errors import UserError
 from surgery.exporting.verifications import check_way
+from surgery.loading.hub import is_model
 from surgery.records.reading import check_name
 from surgery.runtime.consent import consenting
 
@@ -62,17 +63,16 @@ def run(
       surgery run checkpoints/tiny-mamba2 --dry-run
     """
     check_way(verify)
+    of_model = is_model(str(recipe))
+    options = None if of_model else recipe_of("run", recipe, settings)
     with starting():
         from surgery.evaluation import markdown
         from surgery.evaluation.judgement import did_it_help, judge
         from surgery.jobs import run as job
         from surgery.jobs.costs.estimate import estimate
-        from surgery.jobs.run_model import chosen_for, is_model, run_chosen
+        from surgery.jobs.run_model import chosen_for, run_chosen
         from surgery.studies import studies
         from surgery.studies.conduct import FIGURE, FINDINGS, conduct
-
-        of_model = is_model(str(recipe))
-        options = None if of_model else recipe_of("run", recipe, settings)
     out = out or Path("runs") / (recipe.name if of_model else recipe.stem)
     if text is not None and not of_model:
         raise UserError("--text is for a model; a recipe names its text itself, in data.train_text and data.held_out_text")

@@ -41,6 +41,7 @@ def splice(
       surgery splice checkpoints/tiny-mamba2 plan.json --out spliced
       surgery splice checkpoints/tiny-mamba2 plan.json --out s --state-size 4
     """
+    options = recipe_of("splice", recipe, settings, model=model)
     from surgery.exporting.export import export
     from surgery.exporting.source import advise_tuning
     from surgery.jobs.opening import in_dtype_of, open_base, open_donor
@@ -51,7 +52,6 @@ def splice(
     check_way(verify)
     check_free(out, overwrite=overwrite)
     chosen = Plan.read(plan)
-    options = recipe_of("splice", recipe, settings, model=model)
     base = open_base(in_dtype_of(chosen, options), trust_remote_code, kind=chosen.kind)
     splicing.check_base(chosen, base.fingerprint)
     donor = open_donor(chosen, trust_remote_code)

@@ -41,10 +41,9 @@ def tune(
       surgery tune spliced --out tuned --set tune.steps=100
     """
     check_way(verify)
+    options = recipe_of("tune", recipe, settings, model=hybrid)
     with starting():
         from surgery.jobs.tune_hybrid import tune_hybrid
-
-        options = recipe_of("tune", recipe, settings, model=hybrid)
     log = tune_hybrid(
         options,
         out,

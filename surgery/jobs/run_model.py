@@ -25,7 +25,7 @@ from surgery.jobs.run import run
 from surgery.kernels.dispatch import use
 from surgery.loading.opened import Checkpoint
 from surgery.models.anatomy import anatomy, mixer_at
-from surgery.records.names import display_name, on_hub
+from surgery.records.names import display_name
 from surgery.records.recipe import Recipe, read_recipe, recipe_from, with_settings
 from surgery.records.record import read_text, write_text
 from surgery.runtime.ownership import writing
@@ -69,11 +69,6 @@ class Chosen:
     def text(self) -> str:
         """The recipe, a line and its reason for each choice."""
         return _written(self.choices, self.settings)
-
-
-def is_model(name: str) -> bool:
-    """Whether what `surgery run` is given is a model, and not a recipe's file."""
-    return Path(name).is_dir() or (on_hub(name) and not Path(name).exists() and Path(name).suffix not in (".yaml", ".yml"))
 
 
 def chosen_for(

@@ -20,15 +20,26 @@ MOST_JSON = 2**30
 IGNORED = ["consolidated*", "original/*"]
 
 
+def check_model(name: str) -> str:
+    """The name of a model, which may be in a folder or on the Hub. Raises UserError where it can be in neither."""
+    check_name(name)
+    if not (Path(name).is_dir() or on_hub(name)):
+        raise UserError(f"no such folder: {name}")
+    return name
+
+
+def is_model(name: str) -> bool:
+    """Whether what `surgery run` is given is a model, and not a recipe's file."""
+    return Path(name).is_dir() or (on_hub(name) and not Path(name).exists() and Path(name).suffix not in (".yaml", ".yml"))
+
+
 def local_folder(name: str, revision: str | None = None, patterns: list[str] | None = None) -> Path:
     """The local folder of a model: itself, or the Hub's snapshot. patterns: what is fetched, PATTERNS unless given. Raises
     UserError if there is none."""
-    check_name(name)
+    check_model(name)
     if Path(name).is_dir():
         check_files(Path(name))
         return Path(name)
-    if not on_hub(name):
-        raise UserError(f"no such folder: {name}")
     from huggingface_hub import snapshot_download
 
     try:

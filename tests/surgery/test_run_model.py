@@ -10,7 +10,8 @@ from surgery.choosing.gain import NoGain
 from surgery.evaluation.report import Report
 from surgery.jobs import run_model
 from surgery.jobs.look import ModelLook, look
-from surgery.jobs.run_model import chosen_for, is_model, run_chosen
+from surgery.jobs.run_model import chosen_for, run_chosen
+from surgery.loading.hub import is_model
 from surgery.records.recipe import read_recipe
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import TINY, VOCABULARY, names, random_base
