@@ -33,7 +33,6 @@ def plan(
     Examples:
       surgery plan runs/located/ranking.json --out plan.json
       surgery plan runs/located/ranking.json --set plan.sites=L1.H3,6
-      surgery plan runs/r/ranking.json --set plan.kind=window
     """
     from surgery.locating import planning
     from surgery.locating.ranking import Ranking
