@@ -50,6 +50,7 @@ def test_a_signal_ends_a_verb_with_one_line(surgery, monkeypatch, tmp_path, numb
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(locating_stage, "locate_model", stopped)
+    (tmp_path / "base").mkdir()
     code, out, err = surgery("locate", "./base", "--out", "here", "--set", "locate.examples=4")
     assert (code, out) == (status, "")
     assert err == "surgery: interrupted; to go on: surgery locate ./base --out here --set locate.examples=4 --resume\n"

@@ -284,16 +284,16 @@ def test_settings_are_listed(surgery):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("locate", "m", "--set", "bench.limit=3"), "surgery locate has no use for bench.limit; it uses tokenizer, "),
-        (("locate", "m", "--set", "model=x"), "surgery locate takes the model as an argument"),
+        (("locate", "o/m", "--set", "bench.limit=3"), "surgery locate has no use for bench.limit; it uses tokenizer, "),
+        (("locate", "o/m", "--set", "model=x"), "surgery locate takes the model as an argument"),
         (
-            ("bench", "m", "m", "--set", "bench.random_sites=2"),
+            ("bench", "o/m", "m", "--set", "bench.random_sites=2"),
             "surgery bench has no use for bench.random_sites; it uses bench.suites",
         ),
-        (("bench", "m", "m", "--set", "tune.steps=3"), "surgery bench has no use for tune.steps"),
+        (("bench", "o/m", "m", "--set", "tune.steps=3"), "surgery bench has no use for tune.steps"),
         (("tune", "m", "--out", "x", "--set", "locate.seeds=3"), "surgery tune has no use for locate.seeds"),
-        (("prune", "m", "--set", "plan.heads=3"), "surgery prune has no use for plan.heads"),
-        (("locate", "m", "--set", "bench.limti=3"), "did you mean bench.limit?"),
+        (("prune", "o/m", "--set", "plan.heads=3"), "surgery prune has no use for plan.heads"),
+        (("locate", "o/m", "--set", "bench.limti=3"), "did you mean bench.limit?"),
     ],
 )
 def test_settings_that_a_verb_does_not_use_are_refused(arguments, line, surgery):
