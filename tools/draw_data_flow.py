@@ -77,9 +77,13 @@ def draw(folder: Path) -> Path:
     legend = "blue: a command, and the\npackages that do it\n\nyellow: a file that travels"
     axes.text(0, -2.4, legend, ha="left", va="center", color=INK, fontsize=10)
     axes.set(xlim=(-0.2, 15.1), ylim=(-3.1, 4.8))
-    axes.axis("off")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "data-flow.svg"
+    return save(figure, folder / "data-flow.svg")
+
+
+def save(figure: plt.Figure, path: Path) -> Path:
+    """Write a drawing without axes, the same bytes every time."""
+    figure.axes[0].axis("off")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Creator": None})
     plt.close(figure)
     return path

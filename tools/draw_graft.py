@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.patches import Circle, FancyBboxPatch
 
-from tools.draw_data_flow import INK, LINE, ROOT, plt
+from tools.draw_data_flow import INK, LINE, ROOT, plt, save
 
 FROZEN, ADDED, ADDED_INK = "#eef0f3", "#cfe8fb", "#0b5fa5"
 BOXES = {  # name: (x, y, width, height, whether it is added, what it says)
@@ -44,12 +44,7 @@ def draw(folder: Path) -> Path:
     axes.text(-0.6, 6.1, title, fontsize=13, weight="bold", color=INK, va="center")
     axes.text(-0.6, -0.75, "Grey: the base's own, never written. Blue: added, and alone trained.", **small)
     axes.set(xlim=(-0.7, 15.2), ylim=(-1.1, 6.5), aspect="equal")
-    axes.axis("off")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "gated-graft.svg"
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    plt.close(figure)
-    return path
+    return save(figure, folder / "gated-graft.svg")
 
 
 if __name__ == "__main__":
