@@ -10,11 +10,18 @@ import typer
 from surgery.cli.used_settings import refuse_unused
 from surgery.errors import UserError
 from surgery.exporting.verifications import VERIFICATIONS
-from surgery.loading.hub import check_model
 from surgery.records.reading import check_name
 
 if TYPE_CHECKING:
     from surgery.records.recipe import Recipe
+
+
+def check_model(name: str) -> str:
+    """As in loading/hub.py, which help texts need not wait for."""
+    from surgery.loading.hub import check_model
+
+    return check_model(name)
+
 
 ModelArgument = Annotated[
     str, typer.Argument(help="Hub id, Hugging Face folder, original state-spaces folder, or patch.", callback=check_model)

@@ -23,7 +23,6 @@ from surgery.cli.options import (
 )
 from surgery.errors import UserError
 from surgery.exporting.verifications import check_way
-from surgery.loading.hub import is_model
 from surgery.records.reading import check_name
 from surgery.runtime.consent import consenting
 
@@ -63,6 +62,8 @@ def run(
       surgery run checkpoints/tiny-mamba2 --dry-run
     """
     check_way(verify)
+    from surgery.loading.hub import is_model
+
     of_model = is_model(str(recipe))
     options = None if of_model else recipe_of("run", recipe, settings)
     with starting():
