@@ -18,10 +18,10 @@ from surgery.cli.options import (
     Settings,
     TaskCode,
     Trust,
+    check_model,
     recipe_of,
     until_the_end,
 )
-from surgery.records.reading import check_name
 from surgery.runtime.consent import consenting
 from surgery.runtime.processes import is_main
 
@@ -29,7 +29,7 @@ from surgery.runtime.processes import is_main
 def bench(
     base: ModelArgument,
     hybrids: Annotated[
-        list[str], typer.Argument(help="Hybrids, or other models, to compare.", callback=check_name)
+        list[str], typer.Argument(help="Hybrids, or other models, to compare.", callback=check_model)
     ],
     require: Annotated[
         list[str] | None,

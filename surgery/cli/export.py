@@ -14,6 +14,7 @@ from surgery.cli.options import (
     Settings,
     Trust,
     Verify,
+    check_there,
     recipe_of,
 )
 from surgery.exporting.formats import check_format, names, writes_bases
@@ -30,7 +31,7 @@ def export(
         )
     ] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", help="Of bench: what was measured, for the card.", callback=check_name)
+        Path | None, typer.Option("--report", help="Of bench: what was measured, for the card.", callback=check_there)
     ] = None,
     max_shard_size: Annotated[
         str | None, typer.Option("--max-shard-size", help="Divide weights into files of at most this, e.g. 2GB.")

@@ -16,25 +16,40 @@ if TYPE_CHECKING:
     from surgery.records.recipe import Recipe
 
 
-def check_model(name: str) -> str:
-    """As in loading/hub.py, which help texts need not wait for."""
+# A name that leads nowhere is refused before a verb imports torch. Help texts need not wait for loading/hub.py.
+def check_model(name: str | list[str]) -> str | list[str]:
     from surgery.loading.hub import check_model
 
-    return check_model(name)
+    for each in [name] if isinstance(name, str) else name:
+        check_model(each)
+    return name
+
+
+def check_hybrid(name: str) -> str:
+    from surgery.loading.hub import check_hybrid
+
+    return check_hybrid(name)
+
+
+def check_there(place: Path | list[Path] | None) -> Path | list[Path] | None:
+    for each in place if isinstance(place, list) else [place]:
+        if each is not None and not check_name(each).exists():
+            raise UserError(f"cannot read {each}: No such file or directory")
+    return place
 
 
 ModelArgument = Annotated[
     str, typer.Argument(help="Hub id, Hugging Face folder, original state-spaces folder, or patch.", callback=check_model)
 ]
-HybridArgument = Annotated[str, typer.Argument(help="A hybrid's folder, or a patch.", callback=check_name)]
+HybridArgument = Annotated[str, typer.Argument(help="A hybrid's folder, or a patch.", callback=check_hybrid)]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe, e.g. tune.steps=300.")
 ]
 # A file or a folder.
-PlaceArgument = Annotated[Path, typer.Argument(callback=check_name)]
+PlaceArgument = Annotated[Path, typer.Argument(callback=check_there)]
 RecipeOption = Annotated[Path | None, typer.Option("--recipe", help="A recipe to take the settings from.", callback=check_name)]
 TextOption = Annotated[
-    Path | None, typer.Option("--text", help="A text file of yours, of the kind that the model knows.", callback=check_name)
+    Path | None, typer.Option("--text", help="A text file of yours, of the kind that the model knows.", callback=check_there)
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="Where the output goes.", callback=check_name)]
 OutRequired = Annotated[Path, typer.Option("--out", help="Where the output goes.", callback=check_name)]

@@ -63,7 +63,7 @@ def plan(
 def _measured(options: "Recipe", ranked: "Ranking", seed: int | None) -> "Plan":
     """The plan whose heads are found by measuring the ranked model."""
     with starting():
-        from surgery.jobs.opening import open_base
+        from surgery.jobs.opening import as_ranked, open_base
         from surgery.jobs.planning_stage import planned
         from surgery.kernels.dispatch import use
         from surgery.records.names import on_hub
@@ -76,7 +76,7 @@ def _measured(options: "Recipe", ranked: "Ranking", seed: int | None) -> "Plan":
         raise UserError(f"{setting} measures the ranked model, and there is no {options.model} here; give --base")
     with use(**options.kernels):
         with busy("opening the model"):
-            base = open_base(options, kind=options.plan.kind)
+            base = open_base(as_ranked(ranked.provenance, options), kind=options.plan.kind)
         if base.fingerprint != ranked.provenance.base_fingerprint:
             raise UserError(f"{options.model} is not what was ranked, or in another dtype: the fingerprints differ")
         return planned(options, base, ranked, seed=ranked.provenance.seed if seed is None else seed)

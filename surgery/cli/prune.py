@@ -6,14 +6,14 @@ from typing import Annotated
 import typer
 
 from surgery.cli.console import show, starting, table
-from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Settings, Trust, recipe_of
-from surgery.records.reading import check_name
+from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Settings, Trust, check_there, recipe_of
 
 
 def prune(
     model: ModelArgument,
     ranking: Annotated[
-        Path | None, typer.Option("--ranking", help="Of locate: keep only its gather and aggregate heads.", callback=check_name)
+        Path | None,
+        typer.Option("--ranking", help="Of locate: keep only its gather and aggregate heads.", callback=check_there),
     ] = None,
     recipe: RecipeOption = None,
     settings: Settings = None,

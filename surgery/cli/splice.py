@@ -44,7 +44,7 @@ def splice(
     options = recipe_of("splice", recipe, settings, model=model)
     from surgery.exporting.export import export
     from surgery.exporting.source import advise_tuning
-    from surgery.jobs.opening import in_dtype_of, open_base, open_donor
+    from surgery.jobs.opening import as_ranked, open_base, open_donor
     from surgery.records.plan import Plan
     from surgery.runtime.ownership import check_free
     from surgery.splicing import splice as splicing
@@ -52,7 +52,7 @@ def splice(
     check_way(verify)
     check_free(out, overwrite=overwrite)
     chosen = Plan.read(plan)
-    base = open_base(in_dtype_of(chosen, options), trust_remote_code, kind=chosen.kind)
+    base = open_base(as_ranked(chosen.provenance, options), trust_remote_code, kind=chosen.kind)
     splicing.check_base(chosen, base.fingerprint)
     donor = open_donor(chosen, trust_remote_code)
     if state_size is not None:

@@ -6,13 +6,13 @@ from typing import Annotated
 import typer
 
 from surgery.cli.console import show, starting
-from surgery.cli.options import Out, check_writable
-from surgery.records.reading import check_name
+from surgery.cli.options import Out, check_there, check_writable
 
 
 def table(
     reports: Annotated[
-        list[Path], typer.Argument(help="report.json, or a folder that holds one; several, for one table.", callback=check_name)
+        list[Path],
+        typer.Argument(help="report.json, or a folder that holds one; several, for one table.", callback=check_there),
     ],
     out: Out = None,
 ) -> None:  # fmt: skip

@@ -21,6 +21,7 @@ from surgery.models.finite import broken_weight
 from surgery.records.names import on_hub
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
+from surgery.records.record import Provenance
 from surgery.runtime.memory import available
 from surgery.runtime.processes import on_this_machine, own_device
 from surgery.runtime.progress import say
@@ -100,9 +101,13 @@ def _base_of_hybrid(name: str) -> str:
         return "its base"
 
 
-def in_dtype_of(plan: Plan, recipe: Recipe) -> Recipe:
-    """The recipe, opening its model as the plan's ranking did: a dtype is said once, unless the recipe says one itself."""
-    return recipe if "dtype" in recipe.model_fields_set else recipe.model_copy(update={"dtype": plan.dtype})
+def as_ranked(ranked: Provenance | None, recipe: Recipe) -> Recipe:
+    """The recipe, opening its model as a ranking did, from where a ranking or a plan comes: a dtype and a tokenizer of the Hub
+    are said once, unless the recipe says one itself. Of a folder's path a record keeps the last part alone."""
+    said = (ranked and ranked.recipe) or {}
+    same = {"dtype": said.get("dtype", "auto")}
+    same |= {"tokenizer": said["tokenizer"]} if "/" in (said.get("tokenizer") or "") else {}
+    return recipe.model_copy(update={name: value for name, value in same.items() if name not in recipe.model_fields_set})
 
 
 def open_beside(base: Checkpoint, name: str, recipe: Recipe, trust_remote_code: bool = False) -> Checkpoint:

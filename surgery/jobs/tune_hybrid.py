@@ -10,7 +10,7 @@ from surgery.exporting.folder import RECORD as EXPORT
 from surgery.exporting.folder import Exported
 from surgery.exporting.source import base_of, holds_base, is_patch, present
 from surgery.exporting.verifications import check_way
-from surgery.jobs.opening import in_dtype_of, open_checkpoint
+from surgery.jobs.opening import as_ranked, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, is_empty, withdrawn_if_refused
 from surgery.jobs.preparing import name_texts
 from surgery.jobs.sizes import check_tuning
@@ -68,7 +68,10 @@ def tune_hybrid(
             matches(loaded.model, recipe.tune.lora)
         teacher = None
         if not holds_base(hybrid):
-            opened = in_dtype_of(plan, placed.model_copy(update={"model": present(base_name, hybrid)}))
+            # The base's folder may hold no tokenizer; the hybrid's does.
+            words = placed.tokenizer or hybrid
+            opened = placed.model_copy(update={"model": present(base_name, hybrid), "tokenizer": words})
+            opened = as_ranked(plan.provenance, opened)
             # Of processes that each hold a part of the model, none may hold a part of what another model uses.
             original = open_checkpoint(opened, trust_remote_code, beside=None if divided() else loaded)
             if opened.dtype == plan.dtype:

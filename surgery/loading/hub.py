@@ -28,6 +28,13 @@ def check_model(name: str) -> str:
     return name
 
 
+def check_hybrid(name: str) -> str:
+    """The name of a hybrid's folder or patch. Raises UserError where there is none."""
+    if not Path(check_name(name)).is_dir():
+        raise UserError(f"no such folder: {name}; a hybrid is a folder that `surgery splice`, `tune` or `export` wrote")
+    return name
+
+
 def is_model(name: str) -> bool:
     """Whether what `surgery run` is given is a model, and not a recipe's file."""
     return Path(name).is_dir() or (on_hub(name) and not Path(name).exists() and Path(name).suffix not in (".yaml", ".yml"))

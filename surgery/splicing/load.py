@@ -21,7 +21,7 @@ from surgery.loading.checkpoint import (
 )
 from surgery.loading.devices import check_device, same_device
 from surgery.loading.digests import fingerprint, named_dtype
-from surgery.loading.hub import local_folder, one_line
+from surgery.loading.hub import check_hybrid, local_folder, one_line
 from surgery.loading.opened import Checkpoint, a_type, model_of
 from surgery.loading.sharing import is_all_in, share_equal, shareable
 from surgery.models.quantised import converted
@@ -111,9 +111,7 @@ def _surgery(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Su
 
 def plan_of(folder: str | Path) -> Plan:
     """The plan of a hybrid's folder or patch. Raises UserError if it holds none."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"no such folder: {folder}; a hybrid is a folder that `surgery splice`, `tune` or `export` wrote")
+    folder = Path(check_hybrid(str(folder)))
     if (folder / PATCH).exists():
         return Patch.read(folder / PATCH).plan
     if not (folder / PLAN).exists():

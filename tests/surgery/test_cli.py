@@ -267,6 +267,7 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
         ),
         (("prune", "{f}/base", "--set", "locate.probe=copying", "--set", "locate.options.length=4"), "asks for completions"),
         (("plan", "./no.json"), "cannot read"),
+        (("table", "{f}", "./no.json"), "cannot read no.json"),
         (("splice", "{f}/base", "./no.json", "--out", "x"), "cannot read"),
         (("tune", "{f}/base", "--out", "x"), "is no hybrid: it holds no plan.json"),
         (("export", "{f}/base", "--format", "onnx", "--out", "x"), "cannot export as 'onnx'"),

@@ -90,7 +90,7 @@ def test_the_view_of_a_base_in_another_dtype_is_recognised(tmp_path, family):
     assert fingerprint(model, "auto") == package.load(tmp_path).fingerprint
 
 
-def test_a_dtype_is_said_once(surgery, base, tmp_path, monkeypatch):
+def test_a_dtype_and_a_tokenizer_are_said_once(surgery, base, tmp_path, monkeypatch):
     """locate says bfloat16 and seed 7: so do the verbs that follow, wherever they run."""
     quick = ("locate.examples=2", "locate.options.pairs=2", "locate.exact=false", "locate.layers=false")
     settings = [part for text in (*quick, "dtype=bfloat16", "seed=7") for part in ("--set", text)]
@@ -99,6 +99,9 @@ def test_a_dtype_is_said_once(surgery, base, tmp_path, monkeypatch):
     assert "attention at L0.H3,5, L1.H2" in done(surgery, "plan", ranking, "--set", "plan.sites=[L0.H3,5,L1.H2]")
     plan = Plan.read(ranking.with_name("plan.json"))
     assert (plan.seed, plan.dtype) == (7, "bfloat16")
+    named = plan.provenance.model_copy(update={"recipe": {"tokenizer": "some/words"}})
+    assert opening.as_ranked(named, Recipe(model="m")).tokenizer == "some/words"
+    assert opening.as_ranked(named, Recipe(model="m", tokenizer="mine")).tokenizer == "mine"
     done(surgery, "plan", ranking, "--set", "seed=8", "--out", "other.json")
     assert Plan.read("other.json").seed == 8
     ranked = Ranking.read(ranking)
@@ -122,12 +125,12 @@ def test_a_dtype_is_said_once(surgery, base, tmp_path, monkeypatch):
     opened = []
 
     def load(name, **options):
-        opened.append((name, options["dtype"]))
+        opened.append((name, options["dtype"], options["tokenizer"]))
         return package.load(name, **options)
 
     monkeypatch.setattr(opening, "load", load)
     done(surgery, "tune", "../layer", *QUICK, "--out", "../tuned")
-    assert opened == [("../layer", "auto"), (str(base), "bfloat16")]
+    assert opened == [("../layer", "auto", None), (str(base), "bfloat16", "../layer")]  # a base may hold no tokenizer
     done(surgery, "export", "../tuned", "--format", "patch", "--out", "../patch")
     assert package.load(tmp_path / "patch").model.dtype == torch.bfloat16
 
