@@ -1,6 +1,6 @@
 """How near `surgery run --dry-run` comes to what then happens: python -m tools.estimate_check [--out FILE.json] [--only CASE]
 
-Each case is estimated and run, each in a fresh process: the demo as it is, short recipes for built-in models, a Mamba-2 of
+Each case is estimated and run, each in a fresh process: the short demo, short recipes for built-in models, a Mamba-2 of
 random weights in the shape of mamba2-130m, and a Falcon-Mamba-7B of random weights cut to a few layers. Ratios are estimate
 over actual, by stage and in all.
 --quick takes shorter recipes and a narrow 7B, for a look at the script. --clock cpu compares with the processor time of the run
@@ -145,7 +145,7 @@ def _shown(name: str, case: Case) -> str:
 def _recipe(name: str, place: Path, quick: bool) -> Path:
     """The case's recipe as a file, with its model."""
     if name == "demo":
-        recipe = yaml.safe_load((ROOT / "recipes" / "demo.yaml").read_text())
+        recipe = yaml.safe_load((ROOT / "recipes" / "demo-short.yaml").read_text())
         recipe["model"] = str(ROOT / recipe["model"])
         if quick:
             recipe["locate"]["examples"], recipe["tune"]["steps"], recipe["bench"]["limit"] = 64, 20, 128
