@@ -249,7 +249,18 @@ def decided(
     if not kept:
         raise refused(ended(), auto)
     best = max(kept, key=lambda number: after[number].saved.value)
-    return plans[finalists[best]].model_copy(update={"growth": ended()})
+
+    def heads(number: int) -> int:
+        return sum(len(site.heads) for site in after[number].sites)
+
+    def as_good(number: int) -> bool:
+        """Whether what the best saves beyond it is not worth the cache of more heads."""
+        more = saved(tuned[number], tuned[best], auto.text_weight)
+        return more.ci95[0] <= 0 or more.value < auto.least_gain
+
+    fewer = [number for number in kept if heads(number) < heads(best) and as_good(number)]
+    chosen = min(fewer, key=lambda number: (heads(number), -after[number].saved.value), default=best)
+    return plans[finalists[chosen]].model_copy(update={"growth": ended()})
 
 
 def refused(growth: Growth, auto: Auto) -> NoPlan:

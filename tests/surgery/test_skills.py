@@ -281,8 +281,9 @@ class Made:
     """Measurements that are made up: what each head saves on every question, and which share of another skill it costs, both
     by the gate; steps: what is lost then, in place of that."""
 
-    def __init__(self, saves, costs, after=None, skill="letters", n=256):
+    def __init__(self, saves, costs, after=None, skill="letters", n=256, learned=None):
         self.saves, self.costs, self.after, self.skill, self.n = saves, costs, after, skill, n
+        self.learned = saves if learned is None else learned  # what each head saves after the steps
         self.seen = []
 
     def __call__(self, _, chosen, steps=0):
@@ -290,7 +291,8 @@ class Made:
         heads = [str(head) for site in chosen.sites for head in site.each()] if chosen else []
         gate = 1.0 if chosen is None or chosen.blend is None else chosen.blend
         noise = np.random.default_rng(0).normal(size=40)
-        loss = 5 + noise - (1 + steps / 25) * sum(self.saves.get(head, 0.0) for head in heads) * gate**0.5 * (1 + 0.1 * noise)
+        gains = sum((self.learned if steps else self.saves).get(head, 0.0) for head in heads)
+        loss = 5 + noise - (1 + steps / 25) * gains * gate**0.5 * (1 + 0.1 * noise)
         costs = self.after if steps and self.after is not None else self.costs
         lost = round(self.n * min(0.9, sum(costs.get(head, 0.0) for head in heads) * gate**2))
         right = np.arange(self.n) < 0.95 * self.n
@@ -340,6 +342,15 @@ def test_what_tuning_takes_counts_too(tiny, ranking, monkeypatch):
         monkeypatch, tiny, ranking, {first: 2.0, second: 0.5}, {}, {first: 0.9}, auto=auto | {"steps": 0}, blend=1.0,
     )  # fmt: skip
     assert [str(site) for site in untrained.sites] == [first]
+
+
+@pytest.mark.parametrize(("more", "heads"), [(0.0001, 1), (0.3, 2)])
+def test_after_the_steps_too_a_head_has_to_be_worth_its_cache(tiny, ranking, monkeypatch, more, heads):
+    first, second = (str(score.site) for score in ranking.top(2))
+    untrained, learned = {first: 2.0, second: 0.5}, {first: 1.0, second: more}
+    chosen, _ = grown(monkeypatch, tiny, ranking, untrained, {}, learned=learned, blend=1.0)
+    assert len(chosen.growth.heads()) == 2  # untrained the second is worth it
+    assert sum(len(site.heads) for site in chosen.sites) == heads
 
 
 def test_where_no_plan_keeps_the_bounds_the_frontier_is_shown(tiny, ranking, monkeypatch, capsys):
