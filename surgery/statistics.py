@@ -75,9 +75,9 @@ class Evidence(Record):
 
     p: two-sided, by McNemar's exact test for decisions, by the paired t-test for other numbers (corrected for skewness as their
     interval is). p_holm: the same, corrected by Holm's method for all comparisons that were made together. differs: p_holm is
-    below 5%; the difference's own 95% interval, which knows nothing of the other comparisons, then leaves out 0 as well, but
-    not the other way round. detectable: the smallest true difference that would be found in four of five such measurements,
-    correction included (in the unit of the values: a share of right decisions, or nats); None where n is too small to say.
+    below 5%; the difference's own 95% interval, which is not corrected, then excludes 0, too (the converse does not hold).
+    detectable: the smallest true difference that would be found in four of five such measurements, correction included (in
+    the unit of the values: a share of right decisions, or nats); None where n is too small to say.
     """
 
     p: float

@@ -78,7 +78,7 @@ def _copy_cache() -> str:
         [
             markdown.table(header, body),
             f"The copy cache is a table of n-grams of the row so far, mixed into the base's probabilities; nothing is trained "
-            f"and nothing grafted. Its share is {given} that stood before, chosen on {' and '.join(record.chosen_on)}. "
+            f"and nothing grafted. Its share is {given} that occurred before, chosen on {' and '.join(record.chosen_on)}. "
             f"Measured {record.created[:10]} by version {record.toolkit} (`recipes/copy-cache.json`).",
         ]
     )

@@ -59,7 +59,7 @@ def claims() -> str:
     parts: tuple[Callable[[], Sequence[str]], ...] = (
         _demo, _auto, _ways, _seeds, _mamba1, _deltanet, _kda, _mlstm, _cohort, _seed2, _lengths, _transformer, _state, _text,
         _words,
-        lambda: _letters("letters-choice", "nothing bounded", LOSS), lambda: _letters("letters-kept", "within bounds", SHOWN),
+        lambda: _letters("letters-choice", "without bounds", LOSS), lambda: _letters("letters-kept", "within bounds", SHOWN),
         _skills, _target,
     )  # fmt: skip
     return markdown.table(["claim", "scope", "best control", "record", "verdict"], [list(part()) for part in parts])
@@ -320,8 +320,8 @@ def picture() -> str:
 ![{message}](recipes/demo.retrieval.png)
 
 The attention is mixed in behind a gate that begins at {record.plan.blend} and is learned. The same tuning without a graft \
-ends at {plain:.3f}, and with grafts at random other heads of the layer at {elsewhere:.3f}. Lettered questions, another skill \
-of this base, stay: {letters[0]:.3f} before, {letters[1]:.3f} after. The price: after {cost["base"].context:,} tokens the \
+ends at {plain:.3f}, and with grafts at random other heads of the layer at {elsewhere:.3f}. Another skill, lettered \
+questions, stays: {letters[0]:.3f} before, {letters[1]:.3f} after. The price: after {cost["base"].context:,} tokens the \
 cache holds {cache["tuned"]:,.0f} KiB instead of {cache["base"]:,.0f} and grows with the text, and a token takes \
 {time["tuned"]:.1f} ms instead of {time["base"]:.1f}. \
 Measured {made.created[:10]} by version {made.toolkit} (`recipes/demo.report.json`)."""
@@ -375,8 +375,8 @@ more at 64 pairs; tuned without a graft it reaches {most:.3f} at most.
 {WELL:.2f} at 64 pairs; {cohort_counts(f"{UNSEEN}64")} do with keys not used in tuning; random heads of the same layer \
 reach it in {cohort_counts(model=SAME_LAYER)}.
 - **Shown** on five toys that answer lettered questions: an edit within bounds keeps them \
-({of(kept, "base", "letters"):.3f} to {of(kept, "tuned", "letters"):.3f} on one). With nothing bounded \
-{of(free, "tuned", "letters"):.3f} were left.
+({of(kept, "base", "letters"):.3f} to {of(kept, "tuned", "letters"):.3f} on one). Without bounds \
+{of(free, "tuned", "letters"):.3f} is left.
 - **Not shown** on prose: an added copy mechanism saves {saved["tuned"]:.2f} nats on repeated rare bigrams, one at random \
 places {saved["control_random_site_tuned"]:.2f}, an untrained n-gram cache {cache:.2f}.
 - **Not shown** for words that the base does not know: {foreign["base"]["foreign"]["16"].accuracy:.3f} to \

@@ -42,7 +42,7 @@ def draw(folder: Path) -> Path:
     axes.text(9.0, 0.42, "learned", ha="center", **small | {"color": ADDED_INK})
     title = "A grafted head adds attention to its SSM; a learned gate divides between them"
     axes.text(-0.6, 6.1, title, fontsize=13, weight="bold", color=INK, va="center")
-    axes.text(-0.6, -0.75, "Grey: the base's own, never written. Blue: added, and alone trained.", **small)
+    axes.text(-0.6, -0.75, "Grey: the base's own, never written. Blue: added, and the only part that is trained.", **small)
     axes.set(xlim=(-0.7, 15.2), ylim=(-1.1, 6.5), aspect="equal")
     return save(figure, folder / "gated-graft.svg")
 

@@ -28,6 +28,7 @@ from surgery.exporting.engines import EngineProof
 from surgery.studies import Findings, studies
 from surgery.studies.cohort import KNOWLEDGE, OF, SAME_LAYER, TEXT, headline
 from surgery.studies.cohort import LETTERS as LETTERED
+from surgery.studies.state_size import summarise
 from tools import books_page, campaign_page, claims_page, costs_page, mixers_page, reference_parts, ways_page
 
 ROOT = Path(__file__).parent.parent
@@ -39,8 +40,8 @@ DEMO = ROOT / "recipes" / "demo.report.json"
 MAMBA2 = ROOT / "recipes" / "demo-mamba2.report.json"
 AUTO = ROOT / "recipes" / "demo-auto.report.json"
 LETTERS = {
-    ROOT / "recipes" / "letters.report.json": "Nothing bounded: `plan.heads: auto`, `tune.steps: auto`",
-    ROOT / "recipes" / "letters-choice.report.json": "Nothing bounded: `plan.by: choice` with hints and LoRA",
+    ROOT / "recipes" / "letters.report.json": "Without bounds: `plan.heads: auto`, `tune.steps: auto`",
+    ROOT / "recipes" / "letters-choice.report.json": "Without bounds: `plan.by: choice` with hints and LoRA",
     ROOT / "recipes" / "letters-kept.report.json": "The second, within bounds",
 }
 SKILLS = ROOT / "recipes" / "skills.findings.json"
@@ -188,11 +189,12 @@ def target() -> str:
     made, examples = told.provenance, told.rows[0].figures[LETTERED].n
     return f"""{markdown.table(header, body)}
 
-{told.summary.splitlines()[0]}
+{headline(told.about, told.rows)}
 
-Letters right, of {examples} (without an edit, of 1,000 when the base was trained). Measured {made.created[:10]} on \
-{made.machine}, version {made.toolkit}, one seed of locating and tuning a base (`recipes/{TARGET.name}`). No graft, other \
-layer, other heads: the same tuning without a graft, with grafts in another layer, and at other heads of the same one."""
+Share of {examples} lettered questions that is right (without an edit, of 1,000 when the base was trained). Measured \
+{made.created[:10]} on {made.machine}, version {made.toolkit}, one seed of locating and tuning a base \
+(`recipes/{TARGET.name}`). No graft, other layer, other heads: \
+the same tuning without a graft, with grafts in another layer, and at other heads of the same one."""
 
 
 def letters() -> str:
@@ -299,14 +301,15 @@ def retrieval_aware() -> str:
     result = Findings.read(AWARE)
     origin, recipe = result.provenance, result.provenance.recipe or {}
     about, study = result.about, recipe["study"]
+    table = markdown.table(*studies()[result.study].table(result)).replace("operated on", "grafted")
     return f"""{result.summary}
 
-{markdown.table(*studies()[result.study].table(result))}
+{table}
 
 ![{studies()[result.study].title}](../../recipes/retrieval-aware.png)
 
 The Transformer's heads that were kept, in this order: {", ".join(about["chosen"])}; at random: {", ".join(about["random"])}; \
-operated on: {", ".join(about["operated"])}. A head of the Transformer is as wide as {about["heads for each"]} of the \
+grafted: {", ".join(about["operated"])}. A head of the Transformer is as wide as {about["heads for each"]} of the \
 converted model. Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread, version {origin.toolkit}, \
 seed {origin.seed}, {recipe["bench"]["limit"]} examples a cell, {study["steps"]} steps of each mixer \
 (`recipes/retrieval-aware.findings.json`)."""
@@ -317,7 +320,9 @@ def state_size() -> str:
     if not STATE.exists():
         return "There is no record yet: `surgery run recipes/state-size.yaml` makes one."
     result = Findings.read(STATE)
-    origin, recipe, lines = result.provenance, result.provenance.recipe or {}, result.summary.splitlines()
+    origin, recipe, about = result.provenance, result.provenance.recipe or {}, result.about
+    of, (whole, *sizes) = {row.what: row.figures for row in result.rows}, about["sizes"]
+    lines = [summarise(size, of, about["cache bytes"], whole) for size in sizes]
     return f"""{chr(10).join(f"- {line}" for line in lines)}
 
 ![{studies()[result.study].title}](../../recipes/state-size.png)

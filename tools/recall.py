@@ -3,7 +3,7 @@
     python -m tools.recall FOLDER
 
 FOLDER holds books/ as recipes/books.yaml names it. Three kinds of tokens are measured on novels by authors of whom the base
-has read nothing: repeated rare bigrams, rare tokens that stood before but never behind the same token, of which the cache
+has read nothing: repeated rare bigrams, rare tokens that occurred before but never behind the same token, of which the cache
 knows nothing, and all. A novel is a unit: the intervals are over novels, and say where a further one lies. The shares of the
 cache are those of recipes/copy-cache.json. It writes recipes/recall.json, from which tools/fill_pages.py fills
 docs/evidence/text.md.

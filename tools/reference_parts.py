@@ -108,9 +108,9 @@ def probes_and_suites() -> str:
 
 {markdown.table(["probe", "kind", "options (default)", "what it asks"], body)}
 
-A *choice* probe asks questions with candidates, and can locate and teach. A *completion* probe asks for a text, and can be
-measured, as can a *writing* probe, which asks for answers that have to stand in what is written. A *text* probe asks for tokens
-of running text, and can locate.
+A *choice* probe asks questions with candidates, and can locate and teach. A *completion* probe asks for a text, a *writing*
+probe for answers anywhere in what is written; both can be measured. A *text* probe asks for tokens of running text, and can
+locate.
 
 ## Suites
 

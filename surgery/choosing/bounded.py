@@ -168,7 +168,7 @@ class Bounds:
         for name, asked in measuring.skills.items():
             accuracy, chance = proportion(base.skills[name]), float(np.mean([question.chance for question in asked]))
             if at_chance(accuracy, chance):
-                say(f"plan: the base is at chance on {name} ({accuracy}, chance {chance:.3f}), so that nothing bounds it there")
+                say(f"plan: the base is at chance on {name} ({accuracy}, chance {chance:.3f}), so it sets no bound")
             else:
                 self.skills.append(name)
 

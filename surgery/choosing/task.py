@@ -73,8 +73,8 @@ class ChoiceTask:
         fresh = [question for question in questions(n + len(known), self.seed + SEED) if question not in known][:n]
         if len(fresh) < 2:
             raise UserError(
-                f"plan.heads=auto and plan.by need questions that no head was ranked by, and {probe['name']} has {len(fresh)} "
-                "of them; lower locate.examples, or set plan.heads to a number"
+                f"plan.heads=auto and plan.by need questions that the ranking did not use, and {probe['name']} has "
+                f"{len(fresh)} of them; lower locate.examples, or set plan.heads to a number"
             )
         return fresh
 

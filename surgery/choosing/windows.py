@@ -56,7 +56,7 @@ def least_needed(model: PreTrainedModel, ranking: Ranking) -> list[Site]:
     for group in groups:
         places = heads.find(group.each())
         if any(place is None or not heads.measured("ablation_loss")[place] for place in places):
-            raise UserError("plan.window: the ranking says of no attention head what its ablation costs; locate.exact=true")
+            raise UserError("plan.window: the ranking lacks what ablating attention heads costs; locate with locate.exact=true")
         costs.append(float(np.sum([heads.values("ablation_loss")[place] for place in places])))
     return [groups[i] for i in np.argsort(costs, kind="stable")]
 
@@ -180,6 +180,6 @@ class _Windows:
         longest = max(len(row) for _, encoded in batches(task.subject.tokenizer, task.questions, 64) for row in encoded.rows)
         if longest <= self.options.length:
             raise UserError(
-                f"plan.window.length: the questions have {longest} tokens at most, all of which a window of "
-                f"{self.options.length} reads, so that nothing can be measured; lower it, or rank by longer ones"
+                f"plan.window.length: the questions have {longest} tokens at most, and a window of {self.options.length} reads "
+                "all of them, so it would change nothing; lower it, or rank by longer ones"
             )

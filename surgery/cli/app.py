@@ -47,7 +47,7 @@ VERBS: dict[str, Callable[..., None]] = {
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help=(
-        "Finds the retrieval heads of a pretrained Mamba and splices attention in their place: "
+        "Finds the retrieval heads of a pretrained Mamba and adds gated attention there: "
         "locate, plan, splice, tune, export, bench. `run` does all of it from one recipe."
     ),
 )  # fmt: skip

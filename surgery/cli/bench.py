@@ -47,10 +47,10 @@ def bench(
     """Compare models on the same examples.
 
     Writes report.html, .md and .json and figures into --out (runs/bench-<first hybrid>). What is measured: bench.suites
-    (`surgery list suites`). The base is also tuned as each hybrid was, without a graft: without such a control no gain is
-    called one. What that takes is said first; --set bench.controls=false leaves it out. --dry-run says what all of it would
-    cost. With --resume, what an earlier run into the same folder has measured is not measured again. `accelerate launch -m
-    surgery bench ...` divides the work among processes.
+    (`surgery list suites`). The base is also tuned as each hybrid was, without a graft: a gain counts only against such a
+    control. The command first says how long that takes; --set bench.controls=false leaves it out. --dry-run says what all of
+    it would cost. --resume keeps what an earlier run into the same folder has measured. `accelerate launch -m surgery bench
+    ...` divides the work among processes.
 
     Examples:
       surgery bench checkpoints/tiny-mamba2 tuned --require "kv.32 >= base"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def doctor(
     model: Annotated[
         str | None,
-        typer.Argument(help="A model to examine: Hub id, folder, original folder, or patch. Its configuration suffices."),
+        typer.Argument(help="A model to examine: Hub id, folder, original folder, or patch. Only its configuration is read."),
     ] = None,
     bench: Annotated[
         bool, typer.Option("--bench", help="Also measure the kernels against what they replace (minutes).")
@@ -37,9 +37,9 @@ def doctor(
 ) -> None:
     """Say which kernels serve on this machine, or what can be done with a model.
 
-    Of every operation: the kernel that serves it, and why the others do not. Of a
-    model: which layers can be grafted, how they are located, how the hybrid can be
-    exported, and why not. Its weights are not read.
+    For every operation: the kernel that serves it, and why the others do not. For
+    a model: which layers can be grafted, how they are located, how the hybrid can
+    be exported, and why not in other formats. Its weights are not read.
 
     Examples:
       surgery doctor
@@ -50,7 +50,7 @@ def doctor(
         raise UserError(f"nothing to measure is named '{min(unknown)}'; there are {', '.join(GROUPS)}")
     if model is not None:
         if bench or only:
-            raise UserError("of a model nothing is measured; leave --bench and --only out")
+            raise UserError("--bench and --only measure kernels, not a model; leave them out")
         _examined(check_name(model), trust_remote_code, as_json, out)
         return
     result, rows = _measured(only, seconds, out) if bench else _diagnosed(out)

@@ -47,4 +47,4 @@ def say_what_is_there(out: Path, verb: str, resume: bool, overwrite: bool) -> No
         say(f"note: without --dry-run this would stop at once: {error}")
         return
     if resume and not is_empty(out):
-        say("note: these are the costs of the whole run; --resume leaves out what is finished")
+        say("note: these are the costs of the whole run; --resume skips what is finished")

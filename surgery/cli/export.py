@@ -27,18 +27,18 @@ def export(
     form: Annotated[str, typer.Option("--format", help=f"One of {', '.join(names())}.")] = "hf",
     base: Annotated[
         str | None, typer.Option(
-            "--base", help="Its base, if not as the hybrid says: a folder or, to be published, a Hub id.", callback=check_name
+            "--base", help="Its base, if not where the hybrid says: a folder, or a Hub id for publishing.", callback=check_name
         )
     ] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", help="Of bench: what was measured, for the card.", callback=check_there)
+        Path | None, typer.Option("--report", help="A report.json of bench, for the card.", callback=check_there)
     ] = None,
     max_shard_size: Annotated[
         str | None, typer.Option("--max-shard-size", help="Divide weights into files of at most this, e.g. 2GB.")
     ] = None,
     verify: Verify = "auto",
     prove: Annotated[
-        str | None, typer.Option("--prove", help="Serving engines that are to prove the folder too: vllm, llama_cpp.")
+        str | None, typer.Option("--prove", help="Also verify the folder in these serving engines: llama_cpp, mlx_lm, vllm.")
     ] = None,
     engine_python: Annotated[
         str | None,

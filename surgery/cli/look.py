@@ -20,8 +20,8 @@ def look(
 ) -> None:
     """Take a quick look at a model: is editing worth trying?
 
-    About a minute: family and size, what can be edited, whether it retrieves (dictionaries of 4 to 64 entries, against chance),
-    its skills, its loss on --text against log(vocabulary), and the bytes of its cache at 4,096 to 131,072 tokens. The last
+    In about a minute it shows family and size, what can be edited, retrieval (dictionaries of 4 to 64 entries, against chance),
+    other skills, the loss on --text against log(vocabulary), and the bytes of the cache at 4,096 to 131,072 tokens. The last
     line is the verdict. Nothing is written unless --out is given.
 
     Examples:

@@ -20,15 +20,15 @@ def plan(
     ranking: PlaceArgument, recipe: RecipeOption = None, out: Out = None, settings: Settings = None,
     base: Annotated[
         str | None,
-        typer.Option("--base", help="The ranked model, if it is measured and is not where it was.", callback=check_name),
+        typer.Option("--base", help="The ranked model, if it has to be measured and was moved.", callback=check_name),
     ] = None,
 ) -> None:  # fmt: skip
     """Decide which heads become attention, and which of a model's own attention forget.
 
-    Writes plan.json beside the ranking. The seed is the ranking's, unless it is set. The ranked model is opened with
-    plan.heads=auto, which adds heads until the next one is not worth its cache; with plan.by, for another way of choosing
-    (surgery list ways); with plan.state_size, to see which dimensions of the state text needs; and with plan.kind=window,
-    to see how many attention heads can have a window (section plan.window), so that the cache shrinks.
+    Writes plan.json next to the ranking. The seed is the ranking's, unless it is set. Some settings open the ranked model and
+    measure it: plan.heads=auto adds heads until the next one is not worth its cache, plan.by chooses heads in another way
+    (surgery list ways), plan.state_size finds the dimensions of the state that text needs, and plan.kind=window finds
+    attention heads that can have a window (section plan.window), so that the cache shrinks.
 
     Examples:
       surgery plan runs/located/ranking.json --out plan.json

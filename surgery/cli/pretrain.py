@@ -11,7 +11,7 @@ from surgery.cli.options import OutRequired, PlaceArgument, check_writable
 def pretrain(
     recipe: PlaceArgument, out: OutRequired,
     finish: Annotated[
-        bool, typer.Option("--finish", help="Let the learning rate fall from where training has come to, and end.")
+        bool, typer.Option("--finish", help="Let the learning rate fall from the present step on, and end.")
     ] = False,
 ) -> None:  # fmt: skip
     """Train a model from scratch.

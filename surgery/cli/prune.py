@@ -13,7 +13,7 @@ def prune(
     model: ModelArgument,
     ranking: Annotated[
         Path | None,
-        typer.Option("--ranking", help="Of locate: keep only its gather and aggregate heads.", callback=check_there),
+        typer.Option("--ranking", help="A ranking.json: keep only its gather and aggregate heads.", callback=check_there),
     ] = None,
     recipe: RecipeOption = None,
     settings: Settings = None,

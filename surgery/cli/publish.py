@@ -33,7 +33,7 @@ def publish(
         show(f"{done.card}\nNothing was sent to {repo}: {sum(done.files.values()):,} bytes and this card would be.")
         return
     if done.deleted:
-        show(f"Deleted there, of what stood there before: {', '.join(done.deleted)}.")
+        show(f"Deleted there, from an earlier export: {', '.join(done.deleted)}.")
     if done.others:
-        show(f"The repository also holds {', '.join(done.others)}, which this export knows nothing of.")
+        show(f"The repository also holds {', '.join(done.others)}, which are not of this export.")
     show(f"Sent and compared: {done.url} (commit {done.commit})")

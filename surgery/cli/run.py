@@ -44,17 +44,18 @@ def run(
     engine_python: EnginePython = None,
     trust_task_code: TaskCode = False,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Go on where a model is not worth editing, or is at chance on what locates heads.")
+        bool,
+        typer.Option("--anyway", help="Go on although the model is not worth editing, or at chance on the locating probe."),
     ] = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Do everything that a recipe says, or for a model without one.
+    """Do everything that a recipe says, or choose a recipe for a model and follow it.
 
-    That is the main job (locate, plan, splice, tune, bench, export) or a study. The output goes to runs/<recipe>. Of a model, a
-    quick look (`surgery look`) comes first, and its recipe is chosen by that: chosen.yaml, with a reason for each choice, which
-    --set changes. A model that is not worth editing is declined with exit status 1, and nothing is written; --anyway goes on.
-    Where the hybrid gains and loses another skill of the base, the exit status is 1, too; all files are written.
+    That is the main job (locate, plan, splice, tune, bench, export) or a study. The output goes to runs/<recipe>. For a model,
+    a quick look (`surgery look`) chooses the recipe: chosen.yaml, with a reason for each choice; --set overrides a choice. A
+    model that is not worth editing is declined with exit status 1, and nothing is written; --anyway goes on.
+    If the hybrid gains and loses another skill of the base, the exit status is 1, too; all files are written.
 
     Examples:
       surgery run recipes/demo.yaml --dry-run

@@ -62,7 +62,7 @@ def _wrapped(text: str, indent: int, further: int | None = None) -> list[str]:
 
 
 def list_names(
-    kind: Annotated[str, typer.Argument(help="probes, suites, tasks, families, formats, studies or kernels.")],
+    kind: Annotated[str, typer.Argument(help="probes, suites, tasks, ways, families, formats, studies or kernels.")],
 ) -> None:
     """List the names that settings and options take.
 

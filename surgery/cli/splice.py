@@ -28,14 +28,14 @@ def splice(
     verify: Verify = "auto",
     overwrite: ReplaceExport = False,
     state_size: Annotated[
-        int | None, typer.Option("--state-size", help="Keep so many dimensions of the state, those that text needs most.")
+        int | None, typer.Option("--state-size", help="Keep this many dimensions of the state, those that text needs most.")
     ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Put a plan's grafts into a model, and give its attention the plan's windows.
 
-    Writes a hybrid folder, untrained. With --state-size, which plan.state_size does while planning, the heads that stay an
-    SSM keep a part of their state; tune the hybrid afterwards.
+    Writes a hybrid folder, untrained. With --state-size the heads that stay an SSM keep a part of their state
+    (plan.state_size does the same while planning); tune the hybrid afterwards.
 
     Examples:
       surgery splice checkpoints/tiny-mamba2 plan.json --out spliced

@@ -17,14 +17,14 @@ def automatic_choices(report: Results) -> str:
         gate = "attention in place of the SSM" if report.plan.blend is None else f"a gate that starts at {report.plan.blend:g}"
         sentences.append(
             f"plan.heads=auto added {len(heads)} head{'s' * (len(heads) != 1)} ({named}) with {gate}. It measured "
-            f"{growth.measured} plans without training, on {probe['examples']} questions of {probe['name']} that no head was "
-            f"ranked by and {probe['windows']} windows of text, in {duration(growth.seconds)}."
+            f"{growth.measured} untrained plans, on {probe['examples']} new questions of {probe['name']} and "
+            f"{probe['windows']} windows of text, in {duration(growth.seconds)}."
         )
         added = {part for head in heads for part in Site.parse(head).each()}
         if {part for site in report.plan.sites for part in site.each()} != added and growth.rounds:
             few = max((candidate.steps for candidate in growth.candidates), default=0)
             chosen = shortened(report.plan.sites)
-            sentences.append(f"Of the plans that were then tuned for {few} steps, {chosen} saved most, and was chosen.")
+            sentences.append(f"Of the plans that were then tuned for {few} steps, {chosen} saved most and was chosen.")
     if (steps := report.training.get("tuned", {}).get("steps")) is not None:
         sentences.append(f"tune.steps=auto took {steps:.0f} steps; the controls took as many.")
     return " ".join(sentences)
@@ -46,5 +46,5 @@ def rounds(report: Results) -> Table | None:
                 f"{best.text_loss:+.4f}", "added" if each.added else "not worth its cache",
             ]
         )  # fmt: skip
-    header = ["head", "gate", "saves (nats)", "accuracy", "loss on questions", "loss on text, against the base", ""]
+    header = ["head", "gate", "saves (nats)", "accuracy", "loss on questions", "loss on text, change", ""]
     return header, body

@@ -15,7 +15,7 @@ DIGIT = 7  # the width of one in a label
 
 @dataclass(frozen=True)
 class Line:
-    """A series as paths, its intervals included, and where its marks stand."""
+    """A series as paths, its intervals included, and where its marks are."""
 
     name: str
     look: Look

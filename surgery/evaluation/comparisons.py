@@ -56,7 +56,8 @@ def closest_control(report: Results) -> str:
     task = f"kv.{max(base.kv, key=int)}"
     name = max(controls, key=lambda name: controls[name].change[task].value)
     change = change_text(task, controls[name].change[task])
-    return f"Of {len(controls)} controls, {name} gains most at {heading(task)}: {change}."
+    which = "the only one" if len(controls) == 1 else f"of {len(controls)} the one that gains most at {heading(task)}"
+    return f"{name}, {which}: {change}."
 
 
 def result_text(result: Proportion | Estimate | Perplexity) -> str:

@@ -133,8 +133,8 @@ def _judged(report: Results, name: str) -> Judgement:
     verdict: Verdict = "no"
     if chance and "better" in direction:
         verdict, answer = "not to be judged", (
-            f"Not to be judged: the base is at chance {chance}, so no head of it can have been located by what it does there. "
-            f"It is true that {compared}, but this difference cannot be attributed to surgery of located heads; choose a "
+            f"Not to be judged: the base is at chance {chance}, so its heads cannot be located by that. "
+            f"It is true that {compared}, but this difference cannot be attributed to an edit of located heads; choose a "
             "probe that the base can do in part."
         )  # fmt: skip
     elif chance:
@@ -143,7 +143,7 @@ def _judged(report: Results, name: str) -> Judgement:
         losses = said_of_losses(report, name)
         verdict, answer = _answer(direction, compared, clear, "ask more examples (bench.limit)", losses)
         if direction == "no difference seen" and value(accuracy) >= CEILING:
-            answer += " The base leaves next to nothing to gain on this probe; a gain could not show."
+            answer += " The base is nearly perfect on this probe, so a gain could not show."
             answer += "" if skill else " Ask for more pairs."
     return Judgement(name, verdict, answer, tuple(filter(None, (control, _text(base, model), _cost(base, model)))))
 
@@ -277,11 +277,12 @@ def _controls(report: Results, name: str, task: str) -> tuple[str, bool | None]:
     accuracy = value(controls[best].results()[task])
     own, other = (models[key].change[task].ci95 for models, key in ((report.models, name), (controls, best)))
     clear = own[1] < other[0] if sign < 0 else own[0] > other[1]
-    said = f"The best of {len(controls)} controls is {best} with {accuracy:.3f}"
+    said = "The only control" if len(controls) == 1 else f"The best of {len(controls)} controls"
+    said += f" is {best} with {accuracy:.3f}"
     if clear:
         return f"{said}.", True
-    lacking = "the graft is what helps" if controls[best].plan is None else "the located heads are what matters"
-    return f"{said} ({controls[best].description}): that {lacking} is not shown.", False
+    lacking = "the graft helps" if controls[best].plan is None else "the choice of heads matters"
+    return f"{said} ({controls[best].description}): it is not shown that {lacking}.", False
 
 
 def _cost(base: ModelReport, model: ModelReport) -> str:
@@ -319,14 +320,14 @@ def _says_nothing(base: ModelReport) -> list[str]:
     if base.perplexity is not None and least is not None and base.perplexity.loss.value >= least:
         said.append(
             "The base is no better than guessing among all tokens on the held-out text "
-            f"({base.perplexity.loss.value:.2f} nats, log(vocabulary) {least:.2f}), so that losses there say nothing: name a "
+            f"({base.perplexity.loss.value:.2f} nats, log(vocabulary) {least:.2f}), so losses there say nothing: name a "
             "text that it knows (data.held_out_text)."
         )
     for skill in reversed(SKILLS):
         if _guessed(base, skill):
             said.append(
-                f"The base is at chance on {skill} ({base.results()[skill]}, chance {base.guessing[skill]:.3f}), so that "
-                f"keeping it says nothing{': name facts that it knows (data.facts)' if skill == 'knowledge' else ''}."
+                f"The base is at chance on {skill} ({base.results()[skill]}, chance {base.guessing[skill]:.3f}), so it has "
+                f"none to lose{': name facts that it knows (data.facts)' if skill == 'knowledge' else ''}."
             )
     if base.invented:
         said.append(

@@ -15,8 +15,9 @@ KV n: accuracy of key-value retrieval from a dictionary of n pairs (chance 1/n);
 tuning. Knowledge: facts asked as cloze. Letters: the same facts as multiple choice. Perplexity: on held-out text."""
 
 HITS_EXPLANATION = """\
-Recall hits: tokens of text that complete a pair which stood before in the same row, and is rare elsewhere (bench.rare). Other
-tokens: all others. Less is better. Rows of all lengths are cut from the same text; longer ones hold hits from farther back."""
+Recall hits: tokens of text that complete a pair of tokens which occurred before in the same row and is rare elsewhere
+(bench.rare). Other tokens: all others. Lower is better. Rows of all lengths are cut from the same text; longer ones hold hits
+from farther back."""
 
 
 def rows(report: Results) -> tuple[list[str], list[list[str]]]:
@@ -127,10 +128,10 @@ def _verdicts(changed: dict[str, ModelReport]) -> list[str]:
         "## What the differences say\n\n"
         f"{named_table(['model', 'task', 'difference to the base', 'verdict'], body)}\n\n"
         f"Verdicts at 5% for all {len(body)} comparisons together (Holm), by McNemar's exact test for right and wrong answers "
-        "and the paired t-test, corrected for skewness, for losses and scores. An interval is its own comparison's alone: of "
-        "twenty without any true difference, about one leaves out 0. Where one does and the verdict does not hold for all "
-        "comparisons together, the verdict is 'perhaps'. What n was enough to see, it would find in four of five measurements. "
-        "A difference of the loss by .02 nats is one of the perplexity by 2%.\n"
+        "and the paired t-test, corrected for skewness, for losses and scores. Intervals are not corrected: of twenty without "
+        "a true difference, about one excludes 0. Where the interval excludes 0 and the correction fails, the verdict is "
+        "'perhaps'. A difference that n was enough to see is found in four of five measurements. .02 nats of loss are 2% of "
+        "perplexity.\n"
     ]
 
 

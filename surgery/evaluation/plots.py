@@ -49,7 +49,9 @@ def _draw(axis: Any, figure: Figure) -> None:
     ticks = figure.ticks(DIGITS)
     axis.set_xticks([x for x, _ in ticks], [label for _, label in ticks])
     axis.set_xticks([], minor=True)
-    axis.set_title(textwrap.fill(figure.result, LETTERS))
+    what, _, told = figure.result.partition(": ")
+    whole = len(figure.result) <= LETTERS
+    axis.set_title(figure.result if whole else f"{what}:\n{textwrap.fill(told, LETTERS)}")
     name_lines(axis, labels)
 
 

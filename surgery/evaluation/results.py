@@ -41,9 +41,8 @@ class Perplexity(Record):
 
 
 class Cost(Record):
-    """Decoding one token after `context` tokens, batch 1: the median time of the work (what other programs take does not
-    count; before 0.22 it did), and the bytes that the cache holds; cache_parts: as
-    keys, values, recurrent state and convolution."""
+    """Decoding one token after `context` tokens, batch 1: the median time of the work (without that of other programs; before
+    0.22 with it), and the bytes that the cache holds; cache_parts: as keys, values, recurrent state and convolution."""
 
     context: int
     milliseconds: float

@@ -69,8 +69,8 @@ def _what(base: str, plan: Plan | None, record: Any, gates: list[float]) -> list
         return [f"{as_code(base)}, as it is, in another format.\n"]
     if not plan.sites:
         return [
-            f"A hybrid of {as_code(base)}, without new parameters: **{plan.windows}** of its own attention, which keep the "
-            "keys of no other tokens (arXiv 2410.10819).\n",
+            f"A hybrid of {as_code(base)}, without new parameters: **{plan.windows}** of its own attention; these heads keep "
+            "no other keys (arXiv 2410.10819).\n",
             "![Where windows are](sites.png)\n",
         ]
     return [
@@ -117,9 +117,9 @@ def draw_sites(hybrid: PreTrainedModel, plan: Plan, path: Path) -> None:
 
 LOADS = {
     "hf": "`trust_remote_code` is needed where mamba-surgery is not installed; the code is in this folder.",
-    "patch": "It needs mamba-surgery and the base, and refuses any other base by the name of the first tensor that differs.",
+    "patch": "It needs mamba-surgery and the base. Any other base is refused, with the name of the first tensor that differs.",
     "gguf": "Or with llama.cpp's own server: `llama-server -m model.gguf -c 4096 --flash-attn off`. Its flash attention rounds "
-    "more on CPUs; by how much stands below where it was measured.",
+    "more on CPUs; if that was measured, it is given below.",
 }
 
 
@@ -149,13 +149,13 @@ def _how(plan: Plan, base_unchanged: bool, gates: list[float]) -> str:
     if plan.kind == "layer":
         source = f"with the weights of {as_code(str(plan.donor))}" if plan.init == "donor" else "initialised at random"
         mlp = ", its MLP and norms included" if plan.mlp else ""
-        return f"There the SSM's whole mixer gave way to attention {source}{mlp}."
+        return f"It replaces the SSM's whole mixer there, {source}{mlp}."
     starts = {"donor": f"heads of {as_code(str(plan.donor))}", "dual": "the heads' own C and B (the dual graft)",
-              "induction": "those of induction heads, which look behind the same token",
-              "copy": "those of induction heads, which look behind the same token"}  # fmt: skip
+              "induction": "those of induction heads, which look at what followed the same token",
+              "copy": "those of induction heads, which look at what followed the same token"}  # fmt: skip
     start = starts[plan.init]
     kept = ", and every weight of the base is unchanged" if base_unchanged else ""
-    place = "It takes the place of the SSM's mixing alone"
+    place = "It replaces only the SSM's mixing"
     if gates:
         low, high = min(gates), max(gates)
         now = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f} to {high:.3f}"
@@ -164,14 +164,13 @@ def _how(plan: Plan, base_unchanged: bool, gates: list[float]) -> str:
     done = f"{place}; queries and keys start as {start}{kept}."
     if plan.init == "copy":
         done = (
-            f"It is a copy mechanism that was added, not a change of heads that were there: all heads of the SSM stay. Its own "
-            f"values make the token that it finds more likely; "
-            f"queries and keys start as {start}{kept}."
+            "It is an added copy mechanism: all heads of the SSM stay. Its own values make the token that it finds more "
+            f"likely; queries and keys start as {start}{kept}."
         )
     if not plan.kept_state:
         return done
     size = len(next(iter(plan.kept_state.values()))[0])
-    return f"{done} What stays an SSM keeps {size} dimensions of its state, those that text needed most (`kept_state`)."
+    return f"{done} Heads that stay an SSM keep the {size} dimensions of their state that text needed most (`kept_state`)."
 
 
 def _measured(report: Report, record: Any) -> str:
@@ -197,7 +196,7 @@ def _measured(report: Report, record: Any) -> str:
 
 
 def _limits(report: Report | None, base: Origin) -> str:
-    lines = ["Nothing is known of it beyond what is stated above; what the base is unfit for, it is unfit for."]
+    lines = ["Nothing is known of it beyond what is stated above. It is unfit for whatever the base is unfit for."]
     if report is not None:
         if sizes := next(iter(report.models.values())).kv:
             examples = next(iter(sizes.values())).n
@@ -207,13 +206,13 @@ def _limits(report: Report | None, base: Origin) -> str:
             )
         controls = [name for name in report.models if is_control(name)]
         lines.append(
-            "Rows named control show what the same tuning does without a graft and what a graft does at random heads: a gain "
-            "counts only as far as it exceeds theirs."
+            "The rows named control are the same tuning without a graft, and grafts at random heads: a gain counts only as far "
+            "as it exceeds theirs."
             if controls
-            else "No control was measured: a gain over the base may come from the tuning alone."
+            else "No control was measured: a gain over the base may come from the tuning only."
         )
     if base.licence:
         lines.append(f"The licence is the base's ({in_markdown(', '.join(base.licence.values()))}).")
     else:
-        lines.append("No licence of the base is known here: ask its makers before you use or share this.")
+        lines.append("The base's licence is not known: ask its makers before you use or share this.")
     return " ".join(lines)

@@ -6,7 +6,7 @@ VERIFICATIONS = {
     "auto": "full where that takes no more than half of the memory that is free, else layers",
     "full": "logits and 64 greedy tokens, with the whole model in float32 in memory",
     "layers": "logits and 3 greedy tokens, with a few layers in memory at a time",
-    "tensors": "the tensors alone, bit for bit; nothing is computed with them",
+    "tensors": "only the tensors, bit for bit; nothing is computed with them",
 }
 
 

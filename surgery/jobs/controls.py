@@ -23,7 +23,7 @@ from surgery.tuning.state import state_of
 from surgery.tuning.trainable import with_own_mixers
 
 LEAVES_OUT = "--set bench.controls=false leaves it out"
-UNMEASURED = "no control is measured, so no gain will be called one"
+UNMEASURED = "no control is measured, so no gain will count"
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def _graftless(recipe: Recipe, chosen: Plan) -> dict[str, tuple[list[int], str]]
         return {}
     controls = {CONTROL_TUNED: without_graft(chosen)}
     if recipe.tune.lora is not None:
-        controls["control_lora_tuned"] = [], f"no graft: the adapters of tune.lora alone, {SAME}"
+        controls["control_lora_tuned"] = [], f"no graft: only the adapters of tune.lora, {SAME}"
     return controls
 
 

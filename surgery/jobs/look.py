@@ -280,7 +280,7 @@ def _verdict(why_not: str, retrieval: dict[str, Measured], text: TextLoss | None
     if not beyond_chance or (len(beyond_chance) == 1 and first.accuracy.accuracy < SURE):
         return False, (
             f"not worth editing, because it does not retrieve: with dictionaries of {smallest} entries it answers {first}. "
-            f"Heads cannot be located by what it does there.{on_text}"
+            f"So no heads can be located.{on_text}"
         )
     if (last := retrieval[largest]).accuracy.accuracy >= CEILING:
         return False, (
@@ -288,8 +288,8 @@ def _verdict(why_not: str, retrieval: dict[str, Measured], text: TextLoss | None
             f"Ask for more (bench.suites=length).{on_text}"
         )
     return True, (
-        f"worth trying: it retrieves ({first.accuracy.accuracy:.2f} with {smallest} entries), and less of larger dictionaries "
-        f"({last.accuracy.accuracy:.2f} with {largest}). `surgery run MODEL` edits it, with controls.{on_text}"
+        f"worth trying: it retrieves ({first.accuracy.accuracy:.2f} with {smallest} entries), and less from larger "
+        f"dictionaries ({last.accuracy.accuracy:.2f} with {largest}). `surgery run MODEL` edits it, with controls.{on_text}"
     )
 
 

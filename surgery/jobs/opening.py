@@ -73,7 +73,7 @@ def open_base(recipe: Recipe, trust_remote_code: bool = False, *, kind: str = "h
     opened = open_checkpoint(recipe, trust_remote_code)
     windows = any(map(is_window, getattr(opened.model.config, "grafts", None) or ()))
     if is_hybrid(opened) and (kind != "window" or windows):
-        raise UserError(f"{recipe.model} is a hybrid already; what gets grafts is {_base_of_hybrid(recipe.model)}")
+        raise UserError(f"{recipe.model} is a hybrid already; grafts go into {_base_of_hybrid(recipe.model)}")
     return opened
 
 
@@ -86,8 +86,8 @@ def advise_base(opened: Checkpoint) -> None:
     """Say so if a model that is to be located in is a hybrid: it can be, but no plan can be made of that."""
     if is_hybrid(opened):
         say(
-            f"{opened.name} is a hybrid: its heads can be measured, but no grafts be put in; what gets grafts is "
-            f"{_base_of_hybrid(opened.name)}. Its attention can have windows (plan.kind=window)"
+            f"{opened.name} is a hybrid: its heads can be measured, but grafts go into {_base_of_hybrid(opened.name)}. "
+            "Its attention can have windows (plan.kind=window)"
         )
 
 

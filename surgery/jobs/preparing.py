@@ -66,8 +66,8 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
     trackers of tuning. Raises UserError for the first that cannot."""
     if recipe.plan.window is not None:
         raise UserError(
-            "plan.window: a run tunes grafts and compares them with controls, and windows have nothing to tune; make them with "
-            "surgery locate, plan and splice, and measure them with surgery bench"
+            "plan.window: surgery run tunes grafts, and windows have nothing to tune; make them with surgery locate, plan and "
+            "splice, and measure them with surgery bench"
         )
     check_trackers(recipe.tune)
     check_tuning(recipe.tune, base.model)

@@ -153,15 +153,15 @@ class _Job:
             return
         if (left := self.announced.left("locate")) > LONG:
             raise UserError(
-                f"the base is at chance on what located its heads ({ranking.base_accuracy}, chance {ranking.chance:.3f}), so "
-                f"that they mean nothing, and about {duration(left)} of work would follow: choose an easier probe "
+                f"the base is at chance on the locating probe ({ranking.base_accuracy}, chance {ranking.chance:.3f}), so the "
+                f"ranking means nothing, and about {duration(left)} of work would follow: choose an easier probe "
                 "(locate.options), or go on with --resume --anyway"
             )
 
     def plan(self, ranking: Ranking) -> Plan:
         options = self.recipe.plan
         if options.opens:
-            what = f"adding heads to the plan while they save {options.auto.least_gain:g} nats or more"
+            what = f"adding heads to the plan while each saves {options.auto.least_gain:g} nats or more"
             if not options.measures:
                 what = f"measuring which {options.state_size} dimensions of the state text needs most"
             elif options.by != "gain":
@@ -195,7 +195,7 @@ class _Job:
         return report if same else None
 
     def tune(self, name: str, model: PreTrainedModel, chosen: Plan, layers: list[int] | None = None) -> PreTrainedModel:
-        # What stands beside the tuned model learns as long, with the same learning rates.
+        # The controls learn as long as the tuned model, with the same learning rates.
         options = taken(self.recipe.tune, self.log) if self.log else self.recipe.tune
         what = f"the grafts at {shortened(chosen.sites)}"
         if layers is not None:

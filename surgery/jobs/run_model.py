@@ -63,7 +63,7 @@ class Chosen:
 
     @property
     def papers(self) -> dict[str, str]:
-        """What stands beside the report."""
+        """What is beside the report."""
         return {CHOSEN: self.text(), LOOK: self.seen.text()} if self.seen is not None else {}
 
     def text(self) -> str:
@@ -107,7 +107,7 @@ def run_chosen(chosen: Chosen, out: Path, *, resume: bool = False, **options: An
         if not chosen.adapted or chosen.recipe.plan.by != "gain" or not chosen.recipe.plan.grows:
             raise
         say(f"plan: {error}")
-        say("plan: so heads are chosen by what a perfect choice would save, and learn from hints, with adapters beside them")
+        say("plan: so heads are chosen by what a perfect choice would save, and learn with hints and adapters")
         options["overwrite"] = False
         again = _chosen(chosen, _by_choice(chosen))
         return run(again.recipe, out, resume=True, papers=again.papers, **options)
@@ -180,25 +180,27 @@ def _settings(base: Checkpoint, seen: ModelLook) -> list[Choice]:
         Choice("locate.exact", False, "attribution chooses as well, at a seventh of the passes (docs/evidence/ways.md)"),
         Choice("plan.by", "gain", "by what heads gain untrained; where none does, by what a perfect choice would save"),
         Choice(
-            "plan.heads", "auto", "blocks of 16 channels" if channels else "added while one is worth its cache, with its gate"
+            "plan.heads",
+            "auto",
+            "blocks of 16 channels" if channels else "added while the next is worth its cache, with its gate",
         ),
         Choice(
             "plan.auto", {"max_heads": 4, "skill_examples": 256}, "other skills may fall by .02, text by .01 nats (plan.auto)"
         ),
-        Choice("tune.steps", "auto", "until the loss on examples that are kept back is flat"),
+        Choice("tune.steps", "auto", "until the loss on held-out examples is flat"),
         Choice("tune.max_steps", 300, "the controls take as many as the hybrid"),
         Choice("tune.learning_rate", 2e-3, "as in recipes/letters-kept.yaml"),
         Choice("tune.lessons", [{"probe": "kv", "options": {"pairs": [low, LARGEST]}}], "from half of the located size on"),
         Choice("tune.batch_size", 8, ""),
         Choice("tune.text_batch_size", 4, ""),
         Choice("tune.kl_weight", 8.0, "holds the model to its base on text"),
-        Choice("bench.pairs", sizes, "the smallest that is trained on, what was located with, the largest"),
+        Choice("bench.pairs", sizes, "the smallest that is trained on, the located size, the largest"),
         Choice("bench.limit", 300, "intervals of about 0.06"),
         Choice("bench.windows", 32, ""),
-        Choice("bench.contexts", [256, 1024], "where a token is timed; cache at longer ones is in look.json")
+        Choice("bench.contexts", [256, 1024], "lengths at which a token is timed; look.json has the cache at longer ones")
         if seen.held
         else Choice("bench.contexts", [], "no token is timed: transformers cannot go on from a cache of this model"),
-        Choice("bench.random_sites", 1, "one draw of random heads beside the tuning without a graft"),
+        Choice("bench.random_sites", 1, "one draw of random heads, and the tuning without a graft"),
     ]
 
 
@@ -210,10 +212,8 @@ def _by_choice(chosen: Chosen) -> list[Choice]:
     kept = [changes.get(choice.key, choice) for choice in chosen.choices if choice.key != "model"]
     place = next(i for i, choice in enumerate(kept) if choice.key.startswith("bench."))
     more = [
-        Choice(
-            "tune.hints", {"weight": 0.3}, "tells the heads where the answers stand, which they do not choose by themselves"
-        ),
-        Choice("tune.lora", {"target_modules": [*chosen.adapted]}, "adapters: what gathers may have to learn, too"),
+        Choice("tune.hints", {"weight": 0.3}, "shows the heads where the answers are, which they do not find by themselves"),
+        Choice("tune.lora", {"target_modules": [*chosen.adapted]}, "adapters: the gather heads may have to learn, too"),
     ]
     return [*kept[:place], *more, *kept[place:]]
 

@@ -71,7 +71,7 @@ class Grid:
         return cells
 
     def ticks(self) -> tuple[list[float], list[str]]:
-        """Of the columns: where labels stand, and what they say."""
+        """Of the columns: where labels are, and what they say."""
         if self.edges is None:
             numbers = list(range(0, self.heads, max(1, self.heads // 8)))
             return [float(number) for number in numbers], [str(number) for number in numbers]

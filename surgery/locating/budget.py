@@ -40,12 +40,12 @@ def look_at_base(subject: Subject, questions: QuestionSet, options: Locate, ledg
         advice = "ask more questions (locate.examples)" if few else easier
         say(
             f"warning: the base is {'not surely above' if few else 'at'} chance on {probe}: accuracy {accuracy}, chance "
-            f"{chance:.3f}. Heads that are located by it mean nothing, and no gain will be called a gain; {advice}"
+            f"{chance:.3f}. Heads that are located by it mean nothing, and no gain will count; {advice}"
         )
     elif accuracy.accuracy >= CEILING:
         say(
-            f"note: the base is next to perfect on {probe}: accuracy {accuracy}. A gain cannot show there; choose a probe on "
-            "which it fails at times (more pairs, say)"
+            f"note: the base is nearly perfect on {probe}: accuracy {accuracy}. A gain cannot show there; choose a harder "
+            "probe (more pairs, say)"
         )
     return accuracy, chance
 
@@ -95,10 +95,10 @@ def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], 
     if exact:
         say(f"measuring {heads} exactly, each ablated and spliced: about {takes}")
     elif affordable:
-        say("locating by attribution alone, as this search began; locate.exact=true measures all heads")
+        say("locating only by attribution, as this search began; locate.exact=true measures all heads")
     else:
         say(
-            f"locating by attribution alone: measuring {heads} exactly would take about {takes}, more than "
+            f"locating only by attribution: measuring {heads} exactly would take about {takes}, more than "
             f"locate.budget ({duration(options.budget)}). locate.exact=true measures all of them, locate.confirm=0.05 the "
             "leading 5%"
         )

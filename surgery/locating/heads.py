@@ -167,11 +167,11 @@ class Heads(Sequence[Score]):
         return score
 
     def site(self, i: int) -> Site:
-        """Of the head that stands at i."""
+        """Of the head at i."""
         return Site(int(self.layer[i]), (int(self.head[i]),))
 
     def start(self, i: int) -> Start | None:
-        """Of the head that stands at i."""
+        """Of the head at i."""
         return Start(sign=int(self.sign[i]), tau=float(self.tau[i])) if self.sign[i] else None  # type: ignore[arg-type]
 
     def take(self, numbers: Any) -> "Heads":
@@ -218,7 +218,7 @@ class Heads(Sequence[Score]):
 
     @cached_property
     def _numbered(self) -> tuple[np.ndarray, np.ndarray]:
-        """The heads' numbers, sorted, and where each of them stands."""
+        """The heads' numbers, sorted, and where each of them is."""
         numbers = _number(self.layer, self.head)
         places = np.argsort(numbers, kind="stable")
         return numbers[places], places

@@ -1,7 +1,7 @@
 """The arrays of a ranking with very many heads, in a safetensors file beside its ranking.json.
 
 Arrays as in Heads, each in the smallest whole numbers that hold it, or in float64. Of a score: <score>.value, .low, .high and
-.n for the heads that were measured, and <score>.at, where those stand, unless it is all.
+.n for the heads that were measured, and <score>.at, where those are, unless it is all.
 """
 
 import hashlib

@@ -20,7 +20,7 @@ PALETTE = "BuPu"  # from white: nothing; also in the page
 CAPTION = """\
 A row: how one token divides its weight over the earlier tokens (dark: much;
 the colour is the root of the share). Framed: what the last token puts on the
-answer. Of an SSM, the time step is included, D is not."""
+answer. The matrix of an SSM includes the time step and not D."""
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Batch:
 
 
 class Oracles:
-    """Asks questions of a probe that says where its answers stand. gated: the model fully gated (walk.fully_gated). ledger:
+    """Asks questions of a probe that says where its answers are. gated: the model fully gated (walk.fully_gated). ledger:
     where outcomes are kept; it has to know the weights.
 
     Raises UserError for questions that do not say it."""

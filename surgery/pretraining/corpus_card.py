@@ -36,7 +36,7 @@ def corpus_card(
         )
     names = ""
     if options.rename is not None:
-        rare = f"tokens that stand at most {options.rename.rare:g} times in a million"
+        rare = f"tokens that occur at most {options.rename.rare:g} times in a million"
         names = f", in each of which {rare} had been given other names"
         known = "It could know no rare name by heart, and was taught to retrieve in no other way."
     return f"""---
@@ -56,7 +56,7 @@ It learnt from {_files(learnt["files"])}, {learnt["bytes"] / 1e6:.1f} MB, {learn
 Held-out loss, with 95% intervals over {measured["windows"]:,} windows: {_figure(measured["nats_per_token"])} nats per token, \
 {_figure(measured["nats_per_byte"])} nats per byte.
 
-A *recall hit* is a token that completes a pair of tokens which stood before in the same row, and which stands at most \
+A *recall hit* is a token that completes a pair of tokens which occurred before in the same row, and which occurs at most \
 {RARE:g} times in a million tokens of the text that was learnt: most often a name. Longer rows hold other hits, from farther \
 back, so their figures are not to be compared. Nats per token:
 
@@ -64,7 +64,7 @@ back, so their figures are not to be compared. Nats per token:
 |---|---|---|
 {_rows(measured)}
 
-Key-value retrieval (a dictionary in the prompt of arXiv 2504.18574), of which it has never seen the like:
+Key-value retrieval (a dictionary in the prompt of arXiv 2504.18574), which its text does not hold:
 
 | pairs | accuracy | chance |
 |---|---|---|

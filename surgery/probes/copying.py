@@ -15,9 +15,9 @@ from surgery.world.words import Keys, key_words
 
 @dataclass(frozen=True)
 class Copying:
-    """Copying: a string of random words stands in the prompt, and has to be written once more.
+    """Copying: the prompt holds a string of random words, which has to be written once more.
 
-    length: words of a string, at least 2. shown: how often it stands in the prompt. keys: which words may occur, as for `kv`.
+    length: words of a string, at least 2. shown: how often the prompt holds it. keys: which words may occur, as for `kv`.
     """
 
     length: int

@@ -1,4 +1,4 @@
-"""Recall hits in running text: tokens that complete a pair which stood before in the context, and is rare elsewhere.
+"""Recall hits in running text: tokens that complete a pair which occurred before in the context, and is rare elsewhere.
 
 Most of what attention gains over recurrences on natural text sits there (Zoology, arXiv 2312.04927, section 3, which calls them
 associative-recall hits). Rare means rare in the training data there; as those of a checkpoint are mostly unknown, here it means
@@ -27,7 +27,7 @@ NONE = -1  # instead of a pair's number or place, where there is no pair
 
 
 class PairCounts:
-    """How often each pair of neighbouring tokens stands in some text. tokens: how many tokens that is."""
+    """How often each pair of neighbouring tokens occurs in some text. tokens: how many tokens that is."""
 
     def __init__(self, stretches: Iterable[np.ndarray]):
         """stretches: token ids (t,) of text that runs on within each of them."""
@@ -37,14 +37,14 @@ class PairCounts:
         self._numbers, self._counts = np.unique(numbers[numbers != NONE], return_counts=True)
 
     def of(self, numbers: np.ndarray) -> np.ndarray:
-        """How often the pairs with these numbers stand there; an array of the same shape."""
+        """How often the pairs with these numbers occur there; an array of the same shape."""
         if not len(self._numbers):
             return np.zeros(numbers.shape, dtype=np.int64)
         places = np.searchsorted(self._numbers, numbers).clip(max=len(self._numbers) - 1)
         return np.where(self._numbers[places] == numbers, self._counts[places], 0)
 
     def token_counts(self, tokens: int) -> np.ndarray:
-        """(tokens,): how often each token stands there as the second of a pair, so anywhere but at a stretch's beginning."""
+        """(tokens,): how often each token occurs there as the second of a pair, so anywhere but at a stretch's beginning."""
         return np.bincount(self._numbers & SECOND, self._counts, minlength=tokens).astype(np.int64)
 
 
@@ -144,7 +144,7 @@ MOST_TOKENS = 2**16  # of a row
 
 @dataclass(frozen=True)
 class Hits:
-    """Recall hits of running text, all of a row at once: tokens that complete a rare pair which stood before in the row.
+    """Recall hits of running text, all of a row at once: tokens that complete a rare pair which occurred before in the row.
 
     source: a text file, or a list of them; which heads carry names depends on the names, so that several texts say more than
     one. elsewhere: another text file, or a folder of them, in which pairs are counted: those that come `rare` times per million

@@ -90,8 +90,8 @@ def _wrong_with(item: Any) -> str | None:
 class Knowledge:
     """Facts as sentences to be completed, which only the weights can know.
 
-    source: "world", "capitals" (58 real ones, for real models), or a JSON-lines file. part: of a file's facts those for
-    planning and tuning, or those for bench; all of them without."""
+    source: "world", "capitals" (58 real ones, for real models), or a JSON-lines file. part: "tune" for the facts of a file
+    that planning and tuning ask, "bench" for the others; by default all."""
 
     source: str = "world"
     part: Part | None = None

@@ -22,10 +22,10 @@ MOST_PAIRS = len(KEYS) // 2
 
 @dataclass(frozen=True)
 class MQAR:
-    """Multi-query associative recall: pairs of words, then several of the keys, of which the last one's value is asked for.
+    """Multi-query associative recall: pairs of words, then several of the keys; the value of the last key is asked for.
 
-    pairs: at most 64. queries: how many keys are asked for, at most `pairs`; the earlier ones stand with their values. keys:
-    which words may occur, as for `kv`; without "all", at most 32 pairs."""
+    pairs: at most 64. queries: how many keys follow, at most `pairs`; all but the last have their values. keys: which words
+    may occur, as for `kv`; without "all", at most 32 pairs."""
 
     pairs: int
     queries: int = 4

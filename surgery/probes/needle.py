@@ -54,9 +54,9 @@ class Needle:
 
     length: tokens of the prompt, by `tokenizer`. depth: where the needle is in the haystack (0: before it, 1: after it).
     source: "world" (held-out documents of the small world), "lessons" (its other documents, which lessons may hold) or a text
-    file, of which random stretches are read, with single spaces for white space. keys: which words may name the number, as for
-    `kv`. needles: how many there are, at most 32; several are evenly spread, whatever the depth. queries: how many of them are
-    asked for; the last one is the question, the earlier ones stand with their answers.
+    file, from which random stretches are read, with single spaces for white space. keys: which words may name the number, as
+    for `kv`. needles: how many there are, at most 32; several are evenly spread, whatever the depth. queries: how many of them
+    are asked for; the last one is the question, the earlier ones have their answers.
     """
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)

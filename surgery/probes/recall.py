@@ -27,10 +27,10 @@ GAP = 8  # words between the two occurrences of a pair, at least: a refrain of a
 
 @dataclass(frozen=True)
 class Recall:
-    """Recall in running text: a rare pair of words comes again, and its second word is asked for.
+    """Recall in running text: a rare pair of words occurs again, and its second word is asked for.
 
     words: of the prompt. source: a text file, read with single spaces for white space. rare: how often, per million words, the
-    pair may stand in the source outside the prompt. choices: candidates, with the right one; chance is 1 / choices.
+    pair may occur in the source outside the prompt. choices: candidates, with the right one; chance is 1 / choices.
     """
 
     source: str
@@ -93,7 +93,7 @@ class Recall:
 
 class _Text:
     """The words of a file. codes: each one's number. rarity: minus the logarithm of how often the word of that number stands in
-    the text. pairs: the number of the pair that ends at each word from the second on, and how often that pair stands there."""
+    the text. pairs: the number of the pair that ends at each word from the second on, and how often that pair occurs there."""
 
     def __init__(self, words: list[str]):
         self.words = words

@@ -16,9 +16,9 @@ from surgery.world.words import Keys, key_words
 
 @dataclass(frozen=True)
 class TwoHops:
-    """Two hops: a dictionary leads from keys to words and from these to numbers, and the number behind a key is asked for.
+    """Two hops: a dictionary maps keys to words and these words to numbers; the number for a key is asked for.
 
-    pairs: ways of two entries each, at most 64. keys: which words may be keys, as for `kv`; without "all", at most 32 pairs.
+    pairs: chains of two entries each, at most 64. keys: which words may be keys, as for `kv`; without "all", at most 32 pairs.
     """
 
     pairs: int

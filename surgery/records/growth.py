@@ -15,10 +15,10 @@ class Saved(Record):
 
 
 class Trial(Record):
-    """A plan that was measured, against the plan before the round. site: the head that it adds, of Mamba-1 a block of
+    """A measured plan, compared with the plan before the round. site: the head that it adds, of Mamba-1 a block of
     channels. blend: its gate; None where attention replaces the SSM. accuracy: of the answers; loss: on questions, in nats;
     text_loss: by how much its loss on text is above the base's, in nats per token. skills: its accuracy on each other skill.
-    beyond: what it costs more than the bounds allow (skills, or "text")."""
+    beyond: the skills (or "text") that it costs more than the bounds allow."""
 
     site: SiteText
     blend: float | None
@@ -40,7 +40,7 @@ class Round(Record):
 
 
 class Candidate(Record):
-    """A whole plan, against the base, after so many steps of tuning (0: untrained). The rest as in Trial."""
+    """A whole plan, compared with the base, after `steps` steps of tuning (0: untrained). The rest as in Trial."""
 
     sites: SitesText
     blend: float | None
@@ -66,7 +66,7 @@ class Candidate(Record):
 class Growth(Record):
     """probe: what was asked (name, options, examples, and the windows of text). accuracy, loss: the base's; skills: its
     accuracy on each other skill that it has. candidates: whole plans that were measured, untrained, then after a few steps.
-    measured: how many plans. seconds: that this took, where nothing was known from an earlier run."""
+    measured: how many plans. seconds: how long that took, without what an earlier run had measured."""
 
     probe: dict[str, Any]
     accuracy: float

@@ -73,8 +73,8 @@ class Plan(Marked):
     """Head ("L1.H3") -> how it starts. A head that is not named starts with sign 1 and tau 1. For kind head."""
     init: Literal["dual", "induction", "copy", "donor", "random"] = "dual"
     """`dual`: from the SSM head's own weights; `induction`: as an induction head, whose queries match a token with the same one
-    before a key; `copy`: the same, with values of its own, which make the token that it finds more likely, beside the SSM's
-    heads; `donor`: from a donor's; `random`. By default a head starts dual, and a layer from its donor or at random."""
+    before a key; `copy`: the same, added to the SSM's heads, with values of its own, which make the token that it finds more
+    likely; `donor`: from a donor's; `random`. By default a head starts dual, and a layer from its donor or at random."""
     donor: str | None = None
     """The donor's name or path. For kind layer."""
     donor_layers: dict[str, Annotated[int, Field(ge=0)]] = {}
@@ -100,10 +100,10 @@ class Plan(Marked):
     """Head ("L1.H3") -> where it reads an answer, in tokens before the one behind the span that holds it; negative: after it.
     For the hints of tuning (tune.hints); {}: anywhere in the span. For kind head."""
     seed: int = Field(default=0, ge=0, lt=2**52)
-    """Of what starts at random."""
+    """The seed of what starts at random."""
     at_risk: dict[str, tuple[str, ...]] = Field(default={}, exclude_if=lambda skills: not skills)
-    """Skill -> heads of this plan at which an untrained graft costs the base that skill, as its ranking measured
-    (data.skills). For the reader; splice does not look at it."""
+    """Skill -> heads of this plan at which an untrained graft costs the base that skill, as the ranking measured it
+    (data.skills). For the reader; splice does not use it."""
     growth: Growth | None = Field(default=None, exclude_if=lambda growth: growth is None)
     """How its heads were found, where plan.heads is auto."""
     provenance: Provenance | None = None

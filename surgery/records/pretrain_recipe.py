@@ -93,22 +93,22 @@ class CorpusOptions(Section):
     """An existing tokenizer, an id of the Hub or a folder; by default that of `start`, or else a byte-level BPE, trained on
     the text to learn."""
     vocabulary: int = Field(default=4096, ge=257, le=MOST)
-    """How many tokens the tokenizer has that is trained: 256 bytes, one that ends a text, and merges."""
+    """How many tokens a trained tokenizer has: 256 bytes, one that ends a text, and merges."""
     tokens: int = Field(default=512, ge=2, le=TOKENS)
     """Tokens of a window."""
     batch_size: Rows = 16
     """Windows of a step."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the checkpoint is stored in, and measured."""
+    """The precision in which the checkpoint is stored."""
     eval_steps: Count = 500
-    """Measure the held-out loss after every so many steps."""
+    """Steps between two measurements of the held-out loss."""
     eval_windows: Examples = 64
     """Windows of held-out text that are measured then; when training ends, four times as many."""
     save_steps: Count = 100
-    """Keep what was reached after every so many steps, and where a signal ends the work."""
+    """Steps between two saved states; the state is also saved when a signal ends the work."""
     rename: CorpusRename | None = Field(default=None, exclude_if=lambda rename: rename is None)
-    """Gives rare tokens other names from the first step on: in every window anew, and alike throughout it, so that what comes
-    has to be recalled. The log then tells the loss on repeated rare pairs of held-out text and on their first occurrences."""
+    """Gives rare tokens other names from the first step on: in every window anew, and alike throughout it, so that repeats
+    have to be recalled. The log then has the loss on repeated rare pairs of held-out text and on their first occurrences."""
     about: str = ""
     """For the model card: where the text comes from, and its licence."""
 
@@ -146,7 +146,7 @@ class PretrainRecipe(Section):
     embedding_std: float = Field(default=0.25, gt=0, le=FACTOR, allow_inf_nan=False)
     """Standard deviation of the embeddings at the start."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Of everything that is drawn at random."""
+    """The seed of everything that is drawn at random."""
     steps: Steps = 3000
     """Steps of the whole model."""
     learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR, allow_inf_nan=False)
@@ -162,7 +162,7 @@ class PretrainRecipe(Section):
     curriculum: Curriculum = Curriculum()
     """How dictionaries grow (section pretrain.curriculum)."""
     first_layer_steps: int = Field(default=1500, ge=0, le=STEPS)
-    """At most this many steps of the first layers alone; the stage ends when the curriculum does."""
+    """At most this many steps of only the first layers; the stage ends when the curriculum does."""
     first_layers: Count = 1
     """How many layers are the first ones: 2 for a mixer without a convolution, which needs a layer to gather and another one to
     aggregate."""
@@ -177,7 +177,7 @@ class PretrainRecipe(Section):
     text_sentences: Rows = 20
     """Sentences of a document."""
     needle_sequences: int = Field(default=0, ge=0, le=ROWS)
-    """Documents in a step in which numbers are told that are asked for at their end: retrieval with text between the pairs."""
+    """Documents in a step that tell numbers and ask for them at their end: retrieval with text between the pairs."""
     needle_sentences: int = Field(default=6, ge=0, le=ROWS)
     """At most this many sentences of such a document tell no number."""
     needle_queries: Count = 4

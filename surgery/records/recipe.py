@@ -45,9 +45,9 @@ class Recipe(Section):
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Of everything that is drawn at random."""
+    """The seed of everything that is drawn at random."""
     kernels: dict[str, str] = {}
-    """Operation -> backend, where another than the preferred one is wanted (`surgery list kernels`)."""
+    """Operation -> backend, where it is not to be the preferred one (`surgery list kernels`)."""
     data: Data = Data()
     """Section data: the text that tuning sees, and the text and facts that a model is measured on."""
     locate: Locate = Locate()

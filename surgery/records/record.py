@@ -159,7 +159,7 @@ class Environment(Record):
 
 
 class Provenance(Environment):
-    """Where a file comes from. It names no path on the machine that made it: files and folders stand by their last part."""
+    """Where a file comes from. It names no path on the machine that made it: of files and folders it has the last part."""
 
     seed: int
     """The seed of the run."""

@@ -43,7 +43,7 @@ BASE, SPLICED, TUNED = "base", "spliced", "tuned"
 LIKE = "like"  # the key of a base that names a folder or a recipe other than the model's
 JOB = "job"  # the key of a base that changes the job's recipe
 SAME_LAYER = "control_same_layer_tuned"
-WELL = 0.95  # of the questions, at the largest size: healed
+WELL = 0.95  # of the questions, at the largest size: fixed
 OF = ": "  # between a base and a model of it, in the name of a row
 # Model -> its column in the table of all bases.
 COLUMNS = {
@@ -262,9 +262,9 @@ def headline(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return (
         f"The predicted site is the best, or within the interval of the best, in {len(agree)} of {len(about)} bases. "
         f"{len(able)} retrieve: with {smallest[3:]} pairs the lower end of the interval is above twice chance. Of these, the "
-        f"prediction holds in {len({*agree} & {*able})}; untrained, the graft gains at {largest[3:]} pairs in {gain}; tuned, "
-        f"{well} answer at least {WELL:g} of {largest[3:]} pairs, and {unseen} where no lesson held the keys; with grafts at "
-        f"random other heads of the same layer, {beside} do."
+        f"prediction holds in {len({*agree} & {*able})}, and the untrained graft gains at {largest[3:]} pairs in {gain}. "
+        f"Tuned, {well} reach {WELL:g} at {largest[3:]} pairs, {unseen} with keys not used in tuning, and {beside} with grafts "
+        "at random other heads of the same layer."
     )
 
 
@@ -277,10 +277,10 @@ def _headline_of_letters(models: Mapping[str, Mapping[str, Mapping[str, Proporti
         return sum(model in of and value(of[model]) >= WELL for of in weak)
 
     return (
-        f"{len(weak)} of {len(models)} bases answer letters better than chance, and fewer than {WELL:g} of them. Of these, "
-        f"{well(TUNED)} answer at least {WELL:g} when they are grafted and tuned; {well('control_tuned')} with the same tuning "
-        f"and no graft; {well('control_random_site_tuned')} with grafts in another layer; {well(SAME_LAYER)} with grafts at "
-        "random other heads of the same layer."
+        f"{len(weak)} of {len(models)} bases answer letters above chance and below {WELL:g}. Of these, {well(TUNED)} reach "
+        f"{WELL:g} when grafted and tuned, {well('control_tuned')} with the same tuning and no graft, "
+        f"{well('control_random_site_tuned')} with grafts in another layer, and {well(SAME_LAYER)} with grafts at random other "
+        "heads of the same layer."
     )
 
 

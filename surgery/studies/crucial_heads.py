@@ -6,7 +6,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from surgery.records.site import Site
-from surgery.studies.figures import draw_bars
+from surgery.studies.figures import draw_bars, retrieved
 from surgery.studies.prune import keep_only
 from surgery.studies.study import Findings, Measurements, OfHeads, Subjects, change, rows
 
@@ -37,7 +37,8 @@ class CrucialHeads(OfHeads):
         )
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
-        draw_bars(findings, self.title, path)
+        whole, both, *_, neither = retrieved(findings)
+        draw_bars(findings, f"Retrieval {whole:.2f}; only gather and aggregate heads {both:.2f}, neither {neither:.2f}", path)
 
 
 def _names(sites: tuple[Site, ...]) -> str:

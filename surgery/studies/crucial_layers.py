@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import ClassVar
 
-from surgery.studies.figures import draw_bars
+from surgery.studies.figures import draw_bars, retrieved
 from surgery.studies.prune import leave_one_out
 from surgery.studies.study import Findings, Measurements, Study, Subjects, change, rows
 
@@ -31,7 +31,8 @@ class CrucialLayers(Study):
         )
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
-        draw_bars(findings, self.title, path)
+        whole, *cuts = retrieved(findings)
+        draw_bars(findings, f"Retrieval {whole:.2f}; without any one layer at most {max(cuts):.2f}", path)
 
 
 STUDY = CrucialLayers

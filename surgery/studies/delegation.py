@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from surgery.errors import UserError
+from surgery.evaluation.results import value
 from surgery.studies.figures import draw_bars
 from surgery.studies.prune import last_rows
 from surgery.studies.study import Findings, Measurements, Study, Subjects, change, rows
@@ -27,7 +28,9 @@ class Delegation(Study):
         )
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
-        draw_bars(findings, self.title, path)
+        last = findings.rows[-1]
+        told = ", ".join(f"{probe} {value(result):.2f}" for probe, result in last.figures.items())
+        draw_bars(findings, f"{last.what.capitalize()}: {told}", path)
 
 
 STUDY = Delegation

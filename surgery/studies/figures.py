@@ -50,6 +50,11 @@ def draw_bars(findings: Findings, title: str, path: Path) -> None:
         plotting.legend(figure, axis, columns=2)
 
 
+def retrieved(findings: Findings) -> list[float]:
+    """The accuracy of retrieval of every row."""
+    return [value(row.figures["retrieval"]) for row in findings.rows]
+
+
 def draw_curves(findings: Findings, title: str, path: Path) -> None:
     """Draw accuracy against dictionary size: a line for every row with its 95% intervals, one band for the heads at random, and
     chance."""

@@ -1,11 +1,11 @@
 """Two hops: do the few heads that serve one hop serve two?
 
 One hop: what is the value of a key? Two: what is the value of the value of a key (probes/two_hops.py)? The heads that the
-recipe plans for its own probe, one hop, are tuned on lessons of both. Beside them stand heads that were located by two hops,
+recipe plans for its own probe, one hop, are tuned on lessons of both. They are compared with heads located by two hops,
 the same heads with as many of other layers, which lead there, and the controls: as many other heads at random, added or alone,
 and the base's own mixers tuned without a graft. All learn from the same lessons for as many steps.
 
-Of the tuned hybrids each graft is then silenced in turn: one that both need costs both.
+Then each graft of the tuned hybrids is ablated in turn: one that both need costs both.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ BASE, NO_GRAFT = "base", "no graft, tuned"
 ONE_HOP, TWO_HOPS, OTHERS = "heads of one hop, tuned", "heads of two hops, tuned", "heads of one hop and of other layers, tuned"
 AT_RANDOM, WITH_RANDOM = "random heads, tuned", "heads of one hop and random heads, tuned"
 ABLATED = ": without "  # between a model and a graft, in the name of a row
-FEW = 8  # heads of a plan, up to which each is silenced by itself; of more, those of a layer together
+FEW = 8  # heads of a plan, up to which each is ablated by itself; of more, those of a layer together
 NAMES = {"one": "one hop", "two": "two hops"}
 
 
@@ -88,7 +88,7 @@ class Hops(Study):
             }
 
         rows = [Row(what=BASE, figures=dict(figures(adopt(base.model).eval())))]
-        silenced: list[Row] = []
+        ablated: list[Row] = []
         for number, (name, grafted) in enumerate({NO_GRAFT: None, **plans}.items()):
             model = with_own_mixers(base, layers) if grafted is None else splice(base.model, grafted)
             tuned(
@@ -100,19 +100,19 @@ class Hops(Study):
             if grafted is None or name not in (ONE_HOP, OTHERS):
                 continue
             of_hybrid = Subject.of(model, base.tokenizer)
-            for heads in Track(_groups(grafted.sites), "silencing"):
+            for heads in Track(_groups(grafted.sites), "ablating"):
                 with ablate_heads(of_hybrid.anatomy, heads):
-                    silenced.append(Row(what=f"{name}{ABLATED}{shortened(heads)}", figures=dict(figures(model))))
+                    ablated.append(Row(what=f"{name}{ABLATED}{shortened(heads)}", figures=dict(figures(model))))
         about = {
             "sites": {name: shortened(grafted.sites) for name, grafted in plans.items()},
             "located": {"one": str(ranking.base_accuracy), "two": str(ranking_of_two.base_accuracy)},
             "chance": {name: float(each[0].chance) for name, each in asked.items()},
         }
-        every = (*rows, *silenced)
+        every = (*rows, *ablated)
         return Measurements(about=about, summary=_summary(every, about), rows=every)
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
-        """Both kinds of question, a bar a model; below, what each graft that is silenced leaves."""
+        """Both kinds of question, a bar a model; below, what is left without each graft."""
         columns, chance = list(findings.rows[0].figures), findings.about["chance"]
         shown = [next(name for name in columns if name.startswith(NAMES["one"])), columns[-1]]
         names = [row.what for row in findings.rows]
@@ -127,7 +127,10 @@ class Hops(Study):
                 axis.set(xlabel=plotting.ACCURACY, xlim=(0, 1.02), title=column)
             axes.flat[0].set_yticks(range(len(names)), names)
             axes.flat[0].invert_yaxis()
-            figure.suptitle(f"{self.title} (dotted: chance)", fontsize=11, fontweight="bold", ha="left", x=0.01)
+            tuned = [row for row in findings.rows if row.what != BASE and ABLATED not in row.what]
+            above = sum(row.figures[shown[1]].ci95[0] > chance[shown[1]] for row in tuned)
+            title = f"{shown[1]}: {above or 'no'} tuned model{'s' * (above != 1)} above chance (dotted)"
+            figure.suptitle(title.capitalize(), fontsize=11, fontweight="bold", ha="left", x=0.01)
 
 
 def _plans(recipe: Recipe, chosen: Plan, ranking: Ranking, ranking_of_two: Ranking) -> dict[str, Plan]:
@@ -152,7 +155,7 @@ def _plans(recipe: Recipe, chosen: Plan, ranking: Ranking, ranking_of_two: Ranki
 
 
 def _groups(sites: Sequence[Site]) -> list[list[Site]]:
-    """What is silenced together."""
+    """What is ablated together."""
     heads = [head for site in sites for head in site.each()]
     return [[head] for head in heads] if len(heads) <= FEW else [[*site.each()] for site in sites]
 

@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from surgery.studies.figures import draw_curves
+from surgery.evaluation.results import value
+from surgery.studies.figures import AT_RANDOM, draw_curves
 from surgery.studies.study import Findings, Measurements, OfHeads, Row, Subjects
 from surgery.studies.sweep import CONTROL, kv_sweep
 
@@ -44,7 +45,9 @@ class KVSweep(OfHeads):
         )
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
-        draw_curves(findings, self.title, path)
+        size = str(self.pairs[-1])
+        told = ", ".join(f"{row.what} {value(row.figures[size]):.2f}" for row in findings.rows if AT_RANDOM not in row.what)
+        draw_curves(findings, f"{size} pairs: {told}", path)
 
 
 STUDY = KVSweep

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import ClassVar
 
-from surgery.studies.figures import draw_bars
+from surgery.studies.figures import draw_bars, retrieved
 from surgery.studies.prune import minimal_model, shorten
 from surgery.studies.study import Findings, Measurements, Study, Subjects, change, rows
 
@@ -27,7 +27,9 @@ class MinimalModel(Study):
         )
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
-        draw_bars(findings, self.title, path)
+        *_, before, last = retrieved(findings)
+        kept = findings.about["minimal"]
+        draw_bars(findings, f"The first {kept} layers retrieve {before:.2f}, one layer fewer {last:.2f}", path)
 
 
 STUDY = MinimalModel

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from surgery.locating.ranking import Ranking
 from surgery.studies.donor_sweep import replacement_sweep
-from surgery.studies.figures import draw_bars
+from surgery.studies.figures import draw_bars, retrieved
 from surgery.studies.study import Findings, Measurements, Study, Subjects, change, rows
 
 
@@ -39,7 +39,9 @@ class Replacement(Study):
         )
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
-        draw_bars(findings, self.title, path)
+        whole, *cuts = retrieved(findings)
+        best = findings.about["best"]
+        draw_bars(findings, f"Layer {best} from the donor raises retrieval from {whole:.2f} to {max(cuts):.2f}", path)
 
 
 def leading_layers(ranking: Ranking) -> dict[str, int]:

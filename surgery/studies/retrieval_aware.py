@@ -7,7 +7,7 @@ No layer learns from another's errors until then. In the end all mixers are dist
 recipe's `tune`. In such a conversion only the layer of a head has a counterpart: a layer's mixer learns as a whole, and which
 of its heads are attention is no matter.
 
-The other way to a hybrid of as many heads is to operate on the conversion that keeps none: its own ranking by splice
+The other way to a hybrid of as many heads is to edit the conversion that keeps none: its own ranking by splice
 attribution, dual grafts, and the same tuning, which asks nothing of the Transformer.
 """
 
@@ -61,7 +61,7 @@ COLORS = ("#0072B2", "#009E73", "#CC79A7")  # in the order of CURVES
 class RetrievalAware(Study):
     """other: the Transformer. heads: how many of its heads stay attention. steps, learning_rate: of each mixer, which goes on
     from where the conversion ended, on the data of the conversion's recipe (recipe.yaml in the model's folder). The recipe's
-    `locate` ranks both models, its `tune` distils the mixers of what is converted and tunes the grafts of what is operated on,
+    `locate` ranks both models, its `tune` distils the mixers of what is converted and tunes the grafts of what is edited,
     its `bench` says what is measured."""
 
     title: ClassVar[str] = "Retrieval against heads that stay attention"
@@ -197,7 +197,7 @@ def _conversion(name: str, seed: int) -> PretrainRecipe:
 
 
 def _checkpoint(conversion: PreTrainedModel, base: Checkpoint) -> Checkpoint:
-    """A conversion without attention, as a base to operate on."""
+    """A conversion without attention, as a base to edit."""
     model = unsplice(conversion)
     return Checkpoint(f"{base.name}, {NONE}", model, base.tokenizer, fingerprint(model))
 

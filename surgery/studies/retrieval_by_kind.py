@@ -145,11 +145,15 @@ class RetrievalByKind(Study):
             left.barh(places, [part["share"] for part in parts.values()], 0.6, color=shown)
             left.set_yticks(places, [f"{what}: {part['is']}" for what, part in parts.items()])
             left.invert_yaxis()
-            left.set(xlabel="lost of retrieval", xlim=(min(0, *(part["share"] for part in parts.values())), 1.05))
+            left.set(xlabel="share of retrieval that is lost", xlim=(min(0, *(part["share"] for part in parts.values())), 1.05))
             right.barh(places, np.minimum(rises, MOST_SHOWN), 0.6, color=shown)
             right.axvline(self.needed, color=plotting.CHANCE, lw=1.6, ls=(0, (1, 1.5)))
-            right.set(xlabel=f"lost of text, nats ({MOST_SHOWN:g}: or more)", xlim=(min(0, *rises), 1.05 * MOST_SHOWN))
-            figure.suptitle(self.title, fontsize=11, fontweight="bold", ha="left", x=0.01)
+            right.set(
+                xlabel=f"rise of the loss on text, nats ({MOST_SHOWN:g}: or more)", xlim=(min(0, *rises), 1.05 * MOST_SHOWN)
+            )
+            holding = [what for what, part in parts.items() if part["is"] == "holds retrieval"]
+            title = f"Retrieval is lost and text is kept without: {' or '.join(holding) or 'none of these parts'}"
+            figure.suptitle(title, fontsize=11, fontweight="bold", ha="left", x=0.01)
 
 
 def convolutions(anatomy: Anatomy) -> list[nn.Conv1d]:
@@ -175,11 +179,11 @@ def _summary(told: dict[str, dict[str, Any]], bound: dict[str, Any], accuracy: f
     if bound["bound"] is None:
         grafts = f"What grafts could give is not measured: {bound['why']}"
     elif not bound["at"]:
-        grafts = "At no SSM head would a perfect choice save anything: grafting will not help"
+        grafts = "A perfect choice would save nothing at any SSM head: grafting will not help"
     else:
         heads = ", ".join(bound["at"])
-        grafts = f"With a perfect choice at {heads} it would be {bound['bound']:.3f} where it is {bound['without']:.3f}"
-    return f"Of retrieval ({accuracy:.3f}) go, without {'; '.join(shares)}. {grafts}."
+        grafts = f"A perfect choice at {heads} would raise retrieval from {bound['without']:.3f} to {bound['bound']:.3f}"
+    return f"Share of retrieval ({accuracy:.3f}) that is lost without {'; '.join(shares)}. {grafts}."
 
 
 STUDY = RetrievalByKind

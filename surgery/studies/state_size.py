@@ -72,7 +72,7 @@ class StateSize(Study):
         sizes = {"sizes": [whole, *self.sizes], "cache bytes": cache}
         return Measurements(
             about={"sites": [str(site) for site in chosen.sites], **sizes},
-            summary="\n".join(_summarise(size, {row.what: row.figures for row in rows}, cache, whole) for size in self.sizes),
+            summary="\n".join(summarise(size, {row.what: row.figures for row in rows}, cache, whole) for size in self.sizes),
             rows=rows,
         )
 
@@ -132,18 +132,21 @@ def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
     return {f"kv.{size}": accuracy for size, accuracy in report.kv.items()} | changes
 
 
-def _summarise(size: int, of: dict[str, dict[str, Any]], cache: dict[str, dict[str, int]], whole: int) -> str:
-    """A size in a sentence, beside the whole state's."""
+def summarise(size: int, of: dict[str, dict[str, Any]], cache: dict[str, dict[str, int]], whole: int) -> str:
+    """A size in a sentence, compared with the whole state."""
     hybrid, before = of[_row(TUNED, size)], of[_row(TUNED, whole)]
     largest = [name for name in hybrid if name.startswith("kv.")][-1]
     bare = of[_row(BASE, size)]
-    held = (f"{cut / cache[_row(TUNED, whole)][at]:.2f} at {int(at):,}" for at, cut in cache[_row(TUNED, size)].items())
+    held = (
+        f"{cut / cache[_row(TUNED, whole)][at]:.2f} after {int(at):,} token{'s' * (int(at) > 1)}"
+        for at, cut in cache[_row(TUNED, size)].items()
+    )
     return (
         f"A state of {size} of {whole}: {largest.replace('kv.', 'KV ')} {value(hybrid[largest]):.3f} tuned (whole state "
         f"{value(before[largest]):.3f}), base {value(bare[largest]):.3f} (whole {value(of[_row(BASE, whole)][largest]):.3f}); "
         f"knowledge {value(hybrid[KNOWLEDGE]):+.3f} (whole {value(before[KNOWLEDGE]):+.3f}), loss on text "
-        f"{value(hybrid[TEXT]):+.4f} nats (whole {value(before[TEXT]):+.4f}); of the cache with all of the state "
-        f"{' and '.join(held)} tokens."
+        f"{value(hybrid[TEXT]):+.4f} nats (whole {value(before[TEXT]):+.4f}); cache, as a share of that with the whole state: "
+        f"{' and '.join(held)}."
     )
 
 

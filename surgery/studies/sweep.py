@@ -49,7 +49,7 @@ def kv_sweep(
     if examples < 2:
         raise UserError("a sweep needs at least 2 examples")
     if not groups or not all(groups.values()):
-        raise UserError("a sweep needs the heads that are to be silenced")
+        raise UserError("a sweep needs the heads that are to be ablated")
     anatomy = subject.anatomy
     layers = len(anatomy.blocks) if layers is None else layers
     anatomy.check([Site(layers - 1), *(site for heads in groups.values() for site in heads)])

@@ -47,7 +47,8 @@ BASE, DEFAULT = "base", "gain"
 UNSEEN, LOSS, SEEN, TEXT = "unseen keys", "loss on unseen keys", "keys of the lessons", "loss on text"
 CHANGE, AGAINST = ", change", f", against {DEFAULT}"
 EXACT = ("gain", "ablation")  # ways that need every head measured by itself; for the others attribution ranks
-DRAWN = ("random", "layer")  # ways that draw lots; their lines are dashed
+DRAWN = ("random", "layer")  # ways that draw lots; their points are hollow
+NEARLY = 0.9  # of the largest gain
 OF, HEADS = ": ", " heads"  # between a base, a way and a number of heads, in the name of a row
 COLORS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#24292F", "#8C564B", "#7F7F7F", "#B8A800", "#6A3D9A",
@@ -146,7 +147,7 @@ class Ways(Study):
         return header, body
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
-        draw_ways(findings, self.title, path)
+        draw_ways(findings, path)
 
 
 @dataclass(eq=False)
@@ -367,61 +368,33 @@ def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def draw_ways(findings: Findings, title: str, path: Path) -> None:
-    """For each base gain against the number of heads, a line a way, named at its end; last, what choosing cost."""
-    bases, ways = list(findings.about), _ways(findings.rows)
-    colors = dict(zip(ways, COLORS * len(ways), strict=False))
-    columns = min(3, len(bases) + 1)
-    rows = -(-(len(bases) + 1) // columns)
-    with plotting.drawing(path, rows, columns, width=3.9 * columns, height=0.5 + 3.6 * rows) as (figure, axes):
-        flat = [*axes.flat]
-        for axis, name in zip(flat, bases, strict=False):
-            _draw_base(axis, name, findings.rows, ways, colors)
-        _draw_costs(flat[len(bases)], findings.about, ways, colors)
-        for axis in flat[len(bases) + 1 :]:
-            axis.set_visible(False)
-        figure.suptitle(title, fontsize=11, fontweight="bold", ha="left", x=0.01)
+def draw_ways(findings: Findings, path: Path) -> None:
+    """A point a way: its mean gain, over the cases that all ways were measured on, against the passes that choosing costs."""
+    ways = _ways(findings.rows)
+    gains = {way: float(np.mean(common_gains(findings.rows, way) or [0])) for way in ways}
+    passes = {way: max(1.0, sum(costs(findings.about, way)[:2])) for way in ways}
+    with plotting.drawing(path, width=7.0, height=4.2) as (_, axes):
+        axis = axes[0, 0]
+        for way, color in zip(ways, COLORS * len(ways), strict=False):
+            axis.plot(passes[way], gains[way], "o", ms=7, color=color, mfc="white" if way in DRAWN else color)
+            axis.annotate(way, (passes[way], gains[way]), (0, 7), textcoords="offset points", ha="center", color=color)
+        powers = range(math.floor(math.log10(min(passes.values()))), math.ceil(math.log10(max(passes.values()))) + 1)
+        axis.set(xscale="log", xlabel="passes of one sequence, ranking included (log scale, lower is better)")
+        axis.set(ylabel="gain in accuracy on unseen keys\n(higher is better)", ylim=(min(0.0, *gains.values()) - 0.03, None))
+        axis.set_xticks([10**power for power in powers], [f"{10**power:,}" for power in powers])
+        axis.margins(y=0.15)
+        axis.set_title(_result(gains, passes))
 
 
-def _draw_base(axis: Any, name: str, rows: Sequence[Row], ways: Sequence[str], colors: Mapping[str, str]) -> None:
-    counts = sorted({count for base, _, count in map(_way, rows) if base == name and count})
-    ends: dict[str, float] = {}
-    for way in ways:
-        own = {_way(row)[2]: value(row.figures[UNSEEN + CHANGE]) for row in _of(rows, way) if _way(row)[0] == name}
-        if own:
-            drawn = {"ls": "--", "mfc": "white"} if way in DRAWN else {}
-            axis.plot(range(len(own)), [own[count] for count in counts], marker="o", ms=4, lw=1.4, color=colors[way], **drawn)
-            ends[way] = own[counts[-1]]
-    axis.axhline(0, color=plotting.CHANCE, lw=0.8)
-    axis.set_xticks(range(len(counts)), counts)
-    axis.set(title=name, xlabel="heads", ylabel="gain in accuracy", xlim=(-0.2, len(counts) - 0.05))
-    low, high = axis.get_ylim()
-    room = (high - low) * 0.07
-    heights = [*sorted(ends.values())]
-    for i in range(1, len(heights)):  # names stand apart from each other, about their lines
-        heights[i] = max(heights[i], heights[i - 1] + room)
-    down = max(0.0, heights[-1] - high)
-    heights = [height - down * i / max(1, len(heights) - 1) for i, height in enumerate(heights)]
-    for (way, y), height in zip(sorted(ends.items(), key=lambda end: end[1]), heights, strict=True):
-        axis.annotate(
-            way, (len(counts) - 1, y), (len(counts) - 0.75, height), fontsize=8, color=colors[way], va="center",
-            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": colors[way], "shrinkA": 0, "shrinkB": 2},
-        )  # fmt: skip
-    axis.set_ylim(low, max(high, heights[-1] + room))
-
-
-def _draw_costs(axis: Any, about: Mapping[str, Any], ways: Sequence[str], colors: Mapping[str, str]) -> None:
-    """Forward and backward passes together."""
-    passes = {way: max(1.0, sum(costs(about, way)[:2])) for way in ways}
-    for place, way in enumerate(ways):
-        axis.barh(place, passes[way], color=colors[way], height=0.6)
-        axis.text(passes[way] * 1.15, place, f"{passes[way]:,.0f}", fontsize=8, va="center")
-    axis.set_yticks(range(len(ways)), ways, fontsize=8)
-    axis.set(title="cost of choosing", xscale="log", xlabel="passes of one sequence, ranking included")
-    powers = range(math.ceil(math.log10(max(passes.values()))) + 1)
-    axis.set_xticks([10**power for power in powers], [f"{10**power:,}" for power in powers], fontsize=8)
-    axis.set_xlim(1, max(passes.values()) * 8)
-    axis.invert_yaxis()
+def _result(gains: Mapping[str, float], passes: Mapping[str, float]) -> str:
+    """The title: of the ways that gain nearly as much as the best one, the cheapest, compared with the best."""
+    best = max(gains, key=lambda way: gains[way])
+    near = [way for way in gains if gains[way] >= NEARLY * gains[best]]
+    cheap = min(near, key=lambda way: (passes[way], -gains[way]))
+    said = f"{cheap[0].upper()}{cheap[1:]} gains {gains[cheap]:.2f} in accuracy"
+    if cheap == best:
+        return f"{said}, the most of {len(gains)} ways of choosing heads"
+    return f"{said}; the best way, {best}, {gains[best]:.2f}\nwith {passes[best] / passes[cheap]:.0f} times as many passes"
 
 
 STUDY = Ways

@@ -63,7 +63,7 @@ def loaders(
     Lessons: (ids, targets), both (b, t), without a target where there are none; with hints also what the targets are read from,
     as collate_with_evidence gives it. Text: (ids, real, position_ids), all (b, t), or
     None where `text_batch_size` is 0; real is False on padding, and positions begin again with every document. Where hits have
-    a weight, also where the pair of each recall hit stood before, as pad_packed_with_hits gives it. pairs: those of the
+    a weight, also where the pair of each recall hit occurred before, as pad_packed_with_hits gives it. pairs: those of the
     training text, if they are counted already. Raises UserError for data that cannot be used."""
     _check_lessons(tokenizer, options, data)
     steps, size = options.most_steps, options.batch_size
@@ -272,6 +272,6 @@ def _check_lessons(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data
             known |= any(isinstance(flag, EvidenceSpan) for _, flag in probe_pieces(probe, FIRST_SEED))
     if not known:
         raise UserError(
-            "tune.hints: of none of tune.lessons it is known where the answers stand; kv, mqar, needle and others say so, "
-            "and so do the recall hits of text (tune.hit_weight)"
+            "tune.hints: no probe of tune.lessons says where its answers are; kv, mqar, needle and others do, and so do the "
+            "recall hits of text (tune.hit_weight)"
         )

@@ -36,7 +36,7 @@ from surgery.tuning.sequences import IGNORE
 from surgery.tuning.shared_parts import StateCache, alike_around, blocks_of, is_trained, same_tensors_and_type
 
 Lesson = tuple[Tensor, ...]  # ids and targets, and with hints what the targets are read from
-# ids, which of them are no padding, position_ids, and perhaps where the pairs of recall hits stood before
+# ids, which of them are no padding, position_ids, and perhaps where the pairs of recall hits occurred before
 Text = tuple[Tensor, ...]
 Skills = tuple[Tensor, Tensor, Tensor]  # ids, which positions predict a token of an answer, position_ids
 Batch = tuple[Lesson, Text | None, Skills | None]
@@ -218,7 +218,7 @@ class Distillation(nn.Module):
         return self._documents[1]
 
     def _below(self, ids: Tensor, key: tuple[Any, str], position_ids: Tensor | None = None) -> Below:
-        """What stands below the first different block, which student and teacher share, without autograd."""
+        """What is below the first different block, which student and teacher share, without autograd."""
         documents = None
         if position_ids is not None and not self.packs:
             documents, position_ids = _documents(position_ids), None

@@ -2,7 +2,7 @@
 
 The loss on an answer tells a head to look a little more at what helped. Among hundreds of tokens this gradient is near zero
 where its attention is uniform: a graft that does not choose among the summaries untrained hardly learns to. The lessons know
-what each answer is read from, the recall hits of text where their pair stood before, and a graft's attention is there to be
+what each answer is read from, the recall hits of text where their pair occurred before, and a graft's attention is there to be
 seen; so a hint says it, as those of pretraining do for a Transformer (pretraining/hints.py). Where a plan knows the place at
 which a head reads an answer (Plan.places), the hint is that token. Otherwise the head may choose within the summary, and what
 it reads there is left to the loss on the answer. A control without grafts has nothing to hint at.

@@ -21,7 +21,7 @@ BEFORE = "a"  # stands before a token while it is decoded: some tokenizers drop 
 
 
 class Renaming:
-    """Exchanges the tokens that stand at most `rare` times per million in the text of `pairs`.
+    """Exchanges the tokens that occur at most `rare` times per million in the text of `pairs`.
 
     Raises UserError where the tokenizer has no two such tokens of one kind."""
 

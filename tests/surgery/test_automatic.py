@@ -64,7 +64,7 @@ def test_a_run_finds_its_heads_and_steps(recipe, every_head_saves, tmp_path, mon
     page = markdown.render(report)
     assert f"tune.steps=auto took {steps:.0f} steps; the controls took as many." in page
     assert f"plan.heads=auto added 2 heads ({', '.join(plan.growth.heads())})" in page
-    assert "on 6 questions of kv that no head was ranked by and 2 windows of text" in page
+    assert "on 6 new questions of kv and 2 windows of text" in page
     assert len(rounds(report)[1]) == 3
     assert "What was found by measuring" in html.render(report)
     # Nothing of the plan is measured again, and the result is the same.

@@ -449,7 +449,7 @@ def test_a_dry_run_says_what_the_run_would_say_of_its_folder(estimated, folder, 
     with writing(tmp_path):
         Run(toolkit="0.8.0", verb="run").write(tmp_path / "run.json")
     for options, message in (
-        ([], "would stop at once"), (["--resume"], "--resume leaves out what is finished"), (["--overwrite"], ""),
+        ([], "would stop at once"), (["--resume"], "--resume skips what is finished"), (["--overwrite"], ""),
     ):  # fmt: skip
         arguments = ["surgery", "run", str(folder / "quick.yaml"), "--dry-run", "--json", "--out", str(tmp_path), *options]
         monkeypatch.setattr(sys, "argv", arguments)

@@ -201,7 +201,7 @@ def test_the_command_prints_lines_and_json(surgery, tmp_path):
     for wrong in (("--bench",), ("--only", "prefill")):
         status, _, err = surgery("doctor", TINY, *wrong)
         assert status == 2
-        assert "of a model nothing is measured" in err
+        assert "measure kernels, not a model" in err
 
 
 def test_nothing_is_computed_and_no_weight_is_made(monkeypatch, tmp_path):

@@ -54,7 +54,7 @@ def test_export_loads_everywhere_and_carries_its_papers(hybrid, tokenizer, token
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: someone/base" in card
     assert "Nothing was measured" in card
-    assert "No licence of the base is known here" in card
+    assert "The base's licence is not known" in card
     assert folder.check(tmp_path / "out").proof == proof
     loaded = surgery.load(tmp_path / "out")
     assert loaded.fingerprint == surgery.loading.digests.fingerprint(random_base(vocab_size=hybrid.config.vocab_size))

@@ -233,7 +233,7 @@ def test_a_control_without_grafts_has_no_hints(tokenizer):
 
 def test_lessons_that_do_not_say_where_answers_stand_are_refused(tokenizer):
     options = SHORT.model_copy(update={"lessons": (Lesson(probe="copying", options={"length": 4}),), "hints": Hints()})
-    with pytest.raises(UserError, match=r"tune\.hints: of none of tune\.lessons it is known where the answers stand"):
+    with pytest.raises(UserError, match=r"tune\.hints: no probe of tune\.lessons says where its answers are"):
         tune(splice(random_base(vocab_size=VOCABULARY), Plan(sites=("L1.H3",))), tokenizer, options)
 
 

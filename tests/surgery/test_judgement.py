@@ -65,7 +65,7 @@ def test_a_base_at_chance_is_refused_whatever_was_gained(report, low):
     located = Located(probe="kv (pairs 32)", accuracy=Proportion(accuracy=0.05, ci95=(low, 0.08), n=256), chance=1 / 32)
     (judged,) = judge(report.model_copy(update={"located": located}))
     assert judged.verdict == "not to be judged"
-    assert "cannot be attributed to surgery of located heads" in judged.answer
+    assert "cannot be attributed to an edit of located heads" in judged.answer
     better = located.model_copy(update={"accuracy": Proportion(accuracy=0.05, ci95=(0.04, 0.08), n=256)})
     assert judge(report.model_copy(update={"located": better}))[0].verdict == "yes"
 
@@ -86,7 +86,7 @@ def test_where_needles_alone_were_asked_they_are_judged(report):
     assert said.startswith(
         "Did it help? Yes: with a needle in the middle of 2,048 tokens tuned answers 1.000 of the questions, "
     )
-    assert "The best of 1 controls is control_tuned with 0.480." in said
+    assert "The only control is control_tuned with 0.480." in said
     assert "| model |\n" not in render(long)  # a table of names alone
     control = models["control_tuned"].model_copy(update={"change": models["tuned"].change})
     as_good = long.model_copy(update={"models": models | {"control_tuned": control}})
@@ -130,8 +130,8 @@ def test_a_base_at_chance_at_every_size_is_refused_without_a_ranking(report):
 
 @pytest.mark.parametrize(
     ("control", "words"),
-    [("control_tuned", "that the graft is what helps is not shown"),
-     ("control_same_layer_tuned", "that the located heads are what matters is not shown")],
+    [("control_tuned", "it is not shown that the graft helps"),
+     ("control_same_layer_tuned", "it is not shown that the choice of heads matters")],
 )  # fmt: skip
 def test_a_control_that_does_as_well_takes_the_yes_away(report, control, words):
     (judged,) = judge(changed(report, control, accuracy=0.93, change=(0.63, 0.65, 0.67), differs=True))

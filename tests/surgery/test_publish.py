@@ -246,7 +246,7 @@ def test_the_model_of_someone_else_is_not_replaced_unasked(hub, folder, surgery)
         assert len(hub.commits) == before
     status, out, err = surgery("publish", folder, REPO, "--overwrite")
     assert status == 0, err
-    assert "Deleted there, of what stood there before: pytorch_model.bin." in out
+    assert "Deleted there, from an earlier export: pytorch_model.bin." in out
     assert "pytorch_model.bin" not in hub.files
     assert hub.files["notes.txt"] == b"n"
 

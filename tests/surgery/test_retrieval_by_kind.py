@@ -60,7 +60,7 @@ def test_of_a_base_it_says_what_grafts_could_give(tmp_path):
     _, found = measured(recipe("tiny-deltanet", pairs=32), tmp_path, most=1)
     assert len(found.about["at"]) == 1
     assert found.about["bound"] >= found.about["without"] > 0.2
-    assert f"With a perfect choice at {found.about['at'][0]} it would be" in found.summary
+    assert f"A perfect choice at {found.about['at'][0]} would raise retrieval from" in found.summary
 
 
 def test_without_convolutions_every_token_stands_for_itself():

@@ -179,7 +179,7 @@ def test_it_is_exported_and_tuned_on_like_any_hybrid(tmp_path, format):
     plan = shrink_state(base, Plan(sites=("L0.H2,7",)), 4, text_tokens=32, windows=2)
     hybrid = splice(base, plan)
     export(hybrid, tmp_path / "cut", format=format, verify="tensors")
-    assert "What stays an SSM keeps 4 dimensions of its state" in (tmp_path / "cut" / "README.md").read_text()
+    assert "Heads that stay an SSM keep the 4 dimensions of their state" in (tmp_path / "cut" / "README.md").read_text()
     loaded = load(tmp_path / "cut").model
     assert state_size(loaded) == 4
     ids = torch.arange(40).view(2, 20)

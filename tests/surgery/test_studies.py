@@ -284,8 +284,10 @@ def test_a_cohort_is_summed_up_where_a_job_stopped(tmp_path, painted):
     }
     said = cohort.headline(about, rows)
     assert "in 1 of 2 bases. 2 retrieve: with 8 pairs" in said
-    assert "the graft gains at 100 pairs in 0; tuned, 1 answer at least 0.95 of 100 pairs, and 0 where no lesson held" in said
-    assert said.endswith("with grafts at random other heads of the same layer, 1 do.")
+    assert (
+        "the untrained graft gains at 100 pairs in 0. Tuned, 1 reach 0.95 at 100 pairs, 0 with keys not used in tuning" in said
+    )
+    assert said.endswith("and 1 with grafts at random other heads of the same layer.")
     origin = Findings.read(ROOT / "recipes" / "seed2.findings.json").provenance
     found = Findings(provenance=origin, study="cohort", about=about, summary=said, rows=tuple(rows))
     _, body = cohort.Cohort.table(found)

@@ -231,7 +231,7 @@ def test_as_many_windows_as_cost_nothing_and_as_a_budget_takes():
         ({"length": 16}, whole, "nothing has to be done"),
         ({"length": 16, "groups": 1}, most - 1, f"takes {most:,} bytes"),
         ({"length": 16, "groups": 3}, whole, "has 2 groups"),
-        ({"length": 999}, most, "tokens at most, all of which a window of 999 reads"),
+        ({"length": 999}, most, "tokens at most, and a window of 999 reads all of them"),
     ):
         with pytest.raises(UserError, match=why):
             planned(window, cache_budget={"bytes": bytes, "tokens": 1000})

@@ -93,7 +93,7 @@ def planning(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, heads: int) -> 
 class Benching:
     """What bench does. work: the forwards of each model. longest: tokens of a row. making, encoding: the seconds of making what
     is asked, once, and of encoding it, for each model. exact: whether the forwards are; at_most: whether there may be fewer, as
-    writing ends where all answers stand."""
+    writing ends once all answers are written."""
 
     work: Work
     longest: int

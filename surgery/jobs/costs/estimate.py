@@ -359,7 +359,7 @@ class BenchCosts(StageCosts):
         """What is not known before."""
         result = []
         if self.counted.at_most:
-            result.append("Writing ends where all answers stand; it is taken to go on as long as it may.")
+            result.append("Writing ends once all answers are written; it is taken to go on as long as it may.")
         if self.counted.longest > self.row:
             result.append(f"Forwards were timed on rows of {self.row:,} tokens; in longer ones attention takes more.")
         return tuple(result)

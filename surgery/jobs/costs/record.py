@@ -104,7 +104,7 @@ class CostEstimate(Environment):
         return ["stage", "time", "peak memory", "disk", "what it does"], body
 
     def lines(self) -> list[str]:
-        """What stands below the table."""
+        """What is below the table."""
         tried = f"Steps of tuning were timed on {self.tried}, and extended from there." if self.tried else ""
         return [line for line in (self.busy(), tried, *self.assumptions, *self.advice) if line]
 

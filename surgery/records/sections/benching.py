@@ -88,23 +88,23 @@ class Bench(Section):
     window: int = Field(default=256, ge=2, le=TOKENS)
     """Tokens of a window."""
     contexts: tuple[Tokens, ...] | None = None
-    """Lengths in tokens at which decoding is timed, prompts are asked, and hits are looked for: for a question of length, one
-    to sixteen times what the base was trained on, say. By default 256, 1024 and 4096, as far as the tokenizer's
+    """Lengths in tokens at which decoding is timed, prompts are asked, and hits are looked for. For retrieval against length,
+    one to sixteen times the trained length is a good choice. By default 256, 1024 and 4096, as far as the tokenizer's
     model_max_length allows; lengths that are given are measured beyond it, too."""
     rare: float = Field(default=10.0, ge=0, allow_inf_nan=False)
-    """Of the suite hits: how often, per million tokens, a pair may stand in the text outside the row. Counted in
+    """For the suite hits: how often, per million tokens, a pair may occur in the text outside the row. Counted in
     data.train_text; if none is named, in the rest of data.held_out_text."""
     words: Literal["own", "wonderwords"] = "own"
-    """Of the suite ruler: the words that are keys, the project's own, or those of RULER, for which wonderwords has to be
-    installed."""
+    """For the suite ruler: the words that are keys, the project's own or those of RULER, which need the package
+    wonderwords."""
     batches: tuple[Rows, ...] = (1, 8)
-    """Batch sizes of the suite speed."""
+    """Batch sizes for the suite speed."""
     concurrencies: tuple[Rows, ...] = (1, 4)
-    """Requests at a time, of the suite serving."""
+    """Requests at a time, for the suite serving."""
     batch_size: Rows = 64
-    """Sequences in a forward pass, of windows of text a quarter as many; the scores do not depend on it."""
+    """Sequences in a forward pass; windows of text are a quarter as many. The scores do not depend on it."""
     controls: bool | tuple[Control, ...] = True
-    """Also measure controls, without which no gain is called one; all, or those that are named. `surgery run`: `tuned`, the
+    """Also measure controls, which a gain needs to count; all, or those that are named. `surgery run`: `tuned`, the
     base tuned without a graft; `random_site`, grafts at random sites of other layers; `same_layer`, grafts at other heads of
     the plan's own layers. `surgery bench`: the base tuned without a graft, as the recipe in the hybrid's folder says."""
     random_sites: Repeats = 2

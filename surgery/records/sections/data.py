@@ -67,9 +67,9 @@ class Data(Section):
     """Facts for the knowledge probes: `world`, `capitals` (real ones, for real models), or a .jsonl file. Of a file a quarter
     is asked while planning and tuning, and the rest by bench."""
     skills: Annotated[Literal["auto"] | tuple[Skill, ...], pydantic.BeforeValidator(_skills)] = "auto"
-    """What an edit must not cost (section data.skills). locate measures each head on these skills, plan.heads: auto
-    and the early stopping of tuning stay within bounds of them, tuning holds the answers to the base's, and bench compares
-    them. auto: kv with 16 pairs, letters and knowledge, but for what tune.lessons teach. []: none."""
+    """Skills that an edit must not cost (section data.skills). locate measures each head on them, plan.heads: auto and early
+    stopping bound their loss, tuning holds the answers to the base's, and bench compares them. auto: kv with 16 pairs, letters
+    and knowledge, without those that tune.lessons teach. []: none."""
 
     @pydantic.field_validator("train_text")
     @classmethod

@@ -37,9 +37,8 @@ class Locate(ProbeChoice):
     confirm: float | None = Field(default=None, gt=0, le=1)
     """Measure only this share of the heads exactly: the leading ones by attribution."""
     init: Literal["dual", "induction"] = "dual"
-    """How grafts of heads start, those that are measured here as well as the plan's. dual: as the head's own SSM. induction: as
-    an induction head, which looks for the same token before; for a base whose own heads do not choose among tokens. In
-    families like mamba2."""
+    """How grafts of heads start, here and in the plan. dual: as the head's own SSM. induction: as an induction head, which
+    looks for the same token before; for a base whose own heads do not choose among tokens. In families like mamba2."""
     layers: bool = True
     """Also measure whole layers."""
     ablation: Literal["zero", "mean", "resample"] = "zero"
@@ -63,47 +62,47 @@ class Auto(Section):
     max_heads: Count = 8
     """At most this many heads."""
     candidates: Count = 4
-    """In each round, so many of the leading heads that are not in the plan yet are tried, each beside those that are. Other
-    heads than the first may be the best second one: heads stand in for each other."""
+    """How many of the leading heads each round tries to add to the plan. The second best head by itself need not be the best
+    one to add: heads can replace each other."""
     examples: int = Field(default=128, ge=2, le=EXAMPLES)
     """Questions for each measurement."""
     windows: Examples = 32
     """Windows of text for each measurement, of tune.text_tokens tokens."""
     text_weight: float = Field(default=4.0, ge=0, le=FACTOR, allow_inf_nan=False)
-    """What a nat of loss per token of text counts beside one per question: a question is one token among many."""
+    """How much a nat of loss per token of text counts, relative to one per question: a question is one token among many."""
     least_gain: float = Field(default=0.02, ge=0, allow_inf_nan=False)
     """A head is worth its cache, which grows with every token, if it saves this many nats, and the 95% interval of what it
-    saves leaves out 0. At .02, right answers become 2% more probable."""
+    saves excludes 0. At .02, right answers become 2% more probable."""
     skill_examples: int = Field(default=512, ge=2, le=EXAMPLES)
     """Questions about each other skill, for each measurement."""
     accuracy_bound: float = Field(default=0.02, ge=0, le=1)
     """The accuracy on each other skill may fall by this much."""
     text_bound: float = Field(default=0.01, ge=0, le=FACTOR, allow_inf_nan=False)
-    """The loss on text may rise by so many nats per token."""
+    """The loss on text may rise by this many nats per token."""
     finalists: Count = 3
-    """So many of the best plans within the bounds are tuned for a few steps, and the best of them is taken."""
+    """This many of the best plans within the bounds are tuned for a few steps, and the best of them is taken."""
     steps: int = Field(default=25, ge=0, le=STEPS)
     """Those few steps. 0: the best plan untrained is taken."""
     gates: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = (0.1, 0.25, 0.5, 1.0)
-    """The gates that are tried, unless plan.blend says which; at 1, attention replaces the SSM, without a gate. Of other ways
-    than by: gain, whose heads share one, the largest within the bounds."""
+    """The gates that are tried, unless plan.blend says which; at 1, attention replaces the SSM, without a gate. With another by
+    than gain all heads share one gate, the largest within the bounds."""
 
 
 class WindowOptions(Section):
     """Which heads of the model's own attention read the first tokens of a row and the latest ones, and keep no other keys.
-    Heads that share keys, a group, have their window together. Those whose ablation costs least come first."""
+    Heads that share keys, a group, have one window together. Groups whose ablation costs least come first."""
 
     section = "plan.window"
 
     groups: Annotated[Count | Literal["auto"], Field(union_mode="left_to_right")] = "auto"
-    """How many groups have a window. auto: as many as cost nothing by the bounds of plan.auto, which hold for the answers to
+    """How many groups have a window. auto: as many as stay within the bounds of plan.auto, which here hold for the answers to
     locate.probe, too; with plan.cache_budget, as many as that takes."""
     sites: SitesText | None = None
     """These heads instead, e.g. L1.H0,1;L3.H2,3."""
     first: int = Field(default=4, ge=1, lt=2**20)
     """How many of the first tokens they read."""
     length: int = Field(default=256, ge=2, lt=2**24)
-    """How many of the latest tokens they read. What is measured has to be longer, or nothing is forgotten there."""
+    """How many of the latest tokens they read. The questions that are measured have to be longer."""
 
 
 class CacheBudget(Section):
@@ -112,9 +111,9 @@ class CacheBudget(Section):
     section = "plan.cache_budget"
 
     bytes: int = Field(ge=1, le=2**60)
-    """So many bytes."""
+    """At most this many bytes."""
     tokens: Tokens
-    """After so many tokens."""
+    """After this many tokens."""
 
 
 class PlanOptions(Section):
@@ -126,8 +125,8 @@ class PlanOptions(Section):
     """`head`: attention inside the SSM's mixer, at chosen heads. `layer`: attention instead of the whole mixer. `window`: no
     graft, but windows for heads of the model's own attention (section plan.window)."""
     heads: Annotated[Count | Literal["auto"], Field(union_mode="left_to_right")] = 1
-    """How many of the leading heads are grafted. auto: head after head is added by what it (or, by: choice, a perfect choice
-    there) is measured to save, until the next one is not worth its cache (section plan.auto). For kind head."""
+    """How many of the leading heads are grafted. auto: heads are added while the next one is worth its cache, by measuring what
+    it saves (with by: choice, what a perfect choice there would save; section plan.auto). For kind head."""
     by: Name = "gain"
     """How heads are chosen (`surgery list ways`). gain: the leading heads of the ranking. All other ways measure plans on the
     model, on questions and text as plan.auto says, and stay within its bounds. For kind head."""
@@ -136,9 +135,9 @@ class PlanOptions(Section):
     sites: SitesText | None = None
     """These sites instead of the leading ones, e.g. L1.H3,5;L2.H0."""
     init: Literal["dual", "induction", "copy"] | None = None
-    """How grafts of heads start; by default as those that locate.init ranked them by. copy: an added copy mechanism, no surgery
-    on located heads: induction heads with values of their own, which make the token that they find more likely. They are added
-    to what the layer puts out, times `blend`: the layer matters, and not which of its heads. In mamba2 and llamba."""
+    """How grafts of heads start; by default as locate.init says. copy: an added copy mechanism instead of an edit of located
+    heads: induction heads with values of their own, which make the token that they find more likely. They are added to the
+    layer's output, times `blend`: only the layer matters, not the head. In mamba2 and llamba."""
     donor: Name | None = None
     """A Transformer whose layers the grafts start from: a folder, or an id of the Hub. For kind layer."""
     donor_layers: dict[str, int] = {}
@@ -154,12 +153,13 @@ class PlanOptions(Section):
     """Keep SSM and attention both, under a learned gate that starts here (at 0 the hybrid equals the base exactly). By default
     attention replaces the SSM. For kind head."""
     state_size: Count | None = None
-    """The heads that stay an SSM keep so many dimensions of their state, those that text needs most; by default all. In mamba
+    """The heads that stay an SSM keep this many dimensions of their state, those that text needs most; by default all. In mamba
     and mamba2, for kind head."""
     window: WindowOptions | None = None
-    """Windows beside the grafts of kind head, or, by default all that is said there, of kind window (section plan.window)."""
+    """Windows for heads of the model's own attention (section plan.window): for kind window, or in addition to grafts of kind
+    head."""
     cache_budget: CacheBudget | None = None
-    """What the cache may take: grafts are put in, and windows given until it fits (section plan.cache_budget)."""
+    """What the cache may take, grafts included: windows are added until it fits (section plan.cache_budget)."""
     auto: Auto = Auto()
     """How heads: auto adds heads (section plan.auto)."""
 

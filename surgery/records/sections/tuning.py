@@ -53,7 +53,7 @@ class EarlyStopping(Section):
     section = "tune.early_stopping"
 
     eval_steps: Count = 25
-    """Measure after every so many steps."""
+    """Steps between two measurements."""
     accuracy: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     """The accuracy on each skill may be this much below the base's."""
     perplexity: float = Field(default=0.01, ge=0, allow_inf_nan=False)
@@ -66,14 +66,14 @@ class EarlyStopping(Section):
 
 class Hints(Section):
     """Where the grafts are to look, as far as it is known: from the place where an answer is due at the span of the prompt
-    that holds it, and from the token before a recall hit of text (tune.hit_weight) at where its pair stood before. The
+    that holds it, and from the token before a recall hit of text (tune.hit_weight) at where its pair occurred before. The
     loss on an answer moves attention only as far as attention is near it already."""
 
     section = "tune.hints"
 
     weight: float = Field(default=0.3, gt=0, le=FACTOR, allow_inf_nan=False)
-    """Weight of the hints in the loss: of minus the logarithm of the attention that grafted heads pay to the span that holds an
-    answer, the mean over answers, and to that of a hit's pair, the mean over hits."""
+    """Weight of the hints in the loss. A hint is minus the logarithm of the attention that grafted heads pay to the span that
+    holds an answer, or to the pair of a hit: the mean over answers and over hits."""
 
 
 class Rename(Section):
@@ -83,9 +83,9 @@ class Rename(Section):
     section = "tune.rename"
 
     rare: float = Field(default=300.0, gt=0, allow_inf_nan=False)
-    """How often, per million tokens of data.train_text, a token may stand there to be exchanged for another of the same kind:
-    of letters of the same script, with or without a space before them and with or without a capital. Tokens that never stand
-    there are as good as any."""
+    """How often, per million tokens of data.train_text, a token may occur to be exchanged for another of the same kind: letters
+    of the same script, with or without a space before them and with or without a capital. Tokens that never occur there may be
+    used, too."""
 
 
 class Lora(Section):
@@ -114,12 +114,12 @@ class Tune(Section):
     largest until then, and falls over the share `decay` of all steps: if that is 1, a quarter. The controls of a run then take
     as many."""
     max_steps: Steps = 1000
-    """Where steps is auto, the most that there may be."""
+    """The most steps, where steps is auto."""
     batch_size: Rows = 16
     """Sequences of training examples in a step."""
     lessons: tuple[Lesson, ...] = (Lesson(options={"pairs": (4, 64)}),)
-    """What retrieval is learnt from (section tune.lessons): each step draws one, by weight. []: from recall hits of text alone
-    (hit_weight)."""
+    """The probes that teach retrieval (section tune.lessons): each step draws one, by weight. []: only recall hits of text
+    teach it (hit_weight)."""
     text_batch_size: int = Field(default=4, ge=0, le=ROWS)
     """Rows of text in a step."""
     text_tokens: int = Field(default=192, ge=2, le=TOKENS)
@@ -132,10 +132,10 @@ class Tune(Section):
     """Such questions in a step."""
     hit_weight: float = Field(default=0.0, ge=0, le=FACTOR, allow_inf_nan=False)
     """Weight of the loss on recall hits of the text: tokens that complete a pair seen before in their document and rare in
-    data.train_text. They are learnt from the text itself, and left out of the KL divergence from the base, which misses them.
+    data.train_text. They are learnt from the text itself. The KL divergence leaves them out, because the base misses them.
     Hits from far back need long rows (text_tokens)."""
     rare: float = Field(default=10.0, ge=0, allow_inf_nan=False)
-    """Where hits have a weight: how often, per million tokens of data.train_text, their pair may stand there."""
+    """Where hits have a weight: how often, per million tokens of data.train_text, their pair may occur."""
     learning_rate: float = Field(default=3e-3, gt=0, le=FACTOR, allow_inf_nan=False)
     """The largest learning rate; after the warm-up it falls to 0 along a cosine."""
     decay: float = Field(default=1.0, gt=0, le=1)
@@ -143,7 +143,7 @@ class Tune(Section):
     warmup_steps: int = Field(default=10, ge=0, le=MOST)
     """Steps over which the learning rate rises."""
     save_steps: Count = 50
-    """Write a checkpoint after every so many steps, from which --resume continues; also every 5 minutes and on Ctrl-C."""
+    """Steps between two checkpoints, from which --resume continues; one is also written every 5 minutes and on Ctrl-C."""
     hints: Hints | None = None
     """What tells the grafts where the answers of training examples and the pairs of recall hits are (section tune.hints). {}
     for its defaults."""
@@ -153,7 +153,7 @@ class Tune(Section):
     early_stopping: EarlyStopping | None = None
     """What ends the steps early (section tune.early_stopping). {} for its defaults."""
     lora: Lora | None = None
-    """Adapters on the base that learn beside the grafts (section tune.lora)."""
+    """Adapters on the base that learn together with the grafts (section tune.lora)."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Compute states within blocks again on the backward pass: less memory, more time, the same result. auto: where they would
     not fit into memory; with divided models (FSDP, ZeRO 3) only true does so."""
