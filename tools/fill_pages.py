@@ -62,33 +62,30 @@ MLX = ROOT / "recipes" / "mlx.json"
 # In the order of the page: where miniature and paper agree, and where not.
 VERDICTS = {
     "minimal-model": """\
-**Agrees** in that retrieval holds until one layer more is dropped and then falls to chance at once. **Differs**: knowledge
-falls with every layer, where the paper's knowledge tasks stay flat. In four layers none is spare.""",
+**Agrees**: retrieval holds until one more layer is dropped, and then falls to chance at once. **Differs**: knowledge falls with
+every layer, where the paper's knowledge tasks stay flat. Of four layers none is spare.""",
     "crucial-layers": """\
-**Agrees** in that the last two layers of the minimal model are crucial, and the gather head is in one, the aggregate head in
-the other. **Differs**: with so few layers the first is needed as well, and no layer can go without a loss of knowledge.""",
+**Agrees**: the last two layers of the minimal model are crucial; one holds the gather head, the other the aggregate head.
+**Differs**: with so few layers the first is needed as well, and dropping any layer costs knowledge.""",
     "crucial-heads": """\
-**Agrees**: each of the two is worth nothing without the other, and both together, of eight heads, bring back a part of
-retrieval that is far above chance (1/16). **Differs**: a part only. Where the heads are was
-put there by hints; that `locate` names those two and no others first is the test.""",
+**Agrees**: each of the two is worth nothing without the other, and both together, of eight heads, give retrieval far above
+chance (1/16). **Differs**: they give only a part of it. Hints in pretraining decided where these heads are; the test is
+that `locate` names them first.""",
     "kv-sweep": """\
-**Agrees**: without the aggregate head retrieval falls the further the more pairs there are to choose from, without the gather
-head it is gone, and as many heads at random cost nothing. Measured in the minimal model: in the whole one, heads of the last
-layer replace a lost aggregate head.""",
+**Agrees**: without the aggregate head retrieval falls with the number of pairs, without the gather head it is gone, and random
+heads cost nothing. Measured in the minimal model: in the whole one, heads of the last layer replace a lost aggregate head.""",
     "mixing-matrices": """\
 **Agrees**: the Transformer's gather head looks from each value at its key, its aggregate head from the question at one
-summary, both sharply; the SSM's aggregate head (which nothing hinted) spreads over all summaries, the right one among them.
-**Differs**: tiny-mamba2's convolution gathers before any head does, so the head that is called a gather head there costs
-little when it is ablated.""",
+summary, both sharply. The SSM's aggregate head, for which there was no hint, spreads over all summaries. **Differs**:
+tiny-mamba2's convolution gathers before any head does, so ablating its gather head costs little.""",
     "delegation": """\
 **Agrees**, and more sharply than in the paper: without attention at the query position retrieval is at chance and knowledge
-stays. The hybrid was trained from scratch with nothing said about where to retrieve. (The paper masks the last row; here the
-mixers' output at the last position is put to zero, which goes for SSMs as well: `surgery/studies/prune.py`.)""",
+stays. The hybrid was trained from scratch, without hints about where to retrieve. (The paper masks the last row; here the
+mixers' output at the last position is set to zero, which also works for SSMs: `surgery/studies/prune.py`.)""",
     "replacement": """\
-**Agrees**: one layer gives everything back without training, and it is the layer of the donor's aggregate head. **Differs**:
-the layer above does nearly as well, because the donor has heads there that can replace them. Of locate's measures on the SSM,
-splice attribution names the right layer. The exact gains name its neighbour, the cost of ablation another. With an earlier
-pair of models, not kept, whose hints were for all heads of a layer, attribution named it too.""",
+**Agrees**: one layer restores everything without training, and it is the layer of the donor's aggregate head. **Differs**: the
+layer above does nearly as well, because the donor's heads there can replace that head. Of locate's measures on the SSM, splice
+attribution names the right layer. The exact gains name its neighbour, the cost of ablation another.""",
 }
 
 

@@ -87,7 +87,7 @@ def requirement(text: str, models: list[str], tasks: list[str]) -> Requirement |
             raise UserError(f"--require '{text}': '{left}' is not measured; there are {', '.join(tasks)}")
         task = left[len(held[0]) + 1 :]
     if other is not None and other not in (*models, "base"):
-        blanks = " (+, - and * stand between blanks)" if {*other} & {*CHANGES} else ""
+        blanks = " (put blanks around +, - and *)" if {*other} & {*CHANGES} else ""
         raise UserError(f"--require '{text}': no model is named '{other}'{blanks}; there are {', '.join(models)}")
     if other == "base" and "base" not in models:
         other = models[0]

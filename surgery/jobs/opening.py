@@ -136,7 +136,7 @@ def open_compared(
     beside, dtypes = _open_others(base, list(labels(others).items())[1:], recipe, trust_remote_code)
     if "dtype" in recipe.model_fields_set or len(set(dtypes)) == 1:
         if turns := [label for label, other in beside.items() if isinstance(other, Unheld)]:
-            say(f"too large to hold all: opened again for each use, and timed alone: {', '.join(turns)}")
+            say(f"too large to hold all at once; opened for each use, and timed by themselves: {', '.join(turns)}")
         return recipe, base, beside
     say(f"the models are stored in {' and '.join(sorted(set(dtypes)))}; all are compared in {dtypes[0]}, unless dtype is set")
     del base, beside  # or all would be held twice

@@ -40,11 +40,9 @@ def plan(
         advice = f"surgery.Ranking.read({str(ranking)!r})" if isinstance(ranking, str | Path) else "surgery.locate makes one"
         raise UserError(f"surgery.plan takes a Ranking, not {a_type(ranking)}: {advice}")
     if heads == "auto":
-        raise UserError(
-            "plan.heads=auto measures the model: surgery.grow(model, ranking) does that, `surgery plan` and `surgery run`, too"
-        )
+        raise UserError("plan.heads=auto measures the model: use surgery.grow(model, ranking), `surgery plan` or `surgery run`")
     if kind == "window":
-        raise UserError("plan.kind=window takes the ranked model: `surgery plan` does that")
+        raise UserError("plan.kind=window measures the ranked model: use `surgery plan`")
     measured, count = (ranking.layers, layers) if kind == "layer" else (ranking.heads, heads)
     if sites is None:
         if not isinstance(count, int) or not 1 <= count <= len(measured):

@@ -28,7 +28,7 @@ def choice_probe(tokenizer: PreTrainedTokenizerBase, name: str, options: Mapping
     lessons may hold. Raises UserError for a probe that asks for anything else."""
     probe = _made(tokenizer, name, options)
     if isinstance(probe, PassageProbe):
-        raise UserError(f"locate.probe: '{name}' asks for tokens of text; here it takes one with choices, as kv or recall")
+        raise UserError(f"locate.probe: '{name}' asks for tokens of text; here a probe with choices is needed, such as kv")
     return probe
 
 

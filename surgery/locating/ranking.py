@@ -116,7 +116,7 @@ class Ranking(RankedHeads):
     def _notes(self, shown: int) -> list[str]:
         left = len(self.heads) - shown
         more = [f"... and {left:,} more heads: see top(k), to_pandas() and plot()"] if left > 0 else []
-        also = ["also for: other skills that leaving the head out, or a graft in its place, costs"] if self.skills else []
+        also = ["also for: other skills that ablating or grafting the head costs"] if self.skills else []
         return [*more, *(f"{name.replace('_', ' ')}: {LEGEND[name]}" for name in self._shown()), *also]
 
 

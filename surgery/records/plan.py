@@ -68,7 +68,7 @@ class Plan(Marked):
     sites: SitesText = ()
     """For kind head: heads, one site for each layer. For kind layer: layers ("L3"). For kind window: none."""
     windows: PlanWindows | None = Field(default=None, exclude_if=lambda windows: windows is None)
-    """Heads of the model's own attention that forget. For kind window, or beside the grafts of kind head."""
+    """Heads of the model's own attention that forget. For kind window, or in addition to grafts of kind head."""
     starts: dict[str, Start] = {}
     """Head ("L1.H3") -> how it starts. A head that is not named starts with sign 1 and tau 1. For kind head."""
     init: Literal["dual", "induction", "copy", "donor", "random"] = "dual"

@@ -43,7 +43,7 @@ def shrink_state(
     that is not below the base's, and for a base or a plan whose state cannot be cut."""
     subject, plan = Subject.of(base, verb="shrink_state"), plan_for(plan, "shrink_state")
     if plan.kind != "head":
-        raise UserError(f"plan.state_size: is for head grafts, beside whose attention an SSM is left; this is kind {plan.kind}")
+        raise UserError(f"plan.state_size: is for head grafts, which leave an SSM; this is kind {plan.kind}")
     for name, count, least in (("text_tokens", text_tokens, 2), ("windows", windows, 1)):
         if not isinstance(count, int) or count < least:
             raise UserError(f"surgery.shrink_state: {name} is a whole number from {least}, not {count!r}")

@@ -70,7 +70,7 @@ def test_a_task_that_could_not_be_measured_fails(report):
         ("kv.63 >= 1", "'kv.63' is not measured; there are kv.4"),
         ("other.kv.64 >= 1", "'other.kv.64' is not measured"),
         ("kv.64 >= other + 0.1", "no model is named 'other';"),
-        ("perplexity <= base*1.01", "no model is named 'base*1.01' (+, - and * stand between blanks);"),
+        ("perplexity <= base*1.01", "no model is named 'base*1.01' (put blanks around +, - and *);"),
         ("perplexity <= base * 101%", "takes 'no loss', TASK >= NUMBER"),
         ("kv.64 >= nan", "no model is named 'nan'"),
         ("0.5 <= kv.64", "'0.5' is not measured"),

@@ -33,7 +33,7 @@ def _mixture(value: Any) -> Any:
 
 
 class Skill(Section):
-    """What a base can do beside what it is edited for: a probe with choices."""
+    """A skill of the base other than the one it is edited for: a probe with choices."""
 
     section = "data.skills"
 

@@ -170,7 +170,7 @@ class PlanOptions(Section):
         if self.window is None and (self.kind == "window" or self.cache_budget is not None):
             vars(self)["window"] = WindowOptions()
         if layer and self.window is not None:
-            raise ValueError("window: is for kind head, beside whose grafts windows stand, and for kind window")
+            raise ValueError("window: is for kind window, and for kind head in addition to grafts")
         if self.kind == "window":
             return self._alone()
         if layer and self.heads != 1:
@@ -183,7 +183,7 @@ class PlanOptions(Section):
                 "sites and donor"
             )
         if self.state_size is not None and layer:
-            raise ValueError("state_size: is for kind head, beside whose attention an SSM is left; leave out kind")
+            raise ValueError("state_size: is for kind head, which leaves a part of the mixer an SSM; leave out kind")
         if self.donor is not None and not layer:
             raise ValueError("donor: is for kind layer; heads start from their own weights")
         if self.sites is not None and not self.sites:
@@ -201,7 +201,7 @@ class PlanOptions(Section):
         own = {"kind", "window", "cache_budget", "auto"}
         fields = type(self).model_fields.items()
         if strays := sorted(name for name, each in fields if name not in own and getattr(self, name) != each.get_default()):
-            raise ValueError(f"{strays[0]}: is of grafts, and kind is window; the heads of windows are in plan.window")
+            raise ValueError(f"{strays[0]}: is for grafts, and kind is window; the heads of windows are in plan.window")
         return self
 
     @property

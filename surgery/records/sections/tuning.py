@@ -89,7 +89,7 @@ class Rename(Section):
 
 
 class Lora(Section):
-    """Adapters on the base that learn beside the grafts, by peft."""
+    """Adapters on the base that learn together with the grafts, by peft."""
 
     section = "tune.lora"
 
