@@ -24,7 +24,7 @@ def automatic_choices(report: Results) -> str:
         if {part for site in report.plan.sites for part in site.each()} != added and growth.rounds:
             few = max((candidate.steps for candidate in growth.candidates), default=0)
             chosen = shortened(report.plan.sites)
-            sentences.append(f"Of the plans that were then tuned for {few} steps, {chosen} was chosen by what it saves and its cache.")
+            sentences.append(f"Of the plans that were then tuned for {few} steps, {chosen} was chosen, by gain and cache.")
     if (steps := report.training.get("tuned", {}).get("steps")) is not None:
         sentences.append(f"tune.steps=auto took {steps:.0f} steps; the controls took as many.")
     return " ".join(sentences)
