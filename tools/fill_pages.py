@@ -15,6 +15,7 @@ recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and fi
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from surgery.doctor.benchmark import Benchmark
 from surgery.doctor.result_tables import cell_rows, describe
@@ -43,8 +44,10 @@ LETTERS = {
     ROOT / "recipes" / "letters.report.json": "Without bounds: `plan.heads: auto`, `tune.steps: auto`",
     ROOT / "recipes" / "letters-choice.report.json": "Without bounds: `plan.by: choice` with hints and LoRA",
     ROOT / "recipes" / "letters-kept.report.json": "The second, within bounds",
+    ROOT / "recipes" / "letters-kept-mamba1.report.json": "A Mamba-1, within bounds: `plan.heads: auto`",
 }
 SKILLS = ROOT / "recipes" / "skills.findings.json"
+SHAPES = ROOT / "recipes" / "skills-shapes.findings.json"
 UNBOUNDED = ROOT / "recipes" / "skills-unbounded.findings.json"
 TARGET = ROOT / "recipes" / "letters-target.findings.json"
 MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
@@ -158,27 +161,34 @@ def demo_auto() -> str:
 
 
 def skills() -> str:
-    """Five bases, each edited within bounds and without, beside grafts at other heads of the same layer."""
-    bounded, unbounded = Findings.read(SKILLS), Findings.read(UNBOUNDED)
+    """Bases that are each edited within bounds, and of one shape also without, beside grafts at other heads of the layer."""
+    bounded, unbounded, shapes = (Findings.read(path) for path in (SKILLS, UNBOUNDED, SHAPES))
     body = []
-    for name in bounded.about:
-        free, kept = (
-            {model: figures for row in each.rows for base, _, model in [row.what.partition(OF)] if base == name
-             for figures in [row.figures]} for each in (unbounded, bounded)
-        )  # fmt: skip
-        models = [kept["base"], free["tuned"], kept["tuned"], kept[SAME_LAYER]]
-        cells = [f"{value(figures[task]):.3f}" for task in ("kv.64", LETTERED) for figures in models]
-        knowledge, text = (f"{value(kept['tuned'][task]):+.3f}" for task in (KNOWLEDGE, TEXT))
-        body.append([name, *cells, knowledge, text])
+    for record, name in ((each, name) for each in (bounded, shapes) for name in each.about):
+        kept, free = _models_of(record, name), _models_of(unbounded, name)
+        models = [kept["base"], free.get("tuned", {}), kept.get("tuned", {}), kept.get(SAME_LAYER, {})]
+        cells = [f"{value(figures[task]):.3f}" if figures else "" for task in ("kv.64", LETTERED) for figures in models]
+        changes = [f"{value(kept['tuned'][task]):+.3f}" if "tuned" in kept else "" for task in (KNOWLEDGE, TEXT)]
+        body.append([name, *cells, *changes])
     columns = ("base", "unbounded", "within bounds", "other heads")
     header = ["", *(f"{task}, {column}" for task in ("KV 64", "letters") for column in columns), KNOWLEDGE, TEXT]
-    made = bounded.provenance
-    examples = next(iter(bounded.rows)).figures["kv.64"].n
+    made = [
+        f"`recipes/{path.name}`: {record.provenance.created[:10]}, version {record.provenance.toolkit}, "
+        f"{(record.provenance.recipe or {})['bench']['limit']} examples a cell"
+        for path, record in ((SKILLS, bounded), (UNBOUNDED, unbounded), (SHAPES, shapes))
+    ]
+    stopped = [name for name in shapes.about if "stopped" in shapes.about[name]]
+    no_plan = f" Of {' and '.join(stopped)} no plan kept the bounds." if stopped else ""
     return f"""{markdown.table(header, body)}
 
-Measured {made.created[:10]} on {made.machine}, version {made.toolkit}, {examples} examples a cell, one seed of locating and \
-tuning a base (`recipes/{SKILLS.name}`, `recipes/{UNBOUNDED.name}`). Other heads: grafts at random other heads of the same \
-layer, under the same gate, tuned alike. Changes are those of the edit within bounds."""
+Measured on {bounded.provenance.machine}, one seed of locating and tuning a base ({"; ".join(made)}). Other heads: grafts at \
+random other heads of the same layer, under the same gate, tuned alike. Changes are those of the edit within bounds.{no_plan}"""
+
+
+def _models_of(record: Findings, base: str) -> dict[str, Any]:
+    """Model of a base -> its figures, in the record of a cohort."""
+    parts = ((*row.what.partition(OF), row.figures) for row in record.rows)
+    return {model: figures for name, _, model, figures in parts if name == base}
 
 
 def target() -> str:
@@ -186,7 +196,7 @@ def target() -> str:
     told = Findings.read(TARGET)
     body = []
     for name in told.about:
-        of = {row.what.partition(OF)[2]: row.figures for row in told.rows if row.what.partition(OF)[0] == name}
+        of = _models_of(told, name)
         models = ["base", "tuned", "control_tuned", "control_random_site_tuned", SAME_LAYER]
         cells = [f"{value(of[model][LETTERED]):.3f}" if model in of else "" for model in models]
         others = [f"{value(of[model]['kv.64']):.3f}" if model in of else "" for model in ("base", "tuned")]
@@ -204,7 +214,7 @@ the same tuning without a graft, with grafts in another layer, and at other head
 
 
 def letters() -> str:
-    """Two edits that take the letters, and one that keeps them."""
+    """Two edits that take the letters, and two that keep them."""
     parts = []
     for path, title in LETTERS.items():
         report = Report.read(path)
