@@ -160,10 +160,11 @@ class Measuring:
 
 
 class Bounds:
-    """What a plan must not cost, given what was measured of the base. Skills that the base does not have are left out."""
+    """What a plan must not cost, given what was measured of the base. Skills that the base does not have are left out. Text is
+    bounded wherever skills were asked for, also of a base that has none of them."""
 
     def __init__(self, measuring: Measuring, base: PlanMeasurement, auto: Auto):
-        self.base, self.auto = base, auto
+        self.base, self.auto, self.bounding = base, auto, bool(measuring.skills)
         self.skills: list[str] = []
         for name, asked in measuring.skills.items():
             accuracy, chance = proportion(base.skills[name]), float(np.mean([question.chance for question in asked]))
@@ -177,7 +178,7 @@ class Bounds:
         bound = self.auto.accuracy_bound
         lost = [name for name in self.skills if not keeps(self.base.skills[name], measured.skills[name], bound)]
         risen = mean(measured.text - self.base.text).ci95[1] > self.auto.text_bound
-        return (*lost, *([TEXT] if risen and self.skills else []))
+        return (*lost, *([TEXT] if risen and self.bounding else []))
 
     def accuracies(self, measured: PlanMeasurement) -> dict[str, float]:
         """Of the skills that the base has."""
@@ -220,7 +221,7 @@ def decided(
     plans: those that are proposed, the preferred ones first. growth: what is known of how they came about. by_preference: the
     first of them within the bounds are tuned, not those that save most untrained."""
     auto = bounds.auto
-    if not bounds.skills:  # nothing but text to lose, which the choice of the plans has weighed
+    if not bounds.bounding:  # data.skills is empty
         return plans[0].model_copy(update={"growth": growth})
     measured = measuring.measure(plans, "plan, candidates")
     untrained = [bounds.candidate(*each) for each in zip(plans, measured, strict=True)]

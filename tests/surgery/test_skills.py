@@ -329,6 +329,23 @@ def test_a_gate_is_found_that_keeps_the_skill(tiny, ranking, monkeypatch):
     assert chosen.blend == 0.25  # which costs 1 of 256 answers; a gate of .5 costs 3, which may be 2 in 100
 
 
+def test_text_is_bounded_where_the_base_has_no_other_skill(tiny, ranking, monkeypatch):
+    made = Made({str(score.site): 2.0 for score in ranking.heads}, {})
+
+    def at_chance(*given):
+        measured = made(*given)
+        text = measured.text + (0 if given[1] is None else 0.5)  # nats
+        return PlanMeasurement(
+            measured.loss, measured.correct, text, 0.5, {name: np.arange(256) % 12 == 0 for name in measured.skills}
+        )
+
+    monkeypatch.setattr(Measuring, "_measure", at_chance)
+    with pytest.raises(NoPlan) as refused:
+        grow(tiny, ranking, PlanOptions(heads="auto", auto=Auto(**FEW)))
+    assert refused.value.growth.skills == {}
+    assert {each.beyond for each in refused.value.growth.candidates} == {("text",)}
+
+
 def test_what_tuning_takes_counts_too(tiny, ranking, monkeypatch):
     first, second = (str(score.site) for score in ranking.top(2))
     auto = {"max_heads": 1}

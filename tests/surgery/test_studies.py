@@ -236,7 +236,7 @@ def test_cohort(surgery, tmp_path, monkeypatch, cohort_files):
 
 
 def test_a_base_that_cannot_be_operated_on_is_a_finding(surgery, tmp_path, cohort_files):
-    auto = "least_gain: 100, max_heads: 1, candidates: 1, skill_examples: 4, windows: 2"
+    auto = "least_gain: 100, max_heads: 1, candidates: 1, skill_examples: 4, windows: 2, text_bound: 1"
     job = f"{{plan: {{sites: null, heads: auto, auto: {{{auto}}}}}}}"
     more = ("--set", "study.only=[two]", "--set", f"study.bases.two.job={job}")
     status, _, error = surgery("run", "cohort.yaml", *more, "--out", "out")
