@@ -391,9 +391,10 @@ def shape_of_130m() -> str:
     record = Check.read(RECIPES / "estimates.json")
     case = record.cases["mamba2-130m"]
     made = case.environment or record.environment
+    work = " of processor time" if (case.clock or record.clock) == "cpu" else ""
     return (
         f"The checkpoint itself was never measured: not its retrieval, nor what an edit gains. A model of its shape with "
-        f"random weights went through a small version of the whole job in {case.whole.seconds[1] / 60:.0f} minutes and "
+        f"random weights went through a small version of the whole job in {case.whole.seconds[1] / 60:.0f} minutes{work} and "
         f"{case.whole.memory[1] / 2**30:.1f} GiB on {made.machine.partition(', ')[2]} "
         f"(`recipes/estimates.json`, version {made.toolkit})."
     )
