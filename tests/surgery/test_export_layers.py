@@ -373,7 +373,7 @@ def test_a_proof_that_fails_loses_no_training(tokenizer, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("verb", ["export", "splice", "tune", "run"])
 def test_a_way_that_does_not_exist_is_refused_at_once(surgery, verb):
-    arguments = {"splice": ("o/x", "y", "--out", "z"), "run": ("x.yaml",)}.get(verb, ("x", "--out", "z"))
+    arguments = {"splice": ("o/x", ".", "--out", "z"), "run": ("x.yaml",)}.get(verb, (".", "--out", "z"))
     status, out, err = surgery(verb, *arguments, "--verify", "hope")
     assert (status, out) == (2, "")
     assert err == "surgery: cannot verify by 'hope'; there are auto, full, layers, tensors\n"

@@ -41,8 +41,8 @@ def models(tmp_path_factory):
         (("locate", "{m}/base", "--set", "device=cud"), "device must be auto, cpu, cuda, cuda:1, ..., not 'cud'"),
         (("locate", "{m}/base", "--set", "device=meta"), "nothing can be computed on meta"),
         (("locate", "{m}/base", "--set", "device=cpu:3"), "device is 'cpu:3', and only 1 of its kind are here"),
-        (("splice", "{m}/hybrid", "{m}/plan.json", "--out", "x"), "hybrid is a hybrid already; what gets grafts is its base, "),
-        (("run", "{m}/recipe.yaml"), "hybrid is a hybrid already; what gets grafts is its base, "),
+        (("splice", "{m}/hybrid", "{m}/plan.json", "--out", "x"), "hybrid is a hybrid already; grafts go into its base, "),
+        (("run", "{m}/recipe.yaml"), "hybrid is a hybrid already; grafts go into its base, "),
         (("tune", "{m}/base", "--out", "x"), "base is no hybrid: it holds no plan.json. If it is a base, give it grafts first"),
         (("export", "{m}/base", "--out", "x"), "base is no hybrid: it holds no plan.json"),
         (("tune", "no/such", "--out", "x"), "no such folder: no/such; a hybrid is a folder that `surgery splice`"),
@@ -79,7 +79,7 @@ def test_a_hybrid_can_be_located_in_and_is_told_apart(surgery, models, tmp_path)
     settings = [part for s in ("options.pairs=3", "examples=4", "batch_size=4") for part in ("--set", f"locate.{s}")]
     status, _, err = surgery("locate", models / "hybrid", *settings, "--out", "located")
     assert status == 0, err
-    assert "hybrid is a hybrid: its heads can be measured, but no grafts be put in" in err
+    assert "hybrid is a hybrid: its heads can be measured, but grafts go into its base" in err
     status, _, err = surgery("plan", "located/ranking.json")
     assert status == 2
     assert "cannot be spliced: it has grafts already" in err

@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_opened_for_its_turn(folder, tmp_path, monkeypatch,
     there = []
     monkeypatch.setattr(opening, "open_checkpoint", lambda *a, **k: there.append(k.get("beside")) or open_checkpoint(*a, **k))
     in_turn = compared(folder, tmp_path / "turns", *names)
-    assert "alone: other" in " ".join(capsys.readouterr().err.split())
+    assert "timed by themselves: other" in " ".join(capsys.readouterr().err.split())
     assert [name for name, entry in measured[1][0].items() if isinstance(entry.source, Unheld)] == ["other"]
     assert len(there) == 4 + 1  # once more, for its cells and its times
     for name, report in whole.models.items():

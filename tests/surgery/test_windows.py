@@ -236,7 +236,7 @@ def test_as_many_windows_as_cost_nothing_and_as_a_budget_takes():
         with pytest.raises(UserError, match=why):
             planned(window, cache_budget={"bytes": bytes, "tokens": 1000})
     for fields, why in (
-        ({"kind": "window", "heads": 2}, "heads: is of grafts"),
+        ({"kind": "window", "heads": 2}, "heads: is for grafts"),
         ({"kind": "layer", "window": {}}, "window: is for"),
     ):
         with pytest.raises(ValueError, match=why):
