@@ -151,7 +151,8 @@ class _Job:
         """Raise UserError where heads were located by guesses, and much work would follow that has not begun."""
         if ranking.chance is None or not at_chance(ranking.base_accuracy, ranking.chance) or (self.out / "tuning").exists():
             return
-        if (left := self.announced.left("locate")) > LONG:
+        if self.announced.work("locate") > LONG:
+            left = self.announced.left("locate")
             raise UserError(
                 f"the base is at chance on the locating probe ({ranking.base_accuracy}, chance {ranking.chance:.3f}), so the "
                 f"ranking means nothing, and about {duration(left)} of work would follow: choose an easier probe "

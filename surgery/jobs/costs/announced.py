@@ -45,9 +45,13 @@ class Announced:
 
     def left(self, name: str) -> float:
         """The seconds of what comes after a stage; 0 where it is little."""
+        return self.slowed * self.work(name)
+
+    def work(self, name: str) -> float:
+        """The same on an idle machine."""
         names = list(self._known_from(name))
         after = names[names.index(name) + 1 :] if name in names else []
-        return self.slowed * sum(self._known(each).seconds for each in after)
+        return sum(self._known(each).seconds for each in after)
 
     def note(self, name: str, work: float, wall: float) -> None:
         """What a stage took, in seconds of work and on the wall."""
