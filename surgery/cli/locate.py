@@ -9,17 +9,21 @@ from surgery.cli.options import ModelArgument, Out, Overwrite, RecipeOption, Res
 if TYPE_CHECKING:
     from surgery.locating.ranking import Ranking, Score
 
-# Score -> the head of its column.
+# Score -> the head of its column, in a table for a terminal of 80 columns; ranking.json has all scores with all intervals.
 SCORES = {
-    "splice_gain": "accuracy gained, spliced",
-    "splice_loss": "loss saved, spliced (nats)",
-    "attribution": "attribution (a slope)",
-    "ablation_drop": "accuracy lost, ablated",
-    "ablation_loss": "loss added, ablated (nats)",
-    "answer_mass": "attention to the answer (share)",
+    "splice_gain": "accuracy gained",
+    "splice_loss": "loss saved (nats)",
+    "attribution": "attribution",
+    "ablation_drop": "accuracy lost",
+    "ablation_loss": "loss added (nats)",
+    "answer_mass": "attention to answer",
 }
+SHOWN = 2  # scores
 
-LEGEND = "The leading heads. Brackets: 95% intervals over questions. Signs: of differences to the unchanged base."
+LEGEND = (
+    "The leading heads. Gained, saved: the head spliced, untrained. Lost, added: the head ablated. Attribution: the slope of "
+    "the loss. Brackets: 95% interval over questions. Signs: of differences to the unchanged base."
+)
 
 
 def locate(
@@ -47,14 +51,12 @@ def locate(
     out = out or Path("runs") / f"locate-{Path(model).name}"
     ranking, base = locate_model(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
     leading = ranking.heads[:10]
-    fields = [field for field in SCORES if any(getattr(score, field) is not None for score in leading)]
-    if "splice_gain" in fields and "ablation_drop" in fields:
-        fields.remove("ablation_drop")  # too wide a table
-    if ranking.skills and len(fields) > 3:
-        fields = fields[:3]  # too wide a table
+    fields = [field for field in SCORES if any(getattr(score, field) is not None for score in leading)][:SHOWN]
+    order = next((field for field in ("splice_loss", "attribution", "ablation_loss") if field in fields), None)
     body = [
-        [str(s.site), s.role or "", *(_cell(s, field) for field in fields), *_also(ranking, s)] for s in leading
-    ]  # fmt: skip
+        [str(s.site), s.role or "", *(_cell(s, field, full=field == order) for field in fields), *_also(ranking, s)]
+        for s in leading
+    ]
     table(["site", "role", *(SCORES[field] for field in fields), *(["also for"] if ranking.skills else [])], body)
     prose(LEGEND)
     if ranking.skills:
@@ -81,7 +83,11 @@ def _of_skills(ranking: "Ranking") -> str:
     return f"Other skills of the base. {'; '.join(said)}."
 
 
-def _cell(score: "Score", field: str) -> str:
-    """Its estimate; a share of attention is no difference and has no sign."""
+def _cell(score: "Score", field: str, *, full: bool) -> str:
+    """Its estimate, with its interval or without; a share of attention is no difference and has no sign."""
     estimate = getattr(score, field)
-    return "" if estimate is None else estimate.unsigned() if field == "answer_mass" else str(estimate)
+    if estimate is None:
+        return ""
+    if not full:
+        return f"{estimate.value:{'' if field == 'answer_mass' else '+'}.3f}"
+    return estimate.unsigned() if field == "answer_mass" else str(estimate)
