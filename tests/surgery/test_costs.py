@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from contextlib import contextmanager, redirect_stdout
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -527,3 +528,9 @@ def test_a_comparison_is_estimated_as_it_runs(folder, tmp_path, monkeypatch, cap
     counted = benching(recipe.model_copy(update={"bench": long}), spliced, surgery.load(folder / "base").tokenizer)
     assert counted.at_most
     assert counted.longest > 100
+
+
+def test_what_a_notebook_did_before_is_no_cost_of_the_next_process(monkeypatch):
+    times = SimpleNamespace(user=3000.0, system=200.0)
+    monkeypatch.setattr(estimate.psutil, "Process", lambda: SimpleNamespace(cpu_times=lambda: times))
+    assert estimate.started() == estimate.STARTING < 60

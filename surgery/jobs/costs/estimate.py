@@ -51,6 +51,7 @@ from surgery.tuning.rehearsal import rehearse, step_work
 
 CHECKPOINTS = 2  # of a tuning, while a new one replaces the old
 STATES = 4  # of a trained number, in float32: itself, its gradient, and Adam's two moments
+STARTING = 30.0  # seconds of CPU time that a process takes to begin, at most
 READINGS = 6  # of all weights in an export: it writes, digests and reads them back
 GUESSED = 4  # forwards: a step of tuning that was not timed
 WHOLE = 2.0  # seconds: of a model whose forward of one row takes longer, the first layers alone are tuned
@@ -75,15 +76,14 @@ def estimate(
     if several_processes():
         raise UserError("an estimate is made by one process; start it without a launcher")
     check_way(verify)
-    begun, cpu, waiting = time.perf_counter(), started(), pace.load()
+    begun, waiting = time.perf_counter(), pace.load()
     with use(**recipe.kernels):
         with busy("opening the model"):
             base = open_base(recipe, trust_remote_code)
         family_of(base.model.config)
         check(recipe, base)
         check_run(recipe, base)
-        start = started() - cpu if cpu > 120 else started()  # a notebook has done other work before
-        costs = Costs(recipe, base, start, verify=verify, says=True)
+        costs = Costs(recipe, base, started(), verify=verify, says=True)
         stages = costs.all_stages()
     return CostEstimate(
         **environment().model_dump(), model=recipe.model, stages=tuple(stages), available=costs.available,
@@ -366,10 +366,10 @@ class BenchCosts(StageCosts):
 
 
 def started() -> float:
-    """The CPU seconds that this process has taken so far: for its imports, and to open the model, which another would take
-    again."""
+    """The CPU seconds that a fresh process takes to begin: what this one has taken so far, for its imports and to open the
+    model, but STARTING at most, since a notebook has done other work before."""
     times = psutil.Process().cpu_times()
-    return times.user + times.system
+    return min(STARTING, times.user + times.system)
 
 
 def _import_what_a_run_needs() -> None:
