@@ -19,11 +19,11 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from surgery.doctor import tuning_benchmark
 from surgery.kernels.dispatch import Operation
 from surgery.records.plan import Plan
 from surgery.records.record import environment
 from surgery.splicing.splice import splice
+from tools import bench_tuning
 from tools.double import float64
 
 CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "tiny-mamba2"
@@ -149,7 +149,7 @@ def dispatching(rounds: int) -> dict[str, Any]:
     """A decoded token, and a step of tuning, of the built-in shape, in milliseconds."""
     base = AutoModelForCausalLM.from_pretrained(CHECKPOINT).eval()
     decoder = Decoder(splice(base, Plan.model_validate({"sites": SITES, "blend": 0.1})))
-    step = tuning_benchmark.graft_against_trainer(torch.device("cpu"))()["graft"]
+    step = bench_tuning.graft_against_trainer(torch.device("cpu"))()["graft"]
 
     def tuned() -> float:
         begin = time.perf_counter()

@@ -162,8 +162,8 @@ def _recipe(name: str, place: Path, quick: bool) -> Path:
 
 def _random_weights(name: str, folder: Path, quick: bool) -> Path:
     """A folder of random weights in a published shape. They know nothing; they cost what the published ones cost."""
-    from surgery.doctor.shapes import BASES
     from surgery.world.tokenizer import build_tokenizer
+    from tools.bench_shapes import BASES
     from tools.published import cut, published
     from tools.random_weights import write
 

@@ -8,7 +8,7 @@ Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.jso
 recipes/kills.json and recipes/fuzz.json (`make campaign`), recipes/serving.json (`python -m tools.serving_record`),
 recipes/gguf.json (`python -m tools.gguf_record`), recipes/mlx.json (`python -m tools.mlx_record`),
 recipes/full-size.json (`python -m tools.full_size`),
-recipes/kernels.bench.json (`surgery doctor --bench --out recipes/kernels.bench.json`) and NAME.findings.json in recipes and
+recipes/kernels.bench.json (`python -m tools.bench_kernels`) and NAME.findings.json in recipes and
 recipes/paper (`surgery run recipes/paper/NAME.yaml` writes findings.json and figure.png to runs/NAME).
 """
 
@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from surgery.doctor.benchmark import Benchmark
-from surgery.doctor.result_tables import cell_rows, describe
+from surgery.doctor.diagnosis import describe
 from surgery.evaluation import markdown
 from surgery.evaluation import table as tables
 from surgery.evaluation.automatic import automatic_choices, rounds
@@ -31,6 +30,7 @@ from surgery.studies.cohort import KNOWLEDGE, OF, SAME_LAYER, TEXT, headline
 from surgery.studies.cohort import LETTERS as LETTERED
 from surgery.studies.state_size import summarise
 from tools import books_page, campaign_page, claims_page, costs_page, mixers_page, reference_parts, ways_page
+from tools.bench_kernels import Benchmark, cell_rows
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

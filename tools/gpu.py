@@ -2,7 +2,7 @@
 
     tests    pytest -m gpu
     kernels  graft attention against FlashAttention and torch, in TFLOP/s and ratios (tools/bench_attention.py)
-    scans    the other kernels and whole models against stock (surgery doctor --bench)
+    scans    the other kernels and whole models against stock (tools/bench_kernels.py)
     memory   the most that a hybrid of the published shape holds, forward and with backward (tools/gpu_memory.py)
     demo     surgery run recipes/demo.yaml on the GPU
 
@@ -65,7 +65,7 @@ def parts(work: Path) -> list[Part]:
             "demo", "surgery run recipes/demo.yaml --set device=cuda --resume --out", str(demo),
             read=of(demo / "report.json", figures),
         ),
-        python("scans", "surgery doctor --bench --seconds 1", *only, "--out", str(scans), read=of(scans)),
+        python("scans", "tools.bench_kernels --seconds 1", *only, "--out", str(scans), read=of(scans)),
     ]  # fmt: skip
 
 

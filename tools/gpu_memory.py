@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from surgery.doctor import shapes
 from surgery.records.plan import Plan
-from surgery.runtime.timing import milliseconds, peak_bytes
+from surgery.runtime.timing import peak_bytes
 from surgery.splicing.splice import adopt, graft_parameters, splice
+from tools import bench_shapes as shapes
+from tools.turns import milliseconds
 
 LENGTHS = (1024, 4096, 16384)
 

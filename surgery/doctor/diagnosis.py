@@ -58,3 +58,21 @@ def _verdict(operation: Operation, device: torch.device, dtype: torch.dtype) -> 
         },
         refused={name: reason for name, reason in reasons.items() if reason},
     )
+
+
+def describe(environment: Environment) -> str:
+    """One line on the machine and the software."""
+    packages = ", ".join(f"{name} {version}" for name, version in environment.packages.items())
+    return f"{environment.created[:10]}, {environment.machine}, {environment.threads} threads; {packages}"
+
+
+def verdict_rows(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
+    """One row for each operation, device and dtype."""
+    body = []
+    for verdict in diagnosis.verdicts:
+        others = [f"{name}: {reason}" for name, reason in verdict.refused.items()]
+        others += [f"{name}, not preferred: {reason}" for name, reason in verdict.idle.items() if reason]
+        if ready := [name for name, reason in verdict.idle.items() if not reason]:
+            others.append(f"ready: {', '.join(ready)}")
+        body.append([verdict.operation, verdict.device, verdict.dtype, verdict.serves, "\n".join(others)])
+    return ["operation", "device", "dtype", "served by", "not by"], body

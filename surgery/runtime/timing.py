@@ -1,18 +1,12 @@
-"""Compares the time and the memory of several functions within one run.
-
-torch.utils.benchmark times one function after the other, so that a disturbance of the machine hits one of them alone. Here they
-take turns."""
+"""The time and the memory of a piece of work."""
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from statistics import median
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-
-Runs = Mapping[str, Callable[[], Any]]
 
 
 class Stopwatch:
@@ -30,7 +24,7 @@ class Stopwatch:
         return work - self._begun[0], wall - self._begun[1]
 
     def _now(self) -> tuple[float, float]:
-        _wait(self.device)
+        wait(self.device)
         wall = time.perf_counter()
         return wall if self.device.type == "cuda" else time.thread_time(), wall
 
@@ -45,32 +39,15 @@ def processor_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def milliseconds(runs: Runs, device: torch.device, *, seconds: float = 6.0, least: int = 3) -> dict[str, float]:
-    """The median time of each function in milliseconds, after one call to warm up. The functions take turns for about `seconds`
-    and for at least `least` rounds, so that a disturbance of the machine hits all of them."""
-    for run in runs.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    beginning = time.perf_counter()
-    while len(next(iter(times.values()))) < least or time.perf_counter() - beginning < seconds:
-        for name, run in runs.items():
-            _wait(device)
-            start = time.perf_counter()
-            run()
-            _wait(device)
-            times[name].append(time.perf_counter() - start)
-    return {name: 1e3 * median(values) for name, values in times.items()}
-
-
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """The most memory that a call holds at once, including its result, beyond what was held before. Torch's own allocations are
     counted, so the number does not depend on the operating system."""
     if device.type == "cuda":
-        _wait(device)
+        wait(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         run()
-        _wait(device)
+        wait(device)
         return torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it tells the user when it starts and stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
@@ -85,6 +62,6 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     return most
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

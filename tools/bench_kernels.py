@@ -1,22 +1,25 @@
-"""Measures how fast this project's kernels are on this machine: every operation against the code that it replaces, in one run.
+"""How fast this project's kernels are on this machine: every operation against the code that it replaces, in one run.
+
+    python -m tools.bench_kernels --out recipes/kernels.bench.json                        # minutes
+    python -m tools.bench_kernels --only rms_norm_forward --out recipes/kernels.bench.json  # again, into what is there
 
 Shapes are those of published models. A kernel cell compares the backends of one operation. A model cell compares a whole base
 in stock transformers with the same weights on our kernels (`prefill`), or a hybrid with one grafted head with its base.
 """
 
+import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from surgery.doctor import locating_benchmark as locating
-from surgery.doctor import shapes
-from surgery.doctor import tuning_benchmark as tuning
-from surgery.doctor.groups import GROUPS
+from surgery.cli.console import show, table
+from surgery.doctor.diagnosis import describe
 from surgery.errors import UserError
 from surgery.kernels.attention import GRAFT_ATTENTION
 from surgery.kernels.conv import CAUSAL_CONV
@@ -28,8 +31,12 @@ from surgery.kernels.ssd import SSD_SCAN, SSD_STEP
 from surgery.records.plan import Plan
 from surgery.records.record import KERNEL_PACKAGES, PACKAGES, Environment, Marked, Record, environment
 from surgery.runtime.progress import Track
-from surgery.runtime.timing import Runs, milliseconds, peak_bytes
+from surgery.runtime.timing import peak_bytes
 from surgery.splicing.splice import adopt, splice
+from tools import bench_locating as locating
+from tools import bench_shapes as shapes
+from tools import bench_tuning as tuning
+from tools.turns import Runs, milliseconds
 
 
 class BenchmarkCell(Record):
@@ -91,6 +98,9 @@ class Benchmark(Marked):
         return self.model_copy(
             update={"environment": other.environment} | {group: cells for group in GROUPS if (cells := getattr(other, group))}
         )
+
+
+GROUPS = tuple(name for name, field in Benchmark.model_fields.items() if field.default == ())
 
 
 @dataclass(frozen=True)
@@ -291,3 +301,58 @@ def _decoder(model: PreTrainedModel, ids: Tensor) -> Callable[[], Any]:
             return model(input_ids=ids[:, :1], cache_params=cache, use_cache=True).logits
 
     return decode
+
+
+def cell_rows(benchmark: Benchmark, before: Benchmark | None = None) -> tuple[list[str], list[list[str]]]:
+    """One row for each measurement. before: an earlier version's, whose ratios of the same cells make a column of their own."""
+    earlier = {} if before is None else {_of(group, cell): cell.ratio for group in GROUPS for cell in getattr(before, group)}
+    body = []
+    for group in GROUPS:
+        for cell in getattr(benchmark, group):
+            times = ", ".join(f"{name} {value:.4g} ms" for name, value in cell.milliseconds.items())
+            memory = "" if cell.memory_ratio is None else f"{cell.memory_ratio:.2f}"
+            times += "" if cell.difference is None else f"; logits differ by {cell.difference:.0e}"
+            row = [
+                group.replace("_", " "),
+                cell.shape,
+                f"{cell.tokens:,}",
+                str(cell.threads),
+                times,
+                f"{cell.ratio:.2f}",
+                memory,
+            ]
+            if before is not None:
+                ratio = earlier.get(_of(group, cell))
+                row.append("" if ratio is None else f"{ratio:.2f}")
+            body.append(row)
+    header = ["measured", "shape", "tokens", "threads", "median time", "times as fast", "memory, share"]
+    return header if before is None else [*header, f"in {before.environment.toolkit}"], body
+
+
+def _of(group: str, cell: BenchmarkCell) -> tuple[str, str, int, int]:
+    """What two measurements have in common that may be compared."""
+    return group, cell.shape, cell.tokens, cell.threads
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=GROUPS, help="only this, into what --out holds")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for each measurement, at least")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.out:
+        Benchmark.check_place(given.out)  # before minutes are spent
+    earlier = Benchmark.read(given.out) if given.only and given.out and given.out.exists() else None
+    if earlier is not None:
+        earlier.check_environment(here())
+    result = benchmark(tuple(given.only or GROUPS), seconds=given.seconds)
+    if earlier is not None:
+        result = earlier.updated(result)
+    if given.out:
+        result.write(given.out)
+    show(describe(result.environment))
+    table(*cell_rows(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.doctor import shapes
 from surgery.records.plan import Plan
-from surgery.runtime.timing import Runs
 from surgery.splicing.splice import adopt, splice
 from surgery.tuning.distil import Distillation
 from surgery.tuning.sequences import IGNORE, collate, kv_pieces
 from surgery.tuning.trainable import trainable
 from surgery.world.tokenizer import build_tokenizer
+from tools import bench_shapes as shapes
+from tools.turns import Runs
 
 LESSONS, TEXTS, PAIRS, QUERIES = 16, 6, 32, 8
 RATE = 1e-4

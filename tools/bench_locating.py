@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.doctor import shapes
 from surgery.families import Hybrid
 from surgery.locating.attribution import attribute_starts, best_starts
 from surgery.locating.exact import Exact
@@ -26,8 +25,9 @@ from surgery.probes.encoded import padded
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import batches
 from surgery.records.site import Site
-from surgery.runtime.timing import Runs
 from surgery.world.tokenizer import build_tokenizer
+from tools import bench_shapes as shapes
+from tools.turns import Runs
 
 SHARE = 0.1  # of all heads: those that are confirmed
 
